@@ -1,0 +1,23 @@
+# The two commands. Both do their own set-up on a fresh Debian machine, as root.
+
+# Debian's libzstd instead of compiling one: a minute less.
+export ZSTD_SYS_USE_PKG_CONFIG = 1
+export RUST_BACKTRACE ?= 0
+
+.PHONY: demo test setup build
+
+# Two real VMs are squeezed to half of their memory while the engine is killed; ends in a small table.
+demo: setup build
+	target/debug/ballast demo $(DEMO_ARGS)
+
+# Everything: lints, unit, property, loom, native, kvm, qemu and crash suites.
+test: setup
+	scripts/test.sh
+
+build:
+	cargo build -p ballast-cli -p ballast-daemon -p ballast-preload
+
+# Packages, the guest kernel and image (under target/); quick when nothing is missing.
+setup:
+	scripts/setup.sh
+	scripts/guest-image.sh

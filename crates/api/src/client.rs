@@ -1,0 +1,232 @@
+//! A small blocking client: one connection per request, over the daemon's Unix socket.
+//!
+//! Before: `ballastd` listens. After: the CLI and tests ask.
+//! Threads: one runtime on the calling thread; not for use inside an async runtime.
+//! Units: timeouts are per request. Promise: a request cut off because an engine is being replaced is sent again for up
+//! to 5 s (every request of version 1 may be repeated), and an error names the socket and what to do.
+
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::{Method, Request, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use tokio::runtime::{Builder, Runtime};
+
+use crate::{Event, HostStat, Problem, VmPatch, VmStat};
+
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+const RETRY_FOR: Duration = Duration::from_secs(5);
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+const MAX_ANSWER_BYTES: usize = 64 << 20;
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody answers at the socket, or we may not connect.
+    #[error("Connecting to {}: {advice}", socket.display())]
+    Unreachable {
+        /// The socket asked.
+        socket: PathBuf,
+        /// What to do about it.
+        advice: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The connection was made, but no whole answer came back.
+    #[error("Talking to {}: {what}", socket.display())]
+    Broken {
+        /// The socket asked.
+        socket: PathBuf,
+        /// What went wrong.
+        what: String,
+    },
+    /// The daemon refused.
+    #[error(transparent)]
+    Refused(#[from] Problem),
+}
+
+impl ClientError {
+    /// Did the daemon say there is no VM of that name?
+    pub fn is_no_such_vm(&self) -> bool {
+        matches!(self, Self::Refused(problem) if problem.kind == Problem::NO_SUCH_VM)
+    }
+}
+
+/// One try: an answer, a cut that may be a change of engines, or a reason to stop.
+enum Try {
+    Cut(ClientError),
+    Final(ClientError),
+}
+
+/// A connection to be made to one daemon.
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+    runtime: Runtime,
+    retry_for: Duration,
+}
+
+impl Client {
+    /// A client of the daemon at `socket`. Nothing is connected yet.
+    pub fn new(socket: impl Into<PathBuf>) -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { socket: socket.into(), runtime, retry_for: RETRY_FOR })
+    }
+
+    /// Give up on a daemon that refuses connections after this long instead of 5 s.
+    #[must_use]
+    pub fn retry_for(mut self, time: Duration) -> Self {
+        self.retry_for = time;
+        self
+    }
+
+    /// The socket asked.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Every VM.
+    pub fn vms(&self) -> Result<Vec<VmStat>, ClientError> {
+        self.get("/v1/vms")
+    }
+
+    /// One VM.
+    pub fn vm(&self, name: &str) -> Result<VmStat, ClientError> {
+        self.get(&vm_path(name))
+    }
+
+    /// Set or, with `None`, remove the DRAM cap of a VM. Answers its state after the change.
+    pub fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, ClientError> {
+        let patch = VmPatch { limit_bytes: Some(limit_bytes) };
+        // Serialising a struct of numbers has no way to fail.
+        let body = serde_json::to_vec(&patch).expect("a patch serialises");
+        self.json(Method::PATCH, &vm_path(name), body)
+    }
+
+    /// The host and Ballast itself.
+    pub fn host(&self) -> Result<HostStat, ClientError> {
+        self.get("/v1/host")
+    }
+
+    /// Recent events, oldest first.
+    pub fn events(&self) -> Result<Vec<Event>, ClientError> {
+        self.get("/v1/events")
+    }
+
+    /// The metrics page.
+    pub fn metrics(&self) -> Result<String, ClientError> {
+        let answer = self.request(&Method::GET, "/metrics", &Bytes::new())?;
+        String::from_utf8(answer.into()).map_err(|error| self.broken(format!("the metrics are not UTF-8: {error}")))
+    }
+
+    fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.json(Method::GET, path, Vec::new())
+    }
+
+    fn json<T: DeserializeOwned>(&self, method: Method, path: &str, body: Vec<u8>) -> Result<T, ClientError> {
+        let answer = self.request(&method, path, &Bytes::from(body))?;
+        serde_json::from_slice(&answer)
+            .map_err(|error| self.broken(format!("the answer to {method} {path} is not understood: {error}")))
+    }
+
+    fn request(&self, method: &Method, path: &str, body: &Bytes) -> Result<Bytes, ClientError> {
+        let give_up = Instant::now() + self.retry_for;
+        self.runtime.block_on(async {
+            loop {
+                match self.in_time(self.once(method, path, body)).await {
+                    Ok(answer) => return Ok(answer),
+                    Err(Try::Cut(error)) if Instant::now() >= give_up => return Err(error),
+                    Err(Try::Cut(_)) => tokio::time::sleep(RETRY_PAUSE).await,
+                    Err(Try::Final(error)) => return Err(error),
+                }
+            }
+        })
+    }
+
+    async fn in_time<T>(&self, work: impl Future<Output = Result<T, Try>>) -> Result<T, Try> {
+        tokio::time::timeout(REQUEST_TIMEOUT, work).await.unwrap_or_else(|_| {
+            let seconds = REQUEST_TIMEOUT.as_secs();
+            Err(Try::Final(self.broken(format!("no answer within {seconds} s; is ballastd stopped or overloaded?"))))
+        })
+    }
+
+    async fn once(&self, method: &Method, path: &str, body: &Bytes) -> Result<Bytes, Try> {
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| self.unreachable(error))?;
+        let cut = |error: hyper::Error| Try::Cut(self.broken(format!("the connection was cut: {error}")));
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(cut)?;
+        let driver = tokio::spawn(connection);
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, "ballast")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(body.clone()))
+            .map_err(|error| Try::Final(self.broken(format!("{path:?} cannot be asked for: {error}"))))?;
+        let response = sender.send_request(request).await.map_err(cut)?;
+        let (head, answer) = response.into_parts();
+        let answer = Limited::new(answer, MAX_ANSWER_BYTES).collect().await;
+        driver.abort();
+        let answer = answer.map_err(|error| Try::Cut(self.broken(format!("the answer was cut: {error}"))))?.to_bytes();
+        if head.status.is_success() { Ok(answer) } else { Err(Try::Final(refusal(head.status, &answer).into())) }
+    }
+
+    fn unreachable(&self, source: io::Error) -> Try {
+        let retry = matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionReset);
+        let advice = match source.kind() {
+            io::ErrorKind::PermissionDenied => "not permitted; run as root or as a member of the daemon's API group",
+            io::ErrorKind::NotFound => "there is no such socket; is ballastd running? (--socket names another)",
+            _ => "nobody answers; is ballastd running?",
+        };
+        let error = ClientError::Unreachable { socket: self.socket.clone(), advice, source };
+        if retry { Try::Cut(error) } else { Try::Final(error) }
+    }
+
+    fn broken(&self, what: String) -> ClientError {
+        ClientError::Broken { socket: self.socket.clone(), what }
+    }
+}
+
+/// The problem document in a refusal, or one made from its status if it holds none.
+fn refusal(status: StatusCode, body: &[u8]) -> Problem {
+    serde_json::from_slice(body).unwrap_or_else(|_| {
+        let title = status.canonical_reason().unwrap_or("refused");
+        Problem::new(status.as_u16(), "about:blank", title, "")
+    })
+}
+
+/// The path of a VM. Anything that is not a plain name character is percent-encoded.
+fn vm_path(name: &str) -> String {
+    let mut path = String::from("/v1/vms/");
+    for byte in name.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'_' | b'-' => path.push(char::from(byte)),
+            _ => path.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_cannot_leave_its_place_in_the_path() {
+        assert_eq!(vm_path("web-1.a_b"), "/v1/vms/web-1.a_b");
+        assert_eq!(vm_path("a/b?c d"), "/v1/vms/a%2Fb%3Fc%20d");
+    }
+
+    #[test]
+    fn a_missing_socket_is_named_with_advice() {
+        let client = Client::new("/nonexistent/api.sock").expect("client");
+        let error = client.host().expect_err("nobody is there").to_string();
+        assert!(error.contains("/nonexistent/api.sock") && error.contains("is ballastd running?"), "{error}");
+    }
+}

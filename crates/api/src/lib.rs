@@ -1,0 +1,23 @@
+//! The HTTP/JSON API of Ballast, version 1: its types, its OpenAPI document, and a small blocking client.
+//!
+//! Before: `daemon` fills these types from the pager. After: the CLI, and anyone's tools, read them.
+//! Units: sizes are bytes and end in `_bytes`, durations name their unit, page counts end in `_pages`.
+//! Promise: fields may be added in version 1, never renamed, removed or given another unit.
+#![forbid(unsafe_code)]
+
+mod client;
+mod openapi;
+mod problem;
+mod types;
+
+pub use client::{Client, ClientError};
+pub use openapi::{document, document_json};
+pub use problem::Problem;
+pub use types::{
+    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, Stall, VmClass, VmPatch, VmStat, VmStatus,
+};
+
+/// Where the daemon listens unless told otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/ballast/api.sock";
+/// Most bytes a request body may have.
+pub const MAX_BODY_BYTES: usize = 64 * 1024;

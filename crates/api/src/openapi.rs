@@ -1,0 +1,160 @@
+//! The OpenAPI document, generated from the types; `docs/openapi.json` is a checked copy.
+//!
+//! Before: `types` and `problem` derive their schemas. After: the daemon serves the document, clients are made from it.
+//! Promise: a test fails when the checked copy differs. `UPDATE=1 cargo test -p ballast-api` writes it anew.
+
+use utoipa::openapi::path::{HttpMethod, Operation, OperationBuilder, ParameterBuilder, ParameterIn};
+use utoipa::openapi::request_body::RequestBodyBuilder;
+use utoipa::openapi::response::ResponseBuilder;
+use utoipa::openapi::schema::{ArrayBuilder, ObjectBuilder, Ref, Schema, Type};
+use utoipa::openapi::{Content, Info, InfoBuilder, License, OpenApi as Document, PathItem, RefOr, Required};
+use utoipa::{OpenApi, ToSchema};
+
+use crate::{Event, HostStat, Problem, VmPatch, VmStat};
+
+#[derive(OpenApi)]
+#[openapi(components(schemas(VmStat, HostStat, Event, VmPatch, Problem)))]
+struct Schemas;
+
+const DESCRIPTION: &str = "HTTP/1.1 over a Unix socket, by default /run/ballast/api.sock. Sizes are bytes. Errors are \
+application/problem+json (RFC 9457). Root and the daemon's own user may read and change; members of the configured \
+group may read.";
+
+/// What a successful answer holds.
+enum Answer {
+    One(&'static str),
+    Many(&'static str),
+    Text,
+    Json,
+}
+
+impl Answer {
+    fn content(&self) -> (&'static str, RefOr<Schema>) {
+        let named = |name: &str| RefOr::Ref(Ref::from_schema_name(name));
+        let typed = |kind| RefOr::T(Schema::from(ObjectBuilder::new().schema_type(kind)));
+        match self {
+            Self::One(name) => ("application/json", named(name)),
+            Self::Many(name) => ("application/json", RefOr::T(ArrayBuilder::new().items(named(name)).into())),
+            Self::Text => ("text/plain; version=0.0.4; charset=utf-8", typed(Type::String)),
+            Self::Json => ("application/json", typed(Type::Object)),
+        }
+    }
+}
+
+fn operation(id: &str, summary: &str, answer: Answer, problems: &[(&str, &str)]) -> OperationBuilder {
+    let (media, schema) = answer.content();
+    let fine = ResponseBuilder::new().description("The answer").content(media, Content::new(Some(schema)));
+    let start = OperationBuilder::new().operation_id(Some(id)).summary(Some(summary)).response("200", fine.build());
+    let common = [("403", "The peer may not do this"), ("503", "Too many connections; ask again")];
+    common.iter().chain(problems).fold(start, |operation, (status, description)| {
+        let schema: RefOr<Schema> = RefOr::Ref(Ref::from_schema_name(Problem::name()));
+        let response =
+            ResponseBuilder::new().description(*description).content(Problem::MEDIA_TYPE, Content::new(Some(schema)));
+        operation.response(*status, response.build())
+    })
+}
+
+fn with_name(operation: OperationBuilder) -> OperationBuilder {
+    operation.parameter(
+        ParameterBuilder::new()
+            .name("name")
+            .parameter_in(ParameterIn::Path)
+            .required(Required::True)
+            .description(Some("The VM's name"))
+            .schema(Some(RefOr::T(Schema::from(ObjectBuilder::new().schema_type(Type::String))))),
+    )
+}
+
+fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
+    use HttpMethod::{Get, Patch};
+    let missing = ("404", "No VM has that name");
+    let patch = RequestBodyBuilder::new()
+        .description(Some("What to change; at most 64 KiB"))
+        .required(Some(Required::True))
+        .content("application/json", Content::new(Some(RefOr::<Schema>::Ref(Ref::from_schema_name(VmPatch::name())))))
+        .build();
+    let refused = [
+        ("400", "The body is not JSON, or has an unknown key or a wrong type"),
+        missing,
+        ("413", "The body is too large"),
+        ("422", "The value cannot be, for example on a pinned VM"),
+    ];
+    vec![
+        ("/v1/vms", Get, operation("listVms", "Every VM", Answer::Many("VmStat"), &[]).build()),
+        ("/v1/vms/{name}", Get, with_name(operation("getVm", "One VM", Answer::One("VmStat"), &[missing])).build()),
+        (
+            "/v1/vms/{name}",
+            Patch,
+            with_name(operation("patchVm", "Change one VM; answers its new state", Answer::One("VmStat"), &refused))
+                .request_body(Some(patch))
+                .build(),
+        ),
+        ("/v1/host", Get, operation("getHost", "The host and Ballast itself", Answer::One("HostStat"), &[]).build()),
+        ("/v1/events", Get, operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[]).build()),
+        ("/v1/openapi.json", Get, operation("getOpenapi", "This document", Answer::Json, &[]).build()),
+        ("/metrics", Get, operation("getMetrics", "Prometheus metrics", Answer::Text, &[]).build()),
+    ]
+}
+
+fn info() -> Info {
+    InfoBuilder::new()
+        .title("Ballast")
+        .version("1")
+        .description(Some(DESCRIPTION))
+        .license(Some(License::new("Apache-2.0")))
+        .build()
+}
+
+/// The document of API version 1.
+pub fn document() -> Document {
+    let mut document = Schemas::openapi();
+    document.info = info();
+    for (path, method, operation) in operations() {
+        let item = document.paths.paths.entry(path.into()).or_default();
+        item.merge_operations(PathItem::new(method, operation));
+    }
+    document
+}
+
+/// The document as indented JSON, with a newline at the end.
+pub fn document_json() -> String {
+    // Serialising plain data we made ourselves into a string has no way to fail.
+    document().to_pretty_json().expect("the document serialises") + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checked_document_is_the_generated_one() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/openapi.json");
+        let generated = document_json();
+        if std::env::var_os("UPDATE").is_some() {
+            std::fs::write(path, &generated).expect("write docs/openapi.json");
+        }
+        let checked = std::fs::read_to_string(path).unwrap_or_default();
+        assert!(checked == generated, "docs/openapi.json is stale: run UPDATE=1 cargo test -p ballast-api");
+    }
+
+    #[test]
+    fn every_reference_in_the_document_leads_somewhere() {
+        let document: serde_json::Value = serde_json::from_str(&document_json()).expect("JSON");
+        fn visit<'a>(value: &'a serde_json::Value, found: &mut Vec<&'a str>) {
+            match value {
+                serde_json::Value::Object(map) => map.iter().for_each(|(key, value)| match value.as_str() {
+                    Some(target) if key == "$ref" => found.push(target),
+                    _ => visit(value, found),
+                }),
+                serde_json::Value::Array(items) => items.iter().for_each(|item| visit(item, found)),
+                _ => {}
+            }
+        }
+        let mut found = Vec::new();
+        visit(&document, &mut found);
+        assert!(found.len() > 10, "the document has only {} references", found.len());
+        for target in found {
+            assert!(document.pointer(target.trim_start_matches('#')).is_some(), "{target} leads nowhere");
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! What the API says about VMs and the host.
+//!
+//! Before: `daemon` reads counters and page tables. After: JSON on a socket, and the document in `openapi`.
+//! Units: in the field names. Counters only grow while an engine lives and survive its replacement.
+//! Promise: for every VM, `size = resident + far + zero + untouched + poisoned`, to the page.
+
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize};
+use utoipa::ToSchema;
+
+/// May the VM's memory be taken?
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum VmClass {
+    /// Memory above the limit goes far.
+    #[default]
+    Burstable,
+    /// Never reclaimed; the reason is in `status_reason`.
+    Pinned,
+}
+
+/// What the VM is doing, as far as Ballast is concerned.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum VmStatus {
+    /// Faults are served.
+    #[default]
+    Running,
+    /// Reclaim is held, for the reason given; faults are served.
+    Blocked,
+    /// A new engine is taking over, or the VMM is attaching again.
+    Recovering,
+    /// Stopped for good by us: its bytes could not be guaranteed.
+    Halted,
+    /// The VMM has exited.
+    Gone,
+}
+
+impl fmt::Display for VmClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Burstable => "burstable",
+            Self::Pinned => "pinned",
+        })
+    }
+}
+
+impl fmt::Display for VmStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Running => "running",
+            Self::Blocked => "blocked",
+            Self::Recovering => "recovering",
+            Self::Halted => "halted",
+            Self::Gone => "gone",
+        })
+    }
+}
+
+/// One VM. `size = resident + far + zero + untouched + poisoned`, to the page.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VmStat {
+    /// What operators call it; unique among VMs that are not gone.
+    pub name: String,
+    /// 128-bit identity in hexadecimal; never used again.
+    pub id: String,
+    /// The VMM's process id.
+    pub pid: u32,
+    /// The VMM program.
+    pub vmm: String,
+    /// May its memory be taken?
+    pub class: VmClass,
+    /// What it is doing.
+    pub status: VmStatus,
+    /// Why the status (or the class) is what it is, in words.
+    pub status_reason: Option<String>,
+    /// All guest RAM.
+    pub size_bytes: u64,
+    /// DRAM cap; null means none.
+    pub limit_bytes: Option<u64>,
+    /// In host DRAM, quarantine included.
+    pub resident_bytes: u64,
+    /// Part of resident: picked for reclaim, zapped, and waiting to prove it is cold.
+    pub quarantine_bytes: u64,
+    /// Content lives in a store. Uncompressed size; see `store_bytes`.
+    pub far_bytes: u64,
+    /// Known to be all zero: nothing resident, nothing stored.
+    pub zero_bytes: u64,
+    /// Never touched, or given back by the guest: nothing resident, nothing stored.
+    pub untouched_bytes: u64,
+    /// Lost by a store; a touch gives the guest a memory error.
+    pub poisoned_bytes: u64,
+    /// The part of `size` that is under userfaultfd now; the rest costs nothing.
+    pub registered_bytes: u64,
+    /// What the far pages really occupy in stores.
+    pub store_bytes: u64,
+    /// Faults by kind, since attach.
+    pub faults: FaultCounts,
+    /// Reclaim by outcome, since attach.
+    pub reclaim: ReclaimCounts,
+    /// Time to bring a far page back: fault read to guest woken.
+    pub restore_latency: Latency,
+    /// Time to serve any fault: fault read to guest woken.
+    pub fault_latency: Latency,
+    /// Time guest threads waited for Ballast, in the form of Linux pressure stall information.
+    pub stall: Stall,
+    /// The same sums per RAM region.
+    pub regions: Vec<RegionStat>,
+}
+
+/// Faults served, by what the page was.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FaultCounts {
+    /// Was in memory but not mapped: mapped again.
+    pub minor: u64,
+    /// Was far: read from a store.
+    pub restore: u64,
+    /// Was known to be zero.
+    pub zero: u64,
+    /// Never touched before, or discarded by the guest: zeros.
+    pub fresh: u64,
+    /// Met a busy page or store and was put back to be served again.
+    pub deferred: u64,
+}
+
+impl FaultCounts {
+    /// All faults served. A deferred fault is served later under another kind and is not counted twice.
+    pub fn total(&self) -> u64 {
+        self.minor + self.restore + self.zero + self.fresh
+    }
+}
+
+/// Pages reclaim has handled, by outcome.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ReclaimCounts {
+    /// Put into quarantine.
+    pub zapped_pages: u64,
+    /// Written to a store and freed.
+    pub evicted_pages: u64,
+    /// Found all zero: freed, nothing stored.
+    pub evicted_zero_pages: u64,
+    /// Part of evicted: one repeated word, stored in the page's state word alone.
+    pub same_filled_pages: u64,
+    /// Touched in quarantine: kept.
+    pub rescued_pages: u64,
+    /// Touched while being evicted: kept, the copy dropped.
+    pub aborted_pages: u64,
+    /// Given back by the guest; far copies dropped.
+    pub discarded_pages: u64,
+    /// Times reclaim stopped because the store had no room.
+    pub store_full_events: u64,
+    /// The store would not take the page: kept.
+    pub failed_pages: u64,
+}
+
+/// A latency distribution, in microseconds, since attach.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Latency {
+    /// How many were measured; the figures are 0 when this is.
+    pub count: u64,
+    /// Median.
+    pub p50_us: f64,
+    /// 90th percentile.
+    pub p90_us: f64,
+    /// 99th percentile.
+    pub p99_us: f64,
+    /// Longest seen.
+    pub max_us: f64,
+}
+
+/// Stall in the form of Linux PSI. The host's own PSI does not see waits on userfaultfd.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Stall {
+    /// At least one thread of the VM waited.
+    pub some: Psi,
+    /// All threads of the VM that had been running waited.
+    pub full: Psi,
+}
+
+/// One line of pressure stall information.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Psi {
+    /// Share of the last 10 seconds, in percent.
+    pub avg10: f64,
+    /// Share of the last 60 seconds, in percent.
+    pub avg60: f64,
+    /// Share of the last 300 seconds, in percent.
+    pub avg300: f64,
+    /// Microseconds since attach.
+    pub total_us: u64,
+}
+
+/// One RAM region. `size = resident + far + zero + untouched + poisoned`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RegionStat {
+    /// Position in the attach message, from 0.
+    pub index: u32,
+    /// Guest RAM in this region.
+    pub size_bytes: u64,
+    /// In host DRAM.
+    pub resident_bytes: u64,
+    /// In a store.
+    pub far_bytes: u64,
+    /// Known to be zero.
+    pub zero_bytes: u64,
+    /// Never touched or given back.
+    pub untouched_bytes: u64,
+    /// Lost.
+    pub poisoned_bytes: u64,
+}
+
+/// The host and Ballast itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostStat {
+    /// Version of the engine that answered.
+    pub version: String,
+    /// Process id of the engine.
+    pub engine_pid: u32,
+    /// Process id of the keeper.
+    pub keeper_pid: u32,
+    /// How many engines there have been; a change means another engine answers.
+    pub engine_epoch: u64,
+    /// Engines that were replaced because they died.
+    pub engine_restarts: u64,
+    /// Since the keeper started.
+    pub uptime_s: u64,
+    /// Host DRAM.
+    pub mem_total_bytes: u64,
+    /// The kernel's `MemAvailable`.
+    pub mem_available_bytes: u64,
+    /// What far pages of all VMs occupy in stores.
+    pub store_bytes: u64,
+    /// Most the stores may occupy.
+    pub store_budget_bytes: u64,
+    /// VMs attached.
+    pub vms: u32,
+    /// Sum over VMs.
+    pub size_bytes: u64,
+    /// Sum over VMs.
+    pub resident_bytes: u64,
+    /// Sum over VMs.
+    pub far_bytes: u64,
+    /// Sum over VMs.
+    pub zero_bytes: u64,
+    /// Host memory reclaim has freed: far + zero - store, or 0 if that is negative.
+    pub saved_bytes: u64,
+}
+
+/// Something worth telling an operator.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Event {
+    /// Milliseconds since 1970-01-01 00:00 UTC.
+    pub at_unix_ms: u64,
+    /// The VM it is about; null for the host.
+    pub vm: Option<String>,
+    /// A short stable word such as `attached`, `engine-replaced`, `store-full`, `poisoned`.
+    pub kind: String,
+    /// The story in one sentence.
+    pub message: String,
+}
+
+/// A change to a VM. Only the keys that are present change anything; unknown keys are refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct VmPatch {
+    /// The new DRAM cap in bytes, or null to remove it.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    #[schema(value_type = Option<u64>)]
+    pub limit_bytes: Option<Option<u64>>,
+}
+
+/// A key that is present is `Some`, whatever its value; serde alone would read null as absent.
+fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<u64>>, D::Error> {
+    Deserialize::deserialize(deserializer).map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_null_limit_is_not_an_absent_limit() {
+        let read = |text| serde_json::from_str::<VmPatch>(text).map(|patch| patch.limit_bytes);
+        assert_eq!(read("{}").ok(), Some(None));
+        assert_eq!(read(r#"{"limit_bytes":null}"#).ok(), Some(Some(None)));
+        assert_eq!(read(r#"{"limit_bytes":4096}"#).ok(), Some(Some(Some(4096))));
+        for wrong in [r#"{"limit":1}"#, r#"{"limit_bytes":-1}"#, r#"{"limit_bytes":"1G"}"#, r#"{"limit_bytes":1.5}"#] {
+            assert!(read(wrong).is_err(), "{wrong} was accepted");
+        }
+        for patch in [None, Some(None), Some(Some(7))].map(|limit_bytes| VmPatch { limit_bytes }) {
+            let text = serde_json::to_string(&patch).expect("serialise");
+            assert_eq!(serde_json::from_str::<VmPatch>(&text).expect("parse"), patch);
+        }
+    }
+}

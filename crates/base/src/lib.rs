@@ -1,0 +1,26 @@
+//! The words every other crate of Ballast uses: units, ids, and the messages that cross a process border.
+//!
+//! Before: nothing. After: `sys`, and through it everything else.
+//! Promise: no I/O, no unsafe code, no clock, no threads.
+//!
+//! # Glossary
+//!
+//! | Word | Meaning |
+//! |---|---|
+//! | page | a 4 KiB base page, always |
+//! | huge page, unit | 2 MiB, naturally aligned |
+//! | region | one contiguous piece of guest RAM: one shared file mapping |
+//! | resident | the page's bytes are in DRAM, in the region's file |
+//! | far | the page's bytes live in a store |
+//! | zap | drop the VMM's page-table entries of a range; the data stays in the file |
+//! | punch | free a range of the file: the memory returns to the host |
+//! | view | one process's mapping of a VM's RAM with its own userfaultfd |
+//! | client | the small library inside the VMM process |
+//! | engine | the process that serves faults and reclaims |
+//! | keeper | the tiny process that holds every descriptor and outlives engines |
+#![forbid(unsafe_code)]
+
+pub mod units;
+pub mod wire;
+
+pub use units::{Bytes, GIB, HUGE_SIZE, Hva, KIB, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};

@@ -1,0 +1,333 @@
+//! The messages that cross a process border between a VMM (client) and Ballast (keeper, engine).
+//!
+//! Two `SOCK_SEQPACKET` sockets per VMM process, one message per datagram:
+//! * *attach socket*, client to keeper: who I am, my userfaultfd, my RAM. Its end-of-file tells each side that the other
+//!   process died, because neither end is ever handed on.
+//! * *control socket*, client to engine: zaps one way, discards the other. The client makes the pair and sends one end
+//!   with [`Attach`]; the keeper gives a duplicate to each engine it starts, so it outlives engines.
+//!
+//! Units: addresses are host virtual addresses in the sending VMM; lengths are bytes.
+//! Promise: [`decode`] accepts any bytes and answers a message or an error, and [`Attach::validate`] is all a receiver
+//! needs to trust the numbers of an attach message.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::units::{Bytes, Hva, PAGE_SIZE};
+
+/// Version of every message here. Version 1: first release.
+pub const VERSION: u16 = 1;
+/// First bytes of every message.
+pub const MAGIC: [u8; 4] = *b"BLST";
+/// Most RAM regions one VM may have.
+pub const MAX_REGIONS: usize = 32;
+/// Most ranges in one [`EngineToClient::Zap`] or [`ClientToEngine::Discard`].
+pub const MAX_RANGES: usize = 1024;
+/// Longest VM name, in bytes.
+pub const MAX_NAME: usize = 64;
+
+const HEADER: usize = MAGIC.len() + 2;
+
+/// A message that could not be understood. Caused by a client of another version, or a hostile one.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// The first bytes are not ours.
+    #[error("Reading a message: it does not begin with the Ballast magic")]
+    Magic,
+    /// A version we do not speak.
+    #[error("Reading a message: its version is {theirs}, this side speaks {VERSION}")]
+    Version {
+        /// The version in the message.
+        theirs: u16,
+    },
+    /// The body is not a message of the expected kind.
+    #[error("Reading a message: the body of {len} bytes is not understood")]
+    Body {
+        /// Length of the body.
+        len: usize,
+    },
+}
+
+/// The bytes of a message.
+pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(256);
+    bytes.extend_from_slice(&MAGIC);
+    bytes.extend_from_slice(&VERSION.to_le_bytes());
+    // Serialising our own plain data types into a growing buffer has no way to fail.
+    postcard::to_extend(message, bytes).expect("messages serialise")
+}
+
+/// The message in `bytes`; anything may be in there.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
+    let Some((header, body)) = bytes.split_at_checked(HEADER) else { return Err(WireError::Magic) };
+    if header[..4] != MAGIC {
+        return Err(WireError::Magic);
+    }
+    let theirs = u16::from_le_bytes([header[4], header[5]]);
+    if theirs != VERSION {
+        return Err(WireError::Version { theirs });
+    }
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Ok(message),
+        _ => Err(WireError::Body { len: body.len() }),
+    }
+}
+
+/// Identity of a VM: 128 random bits given by the keeper at first attach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct VmId(pub [u8; 16]);
+
+impl std::fmt::Display for VmId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// One contiguous piece of guest RAM as the sender maps it. Its file descriptor travels beside the message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegionInfo {
+    /// Where the sender has it mapped.
+    pub hva: Hva,
+    /// Length of the mapping.
+    pub len: Bytes,
+    /// Where the mapping begins in the file.
+    pub file_offset: Bytes,
+}
+
+/// What a VMM says to be managed.
+///
+/// Descriptors beside it, in this order: the userfaultfd; the engine's end of the control socket; one RAM file per
+/// region; and when `resume` is set, the state file and the arena file of the earlier attachment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attach {
+    /// What operators call the VM: letters, digits, `.`, `_`, `-`.
+    pub name: String,
+    /// DRAM cap at attach; `None` means none.
+    pub limit: Option<Bytes>,
+    /// The VMM program, for display.
+    pub vmm: String,
+    /// userfaultfd features the descriptor was enabled with.
+    pub uffd_features: u64,
+    /// Why this memory must never be reclaimed (VFIO, locked memory); `None` if it may be.
+    pub pinned: Option<String>,
+    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT,
+    /// io_uring, vhost)? Then no page is ever evicted before the full quarantine time; see ARCHITECTURE.md.
+    pub may_pin: bool,
+    /// The RAM.
+    pub regions: Vec<RegionInfo>,
+    /// Set when this process was attached before and the keeper died: the VM it was.
+    pub resume: Option<VmId>,
+}
+
+impl Attach {
+    /// Descriptors before the RAM files: userfaultfd and control socket.
+    pub const FIXED_FDS: usize = 2;
+
+    /// How many descriptors must travel beside this message.
+    pub fn fd_count(&self) -> usize {
+        Self::FIXED_FDS + self.regions.len() + if self.resume.is_some() { 2 } else { 0 }
+    }
+
+    /// Check everything that can be checked without looking at the descriptors. The error says what is wrong.
+    pub fn validate(&self) -> Result<(), String> {
+        check_name(&self.name)?;
+        if self.vmm.len() > 256 || self.pinned.as_ref().is_some_and(|reason| reason.len() > 256) {
+            return Err("the VMM name or the pinned reason is longer than 256 bytes".into());
+        }
+        if self.regions.is_empty() || self.regions.len() > MAX_REGIONS {
+            return Err(format!("{} RAM regions given; 1 to {MAX_REGIONS} are allowed", self.regions.len()));
+        }
+        check_regions(&self.regions)
+    }
+}
+
+/// Is this a name a VM may have?
+pub fn check_name(name: &str) -> Result<(), String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    if name.is_empty() || name.len() > MAX_NAME || !name.chars().all(allowed) || name.starts_with(['.', '-']) {
+        return Err(format!(
+            "VM name {name:?}: use 1 to {MAX_NAME} letters, digits, '.', '_' or '-', not beginning with '.' or '-'"
+        ));
+    }
+    Ok(())
+}
+
+/// Are these regions page-aligned, non-empty, within the address space, and apart from each other?
+pub fn check_regions(regions: &[RegionInfo]) -> Result<(), String> {
+    /// The user half of the x86-64 address space (5-level paging included).
+    const ADDRESS_END: u64 = 1 << 56;
+    let mut spans = Vec::with_capacity(regions.len());
+    for region in regions {
+        let RegionInfo { hva, len, file_offset } = *region;
+        let aligned = [hva.0, len.0, file_offset.0].iter().all(|n| n.is_multiple_of(PAGE_SIZE as u64));
+        if !aligned || len.0 == 0 {
+            return Err(format!("region at {hva} of {} bytes: addresses and lengths must be whole pages", len.0));
+        }
+        let end = hva.0.checked_add(len.0).filter(|end| *end <= ADDRESS_END);
+        let file_end = file_offset.0.checked_add(len.0).filter(|end| *end <= i64::MAX as u64);
+        let (Some(end), Some(_)) = (end, file_end) else {
+            return Err(format!("region at {hva} of {} bytes does not fit the address space", len.0));
+        };
+        spans.push((hva.0, end));
+    }
+    spans.sort_unstable();
+    match spans.windows(2).find(|pair| pair[0].1 > pair[1].0) {
+        Some(pair) => Err(format!("regions overlap at {:#x}", pair[1].0)),
+        None => Ok(()),
+    }
+}
+
+/// Client to keeper, on the attach socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ClientToKeeper {
+    /// Manage this VM.
+    Attach(Attach),
+    /// RAM was hot-plugged. One descriptor: the RAM file.
+    AddRegion(RegionInfo),
+    /// RAM was unplugged: the mapping at this address is about to go away. Wait for the answer before unmapping.
+    RemoveRegion(Hva),
+    /// From now on this memory must not be reclaimed, for this reason.
+    Pin(String),
+    /// From now on [`Attach::may_pin`] is true. Wait for the answer before the first such access.
+    MayPin,
+}
+
+/// Keeper to client, on the attach socket. Every request is answered once, in order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KeeperToClient {
+    /// Managed. Descriptors: the state file and the arena file, both read-only, to be given back on resume.
+    Attached(VmId),
+    /// Done.
+    Ok,
+    /// Not done, for this reason.
+    Refused(String),
+}
+
+/// A range of guest RAM as the client maps it: start and length in bytes.
+pub type Range = (Hva, u64);
+
+/// Engine to client, on the control socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EngineToClient {
+    /// Drop the page-table entries of these ranges, then answer [`ClientToEngine::Zapped`].
+    Zap {
+        /// Comes back in the answer; the upper half is the engine's epoch, so answers meant for a dead engine are known.
+        seq: u64,
+        /// At most [`MAX_RANGES`].
+        ranges: Vec<Range>,
+    },
+    /// The discard with this number has been taken note of; free the memory now.
+    DiscardDone {
+        /// From [`ClientToEngine::Discard`].
+        seq: u64,
+    },
+    /// Are you there? Answer [`ClientToEngine::Pong`].
+    Ping {
+        /// Comes back in the answer.
+        seq: u64,
+    },
+    /// The guest's memory cannot be kept right: stop the VM now and print why.
+    FailStop {
+        /// For the log.
+        reason: String,
+    },
+}
+
+/// Client to engine, on the control socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ClientToEngine {
+    /// The zap with this number is done. `error` holds the first errno met, if any.
+    Zapped {
+        /// From [`EngineToClient::Zap`].
+        seq: u64,
+        /// First errno of a range that could not be zapped.
+        error: Option<i32>,
+    },
+    /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem). Sent before it does, and it
+    /// waits for [`EngineToClient::DiscardDone`].
+    Discard {
+        /// Comes back in the answer.
+        seq: u64,
+        /// At most [`MAX_RANGES`].
+        ranges: Vec<Range>,
+    },
+    /// Answer to [`EngineToClient::Ping`].
+    Pong {
+        /// From the ping.
+        seq: u64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::{GIB, MIB};
+    use proptest::prelude::*;
+
+    fn attach() -> Attach {
+        Attach {
+            name: "web-1".into(),
+            limit: Some(Bytes(512 * MIB)),
+            vmm: "qemu-system-x86_64".into(),
+            uffd_features: 0x520,
+            pinned: None,
+            may_pin: false,
+            regions: vec![RegionInfo { hva: Hva(0x7f00_0000_0000), len: Bytes(GIB), file_offset: Bytes(0) }],
+            resume: None,
+        }
+    }
+
+    #[test]
+    fn a_message_comes_back_as_it_went() {
+        let message = ClientToKeeper::Attach(attach());
+        assert_eq!(decode::<ClientToKeeper>(&encode(&message)), Ok(message));
+    }
+
+    #[test]
+    fn another_version_is_named_in_the_error() {
+        let mut bytes = encode(&KeeperToClient::Ok);
+        bytes[4] = 9;
+        assert_eq!(decode::<KeeperToClient>(&bytes), Err(WireError::Version { theirs: 9 }));
+    }
+
+    #[test]
+    fn trailing_bytes_are_refused() {
+        let mut bytes = encode(&KeeperToClient::Ok);
+        bytes.push(0);
+        assert_eq!(decode::<KeeperToClient>(&bytes), Err(WireError::Body { len: 2 }));
+    }
+
+    #[test]
+    fn overlapping_unaligned_empty_and_wrapping_regions_are_refused() {
+        assert_eq!(attach().validate(), Ok(()));
+        let region = attach().regions[0];
+        let wrong = [
+            RegionInfo { hva: region.hva + 4096, ..region },
+            RegionInfo { hva: Hva(0x1001), len: Bytes(4096), file_offset: Bytes(0) },
+            RegionInfo { hva: Hva(0x1000), len: Bytes(0), file_offset: Bytes(0) },
+            RegionInfo { hva: Hva(0x1000), len: Bytes(u64::MAX - 4095), file_offset: Bytes(0) },
+            RegionInfo { hva: Hva(0x1000), len: Bytes(4096), file_offset: Bytes(u64::MAX - 4095) },
+        ];
+        for second in wrong {
+            let attach = Attach { regions: vec![region, second], ..attach() };
+            assert!(attach.validate().is_err(), "{second:?} was accepted");
+        }
+        for name in ["", "a/b", "..", "-x", "é", &"x".repeat(65)] {
+            assert!(Attach { name: name.into(), ..attach() }.validate().is_err(), "{name:?} was accepted");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_decode_to_a_message_or_an_error(body in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let mut bytes = Vec::from(MAGIC);
+            bytes.extend_from_slice(&VERSION.to_le_bytes());
+            bytes.extend_from_slice(&body);
+            let _ = decode::<ClientToKeeper>(&body);
+            if let Ok(ClientToKeeper::Attach(attach)) = decode::<ClientToKeeper>(&bytes) {
+                let _ = attach.validate();
+            }
+            let _ = decode::<ClientToEngine>(&bytes);
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! `ballast demo`: the main job on two real VMs, ending in a small table.
+//!
+//! Before: `scripts/setup.sh` and `scripts/guest-image.sh` made QEMU and a guest image available. After: the table, or
+//! JSON with the same figures; every process it started has ended.
+//! Threads: one per guest where both are worked on at once. Units: bytes and seconds in JSON, MiB in the table.
+//! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
+
+mod measure;
+mod report;
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_api::{Client, VmStat};
+use ballast_base::Bytes;
+use ballast_base::units::{KIB, MIB};
+use ballast_testvm::qemu::load::{Dataset, Mix};
+use ballast_testvm::qemu::{QemuGuest, load, qemu_missing};
+
+use crate::exit::{Coded, Exit};
+use measure::{Host, each};
+use report::{Report, VmReport};
+
+/// Run the main job on two real VMs: load, squeeze, kill the engine, verify every byte
+#[derive(Clone, Debug, clap::Args)]
+pub struct DemoArgs {
+    /// RAM of each guest
+    #[arg(long, default_value = "640M", value_name = "SIZE")]
+    memory: Bytes,
+    /// Data loaded into each guest's Redis
+    #[arg(long, default_value = "256M", value_name = "SIZE")]
+    data: Bytes,
+    /// Seconds per throughput measurement
+    #[arg(long, default_value_t = 8, value_name = "SECONDS")]
+    seconds: u64,
+}
+
+const VALUE: usize = 16 * KIB as usize;
+const BOOT_PATIENCE: Duration = Duration::from_secs(120);
+const SQUEEZE_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Run it.
+pub fn run(args: DemoArgs, json: bool) -> Result<()> {
+    if let Some(why) = qemu_missing() {
+        return Err(Coded { exit: Exit::MissingFeature, message: why }.into());
+    }
+    let start = Instant::now();
+    let say = |text: &str| {
+        if !json {
+            println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
+        }
+    };
+    let daemon = Daemon::start()?;
+    let keys = (args.data.0 as usize / VALUE).max(1);
+    ensure!(args.data.0 + 160 * MIB <= args.memory.0, "--data {} does not fit --memory {}", args.data, args.memory);
+
+    say("booting two unmodified Debian guests with Redis under `ballast run`");
+    let mut guests =
+        ["demo-a", "demo-b"].iter().map(|name| daemon.boot(name, args.memory)).collect::<Result<Vec<_>>>()?;
+    for guest in &mut guests {
+        guest.qemu.wait_ready(BOOT_PATIENCE)?;
+    }
+    say(&format!("loading {} into each from the host: {keys} keys of {VALUE} bytes", args.data));
+    for (number, guest) in guests.iter_mut().enumerate() {
+        guest.data = Dataset::new(keys, VALUE, 1 + number as u64);
+    }
+    each(&mut guests, |guest| Ok(load::load(guest.qemu.redis_addr(), &guest.data).map(|_| ())?))?;
+
+    let mix = Mix { duration: Duration::from_secs(args.seconds), ..Mix::default() };
+    say("measuring throughput without limits");
+    let before_ops = measure::throughput(&mut guests, &mix)?;
+    let before = daemon.stats(&guests)?;
+    let host_before = Host::now()?;
+
+    let limits: Vec<u64> = before.iter().map(|vm| vm.resident_bytes / 2 / MIB * MIB).collect();
+    say(&format!("limiting each to half of what it holds: {} and {}", Bytes(limits[0]), Bytes(limits[1])));
+    for (guest, limit) in guests.iter().zip(&limits) {
+        daemon.api.set_limit(&guest.name, Some(*limit))?;
+    }
+    daemon.wait_for_limits(&guests, &limits)?;
+    let after = daemon.stats(&guests)?;
+    let host_after = Host::now()?;
+    say(&format!(
+        "resident fell from {} to {}; the kernel counts {} more memory available",
+        Bytes(before.iter().map(|vm| vm.resident_bytes).sum()),
+        Bytes(after.iter().map(|vm| vm.resident_bytes).sum()),
+        Bytes(host_after.available.saturating_sub(host_before.available)),
+    ));
+
+    say("measuring throughput under the limits, and killing the engine in the middle");
+    let (under_ops, killed_pid) = std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            std::thread::sleep(mix.duration / 2);
+            daemon.kill_engine()
+        });
+        let ops = measure::throughput(&mut guests, &mix);
+        (ops, killer.join())
+    });
+    let (under_ops, killed_pid) = (under_ops?, killed_pid.map_err(|_| anyhow::anyhow!("the killer panicked"))??);
+    let successor = daemon.api.host()?;
+    ensure!(successor.engine_pid != killed_pid, "engine {killed_pid} was killed and still answers");
+    say(&format!("engine {killed_pid} was killed; engine {} serves on", successor.engine_pid));
+
+    say("reading back every key and comparing every byte");
+    let verified = each(&mut guests, |guest| Ok(load::verify(guest.qemu.redis_addr(), &guest.data)?))?;
+    let end = daemon.stats(&guests)?;
+
+    say("removing the limits");
+    for guest in &guests {
+        daemon.api.set_limit(&guest.name, None)?;
+    }
+    let after_ops = measure::throughput(&mut guests, &mix)?;
+
+    let vms = (0..guests.len())
+        .map(|i| VmReport {
+            vm: guests[i].name.clone(),
+            size_bytes: before[i].size_bytes,
+            limit_bytes: limits[i],
+            resident_before_bytes: before[i].resident_bytes,
+            resident_after_bytes: after[i].resident_bytes,
+            far_bytes: after[i].far_bytes,
+            zero_bytes: after[i].zero_bytes,
+            ops_per_s_before: before_ops[i],
+            ops_per_s_under: under_ops[i],
+            ops_per_s_after: after_ops[i],
+            faults: end[i].faults.total(),
+            restores: end[i].restore_latency.count,
+            restore_us_p50: end[i].restore_latency.p50_us,
+            restore_us_p99: end[i].restore_latency.p99_us,
+            stall_some_ms: end[i].stall.some.total_us as f64 / 1e3,
+            keys: keys as u64,
+            keys_verified: verified[i].verified as u64,
+            bytes_lost: verified[i].bytes_lost,
+        })
+        .collect();
+    let claimed = report::freed(&before, &after);
+    let report = Report {
+        vms,
+        freed_claimed_bytes: claimed,
+        freed_measured_bytes: host_after.available.saturating_sub(host_before.available),
+        freed_shmem_bytes: host_before.shmem.saturating_sub(host_after.shmem),
+        store_bytes: after.iter().map(|vm| vm.store_bytes).sum(),
+        engine_kills: successor.engine_restarts,
+        seconds: start.elapsed().as_secs_f64(),
+    };
+    report.print(json)?;
+    ensure!(report.bytes_lost() == 0, "{} bytes were lost", report.bytes_lost());
+    ensure!(
+        report.freed_measured_bytes as f64 >= 0.9 * claimed as f64,
+        "the table claims {} freed, but the kernel counts only {} more available",
+        Bytes(claimed),
+        Bytes(report.freed_measured_bytes)
+    );
+    Ok(())
+}
+
+/// A guest and what must be in its Redis.
+struct Guest {
+    name: String,
+    qemu: QemuGuest,
+    data: Dataset,
+}
+
+/// A ballastd of the demo's own, in a temporary directory.
+struct Daemon {
+    dir: tempfile::TempDir,
+    keeper: Child,
+    api: Client,
+    ballast: PathBuf,
+}
+
+impl Daemon {
+    fn start() -> Result<Self> {
+        let ballast = std::env::current_exe().context("Finding this program's own file")?;
+        let ballastd = ballast.with_file_name("ballastd");
+        ensure!(ballastd.is_file(), "{} is missing: build the whole workspace first", ballastd.display());
+        let dir = tempfile::Builder::new().prefix("ballast-demo-").tempdir().context("Making a directory")?;
+        let log = std::fs::File::create(dir.path().join("ballastd.log")).context("Making the log")?;
+        let keeper = Command::new(&ballastd)
+            .arg("--runtime-dir")
+            .arg(dir.path())
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("Starting {}", ballastd.display()))?;
+        let api = Client::new(dir.path().join("api.sock"))?.retry_for(Duration::from_secs(20));
+        let daemon = Self { dir, keeper, api, ballast };
+        let start = Instant::now();
+        while !daemon.dir.path().join("api.sock").exists() {
+            ensure!(start.elapsed() < Duration::from_secs(10), "ballastd does not open its API socket");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        daemon.api.host().context("Waiting for ballastd to answer")?;
+        Ok(daemon)
+    }
+
+    fn boot(&self, name: &str, memory: Bytes) -> Result<Guest> {
+        let attach = self.dir.path().join("attach.sock");
+        let words = [
+            &*self.ballast.to_string_lossy(),
+            "run",
+            "--name",
+            name,
+            "--attach-socket",
+            &*attach.to_string_lossy(),
+            "--",
+        ]
+        .map(str::to_owned);
+        let qemu = QemuGuest::builder().name(name).memory(memory).prefix(words).spawn()?;
+        Ok(Guest { name: name.to_owned(), qemu, data: Dataset::new(0, VALUE, 0) })
+    }
+
+    fn stats(&self, guests: &[Guest]) -> Result<Vec<VmStat>> {
+        guests.iter().map(|guest| Ok(self.api.vm(&guest.name)?)).collect()
+    }
+
+    fn wait_for_limits(&self, guests: &[Guest], limits: &[u64]) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let stats = self.stats(guests)?;
+            if stats.iter().zip(limits).all(|(vm, limit)| vm.resident_bytes <= *limit) {
+                return Ok(());
+            }
+            if start.elapsed() > SQUEEZE_PATIENCE {
+                bail!("after {} s the VMs are still over their limits", SQUEEZE_PATIENCE.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    /// SIGKILL to the engine, which is the keeper's child; answers its pid.
+    fn kill_engine(&self) -> Result<u32> {
+        let pid = self.api.host()?.engine_pid;
+        measure::kill(pid)?;
+        Ok(pid)
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // The guests are gone by now, so the engine, which outlives its keeper, ends by itself.
+        let _ = self.keeper.kill();
+        let _ = self.keeper.wait();
+    }
+}

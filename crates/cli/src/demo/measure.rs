@@ -1,0 +1,52 @@
+//! What the demo measures: operations per second, and the host's own count of its memory.
+
+use anyhow::{Context, Result, anyhow, ensure};
+use ballast_testvm::qemu::load::{self, Mix};
+
+use super::Guest;
+
+/// Memory as the host's kernel counts it, in bytes.
+pub struct Host {
+    /// `MemAvailable`.
+    pub available: u64,
+    /// `Shmem`: guest RAM and store arenas both live here.
+    pub shmem: u64,
+}
+
+impl Host {
+    /// Read it.
+    pub fn now() -> Result<Self> {
+        let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;
+        let field = |key: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            let kib = line.and_then(|rest| rest.split_ascii_whitespace().next()?.parse::<u64>().ok());
+            kib.map(|kib| kib * ballast_base::KIB).with_context(|| format!("/proc/meminfo has no {key}"))
+        };
+        Ok(Self { available: field("MemAvailable")?, shmem: field("Shmem")? })
+    }
+}
+
+/// Do something to every guest at once.
+pub fn each<T: Send>(guests: &mut [Guest], work: impl Fn(&mut Guest) -> Result<T> + Sync) -> Result<Vec<T>> {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = guests.iter_mut().map(|guest| scope.spawn(move || work(guest))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a worker panicked"))?).collect()
+    })
+}
+
+/// Operations per second of each guest, all working at once; every value read is compared.
+pub fn throughput(guests: &mut [Guest], mix: &Mix) -> Result<Vec<f64>> {
+    each(guests, |guest| {
+        let done = load::throughput(guest.qemu.redis_addr(), &mut guest.data, mix)?;
+        let wrong = done.reads.wrong + done.reads.missing;
+        ensure!(wrong == 0, "{wrong} wrong values in {}: {:?}", guest.name, done.reads.first_wrong);
+        Ok(done.ops_per_s())
+    })
+}
+
+/// SIGKILL.
+pub fn kill(pid: u32) -> Result<()> {
+    let pid = rustix::process::Pid::from_raw(pid as i32).context("the engine has no pid")?;
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).context("Killing the engine")
+}

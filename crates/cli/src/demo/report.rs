@@ -1,0 +1,126 @@
+//! The demo's figures: as a table for people, as JSON for programs.
+
+use anyhow::Result;
+use ballast_api::VmStat;
+use ballast_base::Bytes;
+use ballast_base::units::MIB;
+use comfy_table::{CellAlignment, Table, presets};
+use serde::Serialize;
+
+/// What happened to one VM.
+#[derive(Debug, Serialize)]
+pub struct VmReport {
+    pub vm: String,
+    pub size_bytes: u64,
+    pub limit_bytes: u64,
+    pub resident_before_bytes: u64,
+    pub resident_after_bytes: u64,
+    pub far_bytes: u64,
+    pub zero_bytes: u64,
+    pub ops_per_s_before: f64,
+    pub ops_per_s_under: f64,
+    pub ops_per_s_after: f64,
+    pub faults: u64,
+    pub restores: u64,
+    pub restore_us_p50: f64,
+    pub restore_us_p99: f64,
+    pub stall_some_ms: f64,
+    pub keys: u64,
+    pub keys_verified: u64,
+    pub bytes_lost: u64,
+}
+
+/// The whole demo.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub vms: Vec<VmReport>,
+    /// What the table says was freed: resident before - after, minus what the store occupies.
+    pub freed_claimed_bytes: u64,
+    /// What the host's kernel says: growth of MemAvailable.
+    pub freed_measured_bytes: u64,
+    /// The same from the kernel's Shmem count.
+    pub freed_shmem_bytes: u64,
+    pub store_bytes: u64,
+    pub engine_kills: u64,
+    pub seconds: f64,
+}
+
+/// Host memory freed between two looks, as the VMs' figures claim it.
+pub fn freed(before: &[VmStat], after: &[VmStat]) -> u64 {
+    let resident = |vms: &[VmStat]| vms.iter().map(|vm| vm.resident_bytes).sum::<u64>();
+    let store = after.iter().map(|vm| vm.store_bytes).sum::<u64>();
+    resident(before).saturating_sub(resident(after)).saturating_sub(store)
+}
+
+impl Report {
+    /// Bytes lost in all VMs.
+    pub fn bytes_lost(&self) -> u64 {
+        self.vms.iter().map(|vm| vm.bytes_lost).sum()
+    }
+
+    /// Print it.
+    pub fn print(&self, json: bool) -> Result<()> {
+        if json {
+            #[derive(Serialize)]
+            struct Out<'a> {
+                #[serde(flatten)]
+                report: &'a Report,
+                bytes_lost: u64,
+            }
+            println!("{}", serde_json::to_string_pretty(&Out { report: self, bytes_lost: self.bytes_lost() })?);
+            return Ok(());
+        }
+        let mib = |bytes: u64| format!("{}", bytes / MIB);
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+        table.set_header([
+            "VM",
+            "size\nMiB",
+            "resident\nbefore MiB",
+            "resident\nafter MiB",
+            "far\nMiB",
+            "ops/s\nbefore",
+            "ops/s\nunder",
+            "ops/s\nafter",
+            "faults",
+            "restore us\np50",
+            "restore us\np99",
+            "keys\nverified",
+            "bytes\nlost",
+        ]);
+        for vm in &self.vms {
+            table.add_row([
+                vm.vm.clone(),
+                mib(vm.size_bytes),
+                mib(vm.resident_before_bytes),
+                mib(vm.resident_after_bytes),
+                mib(vm.far_bytes),
+                format!("{:.0}", vm.ops_per_s_before),
+                format!("{:.0}", vm.ops_per_s_under),
+                format!("{:.0}", vm.ops_per_s_after),
+                vm.faults.to_string(),
+                format!("{:.1}", vm.restore_us_p50),
+                format!("{:.1}", vm.restore_us_p99),
+                format!("{} of {}", vm.keys_verified, vm.keys),
+                vm.bytes_lost.to_string(),
+            ]);
+        }
+        for column in table.column_iter_mut().skip(1) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        println!("\n{table}\n");
+        println!(
+            "Host memory freed: {} by the table (after {} for the store), {} by the kernel's MemAvailable, {} by its Shmem.",
+            Bytes(self.freed_claimed_bytes),
+            Bytes(self.store_bytes),
+            Bytes(self.freed_measured_bytes),
+            Bytes(self.freed_shmem_bytes),
+        );
+        println!(
+            "\"under\" was measured at half the memory, with the engine killed in the middle ({} kill). {:.0} s in all.",
+            self.engine_kills, self.seconds
+        );
+        println!("Where to go next: README.md for a first session of your own, `ballast doctor` for this host.");
+        Ok(())
+    }
+}

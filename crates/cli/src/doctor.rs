@@ -1,0 +1,109 @@
+//! `ballast doctor`: what this kernel can do for Ballast, tried on the spot. Needs no daemon.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use ballast_sys::probe::{self, Feature, Presence};
+use serde::Serialize;
+
+use crate::exit::Exit;
+use crate::show;
+
+#[derive(Serialize)]
+struct Report<'a> {
+    kernel: &'a str,
+    ok: bool,
+    features: Vec<Row<'a>>,
+}
+
+#[derive(Serialize)]
+struct Row<'a> {
+    name: &'a str,
+    present: &'a str,
+    required: bool,
+    since: &'a str,
+    detail: &'a str,
+    without: &'a str,
+}
+
+impl<'a> Row<'a> {
+    fn of(feature: &'a Feature) -> Self {
+        let (present, why) = match &feature.present {
+            Presence::Yes => ("yes", ""),
+            Presence::No => ("no", ""),
+            Presence::Unknown(why) => ("unknown", why.as_str()),
+        };
+        let detail = if why.is_empty() { &feature.detail } else { why };
+        let Feature { name, since, without, required, .. } = feature;
+        Self { name, present, required: *required, since, detail, without }
+    }
+}
+
+/// Probe, print, and say by the exit code whether a VM can be managed here.
+pub fn run(json: bool) -> Result<Exit> {
+    let (kernel, features) = (probe::kernel_release(), probe::probe());
+    let ok = !features.iter().any(Feature::is_missing);
+    let report = Report { kernel: &kernel, ok, features: features.iter().map(Row::of).collect() };
+    if json {
+        show::json(&report)?
+    } else {
+        show::print(&describe(&report))?
+    }
+    Ok(if ok { Exit::Ok } else { Exit::Failure })
+}
+
+fn describe(report: &Report<'_>) -> String {
+    let mut table = show::table(&["", "FEATURE", "SINCE", "FOUND", "WITHOUT IT"]);
+    for row in &report.features {
+        let mark = match (row.present, row.required) {
+            ("yes", _) => "ok",
+            ("no", true) => "MISSING",
+            ("no", false) => "no",
+            (_, true) => "UNKNOWN",
+            (_, false) => "?",
+        };
+        let lost = if row.present == "yes" { "" } else { row.without };
+        table.add_row([mark, row.name, row.since, row.detail, lost]);
+    }
+    let mut text = show::lines(&table);
+    let count = |required: bool, present: bool| {
+        report.features.iter().filter(|row| row.required == required && (row.present == "yes") == present).count()
+    };
+    let verdict = match count(true, false) {
+        0 => format!("all {} required features are there", count(true, true)),
+        missing => format!("{missing} required features are missing or could not be tried: VMs cannot be managed here"),
+    };
+    // Writing to a String has no way to fail.
+    let _ = writeln!(
+        text,
+        "\nLinux {}: {verdict}; of the others, {} are there and {} are not.",
+        report.kernel,
+        count(false, true),
+        count(false, false)
+    );
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_required_feature_is_shown_with_what_is_lost() {
+        let row = |name, present, required| Row {
+            name,
+            present,
+            required,
+            since: "Linux 1.0",
+            detail: "found",
+            without: "LOST",
+        };
+        let features = vec![row("good", "yes", true), row("bad", "no", true), row("odd", "unknown", false)];
+        let text = describe(&Report { kernel: "6.1", ok: false, features });
+        let line = |name: &str| text.lines().find(|line| line.contains(name)).expect("a line").to_owned();
+        assert!(line("good").starts_with("ok") && !line("good").contains("LOST"), "{text}");
+        assert!(line("bad").starts_with("MISSING") && line("bad").contains("LOST"), "{text}");
+        assert!(line("odd").starts_with('?'), "{text}");
+        assert!(text.contains("1 required features are missing or could not be tried"), "{text}");
+    }
+}

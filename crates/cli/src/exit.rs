@@ -1,0 +1,75 @@
+//! Exit codes, and how an error finds its own.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use ballast_api::ClientError;
+
+/// What the command's exit code means. Scripts rely on these; `docs/cli.md` lists them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    /// Done.
+    Ok = 0,
+    /// It was tried and failed, or `doctor` found a required feature missing.
+    Failure = 1,
+    /// The command line is wrong. (clap's own code for that.)
+    Usage = 2,
+    /// No VM has that name.
+    NoSuchVm = 3,
+    /// The daemon does not answer, or this user may not connect.
+    Unreachable = 4,
+    /// The kernel or the machine lacks something the command needs; `ballast doctor` says more.
+    MissingFeature = 5,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// An error that ends the command with a code other than 1.
+#[derive(Debug)]
+pub struct Coded {
+    /// The code.
+    pub exit: Exit,
+    /// What went wrong and what to do.
+    pub message: String,
+}
+
+impl fmt::Display for Coded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Coded {}
+
+/// The exit code an error ends with.
+pub fn code_of(error: &anyhow::Error) -> Exit {
+    for cause in error.chain() {
+        if let Some(coded) = cause.downcast_ref::<Coded>() {
+            return coded.exit;
+        }
+        match cause.downcast_ref::<ClientError>() {
+            Some(ClientError::Unreachable { .. } | ClientError::Broken { .. }) => return Exit::Unreachable,
+            Some(error) if error.is_no_such_vm() => return Exit::NoSuchVm,
+            _ => {}
+        }
+    }
+    Exit::Failure
+}
+
+/// The whole chain on one line, each cause once.
+pub fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if !text.contains(&cause) {
+            let separator = if text.is_empty() { "" } else { ": " };
+            text.push_str(separator);
+            text.push_str(&cause);
+        }
+    }
+    text
+}

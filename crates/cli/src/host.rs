@@ -1,0 +1,62 @@
+//! `ballast host` and `ballast events`.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use ballast_api::{Client, Event, HostStat};
+
+use crate::show;
+
+/// Show the host.
+pub fn host(client: &Client, json: bool) -> Result<()> {
+    let host = client.host()?;
+    if json { show::json(&host) } else { Ok(show::print(&describe(&host))?) }
+}
+
+/// Show recent events.
+pub fn events(client: &Client, json: bool) -> Result<()> {
+    let events = client.events()?;
+    if json { show::json(&events) } else { Ok(show::print(&story(&events))?) }
+}
+
+fn describe(host: &HostStat) -> String {
+    let mut text = String::new();
+    let size = show::size;
+    // Writing to a String has no way to fail.
+    let _ = writeln!(
+        text,
+        "ballast {}, up {}; engine {} (pid {}), {} replaced after dying; keeper pid {}",
+        host.version,
+        show::age(host.uptime_s),
+        host.engine_epoch,
+        host.engine_pid,
+        host.engine_restarts,
+        host.keeper_pid
+    );
+    let _ = writeln!(text, "memory  {} of {} available", size(host.mem_available_bytes), size(host.mem_total_bytes));
+    let used = show::percent(host.store_bytes, host.store_budget_bytes);
+    let _ = writeln!(text, "store   {} of {} used ({used})", size(host.store_bytes), size(host.store_budget_bytes));
+    let _ = writeln!(
+        text,
+        "VMs     {}: size {}, resident {}, far {}, zero {}; {} saved",
+        host.vms,
+        size(host.size_bytes),
+        size(host.resident_bytes),
+        size(host.far_bytes),
+        size(host.zero_bytes),
+        size(host.saved_bytes)
+    );
+    text
+}
+
+fn story(events: &[Event]) -> String {
+    if events.is_empty() {
+        return "No events.\n".into();
+    }
+    let mut table = show::table(&["TIME", "VM", "KIND", "MESSAGE"]);
+    for event in events {
+        let vm = event.vm.as_deref().unwrap_or("-");
+        table.add_row([&show::time(event.at_unix_ms), vm, &event.kind, &event.message]);
+    }
+    show::lines(&table)
+}

@@ -1,0 +1,52 @@
+//! `ballast`: the one command people type.
+//!
+//! Before: `ballastd` listens on its API socket (`doctor`, `run` and `completions` do without). After: text for people, JSON
+//! for programs, an exit code for scripts.
+//! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
+//! tried, what went wrong, and what to do.
+
+mod args;
+mod demo;
+mod doctor;
+mod exit;
+mod host;
+mod run;
+mod show;
+mod top;
+mod vm;
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use ballast_api::Client;
+use clap::{CommandFactory, Parser};
+
+use args::{Cli, Command};
+use exit::Exit;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    run(cli).unwrap_or_else(|error| {
+        eprintln!("ballast: {}", exit::chain(&error));
+        exit::code_of(&error).into()
+    })
+}
+
+fn run(cli: Cli) -> Result<ExitCode> {
+    let client = || Client::new(&cli.socket).context("Starting the API client");
+    match cli.command {
+        Command::Run(args) => match run::run(args)? {},
+        Command::Demo(args) => demo::run(args, cli.json)?,
+        Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
+        Command::Top(args) => top::run(client()?, args, cli.json)?,
+        Command::Host => host::host(&client()?, cli.json)?,
+        Command::Events => host::events(&client()?, cli.json)?,
+        Command::Doctor => return Ok(doctor::run(cli.json)?.into()),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "ballast", &mut script);
+            show::print(&String::from_utf8_lossy(&script))?;
+        }
+    }
+    Ok(Exit::Ok.into())
+}

@@ -1,0 +1,165 @@
+//! `ballast run`: start a VMM so that Ballast manages its guest RAM.
+//!
+//! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
+//! Promise: a VMM that could not be managed is not started, and the error says why. Nothing on the command line is changed
+//! without `--add-memory-backend`.
+
+mod command_line;
+
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, anyhow, bail};
+use ballast_base::Bytes;
+use ballast_base::wire::check_name;
+
+use command_line::{Edit, inspect};
+
+/// Start a VMM under Ballast, in place of this process.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example: ballast run --limit 512M --add-memory-backend -- qemu-system-x86_64 -m 1G disk.qcow2")]
+pub struct RunArgs {
+    /// Name of the VM [default: QEMU's -name, else vm-PID]
+    #[arg(long)]
+    name: Option<String>,
+    /// Most DRAM the VM may use, such as 512M
+    #[arg(long)]
+    limit: Option<Bytes>,
+    /// Add the QEMU flags that make guest RAM a shared memfd, if they are missing
+    #[arg(long)]
+    add_memory_backend: bool,
+    /// Run unmanaged, with a warning, if the keeper does not answer
+    #[arg(long)]
+    optional: bool,
+    /// Socket on which the keeper takes VMs
+    #[arg(long, value_name = "PATH", env = "BALLAST_SOCKET", default_value = "/run/ballast/attach.sock")]
+    attach_socket: PathBuf,
+    /// The VMM and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "VMM")]
+    command: Vec<OsString>,
+}
+
+/// Become the VMM. Returns only if that fails.
+pub fn run(args: RunArgs) -> Result<Infallible> {
+    let (program, rest) = args.command.split_first().ok_or_else(|| anyhow!("no VMM was named"))?;
+    let mut rest = rest.to_vec();
+    let mut name = args.name;
+    if is_qemu(program) {
+        let words: Vec<String> = rest.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+        let plan = inspect(&words, args.add_memory_backend, &on_tmpfs).map_err(|reason| anyhow!(reason))?;
+        for note in &plan.notes {
+            eprintln!("ballast: {note}");
+        }
+        for edit in plan.edits {
+            match edit {
+                Edit::Replace(index, word) => rest[index] = word.into(),
+                Edit::Append(word) => rest.push(word.into()),
+            }
+        }
+        name = name.or(plan.name);
+    }
+    let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
+    check_name(&name).map_err(|reason| anyhow!(reason))?;
+    check_program(program)?;
+    let preload = find_preload()?;
+    let mut list = preload.clone().into_os_string();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        list.push(":");
+        list.push(others);
+    }
+
+    let mut command = Command::new(program);
+    command.args(&rest).env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
+    command.env("BALLAST_VM_NAME", name).env("BALLAST_REQUIRE", if args.optional { "0" } else { "1" });
+    match args.limit {
+        Some(limit) => command.env("BALLAST_LIMIT", limit.0.to_string()),
+        None => command.env_remove("BALLAST_LIMIT"),
+    };
+    Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
+}
+
+fn is_qemu(program: &OsStr) -> bool {
+    let name = Path::new(program).file_name().unwrap_or_default().to_string_lossy();
+    name.starts_with("qemu-system-") || matches!(&*name, "qemu-kvm" | "kvm" | "qemu")
+}
+
+/// Is the file (or the folder it would be made in) in a tmpfs?
+fn on_tmpfs(path: &str) -> bool {
+    let path = Path::new(path);
+    let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
+    std::fs::File::open(place).is_ok_and(|file| ballast_sys::memfd::is_shmem(file).unwrap_or(false))
+}
+
+/// The preload library: `$BALLAST_PRELOAD`, else beside this program, else in `../lib/ballast`.
+fn find_preload() -> Result<PathBuf> {
+    const LIBRARY: &str = "libballast_preload.so";
+    let here = std::env::current_exe().context("Finding this program's own path")?;
+    let folder = here.parent().unwrap_or(Path::new("/"));
+    let places = match std::env::var_os("BALLAST_PRELOAD") {
+        Some(path) => vec![PathBuf::from(path)],
+        None => vec![folder.join(LIBRARY), folder.join("../lib/ballast").join(LIBRARY)],
+    };
+    let Some(found) = places.iter().find(|path| path.is_file()) else {
+        let tried: Vec<_> = places.iter().map(|path| path.display().to_string()).collect();
+        bail!("the preload library is not there; tried {} (set BALLAST_PRELOAD to its path)", tried.join(" and "));
+    };
+    let path = found.canonicalize().with_context(|| format!("Finding {}", found.display()))?;
+    if path.to_string_lossy().contains([' ', ':']) {
+        bail!("the path {} has a blank or a colon in it, which LD_PRELOAD cannot name", path.display());
+    }
+    Ok(path)
+}
+
+/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged in silence.
+fn check_program(program: &OsStr) -> Result<()> {
+    let candidates: Vec<PathBuf> = if program.to_string_lossy().contains('/') {
+        vec![program.into()]
+    } else {
+        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).map(|dir| dir.join(program)).collect()
+    };
+    // One that is not found is for `exec` to complain about.
+    let Some(path) = candidates.into_iter().find(|path| path.is_file()) else { return Ok(()) };
+    let mode = std::fs::metadata(&path).map_or(0, |meta| meta.permissions().mode());
+    if mode & 0o6000 != 0 {
+        bail!("{} is set-user-ID or set-group-ID; the system loads no preload library into it", path.display());
+    }
+    if std::fs::read(&path).is_ok_and(|image| is_static(&image)) {
+        bail!(
+            "{} is linked statically; a preload library cannot be loaded into it (use the client crate)",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// Is this the image of a 64-bit ELF program that names no dynamic loader?
+fn is_static(image: &[u8]) -> bool {
+    const PT_INTERP: u32 = 3;
+    let number = |at: usize, len: usize| -> Option<u64> {
+        let bytes = image.get(at..at.checked_add(len)?)?;
+        Some(bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
+    };
+    let interpreter = || -> Option<bool> {
+        let (start, size, count) = (number(32, 8)? as usize, number(54, 2)? as usize, number(56, 2)? as usize);
+        let kinds = (0..count).map(|index| number(start.checked_add(index * size)?, 4));
+        Some(kinds.flatten().any(|kind| kind == u64::from(PT_INTERP)))
+    };
+    image.starts_with(b"\x7fELF\x02\x01") && interpreter() == Some(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_told_apart() {
+        assert!(is_qemu("/usr/bin/qemu-system-aarch64".as_ref()) && is_qemu("kvm".as_ref()));
+        assert!(!is_qemu("cloud-hypervisor".as_ref()));
+        let own = std::fs::read("/proc/self/exe").expect("own image");
+        assert!(!is_static(&own) && !is_static(b"#!/bin/sh") && !is_static(b"\x7fELF\x02\x01"));
+    }
+}

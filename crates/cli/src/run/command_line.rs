@@ -1,0 +1,477 @@
+//! A QEMU command line: is guest RAM something Ballast can manage, and if not, which words are missing?
+//!
+//! Before: the words as the operator typed them. After: edits and notes, or the reason why not.
+//! Promise: a pure function of the words (what lies in a tmpfs is asked through an argument); it knows only what it must,
+//! and leaves every other word to QEMU.
+
+use std::collections::BTreeMap;
+
+use ballast_base::wire::{MAX_NAME, check_name};
+use ballast_base::{Bytes, GIB, KIB, MIB};
+
+/// A change to the words of a command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Edit {
+    /// Put this word where the one with this index is.
+    Replace(usize, String),
+    /// Put this word at the end.
+    Append(String),
+}
+
+/// What to do with a command line.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// To be made in any order: indexes are those of the words as given.
+    pub edits: Vec<Edit>,
+    /// For the operator.
+    pub notes: Vec<String>,
+    /// From `-name`.
+    pub name: Option<String>,
+}
+
+/// One option: `-name head,key=value,...`.
+#[derive(Debug)]
+struct Opt {
+    name: String,
+    /// Index of the value's word.
+    index: usize,
+    text: String,
+    /// Its first item, if that is not `key=value` (or JSON's `qom-type`, `driver`).
+    head: String,
+    keys: BTreeMap<String, String>,
+}
+
+impl Opt {
+    fn get(&self, key: &str) -> Option<&str> {
+        self.keys.get(key).map(String::as_str)
+    }
+
+    fn is_on(&self, key: &str) -> bool {
+        self.get(key).is_some_and(|value| matches!(value, "on" | "yes" | "true" | "y"))
+    }
+}
+
+/// QEMU options without a value; every other takes the next word.
+const FLAGS: &[&str] = &[
+    "S",
+    "s",
+    "alt-grab",
+    "ctrl-grab",
+    "curses",
+    "daemonize",
+    "enable-fips",
+    "enable-kvm",
+    "full-screen",
+    "h",
+    "help",
+    "mem-prealloc",
+    "no-acpi",
+    "no-fd-bootchk",
+    "no-hpet",
+    "no-quit",
+    "no-reboot",
+    "no-shutdown",
+    "no-user-config",
+    "nodefaults",
+    "nographic",
+    "old-param",
+    "only-migratable",
+    "portrait",
+    "preconfig",
+    "semihosting",
+    "singlestep",
+    "snapshot",
+    "usb",
+    "version",
+    "win2k-hack",
+    "xen-attach",
+    "xen-domid-restrict",
+];
+
+fn options(words: &[String]) -> Vec<Opt> {
+    let mut found = Vec::new();
+    let mut index = 0;
+    while index < words.len() {
+        let name = match words[index].strip_prefix('-') {
+            Some(name) if !name.is_empty() => name.strip_prefix('-').unwrap_or(name).to_owned(),
+            _ => {
+                index += 1;
+                continue;
+            }
+        };
+        let takes_value = !FLAGS.contains(&name.as_str()) && index + 1 < words.len();
+        let text = if takes_value { words[index + 1].clone() } else { String::new() };
+        let (head, keys) = parse(&text);
+        let name = if name == "M" { "machine".into() } else { name };
+        found.push(Opt { name, index: index + 1, text, head, keys });
+        index += 1 + usize::from(takes_value);
+    }
+    found
+}
+
+/// The items of an option's value. QEMU writes a comma inside a value twice.
+fn parse(text: &str) -> (String, BTreeMap<String, String>) {
+    let mut keys = BTreeMap::new();
+    let mut head = String::new();
+    if let Ok(serde_json::Value::Object(object)) = serde_json::from_str(text) {
+        for (key, value) in object {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            if key == "qom-type" || key == "driver" {
+                head.clone_from(&value);
+            }
+            keys.insert(key, value);
+        }
+        return (head, keys);
+    }
+    const COMMA: &str = "\u{0}";
+    for (index, item) in text.replace(",,", COMMA).split(',').enumerate() {
+        let item = item.replace(COMMA, ",");
+        match item.split_once('=') {
+            Some((key, value)) => drop(keys.insert(key.to_owned(), value.to_owned())),
+            None if index == 0 => head = item,
+            // `share` alone means `share=on`.
+            None => drop(keys.insert(item, "on".into())),
+        }
+    }
+    for key in ["type", "driver", "qom-type"] {
+        if head.is_empty() {
+            head = keys.get(key).cloned().unwrap_or_default();
+        }
+    }
+    (head, keys)
+}
+
+/// A size as `-m` takes it: a bare number is MiB.
+fn megabytes(text: &str) -> Option<Bytes> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let factor = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "b" => 1,
+        "k" => KIB,
+        "" | "m" => MIB,
+        "g" => GIB,
+        "t" => 1024 * GIB,
+        _ => return None,
+    };
+    match digits.parse::<u64>() {
+        Ok(number) => number.checked_mul(factor).map(Bytes),
+        // QEMU takes fractions, such as 1.5G.
+        Err(_) => digits.parse::<f64>().ok().filter(|number| *number > 0.0).map(|n| Bytes((n * factor as f64) as u64)),
+    }
+}
+
+/// Look at a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
+pub fn inspect(words: &[String], add: bool, is_shmem: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
+    let options = options(words);
+    let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
+    let mut plan = Plan { name: all("name").next_back().and_then(vm_name), ..Plan::default() };
+
+    if let Some(reason) = options.iter().find_map(refusal) {
+        return Err(reason);
+    }
+    plan.notes.extend(options.iter().filter_map(note));
+
+    // Every backend that becomes guest RAM.
+    let backend = all("machine").filter_map(|machine| machine.get("memory-backend")).next_back();
+    let nodes = all("numa").filter(|numa| numa.head == "node").filter_map(|numa| numa.get("memdev"));
+    let devices = all("device").filter_map(|device| device.get("memdev"));
+    let used: Vec<&str> = backend.into_iter().chain(nodes.clone()).chain(devices).collect();
+    for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
+        check_backend(object, is_shmem)?;
+    }
+    if backend.is_some() || nodes.count() > 0 {
+        return Ok(plan);
+    }
+
+    // Guest RAM is QEMU's own, private memory.
+    if all("numa").any(|numa| numa.get("mem").is_some()) {
+        return Err("RAM given by `-numa node,mem=` is private memory. Give each node a backend instead: \
+                    -object memory-backend-memfd,id=n0,size=SIZE,share=on -numa node,memdev=n0"
+            .into());
+    }
+    if all("mem-path").next().is_some() {
+        return Err(
+            "`-mem-path` maps guest RAM privately. Leave it out, and add: ".to_owned() + &wanted(&options)?.shown()
+        );
+    }
+    let wanted = wanted(&options)?;
+    if !add {
+        return Err(format!(
+            "guest RAM is private memory; Ballast needs a shared memfd. {}\nor let `ballast run --add-memory-backend` do it",
+            wanted.explained()
+        ));
+    }
+    plan.edits = wanted.edits;
+    plan.notes.push(format!("added to the command line: {}", wanted.object));
+    Ok(plan)
+}
+
+/// The flags that are missing.
+struct Wanted {
+    object: String,
+    machine: String,
+    replaces: Option<String>,
+    edits: Vec<Edit>,
+}
+
+impl Wanted {
+    fn shown(&self) -> String {
+        format!("{} {}", self.object, self.machine)
+    }
+
+    fn explained(&self) -> String {
+        match &self.replaces {
+            Some(old) => format!("Add\n  {}\nand write\n  {}\ninstead of\n  {old}", self.object, self.machine),
+            None => format!("Add\n  {}", self.shown()),
+        }
+    }
+}
+
+fn wanted(options: &[Opt]) -> Result<Wanted, String> {
+    let memory = options.iter().rev().find(|option| option.name == "m");
+    let size = match memory {
+        None => Bytes(128 * MIB), // QEMU's own default
+        Some(memory) => {
+            let text = memory.get("size").unwrap_or(&memory.head);
+            megabytes(text).ok_or_else(|| format!("`-m {}`: the size {text:?} is not understood", memory.text))?
+        }
+    };
+    let size = if size.0.is_multiple_of(MIB) { format!("{}M", size.0 / MIB) } else { size.0.to_string() };
+    let backend = format!("memory-backend-memfd,id=ballast-ram0,size={size},share=on");
+    let object = format!("-object {backend}");
+    let mut edits = vec![Edit::Append("-object".into()), Edit::Append(backend)];
+    let machine = options.iter().find(|option| option.name == "machine" && !option.text.is_empty());
+    let value = match machine {
+        Some(machine) => format!("{},memory-backend=ballast-ram0", machine.text),
+        None => "memory-backend=ballast-ram0".into(),
+    };
+    match machine {
+        Some(machine) => edits.push(Edit::Replace(machine.index, value.clone())),
+        None => edits.extend(["-machine".to_owned(), value.clone()].map(Edit::Append)),
+    }
+    let replaces = machine.map(|machine| format!("-machine {}", machine.text));
+    Ok(Wanted { object, machine: format!("-machine {value}"), replaces, edits })
+}
+
+/// Can this backend be managed?
+fn check_backend(object: &Opt, is_shmem: &dyn Fn(&str) -> bool) -> Result<(), String> {
+    let id = object.get("id").unwrap_or_default();
+    let wrong = |what: &str| Err(format!("RAM backend {id} ({}): {what}", object.head));
+    // memory-backend-memfd and -shm are shared unless told otherwise; the others are private.
+    let shared = match object.get("share") {
+        None => matches!(object.head.as_str(), "memory-backend-memfd" | "memory-backend-shm"),
+        Some(_) => object.is_on("share"),
+    };
+    match object.head.as_str() {
+        "memory-backend-memfd" if object.is_on("hugetlb") => {
+            wrong("hugetlb=on memory cannot be taken page by page; leave hugetlb out (2 MiB pages are used anyway)")
+        }
+        "memory-backend-memfd" | "memory-backend-shm" | "memory-backend-file" if !shared => {
+            wrong("it is private memory; write share=on")
+        }
+        "memory-backend-file" if object.is_on("readonly") => wrong("it is read-only"),
+        "memory-backend-file" => match object.get("mem-path") {
+            Some(path) if !is_shmem(path) => {
+                wrong(&format!("{path} is not in a tmpfs (hugetlbfs and disks do not work); use memory-backend-memfd"))
+            }
+            _ => Ok(()),
+        },
+        "memory-backend-memfd" | "memory-backend-shm" => Ok(()),
+        _ => wrong("it is not a shared memory file; write memory-backend-memfd,...,share=on"),
+    }
+}
+
+/// Why this option makes a VM impossible to manage.
+fn refusal(option: &Opt) -> Option<String> {
+    let shown = || format!("`-{} {}`", option.name, option.text);
+    let foreign = "another process maps guest RAM, and its touches would not bring far pages back";
+    match option.name.as_str() {
+        "netdev" if option.head == "vhost-user" => Some(format!("{}: {foreign}", shown())),
+        "device" if option.head.starts_with("vhost-user-") => Some(format!("{}: {foreign}", shown())),
+        "device" if option.head.starts_with("ivshmem-plain") => {
+            Some(format!("{}: its memory is shared with other VMs", shown()))
+        }
+        "machine" if option.get("confidential-guest-support").is_some() => {
+            Some(format!("{}: memory encrypted for one guest cannot be taken and given back", shown()))
+        }
+        _ => None,
+    }
+}
+
+/// What the operator should know beforehand.
+fn note(option: &Opt) -> Option<String> {
+    let pinned = |why: &str| {
+        Some(format!(
+            "`-{} {}`: {why}; the VM will be of class pinned, and nothing is taken from it",
+            option.name, option.text
+        ))
+    };
+    match option.name.as_str() {
+        "device" if option.head.starts_with("vfio-") => pinned("the device holds all guest RAM for DMA"),
+        "device" if option.head.starts_with("vhost-vdpa-device") => pinned("the device holds all guest RAM for DMA"),
+        "netdev" if option.head == "vhost-vdpa" => pinned("the device holds all guest RAM for DMA"),
+        "device" if option.head.starts_with("virtio-gpu") && option.is_on("blob") => pinned("its blobs hold guest RAM"),
+        "overcommit" if option.is_on("mem-lock") => pinned("memory is locked"),
+        "realtime" if option.is_on("mlock") => pinned("memory is locked"),
+        "chroot" => Some("`-chroot`: QEMU will not find the keeper's socket again if the keeper restarts".into()),
+        "readconfig" => Some(format!("`-readconfig {}` was not looked into", option.text)),
+        _ => None,
+    }
+}
+
+/// A VM name made of QEMU's `-name`: what is not allowed becomes `-`.
+fn vm_name(option: &Opt) -> Option<String> {
+    let given = option.get("guest").unwrap_or(&option.head);
+    let allowed = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
+    let name: String = given.chars().map(allowed).take(MAX_NAME).collect();
+    let name = name.trim_start_matches(['.', '-']).to_owned();
+    check_name(&name).is_ok().then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHARED: &str = "-object memory-backend-memfd,id=ram0,size=1G,share=on";
+
+    fn look(line: &str, add: bool) -> Result<Plan, String> {
+        let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
+        inspect(&words, add, &|path| path.starts_with("/dev/shm"))
+    }
+
+    /// The command line after the edits.
+    fn added(line: &str) -> String {
+        let mut words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
+        for edit in look(line, true).unwrap_or_else(|reason| panic!("{line}: {reason}")).edits {
+            match edit {
+                Edit::Replace(index, word) => words[index] = word,
+                Edit::Append(word) => words.push(word),
+            }
+        }
+        words.join(" ")
+    }
+
+    #[test]
+    fn a_shared_memfd_in_any_spelling_is_taken_as_it_is() {
+        for line in [
+            "-machine q35,memory-backend=ram0 -m 1G",
+            "-M pc,memory-backend=ram0 -m size=1G,slots=2,maxmem=4G -nographic",
+            "--machine type=q35,accel=kvm,memory-backend=ram0 -m 1024 -daemonize disk.img",
+            "-machine q35 -machine memory-backend=ram0 -accel tcg,thread=multi -S",
+            "-m 1G -numa node,nodeid=0,cpus=0,memdev=ram0",
+        ] {
+            let plan = look(&format!("{line} {SHARED}"), false).expect(line);
+            assert_eq!(plan, Plan::default(), "{line}");
+            assert_eq!(look(&format!("{line} {SHARED}"), true).expect(line).edits, [], "nothing to add: {line}");
+        }
+        let machine = "-machine q35,memory-backend=r";
+        for object in [
+            "memory-backend-memfd,id=r,size=1G",
+            "memory-backend-memfd,id=r,size=1G,share,prealloc=on",
+            "qom-type=memory-backend-memfd,id=r,size=1G,share=yes",
+            "memory-backend-file,id=r,size=1G,mem-path=/dev/shm/a,share=on",
+            "memory-backend-shm,id=r,size=1G",
+            r#"{"qom-type":"memory-backend-memfd","id":"r","size":1073741824,"share":true}"#,
+        ] {
+            look(&format!("{machine} -object {object}"), false).expect(object);
+        }
+    }
+
+    #[test]
+    fn private_ram_is_refused_with_the_flags_for_this_command_line() {
+        let reason = look("-M q35,accel=tcg -m 1.5G -nographic", false).expect_err("private");
+        assert!(reason.contains("-object memory-backend-memfd,id=ballast-ram0,size=1536M,share=on"), "{reason}");
+        assert!(reason.contains("-machine q35,accel=tcg,memory-backend=ballast-ram0"), "{reason}");
+        assert!(reason.contains("instead of\n  -machine q35,accel=tcg"), "{reason}");
+        let reason = look("-enable-kvm -m 512", false).expect_err("private");
+        assert!(reason.contains("size=512M,share=on -machine memory-backend=ballast-ram0"), "{reason}");
+    }
+
+    #[test]
+    fn the_missing_flags_are_added_and_nothing_else_is_changed() {
+        let tail = |size: &str| format!("-object memory-backend-memfd,id=ballast-ram0,size={size},share=on");
+        let default = "-machine memory-backend=ballast-ram0";
+        assert_eq!(added("-m 1G d.img"), format!("-m 1G d.img {} {default}", tail("1024M")));
+        assert_eq!(added("-nographic"), format!("-nographic {} {default}", tail("128M")));
+        assert_eq!(
+            added("-m size=2048,slots=2,maxmem=4G -machine q35 -mem-prealloc -smp 2"),
+            format!(
+                "-m size=2048,slots=2,maxmem=4G -machine q35,memory-backend=ballast-ram0 -mem-prealloc -smp 2 {}",
+                tail("2048M")
+            )
+        );
+        assert_eq!(
+            added("-m 262148k -M pc -numa node -numa node"),
+            format!("-m 262148k -M pc,memory-backend=ballast-ram0 -numa node -numa node {}", tail("268439552"))
+        );
+    }
+
+    #[test]
+    fn backends_that_cannot_be_managed_are_named_with_the_reason() {
+        let machine = "-machine q35,memory-backend=r";
+        for (object, reason) in [
+            ("memory-backend-memfd,id=r,size=1G,share=off", "share=on"),
+            ("memory-backend-memfd,id=r,size=1G,share=on,hugetlb=on", "hugetlb"),
+            ("memory-backend-ram,id=r,size=1G", "memory-backend-memfd"),
+            ("memory-backend-ram,id=r,size=1G,share=on", "memory-backend-memfd"),
+            ("memory-backend-file,id=r,size=1G,mem-path=/dev/shm/a", "share=on"),
+            ("memory-backend-file,id=r,size=1G,mem-path=/dev/hugepages,share=on", "not in a tmpfs"),
+            (r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824}"#, "memory-backend-memfd"),
+        ] {
+            let error = look(&format!("{machine} -object {object}"), true).expect_err(object);
+            assert!(error.contains(reason) && error.starts_with("RAM backend r"), "{object}: {error}");
+        }
+        let dimm = "-object memory-backend-ram,id=d,size=1G -device pc-dimm,id=d0,memdev=d";
+        assert!(
+            look(&format!("-machine memory-backend=ram0 {SHARED} {dimm}"), false).expect_err("dimm").contains(" d ")
+        );
+        assert!(look("-m 1G -mem-path /dev/shm", true).expect_err("private").contains("Leave it out"));
+        assert!(look("-m 1G -numa node,mem=512M -numa node,mem=512M", true).expect_err("legacy").contains("memdev=n0"));
+        // A last option without its value is for QEMU to complain about.
+        assert_eq!(look("-m 1G -machine", true).expect("as if it were not there").edits.len(), 4);
+        assert!(look("-m lots", true).expect_err("size").contains("\"lots\""));
+    }
+
+    #[test]
+    fn what_another_process_maps_is_refused_and_what_holds_memory_is_announced() {
+        let ram = format!("-machine q35,memory-backend=ram0 {SHARED}");
+        for (words, reason) in [
+            ("-chardev socket,id=c,path=/x -netdev vhost-user,id=n,chardev=c", "another process"),
+            ("-netdev type=vhost-user,id=n,chardev=c", "another process"),
+            ("-device vhost-user-fs-pci,chardev=c,tag=t", "another process"),
+            (r#"-device {"driver":"vhost-user-blk-pci","chardev":"c"}"#, "another process"),
+            ("-device ivshmem-plain,memdev=s", "other VMs"),
+            ("-machine confidential-guest-support=sev0", "encrypted"),
+        ] {
+            let error = look(&format!("{ram} {words}"), true).expect_err(words);
+            assert!(error.contains(reason), "{words}: {error}");
+        }
+        for words in [
+            "-device vfio-pci,host=01:00.0",
+            "-overcommit mem-lock=on",
+            "-netdev vhost-vdpa,id=n,vhostdev=/dev/vhost-vdpa-0",
+            "-device virtio-gpu-pci,blob=on",
+        ] {
+            let plan = look(&format!("{ram} {words}"), false).expect(words);
+            assert!(plan.notes.len() == 1 && plan.notes[0].contains("class pinned"), "{words}: {:?}", plan.notes);
+        }
+        let quiet =
+            "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n -chardev stdio,id=c -overcommit mem-lock=off";
+        assert_eq!(look(&format!("{ram} {quiet}"), false).expect(quiet).notes, [""; 0]);
+    }
+
+    #[test]
+    fn values_that_look_like_options_and_commas_written_twice_are_understood() {
+        // The value of -append is one word; its content must not be taken for options.
+        let words = ["-append", "-device vhost-user-fs-pci", "-m", "1G", "-name", "guest=web,,1,debug-threads=on"];
+        let words: Vec<String> = words.map(str::to_owned).to_vec();
+        let plan = inspect(&words, true, &|_| false).expect("fine");
+        assert_eq!(plan.name.as_deref(), Some("web-1"));
+        let value = ["-append", "-mem-path", "-m", "1G"].map(str::to_owned).to_vec();
+        inspect(&value, true, &|_| false).expect("the value of -append is not an option");
+        assert_eq!(
+            look(&format!("-name web -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name.as_deref(),
+            Some("web")
+        );
+        assert_eq!(look(&format!("-name .. -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name, None);
+    }
+}

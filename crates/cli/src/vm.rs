@@ -1,0 +1,259 @@
+//! `ballast vm`: list, one screen about one, and its limit.
+
+use std::fmt::Write;
+
+use anyhow::{Context, Result};
+use ballast_api::{Client, ClientError, Latency, Psi, VmStat};
+use ballast_base::{Bytes, PAGE_SIZE};
+
+use crate::args::VmCommand;
+use crate::exit::{Coded, Exit};
+use crate::show;
+
+/// Do it.
+pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
+    match command {
+        VmCommand::List => {
+            let vms = client.vms()?;
+            if json { show::json(&vms) } else { Ok(show::print(&list(&vms))?) }
+        }
+        VmCommand::Stat { name } => {
+            let vm = client.vm(name).map_err(|error| explain(client, name, error))?;
+            if json { show::json(&vm) } else { Ok(show::print(&screen(&vm))?) }
+        }
+        VmCommand::Limit { name, limit } => {
+            let limit_bytes = limit.0.map(|Bytes(bytes)| bytes);
+            let vm = client
+                .set_limit(name, limit_bytes)
+                .map_err(|error| explain(client, name, error))
+                .with_context(|| format!("Setting the limit of VM {name}"))?;
+            if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
+        }
+    }
+}
+
+/// If there is no such VM, say which names come close.
+fn explain(client: &Client, name: &str, error: ClientError) -> anyhow::Error {
+    if !error.is_no_such_vm() {
+        return error.into();
+    }
+    let names: Vec<String> = client.vms().unwrap_or_default().into_iter().map(|vm| vm.name).collect();
+    Coded { exit: Exit::NoSuchVm, message: format!("No VM is named {name:?}; {}", suggestion(name, &names)) }.into()
+}
+
+fn suggestion(name: &str, names: &[String]) -> String {
+    const MOST: usize = 3;
+    const FEW: usize = 5;
+    let wanted = name.to_lowercase();
+    let far = wanted.len().div_ceil(3);
+    let mut near: Vec<(usize, &str)> = names
+        .iter()
+        .filter_map(|known| {
+            let lower = known.to_lowercase();
+            let distance = strsim::damerau_levenshtein(&wanted, &lower);
+            let part = !wanted.is_empty() && (lower.contains(&wanted) || wanted.contains(&lower));
+            (distance <= far || part).then_some((distance, known.as_str()))
+        })
+        .collect();
+    near.sort_unstable();
+    let near: Vec<&str> = near.into_iter().take(MOST).map(|(_, known)| known).collect();
+    match (near.is_empty(), names.is_empty()) {
+        (false, _) => format!("did you mean {}?", near.join(" or ")),
+        (true, true) => "none is attached".into(),
+        (true, false) if names.len() <= FEW => format!("there is {}", names.join(", ")),
+        (true, false) => format!("there are {} others: see `ballast vm list`", names.len()),
+    }
+}
+
+fn list(vms: &[VmStat]) -> String {
+    if vms.is_empty() {
+        return "No VM is attached. `ballast run -- qemu-system-x86_64 ...` starts one.\n".into();
+    }
+    let mut table = show::table(&[
+        "NAME",
+        ">PID",
+        "CLASS",
+        "STATUS",
+        ">SIZE",
+        ">LIMIT",
+        ">RESIDENT",
+        ">FAR",
+        ">ZERO",
+        ">UNTOUCHED",
+    ]);
+    for vm in vms {
+        table.add_row([
+            vm.name.clone(),
+            vm.pid.to_string(),
+            vm.class.to_string(),
+            vm.status.to_string(),
+            show::size(vm.size_bytes),
+            show::limit(vm.limit_bytes),
+            show::size(vm.resident_bytes),
+            show::size(vm.far_bytes),
+            show::size(vm.zero_bytes),
+            show::size(vm.untouched_bytes),
+        ]);
+    }
+    show::lines(&table)
+}
+
+fn limit_set(vm: &VmStat) -> String {
+    let resident = show::size(vm.resident_bytes);
+    match vm.limit_bytes {
+        None => format!("VM {}: no limit (resident {resident})\n", vm.name),
+        Some(limit) if vm.resident_bytes > limit => {
+            let limit = show::size(limit);
+            format!("VM {}: limit {limit}; resident {resident}, and the rest goes far from now on\n", vm.name)
+        }
+        Some(limit) => format!("VM {}: limit {} (resident {resident})\n", vm.name, show::size(limit)),
+    }
+}
+
+/// Everything about one VM on one screen.
+fn screen(vm: &VmStat) -> String {
+    let mut text = String::new();
+    // Writing to a String has no way to fail.
+    let _ = writeln!(text, "{}: {}, {}, limit {}", vm.name, vm.class, vm.status, show::limit(vm.limit_bytes));
+    if let Some(reason) = &vm.status_reason {
+        let _ = writeln!(text, "because {reason}");
+    }
+    let _ = writeln!(text, "{}, pid {}, id {}\n", vm.vmm, vm.pid, vm.id);
+    text += &memory(vm);
+    text += &faults_and_reclaim(vm);
+    let _ = writeln!(text, "\nSTALL (PSI form; percent, and microseconds in all)");
+    let _ = writeln!(text, "{}\n{}", psi("some", &vm.stall.some), psi("full", &vm.stall.full));
+    if vm.regions.len() > 1 {
+        text.push('\n');
+        text += &regions(vm);
+    }
+    text
+}
+
+fn memory(vm: &VmStat) -> String {
+    let mut table = show::table(&["MEMORY", ">KiB", ">PAGES", ">SHARE", ">"]);
+    let mut row = |name: &str, bytes: u64, note: &str| {
+        let pages = show::grouped(bytes / PAGE_SIZE as u64);
+        let note = if note.is_empty() { show::size(bytes) } else { note.to_owned() };
+        table.add_row([name.to_owned(), show::kib(bytes), pages, show::percent(bytes, vm.size_bytes), note]);
+    };
+    let mut parts = vec![
+        ("resident", vm.resident_bytes),
+        ("far", vm.far_bytes),
+        ("zero", vm.zero_bytes),
+        ("untouched", vm.untouched_bytes),
+    ];
+    if vm.poisoned_bytes > 0 {
+        parts.push(("poisoned", vm.poisoned_bytes));
+    }
+    for (name, bytes) in &parts {
+        row(name, *bytes, "");
+        if *name == "resident" {
+            row("  in quarantine", vm.quarantine_bytes, "part of resident");
+        }
+    }
+    row("size", vm.size_bytes, "");
+    let mut text = show::lines(&table);
+    let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
+    let sums: Vec<String> = parts.iter().map(|(_, bytes)| show::kib(*bytes)).collect();
+    let sum: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
+    let _ = writeln!(text, "size = {}: {} = {} KiB", names.join(" + "), show::kib(vm.size_bytes), sums.join(" + "));
+    if sum != vm.size_bytes {
+        let _ = writeln!(text, "THIS DOES NOT ADD UP: the parts make {} KiB. Please report it.", show::kib(sum));
+    }
+    let ratio = if vm.store_bytes == 0 { 0.0 } else { vm.far_bytes as f64 / vm.store_bytes as f64 };
+    let _ = writeln!(
+        text,
+        "far pages occupy {} of store ({ratio:.1} to 1); {} of the size is under userfaultfd",
+        show::size(vm.store_bytes),
+        show::percent(vm.registered_bytes, vm.size_bytes),
+    );
+    text
+}
+
+fn faults_and_reclaim(vm: &VmStat) -> String {
+    let (faults, reclaim) = (&vm.faults, &vm.reclaim);
+    let mut text = String::new();
+    let pairs = |pairs: &[(&str, u64)]| {
+        pairs.iter().map(|(name, count)| format!("{name} {}", show::grouped(*count))).collect::<Vec<_>>().join("  ")
+    };
+    let kinds = [("minor", faults.minor), ("restore", faults.restore), ("zero", faults.zero), ("fresh", faults.fresh)];
+    let _ = writeln!(
+        text,
+        "\nFAULTS {}: {}  (put back and served later: {})",
+        show::grouped(faults.total()),
+        pairs(&kinds),
+        show::grouped(faults.deferred)
+    );
+    let taken = [
+        ("zapped", reclaim.zapped_pages),
+        ("evicted", reclaim.evicted_pages),
+        ("as zero", reclaim.evicted_zero_pages),
+        ("same-filled", reclaim.same_filled_pages),
+        ("discarded by the guest", reclaim.discarded_pages),
+    ];
+    let kept = [
+        ("touched in quarantine", reclaim.rescued_pages),
+        ("touched while evicting", reclaim.aborted_pages),
+        ("failed", reclaim.failed_pages),
+    ];
+    let _ = writeln!(text, "RECLAIM, pages: {}", pairs(&taken));
+    let _ = writeln!(text, "  kept: {}  (store full {} times)", pairs(&kept), show::grouped(reclaim.store_full_events));
+    text.push('\n');
+    let mut table = show::table(&["LATENCY, us", ">COUNT", ">P50", ">P90", ">P99", ">MAX"]);
+    let mut row = |name: &str, latency: &Latency| {
+        let figures = [latency.p50_us, latency.p90_us, latency.p99_us, latency.max_us].map(show::micros);
+        table.add_row([vec![name.to_owned(), show::grouped(latency.count)], figures.into()].concat());
+    };
+    row("restore", &vm.restore_latency);
+    row("all faults", &vm.fault_latency);
+    text + &show::lines(&table)
+}
+
+fn psi(name: &str, psi: &Psi) -> String {
+    let Psi { avg10, avg60, avg300, total_us } = psi;
+    format!("{name} avg10={avg10:.2} avg60={avg60:.2} avg300={avg300:.2} total={total_us}")
+}
+
+fn regions(vm: &VmStat) -> String {
+    let mut table = show::table(&[">REGION", ">SIZE", ">RESIDENT", ">FAR", ">ZERO", ">UNTOUCHED", ">POISONED"]);
+    for region in &vm.regions {
+        let sizes = [
+            region.size_bytes,
+            region.resident_bytes,
+            region.far_bytes,
+            region.zero_bytes,
+            region.untouched_bytes,
+            region.poisoned_bytes,
+        ];
+        table.add_row([vec![region.index.to_string()], sizes.map(show::size).into()].concat());
+    }
+    show::lines(&table)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::MIB;
+
+    #[test]
+    fn a_mistyped_name_gets_the_nearest_ones() {
+        let names: Vec<String> = ["web-1", "web-2", "db"].map(String::from).into();
+        assert_eq!(suggestion("wbe-1", &names), "did you mean web-1 or web-2?");
+        assert_eq!(suggestion("WEB", &names), "did you mean web-1 or web-2?");
+        assert_eq!(suggestion("mailserver", &names), "there is web-1, web-2, db");
+        assert_eq!(
+            suggestion("mailserver", &[names.as_slice(), &names].concat()),
+            "there are 6 others: see `ballast vm list`"
+        );
+        assert_eq!(suggestion("x", &[]), "none is attached");
+    }
+
+    #[test]
+    fn a_sum_that_is_wrong_is_said_loudly() {
+        let mut vm = VmStat { size_bytes: 3 * MIB, resident_bytes: MIB, far_bytes: 2 * MIB, ..VmStat::default() };
+        assert!(!screen(&vm).contains("ADD UP"), "{}", screen(&vm));
+        vm.poisoned_bytes = 4096;
+        assert!(screen(&vm).contains("THIS DOES NOT ADD UP: the parts make 3,076 KiB"), "{}", screen(&vm));
+    }
+}

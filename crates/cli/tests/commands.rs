@@ -1,0 +1,293 @@
+//! The command as a person or a script meets it: against the real API server over canned figures, and with no daemon.
+
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+
+use ballast_api::{Client, Event, FaultCounts, HostStat, Latency, RegionStat, VmStat};
+use ballast_base::{GIB, MIB};
+use ballast_daemon::http::{Backend, Histogram, PeerPolicy, SetLimitError, serve};
+
+struct Canned(Mutex<Vec<VmStat>>);
+
+fn canned_vms() -> Vec<VmStat> {
+    let region = |index, resident_bytes| RegionStat {
+        index,
+        size_bytes: GIB,
+        resident_bytes,
+        far_bytes: GIB - resident_bytes,
+        ..RegionStat::default()
+    };
+    let web = VmStat {
+        name: "web-1".into(),
+        id: "0011".into(),
+        pid: 4242,
+        vmm: "qemu-system-x86_64".into(),
+        size_bytes: 2 * GIB,
+        limit_bytes: Some(GIB),
+        resident_bytes: 900 * MIB,
+        quarantine_bytes: 8 * MIB + 4096,
+        far_bytes: 800 * MIB,
+        zero_bytes: 100 * MIB,
+        untouched_bytes: 248 * MIB,
+        store_bytes: 200 * MIB,
+        registered_bytes: GIB,
+        faults: FaultCounts { minor: 1500, restore: 1_234_567, zero: 10, fresh: 3, deferred: 1 },
+        restore_latency: Latency { count: 1_234_567, p50_us: 4.25, p90_us: 9.0, p99_us: 38.1, max_us: 412.0 },
+        regions: vec![region(0, 500 * MIB), region(1, 400 * MIB)],
+        ..VmStat::default()
+    };
+    vec![web.clone(), VmStat { name: "db".into(), limit_bytes: None, regions: Vec::new(), ..web }]
+}
+
+impl Backend for Canned {
+    fn vms(&self) -> Vec<VmStat> {
+        self.0.lock().expect("lock").clone()
+    }
+    fn vm(&self, name: &str) -> Option<VmStat> {
+        self.vms().into_iter().find(|vm| vm.name == name)
+    }
+    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
+        let mut vms = self.0.lock().expect("lock");
+        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(SetLimitError::NotFound)?;
+        if limit_bytes.is_some_and(|limit| limit < 2 * MIB) {
+            return Err(SetLimitError::Invalid("a limit must be at least 2 MiB".into()));
+        }
+        vm.limit_bytes = limit_bytes;
+        Ok(vm.clone())
+    }
+    fn host(&self) -> HostStat {
+        HostStat {
+            version: "0.1.0".into(),
+            uptime_s: 3700,
+            vms: 2,
+            mem_total_bytes: 16 * GIB,
+            mem_available_bytes: 9 * GIB,
+            store_bytes: 400 * MIB,
+            store_budget_bytes: 4 * GIB,
+            ..HostStat::default()
+        }
+    }
+    fn events(&self) -> Vec<Event> {
+        let message = "QEMU attached with 2 regions".into();
+        vec![Event { at_unix_ms: 1_798_761_599_999, vm: Some("web-1".into()), kind: "attached".into(), message }]
+    }
+    fn fault_histogram(&self, _: &str) -> Option<Histogram> {
+        None
+    }
+}
+
+struct Daemon {
+    _directory: tempfile::TempDir,
+    socket: PathBuf,
+}
+
+fn daemon() -> Daemon {
+    daemon_for(PeerPolicy::new(None))
+}
+
+fn daemon_for(policy: PeerPolicy) -> Daemon {
+    let directory = tempfile::tempdir().expect("directory");
+    let socket = directory.path().join("api.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).expect("bind");
+    listener.set_nonblocking(true).expect("non-blocking");
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+        runtime.block_on(async {
+            let listener = tokio::net::UnixListener::from_std(listener).expect("listener");
+            serve(listener, Arc::new(Canned(Mutex::new(canned_vms()))), policy).await;
+        });
+    });
+    Daemon { _directory: directory, socket }
+}
+
+/// Exit code, standard output, standard error.
+fn ballast(socket: &Path, args: &[&str]) -> (i32, String, String) {
+    let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_ballast"))
+        .env("BALLAST_API", socket)
+        .args(args)
+        .output()
+        .expect("start ballast");
+    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+    (status.code().expect("exit code"), text(stdout), text(stderr))
+}
+
+fn fine(socket: &Path, args: &[&str]) -> String {
+    let (code, out, err) = ballast(socket, args);
+    assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
+    out
+}
+
+#[test]
+fn vm_stat_shows_on_one_screen_that_the_parts_make_the_size() {
+    let screen = fine(&daemon().socket, &["vm", "stat", "web-1"]);
+    let expected = [
+        "web-1: burstable, running, limit 1 GiB",
+        "qemu-system-x86_64, pid 4242, id 0011",
+        "size = resident + far + zero + untouched: 2,097,152 = 921,600 + 819,200 + 102,400 + 253,952 KiB",
+        "far pages occupy 200 MiB of store (4.0 to 1); 50.0 % of the size is under userfaultfd",
+        "FAULTS 1,236,080: minor 1,500  restore 1,234,567  zero 10  fresh 3  (put back and served later: 1)",
+        "some avg10=0.00 avg60=0.00 avg300=0.00 total=0",
+    ];
+    for line in expected {
+        assert!(screen.lines().any(|found| found == line), "no line {line:?} in\n{screen}");
+    }
+    let words = |start: &str| -> Vec<&str> {
+        let line =
+            screen.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{start} in\n{screen}"));
+        line.split_ascii_whitespace().collect()
+    };
+    assert_eq!(words("  in quarantine"), ["in", "quarantine", "8,196", "2,049", "0.4", "%", "part", "of", "resident"]);
+    assert_eq!(words("restore"), ["restore", "1,234,567", "4.2", "9.0", "38.1", "412"]);
+    assert!(screen.lines().count() < 40 && !screen.contains("ADD UP"), "{screen}");
+}
+
+#[test]
+fn json_everywhere_is_the_api_in_bytes() {
+    let daemon = daemon();
+    let json = |args: &[&str]| -> serde_json::Value {
+        let out = fine(&daemon.socket, &[args, &["--json"]].concat());
+        serde_json::from_str(&out).unwrap_or_else(|error| panic!("{args:?}: {error} in {out}"))
+    };
+    let client = Client::new(&daemon.socket).expect("client");
+    assert_eq!(json(&["vm", "list"]), serde_json::to_value(client.vms().expect("vms")).expect("JSON"));
+    assert_eq!(json(&["vm", "stat", "db"]), serde_json::to_value(client.vm("db").expect("vm")).expect("JSON"));
+    assert_eq!(json(&["host"]), serde_json::to_value(client.host().expect("host")).expect("JSON"));
+    assert_eq!(json(&["events"])[0]["kind"], "attached");
+    assert_eq!(json(&["top", "--once"])["vms"][0]["size_bytes"], 2 * GIB);
+    assert_eq!(json(&["vm", "limit", "db", "512M"])["limit_bytes"], 512 * MIB);
+    assert_eq!(json(&["vm", "limit", "db", "none"])["limit_bytes"], serde_json::Value::Null);
+    assert!(json(&["doctor"])["features"].as_array().is_some_and(|features| features.len() > 20));
+}
+
+#[test]
+fn people_read_tables() {
+    let daemon = daemon();
+    let list = fine(&daemon.socket, &["vm", "list"]);
+    assert!(list.starts_with("NAME") && list.contains("web-1") && list.contains("900 MiB"), "{list}");
+    assert!(fine(&daemon.socket, &["host"]).contains("up 1h 1m"));
+    assert!(fine(&daemon.socket, &["events"]).contains("2026-12-31 23:59:59.999 UTC  web-1  attached"));
+    let frame = fine(&daemon.socket, &["top", "--once", "--sort", "name"]);
+    let rows: Vec<&str> = frame.lines().skip(3).filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!(rows, ["db", "web-1"], "{frame}");
+    assert!(fine(&daemon.socket, &["vm", "limit", "db", "1G"]).contains("limit 1 GiB"));
+    assert!(fine(&daemon.socket, &["vm", "limit", "db", "64MiB"]).contains("goes far"));
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(fine(&daemon.socket, &["completions", shell]).contains("ballast"), "{shell}");
+    }
+}
+
+#[test]
+fn an_error_is_one_line_with_advice_and_its_own_exit_code() {
+    let daemon = daemon();
+    let missing = daemon.socket.with_file_name("missing.sock");
+    let cases: &[(&Path, &[&str], i32, &str)] = &[
+        (&daemon.socket, &["vm", "stat", "wbe-1"], 3, "No VM is named \"wbe-1\"; did you mean web-1?"),
+        (&daemon.socket, &["vm", "limit", "bd", "1G"], 3, "did you mean db?"),
+        (
+            &daemon.socket,
+            &["vm", "limit", "web-1", "1M"],
+            1,
+            "Setting the limit of VM web-1: a limit must be at least 2 MiB",
+        ),
+        (&daemon.socket, &["vm", "limit", "web-1", "512"], 2, "write a whole number with a unit, such as 512M"),
+        (&daemon.socket, &["vm", "frobnicate"], 2, "frobnicate"),
+        (&daemon.socket, &["top"], 2, "--once"),
+        (&missing, &["vm", "list"], 4, "is ballastd running?"),
+        (&missing, &["host", "--json"], 4, "missing.sock"),
+    ];
+    for (socket, args, code, text) in cases {
+        let (found, out, err) = ballast(socket, args);
+        assert_eq!((found, out.as_str()), (*code, ""), "{args:?}: {err}");
+        assert!(err.contains(text), "{args:?} said {err:?}");
+        assert!(*code == 2 || err.lines().count() == 1, "{args:?} said {err:?}");
+    }
+}
+
+#[test]
+fn doctor_and_completions_need_no_daemon() {
+    let nowhere = Path::new("/nonexistent/api.sock");
+    let (code, out, err) = ballast(nowhere, &["doctor"]);
+    let fit = out.contains("required features are there");
+    assert_eq!((code, err.as_str()), (i32::from(!fit), ""), "{out}");
+    assert!(out.contains("userfaultfd") && out.contains("Linux 5.14"), "{out}");
+    assert!(fine(nowhere, &["completions", "bash"]).contains("complete"));
+}
+
+#[test]
+fn a_daemon_that_is_replaced_in_between_is_asked_again() {
+    // The old engine takes the connection and dies; the client must come again and meet the new one.
+    let directory = tempfile::tempdir().expect("directory");
+    let socket = directory.path().join("api.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).expect("bind");
+    let engines = std::thread::spawn(move || {
+        let (mut old, _) = listener.accept().expect("first try");
+        let _ = old.read(&mut [0; 16]);
+        drop(old);
+        listener.set_nonblocking(true).expect("non-blocking");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+        runtime.block_on(async {
+            let listener = tokio::net::UnixListener::from_std(listener).expect("listener");
+            serve(listener, Arc::new(Canned(Mutex::new(canned_vms()))), PeerPolicy::new(None)).await;
+        });
+    });
+    assert!(fine(&socket, &["vm", "list"]).contains("web-1"));
+    assert!(!engines.is_finished());
+}
+
+#[test]
+fn a_reader_that_goes_away_is_not_an_error() {
+    let daemon = daemon();
+    // `top --json` would go on for ever if it did not notice.
+    for args in [["completions", "bash"].as_slice(), &["top", "--json", "--interval-s", "0.1"]] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_ballast"))
+            .env("BALLAST_API", &daemon.socket)
+            .args(args)
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .expect("start ballast");
+        drop(child.stdout.take());
+        let mut err = String::new();
+        child.stderr.take().expect("stderr").read_to_string(&mut err).expect("read");
+        assert_eq!((child.wait().expect("wait").code(), err.as_str()), (Some(0), ""), "{args:?}");
+    }
+}
+
+#[test]
+fn another_user_looks_only_as_a_member_of_the_group_and_changes_nothing() {
+    const NOBODY: u32 = 65_534;
+    const READERS: u32 = 54_321;
+    let skip = |why: String| {
+        let required = std::env::var("REQUIRE").is_ok_and(|list| list.split(',').any(|word| word == "root"));
+        assert!(!required, "needs=root: {why}");
+        println!("SKIP needs=root: {why}");
+    };
+    let daemon = daemon_for(PeerPolicy::new(Some(READERS)));
+    for (path, mode) in [(daemon.socket.parent().expect("directory"), 0o755), (&daemon.socket, 0o666)] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("permissions");
+    }
+    // The program is copied to where any user may run it.
+    let program = daemon.socket.with_file_name("ballast");
+    std::fs::copy(env!("CARGO_BIN_EXE_ballast"), &program).expect("copy");
+    let cases: [(u32, &[&str], i32, &str); 4] = [
+        (NOBODY, &["vm", "list"], 1, "may not use the API"),
+        (NOBODY, &["vm", "limit", "db", "1G"], 1, "may not use the API"),
+        (READERS, &["vm", "list"], 0, ""),
+        (READERS, &["vm", "limit", "db", "1G"], 1, "may look but not change"),
+    ];
+    for (group, args, code, text) in cases {
+        let mut command = Command::new(&program);
+        match command.uid(NOBODY).gid(group).env("BALLAST_API", &daemon.socket).args(args).output() {
+            Ok(output) => {
+                let err = String::from_utf8_lossy(&output.stderr);
+                assert_eq!(output.status.code(), Some(code), "{args:?} as group {group}: {err}");
+                assert!(err.contains(text), "{args:?} as group {group} said {err:?}");
+            }
+            Err(error) => return skip(error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+/* Ballast client: let Ballast manage the guest RAM of this VMM process.
+ *
+ * Guest RAM must be mapped MAP_SHARED from a memfd (or a file in a tmpfs), without hugetlb. Link with -lballast_client.
+ * Functions that answer int answer 0 or a negative errno; ballast_last_error() then has a sentence for the operator.
+ * All functions may be called from any thread. One thread, "ballast-client", is added to the process.
+ *
+ * There is no detach: an attachment ends with the process. Memory must be freed only as ballast_discard() describes, and
+ * RAM must be read and written through its mapping only: read(2) on the file would see holes where pages are far.
+ */
+#ifndef BALLAST_H
+#define BALLAST_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ballast_client ballast_client;
+
+struct ballast_config {
+    size_t size;        /* sizeof(struct ballast_config) */
+    const char *name;   /* letters, digits, '.', '_', '-'; NULL: "vm-PID" */
+    const char *socket; /* NULL: $BALLAST_SOCKET, else /run/ballast/attach.sock */
+    uint64_t limit;     /* most DRAM in bytes; 0: no limit */
+    const char *pinned; /* why no page may ever be reclaimed; NULL: reclaim is fine */
+    int never_pins;     /* 0 (the careful answer): the kernel or a device may write to RAM for a while past the page table, as
+                         * with O_DIRECT and vhost. 1: not before ballast_may_pin(), and pages can be taken sooner */
+};
+
+struct ballast_region {
+    void *address;        /* where this process has it mapped */
+    uint64_t length;      /* bytes, whole pages */
+    int fd;               /* its file; duplicated by the callee */
+    uint64_t file_offset; /* where the mapping begins in the file */
+};
+
+struct ballast_range {
+    void *address;
+    uint64_t length;
+};
+
+/* Attach with all RAM there is. config may be NULL. NULL on failure; nothing was changed then. */
+const ballast_client *ballast_attach(const struct ballast_config *config, const struct ballast_region *regions,
+                                     size_t count);
+
+/* RAM was hot-plugged: call before the guest can see it. */
+int ballast_add_region(const ballast_client *client, const struct ballast_region *region);
+
+/* RAM is about to be unplugged: call before unmapping it; unmap afterwards, whatever it answers. */
+int ballast_remove_region(const ballast_client *client, void *address);
+
+/* The VMM is about to free this memory (balloon, free page reporting, virtio-mem); at most 1024 ranges.
+ * 0: free it now (MADV_REMOVE or fallocate(FALLOC_FL_PUNCH_HOLE)). -EAGAIN: nobody took note; keep the memory. */
+int ballast_discard(const ballast_client *client, const struct ballast_range *ranges, size_t count);
+
+/* From 0 on no page is taken any more (devices are about to pin RAM, another process is about to map it, ...). */
+int ballast_pin(const ballast_client *client, const char *reason);
+
+/* After never_pins = 1: call before the first O_DIRECT read into RAM, vhost device, and so on; go on only after 0. Further
+ * calls cost nothing. */
+int ballast_may_pin(const ballast_client *client);
+
+/* Why the last call on this thread failed. Valid until the next failing call on this thread. */
+const char *ballast_last_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,328 @@
+//! The control socket's client end, and discards: "I am about to free this memory" with a proof that it was heard.
+//!
+//! Before: a VMM thread wants to free memory. After: the engine has dropped its far copies, or the message was taken back.
+//! Threads: VMM threads send and wait; the service thread delivers answers and swaps the socket. One lock, short.
+//! Promise: a discard that failed will never take effect later. A waiter trusts only the answer to the *last* copy it
+//! sent: one engine reads in order, so every earlier copy was read before or died with its reader.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::{self, ClientToEngine, Range};
+use ballast_sys::scm;
+
+use crate::lock;
+
+/// Both ends of a control socket. The VMM keeps a duplicate of the engine's end too, so that it can take back messages
+/// that no engine has read.
+#[derive(Debug)]
+pub(crate) struct Pair {
+    pub ours: OwnedFd,
+    pub theirs: OwnedFd,
+}
+
+impl Pair {
+    pub fn new() -> io::Result<Self> {
+        let (ours, theirs) = scm::pair()?;
+        // A dead engine reads nothing; the VMM must not wait for it. Only this end is affected.
+        rustix::io::ioctl_fionbio(&ours, true)?;
+        Ok(Self { ours, theirs })
+    }
+
+    /// Send without waiting. `Ok(false)`: the queue is full, nobody has read for long.
+    pub fn send(&self, message: &ClientToEngine) -> io::Result<bool> {
+        match scm::send(&self.ours, &wire::encode(message), &[]) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Take every message back that no engine has read.
+    fn take_back(&self) -> Vec<Vec<u8>> {
+        let mut messages = Vec::new();
+        // `theirs` is blocking (engines share its file description), so ask first. Should an engine read the message
+        // between the question and the read, MSG_DONTWAIT says so instead of waiting.
+        let mut buffer = vec![0; scm::MAX_MESSAGE];
+        while let Ok((len, _)) =
+            rustix::net::recv(&self.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT)
+        {
+            if len == 0 {
+                break;
+            }
+            messages.push(buffer[..len].to_vec());
+        }
+        messages
+    }
+}
+
+#[derive(Debug)]
+struct Waiter {
+    id: u64,
+    ranges: Vec<Range>,
+    /// Sequence numbers of the copies sent on the current socket; the last one is the one that counts.
+    copies: Vec<u64>,
+    done: bool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pair: Option<std::sync::Arc<Pair>>,
+    last_number: u64,
+    waiters: Vec<Waiter>,
+}
+
+impl State {
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
+    }
+
+    fn send_copy(&mut self, id: u64) {
+        let Some(pair) = self.pair.clone() else { return };
+        let seq = self.next_number();
+        let Some(waiter) = self.waiters.iter_mut().find(|waiter| waiter.id == id) else { return };
+        if matches!(pair.send(&ClientToEngine::Discard { seq, ranges: waiter.ranges.clone() }), Ok(true)) {
+            waiter.copies.push(seq);
+        }
+    }
+
+    /// Take the unread copies of one waiter back; the other messages are put back in their order. Answers whether every
+    /// copy ever sent on this socket was still unread.
+    fn recall(&mut self, id: u64) -> bool {
+        let Some(pair) = self.pair.clone() else { return true };
+        let Some(waiter) = self.waiters.iter_mut().find(|waiter| waiter.id == id) else { return true };
+        for bytes in pair.take_back() {
+            match wire::decode(&bytes) {
+                Ok(ClientToEngine::Discard { seq, .. }) if waiter.copies.contains(&seq) => {
+                    waiter.copies.retain(|copy| *copy != seq);
+                }
+                // Room was just made by taking it, and this lock keeps other discards out; an answer to a zap that
+                // finds no room is lost to an engine that has not read for seconds.
+                _ => drop(scm::send(&pair.ours, &bytes, &[])),
+            }
+        }
+        waiter.copies.is_empty()
+    }
+}
+
+/// Why a discard did not happen. The memory must not be freed then; it still holds what it held.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscardError {
+    /// Caused by the VMM: these are not whole pages inside one announced region each.
+    #[error("Discarding memory: {0}")]
+    Invalid(String),
+    /// No engine has read the message in time, and it was taken back.
+    #[error("Discarding memory: no engine answered within {0:?}; the memory was left as it is")]
+    NoAnswer(Duration),
+}
+
+/// The control socket and who waits on it.
+#[derive(Debug, Default)]
+pub(crate) struct Control {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Control {
+    /// The socket engines are told to use now.
+    pub fn pair(&self) -> Option<std::sync::Arc<Pair>> {
+        lock(&self.state).pair.clone()
+    }
+
+    /// Use a new socket from now on. What nobody read on the old one is taken back and sent again on the new one.
+    pub fn replace(&self, pair: std::sync::Arc<Pair>) {
+        let mut state = lock(&self.state);
+        if let Some(old) = state.pair.replace(pair) {
+            old.take_back();
+        }
+        for index in 0..state.waiters.len() {
+            state.waiters[index].copies.clear();
+            let id = state.waiters[index].id;
+            state.send_copy(id);
+        }
+        self.changed.notify_all();
+    }
+
+    /// An engine has answered.
+    pub fn discard_done(&self, seq: u64) {
+        let mut state = lock(&self.state);
+        if let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.last() == Some(&seq)) {
+            waiter.done = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Tell the engine and wait. Repeats the message, because an engine may die between reading and answering.
+    ///
+    /// After `timeout` without an answer the message is taken back. If that fails, because some engine has read it and
+    /// may act on it at any time, this waits on (and says so through `announce`): a discard that takes effect after
+    /// the guest has reused the page would destroy data.
+    pub fn discard(&self, ranges: Vec<Range>, timeout: Duration, announce: impl Fn()) -> Result<(), DiscardError> {
+        const FIRST_REPEAT: Duration = Duration::from_millis(200);
+        let mut state = lock(&self.state);
+        let id = state.next_number();
+        state.waiters.push(Waiter { id, ranges, copies: Vec::new(), done: false });
+        let mut deadline = Instant::now() + timeout;
+        let mut pause = FIRST_REPEAT;
+        let result = 'answer: loop {
+            state.send_copy(id);
+            let repeat_at = (Instant::now() + pause).min(deadline);
+            pause *= 2;
+            loop {
+                if state.waiters.iter().any(|waiter| waiter.id == id && waiter.done) {
+                    break 'answer Ok(());
+                }
+                let now = Instant::now();
+                if now >= repeat_at {
+                    break;
+                }
+                state = match self.changed.wait_timeout(state, repeat_at - now) {
+                    Ok((guard, _)) => guard,
+                    Err(poisoned) => poisoned.into_inner().0,
+                };
+            }
+            if Instant::now() >= deadline {
+                if state.recall(id) {
+                    break Err(DiscardError::NoAnswer(timeout));
+                }
+                announce();
+                deadline = Instant::now() + timeout;
+                pause = FIRST_REPEAT;
+            }
+        };
+        state.waiters.retain(|waiter| waiter.id != id);
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::Hva;
+    use std::sync::Arc;
+
+    const RANGE: Range = (Hva(0x10000), 4096);
+
+    fn read(pair: &Pair) -> ClientToEngine {
+        let message = scm::receive(&pair.theirs).expect("receive").expect("open");
+        wire::decode(&message.bytes).expect("a message")
+    }
+
+    fn connected() -> (Control, Arc<Pair>) {
+        let control = Control::default();
+        let pair = Arc::new(Pair::new().expect("pair"));
+        control.replace(pair.clone());
+        (control, pair)
+    }
+
+    #[test]
+    fn a_discard_nobody_read_is_taken_back_and_other_messages_stay_in_order() {
+        let (control, pair) = connected();
+        pair.send(&ClientToEngine::Pong { seq: 71 }).expect("send");
+        let error = control.discard(vec![RANGE], Duration::from_millis(300), || ()).expect_err("nobody answers");
+        assert!(matches!(error, DiscardError::NoAnswer(_)));
+        pair.send(&ClientToEngine::Pong { seq: 72 }).expect("send");
+        assert_eq!(read(&pair), ClientToEngine::Pong { seq: 71 });
+        assert_eq!(read(&pair), ClientToEngine::Pong { seq: 72 });
+    }
+
+    #[test]
+    fn a_discard_that_an_engine_took_and_dropped_is_answered_by_the_next_engine() {
+        let (control, pair) = connected();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_millis(250), || ()));
+            // The first engine dies with the message in its hand; its answer never comes.
+            let ClientToEngine::Discard { seq: first, .. } = read(&pair) else { panic!("not a discard") };
+            let ClientToEngine::Discard { seq: second, ranges } = read(&pair) else { panic!("not a discard") };
+            assert_eq!(ranges, [RANGE]);
+            control.discard_done(first);
+            assert!(second > first);
+            // Answer every copy there is, as an engine does, until the waiter is content.
+            control.discard_done(second);
+            while !waiting.is_finished() {
+                if let Some(ClientToEngine::Discard { seq, .. }) =
+                    pair.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
+                {
+                    control.discard_done(seq);
+                }
+                std::thread::yield_now();
+            }
+            waiting.join().expect("no panic").expect("answered in the end");
+        });
+    }
+
+    #[test]
+    fn a_new_socket_gets_the_discards_that_still_wait() {
+        let (control, old) = connected();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_secs(20), || ()));
+            read(&old);
+            let new = Arc::new(Pair::new().expect("pair"));
+            control.replace(new.clone());
+            let ClientToEngine::Discard { seq, .. } = read(&new) else { panic!("not a discard") };
+            control.discard_done(seq);
+            while !waiting.is_finished() {
+                if let Some(ClientToEngine::Discard { seq, .. }) =
+                    new.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
+                {
+                    control.discard_done(seq);
+                }
+                std::thread::yield_now();
+            }
+            waiting.join().expect("no panic").expect("answered on the new socket");
+        });
+    }
+
+    #[test]
+    fn no_discard_that_failed_was_ever_read_by_an_engine() {
+        use std::collections::HashSet;
+        use std::sync::atomic::{AtomicBool, Ordering};
+        const DISCARDS: u64 = 300;
+        let (control, pair) = connected();
+        let over = AtomicBool::new(false);
+        let (read, failed) = std::thread::scope(|scope| {
+            let engine = scope.spawn(|| {
+                let mut read = HashSet::new();
+                let mut random = 0x9E37_79B9_7F4A_7C15_u64;
+                while !over.load(Ordering::Relaxed) {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    // Away for longer or shorter than the discards wait: the two race in every way.
+                    std::thread::sleep(Duration::from_micros(random >> 51));
+                    let mut buffer = vec![0; scm::MAX_MESSAGE];
+                    let got = rustix::net::recv(&pair.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT);
+                    let Ok((len, _)) = got else { continue };
+                    let Ok(ClientToEngine::Discard { seq, ranges }) = wire::decode(&buffer[..len]) else {
+                        panic!("not a discard");
+                    };
+                    read.insert(ranges[0].0.0);
+                    // Every eighth time it dies before it answers.
+                    if random >> 40 & 7 != 0 {
+                        control.discard_done(seq);
+                    }
+                }
+                read
+            });
+            let vmm = |first: u64| {
+                let control = &control;
+                move || -> Vec<u64> {
+                    let numbers = (first..DISCARDS).step_by(2);
+                    let timeout = Duration::from_millis(4);
+                    let failed =
+                        |number: &u64| control.discard(vec![(Hva(number * 4096), 4096)], timeout, || ()).is_err();
+                    numbers.filter(failed).map(|number| number * 4096).collect()
+                }
+            };
+            let threads = [scope.spawn(vmm(0)), scope.spawn(vmm(1))];
+            let failed = threads.map(|thread| thread.join().expect("no panic")).concat();
+            over.store(true, Ordering::Relaxed);
+            (engine.join().expect("no panic"), failed)
+        });
+        let wrong: Vec<_> = failed.iter().filter(|start| read.contains(start)).collect();
+        assert!(wrong.is_empty(), "failed, yet read: {wrong:?}");
+        eprintln!("read by engines: {}, failed: {}", read.len(), failed.len());
+        assert!(!read.is_empty(), "the engine never read anything");
+    }
+}

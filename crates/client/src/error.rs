@@ -1,0 +1,76 @@
+//! Why an attachment or a request to the keeper failed. Operators read these, so they say what to do where one can know.
+
+use std::io;
+use std::path::PathBuf;
+
+use ballast_base::wire::WireError;
+
+/// Attaching failed; the VMM is not managed and nothing in it was changed.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// Caused by the VMM: what it says of itself cannot be right.
+    #[error("Attaching to Ballast: {0}")]
+    Config(String),
+    /// The kernel gives no userfaultfd.
+    #[error(
+        "Attaching to Ballast: creating a userfaultfd (needs access to /dev/userfaultfd, or CAP_SYS_PTRACE, or \
+         vm.unprivileged_userfaultfd=1)"
+    )]
+    Userfault(#[source] io::Error),
+    /// The kernel's userfaultfd cannot do what Ballast needs.
+    #[error("Attaching to Ballast: this kernel lacks userfaultfd features {0:#x}; run `ballast doctor`")]
+    Features(u64),
+    /// The keeper does not answer at its socket.
+    #[error("Attaching to Ballast: connecting to the keeper at {path} (is ballastd running?)")]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// What connecting answered.
+        #[source]
+        source: io::Error,
+    },
+    /// The keeper does not want this VM.
+    #[error("Attaching to Ballast: the keeper refused: {0}")]
+    Refused(String),
+    /// The keeper hung up or did not answer in time.
+    #[error("Attaching to Ballast: the keeper {0}")]
+    NoAnswer(&'static str),
+    /// The keeper's answer makes no sense.
+    #[error("Attaching to Ballast: the keeper's answer is not understood")]
+    Protocol(#[from] WireError),
+    /// A resource of this process ran out.
+    #[error("Attaching to Ballast: {what}")]
+    System {
+        /// What was being done.
+        what: &'static str,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A request to the keeper did not succeed.
+#[derive(Debug, thiserror::Error)]
+pub enum RequestError {
+    /// Caused by the VMM: the request cannot be right.
+    #[error("{0}")]
+    Invalid(String),
+    /// The keeper said no, for this reason.
+    #[error("the keeper refused: {0}")]
+    Refused(String),
+    /// The keeper is gone or silent.
+    #[error("the keeper did not answer in time")]
+    NoAnswer,
+}
+
+/// The error and its causes in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(source) = cause {
+        text.push_str(": ");
+        text.push_str(&source.to_string());
+        cause = source.source();
+    }
+    text
+}

@@ -1,0 +1,259 @@
+//! The C face of the client; `include/ballast.h` says the same in C.
+//!
+//! Promise: no panic crosses into C; every failure is a negative errno (or NULL) plus a text from `ballast_last_error`.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::{AttachError, Bytes, Client, DiscardError, Hva, RequestError, chain, regions::duplicate};
+
+/// `struct ballast_config`. Growing it is possible: `size` says what the caller knows.
+#[repr(C)]
+#[derive(Debug)]
+pub struct BallastConfig {
+    /// `sizeof(struct ballast_config)`.
+    pub size: usize,
+    /// VM name, or NULL.
+    pub name: *const c_char,
+    /// Socket of the keeper, or NULL.
+    pub socket: *const c_char,
+    /// DRAM limit in bytes; 0 is none.
+    pub limit: u64,
+    /// Reason why the VM must never be reclaimed, or NULL.
+    pub pinned: *const c_char,
+    /// Not 0: no O_DIRECT reads into guest RAM and no vhost before `ballast_may_pin`.
+    pub never_pins: c_int,
+}
+
+/// `struct ballast_region`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct BallastRegion {
+    /// Where it is mapped.
+    pub address: *mut c_void,
+    /// Bytes.
+    pub length: u64,
+    /// Its file; duplicated, so the caller may close its own.
+    pub fd: c_int,
+    /// Where the mapping begins in the file.
+    pub file_offset: u64,
+}
+
+/// `struct ballast_range`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BallastRange {
+    /// First byte.
+    pub address: *mut c_void,
+    /// Bytes.
+    pub length: u64,
+}
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
+}
+
+/// A failure on its way into C: errno and text.
+struct Failure(c_int, String);
+
+impl From<AttachError> for Failure {
+    fn from(error: AttachError) -> Self {
+        let errno = match &error {
+            AttachError::Config(_) => libc::EINVAL,
+            AttachError::Features(_) => libc::EOPNOTSUPP,
+            AttachError::Refused(_) => libc::ECONNREFUSED,
+            AttachError::NoAnswer(_) => libc::ETIMEDOUT,
+            AttachError::Protocol(_) => libc::EPROTO,
+            AttachError::Userfault(source)
+            | AttachError::Connect { source, .. }
+            | AttachError::System { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
+        };
+        Self(errno, chain(&error))
+    }
+}
+
+impl From<RequestError> for Failure {
+    fn from(error: RequestError) -> Self {
+        let errno = match error {
+            RequestError::Invalid(_) => libc::EINVAL,
+            RequestError::Refused(_) => libc::ECONNREFUSED,
+            RequestError::NoAnswer => libc::ETIMEDOUT,
+        };
+        Self(errno, error.to_string())
+    }
+}
+
+impl From<DiscardError> for Failure {
+    fn from(error: DiscardError) -> Self {
+        let errno = match error {
+            DiscardError::Invalid(_) => libc::EINVAL,
+            DiscardError::NoAnswer(_) => libc::EAGAIN,
+        };
+        Self(errno, error.to_string())
+    }
+}
+
+fn invalid(text: &str) -> Failure {
+    Failure(libc::EINVAL, text.to_owned())
+}
+
+/// Run `body`; note its failure, a panic included, for `ballast_last_error`.
+fn guarded<T>(body: impl FnOnce() -> Result<T, Failure>) -> Result<T, c_int> {
+    let result = catch_unwind(AssertUnwindSafe(body))
+        .unwrap_or_else(|_| Err(Failure(libc::EFAULT, "a bug in the Ballast client".into())));
+    result.map_err(|Failure(errno, text)| {
+        let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+        LAST_ERROR.with(|last| *last.borrow_mut() = text);
+        errno
+    })
+}
+
+fn status(body: impl FnOnce() -> Result<(), Failure>) -> c_int {
+    guarded(body).map_or_else(|errno| -errno, |()| 0)
+}
+
+/// # Safety
+/// `text` is NULL or a NUL-terminated string that lives during the call.
+unsafe fn text(text: *const c_char) -> Result<Option<String>, Failure> {
+    if text.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: not null; the rest is the caller's promise.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map(|text| Some(text.to_owned())).map_err(|_| invalid("a text is not UTF-8"))
+}
+
+fn region(region: &BallastRegion) -> Result<(OwnedFd, Hva, Bytes, Bytes), Failure> {
+    if region.fd < 0 {
+        return Err(invalid("a region's fd is negative"));
+    }
+    // SAFETY: only borrowed for the duplication, which answers EBADF if it is not open.
+    let fd = duplicate(unsafe { BorrowedFd::borrow_raw(region.fd) })
+        .map_err(|error| Failure(error.raw_os_error().unwrap_or(libc::EBADF), format!("a region's fd: {error}")))?;
+    Ok((fd, Hva(region.address as u64), Bytes(region.length), Bytes(region.file_offset)))
+}
+
+/// # Safety
+/// `client` is NULL or came from [`ballast_attach`]; handles are never freed.
+unsafe fn borrow<'a>(client: *const Client) -> Result<&'a Client, Failure> {
+    // SAFETY: the caller's promise.
+    unsafe { client.as_ref() }.ok_or_else(|| invalid("the client is NULL"))
+}
+
+/// Attach this process with `count` regions. NULL on failure. The handle lives until the process ends.
+///
+/// # Safety
+/// `config` is NULL or points to a config whose `size` is right and whose texts are NUL-terminated; `regions` points to
+/// `count` regions.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_attach(
+    config: *const BallastConfig,
+    regions: *const BallastRegion,
+    count: usize,
+) -> *const Client {
+    let attach = || -> Result<*const Client, Failure> {
+        if regions.is_null() || count == 0 {
+            return Err(invalid("no RAM region was given"));
+        }
+        let mut builder = Client::builder();
+        // SAFETY: NULL or a readable config, by the caller's promise.
+        if let Some(config) = unsafe { config.as_ref() } {
+            if config.size != size_of::<BallastConfig>() {
+                return Err(invalid("config.size is not the size of struct ballast_config of this version"));
+            }
+            // SAFETY: texts are NULL or NUL-terminated, by the caller's promise.
+            let (name, socket, pinned) = unsafe { (text(config.name)?, text(config.socket)?, text(config.pinned)?) };
+            builder = name.into_iter().fold(builder, crate::Builder::name);
+            builder = socket.into_iter().fold(builder, crate::Builder::socket);
+            builder = pinned.into_iter().fold(builder, crate::Builder::pinned);
+            builder = builder.may_pin(config.never_pins == 0);
+            if config.limit > 0 {
+                builder = builder.limit(config.limit);
+            }
+        }
+        // SAFETY: not null, and `count` regions are there, by the caller's promise.
+        for given in unsafe { std::slice::from_raw_parts(regions, count) } {
+            let (fd, hva, len, offset) = region(given)?;
+            builder = builder.region(fd, hva, len, offset);
+        }
+        Ok(Box::into_raw(Box::new(builder.attach()?)))
+    };
+    guarded(attach).unwrap_or(std::ptr::null())
+}
+
+/// RAM was hot-plugged.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`]; `added` points to a region.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_add_region(client: *const Client, added: *const BallastRegion) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promises.
+        let (client, added) = unsafe { (borrow(client)?, added.as_ref()) };
+        let (fd, hva, len, offset) = region(added.ok_or_else(|| invalid("the region is NULL"))?)?;
+        Ok(client.add_region(fd, hva, len, offset)?)
+    })
+}
+
+/// RAM is about to be unmapped.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_remove_region(client: *const Client, address: *mut c_void) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| Ok(unsafe { borrow(client)? }.remove_region(Hva(address as u64))?))
+}
+
+/// Memory is about to be freed; free it only after 0.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_discard(client: *const Client, ranges: *const BallastRange, count: usize) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let client = unsafe { borrow(client)? };
+        if ranges.is_null() || count == 0 {
+            return Ok(());
+        }
+        if count > ballast_base::wire::MAX_RANGES {
+            return Err(invalid("too many ranges in one call"));
+        }
+        // SAFETY: not null, and `count` ranges are there, by the caller's promise.
+        let ranges = unsafe { std::slice::from_raw_parts(ranges, count) };
+        let ranges: Vec<_> = ranges.iter().map(|range| (Hva(range.address as u64), range.length)).collect();
+        Ok(client.discard(&ranges)?)
+    })
+}
+
+/// No page may be reclaimed from now on.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`]; `reason` is a NUL-terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_pin(client: *const Client, reason: *const c_char) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promises.
+        let (client, reason) = unsafe { (borrow(client)?, text(reason)?) };
+        Ok(client.pin(&reason.ok_or_else(|| invalid("the reason is NULL"))?)?)
+    })
+}
+
+/// The kernel or a device may write to guest RAM past the page table from now on.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_may_pin(client: *const Client) -> c_int {
+    // SAFETY: the caller's promise.
+    status(|| Ok(unsafe { borrow(client)? }.may_pin()?))
+}
+
+/// Why the last call on this thread failed. Valid until the next failing call on this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn ballast_last_error() -> *const c_char {
+    catch_unwind(|| LAST_ERROR.with(|last| last.borrow().as_ptr())).unwrap_or(c"".as_ptr())
+}

@@ -1,0 +1,257 @@
+//! Requests over the attach socket, and what must survive the keeper: VM id, escrow files, pinned reason,
+//! may-pin flag.
+//!
+//! Before: a VMM thread adds, removes or pins. After: the keeper has answered, or the next attach message will say it.
+//! Threads: VMM threads ask, one at a time; the service thread changes the phase and delivers answers.
+//! Promise: a request never waits longer than its limit; a late answer is never taken for the answer to a later request.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::{self, ClientToKeeper, VmId};
+use ballast_sys::scm;
+
+use crate::{AttachError, RequestError, lock};
+
+/// How things stand between client and keeper.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Not connected (yet, or any more).
+    Down,
+    /// The attach message is sent; what it says can no longer be changed.
+    Pending,
+    /// Attached.
+    Up,
+    /// The first attach failed.
+    Failed,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub phase: Phase,
+    pub vm: Option<VmId>,
+    pub escrow: Option<[OwnedFd; 2]>,
+    pub pinned: Option<String>,
+    /// What the next attach message says; true also after a `MayPin` that nobody answered.
+    pub may_pin: bool,
+    socket: Option<Arc<OwnedFd>>,
+    sent: u64,
+    answered: u64,
+    answer: Result<(), String>,
+    error: Option<AttachError>,
+}
+
+impl State {
+    /// Is this still the socket to the keeper? (Another one means another keeper, which was told everything at attach.)
+    fn is_on(&self, socket: &Arc<OwnedFd>) -> bool {
+        self.socket.as_ref().is_some_and(|now| Arc::ptr_eq(now, socket))
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Link {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Held for a whole request, so that there is one at a time.
+    asking: Mutex<()>,
+    /// A keeper has confirmed that this VM may pin. It stays so: every later attach message says it too.
+    may_pin_confirmed: AtomicBool,
+}
+
+/// How a request fared.
+pub(crate) enum Asked {
+    /// The keeper did it.
+    Done,
+    /// There is no keeper now; the next attach message carries the new truth.
+    Later,
+}
+
+impl Link {
+    /// `may_pin` is part of the first attach message, so whoever holds a client knows that a keeper has heard it.
+    pub fn new(pinned: Option<String>, may_pin: bool) -> Self {
+        let state = State {
+            phase: Phase::Down,
+            vm: None,
+            escrow: None,
+            pinned,
+            may_pin,
+            socket: None,
+            sent: 0,
+            answered: 0,
+            answer: Ok(()),
+            error: None,
+        };
+        Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            asking: Mutex::new(()),
+            may_pin_confirmed: AtomicBool::new(may_pin),
+        }
+    }
+
+    pub fn phase(&self) -> Phase {
+        lock(&self.state).phase
+    }
+
+    pub fn vm(&self) -> Option<VmId> {
+        lock(&self.state).vm
+    }
+
+    /// Is this still the first attempt?
+    pub fn first(&self) -> bool {
+        self.vm().is_none()
+    }
+
+    pub fn socket(&self) -> Option<Arc<OwnedFd>> {
+        lock(&self.state).socket.clone()
+    }
+
+    /// The state, to compose an attach message from; nothing can be added or pinned meanwhile.
+    pub fn begin(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    pub fn up(&self, socket: Arc<OwnedFd>, vm: VmId, escrow: Option<[OwnedFd; 2]>) {
+        let mut state = lock(&self.state);
+        state.phase = Phase::Up;
+        state.socket = Some(socket);
+        state.vm = Some(vm);
+        state.escrow = escrow.or(state.escrow.take());
+        (state.sent, state.answered) = (0, 0);
+        self.changed.notify_all();
+    }
+
+    pub fn down(&self) {
+        let mut state = lock(&self.state);
+        state.phase = Phase::Down;
+        state.socket = None;
+        self.changed.notify_all();
+    }
+
+    pub fn fail(&self, error: AttachError) {
+        let mut state = lock(&self.state);
+        state.phase = Phase::Failed;
+        state.error = Some(error);
+        self.changed.notify_all();
+    }
+
+    pub fn answer(&self, answer: Result<(), String>) {
+        let mut state = lock(&self.state);
+        if state.answered < state.sent {
+            state.answered += 1;
+            state.answer = answer;
+            self.changed.notify_all();
+        }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, until: Option<Instant>) -> MutexGuard<'a, State> {
+        match until {
+            None => self.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner),
+            Some(until) => match self.changed.wait_timeout(state, until.saturating_duration_since(Instant::now())) {
+                Ok((guard, _)) => guard,
+                Err(poisoned) => poisoned.into_inner().0,
+            },
+        }
+    }
+
+    /// Wait for the outcome of the first attach; the service thread's own limits bound it.
+    pub fn first_outcome(&self) -> Result<VmId, AttachError> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(vm) = state.vm {
+                return Ok(vm);
+            }
+            if state.phase == Phase::Failed {
+                return Err(state.error.take().unwrap_or(AttachError::NoAnswer("was never reached")));
+            }
+            state = self.wait(state, None);
+        }
+    }
+
+    /// See to it that the keeper knows that this VM may pin; asks at most once successfully.
+    pub fn may_pin(&self, limit: Duration) -> Result<(), RequestError> {
+        if self.may_pin_confirmed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.ask(&ClientToKeeper::MayPin, &[], limit, true, |state| state.may_pin = true)?;
+        self.may_pin_confirmed.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Make `change` to what the next attach message says, and if the keeper is there, ask it and wait at most `limit`.
+    /// With `insist`, wait for a missing keeper too (and then ask it, or see that its attach message had the change).
+    pub fn ask(
+        &self,
+        message: &ClientToKeeper,
+        fds: &[BorrowedFd<'_>],
+        limit: Duration,
+        insist: bool,
+        change: impl FnOnce(&mut State),
+    ) -> Result<Asked, RequestError> {
+        let _one_at_a_time = lock(&self.asking);
+        let until = Instant::now() + limit;
+        let mut state = lock(&self.state);
+        while state.phase == Phase::Pending {
+            if Instant::now() >= until {
+                return Err(RequestError::NoAnswer);
+            }
+            state = self.wait(state, Some(until));
+        }
+        change(&mut state);
+        if let (Phase::Up, Some(socket)) = (state.phase, state.socket.clone()) {
+            match scm::send(socket.as_fd(), &wire::encode(message), fds) {
+                Ok(()) => state.sent += 1,
+                // A keeper that reads nothing is there, but will not see this.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(RequestError::NoAnswer),
+                // It is gone; the service thread is about to notice.
+                Err(_) => return self.settle(state, &socket, until, insist),
+            }
+            let number = state.sent;
+            while state.answered < number && state.is_on(&socket) {
+                if Instant::now() >= until {
+                    return Err(RequestError::NoAnswer);
+                }
+                state = self.wait(state, Some(until));
+            }
+            if state.is_on(&socket) {
+                return match &state.answer {
+                    Ok(()) => Ok(Asked::Done),
+                    Err(reason) => Err(RequestError::Refused(reason.clone())),
+                };
+            }
+            return self.settle(state, &socket, until, insist);
+        }
+        self.missing(state, until, insist)
+    }
+
+    /// The socket a request went out on has failed: wait until the service thread has noticed.
+    fn settle(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        socket: &Arc<OwnedFd>,
+        until: Instant,
+        insist: bool,
+    ) -> Result<Asked, RequestError> {
+        while state.is_on(socket) {
+            if Instant::now() >= until {
+                return Err(RequestError::NoAnswer);
+            }
+            state = self.wait(state, Some(until));
+        }
+        self.missing(state, until, insist)
+    }
+
+    /// The keeper is away; every attach message from here on has the change.
+    fn missing(&self, mut state: MutexGuard<'_, State>, until: Instant, insist: bool) -> Result<Asked, RequestError> {
+        while insist && state.phase != Phase::Up {
+            if Instant::now() >= until {
+                return Err(RequestError::NoAnswer);
+            }
+            state = self.wait(state, Some(until));
+        }
+        Ok(if insist { Asked::Done } else { Asked::Later })
+    }
+}

@@ -1,0 +1,302 @@
+//! The one thread a client adds to its VMM: zaps on request, watches the keeper, reconnects.
+//!
+//! Before: `Builder::attach` starts it. After: the engine reclaims, because this thread drops page-table entries for it.
+//! Threads: `ballast-client`, all signals blocked. It never touches guest RAM, so it can never wait for a fault itself.
+//! Promise: whatever arrives on a socket, nothing outside announced RAM is zapped, no wait is unbounded, and a dead
+//! keeper or engine is only ever a pause.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::Bytes;
+use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_RANGES};
+use ballast_sys::scm;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::control::Pair;
+use crate::error::chain;
+use crate::link::Phase;
+use crate::{AttachError, Shared, announce, lock};
+
+/// Most messages taken from one socket before the others get their turn.
+const BURST: usize = 64;
+
+/// An attach message that waits for its answer.
+struct Pending {
+    socket: Arc<OwnedFd>,
+    pair: Arc<Pair>,
+    until: Instant,
+}
+
+/// The state only this thread has.
+struct Service<'a> {
+    shared: &'a Shared,
+    pending: Option<Pending>,
+    retry_at: Instant,
+    backoff: Duration,
+    /// The keeper's absence was announced.
+    told_gone: bool,
+    /// A refused resume, or an answer that makes no sense, was announced.
+    told_refused: bool,
+    told_garbage: bool,
+}
+
+/// Run until the first attach has failed (then the thread is not needed), or for ever.
+pub(crate) fn run(shared: &Shared) {
+    let mut service = Service {
+        shared,
+        pending: None,
+        retry_at: Instant::now(),
+        backoff: shared.timing.backoff_first,
+        told_gone: false,
+        told_refused: false,
+        told_garbage: false,
+    };
+    while shared.link.phase() != Phase::Failed {
+        service.turn();
+    }
+}
+
+impl Service<'_> {
+    /// Wait for one round of events and handle them.
+    fn turn(&mut self) {
+        let now = Instant::now();
+        if self.shared.link.phase() == Phase::Down && self.pending.is_none() && now >= self.retry_at {
+            match self.begin() {
+                Ok(pending) => self.pending = Some(pending),
+                Err(error) => self.failed(error),
+            }
+            return;
+        }
+        if self.pending.as_ref().is_some_and(|pending| now >= pending.until) {
+            self.pending = None;
+            return self.failed(AttachError::NoAnswer("did not answer in time"));
+        }
+
+        let current = self.shared.control.pair();
+        let socket = match &self.pending {
+            Some(pending) => Some(pending.socket.clone()),
+            None => self.shared.link.socket(),
+        };
+        let controls: Vec<Arc<Pair>> =
+            current.into_iter().chain(self.pending.as_ref().map(|pending| pending.pair.clone())).collect();
+        let mut fds: Vec<PollFd<'_>> = controls
+            .iter()
+            .map(|pair| pair.ours.as_fd())
+            .chain(socket.iter().map(|socket| socket.as_fd()))
+            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+            .collect();
+        let wake_at = match (&self.pending, &socket) {
+            (Some(pending), _) => Some(pending.until),
+            (None, None) => Some(self.retry_at),
+            (None, Some(_)) => None,
+        };
+        let timeout = wake_at.map(|at| timespec(at.saturating_duration_since(now) + Duration::from_millis(1)));
+        if let Err(error) = rustix::event::poll(&mut fds, timeout.as_ref())
+            && error != rustix::io::Errno::INTR
+        {
+            announce(&format!("waiting for messages: {error}"));
+            std::thread::sleep(Duration::from_millis(100));
+            return;
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(fds);
+        for (pair, _) in controls.iter().zip(&ready).filter(|(_, ready)| **ready) {
+            self.serve_engine(pair);
+        }
+        if let (Some(socket), Some(true)) = (socket, ready.get(controls.len())) {
+            self.serve_keeper(&socket);
+        }
+    }
+
+    /// Connect and send the attach message with everything that is known now.
+    fn begin(&mut self) -> Result<Pending, AttachError> {
+        let shared = self.shared;
+        let path = &shared.socket;
+        let connect = || -> io::Result<OwnedFd> {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+            rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+            Ok(socket)
+        };
+        let socket = connect().map_err(|source| AttachError::Connect { path: path.clone(), source })?;
+        let system = |what| move |source| AttachError::System { what, source };
+        let pair = Pair::new().map_err(system("making the control socket"))?;
+
+        let mut link = shared.link.begin();
+        let table = lock(&shared.table);
+        let message = Attach {
+            name: shared.name.clone(),
+            limit: shared.limit.map(Bytes),
+            vmm: shared.vmm.clone(),
+            uffd_features: shared.features,
+            pinned: link.pinned.clone(),
+            may_pin: link.may_pin,
+            regions: table.infos(),
+            resume: link.vm,
+        };
+        message.validate().map_err(AttachError::Config)?;
+        let mut fds = vec![shared.uffd.as_fd(), pair.theirs.as_fd()];
+        fds.extend(table.iter().map(|region| region.fd.as_fd()));
+        if let (Some(_), Some(escrow)) = (link.vm, &link.escrow) {
+            fds.extend(escrow.iter().map(AsFd::as_fd));
+        }
+        let bytes = wire::encode(&ClientToKeeper::Attach(message));
+        scm::send(&socket, &bytes, &fds).map_err(|source| AttachError::Connect { path: path.clone(), source })?;
+        link.phase = Phase::Pending;
+        Ok(Pending { socket: Arc::new(socket), pair: Arc::new(pair), until: Instant::now() + shared.timing.handshake })
+    }
+
+    /// An attempt came to nothing: report it if it was the first, else try again later.
+    fn failed(&mut self, error: AttachError) {
+        if self.shared.link.first() {
+            return self.shared.link.fail(error);
+        }
+        // What only a person can change is tried slowly. A keeper that is just not there (yet) is not of this kind.
+        let slow = match &error {
+            AttachError::Refused(_) | AttachError::Protocol(_) | AttachError::Config(_) => true,
+            AttachError::Connect { source, .. } => source.kind() == io::ErrorKind::PermissionDenied,
+            _ => false,
+        };
+        if slow && !self.told_refused {
+            self.told_refused = true;
+            announce(&format!(
+                "{}. Without being attached again, pages that are far stay away and the guest may hang. Trying every {:?}",
+                chain(&error),
+                self.shared.timing.refused_pause
+            ));
+        }
+        self.backoff = (self.backoff * 2).min(self.shared.timing.backoff_last);
+        self.retry_at = Instant::now() + if slow { self.shared.timing.refused_pause } else { self.backoff };
+        self.shared.link.down();
+    }
+
+    /// Messages, or the end, on the attach socket.
+    fn serve_keeper(&mut self, socket: &Arc<OwnedFd>) {
+        let received = match scm::receive(socket.as_fd()) {
+            Ok(Some(received)) => received,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return self.garbage(&error.to_string()),
+            Ok(None) | Err(_) => return self.keeper_gone(),
+        };
+        let message = wire::decode::<KeeperToClient>(&received.bytes);
+        let Some(pending) = self.pending.take() else {
+            return match message {
+                Ok(KeeperToClient::Ok) => self.shared.link.answer(Ok(())),
+                Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
+                Ok(KeeperToClient::Attached(_)) => self.garbage("an answer to a question that was not asked"),
+                Err(error) => self.garbage(&error.to_string()),
+            };
+        };
+        match message {
+            Ok(KeeperToClient::Attached(vm)) => {
+                let escrow: Option<[OwnedFd; 2]> = received.fds.try_into().ok();
+                let known = self.shared.link.vm();
+                if known.is_some_and(|known| known != vm) {
+                    return self.failed(AttachError::Refused(format!("it answered for another VM, {vm}")));
+                }
+                if known.is_none() && escrow.is_none() {
+                    return self.failed(AttachError::NoAnswer("sent no state and arena files"));
+                }
+                self.shared.control.replace(pending.pair);
+                self.shared.link.up(pending.socket, vm, escrow);
+                if self.told_gone || self.told_refused {
+                    announce("attached to the keeper again");
+                }
+                self.backoff = self.shared.timing.backoff_first;
+                (self.told_gone, self.told_refused, self.told_garbage) = (false, false, false);
+            }
+            Ok(KeeperToClient::Refused(reason)) => self.failed(AttachError::Refused(reason)),
+            Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("answered something else")),
+            Err(error) => self.failed(AttachError::Protocol(error)),
+        }
+    }
+
+    fn keeper_gone(&mut self) {
+        if self.pending.take().is_some() {
+            return self.failed(AttachError::NoAnswer("hung up"));
+        }
+        if !self.told_gone {
+            self.told_gone = true;
+            announce(&format!("the keeper is gone; reconnecting to {}", self.shared.socket.display()));
+        }
+        self.retry_at = Instant::now() + self.backoff;
+        self.shared.link.down();
+    }
+
+    fn garbage(&mut self, what: &str) {
+        if !self.told_garbage {
+            self.told_garbage = true;
+            announce(&format!("ignoring a message: {what}"));
+        }
+    }
+
+    /// Messages on a control socket. Its end cannot be seen (this process holds both ends) and need not be.
+    fn serve_engine(&mut self, pair: &Pair) {
+        for _ in 0..BURST {
+            let received = match scm::receive(&pair.ours) {
+                Ok(Some(received)) => received,
+                Ok(None) => return,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => return self.garbage(&error.to_string()),
+            };
+            let answer = match wire::decode(&received.bytes) {
+                Ok(EngineToClient::Zap { seq, ranges }) => {
+                    ClientToEngine::Zapped { seq, error: zap(self.shared, &ranges) }
+                }
+                Ok(EngineToClient::Ping { seq }) => ClientToEngine::Pong { seq },
+                Ok(EngineToClient::DiscardDone { seq }) => {
+                    self.shared.control.discard_done(seq);
+                    continue;
+                }
+                Ok(EngineToClient::FailStop { reason }) => {
+                    let handler = lock(&self.shared.fail_stop).clone();
+                    handler(&reason);
+                    continue;
+                }
+                Err(error) => {
+                    self.garbage(&error.to_string());
+                    continue;
+                }
+            };
+            match pair.send(&answer) {
+                Ok(true) => {}
+                Ok(false) => self.garbage("its sender reads no answers"),
+                Err(error) => self.garbage(&format!("answering it: {error}")),
+            }
+        }
+    }
+}
+
+/// Drop the page-table entries of these ranges. Answers the first errno. A range that is not announced RAM is EINVAL and
+/// is left alone; the others are zapped all the same.
+fn zap(shared: &Shared, ranges: &[wire::Range]) -> Option<i32> {
+    if ranges.len() > MAX_RANGES {
+        return Some(libc::EINVAL);
+    }
+    let mut first = None;
+    let table = lock(&shared.table);
+    for &range in ranges {
+        let error = if table.allows(range) {
+            let (hva, len) = range;
+            // SAFETY: the range is page-aligned and whole inside announced RAM, which was checked to be a MAP_SHARED
+            // mapping of its file when announced and has not been unmapped since (the table's lock is held, and
+            // unmapping takes the range off the table first). So the bytes stay in the file.
+            let answer = unsafe {
+                rustix::mm::madvise(hva.0 as *mut std::ffi::c_void, len as usize, rustix::mm::Advice::LinuxDontNeed)
+            };
+            answer.err().map(rustix::io::Errno::raw_os_error)
+        } else {
+            Some(libc::EINVAL)
+        };
+        first = first.or(error);
+    }
+    first
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec { tv_sec: duration.as_secs() as i64, tv_nsec: i64::from(duration.subsec_nanos()) }
+}

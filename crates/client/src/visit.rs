@@ -1,0 +1,34 @@
+//! Is this thread inside the client just now? The preload library asks, so that the client's own calls (an allocator
+//! that maps memory, say) are not taken for the VMM's.
+
+use std::cell::Cell;
+
+thread_local! {
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+/// While this lives, the thread is inside.
+#[derive(Debug)]
+pub struct Visit(());
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        DEPTH.with(|depth| depth.set(depth.get() - 1));
+    }
+}
+
+/// Go inside.
+pub fn enter() -> Visit {
+    DEPTH.with(|depth| depth.set(depth.get() + 1));
+    Visit(())
+}
+
+/// Go inside and never leave: for the client's own thread.
+pub fn enter_for_good() {
+    std::mem::forget(enter());
+}
+
+/// Is this thread inside?
+pub fn inside() -> bool {
+    DEPTH.with(|depth| depth.get() > 0)
+}

@@ -1,0 +1,528 @@
+//! The client against a scripted keeper and engine: what it says, what it does when told, what it survives.
+
+mod double;
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ballast_base::wire::{ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, VmId};
+use ballast_base::{Bytes, Hva};
+use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, Timing, ffi};
+use ballast_sys::uffd::{FaultKind, FillOutcome};
+use ballast_sys::{Mapping, memfd, scm};
+use double::{Keeper, Session, VM, have_uffd, hva, pages};
+
+const PAGES: u64 = 16;
+
+/// Guest RAM whose page `n` begins with the word `n + 1`.
+fn ram() -> (OwnedFd, Mapping) {
+    let fd = memfd::create("guest-ram", Bytes(pages(PAGES))).expect("memfd");
+    let map = Mapping::shared(&fd, 0, pages(PAGES) as usize).expect("map");
+    for page in 0..PAGES {
+        map.words(pages(page) as usize, 1)[0].store(page + 1, Ordering::Relaxed);
+    }
+    (fd, map)
+}
+
+fn word(map: &Mapping, page: u64) -> u64 {
+    map.words(pages(page) as usize, 1)[0].load(Ordering::Relaxed)
+}
+
+fn builder(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> Builder {
+    let timing =
+        Timing { answer: Duration::from_secs(60), refused_pause: Duration::from_millis(20), ..Timing::default() };
+    Client::builder()
+        .name("web-1")
+        .socket(&keeper.path)
+        .region(fd.try_clone().expect("dup"), hva(map.addr()), Bytes(pages(PAGES)), Bytes(0))
+        .timing(timing)
+}
+
+/// A client that gives up on answers soon, for tests in which none comes.
+fn impatient(builder: Builder) -> Builder {
+    builder.timing(Timing { answer: Duration::from_millis(700), ..Timing::default() })
+}
+
+/// Bytes sent on this socket that the other side has not read yet.
+fn unread(socket: &OwnedFd) -> i32 {
+    let mut bytes = 0;
+    // SAFETY: this request writes one int, which is what it is given.
+    let answer = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &mut bytes) };
+    assert_eq!(answer, 0, "TIOCOUTQ");
+    bytes
+}
+
+/// Attach while `script` plays the keeper.
+fn attach_with<T: Send>(
+    builder: Builder,
+    keeper: &Keeper,
+    script: impl FnOnce(&Keeper) -> T + Send,
+) -> (Result<Client, AttachError>, T) {
+    std::thread::scope(|scope| {
+        let script = scope.spawn(|| script(keeper));
+        let client = builder.attach();
+        (client, script.join().expect("the script"))
+    })
+}
+
+fn attached(keeper: &Keeper, fd: &OwnedFd, map: &Mapping) -> (Client, Session) {
+    attached_as(builder(keeper, fd, map), keeper)
+}
+
+fn attached_as(builder: Builder, keeper: &Keeper) -> (Client, Session) {
+    let (client, session) = attach_with(builder, keeper, |keeper| {
+        let session = keeper.client();
+        session.ping(0); // An engine may want to see that the client lives before the keeper says yes.
+        session.accept();
+        session
+    });
+    (client.expect("attach"), session)
+}
+
+#[test]
+fn a_zapped_page_faults_to_the_holder_of_the_handed_over_userfaultfd_and_keeps_its_bytes() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    assert_eq!(client.vm(), VM);
+    assert_eq!((session.attach.name.as_str(), session.attach.resume), ("web-1", None));
+    assert_eq!(memfd::file_id(&session.ram[0]).expect("stat"), memfd::file_id(&fd).expect("stat"));
+    session.register_all();
+    let page = hva(map.addr()) + pages(3);
+    assert_eq!(session.zap(7, vec![(page, pages(1))]), None);
+    assert_eq!(word(&map, 2), 3, "the neighbour was not zapped, so this must not fault");
+    std::thread::scope(|scope| {
+        let guest = scope.spawn(|| word(&map, 3));
+        let fault = session.next_fault();
+        assert_eq!((fault.addr, fault.kind), (page, FaultKind::Minor));
+        assert_eq!(session.uffd.map_existing(page, pages(1)).expect("continue"), FillOutcome::Done);
+        assert_eq!(guest.join().expect("guest"), 4);
+    });
+}
+
+#[test]
+fn a_zap_outside_announced_ram_is_einval_and_touches_nothing() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (_client, session) = attached(&keeper, &fd, &map);
+    // Private memory of the VMM: zapping it would turn it into zeros.
+    let private = vec![0xA5u8; 1 << 20];
+    let inside = (private.as_ptr() as u64).next_multiple_of(pages(1));
+    let base = map.addr() as u64;
+    let wrong = [
+        (inside, pages(4)),
+        (base - pages(1), pages(2)),
+        (base, pages(PAGES + 1)),
+        (base + 1, pages(1)),
+        (base, 100),
+        (base, 0),
+        (u64::MAX - 4095, pages(1)),
+        (0, u64::MAX),
+    ];
+    for (seq, (start, len)) in wrong.into_iter().enumerate() {
+        assert_eq!(session.zap(seq as u64, vec![(Hva(start), len)]), Some(libc::EINVAL), "{start:#x}+{len:#x}");
+    }
+    assert_eq!(session.zap(99, vec![(Hva(base), pages(1)); 1025]), Some(libc::EINVAL), "too many ranges");
+    // A good range beside a bad one is zapped all the same.
+    session.register_all();
+    assert_eq!(session.zap(100, vec![(Hva(inside), pages(1)), (Hva(base), pages(1))]), Some(libc::EINVAL));
+    assert_eq!(session.uffd.map_existing(Hva(base), pages(1)).expect("continue"), FillOutcome::Done);
+    assert!(private.iter().all(|byte| *byte == 0xA5), "private memory was zapped");
+}
+
+#[test]
+fn garbage_on_either_socket_is_survived() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    let mut long = vec![0xFF; 60_000];
+    long[..6].copy_from_slice(b"BLST\x01\x00");
+    for bytes in [&b"x"[..], b"BLST", b"BLST\x09\x00\x00", b"BLST\x01\x00\xff\xff\xff\xff", &long] {
+        scm::send(&session.control, bytes, &[]).expect("send");
+        scm::send(&session.socket, bytes, &[]).expect("send");
+    }
+    session.answer(&KeeperToClient::Attached(VmId([9; 16])));
+    session.answer(&KeeperToClient::Refused("nobody asked".into()));
+    session.tell(&EngineToClient::DiscardDone { seq: 12345 });
+    // One thread reads both sockets in turn: once nothing is unread here, an answer there means that all was handled.
+    while unread(&session.socket) > 0 {
+        std::thread::yield_now();
+    }
+    session.ping(5);
+    std::thread::scope(|scope| {
+        let pin = scope.spawn(|| client.pin("test"));
+        assert_eq!(session.request().0, ClientToKeeper::Pin("test".into()));
+        session.answer(&KeeperToClient::Ok);
+        pin.join().expect("thread").expect("answers to nobody were not taken for this one");
+    });
+}
+
+#[test]
+fn a_discard_returns_after_the_engine_has_taken_note() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    let ranges = [(hva(map.addr()), pages(2)), (hva(map.addr()) + pages(5), pages(1))];
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.discard(&ranges));
+        assert_eq!(session.acknowledge_discards(|| waiting.is_finished()), ranges);
+        waiting.join().expect("thread").expect("acknowledged");
+    });
+    let outside = client.discard(&[(hva(map.addr()) + pages(PAGES), pages(1))]);
+    assert!(matches!(outside, Err(DiscardError::Invalid(_))), "{outside:?}");
+}
+
+#[test]
+fn a_discard_that_no_engine_reads_fails_and_never_takes_effect_later() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached_as(impatient(builder(&keeper, &fd, &map)), &keeper);
+    let error = client.discard(&[(hva(map.addr()), pages(1))]).expect_err("nobody reads");
+    assert!(matches!(error, DiscardError::NoAnswer(_)), "{error}");
+    assert_eq!(word(&map, 0), 1, "the memory still holds what it held");
+    // The engine that comes next must find nothing of it: its first message is the answer to its own ping.
+    session.ping(1);
+}
+
+#[test]
+fn a_discard_of_a_dying_engine_is_repeated_to_the_next() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.discard(&[(hva(map.addr()), pages(1))]));
+        // The first engine reads it and dies; the keeper gives the same socket to the next.
+        let ClientToEngine::Discard { seq: lost, .. } = session.hear() else { panic!("not a discard") };
+        let ClientToEngine::Discard { seq, .. } = session.hear() else { panic!("not a discard") };
+        assert!(seq > lost);
+        session.tell(&EngineToClient::DiscardDone { seq: lost });
+        session.tell(&EngineToClient::DiscardDone { seq });
+        session.acknowledge_discards(|| waiting.is_finished());
+        waiting.join().expect("thread").expect("the next engine took it");
+    });
+}
+
+#[test]
+fn after_the_keeper_died_the_client_resumes_with_the_same_files_and_a_fresh_control_socket() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, escrow) = attach_with(impatient(builder(&keeper, &fd, &map)), &keeper, |keeper| {
+        let session = keeper.client();
+        session.accept()
+        // The session's sockets close here: the keeper is dead.
+    });
+    let client = client.expect("attach");
+    let away = keeper.die();
+
+    // RAM that is plugged while nobody listens is announced with the resume.
+    let (extra, extra_map) = ram();
+    while client.ram() == Bytes(pages(PAGES)) {
+        let dup = extra.try_clone().expect("dup");
+        // Until the client has noticed the death, this may fail for want of an answer; then it is already listed.
+        let _ = client.add_region(dup, hva(extra_map.addr()), Bytes(pages(PAGES)), Bytes(0));
+    }
+    let keeper = Keeper::restart(away);
+    let session = keeper.client();
+    assert_eq!(session.attach.resume, Some(VM));
+    assert_eq!(session.attach.regions.len(), 2);
+    let ids = |fds: &[OwnedFd]| fds.iter().map(|fd| memfd::file_id(fd).expect("stat")).collect::<Vec<_>>();
+    assert_eq!(ids(&session.escrow), escrow, "state and arena files came back");
+    assert_eq!(ids(&session.ram), ids(&[fd, extra]));
+    session.accept();
+    session.ping(1 << 32);
+    session.register_all();
+    let whole = session.whole(1);
+    assert_eq!(session.zap(2, vec![whole]), None);
+    assert_eq!(session.uffd.map_existing(whole.0, whole.1).expect("continue"), FillOutcome::Done);
+    assert_eq!(word(&extra_map, 5), 6);
+}
+
+#[test]
+fn a_refused_resume_is_tried_again_until_it_is_taken() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    drop(session);
+    keeper.client().answer(&KeeperToClient::Refused("still thinking".into()));
+    keeper.client().answer(&KeeperToClient::Attached(VmId([3; 16])));
+    drop(keeper.client());
+    scm::send(&keeper.client().socket, b"nonsense", &[]).expect("send");
+    let session = keeper.client();
+    assert_eq!(session.attach.resume, Some(VM));
+    session.accept();
+    session.ping(1);
+    assert_eq!(client.vm(), VM);
+}
+
+#[test]
+fn a_first_attach_that_fails_says_why() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let attempt = |script: fn(Session)| {
+        attach_with(builder(&keeper, &fd, &map), &keeper, |keeper| script(keeper.client())).0.expect_err("not attached")
+    };
+    let refused = attempt(|session| session.answer(&KeeperToClient::Refused("the name is taken".into())));
+    assert!(matches!(&refused, AttachError::Refused(reason) if reason == "the name is taken"), "{refused}");
+    let hung_up = attempt(drop);
+    assert!(matches!(hung_up, AttachError::NoAnswer(_)), "{hung_up}");
+    let garbage = attempt(|session| scm::send(&session.socket, b"HTTP/1.1", &[]).expect("send"));
+    assert!(matches!(garbage, AttachError::Protocol(_)), "{garbage}");
+    let bare = attempt(|session| session.answer(&KeeperToClient::Attached(VM)));
+    assert!(matches!(bare, AttachError::NoAnswer(_)), "{bare}");
+    let named = builder(&keeper, &fd, &map).name("../etc").attach().expect_err("bad name");
+    assert!(matches!(named, AttachError::Config(_)), "{named}");
+    let (_, path) = keeper.die();
+    let nobody = Client::builder()
+        .socket(&path)
+        .region(fd, hva(map.addr()), Bytes(pages(PAGES)), Bytes(0))
+        .attach()
+        .expect_err("nobody listens");
+    assert!(matches!(&nobody, AttachError::Connect { path: named, .. } if *named == path), "{nobody}");
+}
+
+#[test]
+fn a_removed_region_is_never_zapped_again_and_a_refused_one_never() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    let (extra, extra_map) = ram();
+    let range = (hva(extra_map.addr()), pages(1));
+    let add = || client.add_region(extra.try_clone().expect("dup"), range.0, Bytes(pages(PAGES)), Bytes(0));
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(add);
+        let (message, fds) = session.request();
+        assert!(matches!(message, ClientToKeeper::AddRegion(info) if info.hva == range.0) && fds.len() == 1);
+        session.answer(&KeeperToClient::Refused("full".into()));
+        assert!(matches!(adding.join().expect("thread"), Err(RequestError::Refused(_))));
+        assert_eq!(session.zap(1, vec![range]), Some(libc::EINVAL));
+
+        let adding = scope.spawn(add);
+        session.request();
+        session.answer(&KeeperToClient::Ok);
+        adding.join().expect("thread").expect("added");
+        assert_eq!(session.zap(2, vec![range]), None);
+
+        let removing = scope.spawn(|| client.remove_region(range.0));
+        assert_eq!(session.request().0, ClientToKeeper::RemoveRegion(range.0));
+        session.answer(&KeeperToClient::Ok);
+        removing.join().expect("thread").expect("removed");
+        assert_eq!(session.zap(3, vec![range]), Some(libc::EINVAL));
+    });
+}
+
+#[test]
+fn a_late_answer_is_not_taken_for_the_next_one_and_a_pin_needs_its_answer() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let patience = Timing { answer: Duration::from_secs(2), ..Timing::default() };
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(patience), &keeper);
+    assert!(matches!(client.pin("first"), Err(RequestError::NoAnswer)), "nobody answered");
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| client.pin("second"));
+        assert_eq!(session.request().0, ClientToKeeper::Pin("first".into()));
+        assert_eq!(session.request().0, ClientToKeeper::Pin("second".into()));
+        session.answer(&KeeperToClient::Ok);
+        session.answer(&KeeperToClient::Refused("no".into()));
+        assert!(matches!(second.join().expect("thread"), Err(RequestError::Refused(_))));
+    });
+}
+
+#[test]
+fn a_client_may_pin_unless_it_said_otherwise_and_tells_its_change_of_mind_once() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    assert!(session.attach.may_pin);
+    client.may_pin().expect("nothing to ask");
+
+    let keeper = Keeper::start();
+    let patience = Timing { answer: Duration::from_secs(2), ..Timing::default() };
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false).timing(patience), &keeper);
+    assert!(!session.attach.may_pin);
+    // What nobody confirmed is not taken for known.
+    assert!(matches!(client.may_pin(), Err(RequestError::NoAnswer)), "nobody answered");
+    assert_eq!(session.request().0, ClientToKeeper::MayPin);
+    session.answer(&KeeperToClient::Refused("late, and no".into()));
+    std::thread::scope(|scope| {
+        let again = scope.spawn(|| client.may_pin());
+        assert_eq!(session.request().0, ClientToKeeper::MayPin);
+        session.answer(&KeeperToClient::Ok);
+        again.join().expect("thread").expect("confirmed");
+    });
+    client.may_pin().expect("nothing to ask");
+    drop(session);
+    assert!(keeper.client().attach.may_pin, "the next keeper hears it at once");
+}
+
+#[test]
+fn a_keeper_that_dies_asked_whether_a_vm_may_pin_is_followed_by_one_that_knows() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false), &keeper);
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| client.may_pin());
+        assert_eq!(session.request().0, ClientToKeeper::MayPin);
+        drop(session);
+        let session = keeper.client();
+        assert!(session.attach.may_pin);
+        assert!(!asking.is_finished(), "it is not attached yet");
+        session.accept();
+        asking.join().expect("thread").expect("known");
+    });
+}
+
+#[test]
+fn from_c_a_config_of_zeros_may_pin_and_never_pins_ends_when_told() {
+    if !have_uffd() {
+        return;
+    }
+    let (fd, map) = ram();
+    for never_pins in [0, 1] {
+        let keeper = Keeper::start();
+        let socket = std::ffi::CString::new(keeper.path.to_str().expect("text")).expect("no NUL");
+        let attach = || {
+            let null = std::ptr::null();
+            let size = size_of::<ffi::BallastConfig>();
+            let config =
+                ffi::BallastConfig { size, name: null, socket: socket.as_ptr(), limit: 0, pinned: null, never_pins };
+            let address = map.addr() as *mut std::ffi::c_void;
+            let region = ffi::BallastRegion { address, length: pages(PAGES), fd: fd.as_raw_fd(), file_offset: 0 };
+            // SAFETY: the config has its size and NUL-terminated texts; one region is there.
+            let client = unsafe { ffi::ballast_attach(&config, &region, 1) };
+            // SAFETY: what `ballast_attach` answered; NULL would be an error, not a fault.
+            unsafe { ffi::ballast_may_pin(client) }
+        };
+        std::thread::scope(|scope| {
+            let c_program = scope.spawn(attach);
+            let session = keeper.client();
+            assert_eq!(session.attach.may_pin, never_pins == 0);
+            session.accept();
+            if never_pins != 0 {
+                assert_eq!(session.request().0, ClientToKeeper::MayPin);
+                session.answer(&KeeperToClient::Ok);
+            }
+            assert_eq!(c_program.join().expect("thread"), 0);
+        });
+    }
+}
+
+#[test]
+fn fail_stop_reaches_the_handler_with_its_reason() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (said, heard) = std::sync::mpsc::channel();
+    let said = std::sync::Mutex::new(said);
+    let handler = move |reason: &str| said.lock().expect("lock").send(reason.to_owned()).expect("send");
+    let (client, session) = attach_with(builder(&keeper, &fd, &map).on_fail_stop(handler), &keeper, |keeper| {
+        let session = keeper.client();
+        session.accept();
+        session
+    });
+    client.expect("attach");
+    session.tell(&EngineToClient::FailStop { reason: "state file lost".into() });
+    assert_eq!(heard.recv_timeout(Duration::from_secs(60)).expect("told"), "state file lost");
+}
+
+#[test]
+fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (extra, extra_map) = ram();
+    let both = builder(&keeper, &fd, &map).region(
+        extra.try_clone().expect("dup"),
+        hva(extra_map.addr()),
+        Bytes(pages(PAGES)),
+        Bytes(0),
+    );
+    let (client, session) = attached_as(both, &keeper);
+    std::thread::scope(|scope| {
+        let gone = hva(extra_map.addr());
+        let removing = scope.spawn(move || client.remove_region(gone).map(|()| client.ram()));
+        assert_eq!(session.request().0, ClientToKeeper::RemoveRegion(gone));
+        // The keeper dies with the question in its hand; the next one either hears of no such region or is asked again.
+        drop(session);
+        let session = keeper.client();
+        session.accept();
+        if session.attach.regions.len() == 2 {
+            assert_eq!(session.request().0, ClientToKeeper::RemoveRegion(gone));
+            session.answer(&KeeperToClient::Ok);
+        }
+        assert_eq!(removing.join().expect("thread").expect("removed"), Bytes(pages(PAGES)));
+        assert_eq!(session.zap(1, vec![(gone, pages(1))]), Some(libc::EINVAL));
+    });
+}
+
+#[test]
+fn restore_all_brings_far_pages_back_through_faults() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    session.register_all();
+    // Two pages are far: zapped, and punched out of the file.
+    assert_eq!(session.zap(1, vec![session.whole(0)]), None);
+    for page in [2, 9] {
+        memfd::punch(&fd, pages(page), pages(1)).expect("punch");
+    }
+    std::thread::scope(|scope| {
+        let restoring = scope.spawn(|| client.restore_all());
+        for _ in 0..PAGES {
+            let fault = session.next_fault();
+            let outcome = match fault.kind {
+                FaultKind::Missing => session.uffd.copy_page(fault.addr, &[0x42; 4096]),
+                FaultKind::Minor => session.uffd.map_existing(fault.addr, pages(1)),
+            };
+            assert_eq!(outcome.expect("fill"), FillOutcome::Done);
+        }
+        restoring.join().expect("thread").expect("all back");
+    });
+    assert_eq!((word(&map, 2), word(&map, 9), word(&map, 3)), (0x4242_4242_4242_4242, 0x4242_4242_4242_4242, 4));
+}

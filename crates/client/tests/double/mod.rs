@@ -1,0 +1,201 @@
+//! A scripted keeper and engine: the other side of the protocol, over real sockets, with the client's real userfaultfd.
+//!
+//! Every wait has a generous end, so that a broken client fails a test instead of hanging it.
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, Range, VmId};
+use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_sys::uffd::{Fault, REQUIRED_FEATURES};
+use ballast_sys::{Uffd, memfd, scm};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Longest wait for anything; only a broken client needs it.
+pub const PATIENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+pub const VM: VmId = VmId(*b"ballast-test-vm.");
+
+/// `false` (after saying so) if this machine cannot run the test; a failure if `REQUIRE` names it.
+pub fn have(need: &str, present: bool, why: &str) -> bool {
+    if !present {
+        let required = std::env::var("REQUIRE").is_ok_and(|list| list.split(',').any(|word| word == need));
+        assert!(!required, "REQUIRE asks for {need}, which is missing: {why}");
+        eprintln!("SKIP needs={need}: {why}");
+    }
+    present
+}
+
+pub fn have_uffd() -> bool {
+    let present = Uffd::create(REQUIRED_FEATURES).is_ok_and(|(_, granted)| granted == REQUIRED_FEATURES);
+    have("uffd", present, "no userfaultfd with shared-memory minor faults for this user")
+}
+
+pub fn wait_readable(fd: impl AsFd, what: &str) {
+    let fd = fd.as_fd();
+    loop {
+        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&PATIENCE)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(0) => panic!("waited in vain for {what}"),
+            Ok(_) => return,
+            Err(error) => panic!("poll: {error}"),
+        }
+    }
+}
+
+pub struct Keeper {
+    _dir: Option<tempfile::TempDir>,
+    pub path: PathBuf,
+    listener: OwnedFd,
+}
+
+impl Keeper {
+    pub fn start() -> Self {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let path = dir.path().join("attach.sock");
+        Self { listener: listen(&path), path, _dir: Some(dir) }
+    }
+
+    /// Die: no listener any more. The directory stays, for the next one.
+    pub fn die(self) -> (Option<tempfile::TempDir>, PathBuf) {
+        std::fs::remove_file(&self.path).expect("unlink");
+        (self._dir, self.path)
+    }
+
+    pub fn restart((dir, path): (Option<tempfile::TempDir>, PathBuf)) -> Self {
+        Self { listener: listen(&path), path, _dir: dir }
+    }
+
+    /// The next client's socket.
+    pub fn connection(&self) -> OwnedFd {
+        wait_readable(&self.listener, "a client");
+        rustix::net::accept_with(&self.listener, SocketFlags::CLOEXEC).expect("accept")
+    }
+
+    /// The next client, with its attach message; not answered yet.
+    pub fn client(&self) -> Session {
+        let socket = self.connection();
+        let (message, fds) = receive(&socket);
+        let ClientToKeeper::Attach(attach) = message else { panic!("{message:?} came first") };
+        attach.validate().expect("a valid attach message");
+        assert_eq!(fds.len(), attach.fd_count(), "descriptors beside the attach message");
+        let mut fds = fds.into_iter();
+        let uffd = Uffd::from(fds.next().expect("uffd"));
+        let control = fds.next().expect("control");
+        let ram = fds.by_ref().take(attach.regions.len()).collect();
+        Session { socket, attach, uffd, control, ram, escrow: fds.collect() }
+    }
+}
+
+fn listen(path: &Path) -> OwnedFd {
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+        .expect("socket");
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path).expect("address")).expect("bind");
+    rustix::net::listen(&socket, 8).expect("listen");
+    socket
+}
+
+fn receive(socket: &OwnedFd) -> (ClientToKeeper, Vec<OwnedFd>) {
+    wait_readable(socket, "a request");
+    let received = scm::receive(socket).expect("receive").expect("the client hung up");
+    (wire::decode(&received.bytes).expect("decode"), received.fds)
+}
+
+pub struct Session {
+    pub socket: OwnedFd,
+    pub attach: Attach,
+    pub uffd: Uffd,
+    pub control: OwnedFd,
+    pub ram: Vec<OwnedFd>,
+    pub escrow: Vec<OwnedFd>,
+}
+
+impl Session {
+    /// Answer the attach message with two fresh files; answers their identities.
+    pub fn accept(&self) -> [memfd::FileId; 2] {
+        let files = [(); 2].map(|()| memfd::create("escrow", Bytes(4096)).expect("memfd"));
+        self.answer_with(&KeeperToClient::Attached(VM), &[files[0].as_fd(), files[1].as_fd()]);
+        files.map(|file| memfd::file_id(file).expect("stat"))
+    }
+
+    pub fn answer(&self, message: &KeeperToClient) {
+        self.answer_with(message, &[]);
+    }
+
+    pub fn answer_with(&self, message: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
+        scm::send(&self.socket, &wire::encode(message), fds).expect("send");
+    }
+
+    pub fn request(&self) -> (ClientToKeeper, Vec<OwnedFd>) {
+        receive(&self.socket)
+    }
+
+    pub fn tell(&self, message: &EngineToClient) {
+        scm::send(&self.control, &wire::encode(message), &[]).expect("send");
+    }
+
+    pub fn hear(&self) -> ClientToEngine {
+        wait_readable(&self.control, "a control message");
+        let received = scm::receive(&self.control).expect("receive").expect("the client hung up");
+        wire::decode(&received.bytes).expect("decode")
+    }
+
+    pub fn zap(&self, seq: u64, ranges: Vec<Range>) -> Option<i32> {
+        self.tell(&EngineToClient::Zap { seq, ranges });
+        match self.hear() {
+            ClientToEngine::Zapped { seq: answered, error } if answered == seq => error,
+            other => panic!("{other:?} instead of an answer to zap {seq}"),
+        }
+    }
+
+    pub fn ping(&self, seq: u64) {
+        self.tell(&EngineToClient::Ping { seq });
+        assert_eq!(self.hear(), ClientToEngine::Pong { seq });
+    }
+
+    /// Answer every discard until `until` says that it is enough; answers the ranges of the first, if one came.
+    pub fn acknowledge_discards(&self, until: impl Fn() -> bool) -> Vec<Range> {
+        let mut first = None;
+        while !until() {
+            let mut fds = [PollFd::new(&self.control, PollFlags::IN)];
+            let short = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+            if rustix::event::poll(&mut fds, Some(&short)).is_ok_and(|ready| ready > 0) {
+                let ClientToEngine::Discard { seq, ranges } = self.hear() else { panic!("not a discard") };
+                first.get_or_insert(ranges);
+                self.tell(&EngineToClient::DiscardDone { seq });
+            }
+        }
+        first.unwrap_or_default()
+    }
+
+    pub fn next_fault(&self) -> Fault {
+        let mut faults = Vec::new();
+        loop {
+            wait_readable(&self.uffd, "a fault");
+            self.uffd.read_faults(&mut faults).expect("read");
+            if let Some(fault) = faults.first() {
+                return *fault;
+            }
+        }
+    }
+
+    pub fn register_all(&self) {
+        for region in &self.attach.regions {
+            self.uffd.register(region.hva, region.len.0).expect("register");
+        }
+    }
+
+    pub fn whole(&self, region: usize) -> Range {
+        let info = self.attach.regions[region];
+        (info.hva, info.len.0)
+    }
+}
+
+pub const fn pages(count: u64) -> u64 {
+    count * PAGE_SIZE as u64
+}
+
+pub fn hva(address: usize) -> Hva {
+    Hva(address as u64)
+}

@@ -1,0 +1,277 @@
+//! What the API shows: the engine's VMs as JSON types.
+//!
+//! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a lane.
+//! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is what the others leave.
+
+use std::collections::HashSet;
+use std::sync::{Arc, RwLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ballast_api::{
+    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, Stall, VmClass, VmStat, VmStatus,
+};
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PageCount};
+use ballast_pager::page_state::State;
+use ballast_pager::region::Region;
+use ballast_pager::stats::{self, Averages, Counter};
+use ballast_pager::vm::Vm;
+use ballast_store::{Budget, RamStore, Store};
+use ballast_sys::memfd::FileId;
+
+use crate::events::Events;
+use crate::http::{Backend, Histogram, SetLimitError};
+use crate::orders::Begin;
+use crate::watch;
+
+/// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
+const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
+
+/// A VM the engine serves.
+#[derive(Debug)]
+pub struct Served {
+    /// The VM.
+    pub vm: Arc<Vm>,
+    /// Its store, for what only this kind knows.
+    pub store: Arc<RamStore>,
+    /// The VMM program.
+    pub vmm: String,
+}
+
+/// The engine as the API sees it.
+#[derive(Debug)]
+pub struct Host {
+    /// What the keeper said.
+    pub begin: Begin,
+    /// The VMs, in the order of their attach.
+    pub vms: RwLock<Vec<Arc<Served>>>,
+    /// What happened.
+    pub events: Arc<Events>,
+    /// Who pays for far pages.
+    pub budget: Arc<Budget>,
+}
+
+impl Host {
+    fn all(&self) -> Vec<Arc<Served>> {
+        self.vms.read().expect("no panic while held").clone()
+    }
+
+    /// The VM of this id.
+    pub fn by_id(&self, id: VmId) -> Option<Arc<Served>> {
+        self.all().into_iter().find(|served| served.vm.state.id() == id)
+    }
+
+    fn by_name(&self, name: &str) -> Option<Arc<Served>> {
+        self.all().into_iter().find(|served| served.vm.state.name() == name)
+    }
+
+    /// A process that maps this VM's RAM without having attached, and the reason to give for refusing.
+    pub fn stranger(&self, vm: &Vm) -> Option<String> {
+        let files: HashSet<FileId> = vm.regions().iter().map(|region| region.file_id()).collect();
+        let known = vm.views().iter().map(|view| view.pid).collect();
+        watch::stranger(&files, &known).map(|(pid, program)| {
+            format!(
+                "process {pid} ({program}) maps this VM's RAM and has not attached to Ballast, so no page may leave it"
+            )
+        })
+    }
+}
+
+impl Backend for Host {
+    fn vms(&self) -> Vec<VmStat> {
+        self.all().iter().map(|served| stat(served)).collect()
+    }
+
+    fn vm(&self, name: &str) -> Option<VmStat> {
+        self.by_name(name).map(|served| stat(&served))
+    }
+
+    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
+        let served = self.by_name(name).ok_or(SetLimitError::NotFound)?;
+        let vm = &served.vm;
+        let limit = limit_bytes.map(Bytes);
+        if let Some(limit) = limit {
+            if limit < SMALLEST_LIMIT {
+                return Err(SetLimitError::Invalid(format!(
+                    "a limit of {limit} is below the smallest one, {SMALLEST_LIMIT}"
+                )));
+            }
+            if limit < vm.size().bytes() {
+                if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
+                    return Err(SetLimitError::Invalid(format!("the VM is pinned: {reason}")));
+                }
+                if let Some(reason) = self.stranger(vm) {
+                    return Err(SetLimitError::Invalid(reason));
+                }
+            }
+        }
+        vm.state.set_limit(limit);
+        vm.ring();
+        let text = limit.map_or("removed".into(), |limit| limit.to_string());
+        self.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
+        Ok(stat(&served))
+    }
+
+    fn host(&self) -> HostStat {
+        let vms = self.vms();
+        let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
+        let (far, zero) = (sum(|vm| vm.far_bytes), sum(|vm| vm.zero_bytes));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        HostStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            engine_pid: std::process::id(),
+            keeper_pid: self.begin.keeper_pid,
+            engine_epoch: self.begin.restarts + 1,
+            engine_restarts: self.begin.restarts,
+            uptime_s: now.saturating_sub(self.begin.since_unix_s),
+            mem_total_bytes: meminfo("MemTotal").unwrap_or(0),
+            mem_available_bytes: meminfo("MemAvailable").unwrap_or(0),
+            store_bytes: self.budget.used().0,
+            store_budget_bytes: self.budget.limit().0,
+            vms: vms.len() as u32,
+            size_bytes: sum(|vm| vm.size_bytes),
+            resident_bytes: sum(|vm| vm.resident_bytes),
+            far_bytes: far,
+            zero_bytes: zero,
+            saved_bytes: (far + zero).saturating_sub(self.budget.used().0),
+        }
+    }
+
+    fn events(&self) -> Vec<Event> {
+        self.events.list()
+    }
+
+    fn fault_histogram(&self, name: &str) -> Option<Histogram> {
+        let histogram = self.by_name(name)?.vm.stats().histogram(stats::Latency::Fault);
+        let mut below = 0;
+        let mut buckets = Vec::new();
+        for (bucket, count) in histogram.counts.iter().enumerate() {
+            below += count;
+            // One bound per power of two keeps the page small; the finer buckets are for percentiles.
+            if bucket % 16 == 15 && (1_000..17_000_000_000).contains(&stats::upper_edge(bucket)) {
+                buckets.push(((stats::upper_edge(bucket) + 1) as f64 / 1e9, below));
+            }
+        }
+        Some(Histogram { buckets, count: histogram.count(), sum_s: histogram.sum_ns as f64 / 1e9 })
+    }
+}
+
+fn stat(served: &Served) -> VmStat {
+    let vm = &served.vm;
+    let stats = vm.stats();
+    let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
+    let size = vm.size().bytes().0;
+    let mut left = size;
+    // In this order, so that a page counted twice while it moves shrinks what is counted later, never the sum.
+    let mut take = |bytes: u64| {
+        let taken = bytes.min(left);
+        left -= taken;
+        taken
+    };
+    let far_bytes = take(bytes(Counter::Far));
+    let zero_bytes = take(bytes(Counter::Zero));
+    let poisoned_bytes = take(bytes(Counter::Poisoned));
+    let resident_bytes = take(vm.resident().map_or(0, |pages| pages.bytes().0));
+    let detail = served.store.usage_detail();
+    let averages = vm.pressure.averages();
+    VmStat {
+        name: vm.state.name(),
+        id: vm.state.id().to_string(),
+        pid: vm.views().first().map_or(0, |view| view.pid),
+        vmm: served.vmm.clone(),
+        class: if vm.is_pinned() { VmClass::Pinned } else { VmClass::Burstable },
+        status: if vm.views().is_empty() {
+            VmStatus::Recovering
+        } else if vm.held().is_some() && !vm.is_pinned() {
+            VmStatus::Blocked
+        } else {
+            VmStatus::Running
+        },
+        status_reason: vm.held(),
+        size_bytes: size,
+        limit_bytes: vm.state.limit().map(|limit| limit.0),
+        resident_bytes,
+        quarantine_bytes: bytes(Counter::Quarantined).min(resident_bytes),
+        far_bytes,
+        zero_bytes,
+        untouched_bytes: left,
+        poisoned_bytes,
+        registered_bytes: stats.get(Counter::RegisteredBytes),
+        store_bytes: served.store.usage().bytes,
+        faults: FaultCounts {
+            minor: stats.get(Counter::FaultMinor),
+            restore: stats.get(Counter::FaultRestore),
+            zero: stats.get(Counter::FaultZero),
+            fresh: stats.get(Counter::FaultFresh),
+            deferred: stats.get(Counter::FaultDeferred),
+        },
+        reclaim: ReclaimCounts {
+            zapped_pages: stats.get(Counter::Zapped),
+            evicted_pages: stats.get(Counter::Evicted),
+            evicted_zero_pages: stats.get(Counter::EvictedZero),
+            same_filled_pages: detail.same_filled_puts,
+            rescued_pages: stats.get(Counter::Rescued),
+            aborted_pages: stats.get(Counter::Aborted),
+            discarded_pages: stats.get(Counter::Discarded),
+            store_full_events: stats.get(Counter::StoreFull),
+            failed_pages: stats.get(Counter::Failed),
+        },
+        restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
+        fault_latency: latency(&stats.histogram(stats::Latency::Fault)),
+        stall: Stall {
+            some: psi(averages[0], stats.get(Counter::StallSomeNs)),
+            full: psi(averages[1], stats.get(Counter::StallFullNs)),
+        },
+        regions: regions(vm, [resident_bytes, far_bytes, zero_bytes, poisoned_bytes]),
+    }
+}
+
+/// The same sums per region. The figures of an only region are the VM's; those of several are counted by their words.
+fn regions(vm: &Vm, totals: [u64; 4]) -> Vec<RegionStat> {
+    let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
+    let only = regions.len() == 1;
+    let counted = |region: &Region| -> std::io::Result<[u64; 4]> {
+        let states = vm.count_states(region)?;
+        let pages = [State::Far, State::Zero, State::Poisoned].map(|state| states[state as usize]);
+        let far = pages[0] + states[State::Restoring as usize];
+        let bytes = |pages| PageCount(pages).bytes().0;
+        Ok([region.file_resident()?.bytes().0, bytes(far), bytes(pages[1]), bytes(pages[2])])
+    };
+    let stat_of = |region: &Arc<Region>| {
+        let parts = if only { totals } else { counted(region).unwrap_or_default() };
+        let size_bytes = region.pages().bytes().0;
+        let mut left = size_bytes;
+        let [far_bytes, zero_bytes, poisoned_bytes, resident_bytes] =
+            [parts[1], parts[2], parts[3], parts[0]].map(|part| {
+                let taken = part.min(left);
+                left -= taken;
+                taken
+            });
+        let index = region.number;
+        RegionStat { index, size_bytes, resident_bytes, far_bytes, zero_bytes, untouched_bytes: left, poisoned_bytes }
+    };
+    regions.iter().map(stat_of).collect()
+}
+
+fn latency(histogram: &stats::Histogram) -> Latency {
+    let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
+    Latency {
+        count: histogram.count(),
+        p50_us: us(histogram.percentile_ns(50.0)),
+        p90_us: us(histogram.percentile_ns(90.0)),
+        p99_us: us(histogram.percentile_ns(99.0)),
+        max_us: us(histogram.max_ns),
+    }
+}
+
+fn psi(averages: Averages, total_ns: u64) -> Psi {
+    let Averages { avg10, avg60, avg300 } = averages;
+    Psi { avg10, avg60, avg300, total_us: total_ns / 1000 }
+}
+
+/// A line of `/proc/meminfo`, in bytes.
+pub fn meminfo(key: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':')))?;
+    line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * ballast_base::KIB)
+}

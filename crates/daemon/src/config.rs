@@ -1,0 +1,164 @@
+//! Settings. `ballastd` needs no file; `configs/ballastd.toml` explains each key.
+//!
+//! Promise: an unknown key, a size without a unit or a value out of range is an error that names it; what was typed
+//! becomes what it means here and nowhere else.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use ballast_base::Bytes;
+use ballast_base::units::GIB;
+use serde::{Deserialize, Serialize};
+
+/// How far pages are compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compression {
+    /// LZ4: fast.
+    #[default]
+    Lz4,
+    /// zstd level 1: smaller, several times slower.
+    Zstd,
+}
+
+/// Everything that can be set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Where the sockets are: `attach.sock` and `api.sock`.
+    pub runtime_dir: PathBuf,
+    /// Most memory the compressed store may use; `None` is half of the host's.
+    #[serde(with = "size", skip_serializing_if = "Option::is_none")]
+    pub store_budget: Option<Bytes>,
+    /// How far pages are compressed.
+    pub compression: Compression,
+    /// How long a page stays zapped and watched before it is evicted, in milliseconds.
+    pub quarantine_ms: u64,
+    /// Members of this group may read the API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reader_gid: Option<u32>,
+    /// Members of this group may attach VMs; without it only root may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attach_gid: Option<u32>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            runtime_dir: "/run/ballast".into(),
+            store_budget: None,
+            compression: Compression::default(),
+            quarantine_ms: 1000,
+            reader_gid: None,
+            attach_gid: None,
+        }
+    }
+}
+
+impl Config {
+    /// The settings in a file, or the defaults.
+    pub fn load(path: Option<&Path>) -> anyhow::Result<Self> {
+        let Some(path) = path else { return Ok(Self::default()) };
+        let text = std::fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))?;
+        let config: Self = toml::from_str(&text).with_context(|| format!("Understanding {}", path.display()))?;
+        config.validate().with_context(|| format!("Checking {}", path.display()))?;
+        Ok(config)
+    }
+
+    /// Is every value in its range?
+    pub fn validate(&self) -> anyhow::Result<()> {
+        ensure!(self.runtime_dir.is_absolute(), "runtime_dir {:?} must be an absolute path", self.runtime_dir);
+        ensure!(
+            (1..=60_000).contains(&self.quarantine_ms),
+            "quarantine_ms = {} is out of range: 1 to 60000",
+            self.quarantine_ms
+        );
+        Ok(())
+    }
+
+    /// The effective values, as a file that says the same.
+    pub fn to_toml(&self) -> anyhow::Result<String> {
+        Ok(toml::to_string(self)?)
+    }
+
+    /// The store budget in bytes.
+    pub fn store_budget(&self) -> Bytes {
+        self.store_budget.unwrap_or_else(|| Bytes(crate::backend::meminfo("MemTotal").unwrap_or(2 * GIB) / 2))
+    }
+
+    /// The quarantine time.
+    pub fn quarantine(&self) -> Duration {
+        Duration::from_millis(self.quarantine_ms)
+    }
+
+    /// Where VMMs attach.
+    pub fn attach_socket(&self) -> PathBuf {
+        self.runtime_dir.join("attach.sock")
+    }
+
+    /// Where operators ask.
+    pub fn api_socket(&self) -> PathBuf {
+        self.runtime_dir.join("api.sock")
+    }
+}
+
+/// Sizes as text with a unit.
+mod size {
+    use ballast_base::Bytes;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(size: &Option<Bytes>, out: S) -> Result<S::Ok, S::Error> {
+        match size {
+            Some(size) => out.collect_str(&format_args!("{}B", size.0)),
+            None => out.serialize_none(),
+        }
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Bytes>, D::Error> {
+        String::deserialize(input)?.parse().map(Some).map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        let config: Config = toml::from_str(text).map_err(|error| error.to_string())?;
+        config.validate().map_err(|error| error.to_string())?;
+        Ok(config)
+    }
+
+    #[test]
+    fn an_empty_file_means_the_defaults_and_the_sample_says_the_same() {
+        assert_eq!(parse(""), Ok(Config::default()));
+        let sample = include_str!("../../../configs/ballastd.toml");
+        assert_eq!(parse(sample), Ok(Config::default()));
+        let uncommented: String = sample
+            .lines()
+            .map(|line| line.strip_prefix("# key: ").unwrap_or(line))
+            .fold(String::new(), |text, line| text + line + "\n");
+        assert!(parse(&uncommented).is_ok(), "an optional key of the sample is wrong: {:?}", parse(&uncommented));
+    }
+
+    #[test]
+    fn what_check_prints_reads_back_as_the_same() {
+        let config = Config { store_budget: Some(Bytes(5 * GIB)), reader_gid: Some(7), ..Config::default() };
+        assert_eq!(parse(&config.to_toml().expect("serialise")), Ok(config));
+    }
+
+    #[test]
+    fn unknown_keys_sizes_without_unit_and_values_out_of_range_are_errors_that_name_them() {
+        for (text, names) in [
+            ("quarantine = 5", "quarantine"),
+            ("store_budget = \"512\"", "512"),
+            ("quarantine_ms = 0", "quarantine_ms"),
+            ("compression = \"lzo\"", "lzo"),
+            ("runtime_dir = \"x\"", "runtime_dir"),
+        ] {
+            let error = parse(text).expect_err(text);
+            assert!(error.contains(names), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! The metrics page: Prometheus text format 0.0.4, written anew for each scrape.
+//!
+//! Before: the backend's figures. After: Prometheus; `docs/metrics.md` lists every name.
+//! Units: base units only (bytes, seconds). Promise: labels are bounded (VM names and fixed words), every metric has a
+//! help text, and the names here are those of the table, which a test compares with the documentation.
+
+use std::fmt::{self, Write};
+
+use ballast_api::{HostStat, VmStat, VmStatus};
+use ballast_base::PAGE_SIZE;
+
+use super::{Backend, Histogram};
+
+pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Gauge,
+    Counter,
+    Histogram,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Gauge => "gauge",
+            Self::Counter => "counter",
+            Self::Histogram => "histogram",
+        })
+    }
+}
+
+/// One sample: labels beyond `domain`, and the value.
+type Sample = (Vec<(&'static str, String)>, f64);
+
+/// A metric of the host: where its samples come from.
+type HostSamples = fn(&HostStat) -> Vec<Sample>;
+/// A metric of a VM; every sample also gets the label `domain`.
+type VmSamples = fn(&VmStat) -> Vec<Sample>;
+
+pub(super) struct Metric<S> {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    pub(super) help: &'static str,
+    samples: S,
+}
+
+const fn metric<S>(name: &'static str, kind: Kind, help: &'static str, samples: S) -> Metric<S> {
+    Metric { name, kind, help, samples }
+}
+
+fn one(value: u64) -> Vec<Sample> {
+    vec![(Vec::new(), value as f64)]
+}
+
+fn by(label: &'static str, values: &[(&str, u64)]) -> Vec<Sample> {
+    values.iter().map(|(word, value)| (vec![(label, (*word).to_owned())], *value as f64)).collect()
+}
+
+fn pages(count: u64) -> u64 {
+    count.saturating_mul(PAGE_SIZE as u64)
+}
+
+fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
+    let labels = vec![("from", from.to_owned()), ("to", to.to_owned()), ("cause", cause.to_owned())];
+    (labels, pages(count) as f64)
+}
+
+pub(super) const HOST: &[Metric<HostSamples>] = &[
+    metric("ballast_build_info", Kind::Gauge, "Always 1; the label names the engine's version.", |host| {
+        vec![(vec![("version", host.version.clone())], 1.0)]
+    }),
+    metric("ballast_uptime_seconds", Kind::Gauge, "Time since the keeper started.", |host| one(host.uptime_s)),
+    metric(
+        "ballast_engine_epoch",
+        Kind::Gauge,
+        "Number of the engine that answers; changes when it is replaced.",
+        |host| one(host.engine_epoch),
+    ),
+    metric("ballast_engine_restarts_total", Kind::Counter, "Engines replaced because they died.", |host| {
+        one(host.engine_restarts)
+    }),
+    metric("ballast_host_memory_bytes", Kind::Gauge, "Host DRAM, total and available to new work.", |host| {
+        by("state", &[("total", host.mem_total_bytes), ("available", host.mem_available_bytes)])
+    }),
+    metric("ballast_host_saved_bytes", Kind::Gauge, "Host memory reclaim has freed, net of the stores.", |host| {
+        one(host.saved_bytes)
+    }),
+    metric("ballast_store_used_bytes", Kind::Gauge, "What far pages occupy in the stores.", |host| {
+        one(host.store_bytes)
+    }),
+    metric("ballast_store_budget_bytes", Kind::Gauge, "Most the stores may occupy.", |host| {
+        one(host.store_budget_bytes)
+    }),
+    metric("ballast_vms", Kind::Gauge, "VMs attached.", |host| one(u64::from(host.vms))),
+];
+
+pub(super) const VM: &[Metric<VmSamples>] = &[
+    metric("ballast_vm_info", Kind::Gauge, "Always 1; the labels describe the VM.", |vm| {
+        let labels = vec![("uuid", vm.id.clone()), ("vmm", vm.vmm.clone()), ("class", vm.class.to_string())];
+        vec![(labels, 1.0)]
+    }),
+    metric("ballast_vm_status", Kind::Gauge, "1 for the status the VM has, 0 for the others.", |vm| {
+        use VmStatus::{Blocked, Halted, Recovering, Running};
+        let is = |status: VmStatus| (vec![("status", status.to_string())], f64::from(u8::from(vm.status == status)));
+        [Running, Blocked, Recovering, Halted].map(is).into()
+    }),
+    metric("ballast_vm_size_bytes", Kind::Gauge, "All guest RAM.", |vm| one(vm.size_bytes)),
+    metric("ballast_vm_memory_bytes", Kind::Gauge, "Guest RAM by where it is; sums to the size.", |vm| {
+        let tiers = [
+            ("resident", vm.resident_bytes),
+            ("far", vm.far_bytes),
+            ("zero", vm.zero_bytes),
+            ("untouched", vm.untouched_bytes),
+            ("poisoned", vm.poisoned_bytes),
+        ];
+        by("tier", &tiers)
+    }),
+    metric("ballast_vm_quarantine_bytes", Kind::Gauge, "Part of resident: zapped, proving it is cold.", |vm| {
+        one(vm.quarantine_bytes)
+    }),
+    metric("ballast_vm_limit_bytes", Kind::Gauge, "DRAM cap; absent when there is none.", |vm| {
+        vm.limit_bytes.map(one).unwrap_or_default()
+    }),
+    metric("ballast_vm_registered_bytes", Kind::Gauge, "Guest RAM under userfaultfd now.", |vm| {
+        one(vm.registered_bytes)
+    }),
+    metric(
+        "ballast_vm_store_bytes",
+        Kind::Gauge,
+        "What the VM's far pages occupy in stores.",
+        |vm| one(vm.store_bytes),
+    ),
+    metric("ballast_vm_faults_total", Kind::Counter, "Faults served, by what the page was.", |vm| {
+        let faults = &vm.faults;
+        let kinds =
+            [("minor", faults.minor), ("restore", faults.restore), ("zero", faults.zero), ("fresh", faults.fresh)];
+        by("kind", &kinds)
+    }),
+    metric(
+        "ballast_vm_deferred_faults_total",
+        Kind::Counter,
+        "Times a fault met a busy page and was put back.",
+        |vm| one(vm.faults.deferred),
+    ),
+    metric("ballast_vm_moved_bytes_total", Kind::Counter, "Guest RAM moved between tiers.", |vm| {
+        vec![
+            moved("resident", "far", "reclaim", vm.reclaim.evicted_pages),
+            moved("resident", "zero", "reclaim", vm.reclaim.evicted_zero_pages),
+            moved("far", "resident", "fault", vm.faults.restore),
+            moved("zero", "resident", "fault", vm.faults.zero),
+        ]
+    }),
+    metric("ballast_vm_same_filled_bytes_total", Kind::Counter, "Part of what moved far: one repeated word.", |vm| {
+        one(pages(vm.reclaim.same_filled_pages))
+    }),
+    metric("ballast_vm_quarantined_bytes_total", Kind::Counter, "Guest RAM put into quarantine.", |vm| {
+        one(pages(vm.reclaim.zapped_pages))
+    }),
+    metric(
+        "ballast_vm_reclaim_kept_bytes_total",
+        Kind::Counter,
+        "Guest RAM picked for reclaim and kept, by reason.",
+        |vm| {
+            let reclaim = &vm.reclaim;
+            let reasons = [
+                ("rescued", pages(reclaim.rescued_pages)),
+                ("aborted", pages(reclaim.aborted_pages)),
+                ("failed", pages(reclaim.failed_pages)),
+            ];
+            by("reason", &reasons)
+        },
+    ),
+    metric("ballast_vm_discarded_bytes_total", Kind::Counter, "Guest RAM given back by the guest.", |vm| {
+        one(pages(vm.reclaim.discarded_pages))
+    }),
+    metric("ballast_vm_store_full_total", Kind::Counter, "Times reclaim stopped because the store was full.", |vm| {
+        one(vm.reclaim.store_full_events)
+    }),
+    metric(
+        "ballast_vm_stall_seconds_total",
+        Kind::Counter,
+        "Time the VM waited for Ballast, as Linux PSI counts.",
+        |vm| {
+            let seconds = |kind: &str, micros: u64| (vec![("kind", kind.to_owned())], micros as f64 / 1e6);
+            vec![seconds("some", vm.stall.some.total_us), seconds("full", vm.stall.full.total_us)]
+        },
+    ),
+];
+
+pub(super) const FAULT_DURATION: Metric<()> =
+    metric("ballast_vm_fault_duration_seconds", Kind::Histogram, "Time to serve a fault: read to guest woken.", ());
+
+/// The page.
+pub(super) fn page(backend: &dyn Backend) -> String {
+    let host = backend.host();
+    let mut vms = backend.vms();
+    vms.retain(|vm| vm.status != VmStatus::Gone);
+    let mut page = Page(String::with_capacity(4096 + 4096 * vms.len()));
+    for metric in HOST {
+        page.head(metric);
+        for (labels, value) in (metric.samples)(&host) {
+            page.sample(metric.name, &labels, value);
+        }
+    }
+    for metric in VM {
+        page.head(metric);
+        for vm in &vms {
+            for (mut labels, value) in (metric.samples)(vm) {
+                labels.insert(0, ("domain", vm.name.clone()));
+                page.sample(metric.name, &labels, value);
+            }
+        }
+    }
+    page.head(&FAULT_DURATION);
+    for vm in &vms {
+        if let Some(histogram) = backend.fault_histogram(&vm.name) {
+            page.histogram(FAULT_DURATION.name, &vm.name, &histogram);
+        }
+    }
+    page.0
+}
+
+struct Page(String);
+
+impl Page {
+    fn head<S>(&mut self, metric: &Metric<S>) {
+        let Metric { name, kind, help, .. } = metric;
+        self.put(format_args!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
+    }
+
+    fn sample(&mut self, name: &str, labels: &[(&str, String)], value: f64) {
+        self.put(format_args!("{name}"));
+        for (at, (label, text)) in labels.iter().enumerate() {
+            self.put(format_args!("{}{label}=\"", if at == 0 { '{' } else { ',' }));
+            for c in text.chars() {
+                match c {
+                    '\\' => self.0.push_str("\\\\"),
+                    '"' => self.0.push_str("\\\""),
+                    '\n' => self.0.push_str("\\n"),
+                    c => self.0.push(c),
+                }
+            }
+            self.0.push('"');
+        }
+        self.put(format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }));
+    }
+
+    fn histogram(&mut self, name: &str, domain: &str, histogram: &Histogram) {
+        let domain = || ("domain", domain.to_owned());
+        let finite = histogram.buckets.iter().map(|(bound, count)| (bound.to_string(), *count));
+        for (bound, count) in finite.chain([("+Inf".to_owned(), histogram.count)]) {
+            self.sample(&format!("{name}_bucket"), &[domain(), ("le", bound)], count as f64);
+        }
+        self.sample(&format!("{name}_sum"), &[domain()], histogram.sum_s);
+        self.sample(&format!("{name}_count"), &[domain()], histogram.count as f64);
+    }
+
+    fn put(&mut self, text: fmt::Arguments<'_>) {
+        // Writing to a String has no way to fail.
+        let _ = self.0.write_fmt(text);
+    }
+}

@@ -1,0 +1,150 @@
+//! The HTTP/JSON API and the metrics page, on a Unix socket.
+//!
+//! Before: the engine implements [`Backend`] over its counters. After: `ballast-api`'s client, curl, Prometheus.
+//! Threads: connections are tasks of the caller's runtime; every backend call runs on a blocking thread, so one that
+//! waits for a lock delays its own request only. Fault lanes never come here.
+//! Promise: whatever a peer sends, slowly or not at all, the server answers the next one.
+
+mod metrics;
+mod peer;
+mod routes;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_api::{Event, HostStat, VmStat};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+pub use peer::{Access, PeerPolicy};
+
+/// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
+pub trait Backend: Send + Sync + 'static {
+    /// Every VM, in the order to show them.
+    fn vms(&self) -> Vec<VmStat>;
+    /// The VM of that name.
+    fn vm(&self, name: &str) -> Option<VmStat>;
+    /// Set or remove the DRAM cap of a VM; answers its state after the change.
+    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError>;
+    /// The host and Ballast itself.
+    fn host(&self) -> HostStat;
+    /// Recent events, oldest first.
+    fn events(&self) -> Vec<Event>;
+    /// How long the VM's faults took, for the metrics page.
+    fn fault_histogram(&self, name: &str) -> Option<Histogram>;
+}
+
+/// Why a limit was not set. Caused by the operator.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SetLimitError {
+    /// No VM has that name.
+    #[error("no VM has that name")]
+    NotFound,
+    /// The value cannot be; the text says why and what could be.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// A cumulative histogram of seconds, as Prometheus counts.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Histogram {
+    /// Upper bound of each bucket in seconds, rising, and how many measurements were at or below it. The infinite
+    /// bucket is `count` and is not listed.
+    pub buckets: Vec<(f64, u64)>,
+    /// All measurements.
+    pub count: u64,
+    /// Their sum in seconds.
+    pub sum_s: f64,
+}
+
+/// How long and how many. The three kinds of peer have places of their own, so that readers, or strangers who are
+/// only told no, cannot keep the operator out.
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    /// For a whole request head to arrive, and between requests.
+    head: Duration,
+    /// For a whole request body to arrive.
+    body: Duration,
+    /// For a connection, after which it ends at the next answer.
+    connection: Duration,
+    /// For that last answer to be taken.
+    last_answer: Duration,
+    /// Connections of owners, of readers and of strangers.
+    places: [usize; 3],
+}
+
+const BOUNDS: Bounds = Bounds {
+    head: Duration::from_secs(10),
+    body: Duration::from_secs(10),
+    connection: Duration::from_secs(60),
+    last_answer: Duration::from_secs(10),
+    places: [64, 32, 4],
+};
+
+/// Longest request head: request line and headers.
+const MAX_HEAD_BYTES: usize = 16 * 1024;
+/// Most headers in a request.
+const MAX_HEADERS: usize = 64;
+/// A listener that cannot accept (no descriptors left) is asked again after this long.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Serve the API to whoever connects to `listener`, for as long as the future is polled. Dropping it stops accepting;
+/// answers under way are finished by their own tasks.
+pub async fn serve(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy) {
+    serve_within(listener, backend, allowed, BOUNDS).await;
+}
+
+async fn serve_within(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy, bounds: Bounds) {
+    let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "accepting an API connection");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let access = allowed.access_of(&stream);
+        match Arc::clone(&places[access as usize]).try_acquire_owned() {
+            Ok(place) => {
+                tokio::spawn(connection(stream, Arc::clone(&backend), access, bounds, place));
+            }
+            // Best effort: a peer that does not take it sees the connection end.
+            Err(_) => drop(stream.try_write(routes::BUSY_ANSWER.as_bytes())),
+        }
+    }
+}
+
+async fn connection(
+    stream: UnixStream,
+    backend: Arc<dyn Backend>,
+    access: Access,
+    bounds: Bounds,
+    _place: OwnedSemaphorePermit,
+) {
+    let service = TowerToHyperService::new(routes::router(backend, access, bounds.body));
+    let served = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(bounds.head)
+        .max_headers(MAX_HEADERS)
+        .max_header_size(MAX_HEAD_BYTES)
+        .half_close(true)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(served);
+    let ended = tokio::select! {
+        ended = &mut served => ended,
+        () = tokio::time::sleep(bounds.connection) => {
+            served.as_mut().graceful_shutdown();
+            tokio::time::timeout(bounds.last_answer, served).await.unwrap_or(Ok(()))
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "an API connection ended");
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,67 @@
+//! What a peer may do, decided once per connection from its kernel-given credentials.
+//!
+//! Before: a connection was accepted. After: `routes` refuses what is not allowed.
+//! Promise: credentials that cannot be read give no access.
+
+use tokio::net::UnixStream;
+
+/// What a peer may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Look and change.
+    Write = 0,
+    /// Look.
+    Read = 1,
+    /// Nothing; every request is answered 403.
+    Denied = 2,
+}
+
+/// Who may do what. Root may always do everything.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerPolicy {
+    /// This user may look and change: the daemon's own.
+    pub owner_uid: u32,
+    /// Members of this group may look.
+    pub reader_gid: Option<u32>,
+}
+
+impl PeerPolicy {
+    /// The user of this process may do everything, members of `reader_gid` may look.
+    pub fn new(reader_gid: Option<u32>) -> Self {
+        Self { owner_uid: rustix::process::geteuid().as_raw(), reader_gid }
+    }
+
+    /// What a peer with this user, primary group and supplementary groups may do.
+    pub fn access(&self, uid: u32, gid: u32, groups: &[u32]) -> Access {
+        if uid == 0 || uid == self.owner_uid {
+            Access::Write
+        } else if self.reader_gid.is_some_and(|reader| gid == reader || groups.contains(&reader)) {
+            Access::Read
+        } else {
+            Access::Denied
+        }
+    }
+
+    pub(super) fn access_of(&self, stream: &UnixStream) -> Access {
+        let Ok(peer) = stream.peer_cred() else { return Access::Denied };
+        let groups = ballast_sys::peer::groups(stream).unwrap_or_default();
+        self.access(peer.uid(), peer.gid(), &groups)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_and_the_owner_change_group_members_look_others_get_nothing() {
+        let policy = PeerPolicy { owner_uid: 990, reader_gid: Some(77) };
+        assert_eq!(policy.access(0, 0, &[]), Access::Write);
+        assert_eq!(policy.access(990, 1, &[]), Access::Write);
+        assert_eq!(policy.access(1000, 77, &[]), Access::Read);
+        assert_eq!(policy.access(1000, 1000, &[4, 77]), Access::Read);
+        assert_eq!(policy.access(1000, 1000, &[4]), Access::Denied);
+        let nobody_reads = PeerPolicy { reader_gid: None, ..policy };
+        assert_eq!(nobody_reads.access(1000, 77, &[77]), Access::Denied);
+    }
+}

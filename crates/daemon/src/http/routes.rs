@@ -1,0 +1,202 @@
+//! Requests to answers: the routes of API version 1.
+//!
+//! Before: `mod` accepted a connection and decided what its peer may do. After: JSON, metrics text or a problem.
+//! Threads: any of the runtime; the backend is called on blocking threads.
+//! Promise: every refusal is a problem document that says what was wrong.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, Request, State, rejection::PathRejection};
+use axum::http::{Method, StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use ballast_api::{MAX_BODY_BYTES, Problem, VmPatch};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde::Serialize;
+
+use super::{Access, Backend, SetLimitError, metrics};
+
+/// Written to a connection there is no place for.
+pub(super) const BUSY_ANSWER: &str = concat!(
+    "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\nconnection: close\r\n",
+    "retry-after: 1\r\ncontent-length: 125\r\n\r\n",
+    r#"{"type":"urn:ballast:problem:busy","title":"Busy","status":503,"detail":"Too many connections are open; ask again later"}"#,
+    "    "
+);
+
+#[derive(Clone)]
+struct Connection {
+    backend: Arc<dyn Backend>,
+    access: Access,
+    body_time: Duration,
+}
+
+/// A refusal on its way to the peer.
+struct Refusal(Problem);
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        // Serialising a struct of strings has no way to fail.
+        let body = serde_json::to_vec(&self.0).expect("a problem serialises");
+        (status, [(header::CONTENT_TYPE, Problem::MEDIA_TYPE)], body).into_response()
+    }
+}
+
+type Answer = Result<Response, Refusal>;
+
+pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
+    let state = Connection { backend, access, body_time };
+    Router::new()
+        .route("/v1/vms", get(vms))
+        .route("/v1/vms/{name}", get(vm).patch(patch_vm))
+        .route("/v1/host", get(host))
+        .route("/v1/events", get(events))
+        .route("/v1/openapi.json", get(openapi))
+        .route("/metrics", get(metrics_page))
+        .fallback(not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(state.clone(), check_access))
+        .with_state(state)
+}
+
+async fn check_access(State(connection): State<Connection>, request: Request, next: Next) -> Response {
+    let looks = matches!(*request.method(), Method::GET | Method::HEAD);
+    let refusal = match connection.access {
+        Access::Write => None,
+        Access::Read if looks => None,
+        Access::Read => Some("This user may look but not change; changing needs root or the daemon's own user"),
+        Access::Denied => Some("This user may not use the API; looking needs membership in the daemon's API group"),
+    };
+    match refusal {
+        None => next.run(request).await,
+        Some(detail) => Refusal(Problem::new(403, Problem::FORBIDDEN, "Forbidden", detail)).into_response(),
+    }
+}
+
+/// Call the backend where it may block. A panic there is our fault and becomes a 500.
+async fn ask<T: Send + 'static>(
+    connection: &Connection,
+    call: impl FnOnce(&dyn Backend) -> T + Send + 'static,
+) -> Result<T, Refusal> {
+    let backend = Arc::clone(&connection.backend);
+    tokio::task::spawn_blocking(move || call(&*backend)).await.map_err(|error| {
+        tracing::error!(%error, "answering an API request");
+        Refusal(Problem::new(500, Problem::INTERNAL, "Internal error", "The engine failed to answer; see its log"))
+    })
+}
+
+fn json<T: Serialize>(value: &T) -> Answer {
+    // Serialising the API's plain data has no way to fail (a number that is not finite becomes null).
+    let body = serde_json::to_vec(value).expect("API types serialise");
+    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+fn no_such_vm(name: &str) -> Refusal {
+    Refusal(Problem::new(404, Problem::NO_SUCH_VM, "No such VM", format!("No VM is named {name:?}")))
+}
+
+async fn vms(State(connection): State<Connection>) -> Answer {
+    json(&ask(&connection, |backend| backend.vms()).await?)
+}
+
+async fn vm(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let asked = name.clone();
+    let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
+    json(&vm.ok_or_else(|| no_such_vm(&name))?)
+}
+
+async fn patch_vm(
+    State(connection): State<Connection>,
+    name: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let body = read_body(request.into_body(), connection.body_time).await?;
+    // serde would also take an array as the fields in order.
+    if body.trim_ascii_start().first() != Some(&b'{') {
+        return Err(bad_request("The body is not a change to a VM: a JSON object is needed"));
+    }
+    let patch: VmPatch = serde_json::from_slice(&body)
+        .map_err(|error| bad_request(format!("The body is not a change to a VM: {error}")))?;
+    let asked = name.clone();
+    let Some(limit_bytes) = patch.limit_bytes else {
+        let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
+        return json(&vm.ok_or_else(|| no_such_vm(&name))?);
+    };
+    match ask(&connection, move |backend| backend.set_limit(&asked, limit_bytes)).await? {
+        Ok(vm) => json(&vm),
+        Err(SetLimitError::NotFound) => Err(no_such_vm(&name)),
+        Err(SetLimitError::Invalid(why)) => Err(Refusal(Problem::new(422, Problem::INVALID, "Invalid value", why))),
+    }
+}
+
+async fn host(State(connection): State<Connection>) -> Answer {
+    json(&ask(&connection, |backend| backend.host()).await?)
+}
+
+async fn events(State(connection): State<Connection>) -> Answer {
+    json(&ask(&connection, |backend| backend.events()).await?)
+}
+
+async fn openapi() -> Answer {
+    Ok(([(header::CONTENT_TYPE, "application/json")], ballast_api::document_json()).into_response())
+}
+
+async fn metrics_page(State(connection): State<Connection>) -> Answer {
+    let page = ask(&connection, metrics::page).await?;
+    Ok(([(header::CONTENT_TYPE, metrics::MEDIA_TYPE)], page).into_response())
+}
+
+async fn not_found(request: Request) -> Refusal {
+    let detail = format!("Nothing is at {:?}; GET /v1/openapi.json lists what there is", request.uri().path());
+    Refusal(Problem::new(404, Problem::NOT_FOUND, "Not found", detail))
+}
+
+async fn wrong_method(request: Request) -> Refusal {
+    let detail = format!("{:?} does not take {}", request.uri().path(), request.method());
+    Refusal(Problem::new(405, Problem::METHOD, "Method not allowed", detail))
+}
+
+fn bad_request(detail: impl Into<String>) -> Refusal {
+    Refusal(Problem::new(400, Problem::BAD_REQUEST, "Bad request", detail))
+}
+
+async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Refusal> {
+    let whole = Limited::new(body, MAX_BODY_BYTES).collect();
+    match tokio::time::timeout(time, whole).await {
+        Ok(Ok(body)) => Ok(body.to_bytes().into()),
+        Ok(Err(error)) if is_too_long(&*error) => {
+            let detail = format!("A request body may have at most {MAX_BODY_BYTES} bytes");
+            Err(Refusal(Problem::new(413, Problem::TOO_LARGE, "Body too large", detail)))
+        }
+        Ok(Err(error)) => Err(bad_request(format!("The body could not be read: {error}"))),
+        Err(_) => {
+            let detail = format!("The body did not arrive within {} s", time.as_secs_f32());
+            Err(Refusal(Problem::new(408, Problem::TIMEOUT, "Timeout", detail)))
+        }
+    }
+}
+
+fn is_too_long(error: &(dyn Error + 'static)) -> bool {
+    error.is::<LengthLimitError>() || error.source().is_some_and(is_too_long)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_busy_answer_is_a_problem_of_the_stated_length() {
+        let (head, body) = BUSY_ANSWER.split_once("\r\n\r\n").expect("head and body");
+        let problem: Problem = serde_json::from_str(body).expect("a problem");
+        assert_eq!((problem.status, problem.kind.as_str()), (503, Problem::BUSY));
+        assert!(head.contains(&format!("content-length: {}", body.len())), "the body has {} bytes", body.len());
+    }
+}

@@ -1,0 +1,334 @@
+//! The server on a real socket: what it answers, and what it survives. The backend is canned: the server is on trial.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream as Stream;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use ballast_api::{Client, ClientError, Problem, VmStatus};
+use ballast_base::MIB;
+
+use super::*;
+
+struct Canned {
+    vms: Mutex<Vec<VmStat>>,
+}
+
+impl Canned {
+    fn new() -> Self {
+        let vm = |name: &str, status| VmStat {
+            name: name.into(),
+            id: "00112233445566778899aabbccddeeff".into(),
+            vmm: "qemu \"x\\y\"\n".into(),
+            status,
+            size_bytes: 10 * MIB,
+            resident_bytes: 6 * MIB,
+            far_bytes: 2 * MIB,
+            zero_bytes: MIB,
+            untouched_bytes: MIB,
+            ..VmStat::default()
+        };
+        Self { vms: Mutex::new(vec![vm("web", VmStatus::Running), vm("old", VmStatus::Gone)]) }
+    }
+}
+
+impl Backend for Canned {
+    fn vms(&self) -> Vec<VmStat> {
+        self.vms.lock().expect("lock").clone()
+    }
+    fn vm(&self, name: &str) -> Option<VmStat> {
+        assert_ne!(name, "panic", "the backend was asked to panic");
+        self.vms().into_iter().find(|vm| vm.name == name)
+    }
+    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
+        let mut vms = self.vms.lock().expect("lock");
+        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(SetLimitError::NotFound)?;
+        if limit_bytes == Some(0) {
+            return Err(SetLimitError::Invalid("the limit must be at least 2 MiB".into()));
+        }
+        vm.limit_bytes = limit_bytes;
+        Ok(vm.clone())
+    }
+    fn host(&self) -> HostStat {
+        HostStat { version: "9.9.9".into(), vms: 1, mem_total_bytes: 64 * MIB, ..HostStat::default() }
+    }
+    fn events(&self) -> Vec<Event> {
+        vec![Event { at_unix_ms: 1, vm: None, kind: "started".into(), message: "The engine serves".into() }]
+    }
+    fn fault_histogram(&self, name: &str) -> Option<Histogram> {
+        (name == "web").then(|| Histogram { buckets: vec![(1e-5, 3), (1e-4, 5)], count: 6, sum_s: 0.25 })
+    }
+}
+
+struct Server {
+    _directory: tempfile::TempDir,
+    socket: PathBuf,
+}
+
+fn start(policy: PeerPolicy, bounds: Bounds) -> Server {
+    let directory = tempfile::tempdir().expect("directory");
+    let socket = directory.path().join("api.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).expect("bind");
+    listener.set_nonblocking(true).expect("non-blocking");
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+        runtime.block_on(async {
+            let listener = UnixListener::from_std(listener).expect("listener");
+            serve_within(listener, Arc::new(Canned::new()), policy, bounds).await;
+        });
+    });
+    Server { _directory: directory, socket }
+}
+
+fn usual() -> Server {
+    start(PeerPolicy::new(None), BOUNDS)
+}
+
+/// Send bytes, say that no more follow, and read whatever comes until the server ends the connection.
+fn raw(socket: &Path, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = Stream::connect(socket).expect("connect");
+    // The server may refuse and close before it has read everything.
+    let _ = stream.write_all(bytes);
+    let _ = stream.shutdown(std::net::Shutdown::Write);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    answer
+}
+
+fn status_and_problem(answer: &[u8]) -> (u16, Option<Problem>) {
+    let text = String::from_utf8_lossy(answer);
+    let status = text.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0);
+    (status, text.split_once("\r\n\r\n").and_then(|(_, body)| serde_json::from_str(body).ok()))
+}
+
+fn patch(path: &str, body: &str) -> Vec<u8> {
+    format!("PATCH {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into()
+}
+
+fn refused(error: ClientError) -> Problem {
+    match error {
+        ClientError::Refused(problem) => problem,
+        other => panic!("not a refusal: {other}"),
+    }
+}
+
+#[test]
+fn what_the_backend_says_is_what_the_client_reads() {
+    let server = usual();
+    let client = Client::new(&server.socket).expect("client");
+    let canned = Canned::new();
+    assert_eq!(client.vms().expect("vms"), canned.vms());
+    assert_eq!(client.vm("web").expect("vm"), canned.vms()[0]);
+    assert_eq!(client.host().expect("host"), canned.host());
+    assert_eq!(client.events().expect("events"), canned.events());
+    assert_eq!(client.set_limit("web", Some(MIB)).expect("limit").limit_bytes, Some(MIB));
+    assert_eq!(client.vm("web").expect("vm").limit_bytes, Some(MIB));
+    assert_eq!(client.set_limit("web", None).expect("limit").limit_bytes, None);
+    let document = raw(&server.socket, b"GET /v1/openapi.json HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+    let document = String::from_utf8(document).expect("UTF-8");
+    assert!(document.ends_with(&ballast_api::document_json()), "the document served is not the generated one");
+}
+
+#[test]
+fn a_refusal_is_a_problem_that_says_what_was_wrong() {
+    let server = usual();
+    let client = Client::new(&server.socket).expect("client");
+    assert!(client.vm("nobody").expect_err("no such VM").is_no_such_vm());
+    assert!(client.set_limit("nobody", None).expect_err("no such VM").is_no_such_vm());
+    let problem = refused(client.set_limit("web", Some(0)).expect_err("refused"));
+    assert_eq!((problem.status, problem.detail.as_str()), (422, "the limit must be at least 2 MiB"));
+
+    let long = format!("{{\"limit_bytes\":{}1}}", " ".repeat(ballast_api::MAX_BODY_BYTES));
+    let long_path = format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "a".repeat(MAX_HEAD_BYTES));
+    let cases: &[(u16, Vec<u8>, &str)] = &[
+        (400, patch("/v1/vms/web", r#"{"limit":1}"#), "unknown field"),
+        (400, patch("/v1/vms/web", r#"{"limit_bytes":-1}"#), "expected u64"),
+        (400, patch("/v1/vms/web", r#"{"limit_bytes":"1G"}"#), "expected u64"),
+        (400, patch("/v1/vms/web", "[4096]"), "object"),
+        (400, patch("/v1/vms/web", "\u{0}\u{1}"), "not a change"),
+        (400, patch("/v1/vms/%ff%fe", "{}"), "UTF-8"),
+        (413, patch("/v1/vms/web", &long), "65536 bytes"),
+        (404, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "openapi.json"),
+        (404, b"GET /v1/vms/a/b HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "Nothing is at"),
+        (405, b"DELETE /v1/vms/web HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "DELETE"),
+        (400, b"garbage\r\n\r\n".to_vec(), ""),
+        (431, long_path.into_bytes(), ""),
+    ];
+    for (status, request, detail) in cases {
+        let start = String::from_utf8_lossy(&request[..request.len().min(60)]).into_owned();
+        let (found, problem) = status_and_problem(&raw(&server.socket, request));
+        assert_eq!(found, *status, "{start:?}");
+        let text = problem.map(|problem| problem.detail).unwrap_or_default();
+        assert!(text.contains(detail), "{start:?} answered {text:?}");
+    }
+}
+
+#[test]
+fn a_panic_in_the_backend_is_a_500_and_the_next_request_is_answered() {
+    let server = usual();
+    let client = Client::new(&server.socket).expect("client");
+    assert_eq!(refused(client.vm("panic").expect_err("it panicked")).status, 500);
+    assert!(client.vm("web").is_ok());
+}
+
+#[test]
+fn a_stranger_is_refused_everything_and_a_reader_every_change() {
+    // Root is always let in, so the policy is tested in `peer` and this test gives each connection its access.
+    for (access, looking, changing) in [(Access::Denied, 403, 403), (Access::Read, 200, 403), (Access::Write, 200, 200)]
+    {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+        let ask = |request: Vec<u8>| {
+            runtime.block_on(async {
+                let (here, there) = UnixStream::pair().expect("pair");
+                let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("place");
+                tokio::spawn(connection(there, Arc::new(Canned::new()), access, BOUNDS, place));
+                let here = here.into_std().expect("std");
+                here.set_nonblocking(false).expect("blocking");
+                let asked = tokio::task::spawn_blocking(move || {
+                    let mut here = here;
+                    here.write_all(&request).expect("write");
+                    here.shutdown(std::net::Shutdown::Write).expect("shutdown");
+                    let mut answer = Vec::new();
+                    here.read_to_end(&mut answer).expect("read");
+                    status_and_problem(&answer).0
+                });
+                asked.await.expect("answer")
+            })
+        };
+        assert_eq!(ask(b"GET /v1/vms HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
+        assert_eq!(ask(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
+        assert_eq!(ask(patch("/v1/vms/web", "{}")), changing, "{access:?}");
+    }
+}
+
+#[test]
+fn slow_and_silent_peers_are_cut_and_free_their_places() {
+    let short = Duration::from_millis(100);
+    let bounds = Bounds { head: short, body: short, connection: 3 * short, last_answer: short, places: [4, 4, 4] };
+    let server = start(PeerPolicy::new(None), bounds);
+    let beginnings: [&[u8]; 4] = [
+        b"",
+        b"GET /v1/vms HTTP/1.1\r\nho",
+        b"PATCH /v1/vms/web HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
+        // Asks, does not read the answer, and stays: ended between requests.
+        b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n",
+    ];
+    let mut peers: Vec<Stream> = beginnings
+        .iter()
+        .map(|bytes| {
+            let mut stream = Stream::connect(&server.socket).expect("connect");
+            stream.write_all(bytes).expect("write");
+            stream
+        })
+        .collect();
+    // All places are taken, so one more is turned away, or its place was freed in between: both are answers.
+    let (status, _) = status_and_problem(&raw(&server.socket, b"GET /v1/host HTTP/1.1\r\nhost: x\r\n\r\n"));
+    assert!(matches!(status, 503 | 200), "{status}");
+    for (peer, beginning) in peers.iter_mut().zip(beginnings) {
+        let mut answer = Vec::new();
+        let _ = peer.read_to_end(&mut answer);
+        if beginning.starts_with(b"PATCH") {
+            assert_eq!(status_and_problem(&answer).0, 408);
+        }
+    }
+    let client = Client::new(&server.socket).expect("client");
+    assert!(client.host().is_ok(), "the places were not freed");
+}
+
+/// xorshift64*: the same sequence for the same seed.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as usize % below
+    }
+}
+
+#[test]
+fn random_and_broken_requests_never_stop_the_server() {
+    const REQUESTS: usize = 3000;
+    let seeds: [Vec<u8>; 6] = [
+        b"GET /v1/vms HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
+        b"GET /v1/vms/web HTTP/1.1\r\nhost: x\r\nconnection: keep-alive\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n".to_vec(),
+        patch("/v1/vms/web", r#"{"limit_bytes":1048576}"#),
+        patch("/v1/vms/web", r#"{"limit_bytes":{"a":[[[[[[1,2,null,"\ud800"]]]]]]}}"#),
+        b"PATCH /v1/vms/w HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"lim\r\nFFFFFFFFFFFFFFFFF\r\n".to_vec(),
+        b"POST /v1/events HTTP/1.0\r\ncontent-length: 99999999999999999999\r\nupgrade: h2c\r\n\r\n".to_vec(),
+    ];
+    let server = usual();
+    let client = Client::new(&server.socket).expect("client");
+    let mut dice = Dice(0x00BA_11A5_7F0C_5EED);
+    for round in 0..REQUESTS {
+        let mut request = seeds[dice.roll(seeds.len())].clone();
+        match dice.roll(4) {
+            0 => request = (0..dice.roll(600)).map(|_| dice.roll(256) as u8).collect(),
+            1 => request.truncate(dice.roll(request.len())),
+            2 => request.splice(5..5, std::iter::repeat_n(b'/', dice.roll(40_000))).for_each(drop),
+            _ => (0..=dice.roll(8)).for_each(|_| {
+                let at = dice.roll(request.len());
+                request[at] = dice.roll(256) as u8;
+            }),
+        }
+        let answer = raw(&server.socket, &request);
+        let (status, _) = status_and_problem(&answer);
+        assert!(answer.is_empty() || (200..500).contains(&status), "{request:?} answered {status}");
+        if round % 100 == 0 {
+            assert!(client.vm("web").is_ok(), "the server stopped answering after {request:?}");
+        }
+    }
+    assert_eq!(client.vms().expect("vms").len(), 2);
+}
+
+#[test]
+fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
+    let server = usual();
+    let page = Client::new(&server.socket).expect("client").metrics().expect("metrics");
+    let value = |sample: &str| -> f64 {
+        let line =
+            page.lines().find(|line| line.starts_with(sample)).unwrap_or_else(|| panic!("no {sample} in {page}"));
+        line.rsplit(' ').next().expect("value").parse().expect("number")
+    };
+    let tiers = ["resident", "far", "zero", "untouched", "poisoned"];
+    let sum: f64 =
+        tiers.map(|tier| value(&format!("ballast_vm_memory_bytes{{domain=\"web\",tier=\"{tier}\"}}"))).iter().sum();
+    assert_eq!(sum, value("ballast_vm_size_bytes{domain=\"web\"}"));
+    assert_eq!(value("ballast_vm_fault_duration_seconds_bucket{domain=\"web\",le=\"0.00001\"}"), 3.0);
+    assert_eq!(value("ballast_vm_fault_duration_seconds_bucket{domain=\"web\",le=\"+Inf\"}"), 6.0);
+    assert_eq!(value("ballast_vm_fault_duration_seconds_sum"), 0.25);
+    assert!(page.contains(r#"vmm="qemu \"x\\y\"\n""#), "labels are not escaped: {page}");
+    assert!(!page.contains("domain=\"old\""), "a VM that is gone is still shown");
+    assert!(!page.contains("ballast_vm_limit_bytes{"), "a limit is shown where there is none");
+    let names = metrics::HOST.iter().map(|metric| metric.name).chain(metrics::VM.iter().map(|metric| metric.name));
+    for name in names.chain([metrics::FAULT_DURATION.name]) {
+        assert!(page.contains(&format!("# HELP {name} ")) && page.contains(&format!("# TYPE {name} ")), "{name}");
+    }
+    for line in page.lines().filter(|line| !line.starts_with('#')) {
+        let (name, value) = line.rsplit_once(' ').expect("name and value");
+        assert!(name.starts_with("ballast_") && value.parse::<f64>().is_ok(), "{line}");
+    }
+}
+
+#[test]
+fn every_metric_is_documented_with_its_type_and_unit() {
+    let document = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md"));
+    let ours = (metrics::HOST.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(metrics::VM.iter().map(|metric| (metric.name, metric.kind)))
+        .chain([(metrics::FAULT_DURATION.name, metrics::FAULT_DURATION.kind)]);
+    let mut rows = 0;
+    for (name, kind) in ours {
+        rows += 1;
+        let row = document.lines().find(|line| line.starts_with(&format!("| `{name}` |")));
+        let row = row.unwrap_or_else(|| panic!("{name} is not in docs/metrics.md"));
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        assert_eq!(cells[2], kind.to_string(), "{row}");
+        let stem = name.strip_suffix("_total").unwrap_or(name);
+        let unit = ["bytes", "seconds"].into_iter().find(|unit| stem.ends_with(&format!("_{unit}"))).unwrap_or("1");
+        assert_eq!(cells[3], unit, "the unit of {name} and its suffix differ");
+        assert_eq!(name.ends_with("_total"), kind == metrics::Kind::Counter, "{name} is a {kind}");
+    }
+    let documented = document.lines().filter(|line| line.starts_with("| `ballast_")).count();
+    assert_eq!(documented, rows, "docs/metrics.md lists a metric that does not exist");
+}

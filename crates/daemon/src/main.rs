@@ -1,0 +1,60 @@
+//! The `ballastd` program: without a subcommand the keeper, which starts `ballastd engine` itself.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use ballast_daemon::config::Config;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(version, about = "Elastic memory for virtual machines: the daemon")]
+struct Args {
+    /// Read settings from this TOML file; without it every setting has its default
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Directory for the sockets (overrides `runtime_dir`)
+    #[arg(long, value_name = "DIR")]
+    runtime_dir: Option<PathBuf>,
+    #[command(subcommand)]
+    role: Option<Role>,
+}
+
+#[derive(Subcommand)]
+enum Role {
+    /// Started by the keeper with a socket as standard input
+    #[command(hide = true)]
+    Engine,
+    /// Check the configuration, print the effective values, and exit
+    Check,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::try_from_env("BALLAST_LOG").unwrap_or_else(|_| "info".into()))
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    match run(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("ballastd: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: Args) -> anyhow::Result<()> {
+    let mut config = Config::load(args.config.as_deref())?;
+    if let Some(dir) = args.runtime_dir {
+        config.runtime_dir = dir;
+    }
+    match args.role {
+        None => ballast_daemon::keeper::run(config),
+        Some(Role::Engine) => ballast_daemon::engine::run(),
+        Some(Role::Check) => {
+            print!("{}", config.to_toml()?);
+            Ok(())
+        }
+    }
+}

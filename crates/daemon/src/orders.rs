@@ -1,0 +1,140 @@
+//! Messages between keeper and engine, on the socket that is the engine's standard input.
+//!
+//! Same framing as `base::wire` (magic, version, one datagram each), but both ends are always of one release: the engine
+//! is started from the same file as the keeper, or from the one that replaced it, which must then speak this version.
+
+use ballast_base::wire::{RegionInfo, VmId};
+use ballast_base::{Bytes, Hva};
+use serde::{Deserialize, Serialize};
+
+use crate::config::Compression;
+
+/// What an engine must know to begin. Descriptor: the listening API socket.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Begin {
+    /// The keeper.
+    pub keeper_pid: u32,
+    /// Engines that died before this one.
+    pub restarts: u64,
+    /// When the keeper started, seconds since 1970.
+    pub since_unix_s: u64,
+    /// Most memory the store may use.
+    pub store_budget: Bytes,
+    /// How far pages are compressed.
+    pub compression: Compression,
+    /// Quarantine time.
+    pub quarantine_ms: u64,
+    /// Group that may read the API.
+    pub reader_gid: Option<u32>,
+}
+
+/// Keeper to engine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Order {
+    /// The first order. One descriptor: the API listener.
+    Begin(Begin),
+    /// Serve this VM. Descriptors: state file, arena file, then one RAM file per region of the state file (a removed
+    /// region is represented by the state file).
+    OpenVm {
+        /// The VM.
+        vm: VmId,
+        /// The VMM program.
+        vmm: String,
+        /// Why nothing may be reclaimed.
+        pinned: Option<String>,
+        /// See [`ballast_base::wire::Attach::may_pin`].
+        may_pin: bool,
+    },
+    /// Serve the faults of this process. Descriptors: userfaultfd, control socket.
+    AddView {
+        /// The VM.
+        vm: VmId,
+        /// The process.
+        pid: u32,
+        /// userfaultfd features.
+        uffd_features: u64,
+        /// Where it maps which region.
+        spans: Vec<(RegionInfo, u32)>,
+        /// Since when nobody serves it, on the monotonic clock.
+        unserved_since_ns: Option<u64>,
+    },
+    /// RAM was hot-plugged. Descriptor: the RAM file.
+    AddRegion {
+        /// The VM.
+        vm: VmId,
+        /// The process that told us.
+        pid: u32,
+        /// Where it maps it.
+        info: RegionInfo,
+        /// Its number.
+        number: u32,
+    },
+    /// RAM is about to be unplugged. Answered by [`Report::Done`].
+    RemoveRegion {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+        /// The process that told us.
+        pid: u32,
+        /// Where it is mapped.
+        hva: Hva,
+    },
+    /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are.
+    Pin {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+        /// Why.
+        reason: String,
+    },
+    /// From now on memory of the VM may be pinned for a while. Answered by [`Report::Done`].
+    MayPin {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+    },
+    /// A process of the VM is gone.
+    RemoveView {
+        /// The VM.
+        vm: VmId,
+        /// The process.
+        pid: u32,
+    },
+    /// The VM is gone.
+    CloseVm {
+        /// The VM.
+        vm: VmId,
+    },
+    /// All VMs there are have been handed over: answer the API from now on. Answered by [`Report::Serving`].
+    Serve,
+    /// Are you there? Answered by [`Report::Pong`].
+    Ping,
+    /// Something for the event list.
+    Note {
+        /// The VM's name.
+        vm: Option<String>,
+        /// A short stable word.
+        kind: String,
+        /// One sentence.
+        message: String,
+    },
+}
+
+/// Engine to keeper.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Report {
+    /// The order with this number is carried out, or why it could not be.
+    Done {
+        /// From the order.
+        seq: u64,
+        /// What went wrong.
+        result: Result<(), String>,
+    },
+    /// The engine has opened what it was given: it is no longer starting.
+    Serving,
+    /// Here.
+    Pong,
+}

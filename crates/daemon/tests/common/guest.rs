@@ -1,0 +1,66 @@
+//! A test VM (`ballast-testvm`, native or KVM) attached to a [`super::Daemon`]: it writes and verifies self-checking data
+//! until it is told to stop, then verifies every byte.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use super::{Daemon, until};
+
+/// A running test VM.
+pub struct Guest {
+    name: String,
+    child: Option<Child>,
+}
+
+/// The end of a test VM's run, as it reports it.
+pub struct Ended {
+    /// Its JSON line.
+    pub outcome: serde_json::Value,
+}
+
+impl Guest {
+    /// Start one and wait until the daemon knows it; `args` are `ballast-testvm`'s own.
+    pub fn start(daemon: &Daemon, name: &str, args: &str) -> Self {
+        let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast-testvm");
+        assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
+        let child = Command::new(program)
+            .args(args.split_ascii_whitespace())
+            .args(["--attach", name, "--json", "--until-stdin", "--ops", "0", "--attach-socket"])
+            .arg(daemon.attach_socket())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("start a test VM");
+        let guest = Self { name: name.to_owned(), child: Some(child) };
+        until("the guest is attached", || daemon.api.vm(name).is_ok());
+        guest
+    }
+
+    /// The VM's process.
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().expect("running").id()
+    }
+
+    /// End the operations, wait for the last verification, and check that no byte was wrong.
+    pub fn finish(mut self) -> Ended {
+        let mut child = self.child.take().expect("running");
+        drop(child.stdin.take().map(|mut stdin| stdin.write_all(b"stop\n")));
+        let output = child.wait_with_output().expect("wait for the test VM");
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "VM {} ended with {}:\n{out}\n{err}", self.name, output.status);
+        let outcome: serde_json::Value = serde_json::from_str(out.trim()).expect("one line of JSON");
+        assert_eq!(outcome["wrong_bytes"], 0, "{out}");
+        Ended { outcome }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

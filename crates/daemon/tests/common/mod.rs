@@ -1,0 +1,141 @@
+//! A ballastd of one's own: real keeper, real engine, in a temporary directory; killed at the end of the test.
+
+#![allow(dead_code)]
+
+pub mod guest;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ballast_api::{Client, HostStat, VmStat};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A running daemon.
+pub struct Daemon {
+    dir: tempfile::TempDir,
+    keeper: Child,
+    pub api: Client,
+}
+
+impl Daemon {
+    /// Start one with this configuration text (TOML, without `runtime_dir`).
+    pub fn start(config: &str) -> Self {
+        let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
+        std::fs::write(dir.path().join("ballastd.toml"), config).expect("write the configuration");
+        let api = Client::new(dir.path().join("api.sock")).expect("client").retry_for(Duration::from_secs(30));
+        let keeper = spawn_keeper(dir.path());
+        let daemon = Self { dir, keeper, api };
+        until("the daemon opens its API socket", || daemon.dir().join("api.sock").exists());
+        daemon.host();
+        daemon
+    }
+
+    /// The directory of sockets and logs.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Where VMMs attach.
+    pub fn attach_socket(&self) -> PathBuf {
+        self.dir().join("attach.sock")
+    }
+
+    /// What the daemon says of itself.
+    pub fn host(&self) -> HostStat {
+        self.api.host().expect("ask the daemon")
+    }
+
+    /// What the daemon says of a VM.
+    pub fn vm(&self, name: &str) -> VmStat {
+        self.api.vm(name).unwrap_or_else(|error| panic!("VM {name}: {error}\n{}", self.log()))
+    }
+
+    /// Kill the engine without warning; answers the pid it had.
+    pub fn kill_engine(&self) -> u32 {
+        let pid = engine_of(self.keeper.id()).expect("an engine runs");
+        kill(pid);
+        pid
+    }
+
+    /// Wait until another engine than `old` answers.
+    pub fn wait_for_engine_after(&self, old: u32) {
+        until("another engine answers", || self.api.host().is_ok_and(|host| host.engine_pid != old));
+    }
+
+    /// Kill the keeper without warning. Its engine serves on.
+    pub fn kill_keeper(&mut self) {
+        self.keeper.kill().expect("kill the keeper");
+        self.keeper.wait().expect("reap the keeper");
+    }
+
+    /// The engine of the keeper that runs now.
+    pub fn engine_pid(&self) -> Option<u32> {
+        engine_of(self.keeper.id())
+    }
+
+    /// Start a keeper again after [`Daemon::kill_keeper`].
+    pub fn restart_keeper(&mut self) {
+        self.keeper = spawn_keeper(self.dir.path());
+    }
+
+    /// What keeper and engines wrote.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir().join("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let engine = engine_of(self.keeper.id());
+        let _ = self.keeper.kill();
+        let _ = self.keeper.wait();
+        if let Some(pid) = engine {
+            kill(pid);
+        }
+    }
+}
+
+fn spawn_keeper(dir: &Path) -> Child {
+    let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).expect("open the log");
+    Command::new(env!("CARGO_BIN_EXE_ballastd"))
+        .arg("--config")
+        .arg(dir.join("ballastd.toml"))
+        .arg("--runtime-dir")
+        .arg(dir)
+        .stdin(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .expect("start ballastd")
+}
+
+/// The engine among the children of a keeper.
+fn engine_of(keeper: u32) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
+    children.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// SIGKILL.
+pub fn kill(pid: u32) {
+    if let Some(pid) = Pid::from_raw(pid as i32) {
+        let _ = kill_process(pid, Signal::KILL);
+    }
+}
+
+/// Wait until something becomes true. Panics after two minutes: then it never will.
+pub fn until(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(120), "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Is `what` missing? Then say SKIP and answer true, or fail if the environment requires it.
+pub fn skip(needs: &str, missing: Option<String>) -> bool {
+    let Some(why) = missing else { return false };
+    let required = std::env::var("REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|required| required == needs), "REQUIRE={required}, but {why}");
+    println!("SKIP needs={needs}: {why}");
+    true
+}

@@ -1,0 +1,400 @@
+//! The real thing: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd of one's own.
+//!
+//! Needs root (userfaultfd), QEMU and the guest image of `scripts/guest-image.sh`. Under TCG a boot takes ten seconds or
+//! more, so a boot carries several claims and guests run one at a time; tests about RAM only start QEMU stopped (`-S`).
+//! Promise: "verified" means that every byte of every key was read back through the guest and compared.
+
+mod common;
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_api::{ClientError, VmStat, VmStatus};
+use ballast_base::{Bytes, MIB};
+use ballast_sys::Mapping;
+use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
+use ballast_testvm::qemu::{Balloon, Builder, QEMU, QemuGuest, Qmp, qemu_missing};
+
+use common::{Daemon, skip, until};
+
+/// A boot under TCG beside a busy test run.
+const PATIENCE: Duration = Duration::from_secs(180);
+/// What one key holds.
+const VALUE: usize = 16 << 10;
+/// 48 MiB.
+const KEYS: usize = 3072;
+/// Half a second of quarantine: squeezing takes less of the test's time.
+const CONFIG: &str = "quarantine_ms = 500\n";
+
+/// The only QEMU at a time: the machine may have two CPUs, and TCG wants one.
+fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static GUEST: Mutex<()> = Mutex::new(());
+    GUEST.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A program of this workspace, which stands beside `ballastd`.
+fn ballast() -> PathBuf {
+    let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
+    program
+}
+
+/// `ballast run` with this name, as words before a QEMU command line.
+fn under_ballast(daemon: &Daemon, name: &str, more: &[&str]) -> Vec<String> {
+    let (program, socket) = (ballast(), daemon.attach_socket());
+    let mut words = vec![program.to_string_lossy().into_owned(), "run".into(), "--name".into(), name.into()];
+    words.extend(["--attach-socket".into(), socket.to_string_lossy().into_owned()]);
+    words.extend(more.iter().map(|word| (*word).to_owned()));
+    words.push("--".into());
+    words
+}
+
+/// Start a guest under Ballast and wait until it is up and attached.
+fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
+    let mut guest = guest.name(name).prefix(under_ballast(daemon, name, &[])).spawn().expect("QEMU starts");
+    guest.wait_ready(PATIENCE).expect("the guest boots");
+    assert_eq!(daemon.vm(name).pid, guest.pid(), "`ballast run` becomes QEMU");
+    guest
+}
+
+/// Start QEMU under Ballast with its vCPUs stopped and wait until it is attached.
+fn stopped(daemon: &Daemon, name: &str, memory: u64, run_options: &[&str], guest: Builder) -> QemuGuest {
+    let guest = guest.name(name).memory(Bytes(memory)).extra_args(["-S"]);
+    let mut guest = guest.prefix(under_ballast(daemon, name, run_options)).spawn().expect("QEMU starts");
+    until_attached(daemon, name, &mut guest);
+    guest
+}
+
+fn until_attached(daemon: &Daemon, name: &str, guest: &mut QemuGuest) {
+    let deadline = Instant::now() + PATIENCE;
+    while daemon.api.vm(name).is_err() {
+        assert!(guest.exited().is_none(), "QEMU ended: {}", guest.stderr_log());
+        assert!(Instant::now() < deadline, "never attached: {}\n{}", guest.stderr_log(), daemon.log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What the daemon says of the VM, after a check that it adds up to the page and nothing was lost.
+fn stat(daemon: &Daemon, name: &str) -> VmStat {
+    let vm = daemon.vm(name);
+    let parts = vm.resident_bytes + vm.far_bytes + vm.zero_bytes + vm.untouched_bytes + vm.poisoned_bytes;
+    assert_eq!(vm.size_bytes, parts, "{vm:?}");
+    assert_eq!(vm.poisoned_bytes, 0, "{vm:?}\n{}", daemon.log());
+    vm
+}
+
+/// Set a limit and wait until it holds.
+fn squeeze(daemon: &Daemon, name: &str, limit: u64) -> VmStat {
+    daemon.api.set_limit(name, Some(limit)).expect("set a limit");
+    until("resident is at the limit", || daemon.vm(name).resident_bytes <= limit);
+    stat(daemon, name)
+}
+
+/// Read back every key; `missing` of them were deleted.
+#[track_caller]
+fn verify_all(daemon: &Daemon, guest: &QemuGuest, data: &Dataset, missing: usize) {
+    let read = verify(guest.redis_addr(), data)
+        .unwrap_or_else(|error| panic!("{error:?}\n{}\n{}\n{}", guest.stderr_log(), guest.serial_log(), daemon.log()));
+    let found = (read.verified, read.wrong, read.missing);
+    assert_eq!(found, (data.keys() - missing, 0, missing), "{read:?}\n{}", daemon.log());
+}
+
+#[test]
+fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_with_every_byte() {
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    let _one = one_at_a_time();
+    let mut daemon = Daemon::start(CONFIG);
+    let guest = boot(&daemon, "redis", QemuGuest::builder().memory(Bytes(256 * MIB)));
+    let mut data = Dataset::new(KEYS, VALUE, 1);
+    load(guest.redis_addr(), &data).expect("Redis takes the data");
+
+    let before = stat(&daemon, "redis");
+    assert_eq!((before.size_bytes, before.far_bytes), (256 * MIB, 0), "{before:?}");
+    assert!(before.resident_bytes > data.bytes(), "{before:?}");
+    let limit = before.resident_bytes / 2 / MIB * MIB;
+    let squeezed = squeeze(&daemon, "redis", limit);
+    assert!(squeezed.far_bytes + squeezed.zero_bytes >= before.resident_bytes - limit - MIB, "{squeezed:?}");
+    let output = vm_stat(&daemon, "redis");
+    let screen = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && screen.contains("size = resident + far + zero + untouched"), "{screen}");
+    assert!(!screen.contains("DOES NOT ADD UP"), "{screen}");
+
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    assert_eq!(stat(&daemon, "redis").limit_bytes, Some(limit));
+    verify_all(&daemon, &guest, &data, 0);
+    let after = stat(&daemon, "redis");
+    assert!(after.faults.restore > squeezed.faults.restore, "nothing came back: {after:?}");
+
+    let orphan = daemon.engine_pid().expect("an engine");
+    daemon.kill_keeper();
+    // Nobody reclaims now, but faults are served: every key may be used, and written.
+    let mix = Mix { max_ops: 300, duration: PATIENCE, hot_keys: 1.0, writes: 0.3, ..Mix::default() };
+    let used = throughput(guest.redis_addr(), &mut data, &mix).expect("Redis works without a keeper");
+    assert!(used.writes > 0 && used.reads.bytes_lost == 0, "{used:?}");
+    daemon.restart_keeper();
+    daemon.wait_for_engine_after(orphan);
+    until("the guest is attached again", || daemon.api.vm("redis").is_ok_and(|vm| vm.status == VmStatus::Running));
+    assert_eq!(stat(&daemon, "redis").limit_bytes, Some(limit));
+    verify_all(&daemon, &guest, &data, 0);
+    until("the limit holds again", || daemon.vm("redis").resident_bytes <= limit);
+    stat(&daemon, "redis");
+}
+
+/// `ballast vm stat NAME`.
+fn vm_stat(daemon: &Daemon, name: &str) -> Output {
+    let socket = daemon.dir().join("api.sock");
+    Command::new(ballast()).arg("--socket").arg(socket).args(["vm", "stat", name]).output().expect("run ballast")
+}
+
+/// Send Redis these commands in its inline form, and check that none fails.
+fn redis(guest: &QemuGuest, commands: impl Iterator<Item = String>) {
+    let stream = TcpStream::connect(guest.redis_addr()).expect("connect to Redis");
+    stream.set_read_timeout(Some(PATIENCE)).expect("set a timeout");
+    let mut answers = BufReader::new(stream.try_clone().expect("duplicate a socket")).lines();
+    let commands: Vec<String> = commands.collect();
+    for batch in commands.chunks(64) {
+        (&stream).write_all((batch.join("\r\n") + "\r\n").as_bytes()).expect("send");
+        for command in batch {
+            let answer = answers.next().expect("an answer").expect("an answer");
+            assert!(!answer.starts_with('-'), "{command}: {answer}");
+        }
+    }
+}
+
+#[test]
+fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    const MEMORY: u64 = 320 * MIB;
+    /// What the balloon takes at a time.
+    const STEP: u64 = 24 * MIB;
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).balloon(Balloon::FreePageReporting);
+    let mut guest = boot(&daemon, "free", builder);
+    until("the guest reports free pages", || daemon.vm("free").reclaim.discarded_pages > 0);
+
+    // Two of three keys are deleted: 64 MiB free in pieces too small to be reported, which the balloon takes first.
+    let data = Dataset::new(2 * KEYS, VALUE, 2);
+    load(guest.redis_addr(), &data).expect("Redis takes the data");
+    let deleted = (0..data.keys()).filter(|key| key % 3 != 0).map(|key| format!("DEL key:{key:08}"));
+    redis(&guest, deleted.chain(["MEMORY PURGE".to_owned()]));
+    let mut qmp = guest.qmp().expect("the monitor answers");
+
+    let before = stat(&daemon, "free");
+    balloon(&mut qmp, MEMORY - STEP);
+    let after = stat(&daemon, "free");
+    assert!(after.reclaim.discarded_pages - before.reclaim.discarded_pages >= STEP / 4096, "{after:?}");
+    assert!(after.resident_bytes + STEP / 2 <= before.resident_bytes, "{before:?}\n{after:?}");
+    assert!(after.untouched_bytes >= before.untouched_bytes + STEP / 2, "{before:?}\n{after:?}");
+    assert_eq!((after.far_bytes, after.store_bytes, after.reclaim.evicted_pages), (0, 0, 0), "{after:?}");
+
+    // Now much of what the balloon takes is far. (The store counts whole slabs, so its bytes need not fall at once.)
+    squeeze(&daemon, "free", after.resident_bytes / 2);
+    let before = stat(&daemon, "free");
+    balloon(&mut qmp, MEMORY - 2 * STEP);
+    let after = stat(&daemon, "free");
+    assert!(after.untouched_bytes >= before.untouched_bytes + STEP / 2, "{before:?}\n{after:?}");
+    assert!(after.far_bytes + STEP / 4 <= before.far_bytes, "{before:?}\n{after:?}");
+
+    balloon(&mut qmp, MEMORY);
+    verify_all(&daemon, &guest, &data, 2 * data.keys() / 3);
+}
+
+/// Leave the guest this much memory, and wait until it is so.
+fn balloon(qmp: &mut Qmp, memory: u64) {
+    qmp.set_balloon(Bytes(memory)).expect("the balloon moves");
+    let deadline = Instant::now() + PATIENCE;
+    while qmp.balloon().expect("the monitor answers") != Bytes(memory) {
+        assert!(Instant::now() < deadline, "the balloon never left the guest {}", Bytes(memory));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    const MEMORY: u64 = 256 * MIB;
+    const DIMM: u64 = 128 * MIB;
+    /// How long the guest may take to let a DIMM go; it need not agree at all.
+    const GOODWILL: Duration = Duration::from_secs(20);
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    // Movable, so that the DIMM can be emptied again; what is written then goes there first. The kernel takes at most 32
+    // words. The sum of 64 MiB of random bytes is printed again and again.
+    let command = "echo online_movable >/sys/devices/system/memory/auto_online_blocks; \
+        until [ $(awk '/MemTotal/{print $2}' /proc/meminfo) -gt 270000 ];do usleep 9999;done; \
+        dd if=/dev/urandom of=/tmp/random bs=1M count=64; while md5sum /tmp/random;do sleep 2;done";
+    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).hotplug_room(Bytes(DIMM)).run(command);
+    let mut guest = boot(&daemon, "grows", builder);
+    assert_eq!(stat(&daemon, "grows").regions.len(), 1);
+
+    let mut qmp = guest.qmp().expect("the monitor answers");
+    qmp.plug_dimm("dimm0", Bytes(DIMM)).expect("QEMU takes the DIMM");
+    let vm = stat(&daemon, "grows");
+    assert_eq!((vm.size_bytes, vm.regions.len()), (MEMORY + DIMM, 2), "{vm:?}");
+    until("the guest uses the DIMM", || !sums(&guest).is_empty());
+    let used = stat(&daemon, "grows");
+    assert!(used.resident_bytes > vm.resident_bytes + 64 * MIB, "{used:?}");
+    let squeezed = squeeze(&daemon, "grows", used.resident_bytes / 2);
+    assert!(squeezed.far_bytes > 0, "{squeezed:?}");
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    assert_eq!(stat(&daemon, "grows").regions.len(), 2, "a successor knows the DIMM");
+
+    qmp.unplug_dimm("dimm0").expect("QEMU asks the guest");
+    let deadline = Instant::now() + GOODWILL;
+    while !qmp.dimms().expect("the monitor answers").is_empty() {
+        if Instant::now() > deadline {
+            println!("the guest did not let the DIMM go within {GOODWILL:?}; only plugging was tested");
+            same_sums(&daemon, &guest);
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    qmp.drop_dimm("dimm0").expect("QEMU gives up the memory");
+    until("the DIMM is forgotten", || daemon.vm("grows").size_bytes == MEMORY);
+    let vm = stat(&daemon, "grows");
+    assert_eq!(vm.regions.len(), 1, "{vm:?}");
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    assert_eq!(stat(&daemon, "grows").size_bytes, MEMORY, "a successor has forgotten it, too");
+    same_sums(&daemon, &guest);
+}
+
+/// The checksums the guest has printed so far.
+fn sums(guest: &QemuGuest) -> Vec<String> {
+    guest.serial_log().lines().filter(|line| line.contains("  /tmp/random")).map(str::to_owned).collect()
+}
+
+/// Wait until the guest has read all of its file once more, and check that every checksum is the first one.
+fn same_sums(daemon: &Daemon, guest: &QemuGuest) {
+    // The next line may come from a reading that began before this.
+    let enough = sums(guest).len() + 2;
+    until("the guest reads its file again", || sums(guest).len() >= enough);
+    let sums = sums(guest);
+    assert!(sums.iter().all(|sum| *sum == sums[0]), "{sums:?}\n{}", daemon.log());
+}
+
+/// The RAM file of a QEMU process.
+fn ram_file(pid: u32) -> File {
+    let is_ram = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memory-backend-memfd"))
+    };
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("QEMU runs");
+    let path = fds.flatten().map(|entry| entry.path()).find(is_ram).expect("its RAM is a memfd");
+    File::options().read(true).write(true).open(path).expect("open QEMU's RAM")
+}
+
+#[test]
+fn ram_mapped_by_another_process_is_refused_a_limit_until_that_process_is_gone() {
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    const MEMORY: u64 = 256 * MIB;
+    const LIMIT: u64 = 32 * MIB;
+    /// Where the test writes: 64 MiB from here, where no firmware lives.
+    const FROM: usize = 128 << 20;
+    const LEN: usize = 64 << 20;
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let guest = stopped(&daemon, "shared", MEMORY, &[], QemuGuest::builder());
+    let me = std::process::id();
+    let page = |number: usize| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes().repeat(512);
+
+    let ram = ram_file(guest.pid());
+    let mapping = Mapping::shared(&ram, 0, MEMORY as usize).expect("map QEMU's RAM");
+    for number in 0..LEN / 4096 {
+        mapping.copy_in(FROM + number * 4096, &page(number));
+    }
+    let refusal = daemon.api.set_limit("shared", Some(LIMIT)).expect_err("this process would read zeros");
+    assert!(matches!(refusal, ClientError::Refused(_)), "{refusal}");
+    assert!(refusal.to_string().contains(&format!("process {me} ")), "{refusal}");
+    let vm = stat(&daemon, "shared");
+    assert_eq!((vm.limit_bytes, vm.far_bytes), (None, 0), "{vm:?}");
+    daemon.api.set_limit("shared", Some(MEMORY)).expect("a limit that takes nothing is no danger");
+
+    drop(mapping);
+    let squeezed = squeeze(&daemon, "shared", LIMIT);
+    assert!(squeezed.far_bytes > 0, "{squeezed:?}");
+
+    // A process that comes later is noticed, and everything is brought back for it.
+    let mapping = Mapping::shared(&ram, 0, MEMORY as usize).expect("map QEMU's RAM");
+    until("the stranger is noticed", || daemon.vm("shared").status == VmStatus::Blocked);
+    until("all pages are back", || daemon.vm("shared").far_bytes == 0);
+    let vm = stat(&daemon, "shared");
+    assert!(vm.status_reason.as_deref().is_some_and(|reason| reason.contains(&format!("process {me} "))), "{vm:?}");
+    let mut found = vec![0; 4096];
+    for number in 0..LEN / 4096 {
+        mapping.copy_out(FROM + number * 4096, &mut found);
+        assert!(found == page(number), "page {number} is wrong\n{}", daemon.log());
+    }
+    drop(mapping);
+    until("the limit holds again", || daemon.vm("shared").resident_bytes <= LIMIT);
+}
+
+#[test]
+fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_told_to() {
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let plain = ["-nodefaults", "-display", "none", "-accel", "tcg", "-m", "96M", "-S"];
+    let run = under_ballast(&daemon, "plain", &[]);
+    let output = Command::new(&run[0]).args(&run[1..]).arg(QEMU).args(plain).output().expect("run ballast");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let flags = "-object memory-backend-memfd,id=ballast-ram0,size=96M,share=on -machine memory-backend=ballast-ram0";
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.lines().any(|line| line.trim() == flags), "{said}");
+    assert!(said.contains("--add-memory-backend"), "{said}");
+    assert!(daemon.api.vms().expect("ask the daemon").is_empty(), "it was not started");
+
+    // The flags as printed are all that is missing.
+    let qemu = Command::new(&run[0]).args(&run[1..]).arg(QEMU).args(plain).args(flags.split(' ')).spawn();
+    let mut qemu = qemu.expect("run ballast");
+    until("the VM is attached", || {
+        daemon.api.vm("plain").is_ok() || !Path::new(&format!("/proc/{}/exe", qemu.id())).exists()
+    });
+    let vm = daemon.api.vm("plain");
+    qemu.kill().and_then(|()| qemu.wait()).expect("end QEMU");
+    assert_eq!(vm.expect("attached").size_bytes, 96 * MIB);
+
+    // `ballast run` writes them by itself; this command line has a `-machine` already.
+    let private = QemuGuest::builder().shared_memory(false);
+    let mut guest = stopped(&daemon, "added", 96 * MIB, &["--add-memory-backend"], private);
+    assert_eq!(stat(&daemon, "added").size_bytes, 96 * MIB);
+    assert!(guest.stderr_log().contains("added to the command line: -object"), "{}", guest.stderr_log());
+    guest.kill();
+    until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
+}
+
+#[test]
+fn every_region_of_a_vm_adds_up_by_itself() {
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let _guest = stopped(&daemon, "sums", 96 * MIB, &[], QemuGuest::builder());
+    let vm = stat(&daemon, "sums");
+    for region in &vm.regions {
+        let parts = region.resident_bytes
+            + region.far_bytes
+            + region.zero_bytes
+            + region.untouched_bytes
+            + region.poisoned_bytes;
+        assert_eq!(region.size_bytes, parts, "{region:?}");
+    }
+}

@@ -1,0 +1,58 @@
+//! Who is hot: which pages of a VM look cold enough to be taken.
+//!
+//! Before: the pager shows the table of pages through [`Pages`]. After: its reclaim lane quarantines what
+//! [`ColdSource::pick`] proposes, and tells what happened through the age byte.
+//! Threads: one reclaim lane per VM owns its source; [`touched`] is pure and called by fault lanes.
+//! Promise: no I/O of its own, no unsafe; proposes only pages that are in the file and Resident.
+#![forbid(unsafe_code)]
+
+mod clock;
+
+use ballast_base::PageIdx;
+
+pub use clock::{Age, Clock, touched};
+
+/// A run of candidate pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ColdRun {
+    /// Number of the region in its VM.
+    pub region: u32,
+    /// First page.
+    pub first: PageIdx,
+    /// How many pages.
+    pub count: u64,
+}
+
+/// What a source may know about a VM's pages.
+pub trait Pages {
+    /// Regions the VM has; numbers of regions that were unplugged have zero pages.
+    fn regions(&self) -> u32;
+
+    /// Pages in a region.
+    fn len(&self, region: u32) -> u64;
+
+    /// The first run of pages at or after `from` that are in the file, as `(first, end)`.
+    fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)>;
+
+    /// The age byte of a page that is Resident and free to take; `None` for any other page.
+    fn age(&self, region: u32, page: PageIdx) -> Option<u8>;
+
+    /// Write the age byte of a page if it is still Resident and free.
+    fn set_age(&self, region: u32, page: PageIdx, age: u8);
+}
+
+/// How choosy a pick is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pick {
+    /// Only pages that look cold.
+    Cold,
+    /// The next pages whatever they look like: the VM is over its limit and some must go.
+    Any,
+}
+
+/// Proposes cold pages. The seam between *how much* (reclaim) and *which* (heat).
+pub trait ColdSource: Send {
+    /// Propose up to about `want` pages, coldest first, into `out`. Fewer come when fewer look cold; calling again
+    /// looks further. No page is proposed twice while it stays in quarantine, because then it is not Resident.
+    fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>);
+}

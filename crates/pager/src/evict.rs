@@ -1,0 +1,194 @@
+//! Evict: quarantine, copy out, commit, punch. And discard, which is an eviction to nowhere.
+//!
+//! Before: `reclaim` picked runs of pages that look cold. After: the host has the memory back and the words say Far or
+//! Zero; or the guest touched first and nothing happened.
+//! Threads: reclaim lanes; discard comes from the control lane. Waits for the store, never for a fault.
+//! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch happens
+//! under the page's lock (invariants 2 and 3).
+
+use std::io;
+
+use ballast_base::PageIdx;
+use ballast_store::{Handle, PageBytes, PageKey, PutOutcome, Store};
+
+use crate::memory::Backing;
+use crate::page_state::{Cell, Locked, State, Ticket, Word};
+
+/// A run of pages of one region: first page and count.
+pub type Run = (PageIdx, u64);
+
+/// What became of a batch of pages that went through [`evict`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Evicted {
+    /// Pages whose bytes are in the store now.
+    pub far: u64,
+    /// Pages found to be all zero.
+    pub zero: u64,
+    /// Pages the guest touched while they were copied.
+    pub aborted: u64,
+    /// Pages the store would not take. They are Resident again.
+    pub refused: u64,
+    /// True if the store had no room.
+    pub store_full: bool,
+    /// True if the store could not answer.
+    pub store_busy: bool,
+}
+
+/// Resident to Quarantine. False if the page is in any other state or a lane works on it.
+///
+/// The caller zaps the page next. From the acknowledgement of that zap on, an unchanged word means an unchanged page.
+pub fn quarantine(cell: Cell<'_>, ticket: Ticket) -> bool {
+    let word = cell.load();
+    let free = word.state() == State::Resident && !word.is_locked();
+    free && cell.swap(word, Word::quarantine(ticket, word.age()))
+}
+
+/// Take the pages of `run` that are still in Quarantine under `ticket` back to Resident; answers how many. They stay
+/// unmapped until they are touched.
+pub fn release<'a>(run: Run, ticket: Ticket, cell_of: impl Fn(PageIdx) -> Cell<'a>) -> u64 {
+    let pages = (run.0.0..run.0.0 + run.1).map(PageIdx);
+    let released = pages.filter(|page| {
+        let word = cell_of(*page).load();
+        let resident = Word::new(State::Resident, word.age());
+        word == Word::quarantine(ticket, word.age()) && cell_of(*page).swap(word, resident)
+    });
+    released.count() as u64
+}
+
+/// Evict the pages of `run` that are still in Quarantine under `ticket`. All locks of the run are held while it is punched.
+///
+/// # Errors
+/// The region's file could not be read or punched; the pages concerned are Resident again and nothing was lost.
+pub fn evict<'a>(
+    region: u32,
+    run: Run,
+    cell_of: impl Fn(PageIdx) -> Cell<'a>,
+    ticket: Ticket,
+    backing: &impl Backing,
+    (store_number, store): (u8, &dyn Store),
+) -> io::Result<Evicted> {
+    let mut result = Evicted::default();
+    let mut failed = None;
+    let mut committed: Vec<(PageKey, Locked<'a>)> = Vec::with_capacity(run.1 as usize);
+    let mut bytes: PageBytes = [0; _];
+    for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
+        let (cell, key) = (cell_of(page), PageKey { region, page });
+        let word = cell.load();
+        let evicting = word.in_state(State::Evicting);
+        // Not in this quarantine any more: the guest touched it, and the fault that rescued it has counted it.
+        if word != Word::quarantine(ticket, word.age()) || !cell.swap(word, evicting) {
+            continue;
+        }
+        if let Err(error) = backing.read(page, &mut bytes) {
+            cell.swap(evicting, Word::new(State::Resident, word.age()));
+            failed = Some(error);
+            break;
+        }
+        let to = if is_zero(&bytes) {
+            Word::new(State::Zero, word.age())
+        } else {
+            match store.put(key, &bytes) {
+                PutOutcome::Stored(handle) => Word::far(store_number, handle, word.age()),
+                refused => {
+                    result.refused += u64::from(cell.swap(evicting, Word::new(State::Resident, word.age())));
+                    result.store_full |= refused == PutOutcome::Full;
+                    result.store_busy |= refused == PutOutcome::Busy;
+                    break;
+                }
+            }
+        };
+        match cell.lock(evicting, to) {
+            Some(lock) => committed.push((key, lock)),
+            None => {
+                result.aborted += 1;
+                free_copy(store, key, to);
+            }
+        }
+    }
+    for group in committed.chunk_by_mut(|a, b| a.0.page.0 + 1 == b.0.page.0) {
+        let first = group[0].0.page;
+        match backing.punch(first, group.len() as u64) {
+            Ok(()) => {
+                let far = group.iter().filter(|(_, lock)| lock.word().state() == State::Far).count() as u64;
+                result.far += far;
+                result.zero += group.len() as u64 - far;
+            }
+            Err(error) => {
+                // Nothing is lost: the bytes are still in the file, and a page in its file is the one that counts.
+                for (key, lock) in group {
+                    free_copy(store, *key, lock.word());
+                    lock.set(Word::new(State::Resident, lock.word().age()));
+                }
+                failed = Some(error);
+            }
+        }
+    }
+    drop(committed);
+    match failed {
+        Some(error) => Err(error),
+        None => Ok(result),
+    }
+}
+
+fn free_copy(store: &dyn Store, key: PageKey, word: Word) {
+    if word.state() == State::Far {
+        store.free(key, word.handle());
+    }
+}
+
+/// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros. Answers how many
+/// pages were in each state, indexed by `State as usize`.
+///
+/// All locks of the run are held together for one punch. They are taken in ascending order, and no other lane waits for a
+/// lock while it holds one, so nothing can wait in a circle. `pause` is called while another lane works on a page, `heal`
+/// for each page that was Poisoned, under its lock: the kernel's poison mark outlives the punch and must be replaced.
+///
+/// # Errors
+/// The region's file could not be punched; the pages are as they were.
+pub fn discard<'a>(
+    region: u32,
+    run: Run,
+    cell_of: impl Fn(PageIdx) -> Cell<'a>,
+    backing: &impl Backing,
+    store: &dyn Store,
+    pause: impl Fn(),
+    heal: impl Fn(PageIdx) -> io::Result<()>,
+) -> io::Result<[u64; State::COUNT]> {
+    let mut locks = Vec::with_capacity(run.1 as usize);
+    for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
+        locks.push(loop {
+            let word = cell_of(page).load();
+            if !word.is_locked()
+                && let Some(lock) = cell_of(page).lock(word, word)
+            {
+                break lock;
+            }
+            pause();
+        });
+    }
+    backing.punch(run.0, run.1)?;
+    let mut counts = [0; State::COUNT];
+    for (mut lock, page) in locks.into_iter().zip(run.0.0..) {
+        let word = lock.word();
+        if word.state() == State::Poisoned {
+            heal(PageIdx(page))?;
+        }
+        lock.set(Word::INITIAL);
+        drop(lock);
+        counts[word.state() as usize] += 1;
+        if let Some(handle) = live_handle(word) {
+            store.free(PageKey { region, page: PageIdx(page) }, handle);
+        }
+    }
+    Ok(counts)
+}
+
+/// The handle a word keeps alive in its store, if any: what `recover` tells the store not to sweep.
+pub fn live_handle(word: Word) -> Option<Handle> {
+    matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
+}
+
+fn is_zero(bytes: &PageBytes) -> bool {
+    // Compared in chunks the compiler turns into vector instructions.
+    bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
+}

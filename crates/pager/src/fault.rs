@@ -1,0 +1,165 @@
+//! Fault: the guest touched a page that is not mapped. Give it the bytes it last wrote.
+//!
+//! Before: the fault lane read the fault from a userfaultfd. After: the page is Resident and mapped, or its word says
+//! why not.
+//! Threads: fault lanes, any number. Never waits for policy, logging, another VM or another page.
+//! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so.
+
+use std::io;
+
+use ballast_base::PageIdx;
+use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
+use ballast_sys::uffd::{FaultKind, FillOutcome};
+
+use crate::memory::Mapped;
+use crate::page_state::{Cell, Locked, State, Word};
+
+/// What became of a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// The page was in DRAM: zapped and now mapped again. True if it was on its way out (Quarantine or Evicting).
+    Mapped {
+        /// It was in Quarantine or Evicting.
+        rescued: bool,
+    },
+    /// The page had never been touched, or was discarded: zeros.
+    Fresh,
+    /// The page was known to be all zero.
+    Zeroed,
+    /// The page came back from the store.
+    Restored,
+    /// The store lost the page. True the first time this page is found lost.
+    Poisoned {
+        /// Found just now, as opposed to touched again.
+        newly: bool,
+    },
+    /// Another lane works on this page, the store is busy, or the address space is changing: serve it again soon.
+    Later,
+    /// The range or the process is gone; nobody waits.
+    Gone,
+}
+
+/// Serve one fault on one page.
+///
+/// `touched` is what heat makes of the age of a page that was just touched.
+///
+/// # Errors
+/// The kernel refused in a way it never should; the page's word is as it was before and nothing was lost.
+pub fn serve(
+    cell: Cell<'_>,
+    key: PageKey,
+    kind: FaultKind,
+    memory: &impl Mapped,
+    store: &dyn Store,
+    touched: fn(u8) -> u8,
+) -> io::Result<Served> {
+    loop {
+        let word = cell.load();
+        if word.is_locked() {
+            return Ok(Served::Later);
+        }
+        let resident = Word::new(State::Resident, word.age());
+        match word.state() {
+            state @ (State::Resident | State::Quarantine | State::Evicting) => {
+                // The lock keeps reclaim from picking the page again before it is mapped.
+                let rescued = state != State::Resident;
+                let to = if rescued { resident.with_age(touched(word.age())) } else { resident };
+                let Some(_lock) = cell.lock(word, to) else { continue };
+                return bring_in(key.page, kind, memory, rescued);
+            }
+            State::Zero => {
+                let Some(mut lock) = cell.lock(word, word) else { continue };
+                let served = fill_hole(memory.install_zero(key.page)?, key.page, memory)?;
+                if served == Filled::Yes {
+                    lock.set(resident);
+                }
+                return Ok(served.or(Served::Zeroed));
+            }
+            State::Far | State::Restoring => {
+                let Some(lock) = cell.lock(word, word.in_state(State::Restoring)) else { continue };
+                return restore(lock, key, memory, store);
+            }
+            State::Poisoned => {
+                let Some(_lock) = cell.lock(word, word) else { continue };
+                memory.poison(key.page)?;
+                return Ok(Served::Poisoned { newly: false });
+            }
+        }
+    }
+}
+
+/// Bring a far page back. The lock's word is Restoring; it is left Resident, Far (try again) or Poisoned.
+fn restore(mut lock: Locked<'_>, key: PageKey, memory: &impl Mapped, store: &dyn Store) -> io::Result<Served> {
+    let word = lock.word();
+    lock.set(word.in_state(State::Far));
+    let mut bytes: PageBytes = [0; _];
+    match store.get(key, word.handle(), &mut bytes) {
+        GetOutcome::Found => {}
+        GetOutcome::Busy => return Ok(Served::Later),
+        GetOutcome::Absent | GetOutcome::Corrupt => {
+            // The word first: should we die here, the successor finds a page that is never handed out.
+            lock.set(Word::new(State::Poisoned, word.age()));
+            memory.poison(key.page)?;
+            return Ok(Served::Poisoned { newly: true });
+        }
+    }
+    let filled = fill_hole(memory.install(key.page, &bytes)?, key.page, memory)?;
+    if filled == Filled::Yes {
+        lock.set(Word::new(State::Resident, word.age()));
+        drop(lock);
+        store.free(key, word.handle());
+    }
+    Ok(filled.or(Served::Restored))
+}
+
+/// Did a hole get filled, so that the page in the file is now the one that counts?
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Filled {
+    Yes,
+    No(Served),
+}
+
+impl Filled {
+    fn or(self, done: Served) -> Served {
+        match self {
+            Self::Yes => done,
+            Self::No(why) => why,
+        }
+    }
+}
+
+/// Follow up on filling a hole. A page that is already in the file is authoritative (invariant 1): map that one.
+fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::Result<Filled> {
+    let outcome = if outcome == FillOutcome::AlreadyThere { memory.map(page)? } else { outcome };
+    Ok(match outcome {
+        FillOutcome::Done => Filled::Yes,
+        FillOutcome::AlreadyThere => {
+            memory.wake(page)?;
+            Filled::Yes
+        }
+        FillOutcome::NotInFile | FillOutcome::Retry => Filled::No(Served::Later),
+        FillOutcome::Gone => Filled::No(Served::Gone),
+    })
+}
+
+/// Map a page whose word is Resident: it is in the file, or it is a hole that means zeros. The fault's kind is only a
+/// hint (the page may have changed since it was raised), so whichever call comes first the other one follows.
+fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped, rescued: bool) -> io::Result<Served> {
+    let mapped = Served::Mapped { rescued };
+    if kind == FaultKind::Minor {
+        match memory.map(page)? {
+            FillOutcome::Done => return Ok(mapped),
+            FillOutcome::AlreadyThere => {
+                memory.wake(page)?;
+                return Ok(mapped);
+            }
+            FillOutcome::NotInFile => {}
+            FillOutcome::Retry => return Ok(Served::Later),
+            FillOutcome::Gone => return Ok(Served::Gone),
+        }
+    }
+    match memory.install_zero(page)? {
+        FillOutcome::AlreadyThere => Ok(fill_hole(FillOutcome::AlreadyThere, page, memory)?.or(mapped)),
+        outcome => Ok(fill_hole(outcome, page, memory)?.or(Served::Fresh)),
+    }
+}

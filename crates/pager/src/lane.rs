@@ -1,0 +1,193 @@
+//! The lanes of one view: the fault lane serves its faults, the control lane listens to its client.
+//!
+//! Before: [`crate::vm::Vm::add_view`] starts both. After: they end when the view's process or the engine does.
+//! Threads: one each per view. The fault lane waits for nothing but faults: a page another lane holds, or one whose store
+//! is busy, is put aside and tried again while others are served.
+//! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake.
+
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::{self, ClientToEngine, EngineToClient};
+use ballast_sys::scm;
+use ballast_sys::uffd::Fault;
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::fault::{Served, serve};
+use crate::stats::{Counter, Latency};
+use crate::view::View;
+use crate::vm::Vm;
+
+/// How long a lane sleeps at most before it looks whether the VM is being stopped.
+const NAP: Duration = Duration::from_millis(100);
+/// How long a lane with nothing but put-aside faults sleeps: a lock is held for some 20 µs, a busy store longer.
+const RETRY: Duration = Duration::from_micros(50);
+
+/// A fault that was read and is not served yet.
+#[derive(Clone, Copy)]
+struct Waiting {
+    fault: Fault,
+    since: Instant,
+}
+
+/// Serve faults until the view's process is gone or the VM is stopped.
+pub fn serve_faults(vm: &Vm, view: &View) {
+    let mut lane = FaultLane { vm, view, waiting: Vec::new(), clock: StallClock::new() };
+    let mut read = Vec::with_capacity(64);
+    while !vm.is_stopping() {
+        if let Err(error) = view.uffd().read_faults(&mut read) {
+            // The address space is gone: so are its threads.
+            tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
+            return;
+        }
+        if read.is_empty() && lane.waiting.is_empty() {
+            sleep_until_readable(view.uffd(), NAP);
+            continue;
+        }
+        let now = Instant::now();
+        lane.waiting.extend(read.drain(..).map(|fault| Waiting { fault, since: now }));
+        lane.clock.update(vm, &lane.waiting, now);
+        if !lane.serve_round() && !sleep_until_readable(view.uffd(), RETRY) {
+            std::thread::yield_now();
+        }
+        lane.clock.update(vm, &lane.waiting, Instant::now());
+    }
+}
+
+struct FaultLane<'a> {
+    vm: &'a Vm,
+    view: &'a View,
+    waiting: Vec<Waiting>,
+    clock: StallClock,
+}
+
+impl FaultLane<'_> {
+    /// Try every waiting fault once; keeps those that must wait on. Answers whether any was served.
+    fn serve_round(&mut self) -> bool {
+        let before = self.waiting.len();
+        let mut still = std::mem::take(&mut self.waiting);
+        still.retain(|waiting| !self.serve_one(waiting));
+        let served = still.len() < before;
+        self.waiting = still;
+        served
+    }
+
+    /// Serve one fault; false if it must be tried again.
+    fn serve_one(&self, waiting: &Waiting) -> bool {
+        let (vm, addr) = (self.vm, waiting.fault.addr);
+        let target = self.view.find(addr).and_then(|(number, page)| {
+            Some((vm.region(number)?, page, self.view.of_region(number)?)).filter(|(region, ..)| !region.is_removed())
+        });
+        let Some((region, page, memory)) = target else {
+            // Unplugged while the fault was under way; wake the thread, it faults on whatever is there now.
+            let _ = self.view.uffd().wake(addr, ballast_base::PAGE_SIZE as u64);
+            return true;
+        };
+        let (cell, key) = (region.cell(page), region.key(page));
+        match serve(cell, key, waiting.fault.kind, &memory, &*vm.store, ballast_heat::touched) {
+            Ok(Served::Later) => {
+                vm.count(Served::Later);
+                false
+            }
+            Ok(served) => {
+                vm.count(served);
+                let took = waiting.since.elapsed();
+                vm.stats().record(Latency::Fault, took);
+                match served {
+                    Served::Restored => vm.stats().record(Latency::Restore, took),
+                    Served::Poisoned { newly: true } => vm.report_lost(region.number, page),
+                    _ => {}
+                }
+                true
+            }
+            Err(error) => {
+                // Nothing was lost, but the thread would wait for ever and nobody would know why.
+                let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
+                vm.report("fault-failed", reason.clone());
+                vm.fail_stop(&reason);
+                true
+            }
+        }
+    }
+}
+
+/// Adds up the time in which some, and all, of the VM's threads wait, from what this lane sees: from the read of a fault
+/// to its resolution. The time a fault waits before it is read is not visible in user space and is not in it.
+struct StallClock {
+    /// Threads that ever faulted here: what "all" means.
+    threads: HashSet<u32>,
+    since: Instant,
+    some: bool,
+    full: bool,
+}
+
+impl StallClock {
+    /// Threads remembered at most; a VMM that churns threads then only loses "full".
+    const MAX_THREADS: usize = 4096;
+
+    fn new() -> Self {
+        Self { threads: HashSet::new(), since: Instant::now(), some: false, full: false }
+    }
+
+    fn update(&mut self, vm: &Vm, waiting: &[Waiting], now: Instant) {
+        let elapsed = now.saturating_duration_since(self.since).as_nanos() as u64;
+        if self.some {
+            vm.stats().add(Counter::StallSomeNs, elapsed);
+        }
+        if self.full {
+            vm.stats().add(Counter::StallFullNs, elapsed);
+        }
+        self.since = now;
+        self.some = !waiting.is_empty();
+        if self.threads.len() < Self::MAX_THREADS {
+            self.threads.extend(waiting.iter().map(|waiting| waiting.fault.thread));
+        }
+        self.full = self.some && waiting.len() >= self.threads.len();
+    }
+}
+
+/// Wait for input; true if there is some.
+fn sleep_until_readable(fd: impl AsFd, at_most: Duration) -> bool {
+    let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: at_most.as_nanos() as _ };
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0)
+}
+
+/// Listen to the client until it or the engine is gone.
+pub fn serve_control(vm: &Vm, view: &View) {
+    let mut nonsense = 0u64;
+    while !vm.is_stopping() {
+        if !sleep_until_readable(view.control(), NAP) {
+            continue;
+        }
+        let message = match scm::receive(view.control()) {
+            Ok(Some(received)) => wire::decode::<ClientToEngine>(&received.bytes).map_err(|error| error.to_string()),
+            Ok(None) => break,
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => Err(error.to_string()),
+            Err(error) => {
+                vm.report("client-error", format!("Receiving from the client in process {}: {error}", view.pid));
+                break;
+            }
+        };
+        match message {
+            Ok(answer @ ClientToEngine::Zapped { .. }) => view.zapped(&answer),
+            Ok(ClientToEngine::Discard { seq, ranges }) => {
+                // An answer means "done"; without one the client keeps the memory and tells the VMM so.
+                let answer = vm.discard(view, &ranges).and_then(|()| view.tell(&EngineToClient::DiscardDone { seq }));
+                if let Err(error) = answer {
+                    vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
+                }
+            }
+            Ok(ClientToEngine::Pong { .. }) => {}
+            Err(error) => {
+                // Said at the 1st, 2nd, 4th, 8th ... time; faults are served whatever the client says.
+                nonsense += 1;
+                if nonsense.is_power_of_two() {
+                    vm.report("client-error", format!("The client in process {} sent nonsense: {error}", view.pid));
+                }
+            }
+        }
+    }
+    view.disconnect();
+}

@@ -1,0 +1,38 @@
+//! The loop around one page.
+//!
+//! ```text
+//!            heat picks            T over, untouched           copy complete
+//! Resident ─────────► Quarantine ────────────────► Evicting ─────────────────► Far / Zero
+//!    ▲  reclaim::top_up    │            reclaim::drain │  evict::evict              │
+//!    └─────────────────────┴───────── fault::serve ────┴────────────────────────────┘
+//! ```
+//!
+//! A reader's way through it: [`page_state`] (the word and its truth table), [`fault`] and [`evict`] (the moves),
+//! [`memory`] (what they ask of the kernel), then `region`, `view` and `vm` (the real thing), `lane` and `reclaim` (the
+//! two loops that drive it), `recover` (after a death), `stats` (what operators see).
+//!
+//! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
+//! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
+
+pub mod evict;
+pub mod fault;
+pub mod memory;
+pub mod page_state;
+pub mod sync;
+
+#[cfg(not(loom))]
+pub mod lane;
+#[cfg(not(loom))]
+pub mod reclaim;
+#[cfg(not(loom))]
+pub mod recover;
+#[cfg(not(loom))]
+pub mod region;
+#[cfg(not(loom))]
+pub mod state_file;
+#[cfg(not(loom))]
+pub mod stats;
+#[cfg(not(loom))]
+pub mod view;
+#[cfg(not(loom))]
+pub mod vm;

@@ -1,0 +1,36 @@
+//! What the pager asks of guest memory: a narrow face over the kernel, so that the model checker can stand in for it.
+//!
+//! Before: `fault` and `evict` decide. After: [`crate::view`] does it with userfaultfd and the region's file.
+
+use std::io;
+
+use ballast_base::PageIdx;
+use ballast_store::PageBytes;
+use ballast_sys::uffd::FillOutcome;
+
+/// The file that holds one region.
+pub trait Backing {
+    /// Read one page. A hole reads as zeros.
+    fn read(&self, page: PageIdx, out: &mut PageBytes) -> io::Result<()>;
+
+    /// Free `count` pages from `first`. Every mapping of them in every process goes, too.
+    fn punch(&self, first: PageIdx, count: u64) -> io::Result<()>;
+}
+
+/// One process's mapping of the region, whose faults we serve.
+pub trait Mapped {
+    /// Fill the hole with these bytes and map the page.
+    fn install(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<FillOutcome>;
+
+    /// Fill the hole with zeros and map the page.
+    fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome>;
+
+    /// Map the page that is in the file.
+    fn map(&self, page: PageIdx) -> io::Result<FillOutcome>;
+
+    /// Make every touch of the page a memory error, or stop the VM where the kernel cannot.
+    fn poison(&self, page: PageIdx) -> io::Result<FillOutcome>;
+
+    /// Wake whoever waits for the page.
+    fn wake(&self, page: PageIdx) -> io::Result<()>;
+}

@@ -1,0 +1,269 @@
+//! The page-state word: one atomic `u64` per guest page, in memory that outlives engines.
+//!
+//! Before: `region` maps the words. After: `fault` and `evict` move them, `recover` mends them after a death.
+//! Threads: any number of lanes, of any number of engines, at once; every move is one compare-exchange.
+//! Promise: a word only moves as the table says. `tests/loom.rs` checks the moves against a modelled kernel.
+//!
+//! ```text
+//! bits  0..4   state
+//! bit   4      lock: one lane is working on this page; everybody else comes back later
+//! bits  5..8   reserved, zero
+//! bits  8..16  age, opaque to the pager (heat gives it its meaning)
+//! bits 16..24  store number (Far, Restoring)
+//! bits 24..64  handle in that store (Far, Restoring) or ticket of the batch (Quarantine, Evicting)
+//! ```
+//!
+//! # Truth table
+//!
+//! | State | In the file | Mapped | Who moves it on, holding what | A guest touch |
+//! |---|---|---|---|---|
+//! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS | runs on; if unmapped, the fault lane maps it under the lock |
+//! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T | faults; mapped again, Resident |
+//! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket | faults; mapped again, Resident; the copy is dropped |
+//! | Far, locked by reclaim | being punched | no | reclaim: unlocks when the punch is done | waits for this page |
+//! | Far | no | no | fault: to Restoring with the lock. discard: to Resident under the lock | faults |
+//! | Restoring (always locked) | being filled | becoming so | fault: to Resident; back to Far if the store is busy; to Poisoned if it lost the page | waits for this page |
+//! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
+//! | Poisoned | no | no | discard: to Resident under the lock | memory error |
+//!
+//! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released: so
+//! from the moment the zap of a Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket
+//! is never used twice**: so a page that was rescued and picked again starts its quarantine anew, and an engine that slept
+//! through its own replacement cannot commit a copy it read long ago.
+
+use std::fmt;
+
+use ballast_store::Handle;
+
+use crate::sync::{AtomicU64, Ordering};
+
+const STATE_MASK: u64 = 0xF;
+const LOCK: u64 = 1 << 4;
+const AGE_SHIFT: u32 = 8;
+const STORE_SHIFT: u32 = 16;
+const PAYLOAD_SHIFT: u32 = 24;
+const _: () = assert!(PAYLOAD_SHIFT + Handle::BITS == u64::BITS);
+
+/// Where a page is in its life. See the truth table above.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u64)]
+pub enum State {
+    /// In DRAM, or never touched, or discarded: the guest owns it.
+    Resident = 0,
+    /// Zapped and watched; still in DRAM.
+    Quarantine = 1,
+    /// Being copied to a store; still in DRAM.
+    Evicting = 2,
+    /// In a store.
+    Far = 3,
+    /// Being brought back.
+    Restoring = 4,
+    /// All zeros; nothing is stored.
+    Zero = 5,
+    /// Lost by the store.
+    Poisoned = 6,
+}
+
+impl State {
+    /// How many states there are.
+    pub const COUNT: usize = 7;
+}
+
+/// A value of the page-state word.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Word(u64);
+
+impl Word {
+    /// The word of a page nobody has looked at yet: Resident, age 0. All-zero memory is a valid table.
+    pub const INITIAL: Self = Self(0);
+
+    /// An unlocked word without handle.
+    pub const fn new(state: State, age: u8) -> Self {
+        Self(state as u64 | (age as u64) << AGE_SHIFT)
+    }
+
+    /// The state. Bits no engine ever writes read as Poisoned: the page is then never handed out.
+    pub const fn state(self) -> State {
+        match self.0 & STATE_MASK {
+            0 => State::Resident,
+            1 => State::Quarantine,
+            2 => State::Evicting,
+            3 => State::Far,
+            4 => State::Restoring,
+            5 => State::Zero,
+            _ => State::Poisoned,
+        }
+    }
+
+    /// Is a lane working on it?
+    pub const fn is_locked(self) -> bool {
+        self.0 & LOCK != 0
+    }
+
+    /// The age byte.
+    pub const fn age(self) -> u8 {
+        (self.0 >> AGE_SHIFT) as u8
+    }
+
+    /// The same word with another age.
+    pub const fn with_age(self, age: u8) -> Self {
+        Self(self.0 & !(0xFF << AGE_SHIFT) | (age as u64) << AGE_SHIFT)
+    }
+
+    /// Number of the store that holds the page.
+    pub const fn store(self) -> u8 {
+        (self.0 >> STORE_SHIFT) as u8
+    }
+
+    /// Where in the store: meaningful in Far and Restoring.
+    pub fn handle(self) -> Handle {
+        Handle::new(self.0 >> PAYLOAD_SHIFT).expect("the payload field is as wide as a handle")
+    }
+
+    /// Far in `store` under `handle`.
+    pub const fn far(store: u8, handle: Handle, age: u8) -> Self {
+        Self(Self::new(State::Far, age).0 | (store as u64) << STORE_SHIFT | handle.bits() << PAYLOAD_SHIFT)
+    }
+
+    /// In Quarantine in the batch with this ticket.
+    pub const fn quarantine(ticket: Ticket, age: u8) -> Self {
+        Self(Self::new(State::Quarantine, age).0 | ticket.0 << PAYLOAD_SHIFT)
+    }
+
+    /// The same word with the lock taken.
+    pub const fn locked(self) -> Self {
+        Self(self.0 | LOCK)
+    }
+
+    /// The same word with the lock released.
+    pub const fn unlocked(self) -> Self {
+        Self(self.0 & !LOCK)
+    }
+
+    /// The same handle, age and lock in another state.
+    pub const fn in_state(self, state: State) -> Self {
+        Self(self.0 & !STATE_MASK | state as u64)
+    }
+}
+
+impl fmt::Debug for Word {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lock = if self.is_locked() { "|locked" } else { "" };
+        write!(f, "{:?}{lock} age={} payload={:#x}", self.state(), self.age(), self.0 >> PAYLOAD_SHIFT)
+    }
+}
+
+/// Names one batch of pages on its way out: 16 bits of engine epoch, 24 bits of counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ticket(u64);
+
+impl Ticket {
+    /// Ticket number `counter` of engine `epoch`. Both wrap: a ticket repeats after 16 million batches of one engine,
+    /// or 65536 engines of one VM, far longer than any batch lives.
+    pub const fn new(epoch: u64, counter: u64) -> Self {
+        Self((epoch & 0xFFFF) << 24 | (counter & 0xFF_FFFF))
+    }
+}
+
+/// One page's word in the shared table.
+#[derive(Clone, Copy, Debug)]
+pub struct Cell<'a>(&'a AtomicU64);
+
+impl<'a> Cell<'a> {
+    /// The cell at `word`.
+    pub fn new(word: &'a AtomicU64) -> Self {
+        Self(word)
+    }
+
+    /// The word now.
+    pub fn load(self) -> Word {
+        Word(self.0.load(Ordering::Acquire))
+    }
+
+    /// Move from exactly `from` to `to`; false if the word was anything else.
+    pub fn swap(self, from: Word, to: Word) -> bool {
+        self.0.compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Take the lock while moving `from` (unlocked) to `to`. The guard releases it.
+    pub fn lock(self, from: Word, to: Word) -> Option<Locked<'a>> {
+        debug_assert!(!from.is_locked());
+        self.swap(from, to.locked()).then(|| Locked { cell: self, word: to })
+    }
+
+    /// Overwrite the word. Only for `recover`, when no other lane of any engine runs.
+    pub(crate) fn reset(self, to: Word) {
+        self.0.store(to.0, Ordering::Release);
+    }
+}
+
+/// A locked page. Dropping it releases the lock in the state last given to [`Locked::set`].
+#[derive(Debug)]
+pub struct Locked<'a> {
+    cell: Cell<'a>,
+    word: Word,
+}
+
+impl Locked<'_> {
+    /// The word to be left behind.
+    pub fn word(&self) -> Word {
+        self.word
+    }
+
+    /// Leave the page in this word when the lock is released.
+    pub fn set(&mut self, to: Word) {
+        self.word = to.unlocked();
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        // Only the holder of the lock writes a locked word, so a plain store is enough.
+        self.cell.0.store(self.word.0, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_field_of_a_word_is_independent(age: u8, store: u8, bits in 0..=Handle::MAX, newer: u8) {
+            let handle = Handle::new(bits).expect("in range");
+            let word = Word::far(store, handle, age).locked();
+            prop_assert_eq!((word.state(), word.store(), word.handle(), word.age()), (State::Far, store, handle, age));
+            prop_assert!(word.is_locked() && !word.unlocked().is_locked());
+            let moved = word.in_state(State::Restoring).with_age(newer).unlocked();
+            prop_assert_eq!((moved.store(), moved.handle(), moved.age()), (store, handle, newer));
+            prop_assert_eq!(moved.in_state(State::Far).with_age(age).locked(), word);
+        }
+
+        #[test]
+        fn tickets_of_neighbouring_engines_and_batches_differ(epoch in 0u64..1 << 20, counter in 0u64..1 << 30) {
+            prop_assert_ne!(Ticket::new(epoch, counter), Ticket::new(epoch + 1, counter));
+            prop_assert_ne!(Ticket::new(epoch, counter), Ticket::new(epoch, counter + 1));
+        }
+    }
+
+    #[test]
+    fn a_lock_is_released_in_the_state_last_set() {
+        let word = AtomicU64::new(0);
+        let cell = Cell::new(&word);
+        let mut guard = cell.lock(Word::INITIAL, Word::INITIAL).expect("free");
+        assert!(cell.lock(cell.load().unlocked(), Word::INITIAL).is_none(), "a locked page was locked again");
+        assert!(cell.load().is_locked(), "a failed attempt released somebody else's lock");
+        guard.set(Word::new(State::Zero, 3));
+        assert!(cell.load().is_locked());
+        drop(guard);
+        assert_eq!(cell.load(), Word::new(State::Zero, 3));
+    }
+
+    #[test]
+    fn bits_no_engine_writes_read_as_poisoned() {
+        for bits in 6..16 {
+            assert_eq!(Word(bits).state(), State::Poisoned);
+        }
+    }
+}

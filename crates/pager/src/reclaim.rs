@@ -1,0 +1,331 @@
+//! Reclaim: keep a VM's resident memory at or below its limit.
+//!
+//! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
+//! Threads: one lane per VM. It may wait for the store and for the client; no fault ever waits for it, but for the pages
+//! of the one run it is punching.
+//! Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing back but ends reclaim at once.
+//!
+//! ```text
+//! resident:  0 ........................ low ........ limit .......
+//!                   nothing to do        |  background  |  direct
+//! ```
+//!
+//! Above *low* the lane works in the background: it keeps a supply of pages in quarantine and evicts those that stayed
+//! untouched for T until resident is at low again. Above *limit* it does the same without pauses, takes warm pages, too,
+//! and (unless something may have pages pinned) waits only a short T: so a VM whose working set is larger than its limit
+//! is held to it, at the price of restores.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use ballast_base::units::{GIB, MIB};
+use ballast_base::wire::Range;
+use ballast_base::{Bytes, PageIdx};
+use ballast_heat::{Clock, ColdRun, ColdSource, Pages, Pick};
+
+use crate::evict::{evict, quarantine, release};
+use crate::page_state::{State, Ticket, Word};
+use crate::stats::Counter;
+use crate::vm::{RAM_STORE, Vm};
+
+/// Pause between rounds with nothing to do, in the background, and when over the limit with nothing ready.
+const IDLE: Duration = Duration::from_millis(200);
+const BACKGROUND: Duration = Duration::from_millis(20);
+const DIRECT: Duration = Duration::from_millis(2);
+/// Pages evicted under one hold of their locks: a fault that meets one waits for at most one punch of this size.
+const EVICT_RUN: u64 = 64;
+/// Pages put into quarantine in one round: 128 MiB, some 3 ms of zapping.
+const TOP_UP: u64 = Bytes(128 * MIB).pages_floor().0;
+/// How long reclaim rests after the store said it is full or busy.
+const STORE_REST: Duration = Duration::from_secs(1);
+
+/// Pages zapped together.
+struct Batch {
+    ticket: Ticket,
+    /// The VM's views when it was zapped.
+    generation: u64,
+    zapped_at: Instant,
+    runs: Vec<ColdRun>,
+}
+
+/// What the lane keeps between rounds.
+struct Lane<'a> {
+    vm: &'a Vm,
+    source: Clock,
+    batches: VecDeque<Batch>,
+    rest_until: Option<Instant>,
+    store_was_full: bool,
+}
+
+/// Distance between the limit and the low watermark: 1/32 of the limit, between 1 MiB and 256 MiB.
+pub fn margin(limit: Bytes) -> Bytes {
+    Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
+}
+
+/// Run until the VM is stopped.
+pub fn run(vm: &Vm) {
+    let mut lane =
+        Lane { vm, source: Clock::default(), batches: VecDeque::new(), rest_until: None, store_was_full: false };
+    let mut pause = Duration::ZERO;
+    while !vm.is_stopping() {
+        vm.wait(pause);
+        vm.pressure.sample(vm.stats(), Instant::now());
+        pause = match lane.round() {
+            Ok(pause) => pause,
+            Err(error) => {
+                vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
+                lane.release_all();
+                STORE_REST
+            }
+        };
+    }
+    lane.release_all();
+}
+
+impl Lane<'_> {
+    /// One round; answers how long to pause before the next.
+    fn round(&mut self) -> std::io::Result<Duration> {
+        let vm = self.vm;
+        let Some(limit) = vm.effective_limit() else {
+            self.release_all();
+            return self.settle();
+        };
+        if vm.held().is_some() || vm.views().is_empty() {
+            self.release_all();
+            return Ok(IDLE);
+        }
+        let now = Instant::now();
+        if self.rest_until.is_some_and(|until| now < until) {
+            return Ok(IDLE);
+        }
+        let resident = vm.resident()?.bytes().0;
+        let margin = margin(limit).0;
+        let low = limit.0.saturating_sub(margin);
+        if resident <= low {
+            if resident + 2 * margin <= low {
+                // Far below: the limit was raised, or the guest gave much back. Nothing need be watched.
+                self.release_all();
+            }
+            return Ok(IDLE);
+        }
+        let excess = Bytes(resident - low).pages_floor().0;
+        let over_limit = resident > limit.0;
+        let evicted = self.drain(excess, over_limit, now)?;
+        let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0;
+        let watched = vm.stats().get(Counter::Quarantined);
+        if watched < wanted {
+            self.top_up((wanted - watched).min(TOP_UP), if over_limit { Pick::Any } else { Pick::Cold })?;
+        }
+        Ok(match (over_limit, evicted > 0) {
+            (true, true) => Duration::ZERO,
+            (true, false) => DIRECT,
+            _ => BACKGROUND,
+        })
+    }
+
+    /// Nothing is to be reclaimed: let go of what need not be under userfaultfd.
+    fn settle(&mut self) -> std::io::Result<Duration> {
+        if self.vm.stats().get(Counter::RegisteredBytes) > 0 {
+            let _layout = self.vm.layout();
+            for region in self.vm.regions() {
+                self.vm.unregister_settled(&region)?;
+            }
+        }
+        Ok(IDLE)
+    }
+
+    /// Evict up to about `excess` pages that stayed untouched for T; answers how many went.
+    fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
+        let vm = self.vm;
+        let mut gone = 0;
+        while gone < excess && !vm.is_stopping() {
+            let Some(batch) = self.batches.front_mut() else { break };
+            let _layout = vm.layout();
+            if batch.generation != vm.generation() {
+                // A view was added: nobody has zapped these pages there.
+                let batch = self.batches.pop_front().expect("looked at above");
+                self.unmark(&batch.runs, batch.ticket);
+                continue;
+            }
+            if now.saturating_duration_since(batch.zapped_at) < vm.quarantine(over_limit) {
+                break;
+            }
+            let Some(run) = batch.runs.pop() else {
+                self.batches.pop_front();
+                continue;
+            };
+            if vm.held().is_some() {
+                batch.runs.push(run);
+                break;
+            }
+            let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
+            let count = run.count.min(EVICT_RUN);
+            if run.count > count {
+                batch.runs.push(ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run });
+            }
+            let part = (run.first, count);
+            let store = (RAM_STORE, &*vm.store);
+            let ticket = batch.ticket;
+            let result = evict(region.number, part, |page| region.cell(page), ticket, &*region, store);
+            let stats = vm.stats();
+            let evicted = match result {
+                Ok(evicted) => evicted,
+                Err(error) => {
+                    stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
+                    self.recount_quarantine();
+                    return Err(error);
+                }
+            };
+            stats.add(Counter::Evicted, evicted.far);
+            stats.add(Counter::Far, evicted.far);
+            stats.add(Counter::EvictedZero, evicted.zero);
+            stats.add(Counter::Zero, evicted.zero);
+            stats.add(Counter::Aborted, evicted.aborted);
+            stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused);
+            gone += evicted.far + evicted.zero;
+            if evicted.store_full || evicted.store_busy {
+                stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
+                stats.add(Counter::Failed, evicted.refused);
+                self.store_refused(evicted.store_full);
+                break;
+            }
+            self.store_was_full = false;
+        }
+        Ok(gone)
+    }
+
+    /// The store would not take a page: rest, and say so once.
+    fn store_refused(&mut self, full: bool) {
+        self.rest_until = Some(Instant::now() + STORE_REST);
+        if full {
+            self.vm.stats().add(Counter::StoreFull, 1);
+        }
+        if !std::mem::replace(&mut self.store_was_full, true) {
+            let usage = self.vm.store.usage();
+            let why = if full { "has no room" } else { "does not answer" };
+            let (used, budget) = (Bytes(usage.bytes), Bytes(usage.budget_bytes));
+            let text = format!("the store {why} ({used} of {budget} used): reclaim rests, nothing is lost");
+            self.vm.report(if full { "store-full" } else { "store-busy" }, text);
+        }
+        self.release_all();
+    }
+
+    /// Put up to about `want` more pages into quarantine.
+    fn top_up(&mut self, want: u64, pick: Pick) -> std::io::Result<()> {
+        let vm = self.vm;
+        let layout = vm.layout();
+        let (views, generation) = (vm.views(), vm.generation());
+        if views.is_empty() || vm.held().is_some() {
+            return Ok(());
+        }
+        let mut picked = Vec::new();
+        self.source.pick(&Table { vm, regions: vm.regions() }, want, pick, &mut picked);
+        let ticket = vm.ticket();
+        let mut marked: Vec<ColdRun> = Vec::with_capacity(picked.len());
+        for run in picked {
+            let Some(region) = vm.region(run.region) else { continue };
+            // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
+            if let Err(error) = vm.register(&region, run.first, PageIdx(run.first.0 + run.count)) {
+                self.unmark(&marked, ticket);
+                return Err(error);
+            }
+            for page in (run.first.0..run.first.0 + run.count).map(PageIdx) {
+                if !quarantine(region.cell(page), ticket) {
+                    continue;
+                }
+                match marked.last_mut() {
+                    Some(last) if last.region == run.region && last.first.0 + last.count == page.0 => last.count += 1,
+                    _ => marked.push(ColdRun { region: run.region, first: page, count: 1 }),
+                }
+            }
+        }
+        let pages: u64 = marked.iter().map(|run| run.count).sum();
+        vm.stats().add(Counter::Zapped, pages);
+        vm.stats().add(Counter::Quarantined, pages);
+        // Not held while we wait for clients: the lane that takes their answers may need it, too. Whatever changes
+        // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
+        drop(layout);
+        for view in views {
+            let ranges: Vec<Range> = marked
+                .iter()
+                .filter_map(|run| Some((view.of_region(run.region)?.addr(run.first), PageIdx(run.count).offset())))
+                .collect();
+            if let Err(error) = view.zap(&ranges) {
+                vm.stats().add(Counter::Failed, pages);
+                self.unmark(&marked, ticket);
+                return Err(error);
+            }
+        }
+        if !marked.is_empty() {
+            // Popped from the back: keep the coldest last.
+            marked.reverse();
+            self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs: marked });
+        }
+        Ok(())
+    }
+
+    /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
+    fn unmark(&self, runs: &[ColdRun], ticket: Ticket) {
+        for run in runs {
+            if let Some(region) = self.vm.region(run.region) {
+                let released = release((run.first, run.count), ticket, |page| region.cell(page));
+                self.vm.stats().sub(Counter::Quarantined, released);
+            }
+        }
+    }
+
+    /// Take everything out of quarantine.
+    fn release_all(&mut self) {
+        for batch in std::mem::take(&mut self.batches) {
+            self.unmark(&batch.runs, batch.ticket);
+        }
+    }
+
+    /// After a failure in the middle of a batch: count what is in quarantine afresh.
+    fn recount_quarantine(&self) {
+        let mut pages = 0;
+        for region in self.vm.regions() {
+            pages += (0..region.pages().0)
+                .filter(|page| region.cell(PageIdx(*page)).load().state() == State::Quarantine)
+                .count() as u64;
+        }
+        self.vm.stats().set(Counter::Quarantined, pages);
+    }
+}
+
+/// The VM's pages as heat sees them.
+struct Table<'a> {
+    vm: &'a Vm,
+    regions: Vec<std::sync::Arc<crate::region::Region>>,
+}
+
+impl Pages for Table<'_> {
+    fn regions(&self) -> u32 {
+        self.regions.len() as u32
+    }
+
+    fn len(&self, region: u32) -> u64 {
+        self.regions[region as usize].pages().0
+    }
+
+    fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        self.regions[region as usize].next_present(from).unwrap_or_else(|error| {
+            tracing::warn!(vm = self.vm.state.name(), region, "Looking for present pages: {error}");
+            None
+        })
+    }
+
+    fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
+        let word = self.regions[region as usize].cell(page).load();
+        (word.state() == State::Resident && !word.is_locked()).then(|| word.age())
+    }
+
+    fn set_age(&self, region: u32, page: PageIdx, age: u8) {
+        let cell = self.regions[region as usize].cell(page);
+        let word = cell.load();
+        if word.state() == State::Resident && !word.is_locked() {
+            // Losing the race only means that somebody else has newer news of the page.
+            cell.swap(word, Word::new(State::Resident, age));
+        }
+    }
+}

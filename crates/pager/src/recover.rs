@@ -1,0 +1,114 @@
+//! Recover: mend the words an engine left behind when it died, before anybody is served.
+//!
+//! Before: the keeper reaped the old engine, so no lane of it runs any more. After: no word is locked, nothing is on its
+//! way anywhere, the gauges are exact, and the store knows which of its objects are alive.
+//! Threads: the engine's start-up, once per VM, before its lanes start.
+//! Promise: invariant 1 decides every doubt. A page that is in its file counts, whatever copy exists beside it.
+//!
+//! | Left behind | Meaning | Becomes |
+//! |---|---|---|
+//! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
+//! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
+//! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
+//! | Far, locked | committed; maybe not punched yet | Resident if in the file, else Far |
+//! | Restoring | maybe installed already | Resident if in the file, else Far |
+//! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
+//! | Far, Zero, Poisoned, unlocked | settled | the same |
+
+use std::io;
+
+use ballast_base::PageIdx;
+use ballast_store::Handle;
+
+use crate::evict::live_handle;
+use crate::page_state::{State, Word};
+use crate::region::Region;
+use crate::state_file::{StateError, StateFile};
+use crate::stats::{Counter, Stats};
+
+/// What recovery found.
+#[derive(Debug, Default)]
+pub struct Recovered {
+    /// Objects the store must keep; everything else in it is garbage.
+    pub live: Vec<Handle>,
+    /// Pages that were on their way somewhere.
+    pub mended: u64,
+}
+
+/// Mend all words of these regions (all of the VM's, in order) and set the gauges.
+pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Region>) -> Result<Recovered, StateError> {
+    let mut found = Recovered::default();
+    let (mut far, mut zero, mut poisoned) = (0, 0, 0);
+    for (region, record) in regions.into_iter().zip(state.regions()) {
+        if region.is_removed() {
+            continue;
+        }
+        // Words never written say Resident, age 0: of a huge, hardly managed guest only what was managed is read.
+        for pages in state.written_words(&record)? {
+            for page in pages.map(PageIdx) {
+                let cell = region.cell(page);
+                let before = cell.load();
+                let after = mend(before, || region.is_present(page))?;
+                if after != before {
+                    cell.reset(after);
+                    found.mended += 1;
+                }
+                found.live.extend(live_handle(after));
+                match after.state() {
+                    State::Far => far += 1,
+                    State::Zero => zero += 1,
+                    State::Poisoned => poisoned += 1,
+                    _ => {}
+                }
+            }
+        }
+    }
+    let stats = Stats::of(state);
+    stats.set(Counter::Quarantined, 0);
+    stats.set(Counter::Far, far);
+    stats.set(Counter::Zero, zero);
+    stats.set(Counter::Poisoned, poisoned);
+    Ok(found)
+}
+
+/// What a word left behind becomes.
+fn mend(word: Word, is_present: impl Fn() -> io::Result<bool>) -> io::Result<Word> {
+    let resident = Word::new(State::Resident, word.age());
+    Ok(match word.state() {
+        State::Resident | State::Quarantine | State::Evicting => resident,
+        State::Far | State::Zero if !word.is_locked() => word,
+        State::Far | State::Restoring | State::Zero if is_present()? => resident,
+        State::Restoring => word.in_state(State::Far).unlocked(),
+        State::Far | State::Zero | State::Poisoned => word.unlocked(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::page_state::Ticket;
+
+    #[test]
+    fn every_word_an_engine_can_leave_behind_is_mended_as_the_table_says() {
+        let far = Word::far(1, Handle::new(77).expect("in range"), 3);
+        let resident = Word::new(State::Resident, 3);
+        let zero = Word::new(State::Zero, 3);
+        let poisoned = Word::new(State::Poisoned, 3);
+        let table = [
+            (resident.locked(), resident, resident),
+            (Word::quarantine(Ticket::new(1, 2), 3), resident, resident),
+            (Word::quarantine(Ticket::new(1, 2), 3).in_state(State::Evicting), resident, resident),
+            (far.locked(), resident, far),
+            (far.in_state(State::Restoring).locked(), resident, far),
+            (zero.locked(), resident, zero),
+            (far, far, far),
+            (zero, zero, zero),
+            (poisoned, poisoned, poisoned),
+            (poisoned.locked(), poisoned, poisoned),
+        ];
+        for (left, if_present, if_absent) in table {
+            assert_eq!(mend(left, || Ok(true)).expect("no I/O"), if_present, "{left:?}, in the file");
+            assert_eq!(mend(left, || Ok(false)).expect("no I/O"), if_absent, "{left:?}, not in the file");
+        }
+    }
+}

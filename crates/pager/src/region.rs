@@ -1,0 +1,137 @@
+//! One contiguous piece of guest RAM: its file and its table of page-state words.
+//!
+//! Before: an attach or a hot-plug brought the file. After: `fault`, `evict` and `heat` work on it.
+//! Threads: any. Units: pages from the start of the region.
+//! Promise: reads and punches go through the file descriptor; the engine never maps guest RAM.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
+use ballast_store::{PageBytes, PageKey};
+use ballast_sys::memfd::{self, FileId};
+
+use crate::memory::Backing;
+use crate::page_state::Cell;
+use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
+
+/// A region.
+#[derive(Debug)]
+pub struct Region {
+    /// Its number in the VM.
+    pub number: u32,
+    pages: PageCount,
+    file: File,
+    file_id: FileId,
+    file_offset: Bytes,
+    table: RegionTable,
+    removed: AtomicBool,
+}
+
+impl Region {
+    /// The region described by `record`, whose RAM is `file`.
+    ///
+    /// # Errors
+    /// If the file is not the one of the record or is too short for it: then touching it would be wrong or fatal.
+    pub fn new(number: u32, record: &RegionRecord, file: OwnedFd, table: RegionTable) -> io::Result<Self> {
+        let file_id = memfd::file_id(&file)?;
+        let needed = record.file_offset.0.checked_add(record.pages.bytes().0);
+        // An unplugged region has no file any more; whatever stands in for it is never touched.
+        if !record.removed
+            && (file_id != record.file
+                || needed.is_none_or(|needed| needed > memfd::size(&file).map_or(0, |size| size.0)))
+        {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("RAM file of region {number} is another file than before, or shorter than the region"),
+            ));
+        }
+        Ok(Self {
+            number,
+            pages: record.pages,
+            file: file.into(),
+            file_id,
+            file_offset: record.file_offset,
+            table,
+            removed: AtomicBool::new(record.removed),
+        })
+    }
+
+    /// Length; zero once it is unplugged.
+    pub fn pages(&self) -> PageCount {
+        if self.is_removed() { PageCount(0) } else { self.pages }
+    }
+
+    /// Was it unplugged?
+    pub fn is_removed(&self) -> bool {
+        self.removed.load(Ordering::Acquire)
+    }
+
+    /// From now on it has no pages.
+    pub fn remove(&self) {
+        self.removed.store(true, Ordering::Release);
+    }
+
+    /// The RAM file's identity.
+    pub fn file_id(&self) -> FileId {
+        self.file_id
+    }
+
+    /// DRAM the RAM file uses. A file that holds several regions is counted once by the caller.
+    pub fn file_resident(&self) -> io::Result<PageCount> {
+        memfd::resident(&self.file)
+    }
+
+    /// A page's word.
+    pub fn cell(&self, page: PageIdx) -> Cell<'_> {
+        Cell::new(self.table.word(page))
+    }
+
+    /// A page's name in stores.
+    pub fn key(&self, page: PageIdx) -> PageKey {
+        PageKey { region: self.number, page }
+    }
+
+    /// Is the page in the file?
+    pub fn is_present(&self, page: PageIdx) -> io::Result<bool> {
+        memfd::is_present(&self.file, self.file_offset.0 + page.offset())
+    }
+
+    /// The first run of pages at or after `from` that are in the file, as `(first, end)`.
+    pub fn next_present(&self, from: PageIdx) -> io::Result<Option<(PageIdx, PageIdx)>> {
+        if from.0 >= self.pages().0 {
+            return Ok(None);
+        }
+        let base = self.file_offset.0;
+        let run = memfd::next_data(&self.file, base + from.offset())?;
+        Ok(run.map(|(start, end)| {
+            (PageIdx::containing(start - base), PageIdx(PageIdx::containing(end - base).0.min(self.pages.0)))
+        }))
+    }
+
+    /// The chunks, as page ranges, that `first..end` touches, with their registration flags.
+    pub(crate) fn chunks(
+        &self,
+        first: PageIdx,
+        end: PageIdx,
+    ) -> impl Iterator<Item = (PageIdx, u64, &std::sync::atomic::AtomicU8)> {
+        let range = first.0 / PAGES_PER_CHUNK..end.0.div_ceil(PAGES_PER_CHUNK);
+        range.map(|chunk| {
+            let first = chunk * PAGES_PER_CHUNK;
+            let count = PAGES_PER_CHUNK.min(self.pages.0 - first);
+            (PageIdx(first), count, &self.table.chunk_flags()[chunk as usize])
+        })
+    }
+}
+
+impl Backing for Region {
+    fn read(&self, page: PageIdx, out: &mut PageBytes) -> io::Result<()> {
+        memfd::read_exact_at(&self.file, self.file_offset.0 + page.offset(), out)
+    }
+
+    fn punch(&self, first: PageIdx, count: u64) -> io::Result<()> {
+        memfd::punch(&self.file, self.file_offset.0 + first.offset(), count * PAGE_SIZE as u64)
+    }
+}

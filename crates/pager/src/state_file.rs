@@ -1,0 +1,368 @@
+//! The state file: everything about one VM that must outlive an engine, in one shared memory file.
+//!
+//! Before: the keeper creates it at first attach, or a client brings it back after the keeper died. After: each engine
+//! maps it and goes on where the last one was.
+//! Threads: the header is atomics; regions are added by the keeper's order only, one at a time.
+//! Units: offsets are bytes from the start of the file.
+//! Promise: a file of another layout, of another VM, or with numbers that do not fit is refused with the reason.
+//!
+//! ```text
+//! 0        magic, layout version, VM id, epoch, limit, engine pid and start time, region count, end of used space
+//! 512      name, padded with zeros
+//! 1024     region table: 32 records of 64 bytes
+//! 4096     counters          8192  histograms          32768  end of the header
+//! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page
+//! ```
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use ballast_base::units::MIB;
+use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
+use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
+use ballast_sys::memfd::{self, FileId};
+use ballast_sys::{Mapping, memfd::create};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
+/// Layout 1: first release.
+const LAYOUT: u64 = 1;
+const HEADER_LEN: usize = 32 * 1024;
+const NAME_OFFSET: usize = 512;
+const REGIONS_OFFSET: usize = 1024;
+const REGION_RECORD: usize = 64;
+const COUNTERS_OFFSET: usize = 4096;
+const HISTOGRAMS_OFFSET: usize = 8192;
+const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= COUNTERS_OFFSET);
+
+/// Counters in the file.
+pub const COUNTERS: usize = 64;
+/// Words for histograms in the file.
+pub const HISTOGRAM_WORDS: usize = (HEADER_LEN - HISTOGRAMS_OFFSET) / 8;
+
+/// A chunk of guest RAM that is registered with userfaultfd as one. Picked so that a 1 TiB guest needs at most 32768
+/// mappings (the kernel's default cap is 65530) while memory nobody reclaims from stays unregistered.
+pub const CHUNK: Bytes = Bytes(32 * MIB);
+/// Pages in a chunk.
+pub const PAGES_PER_CHUNK: u64 = CHUNK.pages_floor().0;
+
+/// Words of the header.
+#[repr(usize)]
+enum Field {
+    Magic = 0,
+    Layout = 1,
+    Id0 = 2,
+    Id1 = 3,
+    Epoch = 4,
+    Limit = 5,
+    EnginePid = 6,
+    EngineStart = 7,
+    RegionCount = 8,
+    End = 9,
+}
+const FIELDS: usize = 10;
+
+/// What is known of a region across engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionRecord {
+    /// The RAM file.
+    pub file: FileId,
+    /// Where the region begins in it.
+    pub file_offset: Bytes,
+    /// Length.
+    pub pages: PageCount,
+    /// The region was unplugged; its number is never used again.
+    pub removed: bool,
+    table_offset: u64,
+}
+
+/// A state file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// The kernel refused.
+    #[error("Mapping a VM's state file")]
+    Io(#[from] io::Error),
+    /// The file is not what it should be: another version wrote it, or somebody damaged it.
+    #[error("Reading a VM's state file: {0}")]
+    Invalid(String),
+}
+
+/// An open state file.
+#[derive(Debug)]
+pub struct StateFile {
+    fd: OwnedFd,
+    header: Mapping,
+}
+
+/// One region's words and registration flags.
+#[derive(Debug)]
+pub struct RegionTable {
+    mapping: Mapping,
+    pages: PageCount,
+}
+
+impl StateFile {
+    /// Make the file of a new VM, with no regions and no limit.
+    pub fn create(id: VmId, name: &str) -> Result<Self, StateError> {
+        let fd = create("ballast-state", Bytes(HEADER_LEN as u64))?;
+        // Only its owner may write: clients keep a read-only descriptor of it and must not get more by reopening.
+        rustix::fs::fchmod(&fd, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).map_err(io::Error::from)?;
+        let header = Mapping::shared(&fd, 0, HEADER_LEN)?;
+        let file = Self { fd, header };
+        let (a, b) = id.0.split_at(8);
+        file.set(Field::Id0, u64::from_le_bytes(a.try_into().expect("8 bytes")));
+        file.set(Field::Id1, u64::from_le_bytes(b.try_into().expect("8 bytes")));
+        file.set(Field::Limit, u64::MAX);
+        file.set(Field::End, HEADER_LEN as u64);
+        file.set(Field::Layout, LAYOUT);
+        file.header.copy_in(NAME_OFFSET, &name.as_bytes()[..name.len().min(MAX_NAME)]);
+        file.set(Field::Magic, MAGIC);
+        Ok(file)
+    }
+
+    /// Map a file made earlier, by this or another process, and check all of it that is ever trusted.
+    pub fn open(fd: OwnedFd) -> Result<Self, StateError> {
+        let invalid = |what: String| Err(StateError::Invalid(what));
+        let size = memfd::size(&fd)?.0;
+        if size < HEADER_LEN as u64 {
+            return invalid(format!("it has {size} bytes, fewer than its header"));
+        }
+        let file = Self { header: Mapping::shared(&fd, 0, HEADER_LEN)?, fd };
+        if file.get(Field::Magic) != MAGIC {
+            return invalid("it does not begin with the Ballast magic".into());
+        }
+        if file.get(Field::Layout) != LAYOUT {
+            return invalid(format!("its layout version is {}, this program knows {LAYOUT}", file.get(Field::Layout)));
+        }
+        let (count, end) = (file.get(Field::RegionCount), file.get(Field::End));
+        if count > MAX_REGIONS as u64 || end > size {
+            return invalid(format!("it claims {count} regions in {end} of its {size} bytes"));
+        }
+        for (index, region) in file.regions().iter().enumerate() {
+            let fits = region.pages.0 > 0
+                && region.pages.0 < 1 << 44
+                && region.table_offset.is_multiple_of(PAGE_SIZE as u64)
+                && region.table_offset.checked_add(table_len(region.pages)).is_some_and(|end| end <= size);
+            if !fits {
+                return invalid(format!("region {index} of {} pages does not fit it", region.pages.0));
+            }
+        }
+        Ok(file)
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        self.header.words(0, FIELDS)
+    }
+
+    fn get(&self, field: Field) -> u64 {
+        self.words()[field as usize].load(Ordering::Acquire)
+    }
+
+    fn set(&self, field: Field, value: u64) {
+        self.words()[field as usize].store(value, Ordering::Release);
+    }
+
+    /// The descriptor.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Whose file it is.
+    pub fn id(&self) -> VmId {
+        let mut id = [0; 16];
+        id[..8].copy_from_slice(&self.get(Field::Id0).to_le_bytes());
+        id[8..].copy_from_slice(&self.get(Field::Id1).to_le_bytes());
+        VmId(id)
+    }
+
+    /// The VM's name.
+    pub fn name(&self) -> String {
+        let mut name = [0; MAX_NAME];
+        self.header.copy_out(NAME_OFFSET, &mut name);
+        String::from_utf8_lossy(&name).trim_end_matches('\0').to_owned()
+    }
+
+    /// The DRAM cap, if there is one.
+    pub fn limit(&self) -> Option<Bytes> {
+        Some(self.get(Field::Limit)).filter(|limit| *limit != u64::MAX).map(Bytes)
+    }
+
+    /// Change the cap. The reclaim lane reads it in its next round.
+    pub fn set_limit(&self, limit: Option<Bytes>) {
+        self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
+    }
+
+    /// The engine that serves the VM, as pid and start time; `None` before the first.
+    pub fn engine(&self) -> Option<(u32, u64)> {
+        Some((self.get(Field::EnginePid) as u32, self.get(Field::EngineStart))).filter(|engine| engine.0 != 0)
+    }
+
+    /// How many engines have served the VM.
+    pub fn epoch(&self) -> u64 {
+        self.get(Field::Epoch)
+    }
+
+    /// Write down that this engine serves the VM from now on; answers its epoch.
+    pub fn take_over(&self, pid: u32, start_time: u64) -> u64 {
+        self.set(Field::EngineStart, start_time);
+        self.set(Field::EnginePid, u64::from(pid));
+        self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// The regions, removed ones included: a region's number is its index.
+    pub fn regions(&self) -> Vec<RegionRecord> {
+        (0..(self.get(Field::RegionCount) as usize).min(MAX_REGIONS)).map(|index| self.record(index)).collect()
+    }
+
+    fn record_words(&self, index: usize) -> &[AtomicU64] {
+        self.header.words(REGIONS_OFFSET + index * REGION_RECORD, REGION_RECORD / 8)
+    }
+
+    fn record(&self, index: usize) -> RegionRecord {
+        let get = |word: usize| self.record_words(index)[word].load(Ordering::Acquire);
+        RegionRecord {
+            file: FileId { dev: get(0), ino: get(1) },
+            file_offset: Bytes(get(2)),
+            pages: PageCount(get(3)),
+            table_offset: get(4),
+            removed: get(5) != 0,
+        }
+    }
+
+    /// Make room for one more region and answer its number.
+    pub fn add_region(&self, file: FileId, file_offset: Bytes, pages: PageCount) -> Result<u32, StateError> {
+        let index = self.get(Field::RegionCount) as usize;
+        if index >= MAX_REGIONS {
+            return Err(StateError::Invalid(format!("a VM may have at most {MAX_REGIONS} regions in its life")));
+        }
+        let table_offset = self.get(Field::End);
+        let end = table_offset + table_len(pages);
+        rustix::fs::ftruncate(&self.fd, end).map_err(io::Error::from)?;
+        let values = [file.dev, file.ino, file_offset.0, pages.0, table_offset, 0];
+        for (word, value) in self.record_words(index).iter().zip(values) {
+            word.store(value, Ordering::Release);
+        }
+        self.set(Field::End, end);
+        self.set(Field::RegionCount, index as u64 + 1);
+        Ok(index as u32)
+    }
+
+    /// Note that a region was unplugged.
+    pub fn remove_region(&self, index: u32) {
+        self.record_words(index as usize)[5].store(1, Ordering::Release);
+    }
+
+    /// Map a region's table.
+    pub fn map_region(&self, record: &RegionRecord) -> io::Result<RegionTable> {
+        let mapping = Mapping::shared(&self.fd, record.table_offset, table_len(record.pages) as usize)?;
+        Ok(RegionTable { mapping, pages: record.pages })
+    }
+
+    /// Ranges of a region's words that were ever written, as page ranges: the rest is Resident, age 0.
+    pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<std::ops::Range<u64>>> {
+        let words_start = record.table_offset + flags_len(record.pages);
+        let words_end = words_start + record.pages.0 * 8;
+        let mut ranges = Vec::new();
+        let mut at = words_start;
+        while let Some((start, end)) = memfd::next_data(&self.fd, at)? {
+            if start >= words_end {
+                break;
+            }
+            ranges.push((start - words_start) / 8..(end.min(words_end) - words_start) / 8);
+            at = end;
+        }
+        Ok(ranges)
+    }
+
+    /// The counters of [`crate::stats`].
+    pub fn counters(&self) -> &[AtomicU64] {
+        self.header.words(COUNTERS_OFFSET, COUNTERS)
+    }
+
+    /// The histograms of [`crate::stats`].
+    pub fn histograms(&self) -> &[AtomicU64] {
+        self.header.words(HISTOGRAMS_OFFSET, HISTOGRAM_WORDS)
+    }
+}
+
+impl RegionTable {
+    /// The word of a page.
+    ///
+    /// # Panics
+    /// If the page is not in the region.
+    pub fn word(&self, page: PageIdx) -> &AtomicU64 {
+        assert!(page.0 < self.pages.0, "page {page} is outside a region of {} pages", self.pages.0);
+        &self.mapping.words(flags_len(self.pages) as usize + page.0 as usize * 8, 1)[0]
+    }
+
+    /// One byte per chunk: 1 if the chunk is registered with every view's userfaultfd.
+    pub fn chunk_flags(&self) -> &[AtomicU8] {
+        self.mapping.bytes(0, chunks(self.pages) as usize)
+    }
+}
+
+fn chunks(pages: PageCount) -> u64 {
+    pages.0.div_ceil(PAGES_PER_CHUNK)
+}
+
+fn flags_len(pages: PageCount) -> u64 {
+    chunks(pages).next_multiple_of(PAGE_SIZE as u64)
+}
+
+fn table_len(pages: PageCount) -> u64 {
+    flags_len(pages) + (pages.0 * 8).next_multiple_of(PAGE_SIZE as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::os::unix::fs::FileExt;
+
+    fn some_file() -> FileId {
+        FileId { dev: 1, ino: 2 }
+    }
+
+    #[test]
+    fn a_successor_finds_what_its_predecessor_wrote() {
+        let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
+        file.set_limit(Some(Bytes(1 << 30)));
+        let first = file.add_region(some_file(), Bytes(0), PageCount(20_000)).expect("add");
+        let second = file.add_region(some_file(), Bytes(1 << 30), PageCount(1)).expect("add");
+        assert_eq!((first, second, file.take_over(10, 99)), (0, 1, 1));
+        let table = file.map_region(&file.regions()[0]).expect("map");
+        table.word(PageIdx(19_999)).store(5, Ordering::Release);
+        table.chunk_flags()[2].store(1, Ordering::Release);
+
+        let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
+        assert_eq!((again.id(), again.name().as_str()), (VmId([7; 16]), "web-1"));
+        assert_eq!((again.limit(), again.engine()), (Some(Bytes(1 << 30)), Some((10, 99))));
+        assert_eq!(again.take_over(11, 100), 2);
+        let records = again.regions();
+        assert_eq!((records.len(), records[0].pages, records[1].file_offset), (2, PageCount(20_000), Bytes(1 << 30)));
+        let table = again.map_region(&records[0]).expect("map");
+        assert_eq!(table.word(PageIdx(19_999)).load(Ordering::Acquire), 5);
+        assert_eq!(table.chunk_flags().iter().map(|flag| flag.load(Ordering::Acquire)).collect::<Vec<_>>(), [0, 0, 1]);
+        let written = again.written_words(&records[0]).expect("seek");
+        assert_eq!(written.len(), 1, "one page of words was written");
+        assert!(written[0].contains(&19_999) && written[0].end - written[0].start <= 512);
+    }
+
+    proptest! {
+        #[test]
+        fn a_damaged_header_is_refused_or_stays_within_the_file(damage in proptest::collection::vec((0u64..3072, any::<u8>()), 1..40)) {
+            let file = StateFile::create(VmId([1; 16]), "x").expect("create");
+            file.add_region(some_file(), Bytes(0), PageCount(5000)).expect("add");
+            let raw = std::fs::File::from(file.fd().try_clone_to_owned().expect("dup"));
+            for (offset, byte) in damage {
+                raw.write_all_at(&[byte], offset).expect("write");
+            }
+            if let Ok(file) = StateFile::open(raw.into()) {
+                for record in file.regions() {
+                    let table = file.map_region(&record).expect("map");
+                    table.word(PageIdx(record.pages.0 - 1)).load(Ordering::Acquire);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! What operators see of a VM: counters, latency histograms and stall, all in the state file so they survive engines.
+//!
+//! Before: lanes count as they work. After: `daemon` turns a snapshot into JSON and metrics.
+//! Threads: every counter is one relaxed atomic add; a reader may see a page between two gauges for an instant.
+//! Units: nanoseconds inside, named in the accessor outside.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
+
+/// What is counted. The first six are gauges of pages in a state; the others only grow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Counter {
+    /// Pages in Quarantine.
+    Quarantined,
+    /// Pages Far (and Restoring).
+    Far,
+    /// Pages Zero.
+    Zero,
+    /// Pages Poisoned.
+    Poisoned,
+    /// Bytes registered with userfaultfd.
+    RegisteredBytes,
+    /// Faults: the page was in memory, not mapped.
+    FaultMinor,
+    /// Faults: the page was far.
+    FaultRestore,
+    /// Faults: the page was known to be zero.
+    FaultZero,
+    /// Faults: never touched or discarded.
+    FaultFresh,
+    /// Faults put back to be served again.
+    FaultDeferred,
+    /// Pages put into quarantine.
+    Zapped,
+    /// Pages written to a store and freed.
+    Evicted,
+    /// Pages found zero and freed.
+    EvictedZero,
+    /// Pages touched in quarantine or while being evicted.
+    Rescued,
+    /// Of those, touched while being evicted: a copy was dropped.
+    Aborted,
+    /// Pages the guest gave back.
+    Discarded,
+    /// Times the store was full.
+    StoreFull,
+    /// Pages that could not be zapped, read, stored or punched; they stay resident.
+    Failed,
+    /// Nanoseconds some thread of the VM waited.
+    StallSomeNs,
+    /// Nanoseconds all threads of the VM waited.
+    StallFullNs,
+    /// Longest time the VM was without an engine, nanoseconds.
+    LongestGapNs,
+    /// Times an engine took over from one that died.
+    Takeovers,
+}
+const _: () = assert!((Counter::Takeovers as usize) < COUNTERS);
+
+/// Which histogram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Latency {
+    /// A far page: fault read to guest woken.
+    Restore,
+    /// Any fault: fault read to guest woken.
+    Fault,
+}
+
+/// Sub-buckets per power of two: a recorded value is at most 1/16 below its bucket's upper edge.
+const SUB: u32 = 16;
+/// Buckets: exact below 16 ns, then 16 per power of two up to 2^40 ns (18 minutes).
+pub const BUCKETS: usize = 592;
+const _: () = assert!(2 * (BUCKETS + 2) <= HISTOGRAM_WORDS);
+
+/// The bucket of a value.
+fn bucket(ns: u64) -> usize {
+    if ns < u64::from(SUB) {
+        return ns as usize;
+    }
+    let power = ns.ilog2() - SUB.ilog2();
+    let sub = (ns >> power) as u32 - SUB;
+    ((power + 1) * SUB + sub).min(BUCKETS as u32 - 1) as usize
+}
+
+/// The upper edge of a bucket, nanoseconds.
+pub fn upper_edge(bucket: usize) -> u64 {
+    let (power, sub) = (bucket as u32 / SUB, bucket as u64 % u64::from(SUB));
+    if power == 0 { sub } else { ((u64::from(SUB) + sub + 1) << (power - 1)) - 1 }
+}
+
+/// A copy of a histogram.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Histogram {
+    /// Counts by bucket.
+    pub counts: Vec<u64>,
+    /// Sum of all values, nanoseconds.
+    pub sum_ns: u64,
+    /// Largest value, nanoseconds.
+    pub max_ns: u64,
+}
+
+impl Histogram {
+    /// How many values.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// The value below or at which `percent` of the values lie, nanoseconds; 0 when there are none.
+    pub fn percentile_ns(&self, percent: f64) -> u64 {
+        let rank = (self.count() as f64 * percent / 100.0).ceil().max(1.0) as u64;
+        let mut seen = 0;
+        let at = self.counts.iter().position(|count| {
+            seen += count;
+            seen >= rank
+        });
+        at.map_or(0, |bucket| upper_edge(bucket).min(self.max_ns))
+    }
+}
+
+/// The counters of one VM.
+#[derive(Clone, Copy, Debug)]
+pub struct Stats<'a> {
+    counters: &'a [AtomicU64],
+    histograms: &'a [AtomicU64],
+}
+
+impl<'a> Stats<'a> {
+    /// The counters in a state file.
+    pub fn of(file: &'a StateFile) -> Self {
+        Self { counters: file.counters(), histograms: file.histograms() }
+    }
+
+    /// Count.
+    pub fn add(self, counter: Counter, n: u64) {
+        self.counters[counter as usize].fetch_add(n, Ordering::Relaxed);
+    }
+
+    /// Lower a gauge. A gauge may pass below zero for an instant when a page is restored before its eviction is counted.
+    pub fn sub(self, counter: Counter, n: u64) {
+        self.counters[counter as usize].fetch_sub(n, Ordering::Relaxed);
+    }
+
+    /// Set a gauge.
+    pub fn set(self, counter: Counter, n: u64) {
+        self.counters[counter as usize].store(n, Ordering::Relaxed);
+    }
+
+    /// Raise to at least `n`.
+    pub fn raise(self, counter: Counter, n: u64) {
+        self.counters[counter as usize].fetch_max(n, Ordering::Relaxed);
+    }
+
+    /// Read. A gauge that is below zero for an instant reads as zero.
+    pub fn get(self, counter: Counter) -> u64 {
+        (self.counters[counter as usize].load(Ordering::Relaxed) as i64).max(0) as u64
+    }
+
+    fn histogram_words(self, which: Latency) -> &'a [AtomicU64] {
+        let size = BUCKETS + 2;
+        &self.histograms[which as usize * size..][..size]
+    }
+
+    /// Record one latency.
+    pub fn record(self, which: Latency, took: Duration) {
+        let ns = took.as_nanos() as u64;
+        let words = self.histogram_words(which);
+        words[bucket(ns)].fetch_add(1, Ordering::Relaxed);
+        words[BUCKETS].fetch_add(ns, Ordering::Relaxed);
+        words[BUCKETS + 1].fetch_max(ns, Ordering::Relaxed);
+    }
+
+    /// Copy a histogram.
+    pub fn histogram(self, which: Latency) -> Histogram {
+        let words: Vec<u64> = self.histogram_words(which).iter().map(|word| word.load(Ordering::Relaxed)).collect();
+        Histogram { counts: words[..BUCKETS].to_vec(), sum_ns: words[BUCKETS], max_ns: words[BUCKETS + 1] }
+    }
+}
+
+/// Stall averages of one kind, in percent, as the kernel's PSI computes them: an exponential average, sampled every two
+/// seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Averages {
+    /// Over 10 seconds.
+    pub avg10: f64,
+    /// Over 60 seconds.
+    pub avg60: f64,
+    /// Over 300 seconds.
+    pub avg300: f64,
+}
+
+/// Turns growing stall totals into averages.
+#[derive(Debug)]
+pub struct Pressure(Mutex<Sampled>);
+
+#[derive(Debug)]
+struct Sampled {
+    at: Instant,
+    totals_ns: [u64; 2],
+    averages: [Averages; 2],
+}
+
+impl Pressure {
+    /// The sampling period.
+    pub const PERIOD: Duration = Duration::from_secs(2);
+
+    /// Start from the totals so far.
+    pub fn new(stats: Stats<'_>) -> Self {
+        let totals_ns = [Counter::StallSomeNs, Counter::StallFullNs].map(|counter| stats.get(counter));
+        Self(Mutex::new(Sampled { at: Instant::now(), totals_ns, averages: Default::default() }))
+    }
+
+    /// Take a sample if a period has passed.
+    pub fn sample(&self, stats: Stats<'_>, now: Instant) {
+        let mut state = self.0.lock().expect("no panic while held");
+        let elapsed = now.saturating_duration_since(state.at);
+        if elapsed < Self::PERIOD {
+            return;
+        }
+        state.at = now;
+        for (kind, counter) in [Counter::StallSomeNs, Counter::StallFullNs].into_iter().enumerate() {
+            let total = stats.get(counter);
+            let stalled = total.saturating_sub(state.totals_ns[kind]) as f64;
+            state.totals_ns[kind] = total;
+            let percent = (stalled / elapsed.as_nanos() as f64 * 100.0).min(100.0);
+            let averages = &mut state.averages[kind];
+            for (average, window_s) in
+                [(&mut averages.avg10, 10.0), (&mut averages.avg60, 60.0), (&mut averages.avg300, 300.0)]
+            {
+                let keep = (-elapsed.as_secs_f64() / window_s).exp();
+                *average = *average * keep + percent * (1.0 - keep);
+            }
+        }
+    }
+
+    /// The averages: some, full.
+    pub fn averages(&self) -> [Averages; 2] {
+        self.0.lock().expect("no panic while held").averages
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::wire::VmId;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_value_lies_at_most_a_sixteenth_below_its_buckets_edge(ns in 0u64..1 << 40) {
+            let edge = upper_edge(bucket(ns));
+            prop_assert!(edge >= ns && edge - ns <= ns / 16, "{ns} in a bucket that ends at {edge}");
+            prop_assert!(bucket(ns) == 0 || upper_edge(bucket(ns) - 1) < ns);
+        }
+    }
+
+    #[test]
+    fn percentiles_come_from_the_recorded_values_and_survive_the_engine() {
+        let file = StateFile::create(VmId([0; 16]), "x").expect("create");
+        for us in 1..=100 {
+            Stats::of(&file).record(Latency::Restore, Duration::from_micros(us));
+        }
+        let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
+        let histogram = Stats::of(&again).histogram(Latency::Restore);
+        assert_eq!((histogram.count(), histogram.max_ns, histogram.sum_ns), (100, 100_000, 5_050_000));
+        let p50 = histogram.percentile_ns(50.0);
+        assert!((50_000..=53_200).contains(&p50), "{p50}");
+        assert_eq!(histogram.percentile_ns(100.0), 100_000);
+        assert_eq!(Stats::of(&again).histogram(Latency::Fault).percentile_ns(99.0), 0);
+    }
+
+    #[test]
+    fn a_vm_that_waits_half_the_time_shows_fifty_percent() {
+        let file = StateFile::create(VmId([0; 16]), "x").expect("create");
+        let stats = Stats::of(&file);
+        let pressure = Pressure::new(stats);
+        let mut now = Instant::now();
+        for _ in 0..1000 {
+            now += Duration::from_secs(2);
+            stats.add(Counter::StallSomeNs, 1_000_000_000);
+            pressure.sample(stats, now);
+        }
+        let [some, full] = pressure.averages();
+        assert!((some.avg10 - 50.0).abs() < 0.1 && (some.avg300 - 50.0).abs() < 0.2, "{some:?}");
+        assert_eq!(full, Averages::default());
+    }
+}

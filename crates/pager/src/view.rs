@@ -1,0 +1,212 @@
+//! A view: one process's mapping of a VM's RAM, its userfaultfd, and the control socket to the client inside it.
+//!
+//! Before: the keeper hands over the descriptors. After: fault lanes read and resolve its faults; reclaim zaps through it.
+//! Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
+//! Threads: any; zaps of several lanes are told apart by sequence numbers.
+//! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, RwLock};
+use std::time::Duration;
+
+use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
+use ballast_base::{Hva, PageIdx};
+use ballast_store::PageBytes;
+use ballast_sys::uffd::{FillOutcome, feature};
+use ballast_sys::{Uffd, scm};
+
+use crate::memory::Mapped;
+
+/// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
+const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// One process's view of a VM.
+#[derive(Debug)]
+pub struct View {
+    /// The process.
+    pub pid: u32,
+    uffd: Uffd,
+    can_poison: bool,
+    control: OwnedFd,
+    /// Where each region is mapped: start, end, region number; sorted by start.
+    spans: RwLock<Vec<(Hva, Hva, u32)>>,
+    next_seq: AtomicU64,
+    /// Zaps under way: `None` until answered.
+    zaps: Mutex<HashMap<u64, Option<Option<i32>>>>,
+    answered: Condvar,
+    disconnected: AtomicBool,
+}
+
+/// A view of one region: what [`crate::fault::serve`] works on.
+#[derive(Clone, Copy, Debug)]
+pub struct RegionView<'a> {
+    view: &'a View,
+    base: Hva,
+}
+
+impl View {
+    /// A view of process `pid`. `epoch` makes the sequence numbers differ from those of earlier engines.
+    pub fn new(pid: u32, uffd: Uffd, uffd_features: u64, control: OwnedFd, epoch: u64) -> Self {
+        Self {
+            pid,
+            uffd,
+            can_poison: uffd_features & feature::POISON != 0,
+            control,
+            spans: RwLock::default(),
+            next_seq: AtomicU64::new(epoch << 32),
+            zaps: Mutex::default(),
+            answered: Condvar::new(),
+            disconnected: AtomicBool::new(false),
+        }
+    }
+
+    /// The userfaultfd.
+    pub fn uffd(&self) -> &Uffd {
+        &self.uffd
+    }
+
+    /// The control socket.
+    pub fn control(&self) -> BorrowedFd<'_> {
+        self.control.as_fd()
+    }
+
+    /// Add a region's mapping.
+    pub fn add_span(&self, info: &RegionInfo, region: u32) {
+        let mut spans = self.spans.write().expect("no panic while held");
+        spans.push((info.hva, info.hva + info.len.0, region));
+        spans.sort_unstable();
+    }
+
+    /// Forget a region's mapping; answers its number.
+    pub fn remove_span(&self, start: Hva) -> Option<u32> {
+        let mut spans = self.spans.write().expect("no panic while held");
+        let at = spans.iter().position(|span| span.0 == start)?;
+        Some(spans.remove(at).2)
+    }
+
+    /// The region and page at an address.
+    pub fn find(&self, addr: Hva) -> Option<(u32, PageIdx)> {
+        let spans = self.spans.read().expect("no panic while held");
+        let at = spans.partition_point(|span| span.0 <= addr).checked_sub(1)?;
+        let (start, end, region) = spans[at];
+        (addr < end).then(|| (region, PageIdx::containing(addr.0 - start.0)))
+    }
+
+    /// Where a region begins in this view.
+    pub fn base(&self, region: u32) -> Option<Hva> {
+        let spans = self.spans.read().expect("no panic while held");
+        spans.iter().find(|span| span.2 == region).map(|span| span.0)
+    }
+
+    /// This view of one region; `None` if the region is not mapped here.
+    pub fn of_region(&self, region: u32) -> Option<RegionView<'_>> {
+        self.base(region).map(|base| RegionView { view: self, base })
+    }
+
+    /// Wake whoever waits anywhere in this view: they fault again, on an engine that listens.
+    pub fn wake_all(&self) -> io::Result<()> {
+        let spans = self.spans.read().expect("no panic while held");
+        spans.iter().try_for_each(|(start, end, _)| self.uffd.wake(*start, end.0 - start.0))
+    }
+
+    /// Tell the client something. Never waits: a client that does not read its socket fails its own VM's requests only.
+    pub fn tell(&self, message: &EngineToClient) -> io::Result<()> {
+        scm::try_send(&self.control, &wire::encode(message))
+    }
+
+    /// Have the client drop its page-table entries of these ranges; returns when it has.
+    ///
+    /// # Errors
+    /// The client answered with an error, not in time, or is gone. Some ranges may have been zapped, which is harmless.
+    pub fn zap(&self, ranges: &[wire::Range]) -> io::Result<()> {
+        for part in ranges.chunks(MAX_RANGES) {
+            let seq = self.next_seq.fetch_add(1, Ordering::Relaxed);
+            self.zaps.lock().expect("no panic while held").insert(seq, None);
+            let sent = self.tell(&EngineToClient::Zap { seq, ranges: part.to_vec() });
+            let waiting = self.zaps.lock().expect("no panic while held");
+            let (mut zaps, timeout) = if sent.is_ok() {
+                self.answered
+                    .wait_timeout_while(waiting, ZAP_TIMEOUT, |zaps| zaps.get(&seq) == Some(&None))
+                    .map(|(zaps, timeout)| (zaps, timeout.timed_out()))
+                    .expect("no panic while held")
+            } else {
+                (waiting, false)
+            };
+            let answer = zaps.remove(&seq).flatten();
+            drop(zaps);
+            sent?;
+            match answer {
+                Some(None) => {}
+                Some(Some(errno)) => return Err(io::Error::from_raw_os_error(errno)),
+                None if timeout => {
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time"));
+                }
+                None => return Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Take the client's answer to a zap. Answers meant for an earlier engine are not known here and are ignored.
+    pub fn zapped(&self, answer: &ClientToEngine) {
+        if let ClientToEngine::Zapped { seq, error } = answer
+            && let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(seq)
+        {
+            *slot = Some(*error);
+            self.answered.notify_all();
+        }
+    }
+
+    /// Has the client gone?
+    pub fn is_disconnected(&self) -> bool {
+        self.disconnected.load(Ordering::Acquire)
+    }
+
+    /// The client is gone: nobody need wait for an answer any more.
+    pub fn disconnect(&self) {
+        self.disconnected.store(true, Ordering::Release);
+        self.zaps.lock().expect("no panic while held").clear();
+        self.answered.notify_all();
+    }
+}
+
+impl RegionView<'_> {
+    /// The address of a page.
+    pub fn addr(&self, page: PageIdx) -> Hva {
+        self.base + page.offset()
+    }
+}
+
+impl Mapped for RegionView<'_> {
+    fn install(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<FillOutcome> {
+        self.view.uffd.copy_page(self.addr(page), bytes)
+    }
+
+    fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
+        self.view.uffd.zero_page(self.addr(page))
+    }
+
+    fn map(&self, page: PageIdx) -> io::Result<FillOutcome> {
+        self.view.uffd.map_existing(self.addr(page), ballast_base::PAGE_SIZE as u64)
+    }
+
+    fn poison(&self, page: PageIdx) -> io::Result<FillOutcome> {
+        if self.view.can_poison {
+            let outcome = self.view.uffd.poison_page(self.addr(page))?;
+            if outcome == FillOutcome::AlreadyThere {
+                self.wake(page)?;
+            }
+            return Ok(outcome);
+        }
+        let reason = format!("the page at {} is lost and this kernel cannot poison it", self.addr(page));
+        self.view.tell(&EngineToClient::FailStop { reason })?;
+        Ok(FillOutcome::Done)
+    }
+
+    fn wake(&self, page: PageIdx) -> io::Result<()> {
+        self.view.uffd.wake(self.addr(page), ballast_base::PAGE_SIZE as u64)
+    }
+}

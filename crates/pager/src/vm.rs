@@ -1,0 +1,588 @@
+//! One VM: its regions, its views, its store, and the lanes that serve it.
+//!
+//! Before: the engine opens it from the keeper's descriptors. After: lanes run until the VM or the engine goes.
+//! Threads: the public methods may be called from any thread; lanes are started by [`Vm::start`] and [`Vm::add_view`].
+//! Promise: no page is served before [`Vm::start`], and by then `recover` has mended what the last engine left.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ballast_base::wire::{EngineToClient, Range, RegionInfo};
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
+use ballast_store::Store;
+use ballast_sys::uffd::FaultKind;
+
+use crate::evict::discard;
+use crate::fault::{Served, serve};
+use crate::memory::{Backing, Mapped};
+use crate::page_state::{State, Ticket, Word};
+use crate::region::Region;
+use crate::state_file::{StateError, StateFile};
+use crate::stats::{Counter, Pressure, Stats};
+use crate::view::View;
+use crate::{lane, reclaim};
+
+/// The only store number used so far.
+pub const RAM_STORE: u8 = 1;
+
+/// Settings of the two loops.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    /// How long a page stays zapped before it is evicted (T).
+    pub quarantine: Duration,
+    /// The same when the VM is over its limit and nothing can have its memory pinned: then T is no safety matter, and a
+    /// long one would let a working set larger than the limit rescue every page for ever.
+    pub direct_quarantine: Duration,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self { quarantine: Duration::from_secs(1), direct_quarantine: Duration::from_millis(20) }
+    }
+}
+
+/// Kinds of reasons not to reclaim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Hold {
+    /// The memory is pinned (locked, VFIO): for good.
+    Pinned,
+    /// A process that has not attached maps the RAM.
+    Shared,
+    /// Nobody has looked yet whether such a process exists.
+    Unchecked,
+    /// No keeper runs, so nobody would replace this engine.
+    Orphaned,
+}
+
+impl Hold {
+    const COUNT: usize = 4;
+}
+
+/// Something an operator should know.
+pub type Report = Arc<dyn Fn(&str, String) + Send + Sync>;
+
+/// Everything about one VM that its lanes share.
+pub struct Vm {
+    /// What outlives this engine.
+    pub state: StateFile,
+    /// Where its far pages sleep.
+    pub store: Arc<dyn Store>,
+    /// Settings.
+    pub tuning: Tuning,
+    /// Stall averages.
+    pub pressure: Pressure,
+    epoch: u64,
+    tickets: AtomicU64,
+    regions: RwLock<Vec<Arc<Region>>>,
+    views: RwLock<Vec<Arc<View>>>,
+    lanes: Mutex<Vec<JoinHandle<()>>>,
+    stopping: AtomicBool,
+    /// Why nothing may be reclaimed, by kind of reason.
+    holds: Mutex<[Option<String>; Hold::COUNT]>,
+    /// May something write to its memory without faulting, for a while?
+    may_pin: AtomicBool,
+    /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
+    generation: AtomicU64,
+    rung: Mutex<bool>,
+    bell: Condvar,
+    /// Held shared by whoever moves pages of a region, exclusively by an unplug.
+    layout: RwLock<()>,
+    report: Report,
+}
+
+impl std::fmt::Debug for Vm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Vm").field("name", &self.state.name()).field("epoch", &self.epoch).finish_non_exhaustive()
+    }
+}
+
+impl Vm {
+    /// A VM without lanes yet. `epoch` is what [`StateFile::take_over`] answered.
+    pub fn new(state: StateFile, epoch: u64, store: Arc<dyn Store>, tuning: Tuning, report: Report) -> Self {
+        let pressure = Pressure::new(Stats::of(&state));
+        Self {
+            state,
+            store,
+            tuning,
+            pressure,
+            epoch,
+            tickets: AtomicU64::new(0),
+            regions: RwLock::default(),
+            views: RwLock::default(),
+            lanes: Mutex::default(),
+            stopping: AtomicBool::new(false),
+            holds: Mutex::default(),
+            may_pin: AtomicBool::new(false),
+            generation: AtomicU64::new(0),
+            rung: Mutex::default(),
+            bell: Condvar::new(),
+            layout: RwLock::default(),
+            report,
+        }
+    }
+
+    /// Its counters.
+    pub fn stats(&self) -> Stats<'_> {
+        Stats::of(&self.state)
+    }
+
+    /// Tell operators something; also logged.
+    pub fn report(&self, kind: &str, message: String) {
+        tracing::warn!(vm = self.state.name(), kind, "{message}");
+        (self.report)(kind, message);
+    }
+
+    /// A ticket for one batch of evictions.
+    pub fn ticket(&self) -> Ticket {
+        Ticket::new(self.epoch, self.tickets.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The regions; index is number.
+    pub fn regions(&self) -> Vec<Arc<Region>> {
+        self.regions.read().expect("no panic while held").clone()
+    }
+
+    /// One region.
+    pub fn region(&self, number: u32) -> Option<Arc<Region>> {
+        self.regions.read().expect("no panic while held").get(number as usize).cloned()
+    }
+
+    /// The views.
+    pub fn views(&self) -> Vec<Arc<View>> {
+        self.views.read().expect("no panic while held").clone()
+    }
+
+    /// Open the next region of the state file; they must come in order, with the right file each.
+    pub fn open_region(&self, file: OwnedFd) -> Result<u32, StateError> {
+        let mut regions = self.regions.write().expect("no panic while held");
+        let number = regions.len() as u32;
+        let records = self.state.regions();
+        let Some(record) = records.get(number as usize) else {
+            return Err(StateError::Invalid(format!("it has no region {number}")));
+        };
+        let table = self.state.map_region(record)?;
+        regions.push(Arc::new(Region::new(number, record, file, table)?));
+        Ok(number)
+    }
+
+    /// Begin serving: the reclaim lane, then whatever views are there. `view`s added later start their own lanes.
+    pub fn start(self: &Arc<Self>) -> io::Result<()> {
+        let vm = self.clone();
+        let name = format!("reclaim/{}", self.state.name());
+        let lane = std::thread::Builder::new().name(short(&name)).spawn(move || reclaim::run(&vm))?;
+        self.lanes.lock().expect("no panic while held").push(lane);
+        Ok(())
+    }
+
+    /// Serve one more process that maps this VM's RAM.
+    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(RegionInfo, u32)]) -> io::Result<()> {
+        for (info, region) in spans {
+            view.add_span(info, *region);
+        }
+        // No batch is under way while we hold the lock, and none from before counts afterwards.
+        let layout = self.layout.write().expect("no panic while held");
+        for region in self.regions() {
+            register_as_flagged(&region, &view)?;
+        }
+        self.views.write().expect("no panic while held").push(view.clone());
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        drop(layout);
+        let mut lanes = self.lanes.lock().expect("no panic while held");
+        for (kind, body) in [("fault", lane::serve_faults as fn(&Vm, &View)), ("control", lane::serve_control)] {
+            let (vm, view) = (self.clone(), view.clone());
+            let name = format!("{kind}/{}", self.state.name());
+            lanes.push(std::thread::Builder::new().name(short(&name)).spawn(move || body(&vm, &view))?);
+        }
+        // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
+        view.wake_all()
+    }
+
+    /// A process that is a view already maps one more region.
+    pub fn add_span(&self, view: &View, info: &RegionInfo, number: u32) -> io::Result<()> {
+        let _layout = self.layout.write().expect("no panic while held");
+        view.add_span(info, number);
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        self.region(number).map_or(Ok(()), |region| register_as_flagged(&region, view))
+    }
+
+    /// A process that mapped this VM's RAM is gone.
+    pub fn remove_view(&self, pid: u32) {
+        self.views.write().expect("no panic while held").retain(|view| view.pid != pid);
+    }
+
+    /// Is the VM to be left alone from now on?
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// End the lanes. Blocks until they are gone; pages stay where they are.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.ring();
+        let lanes = std::mem::take(&mut *self.lanes.lock().expect("no panic while held"));
+        for lane in lanes {
+            if lane.thread().id() != std::thread::current().id() && lane.join().is_err() {
+                self.report("lane-panic", "a lane of this VM panicked".into());
+            }
+        }
+    }
+
+    /// Wake the reclaim lane: a limit changed, or the VM grew over it.
+    pub fn ring(&self) {
+        *self.rung.lock().expect("no panic while held") = true;
+        self.bell.notify_all();
+    }
+
+    /// Wait until somebody rings, at most so long.
+    pub(crate) fn wait(&self, at_most: Duration) {
+        let guard = self.rung.lock().expect("no panic while held");
+        let waited = self.bell.wait_timeout_while(guard, at_most, |rung| !*rung);
+        *waited.expect("no panic while held").0 = false;
+    }
+
+    /// Stop reclaiming, for this reason; `None` takes this kind of reason back.
+    pub fn hold(&self, kind: Hold, reason: Option<String>) {
+        self.holds.lock().expect("no panic while held")[kind as usize] = reason;
+        self.ring();
+    }
+
+    /// Why nothing is reclaimed now, if so.
+    pub fn held(&self) -> Option<String> {
+        self.holds.lock().expect("no panic while held").iter().flatten().next().cloned()
+    }
+
+    /// Is it held for this kind of reason?
+    pub fn is_held_for(&self, kind: Hold) -> bool {
+        self.holds.lock().expect("no panic while held")[kind as usize].is_some()
+    }
+
+    /// Is the class of this VM *pinned*?
+    pub fn is_pinned(&self) -> bool {
+        self.is_held_for(Hold::Pinned)
+    }
+
+    /// From now on a device or the kernel may write to pages it looked up before they were zapped. When this returns, no
+    /// page is evicted any more that was not zapped for the full quarantine time.
+    pub fn set_may_pin(&self) {
+        self.may_pin.store(true, Ordering::Release);
+        drop(self.layout.write().expect("no panic while held"));
+    }
+
+    /// How long a page must have been zapped before it may go, now.
+    pub(crate) fn quarantine(&self, over_limit: bool) -> Duration {
+        let direct = over_limit && !self.may_pin.load(Ordering::Acquire);
+        if direct { self.tuning.direct_quarantine.min(self.tuning.quarantine) } else { self.tuning.quarantine }
+    }
+
+    /// Hold reclaim for this reason and bring every page back. Returns when all are resident.
+    pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
+        self.hold(kind, Some(reason));
+        // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch that
+        // did not see this hold is under way.
+        drop(self.layout.write().expect("no panic while held"));
+        for region in self.regions() {
+            self.restore_all(&region)?;
+        }
+        Ok(())
+    }
+
+    /// How many times a view was added.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Held shared while pages of any region are moved.
+    pub(crate) fn layout(&self) -> std::sync::RwLockReadGuard<'_, ()> {
+        self.layout.read().expect("no panic while held")
+    }
+
+    /// Bring every far or zero page of a region back.
+    fn restore_all(&self, region: &Region) -> io::Result<()> {
+        let views = self.views();
+        let Some(memory) = views.iter().find_map(|view| view.of_region(region.number)) else { return Ok(()) };
+        for page in (0..region.pages().0).map(PageIdx) {
+            loop {
+                let word = region.cell(page).load();
+                if !matches!(word.state(), State::Far | State::Restoring | State::Zero) {
+                    break;
+                }
+                if word.state() == State::Zero && !word.is_locked() {
+                    // A hole in the file is what zeros look like to everybody else, too.
+                    if region.cell(page).swap(word, Word::new(State::Resident, word.age())) {
+                        self.stats().sub(Counter::Zero, 1);
+                    }
+                    continue;
+                }
+                match serve(region.cell(page), region.key(page), FaultKind::Missing, &memory, &*self.store, |age| age)?
+                {
+                    Served::Later => std::thread::yield_now(),
+                    Served::Gone => return Ok(()),
+                    served => {
+                        self.count(served);
+                        if served == (Served::Poisoned { newly: true }) {
+                            self.report_lost(region.number, page);
+                        }
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Count a served fault and keep the gauges.
+    pub(crate) fn count(&self, served: Served) {
+        let stats = self.stats();
+        match served {
+            Served::Mapped { rescued } => {
+                stats.add(Counter::FaultMinor, 1);
+                if rescued {
+                    stats.add(Counter::Rescued, 1);
+                    stats.sub(Counter::Quarantined, 1);
+                }
+            }
+            Served::Fresh => stats.add(Counter::FaultFresh, 1),
+            Served::Zeroed => {
+                stats.add(Counter::FaultZero, 1);
+                stats.sub(Counter::Zero, 1);
+            }
+            Served::Restored => {
+                stats.add(Counter::FaultRestore, 1);
+                stats.sub(Counter::Far, 1);
+            }
+            Served::Poisoned { newly } => {
+                if newly {
+                    stats.sub(Counter::Far, 1);
+                    stats.add(Counter::Poisoned, 1);
+                }
+            }
+            Served::Later => stats.add(Counter::FaultDeferred, 1),
+            Served::Gone => {}
+        }
+    }
+
+    /// Say that a page was lost.
+    pub(crate) fn report_lost(&self, region: u32, page: PageIdx) {
+        let text = "the guest gets a memory error when it touches it";
+        self.report("page-lost", format!("the store lost page {page} of region {region}: {text}"));
+    }
+
+    /// The VMM frees these ranges: drop far copies and memory. Addresses are those of `view`; ranges outside the VM's
+    /// RAM are ignored, ends are rounded inward to whole pages as the kernel's punch would.
+    pub fn discard(&self, view: &View, ranges: &[Range]) -> io::Result<()> {
+        let _layout = self.layout();
+        for (start, len) in ranges {
+            let Some((number, first)) = view.find(*start) else { continue };
+            let Some(region) = self.region(number) else { continue };
+            let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
+            self.discard_run(&region, first.0 + u64::from(start.page_start() != *start), end)?;
+        }
+        Ok(())
+    }
+
+    fn discard_run(&self, region: &Region, first: u64, end: u64) -> io::Result<()> {
+        /// Pages whose locks are held together.
+        const BATCH: u64 = 512;
+        let stats = self.stats();
+        let views = self.views();
+        let heal = |page| {
+            let mut memories = views.iter().filter_map(|view| view.of_region(region.number));
+            memories.try_for_each(|memory| memory.install_zero(page).map(|_| ()))
+        };
+        for first in (first..end).step_by(BATCH as usize) {
+            let run = (PageIdx(first), BATCH.min(end - first));
+            let cell_of = |page| region.cell(page);
+            let counts = discard(region.number, run, cell_of, region, &*self.store, std::thread::yield_now, heal)?;
+            stats.add(Counter::Discarded, run.1);
+            for (state, gauge) in [
+                (State::Quarantine, Counter::Quarantined),
+                (State::Evicting, Counter::Quarantined),
+                (State::Far, Counter::Far),
+                (State::Restoring, Counter::Far),
+                (State::Zero, Counter::Zero),
+                (State::Poisoned, Counter::Poisoned),
+            ] {
+                stats.sub(gauge, counts[state as usize]);
+            }
+        }
+        Ok(())
+    }
+
+    /// RAM is about to be unplugged: forget its far pages.
+    pub fn remove_region(&self, view: &View, start: Hva) -> io::Result<Option<u32>> {
+        let _layout = self.layout.write().expect("no panic while held");
+        let Some(number) = view.remove_span(start) else { return Ok(None) };
+        if let Some(region) = self.region(number) {
+            self.discard_run(&region, 0, region.pages().0)?;
+            region.remove();
+            self.state.remove_region(number);
+        }
+        Ok(Some(number))
+    }
+
+    /// All guest RAM.
+    pub fn size(&self) -> PageCount {
+        PageCount(self.regions().iter().map(|region| region.pages().0).sum())
+    }
+
+    /// DRAM the RAM files use; a file that holds several regions counts once.
+    pub fn resident(&self) -> io::Result<PageCount> {
+        let mut seen = HashSet::new();
+        let mut pages = PageCount(0);
+        for region in self.regions() {
+            if !region.is_removed() && seen.insert(region.file_id()) {
+                pages += region.file_resident()?;
+            }
+        }
+        Ok(pages)
+    }
+
+    /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about to
+    /// be zapped: memory nobody reclaims from costs nothing.
+    pub(crate) fn register(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<()> {
+        for (first, count, flag) in region.chunks(first, end) {
+            if flag.load(Ordering::Acquire) != 0 {
+                continue;
+            }
+            let len = PageCount(count).bytes();
+            let views = self.views();
+            let bases: Vec<_> = views.iter().filter_map(|view| Some((view, view.base(region.number)?))).collect();
+            if bases.is_empty() {
+                return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
+            }
+            for (view, base) in bases {
+                view.uffd().register(base + first.offset(), len.0)?;
+            }
+            flag.store(1, Ordering::Release);
+            self.stats().add(Counter::RegisteredBytes, len.0);
+        }
+        Ok(())
+    }
+
+    /// Give a chunk without far, zero or quarantined pages back to the kernel. Answers whether it was given back.
+    pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
+        for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
+            if flag.load(Ordering::Acquire) == 0 {
+                continue;
+            }
+            let mut settled = true;
+            for page in (first.0..first.0 + count).map(PageIdx) {
+                let word = region.cell(page).load();
+                // A zero page is a hole, and an unregistered hole reads as zeros.
+                if word.state() == State::Zero
+                    && !word.is_locked()
+                    && region.cell(page).swap(word, Word::new(State::Resident, word.age()))
+                {
+                    self.stats().sub(Counter::Zero, 1);
+                } else if word.state() != State::Resident || word.is_locked() {
+                    settled = false;
+                    break;
+                }
+            }
+            if settled {
+                let len = PageCount(count).bytes();
+                // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs bytes.
+                flag.store(0, Ordering::Release);
+                for view in self.views() {
+                    if let Some(base) = view.base(region.number) {
+                        view.uffd().unregister(base + first.offset(), len.0)?;
+                    }
+                }
+                self.stats().sub(Counter::RegisteredBytes, len.0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Count every page by its word and its file, slowly and exactly: `(size, resident, far, zero, untouched, poisoned)`.
+    /// Every page is in exactly one of the last five. For tests; exact only while nothing moves.
+    pub fn census(&self) -> io::Result<Census> {
+        let mut census = Census::default();
+        for region in self.regions() {
+            for page in (0..region.pages().0).map(PageIdx) {
+                census.size += PageCount(1);
+                let present = region.is_present(page)?;
+                let bin = match region.cell(page).load().state() {
+                    _ if present => &mut census.resident,
+                    State::Far | State::Restoring => &mut census.far,
+                    State::Zero => &mut census.zero,
+                    State::Poisoned => &mut census.poisoned,
+                    State::Resident | State::Quarantine | State::Evicting => &mut census.untouched,
+                };
+                *bin += PageCount(1);
+            }
+        }
+        Ok(census)
+    }
+
+    /// Pages of a region by the state of their words, indexed by `State as usize`. Reads every word that was ever written.
+    pub fn count_states(&self, region: &Region) -> io::Result<[u64; State::COUNT]> {
+        let mut counts = [0; State::COUNT];
+        if let Some(record) = self.state.regions().get(region.number as usize) {
+            for pages in self.state.written_words(record)? {
+                for page in pages {
+                    counts[region.cell(PageIdx(page)).load().state() as usize] += 1;
+                }
+            }
+        }
+        Ok(counts)
+    }
+
+    /// Tell every client to stop its VM, because its memory cannot be kept right.
+    pub fn fail_stop(&self, reason: &str) {
+        for view in self.views() {
+            if let Err(error) = view.tell(&EngineToClient::FailStop { reason: reason.to_owned() }) {
+                tracing::error!(vm = self.state.name(), "Telling a VMM to stop: {error}");
+            }
+        }
+    }
+
+    /// Read one page's bytes from its file, for tests.
+    pub fn read_page(&self, region: u32, page: PageIdx, out: &mut [u8; PAGE_SIZE]) -> io::Result<()> {
+        self.region(region).ok_or(io::ErrorKind::NotFound)?.read(page, out)
+    }
+
+    /// The cap, never more than the VM's size.
+    pub fn effective_limit(&self) -> Option<Bytes> {
+        self.state.limit().filter(|limit| *limit < self.size().bytes())
+    }
+}
+
+/// What is registered for one view must be registered for all, before any page of it can be far for this one.
+fn register_as_flagged(region: &Region, view: &View) -> io::Result<()> {
+    let Some(base) = view.base(region.number) else { return Ok(()) };
+    for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
+        if flag.load(Ordering::Acquire) != 0 {
+            view.uffd().register(base + first.offset(), PageCount(count).bytes().0)?;
+        }
+    }
+    Ok(())
+}
+
+/// Where every page of a VM is. See [`Vm::census`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// All pages.
+    pub size: PageCount,
+    /// In their file.
+    pub resident: PageCount,
+    /// In a store.
+    pub far: PageCount,
+    /// Known zero.
+    pub zero: PageCount,
+    /// Never touched, or discarded.
+    pub untouched: PageCount,
+    /// Lost.
+    pub poisoned: PageCount,
+}
+
+/// Thread names are cut to 15 bytes by the kernel; cut them at a character.
+fn short(name: &str) -> String {
+    name.chars().take(15).collect()
+}

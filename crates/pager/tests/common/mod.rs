@@ -1,0 +1,162 @@
+//! A VM without a VMM: guest RAM, a userfaultfd and a client thread in this process, everything real but the guest.
+
+#![cfg(not(loom))]
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_pager::state_file::StateFile;
+use ballast_pager::view::View;
+use ballast_pager::vm::{Tuning, Vm};
+use ballast_store::{Budget, Faults, FaultyStore, RamOptions, RamStore};
+use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
+
+/// A VM and its guest side.
+pub struct Rig {
+    pub vm: Arc<Vm>,
+    pub guest: Arc<Mapping>,
+    pub faults: Arc<Faults>,
+    pub reports: Arc<Mutex<Vec<(String, String)>>>,
+    pub view: Arc<View>,
+    pub pages: u64,
+    /// Kept open as a client would: the last close would turn missing pages into zeros.
+    _uffd: Uffd,
+    client: Option<JoinHandle<()>>,
+    hang_up: OwnedFd,
+}
+
+impl Rig {
+    pub fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
+        let rig = Self::without_view(ram, store_budget, quarantine);
+        rig.add_view();
+        rig
+    }
+
+    /// Tell the VM of its view, as an engine does after it opened the VM.
+    pub fn add_view(&self) {
+        let len = ballast_base::PageCount(self.pages).bytes();
+        let info = RegionInfo { hva: Hva(self.guest.addr() as u64), len, file_offset: Bytes(0) };
+        self.vm.add_view(self.view.clone(), &[(info, 0)]).expect("view");
+    }
+
+    /// A VM that is open, and whose view nobody has told it of yet.
+    pub fn without_view(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
+        let file = memfd::create("ballast-test-ram", ram).expect("memfd");
+        let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
+        let (uffd, granted) = Uffd::create(uffd::REQUIRED_FEATURES | uffd::feature::POISON).expect("userfaultfd");
+        let state = StateFile::create(VmId([3; 16]), "test").expect("state");
+        state.add_region(memfd::file_id(&file).expect("stat"), Bytes(0), ram.pages_floor()).expect("region");
+        let epoch = state.take_over(std::process::id(), 1);
+        let (ram_store, _arena) = RamStore::create(RamOptions::new(Budget::new(store_budget))).expect("store");
+        let (store, faults) = FaultyStore::new(ram_store);
+        let reports = Arc::new(Mutex::new(Vec::new()));
+        let report = {
+            let reports = reports.clone();
+            Arc::new(move |kind: &str, text| reports.lock().expect("report").push((kind.to_owned(), text)))
+        };
+        let vm = Arc::new(Vm::new(state, epoch, Arc::new(store), Tuning { quarantine, ..Tuning::default() }, report));
+        vm.open_region(file).expect("region");
+        vm.start().expect("start");
+        let (ours, theirs) = scm::pair().expect("socketpair");
+        let hang_up = ours.try_clone().expect("dup");
+        let mapping = guest.clone();
+        let client = std::thread::spawn(move || serve_zaps(&ours, &mapping));
+        let view = Arc::new(View::new(std::process::id(), uffd.try_clone().expect("dup"), granted, theirs, epoch));
+        let pages = ram.pages_floor().0;
+        Self { vm, guest, faults, reports, view, pages, _uffd: uffd, client: Some(client), hang_up }
+    }
+
+    /// The first word of a page, as the guest sees it.
+    pub fn word(&self, page: u64) -> &AtomicU64 {
+        &self.guest.words(page as usize * PAGE_SIZE, 1)[0]
+    }
+
+    /// Write `seed`-dependent, half-compressible bytes to a page.
+    pub fn fill(&self, page: u64, seed: u64) {
+        self.guest.copy_in(page as usize * PAGE_SIZE, &ballast_store::pages::half_compressible(seed << 32 | page));
+    }
+
+    /// Does the page hold what [`Rig::fill`] wrote?
+    pub fn holds(&self, page: u64, seed: u64) -> bool {
+        let mut bytes = [0; PAGE_SIZE];
+        self.guest.copy_out(page as usize * PAGE_SIZE, &mut bytes);
+        bytes == ballast_store::pages::half_compressible(seed << 32 | page)
+    }
+
+    pub fn set_limit(&self, limit: Option<Bytes>) {
+        self.vm.state.set_limit(limit);
+        self.vm.ring();
+    }
+
+    pub fn resident(&self) -> Bytes {
+        self.vm.resident().expect("stat").bytes()
+    }
+
+    /// Every page is in exactly one place, and the gauges know where.
+    pub fn check_census(&self) {
+        use ballast_pager::stats::Counter;
+        let census = self.vm.census().expect("census");
+        let sum = census.resident.0 + census.far.0 + census.zero.0 + census.untouched.0 + census.poisoned.0;
+        assert_eq!(sum, census.size.0, "{census:?}");
+        let stats = self.vm.stats();
+        let gauges = [Counter::Far, Counter::Zero, Counter::Poisoned].map(|counter| stats.get(counter));
+        assert_eq!(gauges, [census.far.0, census.zero.0, census.poisoned.0], "gauges against {census:?}");
+        assert_eq!(self.vm.resident().expect("stat"), census.resident);
+    }
+
+    pub fn reported(&self, kind: &str) -> bool {
+        self.reports.lock().expect("report").iter().any(|(reported, _)| reported == kind)
+    }
+
+    pub fn state_of(&self, page: u64) -> ballast_pager::page_state::State {
+        self.vm.region(0).expect("region").cell(PageIdx(page)).load().state()
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.faults.release();
+        self.vm.stop();
+        let _ = rustix::net::shutdown(&self.hang_up, rustix::net::Shutdown::Both);
+        if let Some(client) = self.client.take() {
+            client.join().expect("client");
+        }
+    }
+}
+
+fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
+    while let Ok(Some(received)) = scm::receive(socket.as_fd()) {
+        let Ok(EngineToClient::Zap { seq, ranges }) = wire::decode(&received.bytes) else { continue };
+        for (start, len) in ranges {
+            guest.zap(start.0 as usize - guest.addr(), len as usize).expect("zap");
+        }
+        let answer = wire::encode(&ClientToEngine::Zapped { seq, error: None });
+        if scm::send(socket.as_fd(), &answer, &[]).is_err() {
+            return;
+        }
+    }
+}
+
+/// Wait until something becomes true. Panics after a minute: then it never will.
+pub fn until(what: &str, condition: impl Fn() -> bool) {
+    let start = std::time::Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(60), "never: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A small deterministic random generator (xorshift), so that a failure repeats.
+pub fn random(state: &AtomicU64) -> u64 {
+    let mut x = state.load(Ordering::Relaxed);
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    state.store(x, Ordering::Relaxed);
+    x
+}

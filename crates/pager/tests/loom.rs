@@ -1,0 +1,318 @@
+//! The page's life, model-checked: the very functions of `fault` and `evict`, on loom's atomics, over a modelled kernel.
+//!
+//! Run with `RUSTFLAGS="--cfg loom" cargo test -p ballast-pager --test loom --release`. Each test explores every
+//! interleaving of its threads up to three forced pre-emptions (which is where published concurrency bugs live).
+//! The claim of each: the guest never reads anything but what it last wrote, or zeros if it discarded the page since.
+#![cfg(loom)]
+
+use std::collections::HashMap;
+use std::io;
+
+use ballast_base::PageIdx;
+use ballast_pager::evict::{discard, evict, quarantine};
+use ballast_pager::fault::{Served, serve};
+use ballast_pager::memory::{Backing, Mapped};
+use ballast_pager::page_state::{Cell, State, Ticket, Word};
+use ballast_pager::sync::AtomicU64;
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_sys::uffd::{FaultKind, FillOutcome};
+use loom::sync::{Arc, Mutex};
+use loom::thread;
+
+const KEY: PageKey = PageKey { region: 0, page: PageIdx(0) };
+const RUN: (PageIdx, u64) = (PageIdx(0), 1);
+
+fn page_of(value: u64) -> PageBytes {
+    let mut bytes = [0; _];
+    bytes[..8].copy_from_slice(&value.to_le_bytes());
+    bytes
+}
+
+fn value_of(bytes: &PageBytes) -> u64 {
+    u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"))
+}
+
+/// What the kernel knows of one page: the file's content and whether the guest's page table points to it.
+#[derive(Default)]
+struct Kernel {
+    file: Option<u64>,
+    mapped: bool,
+}
+
+struct World {
+    word: AtomicU64,
+    kernel: Mutex<Kernel>,
+    /// Plain: its operations are atomic steps, and the interesting interleavings are around them, not within.
+    objects: std::sync::Mutex<(u64, HashMap<u64, u64>)>,
+}
+
+impl std::fmt::Debug for World {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("World")
+    }
+}
+
+impl Backing for World {
+    fn read(&self, _: PageIdx, out: &mut PageBytes) -> io::Result<()> {
+        *out = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
+        Ok(())
+    }
+    fn punch(&self, _: PageIdx, _: u64) -> io::Result<()> {
+        *self.kernel.lock().unwrap() = Kernel::default();
+        Ok(())
+    }
+}
+
+impl Mapped for World {
+    fn install(&self, _: PageIdx, bytes: &PageBytes) -> io::Result<FillOutcome> {
+        let mut kernel = self.kernel.lock().unwrap();
+        if kernel.file.is_some() {
+            return Ok(FillOutcome::AlreadyThere);
+        }
+        *kernel = Kernel { file: Some(value_of(bytes)), mapped: true };
+        Ok(FillOutcome::Done)
+    }
+    fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
+        self.install(page, &[0; _])
+    }
+    fn map(&self, _: PageIdx) -> io::Result<FillOutcome> {
+        let mut kernel = self.kernel.lock().unwrap();
+        Ok(match (kernel.file, kernel.mapped) {
+            (None, _) => FillOutcome::NotInFile,
+            (_, true) => FillOutcome::AlreadyThere,
+            _ => {
+                kernel.mapped = true;
+                FillOutcome::Done
+            }
+        })
+    }
+    fn poison(&self, _: PageIdx) -> io::Result<FillOutcome> {
+        panic!("a page was lost");
+    }
+    fn wake(&self, _: PageIdx) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Store for World {
+    fn put(&self, _: PageKey, bytes: &PageBytes) -> PutOutcome {
+        let mut objects = self.objects.lock().unwrap();
+        objects.0 += 1;
+        let number = objects.0;
+        objects.1.insert(number, value_of(bytes));
+        PutOutcome::Stored(Handle::new(number).expect("small"))
+    }
+    fn get(&self, _: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        match self.objects.lock().unwrap().1.get(&handle.bits()) {
+            Some(value) => {
+                *out = page_of(*value);
+                GetOutcome::Found
+            }
+            None => GetOutcome::Absent,
+        }
+    }
+    fn free(&self, _: PageKey, handle: Handle) {
+        assert!(self.objects.lock().unwrap().1.remove(&handle.bits()).is_some(), "freed twice");
+    }
+    fn usage(&self) -> StoreUsage {
+        StoreUsage::default()
+    }
+}
+
+impl World {
+    /// A page the guest wrote `value` to, mapped.
+    fn resident(value: u64) -> Arc<Self> {
+        Arc::new(Self {
+            word: AtomicU64::new(0),
+            kernel: Mutex::new(Kernel { file: Some(value), mapped: true }),
+            objects: std::sync::Mutex::default(),
+        })
+    }
+
+    /// The same page after it was evicted.
+    fn far(value: u64) -> Arc<Self> {
+        let world = Self::resident(value);
+        world.reclaim(Ticket::new(0, 0));
+        assert_eq!(world.cell().load().state(), State::Far);
+        world
+    }
+
+    fn cell(&self) -> Cell<'_> {
+        Cell::new(&self.word)
+    }
+
+    fn serve(&self, kind: FaultKind) {
+        let served = serve(self.cell(), KEY, kind, self, self, |age| age).expect("the modelled kernel never refuses");
+        if served == Served::Later {
+            thread::yield_now();
+        }
+    }
+
+    /// A guest access: runs if the page is mapped, else faults and tries again.
+    fn touch<T>(&self, access: impl Fn(&mut u64) -> T) -> T {
+        loop {
+            let kind = {
+                let mut kernel = self.kernel.lock().unwrap();
+                match &mut *kernel {
+                    Kernel { file: Some(value), mapped: true } => return access(value),
+                    Kernel { file: Some(_), .. } => FaultKind::Minor,
+                    Kernel { file: None, .. } => FaultKind::Missing,
+                }
+            };
+            self.serve(kind);
+        }
+    }
+
+    fn write(&self, new: u64) {
+        self.touch(|value| *value = new);
+    }
+
+    fn read(&self) -> u64 {
+        self.touch(|value| *value)
+    }
+
+    /// One round of a reclaim lane: quarantine, zap, evict.
+    fn reclaim(&self, ticket: Ticket) {
+        if quarantine(self.cell(), ticket) {
+            self.kernel.lock().unwrap().mapped = false;
+        }
+        self.evict(ticket);
+    }
+
+    fn evict(&self, ticket: Ticket) {
+        evict(0, RUN, |_| self.cell(), ticket, self, (1, self)).expect("the modelled kernel never refuses");
+    }
+
+    fn discard(&self) {
+        discard(0, RUN, |_| self.cell(), self, self, thread::yield_now, |_| Ok(())).expect("punch");
+    }
+
+    /// Nothing is left over: no lock, and an object exactly when the page is far.
+    fn check_settled(&self) {
+        let word = self.cell().load();
+        assert!(!word.is_locked());
+        let far = usize::from(word.state() == State::Far);
+        assert_eq!(self.objects.lock().unwrap().1.len(), far, "objects left over in {word:?}");
+        assert_eq!(self.kernel.lock().unwrap().file.is_none() && far == 0, word.state() == State::Zero);
+    }
+}
+
+fn explore(test: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(test);
+}
+
+#[test]
+fn a_guest_that_writes_while_its_page_is_evicted_reads_its_last_write() {
+    explore(|| {
+        let world = World::resident(1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.write(2);
+        assert_eq!(world.read(), 2);
+        world.write(3);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 3);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn an_engine_that_slept_through_its_replacement_cannot_commit_an_old_copy() {
+    explore(|| {
+        let world = World::resident(1);
+        assert!(quarantine(world.cell(), Ticket::new(1, 0)));
+        world.kernel.lock().unwrap().mapped = false;
+        let old = thread::spawn({
+            let world = world.clone();
+            move || world.evict(Ticket::new(1, 0))
+        });
+        world.write(2);
+        world.reclaim(Ticket::new(2, 0));
+        old.join().unwrap();
+        assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn two_lanes_serving_one_far_page_give_the_same_bytes_and_free_the_copy_once() {
+    explore(|| {
+        let world = World::far(7);
+        let other = thread::spawn({
+            let world = world.clone();
+            move || assert_eq!(world.read(), 7)
+        });
+        assert_eq!(world.read(), 7);
+        other.join().unwrap();
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_stale_fault_of_a_second_lane_changes_nothing() {
+    explore(|| {
+        let world = World::far(7);
+        let stale = thread::spawn({
+            let world = world.clone();
+            move || {
+                world.serve(FaultKind::Missing);
+                world.serve(FaultKind::Minor);
+            }
+        });
+        world.write(8);
+        world.reclaim(Ticket::new(1, 0));
+        stale.join().unwrap();
+        assert_eq!(world.read(), 8);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_restored_and_written_while_reclaim_picks_it_again_keeps_the_write() {
+    explore(|| {
+        let world = World::far(7);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.write(8);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 8);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_discarded_page_reads_zeros_even_when_it_was_being_evicted() {
+    explore(|| {
+        let world = World::resident(1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.discard();
+        assert_eq!(world.read(), 0);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 0);
+    });
+}
+
+#[test]
+fn a_write_after_a_discard_is_kept() {
+    explore(|| {
+        let world = World::far(1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.discard();
+        world.write(2);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}

@@ -1,0 +1,326 @@
+//! One VM's life against the real kernel: real userfaultfd, real memfds, real store; the guest is threads of this test.
+//! Needs root (userfaultfd).
+
+#![cfg(not(loom))]
+
+mod common;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_pager::page_state::State;
+use ballast_pager::stats::Counter;
+use ballast_pager::vm::Hold;
+use common::{Rig, random, until};
+
+const QUICK: Duration = Duration::from_millis(20);
+const RAM: Bytes = Bytes(32 * MIB);
+const LIMIT: Bytes = Bytes(8 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+
+fn filled(rig: &Rig) {
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+}
+
+fn wait_for_limit(rig: &Rig, limit: Bytes) {
+    rig.set_limit(Some(limit));
+    until("resident is at the limit", || rig.resident() <= limit);
+}
+
+#[test]
+fn cold_memory_goes_far_and_every_byte_comes_back() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    assert_eq!(rig.resident(), RAM);
+    wait_for_limit(&rig, LIMIT);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert!(rig.vm.stats().get(Counter::FaultRestore) >= (RAM.0 - LIMIT.0) / PAGE_SIZE as u64);
+    until("resident is at the limit again", || rig.resident() <= LIMIT);
+    assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
+}
+
+#[test]
+fn every_page_is_in_exactly_one_place_and_the_gauges_agree() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    // A third of it filled, a third of it zeros that were written, a third never touched.
+    let third = rig.pages / 3;
+    (0..third).for_each(|page| rig.fill(page, 1));
+    (third..2 * third).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
+    rig.check_census();
+    wait_for_limit(&rig, Bytes(2 * MIB));
+    rig.vm.hold(Hold::Shared, Some("counting".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.check_census();
+    let census = rig.vm.census().expect("census");
+    assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
+    assert_eq!(census.untouched.0, rig.pages - 2 * third);
+    assert_eq!(rig.vm.store.usage().pages, census.far.0, "zero pages are stored as nothing");
+}
+
+#[test]
+fn a_guest_that_writes_all_the_time_reads_what_it_wrote() {
+    // Long enough to meet every state of a page many times over; the quarantine is short so that pages move quickly.
+    const EVICTIONS: u64 = 20_000;
+    let rig = Rig::new(RAM, AMPLE, Duration::from_millis(1));
+    rig.set_limit(Some(LIMIT));
+    std::thread::scope(|scope| {
+        for thread in 0..3u64 {
+            let rig = &rig;
+            scope.spawn(move || {
+                let mut versions = vec![0u64; rig.pages as usize];
+                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+                let mut step = 0u64;
+                while rig.vm.stats().get(Counter::Evicted) < EVICTIONS {
+                    step += 1;
+                    // Each thread owns every third page: its words are its alone.
+                    let page = random(&state) % (rig.pages / 3) * 3 + thread;
+                    let expected = versions[page as usize];
+                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
+                    versions[page as usize] = step << 16 | page;
+                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+                }
+                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(3) {
+                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_full_store_stops_reclaim_with_an_event_and_loses_nothing() {
+    let rig = Rig::new(RAM, Bytes(2 * MIB), QUICK);
+    filled(&rig);
+    rig.set_limit(Some(LIMIT));
+    until("the store is full", || rig.reported("store-full"));
+    assert!(rig.resident() > LIMIT, "with a full store the limit cannot be reached");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert!(rig.vm.stats().get(Counter::StoreFull) > 0);
+}
+
+#[test]
+fn a_store_that_does_not_answer_delays_its_pages_and_no_others() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
+    rig.faults.busy_gets(2000);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| rig.holds(far, 1));
+        until("the fault was put aside", || rig.vm.stats().get(Counter::FaultDeferred) > 10);
+        // Minor faults and fresh pages are served meanwhile.
+        let resident: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Resident).collect();
+        assert!(!resident.is_empty() && resident.iter().all(|page| rig.holds(*page, 1)));
+        assert!(waiting.join().expect("guest"), "wrong bytes after the store answered again");
+    });
+}
+
+#[test]
+fn a_store_that_refuses_pages_keeps_them_resident_until_it_takes_them() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    rig.faults.busy_puts(1);
+    rig.set_limit(Some(LIMIT));
+    until("the refusal was reported", || rig.reported("store-busy"));
+    until("reclaim went on", || rig.resident() <= LIMIT);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).take(2).collect();
+    // A system call that reads the page on the guest's behalf gets EFAULT where the guest itself would get SIGBUS.
+    let read_by_kernel = |page: u64| {
+        let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
+        rig.guest.send_to(&sink, page as usize * PAGE_SIZE, 8)
+    };
+    rig.faults.lose(1);
+    let error = read_by_kernel(far[0]).expect_err("a lost page was read");
+    assert_eq!(error.raw_os_error(), Some(14), "{error}");
+    until("the loss is reported", || rig.reported("page-lost"));
+    assert_eq!(rig.state_of(far[0]), State::Poisoned);
+    assert!(read_by_kernel(far[0]).is_err(), "a poisoned page stays poisoned");
+    rig.faults.corrupt(1);
+    assert!(read_by_kernel(far[1]).is_err(), "a page with a wrong checksum was read");
+    until("both losses are counted", || rig.vm.stats().get(Counter::Poisoned) == 2);
+    rig.check_census();
+    let at = Hva((rig.guest.addr() + far[0] as usize * PAGE_SIZE) as u64);
+    rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+    assert_eq!(rig.word(far[0]).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
+    rig.check_census();
+}
+
+#[test]
+fn discarded_pages_read_zeros_wherever_they_were_and_free_their_copies() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    let half = RAM.0 / 2;
+    rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), half)]).expect("discard");
+    // Rounded inward: a range that begins inside a page does not touch that page.
+    let odd = Hva(rig.guest.addr() as u64 + half + 100);
+    rig.vm.discard(&rig.view, &[(odd, PAGE_SIZE as u64)]).expect("discard");
+    let half_pages = rig.pages / 2;
+    assert!((0..half_pages).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
+    assert!((half_pages..rig.pages).all(|page| rig.holds(page, 1)), "a page outside the range was touched");
+    rig.fill(5, 2);
+    assert!(rig.holds(5, 2), "a write after a discard is kept");
+    // A hold, not a removed limit: that would have the lane turn zero pages back while we count.
+    rig.vm.hold(Hold::Shared, Some("counting".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.check_census();
+}
+
+#[test]
+fn discards_race_with_eviction_and_restore_without_losing_a_later_write() {
+    let rig = Rig::new(Bytes(8 * MIB), AMPLE, Duration::from_millis(2));
+    rig.set_limit(Some(Bytes(2 * MIB)));
+    let state = AtomicU64::new(77);
+    for round in 1..=4000u64 {
+        let page = random(&state) % rig.pages;
+        rig.word(page).store(round, Ordering::Relaxed);
+        let other = random(&state) % rig.pages;
+        let at = Hva((rig.guest.addr() + other as usize * PAGE_SIZE) as u64);
+        rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+        let expected = if other == page { 0 } else { round };
+        assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "round {round}");
+        assert_eq!(rig.word(other).load(Ordering::Relaxed), 0, "round {round}");
+    }
+}
+
+#[test]
+fn a_vm_without_pressure_has_nothing_registered() {
+    let rig = Rig::new(Bytes(96 * MIB), AMPLE, QUICK);
+    (0..rig.pages / 2).for_each(|page| rig.fill(page, 1));
+    assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
+    rig.set_limit(Some(Bytes(44 * MIB)));
+    until("resident is at the limit", || rig.resident() <= Bytes(44 * MIB));
+    let registered = rig.vm.stats().get(Counter::RegisteredBytes);
+    assert!(registered > 0 && registered < 96 * MIB, "{registered} bytes: memory never touched must stay unregistered");
+    rig.set_limit(None);
+    assert!((0..rig.pages / 2).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("all is given back to the kernel", || rig.vm.stats().get(Counter::RegisteredBytes) == 0);
+    assert!((0..rig.pages / 2).all(|page| rig.holds(page, 1)), "a byte was lost at unregistering");
+}
+
+#[test]
+fn raising_the_limit_stops_reclaim_and_restores_nothing() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.set_limit(Some(Bytes(24 * MIB)));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    let (evicted, restored) = (rig.vm.stats().get(Counter::Evicted), rig.vm.stats().get(Counter::FaultRestore));
+    assert_eq!(restored, 0);
+    let far = rig.vm.stats().get(Counter::Far);
+    assert_eq!(far, evicted, "raising the limit brought pages back");
+}
+
+#[test]
+fn pinning_brings_every_page_back_and_keeps_it() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
+    assert_eq!(rig.resident(), RAM);
+    assert_eq!(rig.vm.stats().get(Counter::Far), 0);
+    rig.vm.hold(Hold::Shared, None);
+    assert_eq!(rig.vm.held().as_deref(), Some("the test says so"), "another kind of reason lifted the pin");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() {
+    use ballast_pager::recover::recover;
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.vm.stop();
+    let region = rig.vm.region(0).expect("region");
+    // The store's bookkeeping and the words name the same objects.
+    let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
+    assert_eq!(recovered.live.len() as u64, rig.vm.store.usage().pages);
+    assert!((0..rig.pages).map(PageIdx).all(|page| {
+        let word = region.cell(page).load();
+        !word.is_locked() && matches!(word.state(), State::Resident | State::Far | State::Zero)
+    }));
+    rig.check_census();
+}
+
+#[test]
+fn nothing_is_reclaimed_before_a_view_is_there() {
+    // An engine that takes over opens a VM first and learns of its views next; in between nobody can zap.
+    let rig = Rig::without_view(RAM, AMPLE, Duration::from_millis(1));
+    filled(&rig);
+    rig.set_limit(Some(LIMIT));
+    let rounds = AtomicU64::new(0);
+    until("the lane had time for many rounds", || {
+        rig.vm.ring();
+        rounds.fetch_add(1, Ordering::Relaxed) > 100
+    });
+    assert_eq!(rig.vm.stats().get(Counter::Zapped), 0, "pages count as zapped that nobody zapped");
+    rig.add_view();
+    until("resident is at the limit", || rig.resident() <= LIMIT);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
+    let rig = Rig::new(RAM, AMPLE, Duration::from_secs(3600));
+    rig.vm.set_may_pin();
+    filled(&rig);
+    rig.set_limit(Some(LIMIT));
+    until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > 0);
+    let zapped = rig.vm.stats().get(Counter::Zapped);
+    rig.vm.remove_view(std::process::id());
+    rig.add_view();
+    until("they were zapped again", || rig.vm.stats().get(Counter::Zapped) > zapped);
+    assert_eq!(rig.vm.stats().get(Counter::Evicted), 0);
+}
+
+/// Threads that touch every page over and over, each access checked.
+fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let done = &done;
+            scope.spawn(move || {
+                while !done.load(Ordering::Relaxed) {
+                    for page in (thread..rig.pages).step_by(2) {
+                        let seen = rig.word(page).fetch_add(1 << 32, Ordering::Relaxed);
+                        assert_eq!(seen & 0xFFFF_FFFF, page, "page {page}");
+                    }
+                }
+            });
+        }
+        until("what the test waits for", &until_done);
+        done.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn a_vm_whose_working_set_is_larger_than_its_limit_is_held_to_it() {
+    let rig = Rig::new(RAM, AMPLE, Duration::from_secs(1));
+    (0..rig.pages).for_each(|page| rig.word(page).store(page, Ordering::Relaxed));
+    rig.set_limit(Some(LIMIT));
+    hammer(&rig, || rig.resident() <= LIMIT);
+    assert!((0..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) & 0xFFFF_FFFF == page));
+}
+
+#[test]
+fn where_memory_may_be_pinned_no_page_goes_before_the_full_quarantine() {
+    let rig = Rig::new(RAM, AMPLE, Duration::from_secs(3600));
+    rig.vm.set_may_pin();
+    (0..rig.pages).for_each(|page| rig.word(page).store(page, Ordering::Relaxed));
+    rig.set_limit(Some(LIMIT));
+    hammer(&rig, || rig.vm.stats().get(Counter::Zapped) > 4 * rig.pages);
+    assert_eq!(rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::EvictedZero), 0);
+}

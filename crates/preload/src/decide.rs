@@ -1,0 +1,349 @@
+//! What a call of the VMM means for guest RAM, and telling the client.
+//!
+//! Before: `hooks` sees a call. After: it goes through, or fails with an errno the VMM understands.
+//! Threads: any VMM thread; a thread inside the client is never looked at.
+//! Promise: every function here answers in bounded time except a discard an engine has taken (see `ballast_client`).
+
+use std::ffi::{c_int, c_void};
+use std::fmt::Display;
+use std::io::Write;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
+use ballast_client::{Client, DiscardError, chain, visit};
+use ballast_sys::memfd;
+
+/// No RAM seen yet.
+const WAITING: u8 = 0;
+/// Attached.
+const MANAGED: u8 = 1;
+/// Not managed, and never will be: attaching failed, or this is a forked child.
+const OFF: u8 = 2;
+
+static MODE: AtomicU8 = AtomicU8::new(WAITING);
+static CLIENT: OnceLock<Client> = OnceLock::new();
+/// One thread attaches; others that map RAM meanwhile wait and then add theirs.
+static ATTACHING: Mutex<()> = Mutex::new(());
+/// A reason to pin that came before there was RAM.
+static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
+/// Something came before there was RAM that lets the kernel write to RAM past the page table.
+static EARLY_MAY_PIN: AtomicBool = AtomicBool::new(false);
+/// `mlockall(MCL_FUTURE)` was called.
+static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
+
+const LOCKED: &str = "memory is locked (mlock)";
+
+/// A fork after attaching makes a child without guest RAM (QEMU marks it DONTFORK) and without the client's thread.
+pub extern "C" fn in_child() {
+    if MODE.load(Ordering::Relaxed) == MANAGED {
+        MODE.store(OFF, Ordering::Relaxed);
+    }
+}
+
+/// Should hooks look at this thread's calls at all?
+pub fn watching() -> bool {
+    MODE.load(Ordering::Acquire) != OFF && !visit::inside()
+}
+
+/// The client, if this process is attached and the calling thread is not inside it.
+pub fn client() -> Option<&'static Client> {
+    if MODE.load(Ordering::Acquire) != MANAGED || visit::inside() {
+        return None;
+    }
+    CLIENT.get()
+}
+
+pub fn announce(text: impl Display) {
+    let _ = writeln!(std::io::stderr(), "ballast: {text}");
+}
+
+/// Could this new mapping be guest RAM? The file itself is looked at by [`new_ram`].
+pub fn looks_like_ram(len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
+    let both = libc::PROT_READ | libc::PROT_WRITE;
+    let kind = flags & libc::MAP_TYPE;
+    fd >= 0
+        && len >= HUGE_SIZE
+        && prot & both == both
+        && (kind == libc::MAP_SHARED || kind == libc::MAP_SHARED_VALIDATE)
+        && flags & libc::MAP_ANONYMOUS == 0
+}
+
+/// A reservation of a multiple of 2 MiB plus one guard page: what QEMU makes before it maps RAM into it. The guard page
+/// pushes it off the 2 MiB border, and RAM mapped there could never be mapped by huge pages.
+pub fn is_ram_reservation(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
+    addr.is_null()
+        && fd == -1
+        && prot == libc::PROT_NONE
+        && flags & !libc::MAP_NORESERVE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
+        && len > HUGE_SIZE
+        && len % HUGE_SIZE == PAGE_SIZE
+}
+
+/// The VMM has mapped something that looks like RAM: attach with it or add it.
+pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i64) {
+    let _quiet = visit::enter();
+    // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    if !memfd::is_shmem(fd).unwrap_or(false) {
+        return;
+    }
+    let (Ok(fd), Ok(file)) = (fd.try_clone_to_owned(), memfd::file_id(fd)) else { return };
+    let len = len.next_multiple_of(PAGE_SIZE) as u64;
+    let (hva, len, offset) = (Hva(addr as u64), Bytes(len), Bytes(offset as u64));
+    if flags & libc::MAP_LOCKED != 0 || LOCKS_ALL.load(Ordering::Relaxed) {
+        *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) = Some(LOCKED);
+    }
+
+    let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(client) = CLIENT.get() else {
+        if MODE.load(Ordering::Acquire) == WAITING {
+            attach(fd, hva, len, offset);
+        }
+        return;
+    };
+    if !client.of_file(file, offset.0, len.0).is_empty() {
+        // Touches through the other mapping raise no faults we serve, so nothing may be taken from either.
+        pin_or_die(client, "the VMM maps the same RAM twice");
+        return;
+    }
+    if flags & libc::MAP_LOCKED != 0 {
+        pin_or_die(client, LOCKED);
+    }
+    if let Err(error) = client.add_region(fd, hva, len, offset) {
+        announce(format_args!("RAM of {len} at {hva} is not managed: {error}"));
+    }
+}
+
+fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
+    let text = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let required = text("BALLAST_REQUIRE").is_some_and(|value| value != "0");
+    let may_pin = EARLY_MAY_PIN.load(Ordering::Relaxed);
+    let mut builder = Client::builder().region(fd, hva, len, offset).may_pin(may_pin);
+    if let Some(name) = text("BALLAST_VM_NAME") {
+        builder = builder.name(name);
+    }
+    if let Some(reason) = *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) {
+        builder = builder.pinned(reason);
+    }
+    let result = match text("BALLAST_LIMIT").map(|value| (value.parse::<u64>(), value)) {
+        Some((Err(_), value)) => Err(format!("BALLAST_LIMIT={value:?} is not a number of bytes")),
+        Some((Ok(limit), _)) => builder.limit(limit).attach().map_err(|error| chain(&error)),
+        None => builder.attach().map_err(|error| chain(&error)),
+    };
+    match result {
+        Ok(client) => {
+            let _ = CLIENT.set(client);
+            MODE.store(MANAGED, Ordering::Release);
+        }
+        Err(error) if required => {
+            announce(format_args!("{error}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
+            // SAFETY: ends the process without running exit handlers of a VMM that is half started.
+            unsafe { libc::_exit(1) };
+        }
+        Err(error) => {
+            announce(format_args!("{error}. The VM runs unmanaged"));
+            MODE.store(OFF, Ordering::Release);
+        }
+    }
+}
+
+fn pin_or_die(client: &Client, reason: &str) {
+    if let Err(error) = client.pin(reason) {
+        announce(format_args!("{reason}, and {error}: stopping the VM before its memory can go wrong"));
+        std::process::abort();
+    }
+}
+
+/// The client to tell something. If there is none yet, `note` puts it where [`attach`] will find it.
+fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
+    if !watching() {
+        return None;
+    }
+    let _visit = visit::enter();
+    // An attach on another thread either sees the note or is over.
+    let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let client = CLIENT.get();
+    if client.is_none() {
+        note();
+    }
+    client
+}
+
+/// Pin for something the VMM is about to do. `Err` is the errno with which to refuse it.
+pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
+    let early = || {
+        EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
+    };
+    let Some(client) = client_or_note(early) else { return Ok(()) };
+    client.pin(reason).map_err(|error| {
+        announce(format_args!("{reason}: refused, because {error}"));
+        libc::EAGAIN
+    })?;
+    if restore {
+        announce(format_args!("{reason}: this VM is pinned; bringing all of its memory back"));
+        client.restore_all().map_err(|error| {
+            announce(format_args!("{reason}: refused, because not all memory came back: {error}"));
+            libc::EAGAIN
+        })?;
+    }
+    Ok(())
+}
+
+/// The kernel may write to guest RAM past the page table once this call has gone through, so the keeper must know before.
+/// `Err` is the errno with which to refuse it. After the first success this asks nobody.
+pub fn may_pin_before(what: &str) -> Result<(), c_int> {
+    let Some(client) = client_or_note(|| EARLY_MAY_PIN.store(true, Ordering::Relaxed)) else { return Ok(()) };
+    client.may_pin().map_err(|error| {
+        announce(format_args!("{what}: refused, because {error}"));
+        libc::EAGAIN
+    })
+}
+
+/// The VMM opens a file, or changes the flags of an open one.
+pub fn opening(flags: c_int) -> Result<(), c_int> {
+    if flags & libc::O_DIRECT == 0 {
+        return Ok(());
+    }
+    may_pin_before("direct I/O (O_DIRECT)")
+}
+
+/// The VMM locks memory: all of it (`None`) or a range.
+pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<(), c_int> {
+    if future {
+        LOCKS_ALL.store(true, Ordering::Relaxed);
+    }
+    match (client(), range) {
+        (Some(client), Some((addr, len))) if client.overlap(Hva(addr as u64), len as u64).is_empty() => Ok(()),
+        // Nothing there yet to lock; what comes later is looked at when it comes.
+        (None, _) => Ok(()),
+        _ => pin_before(LOCKED, false),
+    }
+}
+
+/// The VMM frees a piece of a file: if it is guest RAM, the engine must hear of it first.
+pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<(), c_int> {
+    let Some(client) = client() else { return Ok(()) };
+    if fd < 0 || offset < 0 || len <= 0 {
+        return Ok(());
+    }
+    let visit = visit::enter();
+    // SAFETY: borrowed for `fstat` only, which answers EBADF if it is not open.
+    let Ok(file) = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }) else { return Ok(()) };
+    drop(visit);
+    let ranges = client.of_file(file, offset as u64, len as u64);
+    if ranges.is_empty() {
+        return Ok(());
+    }
+    if mode & libc::FALLOC_FL_PUNCH_HOLE == 0 {
+        announce("refusing to fill guest RAM with fallocate: it would put zeros where pages are far");
+        return Err(libc::EOPNOTSUPP);
+    }
+    discard(client, &ranges)
+}
+
+/// The VMM frees a piece of its address space (`MADV_REMOVE`).
+pub fn removing(addr: *mut c_void, len: usize) -> Result<(), c_int> {
+    let Some(client) = client() else { return Ok(()) };
+    let ranges = client.overlap(Hva(addr as u64), (len as u64).next_multiple_of(PAGE_SIZE as u64));
+    discard(client, &ranges)
+}
+
+fn discard(client: &Client, ranges: &[ballast_client::Range]) -> Result<(), c_int> {
+    client.discard(ranges).map_err(|error| {
+        announce(&error);
+        match error {
+            DiscardError::Invalid(_) => libc::EINVAL,
+            DiscardError::NoAnswer(_) => libc::EAGAIN,
+        }
+    })
+}
+
+/// Addresses are about to be unmapped or mapped over.
+pub fn unmapping(addr: *mut c_void, len: usize) {
+    let Some(client) = client() else { return };
+    let len = (len as u64).next_multiple_of(PAGE_SIZE as u64);
+    if let Err(error) = client.unmapping(Hva(addr as u64), len) {
+        announce(format_args!("RAM at {addr:?} is being unplugged, and {error}"));
+    }
+}
+
+/// Is a piece of guest RAM in this address range?
+pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
+    client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
+}
+
+/// Why an `ioctl` takes hold of guest memory, and whether memory must come back first because the kernel will fetch the
+/// pages from the file, past our userfaultfd.
+pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
+    // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h and linux/udmabuf.h.
+    const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
+    const IOMMU_IOAS_MAP: libc::c_ulong = 0x3B85;
+    const IOMMU_IOAS_MAP_FILE: libc::c_ulong = 0x3B8F;
+    const VHOST_VDPA_GET_DEVICE_ID: libc::c_ulong = 0x8004_AF70;
+    const UDMABUF_CREATE: libc::c_ulong = 0x4018_7542;
+    const UDMABUF_CREATE_LIST: libc::c_ulong = 0x4008_7543;
+    // Some callers sign-extend the request; its meaning is in the low 32 bits.
+    match request & 0xFFFF_FFFF {
+        VFIO_IOMMU_MAP_DMA | IOMMU_IOAS_MAP => Some(("a VFIO device holds its memory for DMA", false)),
+        IOMMU_IOAS_MAP_FILE => Some(("a VFIO device holds its memory for DMA", true)),
+        VHOST_VDPA_GET_DEVICE_ID => Some(("a vDPA device holds its memory for DMA", false)),
+        UDMABUF_CREATE | UDMABUF_CREATE_LIST => Some(("its memory is exported as a DMA buffer (udmabuf)", true)),
+        _ => None,
+    }
+}
+
+/// What an `ioctl` begins that lets the kernel write to guest RAM past the page table for a while.
+pub fn ioctl_writes_ram(request: libc::c_ulong) -> Option<&'static str> {
+    // The numbers of linux/vhost.h and scsi/sg.h.
+    const VHOST_SET_OWNER: libc::c_ulong = 0xAF01;
+    const SG_IO: libc::c_ulong = 0x2285;
+    match request & 0xFFFF_FFFF {
+        VHOST_SET_OWNER => Some("a vhost device in the kernel"),
+        SG_IO => Some("SCSI pass-through (SG_IO)"),
+        _ => None,
+    }
+}
+
+/// Does this message carry the file of guest RAM to another process?
+///
+/// # Safety
+/// `message` is a valid `msghdr` for `sendmsg`, or null.
+pub unsafe fn carries_ram(message: *const libc::msghdr) -> bool {
+    /// No message of the kernel's carries more descriptors than this, so a longer list is not one.
+    const MOST: usize = 253;
+    let Some(client) = client() else { return false };
+    // SAFETY: the caller's promise.
+    let Some(header) = (unsafe { message.as_ref() }) else { return false };
+    if header.msg_control.is_null() || header.msg_controllen == 0 {
+        return false;
+    }
+    let _quiet = visit::enter();
+    // SAFETY: the control buffer is valid for `msg_controllen` bytes; the CMSG functions stay inside it, and a header's
+    // length is bounded against the buffer's end before its descriptors are read (unaligned, as they may be).
+    unsafe {
+        let end = header.msg_control as usize + header.msg_controllen;
+        let mut entry = libc::CMSG_FIRSTHDR(message);
+        while !entry.is_null() {
+            let data = libc::CMSG_DATA(entry);
+            let stop = (entry as usize).saturating_add((*entry).cmsg_len).min(end);
+            if (*entry).cmsg_level == libc::SOL_SOCKET && (*entry).cmsg_type == libc::SCM_RIGHTS {
+                let count = stop.saturating_sub(data as usize) / size_of::<c_int>();
+                for index in 0..count.min(MOST) {
+                    let fd = data.cast::<c_int>().add(index).read_unaligned();
+                    if fd < 0 {
+                        continue;
+                    }
+                    if let Ok(file) = memfd::file_id(BorrowedFd::borrow_raw(fd))
+                        && !client.of_file(file, 0, u64::MAX).is_empty()
+                    {
+                        return true;
+                    }
+                }
+            }
+            entry = libc::CMSG_NXTHDR(message, entry);
+        }
+    }
+    false
+}

@@ -1,0 +1,318 @@
+//! The exported symbols. Each asks `decide`, then calls the next function of the same name.
+//!
+//! Promise: errno after a call that went through is the one that call left; a panic in our part is announced once and the
+//! call goes through as if we were not there.
+
+use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
+
+use ballast_base::HUGE_SIZE;
+use libc::{msghdr, off_t, size_t, ssize_t};
+
+use crate::decide;
+use crate::next;
+
+/// Run our part of a call; errno is afterwards what it was before.
+fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
+    // SAFETY: the location of this thread's errno is valid for the thread's life.
+    let errno = unsafe { libc::__errno_location() };
+    // SAFETY: as above.
+    let before = unsafe { *errno };
+    let answer = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
+        static TOLD: Once = Once::new();
+        TOLD.call_once(|| {
+            decide::announce("a bug in the preload library; calls go through unwatched where it strikes")
+        });
+        fallback
+    });
+    // SAFETY: as above.
+    unsafe { *errno = before };
+    answer
+}
+
+/// Refuse a call.
+fn refuse<T>(errno: c_int, answer: T) -> T {
+    // SAFETY: the location of this thread's errno is valid for the thread's life.
+    unsafe { *libc::__errno_location() = errno };
+    answer
+}
+
+/// # Safety
+/// As `mmap`.
+unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off_t) -> *mut c_void {
+    if !decide::watching() {
+        // SAFETY: the caller's promise.
+        return unsafe { next::mmap(addr, len, prot, flags, fd, offset) };
+    }
+    if decide::is_ram_reservation(addr, len, prot, flags, fd) {
+        // SAFETY: a fresh reservation replaces nothing.
+        return unsafe { reserve_aligned(len, flags) };
+    }
+    if flags & libc::MAP_FIXED != 0 {
+        quietly((), || decide::unmapping(addr, len));
+    }
+    // SAFETY: the caller's promise.
+    let mapped = unsafe { next::mmap(addr, len, prot, flags, fd, offset) };
+    if mapped != libc::MAP_FAILED && decide::looks_like_ram(len, prot, flags, fd) {
+        quietly((), || decide::new_ram(mapped, len, flags, fd, offset));
+    }
+    mapped
+}
+
+/// Reserve `len` bytes of address space from a 2 MiB border.
+///
+/// # Safety
+/// `flags` asks for a private anonymous mapping anywhere.
+unsafe fn reserve_aligned(len: size_t, flags: c_int) -> *mut c_void {
+    let Some(more) = len.checked_add(HUGE_SIZE) else { return refuse(libc::ENOMEM, libc::MAP_FAILED) };
+    // SAFETY: anywhere, so nothing is replaced.
+    let got = unsafe { next::mmap(std::ptr::null_mut(), more, libc::PROT_NONE, flags, -1, 0) };
+    if got == libc::MAP_FAILED {
+        return got;
+    }
+    let start = (got as usize).next_multiple_of(HUGE_SIZE);
+    let head = start - got as usize;
+    let tail = more - head - len;
+    // SAFETY: both pieces are inside the reservation made above, which nobody else knows of yet. Failing to give them
+    // back costs address space only.
+    unsafe {
+        if head > 0 {
+            next::munmap(got, head);
+        }
+        if tail > 0 {
+            next::munmap((start + len) as *mut c_void, tail);
+        }
+    }
+    start as *mut c_void
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap(a: *mut c_void, l: size_t, p: c_int, f: c_int, fd: c_int, o: off_t) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    unsafe { map(a, l, p, f, fd, o) }
+}
+
+/// # Safety
+/// As the C function; on 64-bit Linux it is `mmap`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap64(a: *mut c_void, l: size_t, p: c_int, f: c_int, fd: c_int, o: off_t) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    unsafe { map(a, l, p, f, fd, o) }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munmap(addr: *mut c_void, len: size_t) -> c_int {
+    quietly((), || decide::unmapping(addr, len));
+    // SAFETY: the caller's promise.
+    unsafe { next::munmap(addr, len) }
+}
+
+/// # Safety
+/// As the C function; the last argument is only looked at with `MREMAP_FIXED`, as there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mremap(
+    old: *mut c_void,
+    old_len: size_t,
+    new_len: size_t,
+    flags: c_int,
+    new: *mut c_void,
+) -> *mut c_void {
+    let refused = quietly(false, || decide::touches_ram(old, old_len));
+    if refused {
+        decide::announce("refusing to move guest RAM with mremap");
+        return refuse(libc::EINVAL, libc::MAP_FAILED);
+    }
+    if flags & libc::MREMAP_FIXED != 0 {
+        quietly((), || decide::unmapping(new, new_len));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { next::mremap(old, old_len, new_len, flags, new) }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fallocate(fd: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int {
+    match quietly(Ok(()), || decide::punching(fd, mode, offset, len)) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::fallocate(fd, mode, offset, len) },
+        Err(errno) => refuse(errno, -1),
+    }
+}
+
+/// # Safety
+/// As the C function; on 64-bit Linux it is `fallocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fallocate64(fd: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { fallocate(fd, mode, offset, len) }
+}
+
+/// # Safety
+/// As the C function, which answers the errno.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
+    match quietly(Ok(()), || decide::punching(fd, 0, offset, len)) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::posix_fallocate(fd, offset, len) },
+        Err(errno) => errno,
+    }
+}
+
+/// # Safety
+/// As the C function; on 64-bit Linux it is `posix_fallocate`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn posix_fallocate64(fd: c_int, offset: off_t, len: off_t) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { posix_fallocate(fd, offset, len) }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(addr: *mut c_void, len: size_t, advice: c_int) -> c_int {
+    if advice == libc::MADV_REMOVE
+        && let Err(errno) = quietly(Ok(()), || decide::removing(addr, len))
+    {
+        return refuse(errno, -1);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { next::madvise(addr, len, advice) }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlock(addr: *const c_void, len: size_t) -> c_int {
+    match quietly(Ok(()), || decide::locking(Some((addr, len)), false)) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::mlock(addr, len) },
+        Err(errno) => refuse(errno, -1),
+    }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlock2(addr: *const c_void, len: size_t, flags: c_uint) -> c_int {
+    match quietly(Ok(()), || decide::locking(Some((addr, len)), false)) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::mlock2(addr, len, flags) },
+        Err(errno) => refuse(errno, -1),
+    }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    match quietly(Ok(()), || decide::locking(None, flags & libc::MCL_FUTURE != 0)) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::mlockall(flags) },
+        Err(errno) => refuse(errno, -1),
+    }
+}
+
+/// # Safety
+/// As the C function. Its one optional argument is a word that is passed on as it came, used or not.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int {
+    if let Some((reason, restore)) = decide::ioctl_holds_ram(request)
+        && let Err(errno) = quietly(Ok(()), || decide::pin_before(reason, restore))
+    {
+        return refuse(errno, -1);
+    }
+    if let Some(what) = decide::ioctl_writes_ram(request)
+        && let Err(errno) = quietly(Ok(()), || decide::may_pin_before(what))
+    {
+        return refuse(errno, -1);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { next::ioctl(fd, request, arg) }
+}
+
+/// Declares hooks of functions that open a file: ask about the flags, then call the next function `$next`.
+macro_rules! opens {
+    ($flags:ident in $($name:ident => $next:ident($($arg:ident: $ty:ty),*);)*) => {$(
+        /// # Safety
+        /// As the C function. An optional `mode` is passed on as it came, used or not.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int {
+            match quietly(Ok(()), || decide::opening($flags)) {
+                // SAFETY: the caller's promise.
+                Ok(()) => unsafe { next::$next($($arg),*) },
+                Err(errno) => refuse(errno, -1),
+            }
+        }
+    )*};
+}
+
+// On 64-bit Linux the `64` names are the plain functions. The `_2` names are what a fortified build calls when it gives no
+// mode; their next function checks that none was needed.
+opens! {
+    flags in
+    open => open(path: *const c_char, flags: c_int, mode: c_uint);
+    open64 => open(path: *const c_char, flags: c_int, mode: c_uint);
+    openat => openat(dir: c_int, path: *const c_char, flags: c_int, mode: c_uint);
+    openat64 => openat(dir: c_int, path: *const c_char, flags: c_int, mode: c_uint);
+    __open_2 => open_2(path: *const c_char, flags: c_int);
+    __open64_2 => open_2(path: *const c_char, flags: c_int);
+    __openat_2 => openat_2(dir: c_int, path: *const c_char, flags: c_int);
+    __openat64_2 => openat_2(dir: c_int, path: *const c_char, flags: c_int);
+}
+
+/// # Safety
+/// As the C function. Its one optional argument is a word that is passed on as it came, used or not.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fcntl(fd: c_int, command: c_int, arg: c_long) -> c_int {
+    if command == libc::F_SETFL
+        && let Err(errno) = quietly(Ok(()), || decide::opening(arg as c_int))
+    {
+        return refuse(errno, -1);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { next::fcntl(fd, command, arg) }
+}
+
+/// # Safety
+/// As the C function; on 64-bit Linux it is `fcntl`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, arg: c_long) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { fcntl(fd, command, arg) }
+}
+
+/// # Safety
+/// As the function of libaio, which answers the negative errno.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_setup(events: c_int, context: *mut *mut c_void) -> c_int {
+    match quietly(Ok(()), || decide::may_pin_before("asynchronous direct I/O (libaio)")) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::io_setup(events, context) },
+        Err(errno) => -errno,
+    }
+}
+
+/// # Safety
+/// As the C function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
+    let sharing = || {
+        // SAFETY: the caller's promise that `message` is valid.
+        if unsafe { decide::carries_ram(message) } {
+            decide::pin_before("another process maps the same RAM (vhost-user, or a passed RAM file)", true)
+        } else {
+            Ok(())
+        }
+    };
+    match quietly(Ok(()), sharing) {
+        // SAFETY: the caller's promise.
+        Ok(()) => unsafe { next::sendmsg(fd, message, flags) },
+        Err(errno) => refuse(errno, -1),
+    }
+}

@@ -1,0 +1,49 @@
+//! `LD_PRELOAD` library that attaches an unmodified VMM (QEMU) to Ballast by watching how it handles guest RAM.
+//!
+//! Before: `ballast run` checks the command line and starts the VMM with this library. After: `ballast_client` does the
+//! work. Threads: only the client's one. Units: bytes and host virtual addresses.
+//! Promise: a call that is not about guest RAM goes through unchanged; no panic leaves a hook; what cannot be made safe
+//! fails loudly instead of losing a byte.
+//!
+//! # Intercepted symbols
+//!
+//! | Symbol | Why |
+//! |---|---|
+//! | `mmap`, `mmap64` | finds guest RAM (shared, readable and writable, shmem file, 2 MiB or more) and attaches or adds it; puts big reservations on 2 MiB borders; notices RAM being mapped over |
+//! | `munmap` | RAM is unplugged: the keeper hears of it first |
+//! | `mremap` | refused for guest RAM: a moved mapping loses its userfaultfd |
+//! | `fallocate`, `fallocate64` | punching RAM is a discard: the engine hears of it first. Filling RAM is refused: it would put zeros where pages are far |
+//! | `posix_fallocate`, `posix_fallocate64` | filling RAM is refused, as above |
+//! | `madvise` | `MADV_REMOVE` on RAM is a discard. (`MADV_DONTNEED` of a shared mapping drops no data: goes through) |
+//! | `mlock`, `mlock2`, `mlockall` | locked memory must not be taken: pins the VM |
+//! | `ioctl` | VFIO, iommufd, vDPA and udmabuf take hold of RAM pages for long: pins the VM. `VHOST_SET_OWNER` (vhost-net, vhost-scsi, vhost-vsock) and `SG_IO` (SCSI pass-through): the VM *may pin*, see below |
+//! | `sendmsg` | a RAM file on its way to another process (vhost-user): pins the VM and brings every page back first, because the other process's touches raise no faults here |
+//! | `open`, `openat`, with `64`, and `__open_2`, `__openat_2`, with `64` | `O_DIRECT`: the device writes to RAM pages: *may pin* |
+//! | `fcntl`, `fcntl64` | `F_SETFL` with `O_DIRECT`, as QEMU does to descriptors passed to it: *may pin* |
+//! | `io_setup` | libaio, which is asynchronous for direct I/O only: *may pin* |
+//!
+//! # VMs that may pin
+//!
+//! A VM begins as one whose RAM the kernel writes to only through the page table, while the zap of a page takes effect at
+//! once. The first of the calls marked *may pin* ends that: the keeper is told, and the call goes on after it has answered.
+//! If it refuses, or does not answer in 5 seconds, the call fails with EAGAIN. A call before there is RAM is told with the
+//! attach message. It is never taken back.
+//!
+//! `io_uring_setup` is not among them. QEMU 7.2 makes two rings at every start, with no disk at all, to watch
+//! descriptors, so the call says nothing. And io_uring on a file without `O_DIRECT` copies through the page table, from
+//! the page cache, like `read`: it needs the `O_DIRECT` that is seen above to write to RAM past the page table.
+//!
+//! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
+//! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file, RDMA memory
+//! registration, io_uring registered buffers that stay pinned over guest RAM, `open` and `fcntl` by way of `syscall`, a
+//! static VMM binary.
+//!
+//! # Environment
+//!
+//! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_REQUIRE=1` (no keeper: exit before the guest starts).
+//! The library takes itself out of `LD_PRELOAD` at start, so programs started by the VMM do not load it.
+
+mod decide;
+mod hooks;
+mod next;
+mod start;

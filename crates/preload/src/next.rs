@@ -1,0 +1,106 @@
+//! The functions we stand in front of: found with `dlsym(RTLD_NEXT)` once, or the plain system call when that cannot work.
+//!
+//! Promise: callable at any time, even before constructors ran and from inside an allocator that `dlsym` itself uses.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+thread_local! {
+    static LOOKING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// One function further down the chain.
+pub struct Next {
+    name: &'static CStr,
+    found: AtomicPtr<c_void>,
+}
+
+impl Next {
+    pub const fn new(name: &'static CStr) -> Self {
+        Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// Its address. `None` when there is none, or when this thread is inside `dlsym` right now.
+    pub fn get(&self) -> Option<*mut c_void> {
+        let known = self.found.load(Ordering::Relaxed);
+        if !known.is_null() {
+            return Some(known);
+        }
+        if LOOKING.with(|looking| looking.replace(true)) {
+            return None;
+        }
+        // SAFETY: the name is NUL-terminated and static; RTLD_NEXT is a valid handle for a library that was loaded.
+        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        LOOKING.with(|looking| looking.set(false));
+        self.found.store(found, Ordering::Relaxed);
+        (!found.is_null()).then_some(found)
+    }
+}
+
+/// `posix_fallocate`, which is no system call: where it cannot be found it cannot be done.
+///
+/// # Safety
+/// As the C function.
+pub unsafe fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
+    static NEXT: Next = Next::new(c"posix_fallocate");
+    let Some(function) = NEXT.get() else { return libc::EOPNOTSUPP };
+    // SAFETY: this is the address of the C function of this name, whose signature this is.
+    let function: unsafe extern "C" fn(c_int, off_t, off_t) -> c_int = unsafe { std::mem::transmute(function) };
+    // SAFETY: the caller's promise.
+    unsafe { function(fd, offset, len) }
+}
+
+/// `io_setup` of libaio, which answers the negative errno; a program that calls it has loaded libaio.
+///
+/// # Safety
+/// As that function.
+pub unsafe fn io_setup(events: c_int, context: *mut *mut c_void) -> c_int {
+    static NEXT: Next = Next::new(c"io_setup");
+    let Some(function) = NEXT.get() else { return -libc::ENOSYS };
+    // SAFETY: this is the address of the libaio function of this name, whose signature this is.
+    let function: unsafe extern "C" fn(c_int, *mut *mut c_void) -> c_int = unsafe { std::mem::transmute(function) };
+    // SAFETY: the caller's promise.
+    unsafe { function(events, context) }
+}
+
+/// Declares `fn name(args) -> ret` that calls the next function of that name, or the system call `$number`.
+macro_rules! next {
+    ($name:ident, $symbol:literal, $number:expr, ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
+        /// # Safety
+        /// As the C function of the same name.
+        pub unsafe fn $name($($arg: $ty),*) -> $ret {
+            static NEXT: Next = Next::new($symbol);
+            match NEXT.get() {
+                Some(function) => {
+                    // SAFETY: this is the address of the C function of this name, whose signature this is.
+                    let function: unsafe extern "C" fn($($ty),*) -> $ret = unsafe { std::mem::transmute(function) };
+                    // SAFETY: the caller's promise.
+                    unsafe { function($($arg),*) }
+                }
+                // SAFETY: the system call behind that function, with the same arguments; libc sets errno.
+                None => unsafe { libc::syscall($number, $($arg),*) as $ret },
+            }
+        }
+    };
+}
+
+use libc::{c_char, c_int, c_long, c_uint, c_ulong, msghdr, off_t, size_t, ssize_t};
+
+next!(mmap, c"mmap", libc::SYS_mmap,
+    (addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off_t) -> *mut c_void);
+next!(munmap, c"munmap", libc::SYS_munmap, (addr: *mut c_void, len: size_t) -> c_int);
+next!(mremap, c"mremap", libc::SYS_mremap,
+    (old: *mut c_void, old_len: size_t, new_len: size_t, flags: c_int, new: *mut c_void) -> *mut c_void);
+next!(fallocate, c"fallocate", libc::SYS_fallocate, (fd: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int);
+next!(madvise, c"madvise", libc::SYS_madvise, (addr: *mut c_void, len: size_t, advice: c_int) -> c_int);
+next!(mlock, c"mlock", libc::SYS_mlock, (addr: *const c_void, len: size_t) -> c_int);
+next!(mlock2, c"mlock2", libc::SYS_mlock2, (addr: *const c_void, len: size_t, flags: c_uint) -> c_int);
+next!(mlockall, c"mlockall", libc::SYS_mlockall, (flags: c_int) -> c_int);
+next!(ioctl, c"ioctl", libc::SYS_ioctl, (fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int);
+next!(sendmsg, c"sendmsg", libc::SYS_sendmsg, (fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t);
+next!(open, c"open", libc::SYS_open, (path: *const c_char, flags: c_int, mode: c_uint) -> c_int);
+next!(openat, c"openat", libc::SYS_openat, (dir: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int);
+next!(open_2, c"__open_2", libc::SYS_open, (path: *const c_char, flags: c_int) -> c_int);
+next!(openat_2, c"__openat_2", libc::SYS_openat, (dir: c_int, path: *const c_char, flags: c_int) -> c_int);
+next!(fcntl, c"fcntl", libc::SYS_fcntl, (fd: c_int, command: c_int, arg: c_long) -> c_int);

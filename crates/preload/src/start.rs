@@ -1,0 +1,46 @@
+//! What happens before `main`: leave `LD_PRELOAD`, and stay out of forked children.
+//!
+//! Promise: a program that the VMM executes never loads this library; a child forked after attaching is left alone. A
+//! child forked *before* RAM exists (`-daemonize`) is the VMM, and attaches.
+
+use std::ffi::{CStr, CString};
+
+use crate::decide;
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_START: extern "C" fn() = at_start;
+
+extern "C" fn at_start() {
+    let _ = std::panic::catch_unwind(|| {
+        leave_preload();
+        // SAFETY: the handler is a plain function that stores to an atomic, which is allowed in a forked child.
+        unsafe { libc::pthread_atfork(None, None, Some(decide::in_child)) };
+    });
+}
+
+/// Take this library (known by its file name) out of `LD_PRELOAD`; other entries stay.
+fn leave_preload() {
+    const OURS: &str = "libballast_preload.so";
+    const VARIABLE: &CStr = c"LD_PRELOAD";
+    // SAFETY: constructors run on the only thread there is, so nobody changes the environment during these calls;
+    // `getenv` answers NULL or a NUL-terminated string.
+    unsafe {
+        let value = libc::getenv(VARIABLE.as_ptr());
+        if value.is_null() {
+            return;
+        }
+        let value = CStr::from_ptr(value).to_string_lossy().into_owned();
+        let others = without(&value, OURS);
+        match CString::new(others) {
+            Ok(others) if !others.is_empty() => libc::setenv(VARIABLE.as_ptr(), others.as_ptr(), 1),
+            _ => libc::unsetenv(VARIABLE.as_ptr()),
+        };
+    }
+}
+
+/// The entries of an `LD_PRELOAD` list (separated by colons or blanks) whose file name is not `ours`.
+fn without(list: &str, ours: &str) -> String {
+    let keep = |entry: &&str| !entry.is_empty() && entry.rsplit('/').next() != Some(ours);
+    list.split([':', ' ']).filter(keep).collect::<Vec<_>>().join(":")
+}

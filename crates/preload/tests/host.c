@@ -1,0 +1,203 @@
+/* A VMM-like host program that does to its RAM, on command, what the preload library watches for. Each line on standard
+ * input is one deed; the answer is "ok" or the name of the errno. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, MIB2 = 2 << 20, RAM = 2 * MIB2 };
+
+static int ram_fd;
+static char *ram;
+
+static char *map_new(int *fd_out) {
+    int fd = memfd_create("guest-ram", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, RAM) != 0)
+        abort();
+    char *map = mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (map == MAP_FAILED)
+        abort();
+    if (fd_out)
+        *fd_out = fd;
+    else
+        close(fd);
+    return map;
+}
+
+static int send_ram(void) {
+    int pair[2], answer;
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) != 0)
+        abort();
+    union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
+    struct iovec byte = {.iov_base = "x", .iov_len = 1};
+    struct msghdr message = {.msg_iov = &byte, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    memset(&control, 0, sizeof control);
+    control.header.cmsg_level = SOL_SOCKET;
+    control.header.cmsg_type = SCM_RIGHTS;
+    control.header.cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(&control.header), &ram_fd, sizeof(int));
+    answer = sendmsg(pair[0], &message, 0) == 1 ? 0 : -1;
+    int error = errno;
+    close(pair[0]);
+    close(pair[1]);
+    errno = error;
+    return answer;
+}
+
+/* Badly behaved: maps and unmaps RAM from many threads, over itself, and twice. */
+static void *storm(void *unused) {
+    for (int i = 0; i < 25; i++) {
+        char *map = map_new(NULL);
+        map[PAGE] = 1;
+        if (i % 2 && mmap(map, RAM, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != map)
+            abort();
+        munmap(map, RAM);
+        munmap(map, 0);
+    }
+    return unused;
+}
+
+static int do_storm(void) {
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++)
+        pthread_create(&threads[i], NULL, storm, NULL);
+    for (int i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+    return 0;
+}
+
+static int do_fork(void) {
+    pid_t child = fork();
+    if (child == 0) {
+        munmap(ram, RAM);
+        map_new(NULL);
+        fallocate(ram_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 0); /* EINVAL: must not reach the engine */
+        _exit(0);
+    }
+    int status;
+    return waitpid(child, &status, 0) == child && status == 0 ? 0 : -1;
+}
+
+/* Calls that fail on their own keep their errno. */
+static int do_errno(void) {
+    errno = 0;
+    if (mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, 9999, 0) != MAP_FAILED || errno != EBADF)
+        return 1;
+    if (fallocate(9999, 0, 0, PAGE) != -1 || errno != EBADF)
+        return 1;
+    if (munmap((void *)1, PAGE) != -1 || errno != EINVAL)
+        return 1;
+    if (ioctl(9999, 0x3B64, 0) != -1 || errno != EBADF)
+        return 1;
+    errno = 77;
+    map_new(NULL);
+    return errno == 77 ? 0 : 1;
+}
+
+/* A file that is opened for direct I/O only when asked; some file systems cannot, which is no matter here. */
+static int do_direct(int (*opener)(const char *)) {
+    int fd = opener("/proc/self/exe");
+    if (fd < 0)
+        return errno == EINVAL ? 0 : -1;
+    return close(fd);
+}
+
+static int open_plain(const char *path) { return open(path, O_RDONLY | O_CLOEXEC); }
+static int open_direct(const char *path) { return open(path, O_RDONLY | O_CLOEXEC | O_DIRECT); }
+static int openat_direct(const char *path) { return openat(AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_DIRECT); }
+int __open_2(const char *path, int flags);
+static int open_2_direct(const char *path) { return __open_2(path, O_RDONLY | O_CLOEXEC | O_DIRECT); }
+static int open_then_set(const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0 && fcntl(fd, F_SETFL, O_DIRECT) != 0) {
+        int error = errno;
+        close(fd);
+        errno = error;
+        return -1;
+    }
+    return fd;
+}
+
+/* Files made by a mode passed through the hooks have that mode. */
+static int do_mode(void) {
+    char name[] = "/tmp/ballast-host-XXXXXX", path[64];
+    struct stat status;
+    if (mkdtemp(name) == NULL)
+        return -1;
+    snprintf(path, sizeof path, "%s/file", name);
+    umask(0);
+    int fd = open(path, O_CREAT | O_RDWR, 0642);
+    int right = fd >= 0 && fstat(fd, &status) == 0 && (status.st_mode & 0777) == 0642;
+    right = right && fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 && fcntl(fd, F_GETFD) == FD_CLOEXEC;
+    right = right && open("/nowhere", O_RDONLY) == -1 && errno == ENOENT;
+    close(fd);
+    unlink(path);
+    rmdir(name);
+    return right ? 0 : 1;
+}
+
+static int deed(const char *what) {
+    int punch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+    if (!strcmp(what, "punch")) return fallocate(ram_fd, punch, 0, 2 * PAGE);
+    if (!strcmp(what, "punch-odd")) return fallocate(ram_fd, punch, 100, PAGE);
+    if (!strcmp(what, "fill")) return fallocate(ram_fd, 0, 0, PAGE);
+    if (!strcmp(what, "fill-posix")) return (errno = posix_fallocate(ram_fd, 0, PAGE)) ? -1 : 0;
+    if (!strcmp(what, "remove")) return madvise(ram + 4 * PAGE, PAGE, MADV_REMOVE);
+    if (!strcmp(what, "dontneed")) return madvise(ram + 4 * PAGE, PAGE, MADV_DONTNEED);
+    if (!strcmp(what, "mlock")) return mlock(ram, PAGE);
+    if (!strcmp(what, "vfio")) return ioctl(-1, 0x3B71, 0);
+    if (!strcmp(what, "udmabuf")) return ioctl(-1, 0x40187542, 0);
+    if (!strcmp(what, "vhost")) return ioctl(-1, 0xAF01, 0);
+    if (!strcmp(what, "sg-io")) return ioctl(-1, 0x2285, 0);
+    if (!strcmp(what, "plain")) return do_direct(open_plain);
+    if (!strcmp(what, "direct")) return do_direct(open_direct);
+    if (!strcmp(what, "directat")) return do_direct(openat_direct);
+    if (!strcmp(what, "direct-2")) return do_direct(open_2_direct);
+    if (!strcmp(what, "set-direct")) return do_direct(open_then_set);
+    if (!strcmp(what, "mode")) return do_mode();
+    if (!strcmp(what, "send")) return send_ram();
+    if (!strcmp(what, "mremap")) return mremap(ram, RAM, 2 * RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "twice")) return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "hole")) return munmap(ram + 8 * PAGE, PAGE);
+    if (!strcmp(what, "unmap")) return munmap(ram - PAGE, RAM + 2 * PAGE);
+    if (!strcmp(what, "fork")) return do_fork();
+    if (!strcmp(what, "storm")) return do_storm();
+    if (!strcmp(what, "errno")) return do_errno();
+    if (!strcmp(what, "exec")) return system("test -z \"$LD_PRELOAD\"") == 0 ? 0 : -1;
+    errno = ENOSYS;
+    return -1;
+}
+
+int main(int count, char **words) {
+    if (count > 1)
+        deed(words[1]);
+    /* A guard page on either side, as VMMs do. */
+    char *reserved = mmap(NULL, RAM + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ram_fd = memfd_create("guest-ram", MFD_CLOEXEC);
+    if (reserved == MAP_FAILED || ram_fd < 0 || ftruncate(ram_fd, RAM) != 0)
+        abort();
+    ram = mmap(reserved + PAGE, RAM, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, ram_fd, 0);
+    if (ram == MAP_FAILED)
+        abort();
+    memset(ram, 7, RAM);
+    puts("ready");
+    fflush(stdout);
+    char line[64];
+    while (fgets(line, sizeof line, stdin)) {
+        line[strcspn(line, "\n")] = 0;
+        errno = 0;
+        int answer = deed(line);
+        puts(answer == 0 ? "ok" : answer > 0 ? "wrong" : strerrorname_np(errno));
+        fflush(stdout);
+    }
+    return 0;
+}

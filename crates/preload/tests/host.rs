@@ -1,0 +1,252 @@
+//! A small C program with the preload library against a scripted keeper and engine: every watched call, well and badly
+//! behaved.
+
+mod common;
+#[path = "../../client/tests/double/mod.rs"]
+mod double;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ballast_base::wire::{ClientToEngine, ClientToKeeper, KeeperToClient};
+use ballast_base::{Bytes, MIB};
+use ballast_sys::memfd;
+use common::{Driven, preloaded};
+use double::{Keeper, Session, have, have_uffd};
+
+fn compile(dir: &Path) -> Option<PathBuf> {
+    let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
+    if !have_uffd() || !have("cc", works, "no C compiler called cc") {
+        return None;
+    }
+    let program = dir.join("host");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/host.c");
+    let status = Command::new("cc")
+        .args(["-std=c11", "-Wall", "-Wextra", "-O1", "-pthread"])
+        .arg(source)
+        .arg("-o")
+        .arg(&program)
+        .status()
+        .expect("run cc");
+    assert!(status.success(), "the host program does not compile");
+    Some(program)
+}
+
+/// The host program, attached.
+struct Stage {
+    _dir: tempfile::TempDir,
+    keeper: Keeper,
+    host: Driven,
+    session: Session,
+}
+
+fn stage() -> Option<Stage> {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let program = compile(dir.path())?;
+    let keeper = Keeper::start();
+    let mut host = Driven::start(preloaded(program, &keeper.path));
+    let session = keeper.client();
+    assert_eq!(session.attach.regions.len(), 1);
+    assert!(!session.attach.may_pin, "nothing was opened for direct I/O");
+    assert_eq!(session.attach.regions[0].len, Bytes(4 * MIB));
+    session.accept();
+    assert_eq!(host.next(), "ready");
+    Some(Stage { _dir: dir, keeper, host, session })
+}
+
+impl Stage {
+    /// Do a deed while answering every discard and request with yes; answers what was said, discards and requests.
+    fn deed(&mut self, line: &str) -> (String, Vec<ClientToEngine>, Vec<ClientToKeeper>) {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let Self { host, session, .. } = self;
+        let (mut heard, mut asked) = (Vec::new(), Vec::new());
+        let said = std::thread::scope(|scope| {
+            let said = scope.spawn(|| host.ask(line));
+            while !said.is_finished() {
+                let both = [&session.control, &session.socket];
+                let mut fds = both.map(|fd| PollFd::new(fd, PollFlags::IN));
+                let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 5_000_000 }));
+                let [control, request] = fds.map(|fd| !fd.revents().is_empty());
+                if control {
+                    let message = session.hear();
+                    if let ClientToEngine::Discard { seq, .. } = message {
+                        session.tell(&ballast_base::wire::EngineToClient::DiscardDone { seq });
+                    }
+                    heard.push(message);
+                }
+                if request {
+                    asked.push(session.request().0);
+                    session.answer(&KeeperToClient::Ok);
+                }
+            }
+            said.join().expect("the host answers")
+        });
+        (said, heard, asked)
+    }
+
+    fn resident(&self) -> u64 {
+        memfd::resident(&self.session.ram[0]).expect("stat").0
+    }
+}
+
+#[test]
+fn freeing_ram_is_announced_before_it_happens_and_filling_it_is_refused() {
+    let Some(mut stage) = stage() else { return };
+    let base = stage.session.whole(0).0;
+    let (said, heard, _) = stage.deed("punch");
+    assert_eq!(said, "ok");
+    assert!(matches!(&heard[0], ClientToEngine::Discard { ranges, .. } if *ranges == [(base, 8192)]), "{heard:?}");
+    assert_eq!(stage.resident(), 1022);
+    let (said, heard, _) = stage.deed("remove");
+    assert_eq!(said, "ok");
+    let fifth = (base + 4 * 4096, 4096);
+    assert!(matches!(&heard[0], ClientToEngine::Discard { ranges, .. } if *ranges == [fifth]), "{heard:?}");
+    assert_eq!(stage.resident(), 1021);
+    let cases = [
+        ("dontneed", "ok"),
+        ("punch-odd", "EINVAL"),
+        ("fill", "EOPNOTSUPP"),
+        ("fill-posix", "EOPNOTSUPP"),
+        ("mremap", "EINVAL"),
+    ];
+    for (line, answer) in cases {
+        let (said, heard, asked) = stage.deed(line);
+        assert_eq!((said.as_str(), heard.len(), asked.len()), (answer, 0, 0), "{line}");
+    }
+    assert_eq!(stage.resident(), 1021, "refused calls change nothing");
+}
+
+#[test]
+fn a_punch_that_no_engine_takes_note_of_is_eagain_and_frees_nothing() {
+    let Some(mut stage) = stage() else { return };
+    assert_eq!(stage.host.ask("punch"), "EAGAIN");
+    assert_eq!(stage.resident(), 1024);
+    stage.session.ping(1);
+}
+
+#[test]
+fn whatever_takes_hold_of_ram_pins_the_vm_first() {
+    let Some(mut stage) = stage() else { return };
+    let cases = [
+        ("mlock", "ok", "memory is locked (mlock)"),
+        ("vfio", "EBADF", "a VFIO device holds its memory for DMA"),
+        ("udmabuf", "EBADF", "its memory is exported as a DMA buffer (udmabuf)"),
+        ("send", "ok", "another process maps the same RAM (vhost-user, or a passed RAM file)"),
+        ("twice", "ok", "the VMM maps the same RAM twice"),
+    ];
+    for (line, answer, reason) in cases {
+        let (said, _, asked) = stage.deed(line);
+        assert_eq!((said.as_str(), asked), (answer, vec![ClientToKeeper::Pin(reason.into())]), "{line}");
+    }
+}
+
+#[test]
+fn whatever_lets_the_kernel_write_past_the_page_table_is_told_first_and_once() {
+    let cases = [
+        ("direct", "ok"),
+        ("directat", "ok"),
+        ("direct-2", "ok"),
+        ("set-direct", "ok"),
+        ("vhost", "EBADF"),
+        ("sg-io", "EBADF"),
+    ];
+    for (line, answer) in cases {
+        let Some(mut stage) = stage() else { return };
+        for harmless in ["plain", "mode"] {
+            let (said, _, asked) = stage.deed(harmless);
+            assert_eq!((said.as_str(), asked), ("ok", vec![]), "{harmless}");
+        }
+        let (said, _, asked) = stage.deed(line);
+        assert_eq!((said.as_str(), asked), (answer, vec![ClientToKeeper::MayPin]), "{line}");
+        let (said, _, asked) = stage.deed("direct");
+        assert_eq!((said.as_str(), asked), ("ok", vec![]), "after {line} the keeper knows");
+        // So does the next one.
+        let Stage { keeper, session, host: _host, .. } = stage;
+        drop(session);
+        assert!(keeper.client().attach.may_pin, "{line}");
+    }
+}
+
+#[test]
+fn a_file_opened_for_direct_io_before_there_is_ram_is_in_the_attach_message() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let Some(program) = compile(dir.path()) else { return };
+    for (line, may_pin) in [("plain", false), ("direct", true), ("vhost", true)] {
+        let keeper = Keeper::start();
+        let mut command = preloaded(&program, &keeper.path);
+        command.arg(line);
+        let mut host = Driven::start(command);
+        let session = keeper.client();
+        assert_eq!(session.attach.may_pin, may_pin, "{line}");
+        session.accept();
+        assert_eq!(host.next(), "ready");
+    }
+}
+
+#[test]
+fn a_late_direct_open_waits_for_the_keeper_and_fails_when_it_says_no_or_nothing() {
+    let Some(mut stage) = stage() else { return };
+    std::thread::scope(|scope| {
+        let said = scope.spawn(|| stage.host.ask("direct"));
+        assert_eq!(stage.session.request().0, ClientToKeeper::MayPin);
+        stage.session.answer(&KeeperToClient::Refused("not today".into()));
+        assert_eq!(said.join().expect("thread"), "EAGAIN");
+    });
+    // No answer at all; then the answer to that question and to the next one.
+    assert_eq!(stage.host.ask("direct"), "EAGAIN");
+    assert_eq!(stage.session.request().0, ClientToKeeper::MayPin);
+    stage.session.answer(&KeeperToClient::Refused("late".into()));
+    let (said, _, asked) = stage.deed("direct");
+    assert_eq!((said.as_str(), asked), ("ok", vec![ClientToKeeper::MayPin]));
+}
+
+#[test]
+fn a_refused_pin_refuses_the_call() {
+    let Some(mut stage) = stage() else { return };
+    std::thread::scope(|scope| {
+        let said = scope.spawn(|| stage.host.ask("send"));
+        stage.session.request();
+        stage.session.answer(&KeeperToClient::Refused("not today".into()));
+        assert_eq!(said.join().expect("thread"), "EAGAIN");
+    });
+}
+
+#[test]
+fn unmapped_ram_is_not_zapped_and_a_whole_region_is_removed_first() {
+    let Some(mut stage) = stage() else { return };
+    let base = stage.session.whole(0).0;
+    let (said, _, asked) = stage.deed("hole");
+    assert_eq!((said.as_str(), asked.len()), ("ok", 0));
+    assert_eq!(stage.session.zap(1, vec![(base + 8 * 4096, 4096)]), Some(libc::EINVAL));
+    assert_eq!(stage.session.zap(2, vec![(base + 9 * 4096, 4096)]), None);
+    let (said, _, asked) = stage.deed("unmap");
+    assert_eq!((said.as_str(), asked), ("ok", vec![ClientToKeeper::RemoveRegion(base)]));
+    assert_eq!(stage.session.zap(3, vec![(base, 4096)]), Some(libc::EINVAL));
+}
+
+#[test]
+fn children_are_left_alone_and_errno_is_kept() {
+    let Some(mut stage) = stage() else { return };
+    for line in ["fork", "exec"] {
+        let (said, heard, asked) = stage.deed(line);
+        assert_eq!((said.as_str(), heard.len(), asked.len()), ("ok", 0, 0), "{line}");
+    }
+    let (said, _, asked) = stage.deed("errno");
+    assert_eq!(said, "ok");
+    assert!(matches!(asked[..], [ClientToKeeper::AddRegion(_)]), "{asked:?}");
+}
+
+#[test]
+fn threads_that_map_and_unmap_ram_all_the_time_leave_nothing_behind() {
+    let Some(mut stage) = stage() else { return };
+    let (said, _, asked) = stage.deed("storm");
+    assert_eq!(said, "ok");
+    let added = asked.iter().filter(|request| matches!(request, ClientToKeeper::AddRegion(_))).count();
+    let removed = asked.iter().filter(|request| matches!(request, ClientToKeeper::RemoveRegion(_))).count();
+    assert_eq!((added, removed), (100, 100));
+    // What is still announced is the RAM from the start, as the next keeper will hear.
+    let Stage { keeper, session, host: _host, .. } = stage;
+    let regions = session.attach.regions.clone();
+    drop(session);
+    assert_eq!(keeper.client().attach.regions, regions);
+}

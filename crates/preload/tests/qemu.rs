@@ -1,0 +1,300 @@
+//! Unmodified QEMU with the preload library against a scripted keeper: all of its RAM is found, at start and plugged later.
+//! No guest boots; the firmware is guest enough to touch memory.
+
+mod common;
+#[path = "../../client/tests/double/mod.rs"]
+mod double;
+
+use std::process::Command;
+
+use ballast_base::wire::{ClientToKeeper, KeeperToClient};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
+use ballast_sys::memfd;
+use ballast_sys::uffd::FillOutcome;
+use common::{Driven, preloaded};
+use double::{Keeper, Session, have, have_uffd};
+use serde_json::json;
+
+const QEMU: &str = "qemu-system-x86_64";
+
+fn have_qemu() -> bool {
+    let works = Command::new(QEMU).arg("--version").output().is_ok_and(|output| output.status.success());
+    have_uffd() && have("qemu", works, "qemu-system-x86_64 is not installed")
+}
+
+/// QEMU with these words, stopped before its first instruction, QMP on its standard input and output.
+fn qemu(keeper: &Keeper, words: &str) -> Command {
+    let mut command = preloaded(QEMU, &keeper.path);
+    command.args("-nodefaults -display none -accel tcg -S -qmp stdio".split(' ')).args(words.split(' '));
+    command
+}
+
+fn backend(id: &str, size: &str) -> String {
+    format!("-object memory-backend-memfd,id={id},size={size},share=on")
+}
+
+/// Accept the next AddRegion; answers its length and address.
+fn accept_region(session: &Session) -> (Bytes, u64) {
+    let (message, fds) = session.request();
+    let ClientToKeeper::AddRegion(info) = message else { panic!("{message:?}") };
+    assert_eq!(memfd::size(&fds[0]).expect("stat"), info.len);
+    session.answer(&KeeperToClient::Ok);
+    (info.len, info.hva.0)
+}
+
+#[test]
+fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = format!("-machine q35,memory-backend=ram0 -m 5G {}", backend("ram0", "5G"));
+    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let session = keeper.client();
+    assert_eq!(session.attach.vmm, QEMU);
+    assert_eq!(session.attach.name, "preload-test");
+    let info = session.attach.regions[0];
+    assert_eq!((session.attach.regions.len(), info.len, info.file_offset), (1, Bytes(5 * GIB), Bytes(0)));
+    assert!(!session.attach.may_pin, "it has no disk; its io_uring rings watch descriptors only");
+    assert!(info.hva.0.is_multiple_of(HUGE_SIZE as u64), "{} can have no huge pages", info.hva);
+    session.accept();
+    qemu.qmp_start();
+
+    // Everything is zapped and served from this process; the firmware must not notice.
+    session.register_all();
+    assert_eq!(session.zap(1, vec![session.whole(0)]), None);
+    qemu.qmp("cont", json!({}));
+    let mut minor_or_fresh = 0;
+    while minor_or_fresh < 100 {
+        let fault = session.next_fault();
+        let present = session.uffd.map_existing(fault.addr, 4096).expect("continue");
+        if present == FillOutcome::NotInFile {
+            session.uffd.zero_page(fault.addr).expect("zero");
+        } else if present != FillOutcome::Done {
+            session.uffd.wake(fault.addr, 4096).expect("wake");
+        }
+        minor_or_fresh += 1;
+    }
+    session.uffd.unregister(info.hva, info.len.0).expect("unregister");
+    assert_eq!(qemu.qmp("query-status", json!({}))["status"], "running");
+    qemu.qmp("quit", json!({}));
+    assert_eq!(qemu.finish().0, Some(0));
+}
+
+#[test]
+fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = format!(
+        "-machine q35 -m 192M,slots=2,maxmem=4G -smp 2 {} {} -numa node,memdev=n0,cpus=0 -numa node,memdev=n1,cpus=1",
+        backend("n0", "128M"),
+        backend("n1", "64M")
+    );
+    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let session = keeper.client();
+    assert_eq!(session.attach.regions[0].len, Bytes(128 * MIB));
+    session.accept();
+    assert_eq!(accept_region(&session).0, Bytes(64 * MIB));
+    qemu.qmp_start();
+
+    let plug = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| {
+            let backend = json!({ "qom-type": "memory-backend-memfd", "id": "m2", "size": 256 * MIB, "share": true });
+            qemu.qmp("object-add", backend);
+            qemu.qmp("device_add", json!({ "driver": "pc-dimm", "id": "d2", "memdev": "m2" }));
+        });
+        let region = accept_region(&session);
+        asked.join().expect("plugged");
+        region
+    });
+    assert_eq!(plug.0, Bytes(256 * MIB));
+
+    // A backend that no device uses is unplugged by deleting it.
+    let spare = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| {
+            qemu.qmp(
+                "object-add",
+                json!({ "qom-type": "memory-backend-memfd", "id": "m3", "size": 32 * MIB, "share": true }),
+            );
+        });
+        let region = accept_region(&session);
+        asked.join().expect("plugged");
+        region
+    });
+    // QEMU frees it after a grace period that only passes while the machine runs.
+    qemu.qmp("cont", json!({}));
+    qemu.qmp("object-del", json!({ "id": "m3" }));
+    let (message, _) = session.request();
+    assert_eq!(message, ClientToKeeper::RemoveRegion(ballast_base::Hva(spare.1)));
+    session.answer(&KeeperToClient::Ok);
+    // The client forgets the region after it has heard the answer, which may be after the first of these zaps.
+    while session.zap(2, vec![(ballast_base::Hva(spare.1), 4096)]).is_none() {}
+    assert_eq!(session.zap(3, vec![(ballast_base::Hva(plug.1), plug.0.0)]), None);
+    qemu.qmp("quit", json!({}));
+    assert_eq!(qemu.finish().0, Some(0));
+}
+
+#[test]
+fn without_a_keeper_a_required_attach_ends_qemu_and_an_optional_one_warns() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = format!("-machine pc,memory-backend=ram0 -m 64M {}", backend("ram0", "64M"));
+    let mut required = qemu(&keeper, &words);
+    let mut optional = qemu(&keeper, &words);
+    optional.env_remove("BALLAST_REQUIRE");
+    keeper.die();
+    let (code, text) = {
+        required.stdin(std::process::Stdio::null());
+        Driven::start(required).finish()
+    };
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("is ballastd running?"), "{text}");
+    let mut optional = Driven::start(optional);
+    optional.qmp_start();
+    optional.qmp("quit", json!({}));
+    let (code, text) = optional.finish();
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("runs unmanaged"), "{text}");
+}
+
+#[test]
+fn locked_memory_attaches_pinned() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = format!("-overcommit mem-lock=on -machine pc,memory-backend=ram0 -m 64M {}", backend("ram0", "64M"));
+    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let session = keeper.client();
+    let early = session.attach.pinned.clone();
+    session.accept();
+    let reason = early.unwrap_or_else(|| {
+        let (message, _) = session.request();
+        session.answer(&KeeperToClient::Ok);
+        let ClientToKeeper::Pin(reason) = message else { panic!("{message:?}") };
+        reason
+    });
+    assert_eq!(reason, "memory is locked (mlock)");
+    qemu.qmp_start();
+    qemu.qmp("quit", json!({}));
+    assert_eq!(qemu.finish().0, Some(0));
+}
+
+#[test]
+fn a_disk_makes_a_vm_that_may_pin_only_if_it_bypasses_the_page_cache() {
+    if !have_qemu() {
+        return;
+    }
+    // A file system without direct I/O would do for the first two, but QEMU would not start with the others.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("tempdir");
+    let image = dir.path().join("x.img");
+    let file = std::fs::File::create(&image).expect("create");
+    file.set_len(MIB).expect("grow");
+    let cases = [
+        ("cache=writeback", false),
+        ("cache=writeback,aio=io_uring", false),
+        ("cache=none", true),
+        ("cache=none,aio=native", true),
+        ("cache=none,aio=io_uring", true),
+    ];
+    for (options, may_pin) in cases {
+        let keeper = Keeper::start();
+        let words = format!(
+            "-machine pc,memory-backend=ram0 -m 64M {} -drive file={},format=raw,if=virtio,{options}",
+            backend("ram0", "64M"),
+            image.display()
+        );
+        let mut qemu = Driven::start(qemu(&keeper, &words));
+        let session = keeper.client();
+        assert_eq!(session.attach.may_pin, may_pin, "QEMU opens its disks before it makes its RAM: {options}");
+        session.accept();
+        qemu.qmp_start();
+        qemu.qmp("quit", json!({}));
+        let (code, text) = qemu.finish();
+        assert_eq!(code, Some(0), "{options}: {text}");
+    }
+}
+
+#[test]
+fn a_direct_disk_that_is_plugged_later_waits_for_the_keeper() {
+    if !have_qemu() {
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("tempdir");
+    let image = dir.path().join("x.img");
+    std::fs::File::create(&image).expect("create").set_len(MIB).expect("grow");
+    let keeper = Keeper::start();
+    let words = format!("-machine pc,memory-backend=ram0 -m 64M {}", backend("ram0", "64M"));
+    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let session = keeper.client();
+    assert!(!session.attach.may_pin);
+    session.accept();
+    qemu.qmp_start();
+    let disk = |direct: bool| {
+        let cache = json!({ "direct": direct, "no-flush": false });
+        json!({ "driver": "file", "node-name": format!("disk-{direct}"), "filename": image, "cache": cache })
+    };
+    qemu.qmp("blockdev-add", disk(false));
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(|| qemu.qmp("blockdev-add", disk(true)));
+        assert_eq!(session.request().0, ClientToKeeper::MayPin);
+        session.answer(&KeeperToClient::Ok);
+        adding.join().expect("plugged");
+    });
+    qemu.qmp("quit", json!({}));
+    assert_eq!(qemu.finish().0, Some(0));
+}
+
+#[test]
+fn a_sandboxed_preallocated_qemu_attaches_and_zaps() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let words = format!(
+        "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny \
+         -machine pc,memory-backend=ram0 -m 64M {},prealloc=on",
+        backend("ram0", "64M")
+    );
+    let words = words.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let session = keeper.client();
+    session.accept();
+    qemu.qmp_start();
+    session.register_all();
+    assert_eq!(session.zap(1, vec![session.whole(0)]), None);
+    let (start, len) = session.whole(0);
+    assert_eq!(session.uffd.map_existing(start, len).expect("continue"), FillOutcome::Done);
+    qemu.qmp("quit", json!({}));
+    assert_eq!(qemu.finish().0, Some(0));
+}
+
+#[test]
+fn a_daemonized_qemu_is_attached_from_the_process_that_stays() {
+    if !have_qemu() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let dir = tempfile::tempdir().expect("tempdir");
+    let pid_file = dir.path().join("pid");
+    let mut command = preloaded(QEMU, &keeper.path);
+    command
+        .args("-nodefaults -display none -accel tcg -S -daemonize -machine pc,memory-backend=ram0 -m 64M".split(' '))
+        .args(backend("ram0", "64M").split(' '))
+        .arg("-pidfile")
+        .arg(&pid_file)
+        .stdin(std::process::Stdio::null());
+    let mut parent = command.spawn().expect("start");
+    let session = keeper.client();
+    session.accept();
+    assert!(parent.wait().expect("wait").success());
+    let pid: i32 = std::fs::read_to_string(&pid_file).expect("pid file").trim().parse().expect("a number");
+    session.ping(1);
+    let peer = rustix::net::sockopt::socket_peercred(&session.socket).expect("peer");
+    assert_eq!(peer.pid.as_raw_nonzero().get(), pid);
+    rustix::process::kill_process(peer.pid, rustix::process::Signal::KILL).expect("kill the daemon");
+}

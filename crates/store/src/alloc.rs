@@ -1,0 +1,333 @@
+//! Slots for blobs: which slab gives the next one, when a slab is taken into use, when its memory goes back.
+//!
+//! Before: `ram` knows the size of a blob. After: `slab` holds the slot; the budget is charged; a slab whose last slot
+//! was freed is punched out of the arena.
+//! Threads: any. What is shared between processes is only the arena; the hints and queues here are this process's own
+//! and may be incomplete, which costs memory for a while and never correctness. Quick path: no lock. Slow path (a slab
+//! is full, or becomes so no more): a lock of this process, per size class, never held while the kernel works.
+//! Promise: every slab that is not FREE is charged exactly once; nothing is charged when the budget refuses.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ballast_base::Bytes;
+
+use crate::arena::{Arena, SLAB_BYTES};
+use crate::budget::Budget;
+use crate::slab::{CLASSES, LiveSlots, Phase, Released, Slab, State, Taken, capacity};
+
+const NO_SLAB: u32 = u32::MAX;
+
+/// Which slot: a slab and a slot in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Place {
+    pub(crate) slab: u32,
+    pub(crate) slot: usize,
+}
+
+/// A slot just taken.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Allocated {
+    pub(crate) place: Place,
+    pub(crate) generation: u32,
+}
+
+/// One process's allocator over an arena.
+#[derive(Debug)]
+pub(crate) struct Allocator {
+    arena: Arena,
+    budget: Arc<Budget>,
+    /// Bytes of this arena charged to the budget by this process.
+    charged: AtomicI64,
+    /// Per class, the slab to try first.
+    hints: [AtomicU32; CLASSES],
+    /// Per class, slabs that were full and have room again. May hold slabs that have changed since.
+    with_room: [Mutex<Vec<u32>>; CLASSES],
+    /// Slabs known to be FREE. May be incomplete: another process frees slabs too.
+    free: Mutex<Vec<u32>>,
+    punch_failures: AtomicU64,
+}
+
+/// What `recover` found and did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recovered {
+    /// Blobs that a live handle names; they are kept.
+    pub kept_blobs: u64,
+    /// Slots that were taken but that no live handle names; they are free now.
+    pub freed_slots: u64,
+    /// Slabs whose memory went back to the host.
+    pub freed_slabs: u64,
+    /// Live handles that name no blob; asking for one answers `Absent`.
+    pub missing: u64,
+    /// Same-filled pages among the live handles.
+    pub same_filled: u64,
+}
+
+/// Something in the slab table contradicts something else.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Validating a RAM store: {0}")]
+pub struct Inconsistent(pub String);
+
+/// A panic elsewhere cannot leave these plain lists half changed, so a poisoned lock is as good as any.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Allocator {
+    /// Begin with what the arena holds. It is charged, above the limit if need be.
+    pub(crate) fn new(arena: Arena, budget: Arc<Budget>) -> Self {
+        let allocator = Self {
+            arena,
+            budget,
+            charged: AtomicI64::new(0),
+            hints: [const { AtomicU32::new(NO_SLAB) }; CLASSES],
+            with_room: [const { Mutex::new(Vec::new()) }; CLASSES],
+            free: Mutex::new(Vec::new()),
+            punch_failures: AtomicU64::new(0),
+        };
+        allocator.learn();
+        allocator.resync();
+        allocator
+    }
+
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    pub(crate) fn budget_limit(&self) -> Bytes {
+        self.budget.limit()
+    }
+
+    /// Slabs that could not be punched; they stay charged until `recover`.
+    pub(crate) fn punch_failures(&self) -> u64 {
+        self.punch_failures.load(Ordering::Relaxed)
+    }
+
+    /// Fill hints and queues from the slab table.
+    fn learn(&self) {
+        let mut free = lock(&self.free);
+        free.clear();
+        for queue in &self.with_room {
+            lock(queue).clear();
+        }
+        for hint in &self.hints {
+            hint.store(NO_SLAB, Ordering::Relaxed);
+        }
+        for number in 0..self.arena.fresh() {
+            match self.arena.slab(number).state() {
+                Some(State { phase: Phase::Free, .. }) => free.push(number),
+                Some(State { phase: Phase::Active, class, used, .. }) if used < capacity(class) => {
+                    lock(&self.with_room[class]).push(number);
+                }
+                _ => {}
+            }
+        }
+        // Low numbers first: the table then stays dense.
+        free.reverse();
+    }
+
+    /// Make the charge equal to what the arena really holds: another process may have taken or freed slabs. A slab that
+    /// this process is moving at this moment may be counted wrongly until the next call.
+    pub(crate) fn resync(&self) -> u32 {
+        let held = self.arena.held();
+        let truth = i64::from(held) * SLAB_BYTES as i64;
+        let before = self.charged.swap(truth, Ordering::AcqRel);
+        self.budget.adjust(truth.wrapping_sub(before));
+        held
+    }
+
+    /// A slot of this class; `None` if there is no room and no budget for more.
+    pub(crate) fn alloc(&self, class: usize) -> Option<Allocated> {
+        let hint = self.hints[class].load(Ordering::Relaxed);
+        self.take_from(hint, class).or_else(|| self.alloc_slowly(class))
+    }
+
+    fn take_from(&self, number: u32, class: usize) -> Option<Allocated> {
+        if number >= self.arena.slabs() {
+            return None;
+        }
+        Self::allocated(number, self.arena.slab(number).take(class))
+    }
+
+    fn allocated(slab: u32, taken: Taken) -> Option<Allocated> {
+        match taken {
+            Taken::Slot { slot, generation } => Some(Allocated { place: Place { slab, slot }, generation }),
+            Taken::No => None,
+        }
+    }
+
+    /// Find another slab for the class: one with room, else a free one. The class's lock is held, so that two threads
+    /// do not each bring one in and forget the other.
+    fn alloc_slowly(&self, class: usize) -> Option<Allocated> {
+        let mut with_room = lock(&self.with_room[class]);
+        let hint = self.hints[class].load(Ordering::Relaxed);
+        if let Some(allocated) = self.take_from(hint, class) {
+            return Some(allocated);
+        }
+        while let Some(number) = with_room.pop() {
+            if let Some(allocated) = self.take_from(number, class) {
+                self.hints[class].store(number, Ordering::Relaxed);
+                return Some(allocated);
+            }
+        }
+        let number = self.activate(class)?;
+        self.hints[class].store(number, Ordering::Relaxed);
+        Self::allocated(number, self.arena.slab(number).claim(class))
+    }
+
+    /// Take a free slab into use for `class`, with one slot reserved; `None` if the budget or the arena is used up.
+    fn activate(&self, class: usize) -> Option<u32> {
+        const CHARGE: i64 = SLAB_BYTES as i64;
+        if !self.budget.try_charge(CHARGE) {
+            return None;
+        }
+        let Some(number) = self.activate_any(class) else {
+            self.budget.adjust(-CHARGE);
+            return None;
+        };
+        self.arena.held_add();
+        self.charged.fetch_add(CHARGE, Ordering::AcqRel);
+        Some(number)
+    }
+
+    fn activate_any(&self, class: usize) -> Option<u32> {
+        let mut free = lock(&self.free);
+        while let Some(number) = free.pop() {
+            if self.arena.slab(number).activate(class) {
+                return Some(number);
+            }
+        }
+        while let Some(number) = self.arena.take_fresh() {
+            if self.arena.slab(number).activate(class) {
+                return Some(number);
+            }
+        }
+        // Every number was used once. Some may be free again without our knowing: another process freed them.
+        for number in 0..self.arena.slabs() {
+            if self.is_free(number) {
+                free.push(number);
+            }
+        }
+        while let Some(number) = free.pop() {
+            if self.arena.slab(number).activate(class) {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    fn is_free(&self, number: u32) -> bool {
+        self.arena.slab(number).state().is_some_and(|state| state.phase == Phase::Free)
+    }
+
+    /// The slab of a place that is taken, with its class; `None` if the place is not a taken slot of an active slab.
+    pub(crate) fn occupied(&self, place: Place) -> Option<(Slab<'_>, usize)> {
+        // Not merely in range: to read the entry of a slab that was never used would make a page of the table present.
+        if place.slab >= self.arena.fresh() {
+            return None;
+        }
+        let slab = self.arena.slab(place.slab);
+        let state = slab.state().filter(|state| state.phase == Phase::Active)?;
+        (place.slot < capacity(state.class) && slab.is_set(place.slot)).then_some((slab, state.class))
+    }
+
+    /// Give a slot back; true for the one caller that did.
+    pub(crate) fn free(&self, place: Place) -> bool {
+        let slab = self.arena.slab(place.slab);
+        if !slab.clear(place.slot) {
+            return false;
+        }
+        match slab.release() {
+            Released::StillUsed | Released::Damaged => {}
+            Released::NoLongerFull { class } => lock(&self.with_room[class]).push(place.slab),
+            Released::Empty => self.retire(place.slab),
+        }
+        true
+    }
+
+    /// Punch a RETIRING slab and make it FREE. If the kernel refuses, the slab stays as it is, and charged.
+    fn retire(&self, number: u32) {
+        if self.arena.punch(number).is_err() {
+            self.punch_failures.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        self.arena.slab(number).retired();
+        self.arena.held_sub();
+        self.charged.fetch_sub(SLAB_BYTES as i64, Ordering::AcqRel);
+        self.budget.adjust(-(SLAB_BYTES as i64));
+        lock(&self.free).push(number);
+    }
+
+    /// Mark and sweep: keep the slots that `live` names, free the others, make every count agree. Nobody else may use
+    /// the arena meanwhile.
+    pub(crate) fn recover(&self, live: impl Iterator<Item = Place>) -> Recovered {
+        let mut report = Recovered::default();
+        let fresh = self.arena.fresh_rebuild().unwrap_or_else(|_| self.arena.fresh());
+        let mut marks = vec![LiveSlots::default(); fresh as usize];
+        for place in live {
+            match marks.get_mut(place.slab as usize) {
+                Some(slots) if self.occupied(place).is_some() => slots.mark(place.slot),
+                _ => report.missing += 1,
+            }
+        }
+        let mut held = 0;
+        for (number, slots) in (0..fresh).zip(&marks) {
+            let slab = self.arena.slab(number);
+            let (was, free_before) = (slab.count(), self.is_free(number));
+            let kept = if free_before && was == 0 { 0 } else { slab.sweep(slots) };
+            report.kept_blobs += kept as u64;
+            report.freed_slots += (was - kept) as u64;
+            if kept > 0 {
+                held += 1;
+                continue;
+            }
+            // A FREE slab is punched too: a late reader may have made one of its pages present.
+            if self.arena.punch(number).is_err() {
+                self.punch_failures.fetch_add(1, Ordering::Relaxed);
+                held += u32::from(!free_before);
+                continue;
+            }
+            slab.retired();
+            report.freed_slabs += u64::from(!free_before);
+        }
+        self.arena.held_set(held);
+        self.learn();
+        self.resync();
+        report
+    }
+
+    /// Check the slab table while nobody uses it. Answers the number of slots taken.
+    pub(crate) fn validate(&self) -> Result<u64, Inconsistent> {
+        let (mut held, mut taken) = (0, 0);
+        for number in 0..self.arena.fresh() {
+            let slab = self.arena.slab(number);
+            let state =
+                slab.state().ok_or_else(|| Inconsistent(format!("the state of slab {number} means nothing")))?;
+            let set = slab.count();
+            let inside = (0..capacity(state.class)).filter(|&slot| slab.is_set(slot)).count();
+            if state.phase == Phase::Retiring || set != state.used || inside != set {
+                return Err(Inconsistent(format!(
+                    "slab {number} has {set} bits set, {inside} of them slots: {state:?}"
+                )));
+            }
+            held += u32::from(state.phase == Phase::Active);
+            taken += set as u64;
+        }
+        if held != self.arena.held() {
+            return Err(Inconsistent(format!("{held} slabs are active, the header says {}", self.arena.held())));
+        }
+        let known: HashSet<u32> = lock(&self.free).iter().copied().collect();
+        if let Some(active) = known.iter().find(|&&number| !self.is_free(number)) {
+            return Err(Inconsistent(format!("slab {active} is listed as free and is not")));
+        }
+        Ok(taken)
+    }
+}
+
+impl Drop for Allocator {
+    /// The arena lives on; the budget of this process no longer pays for it.
+    fn drop(&mut self) {
+        self.budget.adjust(-self.charged.load(Ordering::Acquire));
+    }
+}

@@ -1,0 +1,209 @@
+//! What every store must pass.
+//!
+//! Before: somebody wrote a store. After: its own tests call [`run`] with a way to make one.
+//! Threads: one check uses four. Units: budgets are bytes; about 5000 pages are put in all.
+//! Promise: a failed check panics with a sentence that says which promise of [`Store`] was broken.
+
+use ballast_base::{PAGE_SIZE, PageIdx};
+
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, pages};
+
+/// Check every promise of the [`Store`] trait. `make` answers a new, empty store each time, with a budget of its own of
+/// 1 to 64 MiB (the check of `Full` fills it).
+///
+/// # Panics
+/// If the store breaks a promise.
+pub fn run(make: &dyn Fn() -> Box<dyn Store>) {
+    every_kind_of_page_comes_back_as_often_as_it_is_asked_for(&*make());
+    another_key_never_gets_the_bytes(&*make());
+    a_freed_handle_never_answers_with_another_pages_bytes(&*make());
+    handles_that_were_never_given_out_are_harmless(&*make());
+    full_keeps_nothing_and_ends_after_frees(&*make());
+    threads_get_their_own_bytes(&*make());
+}
+
+fn key(region: u32, page: u64) -> PageKey {
+    PageKey { region, page: PageIdx(page) }
+}
+
+fn stored(store: &dyn Store, key: PageKey, bytes: &PageBytes) -> Handle {
+    match store.put(key, bytes) {
+        PutOutcome::Stored(handle) => handle,
+        other => panic!("a put into a store with room answered {other:?}"),
+    }
+}
+
+/// The answer, with the bytes if they were found.
+fn ask(store: &dyn Store, key: PageKey, handle: Handle) -> Result<Box<PageBytes>, GetOutcome> {
+    let mut out = Box::new([0x5a; PAGE_SIZE]);
+    match store.get(key, handle, &mut out) {
+        GetOutcome::Found => Ok(out),
+        other => Err(other),
+    }
+}
+
+fn must_hold(store: &dyn Store, key: PageKey, handle: Handle, bytes: &PageBytes) {
+    match ask(store, key, handle) {
+        Ok(found) => assert!(*found == *bytes, "{key:?} came back with other bytes than were put"),
+        Err(outcome) => panic!("{key:?} was put and not freed, and answers {outcome:?}"),
+    }
+}
+
+fn must_be_empty(store: &dyn Store, bytes_when_new: u64) {
+    let usage = store.usage();
+    assert_eq!(usage.pages, 0, "everything was freed and pages are left: {usage:?}");
+    assert_eq!(usage.bytes, bytes_when_new, "everything was freed and bytes are left: {usage:?}");
+}
+
+/// A page that is the same 32 bits throughout may live in its handle alone.
+fn is_same_filled(bytes: &PageBytes) -> bool {
+    bytes[4..] == bytes[..PAGE_SIZE - 4]
+}
+
+fn samples() -> Vec<PageBytes> {
+    let mut samples = vec![
+        [0; PAGE_SIZE],
+        [0xff; PAGE_SIZE],
+        pages::filled(0x1234_5678_1234_5678),
+        pages::filled(0x0123_4567_89ab_cdef),
+        pages::half_compressible(7),
+        pages::incompressible(7),
+    ];
+    let mut last_byte_only = [0; PAGE_SIZE];
+    last_byte_only[PAGE_SIZE - 1] = 1;
+    samples.push(last_byte_only);
+    samples.extend((0..64).map(pages::mixed));
+    samples
+}
+
+fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) {
+    let bytes_when_new = store.usage().bytes;
+    let samples = samples();
+    let handles: Vec<Handle> = (0u64..).zip(&samples).map(|(page, bytes)| stored(store, key(0, page), bytes)).collect();
+    assert_eq!(store.usage().pages, samples.len() as u64, "pages are counted when they are put");
+    for _ in 0..2 {
+        for ((page, bytes), handle) in (0u64..).zip(&samples).zip(&handles) {
+            must_hold(store, key(0, page), *handle, bytes);
+        }
+    }
+    for (page, handle) in (0u64..).zip(&handles) {
+        store.free(key(0, page), *handle);
+    }
+    must_be_empty(store, bytes_when_new);
+}
+
+fn another_key_never_gets_the_bytes(store: &dyn Store) {
+    let mut same_filled_found = 0;
+    for (page, bytes) in (0u64..).zip(&samples()) {
+        let (own, handle) = (key(3, page), stored(store, key(3, page), bytes));
+        for other in [key(3, page + 1), key(4, page), key(0, 0), key(3, page | 1 << 31), key(page as u32 + 5, 3)] {
+            match ask(store, other, handle) {
+                Err(GetOutcome::Absent | GetOutcome::Corrupt) => {}
+                Err(outcome) => panic!("{other:?} asked for the handle of {own:?} answers {outcome:?}"),
+                Ok(found) if is_same_filled(bytes) && *found == *bytes => same_filled_found += 1,
+                Ok(_) => panic!("{other:?} got the bytes of {own:?}"),
+            }
+            if !is_same_filled(bytes) {
+                store.free(other, handle);
+            }
+        }
+        must_hold(store, own, handle, bytes);
+        store.free(own, handle);
+    }
+    assert!(same_filled_found <= 5, "{same_filled_found} wrong keys got a same-filled page; about 1 in 128 may");
+}
+
+fn a_freed_handle_never_answers_with_another_pages_bytes(store: &dyn Store) {
+    let own = key(0, 0);
+    let bytes = pages::half_compressible(0);
+    let stale = stored(store, own, &bytes);
+    store.free(own, stale);
+    // Other pages take the place that was freed, again and again.
+    for page in 1..200 {
+        let other = pages::half_compressible(page);
+        let handle = stored(store, key(0, page), &other);
+        if let Ok(found) = ask(store, own, stale) {
+            assert!(*found == bytes, "a freed handle answers with bytes that were never put under its key");
+        }
+        store.free(own, stale);
+        must_hold(store, key(0, page), handle, &other);
+        store.free(key(0, page), handle);
+    }
+    assert_eq!(store.usage().pages, 0, "freeing twice must not be counted twice");
+}
+
+fn handles_that_were_never_given_out_are_harmless(store: &dyn Store) {
+    let bytes = pages::incompressible(1);
+    let handle = stored(store, key(1, 1), &bytes);
+    let bits = (0..Handle::BITS).map(|bit| 1u64 << bit).chain([0, Handle::MAX, Handle::MAX - 1]);
+    for unknown in bits.filter_map(Handle::new).filter(|unknown| *unknown != handle) {
+        if let Ok(found) = ask(store, key(1, 2), unknown) {
+            assert!(is_same_filled(&found), "{unknown:?} was never given out and answers with a page");
+        }
+        store.free(key(1, 2), unknown);
+    }
+    must_hold(store, key(1, 1), handle, &bytes);
+    store.free(key(1, 1), handle);
+}
+
+fn full_keeps_nothing_and_ends_after_frees(store: &dyn Store) {
+    let bytes_when_new = store.usage().bytes;
+    let budget = store.usage().budget_bytes;
+    assert!((1 << 20..=64 << 20).contains(&budget), "this kit needs a budget of 1 to 64 MiB, not {budget} bytes");
+    let mut kept = Vec::new();
+    let refused_at = loop {
+        let page = kept.len() as u64;
+        match store.put(key(0, page), &pages::incompressible(page)) {
+            PutOutcome::Stored(handle) => kept.push(handle),
+            PutOutcome::Full => break page,
+            PutOutcome::Busy => panic!("a store under test alone answers Busy"),
+        }
+        assert!(page * PAGE_SIZE as u64 <= budget, "more incompressible pages than the budget holds were stored");
+    };
+    assert!(refused_at * PAGE_SIZE as u64 >= budget / 2, "Full after {refused_at} pages of a budget of {budget} bytes");
+    let usage = store.usage();
+    assert!(usage.pages == refused_at && usage.bytes <= budget + bytes_when_new, "Full kept something: {usage:?}");
+    for (page, handle) in (0u64..).zip(&kept) {
+        must_hold(store, key(0, page), *handle, &pages::incompressible(page));
+    }
+    let half = kept.split_off(kept.len() / 2);
+    for (page, handle) in (kept.len() as u64..).zip(&half) {
+        store.free(key(0, page), *handle);
+    }
+    for page in kept.len() as u64..refused_at - 1 {
+        kept.push(stored(store, key(0, page), &pages::incompressible(page + 1_000_000)));
+    }
+    for (page, handle) in (0u64..).zip(&kept) {
+        store.free(key(0, page), *handle);
+    }
+    must_be_empty(store, bytes_when_new);
+}
+
+fn threads_get_their_own_bytes(store: &dyn Store) {
+    const THREADS: u32 = 4;
+    const ROUNDS: u64 = 400;
+    const WINDOW: usize = 20;
+    let bytes_when_new = store.usage().bytes;
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            scope.spawn(move || {
+                let content = |page: u64| pages::mixed(page * u64::from(THREADS) + u64::from(thread));
+                let mut kept = std::collections::VecDeque::new();
+                let check_and_free = |(page, handle): (u64, Handle)| {
+                    must_hold(store, key(thread, page), handle, &content(page));
+                    store.free(key(thread, page), handle);
+                };
+                for page in 0..ROUNDS {
+                    kept.push_back((page, stored(store, key(thread, page), &content(page))));
+                    if kept.len() > WINDOW
+                        && let Some(oldest) = kept.pop_front()
+                    {
+                        check_and_free(oldest);
+                    }
+                }
+                kept.into_iter().for_each(check_and_free);
+            });
+        }
+    });
+    must_be_empty(store, bytes_when_new);
+}

@@ -1,0 +1,299 @@
+//! Faults on command: a store around a store that refuses, stalls, loses and spoils exactly when it is told to.
+//!
+//! Before: a test of the pager holds the [`Faults`]. After: the pager meets them through the plain [`Store`] trait.
+//! Threads: any. Counts are taken one call at a time, so "the next 3 gets" are 3 whichever threads make them.
+//! Units: counts are calls. Promise: no clock and no chance; with no fault set, every call goes straight through.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+
+/// How a put fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PutFault {
+    /// It answers [`PutOutcome::Full`].
+    Full,
+    /// It answers [`PutOutcome::Busy`].
+    Busy,
+}
+
+/// The knobs of a [`FaultyStore`]. Several faults may be set; a call meets the stall first, then the first of: busy, lost,
+/// corrupt.
+#[derive(Debug, Default)]
+pub struct Faults {
+    script: Mutex<Script>,
+    /// Rung at every change of `stall_puts`, `stall_gets` and `stalled`.
+    stall_changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Script {
+    fail_puts: Option<PutFault>,
+    busy_puts: u64,
+    busy_gets: u64,
+    lose: u64,
+    corrupt: u64,
+    lost_keys: HashSet<PageKey>,
+    stall_puts: bool,
+    stall_gets: bool,
+    stalled: usize,
+    calls: Calls,
+}
+
+/// Calls that reached the store, stalled and failed ones included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calls {
+    /// Puts.
+    pub puts: u64,
+    /// Gets.
+    pub gets: u64,
+    /// Frees.
+    pub frees: u64,
+}
+
+/// Use up one of `left`; true if there was one.
+fn spend(left: &mut u64) -> bool {
+    let had = *left > 0;
+    *left -= u64::from(had);
+    had
+}
+
+impl Faults {
+    fn lock(&self) -> MutexGuard<'_, Script> {
+        self.script.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on every put fails like this; `None` ends it.
+    pub fn fail_puts(&self, fault: Option<PutFault>) {
+        self.lock().fail_puts = fault;
+    }
+
+    /// The next `n` puts answer `Busy`.
+    pub fn busy_puts(&self, n: u64) {
+        self.lock().busy_puts = n;
+    }
+
+    /// The next `n` gets answer `Busy`; the objects are unharmed.
+    pub fn busy_gets(&self, n: u64) {
+        self.lock().busy_gets = n;
+    }
+
+    /// The next `n` gets lose their object: they answer `Absent`, and so does every later get of that key until it is
+    /// freed.
+    pub fn lose(&self, n: u64) {
+        self.lock().lose = n;
+    }
+
+    /// Every get of this key answers `Absent`, until it is freed.
+    pub fn lose_page(&self, key: PageKey) {
+        self.lock().lost_keys.insert(key);
+    }
+
+    /// The next `n` gets answer `Corrupt`.
+    pub fn corrupt(&self, n: u64) {
+        self.lock().corrupt = n;
+    }
+
+    /// Puts wait, from now on, until `release`.
+    pub fn stall_puts(&self) {
+        self.lock().stall_puts = true;
+    }
+
+    /// Gets wait, from now on, until `release`.
+    pub fn stall_gets(&self) {
+        self.lock().stall_gets = true;
+    }
+
+    /// Let everything that waits go on, and nothing wait any more.
+    pub fn release(&self) {
+        let mut script = self.lock();
+        (script.stall_puts, script.stall_gets) = (false, false);
+        self.stall_changed.notify_all();
+    }
+
+    /// Wait until at least `n` calls are waiting in a stall.
+    pub fn wait_until_stalled(&self, n: usize) {
+        let mut script = self.lock();
+        while script.stalled < n {
+            script = self.stall_changed.wait(script).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// How many calls the store has seen.
+    pub fn calls(&self) -> Calls {
+        self.lock().calls
+    }
+
+    /// Wait while `stalls` says so.
+    fn pass_stall(&self, stalls: fn(&Script) -> bool) -> MutexGuard<'_, Script> {
+        let mut script = self.lock();
+        if stalls(&script) {
+            script.stalled += 1;
+            self.stall_changed.notify_all();
+            while stalls(&script) {
+                script = self.stall_changed.wait(script).unwrap_or_else(PoisonError::into_inner);
+            }
+            script.stalled -= 1;
+        }
+        script
+    }
+
+    fn on_put(&self) -> Option<PutOutcome> {
+        self.lock().calls.puts += 1;
+        let mut script = self.pass_stall(|script| script.stall_puts);
+        if spend(&mut script.busy_puts) {
+            return Some(PutOutcome::Busy);
+        }
+        script.fail_puts.map(|fault| match fault {
+            PutFault::Full => PutOutcome::Full,
+            PutFault::Busy => PutOutcome::Busy,
+        })
+    }
+
+    fn on_get(&self, key: PageKey) -> Option<GetOutcome> {
+        self.lock().calls.gets += 1;
+        let mut script = self.pass_stall(|script| script.stall_gets);
+        if spend(&mut script.busy_gets) {
+            Some(GetOutcome::Busy)
+        } else if script.lost_keys.contains(&key) {
+            Some(GetOutcome::Absent)
+        } else if spend(&mut script.lose) {
+            script.lost_keys.insert(key);
+            Some(GetOutcome::Absent)
+        } else if spend(&mut script.corrupt) {
+            Some(GetOutcome::Corrupt)
+        } else {
+            None
+        }
+    }
+
+    fn on_free(&self, key: PageKey) {
+        let mut script = self.lock();
+        script.calls.frees += 1;
+        script.lost_keys.remove(&key);
+    }
+}
+
+/// Any store, with faults.
+#[derive(Debug)]
+pub struct FaultyStore<S> {
+    inner: S,
+    faults: Arc<Faults>,
+}
+
+impl<S: Store> FaultyStore<S> {
+    /// `inner`, with no fault set yet; the knobs are the second value.
+    pub fn new(inner: S) -> (Self, Arc<Faults>) {
+        let faults = Arc::new(Faults::default());
+        (Self { inner, faults: Arc::clone(&faults) }, faults)
+    }
+
+    /// The store inside, past all faults.
+    pub fn inner(&self) -> &S {
+        &self.inner
+    }
+}
+
+impl<S: Store> Store for FaultyStore<S> {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.faults.on_put().unwrap_or_else(|| self.inner.put(key, bytes))
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        match self.faults.on_get(key) {
+            None => self.inner.get(key, handle, out),
+            Some(fault) => {
+                // What `out` holds now is unspecified: a caller that uses it anyway should show.
+                out.fill(0xa5);
+                fault
+            }
+        }
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.faults.on_free(key);
+        self.inner.free(key, handle);
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.inner.usage()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{NullStore, pages};
+    use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+
+    const KEY: PageKey = PageKey { region: 0, page: PageIdx(3) };
+
+    fn store_with_one_page() -> (FaultyStore<NullStore>, Arc<Faults>, Handle) {
+        let (store, faults) = FaultyStore::new(NullStore::new(Bytes(1 << 20)));
+        match store.put(KEY, &pages::half_compressible(1)) {
+            PutOutcome::Stored(handle) => (store, faults, handle),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn get(store: &dyn Store, handle: Handle) -> GetOutcome {
+        let mut out = [0; PAGE_SIZE];
+        let outcome = store.get(KEY, handle, &mut out);
+        assert_eq!(outcome == GetOutcome::Found, out == pages::half_compressible(1));
+        outcome
+    }
+
+    #[test]
+    fn a_store_with_no_fault_set_passes_the_conformance_kit() {
+        crate::conformance::run(&|| Box::new(FaultyStore::new(NullStore::new(Bytes(4 << 20))).0));
+    }
+
+    #[test]
+    fn each_fault_happens_as_often_as_it_was_ordered() {
+        let (store, faults, handle) = store_with_one_page();
+        faults.busy_gets(1);
+        faults.corrupt(2);
+        assert_eq!([(); 4].map(|()| get(&store, handle)), {
+            use GetOutcome::{Busy, Corrupt, Found};
+            [Busy, Corrupt, Corrupt, Found]
+        });
+        faults.busy_puts(1);
+        faults.fail_puts(Some(PutFault::Full));
+        assert_eq!([(); 3].map(|()| store.put(KEY, &[0; PAGE_SIZE])), {
+            use PutOutcome::{Busy, Full};
+            [Busy, Full, Full]
+        });
+        assert_eq!(store.usage().pages, 1, "a failed put keeps nothing");
+        assert_eq!(faults.calls(), Calls { puts: 4, gets: 4, frees: 0 });
+    }
+
+    #[test]
+    fn a_lost_page_stays_lost_until_it_is_freed_and_put_again() {
+        let (store, faults, handle) = store_with_one_page();
+        faults.lose(1);
+        assert_eq!(get(&store, handle), GetOutcome::Absent);
+        assert_eq!(get(&store, handle), GetOutcome::Absent);
+        store.free(KEY, handle);
+        let PutOutcome::Stored(again) = store.put(KEY, &pages::half_compressible(1)) else { panic!("not stored") };
+        assert_eq!(get(&store, again), GetOutcome::Found);
+        faults.lose_page(KEY);
+        assert_eq!(get(&store, again), GetOutcome::Absent);
+    }
+
+    #[test]
+    fn a_stalled_get_waits_for_the_release_and_then_answers() {
+        let (store, faults, handle) = store_with_one_page();
+        faults.stall_gets();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| get(&store, handle));
+            let second = scope.spawn(|| get(&store, handle));
+            faults.wait_until_stalled(2);
+            assert!(!first.is_finished() && !second.is_finished());
+            assert!(matches!(store.put(KEY, &[0; PAGE_SIZE]), PutOutcome::Stored(_)), "puts were not stalled");
+            faults.release();
+            assert_eq!(first.join().expect("join"), GetOutcome::Found);
+            assert_eq!(second.join().expect("join"), GetOutcome::Found);
+        });
+    }
+}

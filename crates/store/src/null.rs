@@ -1,0 +1,83 @@
+//! The null twin: the plainest store that keeps the promise, a map in this process.
+//!
+//! Before: a test of something that needs a store. After: the same test with nothing of the store to go wrong; with
+//! `FaultyStore` around it, everything that can go wrong, on command.
+//! Threads: any; one lock. Units: every page counts 4096 bytes, whatever it holds.
+//! Promise: handles are never used twice. Nothing outlives the process.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ballast_base::{Bytes, PAGE_SIZE};
+
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+
+/// A store that is a map. See the module's first lines.
+#[derive(Debug)]
+pub struct NullStore {
+    budget: Bytes,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    next_handle: u64,
+    objects: HashMap<Handle, (PageKey, Box<PageBytes>)>,
+}
+
+impl NullStore {
+    /// An empty store that holds at most `budget`.
+    pub fn new(budget: Bytes) -> Self {
+        Self { budget, inner: Mutex::new(Inner { next_handle: 1, objects: HashMap::new() }) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store for NullStore {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        let mut inner = self.lock();
+        if (inner.objects.len() as u64 + 1) * PAGE_SIZE as u64 > self.budget.0 {
+            return PutOutcome::Full;
+        }
+        let Some(handle) = Handle::new(inner.next_handle) else { return PutOutcome::Full };
+        inner.next_handle += 1;
+        inner.objects.insert(handle, (key, Box::new(*bytes)));
+        PutOutcome::Stored(handle)
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        match self.lock().objects.get(&handle) {
+            None => GetOutcome::Absent,
+            Some((of, _)) if *of != key => GetOutcome::Corrupt,
+            Some((_, bytes)) => {
+                out.copy_from_slice(&**bytes);
+                GetOutcome::Found
+            }
+        }
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        let mut inner = self.lock();
+        if inner.objects.get(&handle).is_some_and(|(of, _)| *of == key) {
+            inner.objects.remove(&handle);
+        }
+    }
+
+    fn usage(&self) -> StoreUsage {
+        let pages = self.lock().objects.len() as u64;
+        StoreUsage { pages, bytes: pages * PAGE_SIZE as u64, budget_bytes: self.budget.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_null_store_passes_the_conformance_kit() {
+        crate::conformance::run(&|| Box::new(NullStore::new(Bytes(4 << 20))));
+    }
+}

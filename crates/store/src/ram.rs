@@ -1,0 +1,313 @@
+//! The compressed RAM store: far pages in a shared-memory file that outlives the process.
+//!
+//! Before: `Store::put` brings a page. After: a same-filled page has become a handle and nothing else; any other page is
+//! a checksummed, mostly compressed blob in a slab of the arena.
+//! Threads: any, in any number of processes that opened the same arena; see `slab` for how they share it.
+//! Units: one object is one page; memory is charged in slabs of 64 KiB.
+//! Promise: `get` answers `Found` only with the bytes that were put under that key and handle, whatever the arena holds.
+//!
+//! ```text
+//! handle   bit 39 = 1: same-filled   bits 32-38 key check   bits 0-31 the pattern
+//!          bit 39 = 0: blob          bits 32-38 tag (1-127) bits 10-31 slab   bits 0-9 slot
+//! ```
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ballast_base::{Bytes, PAGE_SIZE};
+
+pub use crate::alloc::{Inconsistent, Recovered};
+pub use crate::arena::{MAX_SLABS, SLAB_BYTES};
+pub use crate::budget::Budget;
+pub use crate::codec::Codec;
+
+use crate::alloc::{Allocator, Place};
+use crate::arena::{Arena, SHARDS};
+use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
+use crate::slab::{CLASS_BYTES, class_for};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+
+/// How to run a RAM store.
+#[derive(Clone, Debug)]
+pub struct RamOptions {
+    /// How pages put from now on are compressed.
+    pub codec: Codec,
+    /// Who pays for the memory; stores that share a budget share its limit.
+    pub budget: Arc<Budget>,
+    /// Slabs of 64 KiB a *new* arena has room for. The file is sparse, so the largest costs nothing; an arena that
+    /// exists keeps its own number.
+    pub max_slabs: u32,
+}
+
+impl RamOptions {
+    /// LZ4, the largest arena, this budget.
+    pub fn new(budget: Arc<Budget>) -> Self {
+        Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS }
+    }
+}
+
+/// What a RAM store holds and did, in more detail than [`StoreUsage`]. The counters of puts live in the arena: they go
+/// on counting when another process takes over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RamUsage {
+    /// Same-filled pages held; they occupy nothing.
+    pub same_filled_pages: u64,
+    /// Pages held as blobs.
+    pub blob_pages: u64,
+    /// Slabs held, of 64 KiB each.
+    pub slabs: u64,
+    /// Pages ever put that were same-filled (a 32-bit pattern).
+    pub same_filled_puts: u64,
+    /// Pages ever put that were kept uncompressed.
+    pub raw_puts: u64,
+    /// Pages ever put that were compressed (a 64-bit pattern included).
+    pub compressed_puts: u64,
+    /// Bytes of those pages before compression.
+    pub compressed_in_bytes: u64,
+    /// Bytes of those pages after compression, headers not counted.
+    pub compressed_out_bytes: u64,
+    /// Slabs the kernel refused to punch, counted by this process; they stay charged until `recover`.
+    pub punch_failures: u64,
+}
+
+/// The words of one counter shard.
+#[derive(Clone, Copy)]
+enum Counter {
+    LiveBlobs,
+    LiveSameFilled,
+    PutSameFilled,
+    PutRaw,
+    PutCompressed,
+    CompressedOutBytes,
+}
+
+const SAME_FILLED: u64 = 1 << 39;
+const TAG_SHIFT: u32 = 32;
+const TAG_MASK: u64 = 0x7f;
+const SLAB_SHIFT: u32 = 10;
+const SLOT_MASK: u64 = (1 << SLAB_SHIFT) - 1;
+const _: () = assert!((MAX_SLABS as u64) << SLAB_SHIFT == 1 << TAG_SHIFT && SAME_FILLED < Handle::MAX);
+
+/// What a handle means.
+enum Named {
+    SameFilled { pattern: u32, check: u64 },
+    Blob { place: Place, tag: u8 },
+}
+
+fn named(handle: Handle) -> Named {
+    let bits = handle.bits();
+    let seven = bits >> TAG_SHIFT & TAG_MASK;
+    if bits & SAME_FILLED != 0 {
+        Named::SameFilled { pattern: bits as u32, check: seven }
+    } else {
+        let place = Place { slab: bits as u32 >> SLAB_SHIFT, slot: (bits & SLOT_MASK) as usize };
+        Named::Blob { place, tag: seven as u8 }
+    }
+}
+
+fn same_filled_check(key: PageKey) -> u64 {
+    u64::from(codec::key_check(key)) & TAG_MASK
+}
+
+/// The tag of a slot's next use, from that of its last (0 in a slab that was punched). 1 to 127.
+fn next_tag(last: u8, generation: u32) -> u8 {
+    let step = if last == 0 { generation % 127 } else { u32::from(last) % 127 };
+    step as u8 + 1
+}
+
+/// Any number that is mostly different in different threads.
+fn shard_of_thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
+    SHARD.with(|shard| *shard)
+}
+
+/// A store in an arena; the arena lives as long as anybody holds its descriptor.
+#[derive(Debug)]
+pub struct RamStore {
+    allocator: Allocator,
+    codec: Codec,
+}
+
+impl RamStore {
+    /// Make an empty store. The descriptor is the arena's: whoever keeps it can `open` the store again.
+    ///
+    /// # Errors
+    /// If `max_slabs` is 0 or too large, or the kernel refuses the file or its mapping.
+    pub fn create(options: RamOptions) -> io::Result<(Self, OwnedFd)> {
+        let arena = Arena::create(options.max_slabs)?;
+        let fd = arena.dup()?;
+        Ok((Self { allocator: Allocator::new(arena, options.budget), codec: options.codec }, fd))
+    }
+
+    /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
+    /// it died, call [`RamStore::recover`] next.
+    ///
+    /// # Errors
+    /// If the file is not an arena of this layout version, or has the wrong size.
+    pub fn open(arena_fd: OwnedFd, options: RamOptions) -> io::Result<Self> {
+        let arena = Arena::open(arena_fd)?;
+        Ok(Self { allocator: Allocator::new(arena, options.budget), codec: options.codec })
+    }
+
+    /// After an unclean death: free what no live handle names, finish what was begun, make the counts agree. A live
+    /// handle that names nothing is counted and otherwise ignored; `get` will say `Absent`.
+    ///
+    /// Nobody may use the arena meanwhile, in this process or another.
+    pub fn recover(&self, live: impl Iterator<Item = Handle>) -> Recovered {
+        let mut same_filled = 0;
+        let places = live.filter_map(|handle| match named(handle) {
+            Named::SameFilled { .. } => {
+                same_filled += 1;
+                None
+            }
+            Named::Blob { place, .. } => Some(place),
+        });
+        let mut report = self.allocator.recover(places);
+        report.same_filled = same_filled;
+        for (counter, value) in [(Counter::LiveBlobs, report.kept_blobs), (Counter::LiveSameFilled, report.same_filled)]
+        {
+            for shard in 0..SHARDS {
+                let start = if shard == 0 { value } else { 0 };
+                self.allocator.arena().shard(shard)[counter as usize].store(start, Ordering::Relaxed);
+            }
+        }
+        report
+    }
+
+    /// Check that slab table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store.
+    ///
+    /// # Errors
+    /// The first contradiction found.
+    pub fn validate(&self) -> Result<(), Inconsistent> {
+        let taken = self.allocator.validate()?;
+        let counted = self.sum(Counter::LiveBlobs);
+        if taken == counted {
+            Ok(())
+        } else {
+            Err(Inconsistent(format!("{taken} slots are taken, {counted} blobs are counted")))
+        }
+    }
+
+    /// What the store holds and did.
+    pub fn usage_detail(&self) -> RamUsage {
+        let compressed_puts = self.sum(Counter::PutCompressed);
+        RamUsage {
+            same_filled_pages: self.sum(Counter::LiveSameFilled),
+            blob_pages: self.sum(Counter::LiveBlobs),
+            slabs: self.allocator.resync().into(),
+            same_filled_puts: self.sum(Counter::PutSameFilled),
+            raw_puts: self.sum(Counter::PutRaw),
+            compressed_puts,
+            compressed_in_bytes: compressed_puts.saturating_mul(PAGE_SIZE as u64),
+            compressed_out_bytes: self.sum(Counter::CompressedOutBytes),
+            punch_failures: self.allocator.punch_failures(),
+        }
+    }
+
+    fn count(&self, counter: Counter, by: u64) {
+        self.allocator.arena().shard(shard_of_thread())[counter as usize].fetch_add(by, Ordering::Relaxed);
+    }
+
+    fn uncount(&self, counter: Counter) {
+        self.allocator.arena().shard(shard_of_thread())[counter as usize].fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A counter over all shards. One thread adds in its shard what another takes away in its own, so single shards wrap
+    /// around and only the sum means something; a sum below zero (a handle freed that was never given out) reads as 0.
+    fn sum(&self, counter: Counter) -> u64 {
+        let words = (0..SHARDS).map(|shard| &self.allocator.arena().shard(shard)[counter as usize]);
+        let sum = words.fold(0u64, |sum, word| sum.wrapping_add(word.load(Ordering::Relaxed)));
+        if sum > i64::MAX as u64 { 0 } else { sum }
+    }
+
+    /// Put header and payload into a slot.
+    fn keep(&self, mut header: BlobHeader, payload: &[u8]) -> PutOutcome {
+        let Some(class) = class_for(HEADER_BYTES + payload.len()) else { return PutOutcome::Full };
+        let Some(allocated) = self.allocator.alloc(class) else { return PutOutcome::Full };
+        let Place { slab, slot } = allocated.place;
+        let start = slot * CLASS_BYTES[class];
+        let mut last_tag = [0];
+        let arena = self.allocator.arena();
+        arena.copy_out(slab, start + HEADER_BYTES - 1, &mut last_tag);
+        header.tag = next_tag(last_tag[0], allocated.generation);
+        arena.copy_in(slab, start + HEADER_BYTES, payload);
+        arena.copy_in(slab, start, &header.to_bytes());
+        self.count(Counter::LiveBlobs, 1);
+        if header.encoding == Encoding::Raw as u8 {
+            self.count(Counter::PutRaw, 1);
+        } else {
+            self.count(Counter::PutCompressed, 1);
+            self.count(Counter::CompressedOutBytes, payload.len() as u64);
+        }
+        let bits = u64::from(header.tag) << TAG_SHIFT | u64::from(slab) << SLAB_SHIFT | slot as u64;
+        // A slab number below MAX_SLABS, a slot below 960 and a tag below 128 always fit (asserted above).
+        Handle::new(bits).map_or(PutOutcome::Full, PutOutcome::Stored)
+    }
+
+    /// The header of the blob that a handle names, where its payload is, and how long that can be.
+    fn find(&self, place: Place, tag: u8) -> Option<(BlobHeader, usize, usize)> {
+        let (_, class) = self.allocator.occupied(place)?;
+        let start = place.slot * CLASS_BYTES[class];
+        let mut header = [0; HEADER_BYTES];
+        self.allocator.arena().copy_out(place.slab, start, &mut header);
+        let header = BlobHeader::from_bytes(header);
+        (tag != 0 && header.tag == tag).then_some((header, start + HEADER_BYTES, CLASS_BYTES[class] - HEADER_BYTES))
+    }
+}
+
+impl Store for RamStore {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        let fill = codec::fill_pattern(bytes);
+        if let Some(pattern) = fill.filter(|pattern| *pattern as u32 == (pattern >> 32) as u32) {
+            let bits = SAME_FILLED | same_filled_check(key) << TAG_SHIFT | pattern & u64::from(u32::MAX);
+            if let Some(handle) = Handle::new(bits) {
+                self.count(Counter::LiveSameFilled, 1);
+                self.count(Counter::PutSameFilled, 1);
+                return PutOutcome::Stored(handle);
+            }
+        }
+        codec::seal(key, bytes, fill, self.codec, |header, payload| self.keep(header, payload))
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        let (place, tag) = match named(handle) {
+            Named::SameFilled { check, .. } if check != same_filled_check(key) => return GetOutcome::Corrupt,
+            Named::SameFilled { pattern, .. } => {
+                codec::fill(out, u64::from(pattern) << 32 | u64::from(pattern));
+                return GetOutcome::Found;
+            }
+            Named::Blob { place, tag } => (place, tag),
+        };
+        let Some((header, payload_start, payload_max)) = self.find(place, tag) else { return GetOutcome::Absent };
+        let fits = usize::from(header.len) <= payload_max;
+        let read = |buffer: &mut [u8]| self.allocator.arena().copy_out(place.slab, payload_start, buffer);
+        if fits && codec::open(key, header, out, read) { GetOutcome::Found } else { GetOutcome::Corrupt }
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        match named(handle) {
+            Named::SameFilled { check, .. } => {
+                if check == same_filled_check(key) {
+                    self.uncount(Counter::LiveSameFilled);
+                }
+            }
+            Named::Blob { place, tag } => {
+                let ours = self.find(place, tag).is_some_and(|(header, ..)| header.key_check == codec::key_check(key));
+                if ours && self.allocator.free(place) {
+                    self.uncount(Counter::LiveBlobs);
+                }
+            }
+        }
+    }
+
+    fn usage(&self) -> StoreUsage {
+        StoreUsage {
+            pages: self.sum(Counter::LiveBlobs).saturating_add(self.sum(Counter::LiveSameFilled)),
+            bytes: Bytes(u64::from(self.allocator.resync()) * SLAB_BYTES as u64).0,
+            budget_bytes: self.allocator.budget_limit().0,
+        }
+    }
+}

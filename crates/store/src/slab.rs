@@ -1,0 +1,355 @@
+//! One slab: its state word, its bitmap, its size class.
+//!
+//! Before: `alloc` chose this slab. After: a slot is taken or given back, or the slab may be punched.
+//! Threads: any, in any number of processes. Everything is a compare-exchange on the state word or an atomic bit
+//! operation on the bitmap; no step waits for another thread, and a process that dies leaves nothing locked.
+//! Units: a slot is `CLASS_BYTES[class]` bytes; slot numbers count from the start of the slab.
+//! Promise: whatever the words hold, no method panics, loops for ever or names a slot outside the slab.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::arena::SLAB_BYTES;
+
+/// Slot sizes. Each holds a 16-byte blob header and its payload; the last holds a page stored raw.
+pub(crate) const CLASS_BYTES: [usize; CLASSES] =
+    [64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4112];
+/// Number of size classes.
+pub(crate) const CLASSES: usize = 17;
+
+const BITMAP_WORDS: usize = 15;
+/// The bitmap's limit: the smallest class leaves 4 KiB of its slab unused rather than have a larger table entry.
+const SLOTS_MAX: usize = BITMAP_WORDS * 64;
+
+/// Slots in a slab of this class.
+pub(crate) const fn capacity(class: usize) -> usize {
+    let fit = SLAB_BYTES / CLASS_BYTES[class];
+    if fit < SLOTS_MAX { fit } else { SLOTS_MAX }
+}
+
+/// The smallest class whose slots hold `bytes`; `None` if none does.
+pub(crate) fn class_for(bytes: usize) -> Option<usize> {
+    let class = CLASS_BYTES.partition_point(|&size| size < bytes);
+    (class < CLASSES).then_some(class)
+}
+
+/// What a slab is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Nobody's: no bit set, no memory, not charged.
+    Free = 0,
+    /// Holds `used` slots of one class.
+    Active = 1,
+    /// Its last slot was freed; whoever made it so is punching it.
+    Retiring = 2,
+}
+
+/// The state word, taken apart.
+///
+/// | Phase | used | moved by | to | what others may do meanwhile |
+/// |---|---|---|---|---|
+/// | `Free` | 0 | an allocator that was granted the budget | `Active`, used 1 | nothing: they look for another slab |
+/// | `Active` | 1..cap | anybody: `reserve` (+1), `release` (-1) | `Active` | reserve, release, read blobs |
+/// | `Active` | 1 | the `release` of the last slot | `Retiring`, used 0 | nothing can be reserved any more |
+/// | `Retiring` | 0 | that same thread, after the punch | `Free`, generation +1 | nothing; readers see no bit set |
+/// | `Retiring` | 0 | `recover`, if that thread's process died | `Free`, generation +1 | (no other user exists then) |
+///
+/// `used` counts promises, the bitmap counts slots: a slot is reserved in `used` first and then claimed in the bitmap;
+/// freed in the bitmap first and then released in `used`. So at every moment *bits set <= used <= capacity*: whoever
+/// reserved will find a clear bit, and `used` 0 means an empty bitmap. The generation makes every reuse of a slab a
+/// different word, so a compare-exchange prepared before a retirement fails after it.
+///
+/// Bits: 0-1 phase, 2-7 class, 8-18 used, 32-63 generation. A word of zeros is a `Free` slab, so a hole is a valid table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct State {
+    pub(crate) phase: Phase,
+    pub(crate) class: usize,
+    pub(crate) used: usize,
+    pub(crate) generation: u32,
+}
+
+impl State {
+    /// Take a word apart; `None` if it means nothing.
+    pub(crate) fn decode(word: u64) -> Option<Self> {
+        let phase = match word & 3 {
+            0 => Phase::Free,
+            1 => Phase::Active,
+            2 => Phase::Retiring,
+            _ => return None,
+        };
+        let class = (word >> 2 & 0x3f) as usize;
+        let used = (word >> 8 & 0x7ff) as usize;
+        let sound = class < CLASSES && used <= capacity(class) && (phase == Phase::Active) == (used > 0);
+        sound.then_some(Self { phase, class, used, generation: (word >> 32) as u32 })
+    }
+
+    pub(crate) fn encode(self) -> u64 {
+        self.phase as u64 | (self.class as u64) << 2 | (self.used as u64) << 8 | u64::from(self.generation) << 32
+    }
+}
+
+/// What came of asking for a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    /// This slot, in a slab of this generation.
+    Slot { slot: usize, generation: u32 },
+    /// No slot is left, or the slab is not (any more) an active one of that class.
+    No,
+}
+
+/// What came of giving a slot back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Released {
+    /// Other slots are still used.
+    StillUsed,
+    /// Likewise, and the slab was full before: it can be allocated from again.
+    NoLongerFull { class: usize },
+    /// That was the last slot: the slab is `Retiring` and the caller must punch it and then call `retired`.
+    Empty,
+    /// The word makes no sense; nothing was changed.
+    Damaged,
+}
+
+/// The table entry of one slab.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slab<'a> {
+    state: &'a AtomicU64,
+    bitmap: &'a [AtomicU64],
+}
+
+impl<'a> Slab<'a> {
+    /// # Panics
+    /// If the entry is not 16 words.
+    pub(crate) fn new(words: &'a [AtomicU64]) -> Self {
+        assert!(words.len() == 1 + BITMAP_WORDS, "a slab table entry of {} words", words.len());
+        Self { state: &words[0], bitmap: &words[1..] }
+    }
+
+    /// The state; `None` if the word means nothing.
+    pub(crate) fn state(self) -> Option<State> {
+        State::decode(self.state.load(Ordering::Acquire))
+    }
+
+    /// Move the state by compare-exchange until `step` declines. Answers the state before and after the move.
+    fn update(self, step: impl Fn(State) -> Option<State>) -> Option<(State, State)> {
+        let mut word = self.state.load(Ordering::Acquire);
+        loop {
+            let before = State::decode(word)?;
+            let after = step(before)?;
+            match self.state.compare_exchange_weak(word, after.encode(), Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return Some((before, after)),
+                Err(seen) => word = seen,
+            }
+        }
+    }
+
+    /// `Free` to `Active` with one slot reserved, which the caller then claims; false if it was not free. The caller
+    /// was granted the budget.
+    pub(crate) fn activate(self, class: usize) -> bool {
+        self.update(|state| {
+            (state.phase == Phase::Free).then_some(State { phase: Phase::Active, class, used: 1, ..state })
+        })
+        .is_some()
+    }
+
+    /// Promise ourselves one slot; false if the slab has none to give.
+    fn reserve(self, class: usize) -> bool {
+        self.update(|state| {
+            let usable = state.phase == Phase::Active && state.class == class && state.used < capacity(class);
+            usable.then_some(State { used: state.used + 1, ..state })
+        })
+        .is_some()
+    }
+
+    /// Take a slot of an active slab of this class. After `No` from a damaged bitmap the promise is kept (and
+    /// `recover` finds it): giving it back could retire a slab whose bitmap is not empty.
+    pub(crate) fn take(self, class: usize) -> Taken {
+        if self.reserve(class) { self.claim(class) } else { Taken::No }
+    }
+
+    /// Turn a promise into a slot. A clear bit exists at every moment, but a scan can miss one that moves; a bound on
+    /// the scans keeps a damaged bitmap from holding us for ever.
+    pub(crate) fn claim(self, class: usize) -> Taken {
+        const SCANS_MAX: usize = 64;
+        let slots = capacity(class);
+        for _ in 0..SCANS_MAX {
+            for (index, word) in self.bitmap[..slots.div_ceil(64)].iter().enumerate() {
+                let mut bits = word.load(Ordering::Relaxed);
+                loop {
+                    let bit = bits.trailing_ones() as usize;
+                    if bit == 64 || index * 64 + bit >= slots {
+                        break;
+                    }
+                    match word.compare_exchange_weak(bits, bits | 1 << bit, Ordering::AcqRel, Ordering::Relaxed) {
+                        Ok(_) => {
+                            let generation = (self.state.load(Ordering::Relaxed) >> 32) as u32;
+                            return Taken::Slot { slot: index * 64 + bit, generation };
+                        }
+                        Err(seen) => bits = seen,
+                    }
+                }
+            }
+        }
+        Taken::No
+    }
+
+    /// Is this slot taken?
+    pub(crate) fn is_set(self, slot: usize) -> bool {
+        self.bitmap.get(slot / 64).is_some_and(|word| word.load(Ordering::Acquire) >> (slot % 64) & 1 == 1)
+    }
+
+    /// Clear a slot's bit; true for the one caller that did.
+    pub(crate) fn clear(self, slot: usize) -> bool {
+        let bit = 1 << (slot % 64);
+        self.bitmap.get(slot / 64).is_some_and(|word| word.fetch_and(!bit, Ordering::AcqRel) & bit != 0)
+    }
+
+    /// Give back the promise of a slot whose bit the caller just cleared.
+    pub(crate) fn release(self) -> Released {
+        let moved = self.update(|state| match (state.phase, state.used) {
+            (Phase::Active, 1) => Some(State { phase: Phase::Retiring, used: 0, ..state }),
+            (Phase::Active, used) => Some(State { used: used - 1, ..state }),
+            _ => None,
+        });
+        match moved {
+            None => Released::Damaged,
+            Some((_, after)) if after.phase == Phase::Retiring => Released::Empty,
+            Some((before, _)) if before.used == capacity(before.class) => {
+                Released::NoLongerFull { class: before.class }
+            }
+            Some(_) => Released::StillUsed,
+        }
+    }
+
+    /// `Retiring` to `Free`, after the punch.
+    pub(crate) fn retired(self) {
+        self.update(|state| {
+            let generation = state.generation.wrapping_add(1);
+            (state.phase == Phase::Retiring).then_some(State { phase: Phase::Free, class: 0, used: 0, generation })
+        });
+    }
+
+    /// Slots taken, counted in the bitmap.
+    pub(crate) fn count(self) -> usize {
+        self.bitmap.iter().map(|word| word.load(Ordering::Relaxed).count_ones() as usize).sum()
+    }
+
+    /// Keep only the slots also set in `live` and make the state word agree; for `recover`, while nobody else uses the
+    /// slab. Answers how many slots are left; with none left the slab is `Retiring`.
+    pub(crate) fn sweep(self, live: &LiveSlots) -> usize {
+        let word = self.state.load(Ordering::Relaxed);
+        let class = match State::decode(word) {
+            Some(State { phase: Phase::Active, class, .. }) => Some(class),
+            _ => None,
+        };
+        let slots = class.map_or(0, capacity);
+        let mut left = 0;
+        for (index, (bits, live)) in self.bitmap.iter().zip(live.0).enumerate() {
+            let inside = match slots.saturating_sub(index * 64) {
+                0 => 0,
+                some if some >= 64 => u64::MAX,
+                some => (1 << some) - 1,
+            };
+            let kept = bits.load(Ordering::Relaxed) & live & inside;
+            bits.store(kept, Ordering::Relaxed);
+            left += kept.count_ones() as usize;
+        }
+        let generation = (word >> 32) as u32;
+        let phase = if left > 0 { Phase::Active } else { Phase::Retiring };
+        let state = State { phase, class: class.unwrap_or(0), used: left, generation };
+        self.state.store(state.encode(), Ordering::Release);
+        left
+    }
+}
+
+/// Which slots of one slab are named by somebody.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LiveSlots([u64; BITMAP_WORDS]);
+
+impl LiveSlots {
+    pub(crate) fn mark(&mut self, slot: usize) {
+        if let Some(word) = self.0.get_mut(slot / 64) {
+            *word |= 1 << (slot % 64);
+        }
+    }
+}
+
+const _: () = {
+    let mut class = 0;
+    while class < CLASSES {
+        assert!(CLASS_BYTES[class].is_multiple_of(16) && capacity(class) >= 2 && capacity(class) <= SLOTS_MAX);
+        assert!(class == 0 || CLASS_BYTES[class - 1] < CLASS_BYTES[class]);
+        class += 1;
+    }
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn entry() -> Vec<AtomicU64> {
+        (0..=BITMAP_WORDS).map(|_| AtomicU64::new(0)).collect()
+    }
+
+    #[test]
+    fn a_slab_gives_each_slot_once_and_is_retired_by_the_last_release() {
+        for class in 0..CLASSES {
+            let words = entry();
+            let slab = Slab::new(&words);
+            assert!(slab.activate(class) && !slab.activate(class));
+            let mut slots = vec![slab.claim(class)];
+            for _ in 1..capacity(class) {
+                slots.push(slab.take(class));
+            }
+            for (expected, taken) in slots.iter().enumerate() {
+                assert_eq!(*taken, Taken::Slot { slot: expected, generation: 0 });
+            }
+            assert_eq!(slab.take(class), Taken::No);
+            for slot in 0..capacity(class) {
+                assert!(slab.clear(slot) && !slab.clear(slot));
+                let expected = match slot {
+                    0 => Released::NoLongerFull { class },
+                    last if last + 1 == capacity(class) => Released::Empty,
+                    _ => Released::StillUsed,
+                };
+                assert_eq!(slab.release(), expected);
+            }
+            assert_eq!(slab.take(class), Taken::No, "a retiring slab gives nothing");
+            slab.retired();
+            assert_eq!(slab.state(), Some(State { phase: Phase::Free, class: 0, used: 0, generation: 1 }));
+            assert!(slab.activate(class));
+            assert_eq!(slab.claim(class), Taken::Slot { slot: 0, generation: 1 });
+        }
+    }
+
+    #[test]
+    fn a_bitmap_without_a_clear_bit_ends_the_search() {
+        let words = entry();
+        for word in &words[1..] {
+            word.store(u64::MAX, Ordering::Relaxed);
+        }
+        assert!(Slab::new(&words).activate(0));
+        assert_eq!(Slab::new(&words).claim(0), Taken::No);
+    }
+
+    proptest! {
+        #[test]
+        fn a_state_word_that_decodes_encodes_to_its_own_meaning(word: u64) {
+            if let Some(state) = State::decode(word) {
+                prop_assert_eq!(State::decode(state.encode()), Some(state));
+                prop_assert!(state.used <= capacity(state.class));
+            }
+        }
+
+        #[test]
+        fn the_class_chosen_is_the_smallest_that_fits(bytes in 0usize..5000) {
+            match class_for(bytes) {
+                Some(class) => {
+                    prop_assert!(CLASS_BYTES[class] >= bytes);
+                    prop_assert!(class == 0 || CLASS_BYTES[class - 1] < bytes);
+                }
+                None => prop_assert!(bytes > CLASS_BYTES[CLASSES - 1]),
+            }
+        }
+    }
+}

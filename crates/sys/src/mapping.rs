@@ -1,0 +1,172 @@
+//! A shared mapping of a file, and the only ways Ballast touches memory that another process may write.
+//!
+//! Before: `memfd` gives the file. After: page-state words, store arenas and test guests live in mappings.
+//! Threads: a mapping may be used from any thread; concurrent access is through atomics or raw copies.
+//! Promise: no Rust reference to plain memory inside a mapping is ever formed; only references to atomics are, and a
+//! range outside the mapping panics instead of being touched.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU64};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// An owned `MAP_SHARED` mapping; unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is memory owned by this value until drop, at a fixed address; nothing in it is thread-bound.
+unsafe impl Send for Mapping {}
+// SAFETY: every access through `&self` is atomic or a raw copy into or out of memory that is understood to be shared;
+// no plain reference into the mapping exists.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Map `len` bytes of `file` from `offset` (page-aligned), shared, readable and writable.
+    pub fn shared(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+        Self::new(file, offset, len, ProtFlags::READ | ProtFlags::WRITE)
+    }
+
+    /// The same, read-only: writing through it ends the process with a signal.
+    pub fn shared_read_only(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+        Self::new(file, offset, len, ProtFlags::READ)
+    }
+
+    fn new(file: impl AsFd, offset: u64, len: usize, prot: ProtFlags) -> io::Result<Self> {
+        // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range, so no existing mapping is replaced.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED | MapFlags::NORESERVE, file, offset)?
+        };
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap answered the null address"))?;
+        Ok(Self { base, len })
+    }
+
+    /// Bytes mapped.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// A mapping is never empty (the kernel refuses to make one); here because `len` is.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The address of the first byte.
+    pub fn addr(&self) -> usize {
+        self.base.as_ptr() as usize
+    }
+
+    /// The address of byte `offset`, after checking that `len` bytes from there are inside.
+    ///
+    /// # Panics
+    /// If the range is not inside the mapping.
+    pub fn ptr(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "range {offset:#x}+{len:#x} is outside a mapping of {:#x} bytes",
+            self.len
+        );
+        // SAFETY: `offset <= self.len` was just checked, so the result stays within (or one past) the mapping.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// The `count` 64-bit words from byte `offset`, as atomics.
+    ///
+    /// # Panics
+    /// If the range is outside the mapping or `offset` is not a multiple of 8.
+    pub fn words(&self, offset: usize, count: usize) -> &[AtomicU64] {
+        assert!(offset.is_multiple_of(8), "word offset {offset:#x} is not aligned");
+        let ptr = self.ptr(offset, count * 8).cast::<AtomicU64>();
+        // SAFETY: in bounds (checked by `ptr`), aligned (page-aligned base plus a multiple of 8), alive as long as
+        // `self`; other writers, in this process or another, also use atomics, or are hostile and change only values.
+        unsafe { std::slice::from_raw_parts(ptr, count) }
+    }
+
+    /// The `count` bytes from byte `offset`, as atomics.
+    ///
+    /// # Panics
+    /// If the range is outside the mapping.
+    pub fn bytes(&self, offset: usize, count: usize) -> &[AtomicU8] {
+        let ptr = self.ptr(offset, count).cast::<AtomicU8>();
+        // SAFETY: in bounds (checked by `ptr`), alive as long as `self`; see `words` about other writers.
+        unsafe { std::slice::from_raw_parts(ptr, count) }
+    }
+
+    /// Copy `out.len()` bytes from `offset` out of the mapping.
+    ///
+    /// # Panics
+    /// If the range is outside the mapping.
+    pub fn copy_out(&self, offset: usize, out: &mut [u8]) {
+        let src = self.ptr(offset, out.len());
+        // SAFETY: the source is in bounds; `out` is a private buffer, so the two cannot overlap. If another process
+        // writes the source meanwhile the bytes copied are a mix, which the caller's checksum or state word catches.
+        unsafe { std::ptr::copy_nonoverlapping(src, out.as_mut_ptr(), out.len()) }
+    }
+
+    /// Copy `bytes` into the mapping at `offset`.
+    ///
+    /// # Panics
+    /// If the range is outside the mapping.
+    pub fn copy_in(&self, offset: usize, bytes: &[u8]) {
+        let dst = self.ptr(offset, bytes.len());
+        // SAFETY: the target is in bounds; `bytes` is a live private slice, so the two cannot overlap.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst, bytes.len()) }
+    }
+
+    /// Write `len` bytes from `offset` to a file: the kernel reads the mapping on our behalf, so memory that would raise
+    /// a signal here is an error (`EFAULT`) instead.
+    pub fn send_to(&self, file: impl AsFd, offset: usize, len: usize) -> io::Result<()> {
+        let ptr = self.ptr(offset, len);
+        // SAFETY: a write to a file only reads the range, which is inside this mapping; the kernel checks the access.
+        let written = unsafe { libc::write(file.as_fd().as_raw_fd(), ptr.cast(), len) };
+        if written == len as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Drop this process's page-table entries of a range; the data stays in the file.
+    pub fn zap(&self, offset: usize, len: usize) -> io::Result<()> {
+        let ptr = self.ptr(offset, len);
+        // SAFETY: the range is inside this shared file mapping, so its contents stay in the file and come back at the
+        // next touch.
+        unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed)? };
+        Ok(())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: base and len are those of the mapping made in `new`, unmapped exactly once; references into it
+        // borrow `self` and so are gone.
+        if let Err(error) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) } {
+            debug_assert!(false, "unmapping {:#x}+{:#x}: {error}", self.addr(), self.len);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::Bytes;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn two_mappings_of_one_file_see_the_same_words() {
+        let fd = crate::memfd::create("ballast-test", Bytes(8192)).expect("memfd");
+        let a = Mapping::shared(&fd, 0, 8192).expect("map");
+        let b = Mapping::shared_read_only(&fd, 4096, 4096).expect("map");
+        a.words(4096, 2)[1].store(42, Ordering::Release);
+        assert_eq!(b.words(0, 2)[1].load(Ordering::Acquire), 42);
+        a.zap(0, 8192).expect("zap");
+        assert_eq!(a.words(4096, 2)[1].load(Ordering::Acquire), 42);
+    }
+
+    #[test]
+    #[should_panic(expected = "outside a mapping")]
+    fn a_range_outside_the_mapping_panics() {
+        let fd = crate::memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        Mapping::shared(&fd, 0, 4096).expect("map").bytes(4095, 2);
+    }
+}

@@ -1,0 +1,127 @@
+//! Shared memory files: create, read, punch, ask what they hold.
+//!
+//! Before: a client or the keeper creates or receives the descriptor. After: `pager` reads and punches guest pages,
+//! `store` keeps its arenas here.
+//! Units: offsets and lengths are bytes from the start of the file, page-aligned where they name pages.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+
+use ballast_base::{Bytes, PAGE_SIZE, PageCount};
+use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom};
+
+/// Create an empty shared memory file of `size` bytes. It is sparse: memory is used as pages are touched.
+pub fn create(name: &str, size: Bytes) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
+    rustix::fs::ftruncate(&fd, size.0)?;
+    Ok(fd)
+}
+
+/// Free `len` bytes from `offset`: the pages leave the file and go back to the host.
+pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
+    loop {
+        match rustix::fs::fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => return Ok(other?),
+        }
+    }
+}
+
+/// Read exactly `out.len()` bytes at `offset` without mapping the file. A hole reads as zeros (and stays a hole).
+pub fn read_exact_at(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
+    file.read_exact_at(out, offset)
+}
+
+/// Is the page at `offset` present in the file? A hole is not.
+pub fn is_present(fd: impl AsFd, offset: u64) -> io::Result<bool> {
+    match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
+        Ok(next) => Ok(next < offset + PAGE_SIZE as u64),
+        Err(rustix::io::Errno::NXIO) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The next run of present bytes at or after `offset`, as `(start, end)`; `None` when only holes follow.
+pub fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<(u64, u64)>> {
+    let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
+        Ok(start) => start,
+        Err(rustix::io::Errno::NXIO) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(Some((start, rustix::fs::seek(&fd, SeekFrom::Hole(start))?)))
+}
+
+/// Memory the whole file uses now. A huge folio counts whole.
+pub fn resident(fd: impl AsFd) -> io::Result<PageCount> {
+    const SECTOR: u64 = 512;
+    let stat = rustix::fs::fstat(&fd)?;
+    Ok(Bytes(stat.st_blocks as u64 * SECTOR).pages_floor())
+}
+
+/// Size of the file.
+pub fn size(fd: impl AsFd) -> io::Result<Bytes> {
+    Ok(Bytes(rustix::fs::fstat(&fd)?.st_size as u64))
+}
+
+/// What makes a file the same file in two processes: its device and inode numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
+    /// Device number.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+}
+
+/// The identity of an open file.
+pub fn file_id(fd: impl AsFd) -> io::Result<FileId> {
+    let stat = rustix::fs::fstat(&fd)?;
+    Ok(FileId { dev: stat.st_dev, ino: stat.st_ino })
+}
+
+/// Is this descriptor a file of the shared-memory file system (a memfd, or a file in a tmpfs)?
+pub fn is_shmem(fd: impl AsFd) -> io::Result<bool> {
+    const TMPFS_MAGIC: i64 = 0x0102_1994;
+    Ok(rustix::fs::fstatfs(&fd)?.f_type as i64 == TMPFS_MAGIC)
+}
+
+/// A second, independent open of the same file, read-only or read-write. The kernel checks permissions anew, so a
+/// read-only descriptor of a file with mode 0600 can be given to a process that must not write it.
+pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    Ok(std::fs::OpenOptions::new().read(true).write(writable).open(path)?.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_punched_page_reads_as_zeros_and_is_no_longer_present() {
+        let fd = create("ballast-test", Bytes(4 * PAGE_SIZE as u64)).expect("memfd");
+        let file = File::from(fd);
+        file.write_all_at(&[7; PAGE_SIZE], PAGE_SIZE as u64).expect("write");
+        assert!(is_present(&file, PAGE_SIZE as u64).expect("seek"));
+        assert!(!is_present(&file, 0).expect("seek"));
+        assert_eq!(resident(&file).expect("stat"), PageCount(1));
+        assert_eq!(next_data(&file, 0).expect("seek"), Some((4096, 8192)));
+        punch(&file, PAGE_SIZE as u64, PAGE_SIZE as u64).expect("punch");
+        assert!(!is_present(&file, PAGE_SIZE as u64).expect("seek"));
+        assert_eq!(resident(&file).expect("stat"), PageCount(0));
+        assert_eq!(next_data(&file, 0).expect("seek"), None);
+        let mut page = [1; PAGE_SIZE];
+        read_exact_at(&file, PAGE_SIZE as u64, &mut page).expect("read");
+        assert_eq!(page, [0; PAGE_SIZE]);
+        assert_eq!(resident(&file).expect("stat"), PageCount(0), "reading a hole must not fill it");
+    }
+
+    #[test]
+    fn a_read_only_reopen_cannot_be_written() {
+        let fd = create("ballast-test", Bytes(PAGE_SIZE as u64)).expect("memfd");
+        let reader = File::from(reopen(fd.as_fd(), false).expect("reopen"));
+        assert!(reader.write_all_at(&[1], 0).is_err());
+        assert_eq!(file_id(&fd).expect("stat"), file_id(&reader).expect("stat"));
+        assert!(is_shmem(&fd).expect("statfs"));
+    }
+}

@@ -1,0 +1,270 @@
+//! What this kernel can do for Ballast: each feature is really tried, on memory of our own.
+//!
+//! Before: nothing; no daemon is needed. After: `ballast doctor` prints it, tests ask what to skip.
+//! Threads: any. It takes a few milliseconds; up to 16 MiB of memory are used for that long.
+//! Promise: nothing is changed on the machine and nothing is left behind; what could not be tried is `Unknown` and
+//! says why.
+
+use std::fs;
+use std::io;
+
+use crate::Uffd;
+use crate::uffd::feature;
+
+mod host;
+mod kernel;
+
+/// Is a feature there?
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Presence {
+    /// Tried, and it works.
+    Yes,
+    /// Tried, and it does not.
+    No,
+    /// Could not be tried; the text says why.
+    Unknown(String),
+}
+
+/// One thing Ballast uses or looks at.
+#[derive(Clone, Debug)]
+pub struct Feature {
+    /// What it is called in the kernel's documentation.
+    pub name: &'static str,
+    /// Is it there?
+    pub present: Presence,
+    /// Where it came from, such as `Linux 5.14`.
+    pub since: &'static str,
+    /// What Ballast loses without it.
+    pub without: &'static str,
+    /// Must it be there to manage a VM?
+    pub required: bool,
+    /// What was found: a version, a setting, an error, or what to do.
+    pub detail: String,
+}
+
+impl Feature {
+    /// Is this a reason not to start?
+    pub fn is_missing(&self) -> bool {
+        self.required && self.present != Presence::Yes
+    }
+}
+
+/// What trying came to: present or not, and what was found.
+type Finding = (Presence, String);
+
+fn yes(detail: impl Into<String>) -> Finding {
+    (Presence::Yes, detail.into())
+}
+
+fn no(detail: impl Into<String>) -> Finding {
+    (Presence::No, detail.into())
+}
+
+fn unknown(why: impl Into<String>) -> Finding {
+    (Presence::Unknown(why.into()), String::new())
+}
+
+/// An error of the kernel as a finding: not there if it says so, unknown if it says anything else.
+fn refused(what: &str, error: &io::Error) -> Finding {
+    match error.raw_os_error() {
+        Some(libc::ENOSYS | libc::ENOTTY | libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT | libc::ENODEV) => {
+            no(format!("{what}: {error}"))
+        }
+        _ => unknown(format!("{what}: {error}")),
+    }
+}
+
+/// The kernel's release, such as `6.12.9`.
+pub fn kernel_release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
+}
+
+const REQUIRED: bool = true;
+const OPTIONAL: bool = false;
+
+/// Try everything.
+pub fn probe() -> Vec<Feature> {
+    let offered = Uffd::probe_features();
+    let bit = |bit: u64| match &offered {
+        Ok(features) if features & bit != 0 => yes(""),
+        Ok(_) => no("the kernel does not offer it"),
+        Err(error) => unknown(format!("no userfaultfd: {error}")),
+    };
+    let mut found = Vec::with_capacity(32);
+    let mut add = |name, required, since, (present, detail): Finding, without| {
+        found.push(Feature { name, present, since, without, required, detail });
+    };
+    // What a page's journey needs.
+    add("userfaultfd", REQUIRED, "Linux 4.3", kernel::userfaultfd(&offered), "no VM can be managed");
+    add(
+        "userfaultfd missing faults on shmem",
+        REQUIRED,
+        "Linux 4.11",
+        bit(feature::MISSING_SHMEM),
+        "far pages cannot come back",
+    );
+    add(
+        "userfaultfd minor faults on shmem",
+        REQUIRED,
+        "Linux 5.14",
+        bit(feature::MINOR_SHMEM),
+        "no quarantine, so nothing can be reclaimed safely",
+    );
+    add("userfaultfd thread id", REQUIRED, "Linux 4.14", bit(feature::THREAD_ID), "stall cannot be told per vCPU");
+    add("memfd_create", REQUIRED, "Linux 3.17", kernel::memfd_create(), "no guest RAM and no shared state");
+    add("punch a hole in a memfd", REQUIRED, "Linux 3.5", kernel::punch(), "memory cannot go back to the host");
+    add("SEEK_DATA on a memfd", REQUIRED, "Linux 3.8", kernel::seek_data(), "resident pages cannot be counted");
+    add(
+        "zap, minor fault, continue",
+        REQUIRED,
+        "Linux 5.14",
+        kernel::minor_round_trip(),
+        "a page in quarantine cannot be rescued",
+    );
+    // What makes it better.
+    add(
+        "userfaultfd poison",
+        OPTIONAL,
+        "Linux 6.6",
+        bit(feature::POISON),
+        "a guest that touches a page its store has lost cannot be given a memory error",
+    );
+    add(
+        "userfaultfd asynchronous write protection",
+        OPTIONAL,
+        "Linux 6.7",
+        bit(1 << 15),
+        "nothing is lost: not used yet",
+    );
+    add("userfaultfd move", OPTIONAL, "Linux 6.8", bit(1 << 16), "nothing is lost: not used yet");
+    add(
+        "/dev/userfaultfd",
+        OPTIONAL,
+        "Linux 6.1",
+        host::device("/dev/userfaultfd"),
+        "VMMs need CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1",
+    );
+    add(
+        "vm.unprivileged_userfaultfd",
+        OPTIONAL,
+        "Linux 5.2",
+        host::setting("/proc/sys/vm/unprivileged_userfaultfd"),
+        "VMMs not run as root need /dev/userfaultfd",
+    );
+    add(
+        "MADV_COLLAPSE on shmem",
+        OPTIONAL,
+        "Linux 6.1",
+        kernel::collapse(),
+        "no huge pages after a 4 KiB reclaim; tracking is slower",
+    );
+    add(
+        "collapse spares holes under userfaultfd",
+        OPTIONAL,
+        "Linux 6.4",
+        kernel::collapse_spares_holes(),
+        "far pages could be replaced by zeros: huge pages must stay off for guest RAM",
+    );
+    add(
+        "process_madvise(MADV_COLLAPSE)",
+        OPTIONAL,
+        "Linux 6.1",
+        kernel::process_collapse(),
+        "huge pages must be rebuilt by the client",
+    );
+    add(
+        "shmem huge page setting",
+        OPTIONAL,
+        "Linux 4.8",
+        host::shmem_enabled(),
+        "with always or force, khugepaged may fill holes of guest RAM; set it to never or advise",
+    );
+    add("pidfd", OPTIONAL, "Linux 5.3", kernel::pidfd(), "a VMM's end is seen by its socket alone");
+    add("/proc/PID/pagemap", OPTIONAL, "Linux 2.6.25", kernel::pagemap(), "mapped pages cannot be checked");
+    add("PAGEMAP_SCAN", OPTIONAL, "Linux 6.7", kernel::pagemap_scan(), "page tables are read entry by entry");
+    add("io_uring", OPTIONAL, "Linux 5.1", kernel::io_uring(), "the file store uses threads");
+    add(
+        "pressure stall information",
+        OPTIONAL,
+        "Linux 4.20",
+        host::readable("/proc/pressure/memory"),
+        "host pressure cannot be seen",
+    );
+    add(
+        "DAMON",
+        OPTIONAL,
+        "Linux 5.18",
+        host::exists("/sys/kernel/mm/damon/admin", "DAMON's sysfs interface"),
+        "nothing is lost: not used yet",
+    );
+    // The surroundings.
+    add("KVM", OPTIONAL, "Linux 2.6.20", host::kvm(), "QEMU emulates (TCG), and guests are slow");
+    add("cgroup version 2", OPTIONAL, "Linux 4.5", host::cgroup(), "guest RAM is charged to whoever touches it first");
+    add(
+        "huge page pool",
+        OPTIONAL,
+        "Linux 2.6",
+        host::huge_pool(),
+        "nothing is lost: guest RAM does not come from it yet",
+    );
+    add(
+        "swap",
+        OPTIONAL,
+        "",
+        host::swap(),
+        "nothing is lost; with swap in use the kernel also pages out guest RAM by itself",
+    );
+    add("open files limit", OPTIONAL, "", host::open_files(), "fewer VMs: each uses about 10 descriptors");
+    add(
+        "vm.max_map_count",
+        OPTIONAL,
+        "",
+        host::max_map_count(),
+        "a VM whose RAM is registered in many pieces may be refused more",
+    );
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open_descriptors() -> usize {
+        fs::read_dir("/proc/self/fd").expect("own descriptors").count()
+    }
+
+    #[test]
+    fn every_feature_says_what_is_lost_and_unknown_says_why() {
+        let features = probe();
+        for feature in &features {
+            assert!(!feature.without.is_empty(), "{} does not say what is lost", feature.name);
+            if let Presence::Unknown(why) = &feature.present {
+                assert!(!why.is_empty(), "{} is unknown for no reason", feature.name);
+            }
+        }
+        let mut names: Vec<&str> = features.iter().map(|feature| feature.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), features.len(), "two features have one name");
+    }
+
+    #[test]
+    fn what_the_other_tests_of_this_crate_use_is_found() {
+        // Those tests fail where these are missing, so a probe that says no there is wrong.
+        for feature in probe().iter().filter(|feature| feature.required) {
+            assert_eq!(feature.present, Presence::Yes, "{}: {}", feature.name, feature.detail);
+        }
+    }
+
+    #[test]
+    fn probing_leaves_no_descriptor_behind() {
+        // Other tests of this process open and close descriptors meanwhile, so growth is looked for over many rounds.
+        const ROUNDS: usize = 40;
+        let before = open_descriptors();
+        for _ in 0..ROUNDS {
+            probe();
+        }
+        let after = open_descriptors();
+        assert!(after < before + ROUNDS, "{before} descriptors became {after}");
+    }
+}

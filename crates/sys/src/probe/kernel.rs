@@ -1,0 +1,300 @@
+//! Trying what the kernel offers, on memory and descriptors of our own that are gone when each function returns.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
+
+use super::{Finding, no, refused, unknown, yes};
+use crate::uffd::{FillOutcome, REQUIRED_FEATURES};
+use crate::{Mapping, Uffd, memfd};
+
+pub(super) fn userfaultfd(offered: &io::Result<u64>) -> Finding {
+    match offered {
+        Ok(features) => yes(format!("features {features:#x}")),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            no("not permitted: run as root, open /dev/userfaultfd to your group, or set vm.unprivileged_userfaultfd=1")
+        }
+        Err(error) => refused("userfaultfd", error),
+    }
+}
+
+pub(super) fn memfd_create() -> Finding {
+    match memfd::create("ballast-probe", Bytes(PAGE_SIZE as u64)) {
+        Ok(_) => yes(""),
+        Err(error) => refused("memfd_create", &error),
+    }
+}
+
+/// A memfd of one page that is present.
+fn one_page() -> io::Result<OwnedFd> {
+    let fd = memfd::create("ballast-probe", Bytes(PAGE_SIZE as u64))?;
+    Mapping::shared(&fd, 0, PAGE_SIZE)?.copy_in(0, &[1]);
+    Ok(fd)
+}
+
+pub(super) fn punch() -> Finding {
+    let tried = one_page().and_then(|fd| {
+        memfd::punch(&fd, 0, PAGE_SIZE as u64)?;
+        memfd::resident(&fd)
+    });
+    match tried {
+        Ok(left) if left.0 == 0 => yes(""),
+        Ok(left) => no(format!("{} pages stayed", left.0)),
+        Err(error) => refused("fallocate", &error),
+    }
+}
+
+pub(super) fn seek_data() -> Finding {
+    let tried = one_page().and_then(|fd| {
+        let before = memfd::is_present(&fd, 0)?;
+        memfd::punch(&fd, 0, PAGE_SIZE as u64)?;
+        Ok((before, memfd::is_present(&fd, 0)?))
+    });
+    match tried {
+        Ok((true, false)) => yes(""),
+        Ok(answers) => no(format!("answered {answers:?} for a page and a hole")),
+        Err(error) => refused("lseek", &error),
+    }
+}
+
+/// Zap a present page under userfaultfd and map it again as the handler of a minor fault would.
+pub(super) fn minor_round_trip() -> Finding {
+    let tried = one_page().and_then(|fd| {
+        let map = Mapping::shared(&fd, 0, PAGE_SIZE)?;
+        let (uffd, granted) = Uffd::create(REQUIRED_FEATURES)?;
+        if granted != REQUIRED_FEATURES {
+            return Ok(None);
+        }
+        let addr = Hva(map.addr() as u64);
+        uffd.register(addr, PAGE_SIZE as u64)?;
+        map.zap(0, PAGE_SIZE)?;
+        Ok(Some(uffd.map_existing(addr, PAGE_SIZE as u64)?))
+    });
+    match tried {
+        Ok(Some(FillOutcome::Done)) => yes(""),
+        Ok(Some(outcome)) => no(format!("UFFDIO_CONTINUE answered {outcome:?}")),
+        Ok(None) => no("required userfaultfd features are missing"),
+        Err(error) => unknown(format!("trying it: {error}")),
+    }
+}
+
+const MADV_COLLAPSE: i32 = 25;
+
+/// A shared mapping with room for one aligned huge page, and the offset of that page in the mapping and its file.
+struct HugeSpot {
+    fd: OwnedFd,
+    map: Mapping,
+    offset: usize,
+}
+
+impl HugeSpot {
+    /// A mapping where a collapse is possible: file offset and address are aligned alike, and one page is present.
+    fn new() -> io::Result<Self> {
+        // Where the kernel puts a mapping of a memfd is not always aligned to 2 MiB. The file offset at which the
+        // aligned address falls must itself be a multiple of 2 MiB, so a few placements are tried.
+        const TRIES: usize = 8;
+        let fd = memfd::create("ballast-probe", Bytes(4 * HUGE_SIZE as u64))?;
+        let mut held = Vec::new();
+        for _ in 0..TRIES {
+            let map = Mapping::shared(&fd, 0, 2 * HUGE_SIZE)?;
+            let skew = map.addr() % HUGE_SIZE;
+            if skew == 0 {
+                map.copy_in(0, &[1]);
+                return Ok(Self { fd, map, offset: 0 });
+            }
+            // Shift the file instead: begin the mapping so that the next aligned address is a file offset of 2 MiB.
+            let map = Mapping::shared(&fd, skew as u64, 3 * HUGE_SIZE)?;
+            if map.addr() % HUGE_SIZE == skew {
+                let offset = HUGE_SIZE - skew;
+                map.copy_in(offset, &[1]);
+                return Ok(Self { fd, map, offset });
+            }
+            held.push(map);
+        }
+        Err(io::Error::other("no aligned place for a huge page was found"))
+    }
+
+    fn addr(&self) -> usize {
+        self.map.addr() + self.offset
+    }
+
+    fn collapse(&self) -> io::Result<()> {
+        // The kernel says EAGAIN when a page was busy for a moment.
+        const TRIES: usize = 5;
+        let start = self.map.ptr(self.offset, HUGE_SIZE);
+        let mut error = io::Error::from_raw_os_error(libc::EAGAIN);
+        for _ in 0..TRIES {
+            // SAFETY: the range is inside our own shared mapping (checked by `ptr`); a collapse changes neither its
+            // bytes nor its bounds.
+            if unsafe { libc::madvise(start.cast(), HUGE_SIZE, MADV_COLLAPSE) } == 0 {
+                return Ok(());
+            }
+            error = io::Error::last_os_error();
+            if error.raw_os_error() != Some(libc::EAGAIN) {
+                break;
+            }
+        }
+        Err(error)
+    }
+}
+
+pub(super) fn collapse() -> Finding {
+    match HugeSpot::new().and_then(|spot| spot.collapse()) {
+        Ok(()) => yes(""),
+        Err(error) => refused("madvise", &error),
+    }
+}
+
+/// Registered for missing faults, a range with holes must not be collapsed: a hole may be a far page.
+pub(super) fn collapse_spares_holes() -> Finding {
+    let tried = || -> io::Result<(io::Result<()>, u64)> {
+        let spot = HugeSpot::new()?;
+        let (uffd, _) = Uffd::create(REQUIRED_FEATURES)?;
+        uffd.register(Hva(spot.addr() as u64), HUGE_SIZE as u64)?;
+        let answer = spot.collapse();
+        Ok((answer, memfd::resident(&spot.fd)?.0))
+    };
+    match tried() {
+        Ok((Ok(()), 1)) => yes("the call succeeded and left the holes"),
+        Ok((Err(error), 1)) if error.raw_os_error() == Some(libc::EAGAIN) => unknown(format!("trying it: {error}")),
+        Ok((Err(error), 1)) => yes(format!("refused, as it must be: {error}")),
+        Ok((_, pages)) => no(format!("holes were filled: 1 page became {pages}")),
+        Err(error) => unknown(format!("trying it: {error}")),
+    }
+}
+
+pub(super) fn process_collapse() -> Finding {
+    let spot = match HugeSpot::new() {
+        Ok(spot) => spot,
+        Err(error) => return unknown(error.to_string()),
+    };
+    let pidfd = match rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty()) {
+        Ok(pidfd) => pidfd,
+        Err(error) => return refused("pidfd_open", &error.into()),
+    };
+    let range = libc::iovec { iov_base: spot.map.ptr(spot.offset, HUGE_SIZE).cast(), iov_len: HUGE_SIZE };
+    // SAFETY: `range` is alive and names memory of our own mapping; a collapse does not change its bytes.
+    let answer = unsafe {
+        libc::syscall(libc::SYS_process_madvise, pidfd.as_raw_fd(), &raw const range, 1usize, MADV_COLLAPSE, 0u32)
+    };
+    if answer == HUGE_SIZE as i64 {
+        return yes("");
+    }
+    refused("process_madvise", &io::Error::last_os_error())
+}
+
+pub(super) fn pidfd() -> Finding {
+    match rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty()) {
+        Ok(_) => yes(""),
+        Err(error) => refused("pidfd_open", &error.into()),
+    }
+}
+
+pub(super) fn pagemap() -> Finding {
+    match fs::File::open("/proc/self/pagemap") {
+        Ok(_) => yes(""),
+        Err(error) => refused("/proc/self/pagemap", &error),
+    }
+}
+
+/// `struct pm_scan_arg` of `linux/fs.h`.
+#[repr(C)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region` of `linux/fs.h`.
+#[repr(C)]
+struct ScanRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+const PAGEMAP_SCAN: u64 = 0xC060_6610;
+const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
+
+pub(super) fn pagemap_scan() -> Finding {
+    const PAGE_IS_PRESENT: u64 = 1 << 3;
+    let tried = || -> io::Result<bool> {
+        let fd = memfd::create("ballast-probe", Bytes(4 * PAGE_SIZE as u64))?;
+        let map = Mapping::shared(&fd, 0, 4 * PAGE_SIZE)?;
+        map.copy_in(2 * PAGE_SIZE, &[1]);
+        let pagemap = fs::File::open("/proc/self/pagemap")?;
+        let start = map.addr() as u64;
+        let mut region = ScanRegion { start: 0, end: 0, categories: 0 };
+        let mut arg = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            flags: 0,
+            start,
+            end: start + map.len() as u64,
+            walk_end: 0,
+            vec: &raw mut region as u64,
+            vec_len: 1,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: PAGE_IS_PRESENT,
+            category_anyof_mask: 0,
+            return_mask: PAGE_IS_PRESENT,
+        };
+        // SAFETY: `arg` has the kernel's shape and size (asserted above) and `vec` points at one live region of the
+        // stated length; both are exclusively ours during the call.
+        let answer = unsafe { libc::ioctl(pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
+        if answer < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let page = start + 2 * PAGE_SIZE as u64;
+        Ok(answer == 1 && region.start == page && region.end == page + PAGE_SIZE as u64)
+    };
+    match tried() {
+        Ok(true) => yes(""),
+        Ok(false) => no("it answered something else than the one page that is present"),
+        Err(error) => refused("ioctl", &error),
+    }
+}
+
+pub(super) fn io_uring() -> Finding {
+    const PARAMS_BYTES: usize = 120;
+    let mut params = [0u64; PARAMS_BYTES / 8];
+    // SAFETY: `params` is alive, exclusively ours, zeroed as required and exactly as long as `struct io_uring_params`.
+    let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1u32, params.as_mut_ptr()) };
+    if fd < 0 {
+        let error = io::Error::last_os_error();
+        let hint = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+        return match hint.trim() {
+            "1" | "2" => no(format!("kernel.io_uring_disabled={}", hint.trim())),
+            _ => refused("io_uring_setup", &error),
+        };
+    }
+    // SAFETY: the kernel just gave us this descriptor and nobody else knows it; descriptors fit an int.
+    unsafe { libc::close(fd as i32) };
+    yes("")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_collapse_without_userfaultfd_fills_holes_so_the_probe_would_notice() {
+        let spot = HugeSpot::new().expect("an aligned place");
+        assert_eq!(memfd::resident(&spot.fd).expect("stat").0, 1);
+        match spot.collapse() {
+            Ok(()) => assert_eq!(memfd::resident(&spot.fd).expect("stat").0, (HUGE_SIZE / PAGE_SIZE) as u64),
+            Err(error) => println!("SKIP needs=collapse: {error}"),
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Datagrams with file descriptors over Unix sockets (SCM_RIGHTS).
+//!
+//! Before: two processes share a `SOCK_SEQPACKET` socket. After: one call sends or receives a whole message with its
+//! descriptors, so no framing code exists and a peer that dies leaves no half message behind.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+
+/// Most descriptors one message may carry (the kernel's own limit is 253).
+pub const MAX_FDS: usize = 64;
+/// Most bytes one message may carry.
+pub const MAX_MESSAGE: usize = 64 * 1024;
+
+/// What came out of a socket.
+#[derive(Debug)]
+pub struct Received {
+    /// The message.
+    pub bytes: Vec<u8>,
+    /// Its descriptors, close-on-exec.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// A connected pair of sequenced-packet sockets.
+pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Send one message with descriptors. Blocks while the peer's queue is full, unless the socket is non-blocking.
+pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_with(socket, bytes, fds, SendFlags::NOSIGNAL)
+}
+
+/// Send one message without descriptors, or fail with `WouldBlock` at once if the peer's queue is full.
+pub fn try_send(socket: impl AsFd, bytes: &[u8]) -> io::Result<()> {
+    send_with(socket, bytes, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+}
+
+fn send_with(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: SendFlags) -> io::Result<()> {
+    if bytes.len() > MAX_MESSAGE || fds.len() > MAX_FDS {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("message of {} bytes and {} descriptors is over the limit", bytes.len(), fds.len()),
+        ));
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::other("descriptors do not fit the control buffer"));
+    }
+    loop {
+        match rustix::net::sendmsg(&socket, &[io::IoSlice::new(bytes)], &mut control, flags) {
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Receive one message. `Ok(None)` means the peer has closed.
+///
+/// # Errors
+/// A message longer than [`MAX_MESSAGE`] or with more descriptors than [`MAX_FDS`] is an error and is dropped whole.
+pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
+    let mut bytes = vec![0; MAX_MESSAGE];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let answer = loop {
+        let mut slices = [io::IoSliceMut::new(&mut bytes)];
+        match rustix::net::recvmsg(&socket, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    let fds: Vec<OwnedFd> = control
+        .drain()
+        .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
+        .flatten()
+        .collect();
+    if answer.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
+    }
+    if answer.bytes == 0 && fds.is_empty() {
+        return Ok(None);
+    }
+    bytes.truncate(answer.bytes);
+    Ok(Some(Received { bytes, fds }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_arrives_whole_with_its_descriptors() {
+        let (a, b) = pair().expect("socketpair");
+        let extra = crate::memfd::create("ballast-test", ballast_base::Bytes(4096)).expect("memfd");
+        send(&a, b"first", &[extra.as_fd(), a.as_fd()]).expect("send");
+        send(&a, b"second", &[]).expect("send");
+        let first = receive(&b).expect("receive").expect("open");
+        assert_eq!((first.bytes.as_slice(), first.fds.len()), (b"first".as_slice(), 2));
+        let same = crate::memfd::file_id(&first.fds[0]).expect("stat") == crate::memfd::file_id(&extra).expect("stat");
+        assert!(same, "the descriptor names another file");
+        assert_eq!(receive(&b).expect("receive").expect("open").bytes, b"second");
+        drop((a, first));
+        assert!(receive(&b).expect("receive").is_none(), "a closed peer reads as the end");
+    }
+}

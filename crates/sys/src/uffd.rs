@@ -1,0 +1,375 @@
+//! userfaultfd: a thin layer that turns errno values into outcomes.
+//!
+//! Before: a client creates the descriptor over its own address space and passes it on. After: the engine registers
+//! ranges, reads faults and resolves them, from another process.
+//! Threads: any; the kernel serialises. Units: addresses are in the address space of the process that created it.
+//! Promise: `EEXIST`, `ENOENT`, `EAGAIN`, `ESRCH` are outcomes. `UFFDIO_COPY`'s byte count stays signed until it has
+//! been looked at, because kernels from about 6.15 on report a zero-progress `EAGAIN` differently.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use ballast_base::{Hva, PAGE_SIZE};
+
+const UFFD_API: u64 = 0xAA;
+
+/// Feature bits of `UFFDIO_API` that Ballast asks about.
+pub mod feature {
+    /// Missing faults on shared memory (Linux 4.11).
+    pub const MISSING_SHMEM: u64 = 1 << 5;
+    /// The fault message names the faulting thread (4.14).
+    pub const THREAD_ID: u64 = 1 << 8;
+    /// Minor faults on shared memory (5.14).
+    pub const MINOR_SHMEM: u64 = 1 << 10;
+    /// `UFFDIO_POISON` (6.6).
+    pub const POISON: u64 = 1 << 14;
+}
+
+/// Features without which Ballast cannot manage a VM.
+pub const REQUIRED_FEATURES: u64 = feature::MISSING_SHMEM | feature::THREAD_ID | feature::MINOR_SHMEM;
+
+#[repr(C)]
+struct ApiArg {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct RangeArg {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct RegisterArg {
+    range: RangeArg,
+    mode: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct CopyArg {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+
+/// `UFFDIO_ZEROPAGE`, `UFFDIO_CONTINUE` and `UFFDIO_POISON` share this shape.
+#[repr(C)]
+struct FillArg {
+    range: RangeArg,
+    mode: u64,
+    done: i64,
+}
+
+/// `struct uffd_msg`: 32 bytes, packed by hand so that no field is misaligned.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RawMessage {
+    event: u8,
+    reserved1: u8,
+    reserved2: u16,
+    reserved3: u32,
+    flags: u64,
+    address: u64,
+    thread: u32,
+    padding: u32,
+}
+
+const fn request(direction: u64, number: u64, size: usize) -> u64 {
+    (direction << 30) | ((size as u64) << 16) | (UFFD_API << 8) | number
+}
+const READ: u64 = 2;
+const READ_WRITE: u64 = 3;
+
+const UFFDIO_REGISTER: u64 = request(READ_WRITE, 0x00, size_of::<RegisterArg>());
+const UFFDIO_UNREGISTER: u64 = request(READ, 0x01, size_of::<RangeArg>());
+const UFFDIO_WAKE: u64 = request(READ, 0x02, size_of::<RangeArg>());
+const UFFDIO_COPY: u64 = request(READ_WRITE, 0x03, size_of::<CopyArg>());
+const UFFDIO_ZEROPAGE: u64 = request(READ_WRITE, 0x04, size_of::<FillArg>());
+const UFFDIO_CONTINUE: u64 = request(READ_WRITE, 0x07, size_of::<FillArg>());
+const UFFDIO_POISON: u64 = request(READ_WRITE, 0x08, size_of::<FillArg>());
+const UFFDIO_API: u64 = request(READ_WRITE, 0x3F, size_of::<ApiArg>());
+
+// The numbers of include/uapi/linux/userfaultfd.h, written out, against what the formula above makes of our structs.
+const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00 && UFFDIO_UNREGISTER == 0x8010_AA01);
+const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02 && UFFDIO_COPY == 0xC028_AA03);
+const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04 && UFFDIO_CONTINUE == 0xC020_AA07);
+const _: () = assert!(UFFDIO_POISON == 0xC020_AA08 && UFFDIO_API == 0xC018_AA3F);
+const _: () = assert!(size_of::<RawMessage>() == 32);
+
+const REGISTER_MODE_MISSING: u64 = 1 << 0;
+const REGISTER_MODE_MINOR: u64 = 1 << 2;
+const EVENT_PAGEFAULT: u8 = 0x12;
+const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
+
+/// What a fault found in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultKind {
+    /// A hole: the page was never touched, was discarded, or is far.
+    Missing,
+    /// The page is in the file but not mapped: it was zapped.
+    Minor,
+}
+
+/// One fault.
+#[derive(Clone, Copy, Debug)]
+pub struct Fault {
+    /// Start of the page that was touched.
+    pub addr: Hva,
+    /// What the kernel found when it raised the fault; the page may have changed since.
+    pub kind: FaultKind,
+    /// The thread that waits.
+    pub thread: u32,
+}
+
+/// What filling or mapping a page came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FillOutcome {
+    /// The page is in the file and mapped; its waiters were woken.
+    Done,
+    /// Somebody else was first. Nobody was woken: call [`Uffd::wake`].
+    AlreadyThere,
+    /// `CONTINUE` only: the file has a hole there.
+    NotInFile,
+    /// The address space is changing; ask again.
+    Retry,
+    /// The range is not registered (any more), or the process is gone.
+    Gone,
+}
+
+/// A userfaultfd. Non-blocking, close-on-exec.
+#[derive(Debug)]
+pub struct Uffd(File);
+
+impl Uffd {
+    /// Create one over the calling process and enable `features`. Answers the descriptor and the features granted.
+    ///
+    /// Tries `/dev/userfaultfd` first (access by file permission, Linux 6.1), then the system call, which needs
+    /// `CAP_SYS_PTRACE` or the `vm.unprivileged_userfaultfd` setting to serve faults raised inside the kernel.
+    pub fn create(features: u64) -> io::Result<(Self, u64)> {
+        let open = || -> io::Result<Self> {
+            if let Ok(device) = File::options().read(true).write(true).open("/dev/userfaultfd") {
+                const USERFAULTFD_IOC_NEW: u64 = 0xAA00;
+                let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+                // SAFETY: this request takes its flags by value and writes no memory.
+                let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
+                if fd >= 0 {
+                    // SAFETY: the kernel just gave us this descriptor; nobody else owns it.
+                    return Ok(Self(unsafe { File::from_raw_fd(fd) }));
+                }
+            }
+            // SAFETY: a system call with a flags argument only.
+            let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: as above; descriptors fit an int.
+            Ok(Self(unsafe { File::from_raw_fd(fd as i32) }))
+        };
+        // The first API call on a descriptor decides, so what exists is asked of a descriptor of its own.
+        let probe = open()?;
+        let mut arg = ApiArg { api: UFFD_API, features: 0, ioctls: 0 };
+        probe.ioctl(UFFDIO_API, &mut arg)?;
+        let granted = arg.features & features;
+        let uffd = open()?;
+        let mut arg = ApiArg { api: UFFD_API, features: granted, ioctls: 0 };
+        uffd.ioctl(UFFDIO_API, &mut arg)?;
+        Ok((uffd, granted))
+    }
+
+    /// Every feature bit this kernel knows.
+    pub fn probe_features() -> io::Result<u64> {
+        Ok(Self::create(u64::MAX)?.1)
+    }
+
+    fn ioctl<T>(&self, request: u64, arg: &mut T) -> io::Result<()> {
+        // SAFETY: every request constant above encodes the size of the struct it is called with (asserted at compile
+        // time), `arg` is alive and exclusively ours, and the kernel writes within it only.
+        let answer = unsafe { libc::ioctl(self.0.as_raw_fd(), request, arg) };
+        if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Register a range for missing and minor faults. Registering a registered range again is allowed.
+    pub fn register(&self, start: Hva, len: u64) -> io::Result<()> {
+        let mode = REGISTER_MODE_MISSING | REGISTER_MODE_MINOR;
+        let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode, ioctls: 0 };
+        self.ioctl(UFFDIO_REGISTER, &mut arg)
+    }
+
+    /// Unregister a range and wake its waiters: the kernel serves its faults again, holes as zeros.
+    pub fn unregister(&self, start: Hva, len: u64) -> io::Result<()> {
+        self.ioctl(UFFDIO_UNREGISTER, &mut RangeArg { start: start.0, len })
+    }
+
+    /// Wake whoever waits in a range; they touch again and fault again if they must.
+    pub fn wake(&self, start: Hva, len: u64) -> io::Result<()> {
+        self.ioctl(UFFDIO_WAKE, &mut RangeArg { start: start.0, len })
+    }
+
+    /// Put `bytes` into the file at this hole and map the page, in one step; wake the waiters.
+    pub fn copy_page(&self, dst: Hva, bytes: &[u8; PAGE_SIZE]) -> io::Result<FillOutcome> {
+        let mut arg = CopyArg { dst: dst.0, src: bytes.as_ptr() as u64, len: PAGE_SIZE as u64, mode: 0, copied: 0 };
+        let answer = self.ioctl(UFFDIO_COPY, &mut arg);
+        outcome(answer, arg.copied)
+    }
+
+    /// Put a page of zeros into the file at this hole and map it; wake the waiters.
+    pub fn zero_page(&self, dst: Hva) -> io::Result<FillOutcome> {
+        self.fill(UFFDIO_ZEROPAGE, dst, PAGE_SIZE as u64)
+    }
+
+    /// Map pages that are in the file; wake the waiters.
+    pub fn map_existing(&self, dst: Hva, len: u64) -> io::Result<FillOutcome> {
+        self.fill(UFFDIO_CONTINUE, dst, len)
+    }
+
+    /// Make touches of a page a memory error (Linux 6.6).
+    pub fn poison_page(&self, dst: Hva) -> io::Result<FillOutcome> {
+        self.fill(UFFDIO_POISON, dst, PAGE_SIZE as u64)
+    }
+
+    fn fill(&self, request: u64, dst: Hva, len: u64) -> io::Result<FillOutcome> {
+        let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };
+        let answer = self.ioctl(request, &mut arg);
+        outcome(answer, arg.done)
+    }
+
+    /// Read the faults that are waiting, at most `out.capacity()` of them, into `out` (cleared first). An empty result
+    /// means none waits.
+    pub fn read_faults(&self, out: &mut Vec<Fault>) -> io::Result<()> {
+        const BATCH: usize = 64;
+        out.clear();
+        let empty = RawMessage {
+            event: 0,
+            reserved1: 0,
+            reserved2: 0,
+            reserved3: 0,
+            flags: 0,
+            address: 0,
+            thread: 0,
+            padding: 0,
+        };
+        let mut raw = [empty; BATCH];
+        // SAFETY: the buffer is ours and as long as stated; the kernel fills it with whole messages, which are plain
+        // integers, so any bytes are a valid value.
+        let read = unsafe { libc::read(self.0.as_raw_fd(), raw.as_mut_ptr().cast(), size_of_val(&raw)) };
+        if read < 0 {
+            let error = io::Error::last_os_error();
+            return match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(()),
+                _ => Err(error),
+            };
+        }
+        out.extend(raw[..read as usize / size_of::<RawMessage>()].iter().filter(|m| m.event == EVENT_PAGEFAULT).map(
+            |m| Fault {
+                addr: Hva(m.address).page_start(),
+                kind: if m.flags & PAGEFAULT_FLAG_MINOR != 0 { FaultKind::Minor } else { FaultKind::Missing },
+                thread: m.thread,
+            },
+        ));
+        Ok(())
+    }
+
+    /// A second descriptor of the same userfaultfd.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.try_clone()?))
+    }
+}
+
+fn outcome(answer: io::Result<()>, done: i64) -> io::Result<FillOutcome> {
+    let Err(error) = answer else { return Ok(FillOutcome::Done) };
+    match error.raw_os_error() {
+        Some(libc::EEXIST) => Ok(FillOutcome::AlreadyThere),
+        Some(libc::EAGAIN) => match -done {
+            // One page was asked for, so progress means it is done; otherwise the field holds 0 or an errno.
+            _ if done > 0 => Ok(FillOutcome::Done),
+            code if code == i64::from(libc::EEXIST) => Ok(FillOutcome::AlreadyThere),
+            _ => Ok(FillOutcome::Retry),
+        },
+        Some(libc::EFAULT) => Ok(FillOutcome::NotInFile),
+        Some(libc::ENOENT | libc::ESRCH) => Ok(FillOutcome::Gone),
+        _ => Err(error),
+    }
+}
+
+impl AsFd for Uffd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<OwnedFd> for Uffd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Mapping, memfd};
+    use ballast_base::Bytes;
+    use std::sync::atomic::Ordering;
+
+    const LEN: u64 = 16 * PAGE_SIZE as u64;
+
+    fn setup() -> (OwnedFd, Mapping, Uffd) {
+        let (uffd, granted) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd (needs root or /dev/userfaultfd)");
+        assert_eq!(granted, REQUIRED_FEATURES, "this kernel lacks a required userfaultfd feature");
+        let fd = memfd::create("ballast-test", Bytes(LEN)).expect("memfd");
+        let map = Mapping::shared(&fd, 0, LEN as usize).expect("map");
+        uffd.register(Hva(map.addr() as u64), LEN).expect("register");
+        (fd, map, uffd)
+    }
+
+    fn next_fault(uffd: &Uffd) -> Fault {
+        let mut faults = Vec::new();
+        loop {
+            uffd.read_faults(&mut faults).expect("read");
+            if let Some(fault) = faults.first() {
+                return *fault;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_missing_fault_names_page_and_thread_and_copy_resolves_it() {
+        let (_fd, map, uffd) = setup();
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| map.words(3 * PAGE_SIZE + 8, 1)[0].load(Ordering::Relaxed));
+            let fault = next_fault(&uffd);
+            assert_eq!((fault.addr.0, fault.kind), (map.addr() as u64 + 3 * 4096, FaultKind::Missing));
+            assert_ne!(fault.thread, 0);
+            assert_eq!(uffd.copy_page(fault.addr, &[0xAB; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
+            assert_eq!(reader.join().expect("reader"), 0xABAB_ABAB_ABAB_ABAB);
+            assert_eq!(uffd.copy_page(fault.addr, &[1; PAGE_SIZE]).expect("copy"), FillOutcome::AlreadyThere);
+        });
+    }
+
+    #[test]
+    fn a_zapped_page_raises_a_minor_fault_and_keeps_its_bytes() {
+        let (fd, map, uffd) = setup();
+        let addr = Hva(map.addr() as u64);
+        assert_eq!(uffd.map_existing(addr, 4096).expect("continue"), FillOutcome::NotInFile);
+        assert_eq!(uffd.zero_page(addr).expect("zero"), FillOutcome::Done);
+        map.words(0, 1)[0].store(77, Ordering::Relaxed);
+        map.zap(0, PAGE_SIZE).expect("zap");
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| map.words(0, 1)[0].load(Ordering::Relaxed));
+            assert_eq!(next_fault(&uffd).kind, FaultKind::Minor);
+            assert_eq!(uffd.map_existing(addr, 4096).expect("continue"), FillOutcome::Done);
+            assert_eq!(reader.join().expect("reader"), 77);
+            assert_eq!(uffd.map_existing(addr, 4096).expect("continue"), FillOutcome::AlreadyThere);
+        });
+        memfd::punch(&fd, 0, 4096).expect("punch");
+        uffd.unregister(addr, LEN).expect("unregister");
+        assert_eq!(map.words(0, 1)[0].load(Ordering::Relaxed), 0, "an unregistered hole reads as zeros");
+        assert_eq!(uffd.zero_page(addr).expect("zero"), FillOutcome::Gone);
+    }
+}

@@ -1,0 +1,34 @@
+//! Compiles the guest program (`guest/entry.rs`) to a flat image linked at its guest address.
+//!
+//! Before: cargo runs it. After: `src/kvm.rs` embeds the image.
+//! Promise: the image is self-contained; a reference to anything outside it (a library call, a panic) fails the build.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::{env, fs};
+
+fn main() {
+    let var = |name: &str| env::var(name).unwrap_or_else(|error| panic!("{name}: {error}"));
+    for input in ["build.rs", "guest/entry.rs", "guest/link.ld", "src/guest.rs"] {
+        println!("cargo::rerun-if-changed={input}");
+    }
+    let image = PathBuf::from(var("OUT_DIR")).join("guest.bin");
+    if var("CARGO_CFG_TARGET_ARCH") != "x86_64" {
+        // Native guests work anywhere; a KVM guest is refused at run time when the image is empty.
+        fs::write(&image, []).expect("write an empty guest image");
+        return;
+    }
+    let script = PathBuf::from(var("CARGO_MANIFEST_DIR")).join("guest/link.ld");
+    let mut rustc = Command::new(var("RUSTC"));
+    rustc.args(["--edition=2024", "--crate-name=guest", "--crate-type=bin", "--target", &var("TARGET")]);
+    rustc.args(["-Copt-level=2", "-Cpanic=abort", "-Crelocation-model=static", "-Ccodegen-units=1"]);
+    rustc.args(["-Coverflow-checks=off", "-Cdebuginfo=0", "-Cdefault-linker-libraries=no"]);
+    for argument in ["-nostdlib", "-nostartfiles", "-static", "-no-pie", "-Wl,--build-id=none", "-Wl,--oformat=binary"]
+    {
+        rustc.arg(format!("-Clink-arg={argument}"));
+    }
+    rustc.arg(format!("-Clink-arg=-Wl,-T,{}", script.display()));
+    rustc.arg("-o").arg(&image).arg("guest/entry.rs");
+    let status = rustc.status().expect("start rustc for the guest program");
+    assert!(status.success(), "compiling the guest program failed: {status}");
+}

@@ -1,0 +1,45 @@
+//! The program a KVM vCPU runs: the workload of `src/guest.rs` around a port-I/O doorbell.
+//!
+//! Before: `src/kvm.rs` starts a vCPU at `_start`, in user mode, with the job's address in `rdi` and a stack.
+//! After: every event leaves as an `out` to `guest::PORT`, which is a KVM exit.
+//! Promise: no kernel below it, no library, no interrupt: only its job, its tables and guest RAM are touched.
+#![no_std]
+#![no_main]
+
+#[path = "../src/guest.rs"]
+#[allow(dead_code)]
+mod guest;
+
+struct IoPort;
+
+impl guest::Port for IoPort {
+    #[inline]
+    fn tell(&self, event: u32) -> bool {
+        // SAFETY: I/O privilege level is 3, so `out` leaves the guest and comes back with all registers unchanged.
+        unsafe {
+            core::arch::asm!("out dx, eax", in("dx") guest::PORT, in("eax") event, options(nostack, preserves_flags));
+        }
+        true
+    }
+}
+
+/// # Safety
+/// `job` is a job whose addresses are mapped in this guest.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = ".text._start")]
+pub unsafe extern "C" fn _start(job: *const guest::Job) -> ! {
+    use guest::Port;
+    // SAFETY: the caller's promise, which is the one `run` asks for.
+    unsafe { guest::run(&*job, &IoPort) };
+    loop {
+        IoPort.tell(guest::EVENT_DONE);
+    }
+}
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    use guest::Port;
+    loop {
+        IoPort.tell(guest::EVENT_PANIC);
+    }
+}

@@ -1,0 +1,476 @@
+//! The workload itself: fill, run, verify. The same source runs in native threads and, compiled again, in KVM vCPUs.
+//!
+//! Before: `vm` lays out a [`Job`] per worker. After: the job's results; events on the way through a [`Port`].
+//! Threads: one worker per job; workers own disjoint cells. The host reads a job's atomics at any time.
+//! Units: a *cell* is the piece of guest RAM that is checked and updated as one: a page, or a key-value slot.
+//! Promise: every word is compared with what it must be before it is replaced; guest RAM is touched only by volatile
+//! 8-byte accesses; nothing outside `core` is used and nothing can panic.
+
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+
+/// Guest address at which the KVM guest's program is linked (`guest/link.ld` says the same).
+pub const IMAGE_ADDR: u64 = 0x10000;
+/// I/O port a KVM guest writes its events to.
+pub const PORT: u16 = 0x0B0A;
+
+/// Arrived before phase `event & 0xFF`; the answer says whether to go on.
+pub const EVENT_ARRIVE: u32 = 0x100;
+/// A wrong word was recorded.
+pub const EVENT_WRONG: u32 = 0x200;
+/// Another `report_every` operations are done.
+pub const EVENT_PROGRESS: u32 = 0x300;
+/// Nothing to do until the host says stop.
+pub const EVENT_IDLE: u32 = 0x400;
+/// The worker is finished.
+pub const EVENT_DONE: u32 = 0x500;
+/// The guest program reached code that must be unreachable.
+pub const EVENT_PANIC: u32 = 0x600;
+
+/// Write version 0 of every cell.
+pub const PHASE_FILL: u32 = 0;
+/// Do the operations.
+pub const PHASE_RUN: u32 = 1;
+/// Check every word of every cell.
+pub const PHASE_VERIFY: u32 = 2;
+/// Everything is done; nothing touches guest RAM after this.
+pub const PHASE_END: u32 = 3;
+
+/// Which cell the next operation takes.
+pub const KIND_SEQUENTIAL: u32 = 0;
+/// Every cell alike.
+pub const KIND_UNIFORM: u32 = 1;
+/// A small set of cells takes most operations.
+pub const KIND_HOTSET: u32 = 2;
+/// By a table of cumulative weights.
+pub const KIND_ZIPF: u32 = 3;
+/// No operations.
+pub const KIND_IDLE: u32 = 4;
+
+/// Set in a cell's version word when an operation (read or write) touched the cell.
+pub const TOUCHED: u32 = 1 << 31;
+/// Words checked and updated per operation, unless `thorough`: the first, the last, and six between.
+pub const SAMPLES: u64 = 8;
+/// Wrong words described in full; more are only counted.
+pub const MAX_RECORDS: usize = 16;
+/// Histogram buckets: eight per power of two.
+pub const BUCKETS: usize = 496;
+
+/// How a worker talks to its host.
+pub trait Port {
+    /// Report an event; false means stop here. A KVM guest never sees false: its host does not resume it.
+    fn tell(&self, event: u32) -> bool;
+}
+
+/// What a worker is to do. Written by the host before the start, constant afterwards.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Params {
+    /// Address of the first byte of guest RAM, as the worker sees it.
+    pub ram: u64,
+    /// Address of the worker's version words (`u32` each), as the worker sees it.
+    pub versions: u64,
+    /// Address of the worker's table of cumulative weights (`u64` each), as the worker sees it.
+    pub weights: u64,
+    /// The worker's first cell, counted from the start of RAM.
+    pub first_cell: u64,
+    /// Cells the worker owns.
+    pub cells: u64,
+    /// 8-byte words in a cell.
+    pub cell_words: u64,
+    /// 0: all words of a cell are used. Otherwise each cell holds a value of this many words or more, by its number.
+    pub min_words: u64,
+    /// Operations to do.
+    pub ops: u64,
+    /// Seed of the contents, the same for all workers.
+    pub content_seed: u64,
+    /// Seed of the choices, different for each worker.
+    pub pick_seed: u64,
+    /// An operation writes if 32 random bits are below this.
+    pub write_below: u64,
+    /// A cell version is all zero if 32 hashed bits are below this.
+    pub zero_below: u64,
+    /// An operation takes a hot cell if 32 random bits are below this.
+    pub hot_below: u64,
+    /// Cells in the hot set.
+    pub hot_cells: u64,
+    /// Operation at which the hot set moves by half of the worker's cells.
+    pub move_at: u64,
+    /// Rank to cell: `rank * stride % cells`; coprime with `cells`. 1 keeps the order.
+    pub stride: u64,
+    /// Tell the host every so many operations.
+    pub report_every: u64,
+    /// One of the `KIND_` constants.
+    pub kind: u32,
+    /// Nonzero: every second 64 bytes of a cell repeat one word, so that the data compresses to about half.
+    pub half: u32,
+    /// Nonzero: operations check and write all words of the cell.
+    pub thorough: u32,
+    /// Nonzero: measure every operation.
+    pub latency: u32,
+}
+
+/// One wrong word.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct Record {
+    /// Byte offset in guest RAM.
+    pub offset: AtomicU64,
+    /// What the word must be.
+    pub expected: AtomicU64,
+    /// What it was.
+    pub found: AtomicU64,
+    /// Operations the worker had done.
+    pub op: AtomicU64,
+    /// Phase in which it was found.
+    pub phase: AtomicU32,
+}
+
+/// One worker's orders and results.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Job {
+    /// The orders.
+    pub params: Params,
+    /// Set by the host: end the run phase.
+    pub stop: AtomicU32,
+    /// Operations done so far.
+    pub ops_done: AtomicU64,
+    /// Cells filled or verified in the current phase so far.
+    pub cells_done: AtomicU64,
+    /// Hash of every word read, in order.
+    pub checksum: AtomicU64,
+    /// Words that were wrong.
+    pub wrong_words: AtomicU64,
+    /// Bytes in them that were wrong.
+    pub wrong_bytes: AtomicU64,
+    /// The first of them.
+    pub records: [Record; MAX_RECORDS],
+    /// Longest operation, in TSC ticks.
+    pub longest: AtomicU64,
+    /// Which operation that was.
+    pub longest_op: AtomicU64,
+    /// Operations by TSC ticks, see [`bucket`].
+    pub histogram: [AtomicU64; BUCKETS],
+}
+
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// A bijective hash in which every input bit reaches every output bit.
+#[inline]
+pub const fn mix(mut x: u64) -> u64 {
+    x = (x ^ (x >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    x = (x ^ (x >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    x ^ (x >> 32)
+}
+
+/// The next number of a random sequence.
+#[inline]
+pub fn next_random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(GOLDEN);
+    mix(*state)
+}
+
+/// `random` scaled to `0..bound`.
+#[inline]
+pub const fn below(random: u64, bound: u64) -> u64 {
+    ((random as u128 * bound as u128) >> 64) as u64
+}
+
+/// Fold one word into a checksum.
+#[inline]
+pub const fn fold(checksum: u64, word: u64) -> u64 {
+    (checksum ^ word).wrapping_mul(GOLDEN).rotate_left(29)
+}
+
+/// The histogram bucket of a value: exact below 8, then eight buckets per power of two.
+#[inline]
+pub const fn bucket(value: u64) -> u64 {
+    if value < 8 {
+        return value;
+    }
+    let exponent = 63 - value.leading_zeros() as u64;
+    (exponent - 2) * 8 + ((value >> (exponent - 3)) & 7)
+}
+
+/// All words of one version of one cell.
+#[derive(Clone, Copy, Debug)]
+pub struct Contents {
+    key: u64,
+    zero: bool,
+    half: bool,
+}
+
+impl Params {
+    /// What `cell` (counted from the start of RAM) holds at `version`.
+    #[inline]
+    pub fn contents(&self, cell: u64, version: u32) -> Contents {
+        let key = mix(self.content_seed ^ mix((cell << 31) ^ version as u64));
+        Contents { key, zero: (mix(key ^ GOLDEN) >> 32) < self.zero_below, half: self.half != 0 }
+    }
+
+    /// Words of `cell` (counted from the start of RAM) that are used.
+    #[inline]
+    pub fn words_of(&self, cell: u64) -> u64 {
+        if self.min_words == 0 {
+            return self.cell_words;
+        }
+        let spread = self.cell_words.wrapping_sub(self.min_words).wrapping_add(1);
+        self.min_words.wrapping_add(below(mix(cell ^ self.content_seed.rotate_left(17)), spread))
+    }
+
+    /// The cell (counted from the worker's first) operation number `op` takes, and whether it writes. `weight(i)` is
+    /// entry `i` of the table of cumulative weights.
+    #[inline]
+    pub fn pick(&self, random: &mut u64, op: u64, weight: impl Fn(u64) -> u64) -> (u64, bool) {
+        let choice = next_random(random);
+        let place = next_random(random);
+        let write = (choice >> 32) < self.write_below;
+        let rank = match self.kind {
+            KIND_SEQUENTIAL => return (op % self.cells.max(1), write),
+            KIND_HOTSET => {
+                let base = if op < self.move_at { 0 } else { self.cells / 2 };
+                let rank = if (choice & 0xFFFF_FFFF) < self.hot_below {
+                    below(place, self.hot_cells)
+                } else {
+                    self.hot_cells.wrapping_add(below(place, self.cells.wrapping_sub(self.hot_cells)))
+                };
+                base.wrapping_add(rank) % self.cells.max(1)
+            }
+            KIND_ZIPF => {
+                // The first rank whose cumulative weight exceeds `place`.
+                let (mut low, mut high) = (0, self.cells.wrapping_sub(1));
+                while low < high {
+                    let middle = low.wrapping_add(high) / 2;
+                    if weight(middle) > place { high = middle } else { low = middle.wrapping_add(1) }
+                }
+                low
+            }
+            _ => below(place, self.cells),
+        };
+        (rank.wrapping_mul(self.stride) % self.cells.max(1), write)
+    }
+}
+
+impl Contents {
+    /// Word number `index` of the cell.
+    #[inline]
+    pub fn word(&self, index: u64) -> u64 {
+        if self.zero {
+            0
+        } else if self.half && index & 8 != 0 {
+            self.key
+        } else {
+            mix(self.key.wrapping_add(index.wrapping_mul(GOLDEN)))
+        }
+    }
+}
+
+/// Word number of sample `i` in a cell of `words` words.
+#[inline]
+pub const fn sample(i: u64, words: u64) -> u64 {
+    i.wrapping_mul(words.wrapping_sub(1)) / (SAMPLES - 1)
+}
+
+struct Worker<'a, P> {
+    job: &'a Job,
+    port: &'a P,
+    checksum: u64,
+    phase: u32,
+}
+
+impl<P: Port> Worker<'_, P> {
+    #[inline]
+    fn address(&self, cell: u64, index: u64) -> *mut u64 {
+        let params = &self.job.params;
+        let word = cell.wrapping_mul(params.cell_words).wrapping_add(index);
+        (params.ram as *mut u64).wrapping_add(word as usize)
+    }
+
+    /// # Safety
+    /// The word is inside guest RAM.
+    #[inline]
+    unsafe fn check(&mut self, cell: u64, index: u64, expected: u64) {
+        let address = self.address(cell, index);
+        // SAFETY: inside guest RAM (the caller's promise), which is mapped, and aligned because RAM is.
+        let found = unsafe { address.read_volatile() };
+        self.checksum = fold(self.checksum, found);
+        if found != expected {
+            self.wrong(address as u64, expected, found);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wrong(&self, address: u64, expected: u64, found: u64) {
+        let job = self.job;
+        let mut difference = expected ^ found;
+        let mut bytes = 0;
+        while difference != 0 {
+            bytes += (difference & 0xFF != 0) as u64;
+            difference >>= 8;
+        }
+        job.wrong_bytes.fetch_add(bytes, Relaxed);
+        let count = job.wrong_words.load(Relaxed);
+        if let Some(record) = job.records.get(count as usize) {
+            record.offset.store(address.wrapping_sub(job.params.ram), Relaxed);
+            record.expected.store(expected, Relaxed);
+            record.found.store(found, Relaxed);
+            record.op.store(job.ops_done.load(Relaxed), Relaxed);
+            record.phase.store(self.phase, Relaxed);
+        }
+        // Release: whoever sees the count sees the record.
+        job.wrong_words.store(count.wrapping_add(1), core::sync::atomic::Ordering::Release);
+        if count < MAX_RECORDS as u64 {
+            self.port.tell(EVENT_WRONG);
+        }
+    }
+
+    #[inline]
+    fn version(&self, local: u64) -> *mut u32 {
+        (self.job.params.versions as *mut u32).wrapping_add(local as usize)
+    }
+
+    /// # Safety
+    /// As for [`run`].
+    unsafe fn fill(&mut self) {
+        let params = &self.job.params;
+        for local in 0..params.cells {
+            let cell = params.first_cell.wrapping_add(local);
+            let contents = params.contents(cell, 0);
+            for index in 0..params.words_of(cell) {
+                // SAFETY: a word of one of the worker's cells is inside guest RAM.
+                unsafe { self.address(cell, index).write_volatile(contents.word(index)) };
+            }
+            self.job.cells_done.store(local.wrapping_add(1), Relaxed);
+        }
+    }
+
+    /// # Safety
+    /// As for [`run`]; `local < cells`.
+    #[inline]
+    unsafe fn operation(&mut self, local: u64, write: bool) {
+        let params = &self.job.params;
+        let cell = params.first_cell.wrapping_add(local);
+        let words = params.words_of(cell);
+        let slot = self.version(local);
+        // SAFETY: `local < cells`, and there is a version word per cell, private to this worker while it runs.
+        let old = unsafe { slot.read_volatile() } & !TOUCHED;
+        let new = if write { old.wrapping_add(1) & !TOUCHED } else { old };
+        let (before, after) = (params.contents(cell, old), params.contents(cell, new));
+        let count = if params.thorough != 0 { words } else { SAMPLES };
+        for i in 0..count {
+            let index = if params.thorough != 0 { i } else { sample(i, words) };
+            // SAFETY: `index < words` for both kinds, so the word is in the worker's cell, inside guest RAM.
+            unsafe {
+                self.check(cell, index, before.word(index));
+                if write {
+                    self.address(cell, index).write_volatile(after.word(index));
+                }
+            }
+        }
+        // SAFETY: as for the read.
+        unsafe { slot.write_volatile(new | TOUCHED) };
+    }
+
+    /// # Safety
+    /// As for [`run`].
+    unsafe fn operations(&mut self) {
+        let job = self.job;
+        let params = &job.params;
+        let mut random = params.pick_seed;
+        let mut until_report = params.report_every;
+        let mut op = 0;
+        while op < params.ops && job.stop.load(Relaxed) == 0 {
+            let (local, write) = params.pick(&mut random, op, |i| {
+                let entry = (params.weights as *const u64).wrapping_add(i as usize);
+                // SAFETY: asked for `i < cells` only, and a zipf job has that many weights, which nobody writes now.
+                unsafe { entry.read_volatile() }
+            });
+            let start = if params.latency != 0 { ticks() } else { 0 };
+            // SAFETY: `pick` answers a cell below `cells`.
+            unsafe { self.operation(local, write) };
+            if params.latency != 0 {
+                self.record(op, ticks().wrapping_sub(start));
+            }
+            op = op.wrapping_add(1);
+            job.ops_done.store(op, Relaxed);
+            until_report = until_report.wrapping_sub(1);
+            if until_report == 0 {
+                until_report = params.report_every;
+                self.port.tell(EVENT_PROGRESS);
+            }
+        }
+    }
+
+    #[inline]
+    fn record(&self, op: u64, ticks: u64) {
+        let add_one = |counter: &AtomicU64| counter.store(counter.load(Relaxed).wrapping_add(1), Relaxed);
+        if let Some(counter) = self.job.histogram.get(bucket(ticks) as usize) {
+            add_one(counter);
+        }
+        if ticks > self.job.longest.load(Relaxed) {
+            self.job.longest.store(ticks, Relaxed);
+            self.job.longest_op.store(op, Relaxed);
+        }
+    }
+
+    /// # Safety
+    /// As for [`run`].
+    unsafe fn verify(&mut self) {
+        let params = &self.job.params;
+        for local in 0..params.cells {
+            let cell = params.first_cell.wrapping_add(local);
+            let words = params.words_of(cell);
+            // SAFETY: there is a version word per cell.
+            let version = unsafe { self.version(local).read_volatile() } & !TOUCHED;
+            let (filled, current) = (params.contents(cell, 0), params.contents(cell, version));
+            let mut samples_seen = 0;
+            for index in 0..words {
+                // Operations that are not thorough leave all but the samples as they were filled.
+                let sampled = index == sample(samples_seen, words);
+                samples_seen += sampled as u64;
+                let expected = if sampled || params.thorough != 0 { current } else { filled };
+                // SAFETY: a word of one of the worker's cells is inside guest RAM.
+                unsafe { self.check(cell, index, expected.word(index)) };
+            }
+            self.job.cells_done.store(local.wrapping_add(1), Relaxed);
+        }
+    }
+}
+
+/// The time-stamp counter.
+#[inline]
+pub fn ticks() -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: the instruction exists on every x86-64 CPU, and neither Linux nor our KVM guest forbids it to user mode.
+    return unsafe { core::arch::x86_64::_rdtsc() };
+    #[cfg(not(target_arch = "x86_64"))]
+    0
+}
+
+/// Do a whole job, arriving at the port before each phase.
+///
+/// # Safety
+/// In the caller's address space, from now until the return: `params.ram` is 8-byte aligned guest RAM that holds the
+/// job's cells; `params.versions` is `cells` words used by nobody else; for a zipf job, `params.weights` is `cells`
+/// words that nobody writes. Every cell has at least [`SAMPLES`] words in use.
+pub unsafe fn run<P: Port>(job: &Job, port: &P) {
+    let mut worker = Worker { job, port, checksum: 0, phase: PHASE_FILL };
+    while port.tell(EVENT_ARRIVE | worker.phase) {
+        job.cells_done.store(0, Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe {
+            match worker.phase {
+                PHASE_FILL => worker.fill(),
+                PHASE_RUN if job.params.kind == KIND_IDLE => {
+                    port.tell(EVENT_IDLE);
+                }
+                PHASE_RUN => worker.operations(),
+                PHASE_VERIFY => worker.verify(),
+                _ => return,
+            }
+        }
+        job.checksum.store(worker.checksum, Relaxed);
+        worker.phase += 1;
+    }
+}

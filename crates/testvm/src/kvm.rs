@@ -1,0 +1,206 @@
+//! The KVM guest: long mode, user privilege, no kernel, port I/O to the host.
+//!
+//! Before: `vm` lays out memory. After: each vCPU runs the guest program over its worker's job.
+//! Threads: one per vCPU, in `run_vcpu`. Units: guest virtual and guest physical addresses are equal.
+//! Promise: guest RAM is a memory slot of its own, over the very mapping of `GuestRam`; program, page tables, stacks
+//! and jobs are in another slot. Anything the program cannot have caused stops the run with the vCPU's registers.
+//!
+//! ```text
+//! 0            page 0 unused, program at 0x10000, page tables, jobs, stacks, version words      slot 0 (private)
+//! 4 GiB ..     guest RAM                                                                        slot 1
+//! ```
+//! User privilege and no kernel, because some hosts run their KVM on shadow page tables alone: there, user-mode code
+//! is as fast as anywhere, while a kernel may not boot. I/O privilege level 3 lets `out` leave the guest.
+
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE};
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
+use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+
+use crate::guest::{self, IMAGE_ADDR, Port};
+use crate::ram::GuestRam;
+use crate::vm::{Desk, Error, Places, Private, STACK_LEN};
+
+/// The guest program: code and constants, linked at [`IMAGE_ADDR`]; its first byte is its entry.
+const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.bin"));
+
+const RAM_ADDR: u64 = 4 * GIB;
+/// Devices live above this in the physical address space of a PC.
+const PRIVATE_MAX: u64 = 3 * GIB;
+/// One table of the third level maps 512 GiB, of which the first four are not RAM.
+const RAM_MAX: u64 = 508 * GIB;
+
+/// Page-table entry bits: present, writable, user, accessed, dirty, and (for a 2 MiB page) huge.
+const TABLE: u64 = 0b0110_0111;
+const HUGE: u64 = TABLE | 1 << 7;
+
+const RFLAGS_FIXED: u64 = 1 << 1;
+const RFLAGS_IOPL_3: u64 = 3 << 12;
+/// PE, MP, ET, NE, WP, AM, PG.
+const CR0: u64 = 1 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 18 | 1 << 31;
+/// PAE, OSFXSR, OSXMMEXCPT: long-mode paging, and SSE without surprises.
+const CR4: u64 = 1 << 5 | 1 << 9 | 1 << 10;
+/// LME, LMA.
+const EFER: u64 = 1 << 8 | 1 << 10;
+
+/// Why there is no KVM here, if there is none: a test prints it when it skips.
+pub fn kvm_missing() -> Option<String> {
+    Machine::new().err().map(|error| match error {
+        Error::NoKvm(source) => format!("/dev/kvm: {source}"),
+        other => other.to_string(),
+    })
+}
+
+/// A KVM virtual machine and its vCPUs that have not started.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    // Declared first, dropped first: no vCPU or VM outlives the memory it was given.
+    vcpus: Mutex<Vec<Option<VcpuFd>>>,
+    vm: VmFd,
+    kvm: Kvm,
+    tables: u64,
+}
+
+fn kvm(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> Error {
+    move |error| Error::Kvm { step, source: io::Error::from_raw_os_error(error.errno()) }
+}
+
+impl Machine {
+    pub fn new() -> Result<Self, Error> {
+        let missing = |error: kvm_ioctls::Error| Error::NoKvm(io::Error::from_raw_os_error(error.errno()));
+        if IMAGE.is_empty() {
+            return Err(Error::NoKvm(io::Error::other("the guest program exists for x86-64 only")));
+        }
+        let kvm = Kvm::new().map_err(missing)?;
+        let vm = kvm.create_vm().map_err(missing)?;
+        Ok(Self { vcpus: Mutex::default(), vm, kvm, tables: 0 })
+    }
+
+    /// Private memory needed for the program and the page tables, whatever the guest kind.
+    pub fn private_len(ram: Bytes) -> usize {
+        let directories = 4 + ram.0.div_ceil(GIB) as usize;
+        IMAGE_ADDR as usize + IMAGE.len().next_multiple_of(PAGE_SIZE) + (2 + directories) * PAGE_SIZE
+    }
+
+    /// Load the program, write the page tables, give the machine its memory. Answers the guest address of RAM.
+    pub fn lay_out(&mut self, private: &mut Private, ram: &GuestRam) -> Result<u64, Error> {
+        let too_big = |step| Error::Kvm { step, source: io::ErrorKind::OutOfMemory.into() };
+        let private_len = private.map.len() as u64;
+        if private_len > PRIVATE_MAX {
+            return Err(too_big("private memory (version words, weights) exceeds 3 GiB: use larger cells"));
+        }
+        if ram.len() as u64 > RAM_MAX {
+            return Err(too_big("guest RAM exceeds 508 GiB"));
+        }
+        let start = private.take(IMAGE_ADDR as usize + IMAGE.len());
+        private.map.copy_in(start + IMAGE_ADDR as usize, IMAGE);
+
+        let mut table = || private.take(PAGE_SIZE);
+        let (top, third) = (table(), table());
+        self.tables = top as u64;
+        let mut directories = Vec::new();
+        for (from, len) in [(0, private_len), (RAM_ADDR, ram.len() as u64)] {
+            for address in (from..from + len).step_by(GIB as usize) {
+                directories.push((address, (from + len).min(address + GIB), table()));
+            }
+        }
+        let set = |table: usize, index: u64, entry: u64| {
+            private.map.words(table + index as usize * 8, 1)[0].store(entry, std::sync::atomic::Ordering::Relaxed);
+        };
+        set(top, 0, third as u64 | TABLE);
+        for (from, end, directory) in directories {
+            set(third, from / GIB, directory as u64 | TABLE);
+            for address in (from..end).step_by(HUGE_SIZE) {
+                set(directory, address % GIB / HUGE_SIZE as u64, address | HUGE);
+            }
+        }
+        self.add_slot(0, 0, private.map.addr(), private.map.len())?;
+        self.add_slot(1, RAM_ADDR, ram.addr(), ram.len())?;
+        Ok(RAM_ADDR)
+    }
+
+    fn add_slot(&self, slot: u32, address: u64, host: usize, len: usize) -> Result<(), Error> {
+        let region = kvm_userspace_memory_region {
+            slot,
+            flags: 0,
+            guest_phys_addr: address,
+            memory_size: len as u64,
+            userspace_addr: host as u64,
+        };
+        // SAFETY: the host range is a live mapping that the owning `Vm` drops after this machine, and the slots do not
+        // overlap: slot 0 ends below 3 GiB, slot 1 starts at 4 GiB.
+        unsafe { self.vm.set_user_memory_region(region) }.map_err(kvm("adding a memory slot"))
+    }
+
+    /// Create a vCPU per worker, ready to run its job.
+    pub fn add_vcpus(&mut self, private: &Private, places: &[Places]) -> Result<(), Error> {
+        let cpuid = self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(kvm("reading the supported CPUID"))?;
+        let mut vcpus = Vec::new();
+        for (worker, place) in places.iter().enumerate() {
+            let vcpu = self.vm.create_vcpu(worker as u64).map_err(kvm("creating a vCPU"))?;
+            vcpu.set_cpuid2(&cpuid).map_err(kvm("setting the CPUID"))?;
+            let mut sregs = vcpu.get_sregs().map_err(kvm("reading the system registers"))?;
+            let segment = |selector, type_, l| kvm_segment {
+                base: 0,
+                limit: u32::MAX,
+                selector,
+                type_,
+                present: 1,
+                dpl: 3,
+                db: 1 - l,
+                s: 1,
+                l,
+                g: 1,
+                ..Default::default()
+            };
+            // Types: 11 = code, readable, accessed; 3 = data, writable, accessed. Selectors carry privilege level 3.
+            sregs.cs = segment(0x33, 11, 1);
+            sregs.ss = segment(0x2B, 3, 0);
+            (sregs.ds, sregs.es, sregs.fs, sregs.gs) = (sregs.ss, sregs.ss, sregs.ss, sregs.ss);
+            // A CPU must have a task register: type 11 = busy 64-bit task state. It is never read at I/O privilege 3.
+            sregs.tr = kvm_segment { limit: 0x67, selector: 0x40, type_: 11, present: 1, ..Default::default() };
+            // No descriptor tables: the program loads no segment, and any exception is a shutdown, which we report.
+            (sregs.gdt.limit, sregs.idt.limit) = (0, 0);
+            (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, self.tables, CR4, EFER);
+            vcpu.set_sregs(&sregs).map_err(kvm("setting the system registers"))?;
+            let stack_top = private.address(place.stack + STACK_LEN);
+            let regs = kvm_regs {
+                rip: IMAGE_ADDR,
+                rdi: private.address(place.job),
+                // A function expects to have been called: 8 bytes below a multiple of 16.
+                rsp: stack_top - 8,
+                rflags: RFLAGS_FIXED | RFLAGS_IOPL_3,
+                ..Default::default()
+            };
+            vcpu.set_regs(&regs).map_err(kvm("setting the registers"))?;
+            vcpus.push(Some(vcpu));
+        }
+        *self.vcpus.lock().unwrap_or_else(PoisonError::into_inner) = vcpus;
+        Ok(())
+    }
+
+    /// Run one worker's vCPU until its job is done or its host says stop.
+    pub fn run_vcpu(&self, worker: usize, desk: &Desk<'_>) -> Result<(), Error> {
+        let vcpu = self.vcpus.lock().unwrap_or_else(PoisonError::into_inner).get_mut(worker).and_then(Option::take);
+        let mut vcpu = vcpu.ok_or(Error::RanAlready)?;
+        loop {
+            let exit = match vcpu.run() {
+                Ok(VcpuExit::IoOut(guest::PORT, &[a, b, c, d])) => match u32::from_le_bytes([a, b, c, d]) {
+                    guest::EVENT_DONE => return Ok(()),
+                    guest::EVENT_PANIC => "the guest program panicked".to_owned(),
+                    event if desk.tell(event) => continue,
+                    _ => return Ok(()),
+                },
+                Ok(VcpuExit::Intr) => continue,
+                Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => continue,
+                Ok(exit) => format!("unexpected exit {exit:?}"),
+                Err(error) => format!("KVM_RUN failed: {error}"),
+            };
+            let regs = vcpu.get_regs().unwrap_or_default();
+            let cr2 = vcpu.get_sregs().map_or(0, |sregs| sregs.cr2);
+            return Err(Error::Stopped { vcpu: worker, exit, rip: regs.rip, rsp: regs.rsp, cr2 });
+        }
+    }
+}

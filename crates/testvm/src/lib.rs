@@ -1,0 +1,36 @@
+//! A tiny test VM: workloads with a known outcome, on guest RAM that may be paged out under them.
+//!
+//! Before: `sys` gives memory files and mappings. After: integration tests, kill tests and benchmarks run workloads
+//! on a [`Vm`] while something takes its memory away, and compare the [`Outcome`] with the model's.
+//! Threads: one per worker, native or in a KVM vCPU; `progress` and `stop` may be called from any thread meanwhile.
+//! Promise: a word of guest RAM that is not what it must be is reported when it is read, with page, offset, expected
+//! and found, and is counted in `wrong_bytes`; old contents are wrong contents.
+//!
+//! ```
+//! use ballast_testvm::{GuestKind, Spec, Vm, Workload};
+//! # fn main() -> Result<(), ballast_testvm::Error> {
+//! let mut spec = Spec::new(Workload::Hotset, "8M".parse().expect("a size"));
+//! spec.ops = 10_000;
+//! let vm = Vm::new(&spec, GuestKind::Native)?;
+//! // The hook runs before each phase, while all workers wait: attach `ram` before `Moment::Fill`.
+//! let outcome = vm.run(&|_moment, _ram| ())?;
+//! assert!(outcome.is_right());
+//! # Ok(())
+//! # }
+//! ```
+
+#[allow(unreachable_pub)]
+mod guest;
+mod kvm;
+mod model;
+mod outcome;
+pub mod qemu;
+mod ram;
+mod vm;
+mod workload;
+
+pub use kvm::kvm_missing;
+pub use outcome::{Latency, Outcome, Wrong};
+pub use ram::GuestRam;
+pub use vm::{Error, GuestKind, Moment, Progress, Vm};
+pub use workload::{PageSet, Placement, Spec, SpecError, Workload};

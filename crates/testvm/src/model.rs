@@ -1,0 +1,89 @@
+//! The model: what a workload's outcome must be, computed without guest RAM.
+//!
+//! Before: `workload` plans. After: `vm` compares what the workers report with this.
+//! Threads: one per worker, so that a long run is modelled as fast as it ran.
+//! Promise: nothing here reads guest RAM or a worker's version words; contents and choices come from the formulas, and
+//! the order of reads is written down a second time on purpose.
+
+use std::collections::HashMap;
+
+use crate::guest::{self, Params};
+use crate::workload::{PageSet, Spec};
+
+/// What must come out.
+#[derive(Debug)]
+pub struct Expected {
+    /// All workers' checksums, combined.
+    pub checksum: u64,
+    /// Cells the operations touched.
+    pub touched_cells: u64,
+    /// Pages the operations touched.
+    pub touched: PageSet,
+}
+
+/// Combine the checksums of all workers.
+pub fn combine(checksums: impl IntoIterator<Item = u64>) -> u64 {
+    checksums.into_iter().fold(0, guest::fold)
+}
+
+/// The outcome of `plan` after each worker did as many operations as `ops` says (all of them if it is empty).
+pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
+    let parts: Vec<_> = std::thread::scope(|scope| {
+        let start = |(worker, params): (usize, &Params)| {
+            let (params, ops) = (*params, ops.get(worker).copied().unwrap_or(params.ops));
+            scope.spawn(move || expect_worker(spec, &params, ops))
+        };
+        let threads: Vec<_> = plan.iter().enumerate().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().expect("the model does not panic")).collect()
+    });
+    let mut touched = PageSet::new(spec.ram);
+    parts.iter().for_each(|part| touched.union(&part.touched));
+    Expected {
+        checksum: combine(parts.iter().map(|part| part.checksum)),
+        touched_cells: parts.iter().map(|part| part.touched_cells).sum(),
+        touched,
+    }
+}
+
+fn expect_worker(spec: &Spec, params: &Params, ops: u64) -> Expected {
+    let weights = spec.weights(params.cells);
+    let mut versions: HashMap<u64, u32> = HashMap::new();
+    let mut touched = PageSet::new(spec.ram);
+    let mut random = params.pick_seed;
+    let mut checksum = 0;
+    let ops = if params.kind == guest::KIND_IDLE { 0 } else { ops };
+    for op in 0..ops {
+        let (local, write) = params.pick(&mut random, op, |rank| weights[rank as usize]);
+        let cell = params.first_cell + local;
+        let words = params.words_of(cell);
+        let version = versions.entry(local).or_insert_with(|| {
+            touched.insert_operation(params, cell);
+            0
+        });
+        let contents = params.contents(cell, *version);
+        if params.thorough != 0 {
+            checksum = (0..words).fold(checksum, |sum, index| guest::fold(sum, contents.word(index)));
+        } else {
+            let samples = (0..guest::SAMPLES).map(|i| contents.word(guest::sample(i, words)));
+            checksum = samples.fold(checksum, guest::fold);
+        }
+        *version += u32::from(write);
+    }
+    for local in 0..params.cells {
+        let cell = params.first_cell + local;
+        let words = params.words_of(cell);
+        let (filled, current) =
+            (params.contents(cell, 0), params.contents(cell, versions.get(&local).copied().unwrap_or(0)));
+        let mut image: Vec<u64> = (0..words).map(|index| filled.word(index)).collect();
+        if params.thorough != 0 {
+            image.iter_mut().zip(0..).for_each(|(word, index)| *word = current.word(index));
+        } else {
+            for i in 0..guest::SAMPLES {
+                let index = guest::sample(i, words);
+                image[index as usize] = current.word(index);
+            }
+        }
+        checksum = image.into_iter().fold(checksum, guest::fold);
+    }
+    Expected { checksum, touched_cells: versions.len() as u64, touched }
+}

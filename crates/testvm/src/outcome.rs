@@ -1,0 +1,170 @@
+//! What a run came to, and how it compares with the model.
+//!
+//! Before: `vm` collects the workers' results. After: the caller, or one line of JSON.
+//! Threads: none. Units: in every key; checksums and words are hexadecimal text, since JSON numbers lose bits.
+//! Promise: `is_right` is true only if no word was wrong *and* the run agrees with a model that never saw guest RAM.
+
+use serde::{Serialize, Serializer};
+
+use crate::guest;
+use crate::vm::GuestKind;
+use crate::workload::Workload;
+
+/// The result of one run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Outcome {
+    /// Native threads or KVM vCPUs.
+    pub guest: GuestKind,
+    /// The pattern.
+    pub workload: Workload,
+    /// Size of guest RAM.
+    pub ram_bytes: u64,
+    /// Workers.
+    pub threads: usize,
+    /// The seed.
+    pub seed: u64,
+    /// Operations done, all workers.
+    pub ops: u64,
+    /// Operations done by each worker: what the truth of a stopped run depends on.
+    pub ops_per_worker: Vec<u64>,
+    /// Hash of every word read.
+    #[serde(serialize_with = "hex")]
+    pub checksum: u64,
+    /// What the model says it must be.
+    #[serde(serialize_with = "hex")]
+    pub model_checksum: u64,
+    /// Bytes that were not what they must be, counted each time they were read.
+    pub wrong_bytes: u64,
+    /// Words with such bytes.
+    pub wrong_words: u64,
+    /// The first of them, at most 16 per worker.
+    pub wrong: Vec<Wrong>,
+    /// Cells the operations touched, as the workers saw it.
+    pub touched_cells: u64,
+    /// The same, as the model says.
+    pub model_touched_cells: u64,
+    /// Pages the operations touched, as the model says.
+    pub touched_pages: u64,
+    /// Time to fill RAM.
+    pub fill_ms: f64,
+    /// Time of the operations.
+    pub run_ms: f64,
+    /// Time to check every word.
+    pub verify_ms: f64,
+    /// Operations per second of the run phase, all workers.
+    pub ops_per_s: f64,
+    /// Events the workers sent; in a KVM guest each is a port-I/O exit.
+    pub events: u64,
+    /// Times of single operations, if they were measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency: Option<Latency>,
+}
+
+impl Outcome {
+    /// No wrong byte, and checksum and touched cells are the model's.
+    pub fn is_right(&self) -> bool {
+        self.wrong_words == 0 && self.checksum == self.model_checksum && self.touched_cells == self.model_touched_cells
+    }
+}
+
+/// One wrong word.
+#[derive(Clone, Debug, Serialize)]
+pub struct Wrong {
+    /// Who read it.
+    pub worker: usize,
+    /// Page of guest RAM.
+    pub page: u64,
+    /// Byte offset in the page.
+    pub offset: u64,
+    /// What it must be.
+    #[serde(serialize_with = "hex")]
+    pub expected: u64,
+    /// What it was.
+    #[serde(serialize_with = "hex")]
+    pub found: u64,
+    /// Operations the worker had done.
+    pub op: u64,
+    /// `run` or `verify`.
+    pub phase: &'static str,
+}
+
+/// How long operations took. Percentiles are the upper edge of a bucket, at most 12.5 % above the true value.
+#[derive(Clone, Debug, Serialize)]
+pub struct Latency {
+    /// Operations measured.
+    pub count: u64,
+    /// Median.
+    pub p50_ns: u64,
+    /// 99 %.
+    pub p99_ns: u64,
+    /// 99.9 %.
+    pub p999_ns: u64,
+    /// The longest operation: the longest stall of the VM in the run phase.
+    pub max_ns: u64,
+    /// Which worker had it.
+    pub max_worker: usize,
+    /// Its number in that worker.
+    pub max_op: u64,
+}
+
+impl Latency {
+    /// From counts per bucket, the longest as `(ticks, worker, operation)`, and the clock's rate.
+    pub(crate) fn new(counts: &[u64], longest: (u64, usize, u64), ticks_per_ns: f64) -> Self {
+        let count: u64 = counts.iter().sum();
+        let ns = |ticks: u64| (ticks as f64 / ticks_per_ns) as u64;
+        let percentile = |fraction: f64| {
+            let rank = (count as f64 * fraction).ceil() as u64;
+            let mut seen = 0;
+            let bucket = counts.iter().position(|here| {
+                seen += here;
+                seen >= rank
+            });
+            bucket.map_or(0, |bucket| ns(upper_edge(bucket as u64).min(longest.0)))
+        };
+        let (p50_ns, p99_ns, p999_ns) = (percentile(0.5), percentile(0.99), percentile(0.999));
+        Self { count, p50_ns, p99_ns, p999_ns, max_ns: ns(longest.0), max_worker: longest.1, max_op: longest.2 }
+    }
+}
+
+/// The largest value [`guest::bucket`] puts into a bucket.
+fn upper_edge(bucket: u64) -> u64 {
+    if bucket < 8 {
+        return bucket;
+    }
+    let (exponent, eighth) = (bucket / 8 + 2, bucket % 8);
+    let width = 1u128 << (exponent - 3);
+    let edge = (1u128 << exponent) + u128::from(eighth + 1) * width - 1;
+    debug_assert_eq!(guest::bucket(edge as u64), bucket);
+    edge as u64
+}
+
+pub(crate) fn hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&format!("{value:#018x}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_value_is_in_a_bucket_and_buckets_are_adjacent() {
+        let mut next = 0u64;
+        for bucket in 0..guest::BUCKETS as u64 {
+            assert_eq!(guest::bucket(next), bucket);
+            let edge = upper_edge(bucket);
+            assert_eq!(guest::bucket(edge), bucket);
+            next = edge.wrapping_add(1);
+        }
+        assert_eq!(next, 0, "the last bucket ends at u64::MAX");
+    }
+
+    #[test]
+    fn percentiles_never_exceed_the_maximum() {
+        let mut counts = vec![0; guest::BUCKETS];
+        counts[guest::bucket(100) as usize] = 999;
+        counts[guest::bucket(1_000_000) as usize] = 1;
+        let latency = Latency::new(&counts, (1_000_000, 1, 7), 1.0);
+        assert!((100..113).contains(&latency.p50_ns), "{latency:?}");
+        assert_eq!((latency.p999_ns, latency.max_ns), (latency.p50_ns, 1_000_000));
+    }
+}

@@ -1,0 +1,78 @@
+//! The serial console: copied to a file, read for the words /init says.
+//!
+//! Before: QEMU's standard output. After: `wait_ready` and `wait_run` look at [`Said`].
+//! Threads: one reader per guest; waiters sleep on `changed`.
+//! Units: lines.
+//! Promise: `closed` is set only after every line that was written has been heard.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::process::ChildStdout;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::TAIL_LINES;
+
+/// What the console said, shared with the thread that reads it.
+#[derive(Debug, Default)]
+pub(super) struct Console {
+    said: Mutex<Said>,
+    pub(super) changed: Condvar,
+}
+
+/// What was heard so far.
+#[derive(Debug, Default)]
+pub(super) struct Said {
+    /// The last lines.
+    pub(super) tail: VecDeque<String>,
+    /// `BALLAST-READY` was among them.
+    pub(super) ready: bool,
+    /// The status after `BALLAST-EXIT`.
+    pub(super) exit: Option<i32>,
+    /// Nobody holds the console's other end any more.
+    pub(super) closed: bool,
+    /// The process was found dead one look ago and nothing was said since.
+    pub(super) quiet_since_death: bool,
+}
+
+impl Console {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Said> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Copy `from` to `to` until its end, noting what matters.
+    pub(super) fn follow(&self, from: ChildStdout, mut to: File) {
+        let mut from = BufReader::new(from);
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            let more = matches!(from.read_until(b'\n', &mut line), Ok(read) if read > 0);
+            let _ = to.write_all(&line);
+            let mut said = self.lock();
+            if more {
+                said.hear(String::from_utf8_lossy(&line).trim_end());
+            } else {
+                said.closed = true;
+            }
+            drop(said);
+            self.changed.notify_all();
+            if !more {
+                return;
+            }
+        }
+    }
+}
+
+impl Said {
+    fn hear(&mut self, line: &str) {
+        self.quiet_since_death = false;
+        self.ready |= line.contains("BALLAST-READY");
+        if let Some((_, rest)) = line.split_once("BALLAST-EXIT ") {
+            self.exit = rest.split_whitespace().next().and_then(|status| status.parse().ok());
+        }
+        self.tail.push_back(line.to_string());
+        if self.tail.len() > TAIL_LINES {
+            self.tail.pop_front();
+        }
+    }
+}

@@ -1,0 +1,330 @@
+//! The Redis driver: fill a guest with data that proves itself, use it, read every byte back.
+//!
+//! Before: [`super::QemuGuest::redis_addr`] or any Redis. After: tests and the demo compare [`Verified`] with the keys loaded.
+//! Threads: the caller's; one connection per call. Loads of several guests may run beside each other.
+//! Units: sizes are bytes, times are `Duration`, rates are per second.
+//! Promise: a value is a function of seed, key and version, so a swapped, stale or damaged value is seen; nothing is
+//! taken for right that was not read back and compared whole.
+
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use redis::{Connection, Pipeline, RedisError};
+
+/// A Redis connection must answer within this, however much of the guest is far away.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Value bytes in flight per round trip.
+const BATCH_BYTES: usize = 256 << 10;
+
+/// Redis did not do what it was asked (guest, or the network between).
+#[derive(Debug, thiserror::Error)]
+#[error("{doing} at {addr}")]
+pub struct Error {
+    /// The activity.
+    doing: &'static str,
+    /// Which Redis.
+    addr: SocketAddr,
+    /// What it said.
+    #[source]
+    source: RedisError,
+}
+
+/// The data a Redis should hold: `keys` values, each of which knows which version it is at.
+#[derive(Clone, Debug)]
+pub struct Dataset {
+    seed: u64,
+    value_bytes: usize,
+    versions: Vec<u32>,
+}
+
+impl Dataset {
+    /// `keys` values of `value_bytes` each, at version 0.
+    pub fn new(keys: usize, value_bytes: usize, seed: u64) -> Self {
+        Self { seed, value_bytes, versions: vec![0; keys] }
+    }
+
+    /// How many keys.
+    pub fn keys(&self) -> usize {
+        self.versions.len()
+    }
+
+    /// Bytes of all values.
+    pub fn bytes(&self) -> u64 {
+        self.keys() as u64 * self.value_bytes as u64
+    }
+
+    fn name(key: usize) -> String {
+        format!("key:{key:08}")
+    }
+
+    /// Keys per round trip.
+    fn batch(&self) -> usize {
+        (BATCH_BYTES / self.value_bytes.max(1)).clamp(1, 256)
+    }
+
+    /// What `key` must hold now. Every second 64 bytes are random, the others repeat one byte: compressors get it to
+    /// about half, page by page.
+    pub fn value(&self, key: usize) -> Vec<u8> {
+        // The seed is mixed first: two guests' seeds often differ in one bit, as two versions do.
+        let mut random = Random(Random(self.seed).next() ^ ((key as u64) << 32 | u64::from(self.versions[key])));
+        let filler = random.next() as u8;
+        let mut value = Vec::with_capacity(self.value_bytes + 128);
+        while value.len() < self.value_bytes {
+            (0..8).for_each(|_| value.extend_from_slice(&random.next().to_le_bytes()));
+            value.extend_from_slice(&[filler; 64]);
+        }
+        value.truncate(self.value_bytes);
+        value
+    }
+}
+
+/// What was put in.
+#[derive(Clone, Copy, Debug)]
+pub struct Loaded {
+    /// Keys set.
+    pub keys: usize,
+    /// Bytes of their values.
+    pub bytes: u64,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+/// What was read back.
+#[derive(Clone, Debug, Default)]
+pub struct Verified {
+    /// Keys whose value was right in every byte.
+    pub verified: usize,
+    /// Keys with another value than the last one written.
+    pub wrong: usize,
+    /// Keys Redis does not know.
+    pub missing: usize,
+    /// Bytes that differ or are not there, over all keys.
+    pub bytes_lost: u64,
+    /// The first wrong or missing key, in words.
+    pub first_wrong: Option<String>,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+impl Verified {
+    /// Compare one answer with what it must be.
+    fn check(&mut self, data: &Dataset, key: usize, got: Option<&[u8]>) {
+        let want = data.value(key);
+        let Some(got) = got else {
+            self.missing += 1;
+            self.bytes_lost += want.len() as u64;
+            self.first_wrong.get_or_insert_with(|| format!("{} is missing", Dataset::name(key)));
+            return;
+        };
+        if got == want {
+            self.verified += 1;
+            return;
+        }
+        let differ = want.iter().zip(got).filter(|(want, got)| want != got).count() + want.len().abs_diff(got.len());
+        self.wrong += 1;
+        self.bytes_lost += differ as u64;
+        self.first_wrong.get_or_insert_with(|| {
+            let at = want.iter().zip(got).position(|(want, got)| want != got).unwrap_or(want.len().min(got.len()));
+            format!("{}: {differ} bytes differ, the first at {at} of {}", Dataset::name(key), want.len())
+        });
+    }
+}
+
+/// Which keys are used how often.
+#[derive(Clone, Copy, Debug)]
+pub struct Mix {
+    /// Stop after this long...
+    pub duration: Duration,
+    /// ...or after this many operations, whichever is first.
+    pub max_ops: u64,
+    /// This part of the keys, the first ones,
+    pub hot_keys: f64,
+    /// gets this part of the operations.
+    pub hot_ops: f64,
+    /// This part of the operations writes a new version; the others read and compare.
+    pub writes: f64,
+    /// Operations per round trip.
+    pub pipeline: usize,
+    /// Of the random choices.
+    pub seed: u64,
+}
+
+impl Default for Mix {
+    /// 5 s; 10 % of the keys get 90 % of the operations, of which 10 % write; 8 per round trip.
+    fn default() -> Self {
+        let duration = Duration::from_secs(5);
+        Self { duration, max_ops: u64::MAX, hot_keys: 0.1, hot_ops: 0.9, writes: 0.1, pipeline: 8, seed: 1 }
+    }
+}
+
+/// What [`throughput`] saw.
+#[derive(Clone, Debug, Default)]
+pub struct Throughput {
+    /// Operations done.
+    pub ops: u64,
+    /// Of them writes.
+    pub writes: u64,
+    /// How long it took.
+    pub elapsed: Duration,
+    /// Every value read was compared.
+    pub reads: Verified,
+    /// Time per round trip of [`Mix::pipeline`] operations, ascending.
+    round_trips: Vec<Duration>,
+}
+
+impl Throughput {
+    /// Operations per second.
+    pub fn ops_per_s(&self) -> f64 {
+        self.ops as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    /// Round-trip time that `part` (0..=1) of the round trips do not exceed.
+    pub fn round_trip(&self, part: f64) -> Duration {
+        let last = self.round_trips.len().saturating_sub(1);
+        self.round_trips.get((last as f64 * part).round() as usize).copied().unwrap_or_default()
+    }
+}
+
+/// Set every key of `data`.
+pub fn load(addr: SocketAddr, data: &Dataset) -> Result<Loaded, Error> {
+    let start = Instant::now();
+    let mut connection = connect(addr)?;
+    for keys in batches(data) {
+        let mut pipeline = redis::pipe();
+        keys.for_each(|key| set(&mut pipeline, data, key));
+        pipeline.exec(&mut connection).map_err(|source| Error { doing: "Setting keys", addr, source })?;
+    }
+    Ok(Loaded { keys: data.keys(), bytes: data.bytes(), elapsed: start.elapsed() })
+}
+
+/// Read every key of `data` back and compare every byte.
+pub fn verify(addr: SocketAddr, data: &Dataset) -> Result<Verified, Error> {
+    let start = Instant::now();
+    let mut connection = connect(addr)?;
+    let mut verified = Verified::default();
+    for keys in batches(data) {
+        let mut pipeline = redis::pipe();
+        for key in keys.clone() {
+            pipeline.get(Dataset::name(key));
+        }
+        let values: Vec<Option<Vec<u8>>> =
+            pipeline.query(&mut connection).map_err(|source| Error { doing: "Reading keys", addr, source })?;
+        keys.zip(values).for_each(|(key, value)| verified.check(data, key, value.as_deref()));
+    }
+    verified.elapsed = start.elapsed();
+    Ok(verified)
+}
+
+/// Use `data` as `mix` says, for its ops per second. Writes move keys to their next version, which `data` then knows;
+/// after an error it is unknown which of the last round trip were done.
+pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Throughput, Error> {
+    let mut connection = connect(addr)?;
+    let mut random = Random(mix.seed);
+    let hot = ((data.keys() as f64 * mix.hot_keys) as usize).clamp(1, data.keys().max(1));
+    let mut seen = Throughput::default();
+    let start = Instant::now();
+    while data.keys() > 0 && start.elapsed() < mix.duration && seen.ops < mix.max_ops {
+        let mut pipeline = redis::pipe();
+        // Keys read in this batch. None of them is written later in it: its value would be the old version's.
+        let mut wants = Vec::with_capacity(mix.pipeline);
+        for _ in 0..mix.pipeline.max(1) {
+            let range = if random.unit() < mix.hot_ops { hot } else { data.keys() };
+            let key = (random.unit() * range as f64) as usize;
+            if random.unit() < mix.writes && !wants.contains(&key) {
+                data.versions[key] = data.versions[key].wrapping_add(1);
+                set(&mut pipeline, data, key);
+                seen.writes += 1;
+            } else {
+                pipeline.get(Dataset::name(key));
+                wants.push(key);
+            }
+            seen.ops += 1;
+        }
+        let sent = Instant::now();
+        let values: Vec<Option<Vec<u8>>> =
+            pipeline.query(&mut connection).map_err(|source| Error { doing: "Using keys", addr, source })?;
+        seen.round_trips.push(sent.elapsed());
+        wants.into_iter().zip(values).for_each(|(key, value)| seen.reads.check(data, key, value.as_deref()));
+    }
+    seen.elapsed = start.elapsed();
+    seen.round_trips.sort_unstable();
+    Ok(seen)
+}
+
+fn connect(addr: SocketAddr) -> Result<Connection, Error> {
+    let connect = || {
+        let connection = redis::Client::open(format!("redis://{addr}/"))?.get_connection_with_timeout(PATIENCE)?;
+        connection.set_read_timeout(Some(PATIENCE))?;
+        connection.set_write_timeout(Some(PATIENCE))?;
+        Ok(connection)
+    };
+    connect().map_err(|source| Error { doing: "Connecting to Redis", addr, source })
+}
+
+fn batches(data: &Dataset) -> impl Iterator<Item = Range<usize>> {
+    let keys = data.keys();
+    (0..keys).step_by(data.batch()).map(move |start| start..keys.min(start + data.batch()))
+}
+
+fn set(pipeline: &mut Pipeline, data: &Dataset, key: usize) {
+    pipeline.set(Dataset::name(key), data.value(key)).ignore();
+}
+
+/// SplitMix64: quick, seedable, good enough to be incompressible.
+#[derive(Debug)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Uniform in 0..1.
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_depends_on_seed_key_and_version_and_is_the_same_each_time() {
+        let mut data = Dataset::new(2, 4096, 7);
+        let value = data.value(0);
+        assert_eq!(value, data.value(0));
+        assert_eq!(value.len(), 4096);
+        assert_ne!(value, data.value(1));
+        assert_ne!(value, Dataset::new(1, 4096, 8).value(0));
+        data.versions[0] = 1;
+        assert_ne!(value, data.value(0));
+        // 6 ^ 1 == 7: seeds were once combined with versions bit by bit, and one guest's data passed as another's.
+        let mut neighbour = Dataset::new(1, 4096, 6);
+        neighbour.versions[0] = 1;
+        assert_ne!(value, neighbour.value(0));
+    }
+
+    #[test]
+    fn a_wrong_a_stale_a_short_and_a_missing_value_are_each_counted() {
+        let mut data = Dataset::new(5, 1000, 1);
+        let stale = data.value(3);
+        data.versions[3] = 1;
+        let mut wrong = data.value(1);
+        wrong[500] ^= 1;
+        let mut seen = Verified::default();
+        seen.check(&data, 0, Some(&data.value(0)));
+        seen.check(&data, 1, Some(&wrong));
+        seen.check(&data, 2, None);
+        seen.check(&data, 3, Some(&stale));
+        seen.check(&data, 4, Some(&data.value(4)[..999]));
+        assert_eq!((seen.verified, seen.wrong, seen.missing), (1, 3, 1));
+        assert_eq!(seen.first_wrong.as_deref(), Some("key:00000001: 1 bytes differ, the first at 500 of 1000"));
+        assert!(seen.bytes_lost > 1 + 1000 + 1, "{seen:?}");
+    }
+}

@@ -1,0 +1,132 @@
+//! Guest RAM: a shared memory file mapped at a huge-page aligned address.
+//!
+//! Before: `sys::memfd` makes the file. After: workers read and write it; a pager takes pages out of it at any time.
+//! Threads: any. Units: offsets are bytes from the start of RAM, which is also the start of the file.
+//! Promise: file offset and address agree modulo 2 MiB, so every huge page of the file can be mapped as one; no Rust
+//! reference to plain memory inside RAM is formed.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU64;
+
+use ballast_base::{Bytes, HUGE_SIZE};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// The RAM of a test VM, in the process that plays the VMM.
+#[derive(Debug)]
+pub struct GuestRam {
+    memfd: OwnedFd,
+    /// The address space reserved so that an aligned start fits in it.
+    reserved: NonNull<u8>,
+    reserved_len: usize,
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is memory owned by this value until drop, at a fixed address; nothing in it is thread-bound.
+unsafe impl Send for GuestRam {}
+// SAFETY: access through `&self` is by atomics only; workers use volatile accesses to disjoint cells.
+unsafe impl Sync for GuestRam {}
+
+impl GuestRam {
+    /// Create the file, sparse, and map it.
+    pub fn new(size: Bytes) -> io::Result<Self> {
+        let memfd = ballast_sys::memfd::create("ballast-testvm-ram", size)?;
+        let len = usize::try_from(size.0).map_err(io::Error::other)?;
+        let reserved_len = len.checked_add(HUGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range; nothing is replaced.
+        let reserved =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved_len, ProtFlags::empty(), flags)? };
+        let aligned = (reserved as usize).next_multiple_of(HUGE_SIZE);
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        // SAFETY: `aligned + len <= reserved + len + HUGE_SIZE`: only the range reserved above is replaced, and nobody
+        // else knows it.
+        let base =
+            unsafe { rustix::mm::mmap(aligned as *mut _, len, prot, flags | MapFlags::FIXED, memfd.as_fd(), 0)? };
+        match (NonNull::new(reserved.cast()), NonNull::new(base.cast())) {
+            (Some(reserved), Some(base)) => Ok(Self { memfd, reserved, reserved_len, base, len }),
+            _ => Err(io::Error::other("mmap answered the null address")),
+        }
+    }
+
+    /// The memory file.
+    pub fn memfd(&self) -> BorrowedFd<'_> {
+        self.memfd.as_fd()
+    }
+
+    /// Address of the first byte in this process; a multiple of 2 MiB.
+    pub fn addr(&self) -> usize {
+        self.base.as_ptr() as usize
+    }
+
+    /// Bytes of RAM.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// RAM is never empty (the kernel refuses an empty mapping); here because `len` is.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn ptr(&self, offset: usize, len: usize) -> *mut u8 {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(inside, "range {offset:#x}+{len:#x} is outside guest RAM of {:#x} bytes", self.len);
+        self.base.as_ptr().wrapping_add(offset)
+    }
+
+    /// One 64-bit word of RAM. Tests spoil memory through it.
+    ///
+    /// # Panics
+    /// If the word is outside RAM or `offset` is not a multiple of 8.
+    pub fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8), "word offset {offset:#x} is not aligned");
+        let ptr = self.ptr(offset, 8).cast::<AtomicU64>();
+        // SAFETY: in bounds and aligned (checked above), mapped as long as `self`; integers have no invalid values.
+        unsafe { &*ptr }
+    }
+
+    /// Drop this process's page-table entries of a range; the data stays in the file.
+    ///
+    /// # Panics
+    /// If the range is outside RAM.
+    pub fn zap(&self, offset: usize, len: usize) -> io::Result<()> {
+        let ptr = self.ptr(offset, len);
+        // SAFETY: inside this shared file mapping, so contents stay in the file and come back at the next touch.
+        unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed) }.map_err(io::Error::from)
+    }
+}
+
+impl Drop for GuestRam {
+    fn drop(&mut self) {
+        // SAFETY: the range reserved in `new`, RAM inside it, unmapped exactly once; references into it borrow `self`.
+        if let Err(error) = unsafe { rustix::mm::munmap(self.reserved.as_ptr().cast(), self.reserved_len) } {
+            debug_assert!(false, "unmapping guest RAM: {error}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering::Relaxed;
+
+    #[test]
+    fn ram_is_aligned_to_huge_pages_starts_as_holes_and_keeps_bytes_over_a_zap() {
+        let ram = GuestRam::new(Bytes(3 << 20)).expect("ram");
+        assert!(ram.addr().is_multiple_of(HUGE_SIZE));
+        assert_eq!(ballast_sys::memfd::resident(ram.memfd()).expect("stat").0, 0);
+        ram.word(4096).store(5, Relaxed);
+        ram.zap(0, ram.len()).expect("zap");
+        assert_eq!(ram.word(4096).load(Relaxed), 5);
+        assert_eq!(ballast_sys::memfd::resident(ram.memfd()).expect("stat").0, 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "outside guest RAM")]
+    fn a_word_outside_ram_panics() {
+        GuestRam::new(Bytes(4096)).expect("ram").word(4096);
+    }
+}

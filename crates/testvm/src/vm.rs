@@ -1,0 +1,471 @@
+//! A test VM: guest RAM, the workers' private memory, and the phases they go through together.
+//!
+//! Before: `workload` plans, `ram` maps. After: an [`Outcome`].
+//! Threads: `run` starts one per worker and waits for them; `stop` and `progress` may be called from any thread.
+//! Promise: no worker is in phase N+1 before all have finished phase N, and the hook runs between the two. Orders,
+//! version words and results are in private memory of their own: paging out guest RAM cannot change what is right.
+
+use std::io;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_sys::{Mapping, memfd};
+use serde::Serialize;
+
+use crate::guest::{self, Job, Params, Port, TOUCHED};
+use crate::kvm::Machine;
+use crate::model;
+use crate::outcome::{Latency, Outcome, Wrong};
+use crate::ram::GuestRam;
+use crate::workload::{Spec, SpecError};
+
+/// What the workers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum GuestKind {
+    /// Threads of this process.
+    Native,
+    /// Virtual CPUs, in user mode, without a kernel.
+    Kvm,
+}
+
+/// The point between two phases at which the hook is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moment {
+    /// Nothing has touched guest RAM yet.
+    Fill,
+    /// RAM is filled; the operations come next.
+    Run,
+    /// The operations are over; every word is checked next.
+    Verify,
+    /// Every word was checked; nothing touches guest RAM any more.
+    End,
+}
+
+/// How far the workers are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Progress {
+    /// Operations done.
+    pub ops: u64,
+    /// Cells filled or verified in the current phase.
+    pub cells: u64,
+    /// Wrong bytes found.
+    pub wrong_bytes: u64,
+}
+
+/// Why a VM could not be made or could not finish.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Caused by the operator.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// This machine cannot run KVM guests.
+    #[error("A KVM guest needs a usable /dev/kvm; a native guest runs without it")]
+    NoKvm(#[source] io::Error),
+    /// The kernel refused a step of making or running the KVM guest.
+    #[error("KVM: {step}")]
+    Kvm {
+        /// The step.
+        step: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A vCPU left the guest for a reason that the guest program cannot cause.
+    #[error("vCPU {vcpu} stopped: {exit}, at instruction {rip:#x}, stack {rsp:#x}, fault address {cr2:#x}")]
+    Stopped {
+        /// Its number.
+        vcpu: usize,
+        /// The exit.
+        exit: String,
+        /// Its instruction pointer.
+        rip: u64,
+        /// Its stack pointer.
+        rsp: u64,
+        /// Its last page-fault address.
+        cr2: u64,
+    },
+    /// Host memory could not be had.
+    #[error("Allocating {size} for {what}")]
+    Memory {
+        /// The purpose.
+        what: &'static str,
+        /// The size.
+        size: Bytes,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The VM has run already; its memory is no longer fresh.
+    #[error("This VM has run already")]
+    RanAlready,
+    /// Another worker failed first.
+    #[error("Stopped because another worker failed")]
+    Abandoned,
+}
+
+/// Memory only the workers and this file use, with the addresses workers know it by.
+#[derive(Debug)]
+pub(crate) struct Private {
+    pub map: Mapping,
+    guest_base: u64,
+    used: usize,
+}
+
+impl Private {
+    fn new(size: usize, kind: GuestKind) -> io::Result<Self> {
+        let fd = memfd::create("ballast-testvm-private", Bytes(size as u64))?;
+        let map = Mapping::shared(&fd, 0, size)?;
+        // A native worker sees host addresses, a vCPU sees guest addresses from zero.
+        let guest_base = if kind == GuestKind::Native { map.addr() as u64 } else { 0 };
+        Ok(Self { map, guest_base, used: 0 })
+    }
+
+    /// Take `len` zeroed bytes at the next page; answers their offset.
+    pub fn take(&mut self, len: usize) -> usize {
+        let offset = self.used.next_multiple_of(PAGE_SIZE);
+        self.used = offset + len;
+        assert!(self.used <= self.map.len(), "the private memory was measured too small");
+        offset
+    }
+
+    /// The address workers know `offset` by.
+    pub fn address(&self, offset: usize) -> u64 {
+        self.guest_base + offset as u64
+    }
+}
+
+/// Offsets of one worker's private memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places {
+    pub job: usize,
+    versions: usize,
+    pub stack: usize,
+}
+
+/// Enough for the guest program, which needs a few hundred bytes.
+pub(crate) const STACK_LEN: usize = 4 * PAGE_SIZE;
+
+/// A point in time, by both clocks.
+#[derive(Clone, Copy, Debug)]
+struct Mark {
+    time: Instant,
+    ticks: u64,
+}
+
+impl Mark {
+    fn now() -> Self {
+        Self { time: Instant::now(), ticks: guest::ticks() }
+    }
+}
+
+/// What the phase gate knows.
+#[derive(Debug, Default)]
+struct Gate {
+    arrived: usize,
+    generation: u64,
+    started: bool,
+    failed: bool,
+    stopped: bool,
+    /// For each phase: when the one before it was over, and when it began. Between the two the hook ran.
+    marks: Vec<(Mark, Mark)>,
+}
+
+/// A test VM. Runs once.
+#[derive(Debug)]
+pub struct Vm {
+    spec: Spec,
+    kind: GuestKind,
+    machine: Option<Machine>,
+    plan: Vec<Params>,
+    places: Vec<Places>,
+    private: Private,
+    ram: GuestRam,
+    gate: Mutex<Gate>,
+    turn: Condvar,
+    events: std::sync::atomic::AtomicU64,
+}
+
+type Hook<'a> = dyn Fn(Moment, &GuestRam) + Sync + 'a;
+
+impl Vm {
+    /// Lay out memory and, for a KVM guest, create its vCPUs. Guest RAM is still untouched.
+    pub fn new(spec: &Spec, kind: GuestKind) -> Result<Self, Error> {
+        let mut plan = spec.plan()?;
+        let memory = |what, size: u64| move |source| Error::Memory { what, size: Bytes(size), source };
+        let mut machine = if kind == GuestKind::Kvm { Some(Machine::new()?) } else { None };
+        let ram = GuestRam::new(spec.ram).map_err(memory("guest RAM", spec.ram.0))?;
+        let per_cell = if plan.iter().any(|params| params.kind == guest::KIND_ZIPF) { 12 } else { 4 };
+        let per_worker = size_of::<Job>() + STACK_LEN + 5 * PAGE_SIZE;
+        let cells: u64 = plan.iter().map(|params| params.cells).sum();
+        let size = (cells as usize * per_cell + plan.len() * per_worker + Machine::private_len(spec.ram))
+            .next_multiple_of(PAGE_SIZE);
+        let mut private = Private::new(size, kind).map_err(memory("private memory", size as u64))?;
+        let ram_address = match &mut machine {
+            None => ram.addr() as u64,
+            Some(machine) => machine.lay_out(&mut private, &ram)?,
+        };
+        let mut places = Vec::new();
+        for params in &mut plan {
+            let job = private.take(size_of::<Job>());
+            let versions = private.take((params.cells as usize * 4).next_multiple_of(8));
+            let stack = private.take(STACK_LEN);
+            let weights = spec.weights(params.cells);
+            let table = private.take(weights.len() * 8);
+            private
+                .map
+                .words(table, weights.len())
+                .iter()
+                .zip(&weights)
+                .for_each(|(to, from)| to.store(*from, Relaxed));
+            params.ram = ram_address;
+            params.versions = private.address(versions);
+            params.weights = private.address(table);
+            let target = private.map.ptr(job, size_of::<Job>()).cast::<Job>();
+            // SAFETY: in bounds (checked by `ptr`), page-aligned, and no reference to the job exists yet. The rest of
+            // the job is atomics, for which the zeros of fresh memory are values.
+            unsafe { (&raw mut (*target).params).write(*params) };
+            places.push(Places { job, versions, stack });
+        }
+        if let Some(machine) = &mut machine {
+            machine.add_vcpus(&private, &places)?;
+        }
+        let (gate, turn, events) = Default::default();
+        Ok(Self { spec: spec.clone(), kind, machine, plan, places, private, ram, gate, turn, events })
+    }
+
+    /// Guest RAM: its memory file and where it is mapped.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// The spec it was made from.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// How far the workers are now. Costs them nothing.
+    pub fn progress(&self) -> Progress {
+        self.jobs().fold(Progress::default(), |sum, job| Progress {
+            ops: sum.ops + job.ops_done.load(Relaxed),
+            cells: sum.cells + job.cells_done.load(Relaxed),
+            wrong_bytes: sum.wrong_bytes + job.wrong_bytes.load(Relaxed),
+        })
+    }
+
+    /// End the run phase after the operations in flight; RAM is still verified.
+    pub fn stop(&self) {
+        self.jobs().for_each(|job| job.stop.store(1, Relaxed));
+        self.gate().stopped = true;
+        self.turn.notify_all();
+    }
+
+    /// Fill RAM, do the operations, verify RAM; call `hook` before each phase and at the end, while all workers wait.
+    pub fn run(&self, hook: &Hook<'_>) -> Result<Outcome, Error> {
+        if std::mem::replace(&mut self.gate().started, true) {
+            return Err(Error::RanAlready);
+        }
+        let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
+            let spawn = |worker| scope.spawn(move || self.work(worker, hook));
+            let threads: Vec<_> = (0..self.plan.len()).map(spawn).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        let mut abandoned = false;
+        for result in results {
+            match result {
+                Err(Error::Abandoned) => abandoned = true,
+                other => other?,
+            }
+        }
+        if abandoned { Err(Error::Abandoned) } else { Ok(self.outcome()) }
+    }
+
+    fn work(&self, worker: usize, hook: &Hook<'_>) -> Result<(), Error> {
+        /// Sets the others free if this worker ends before its time, by an error or a panic in the hook.
+        struct Leave<'a>(&'a Vm, bool);
+        impl Drop for Leave<'_> {
+            fn drop(&mut self) {
+                if !self.1 {
+                    self.0.gate().failed = true;
+                    self.0.stop();
+                }
+            }
+        }
+        let mut leave = Leave(self, false);
+        let desk = Desk { vm: self, worker, hook };
+        match &self.machine {
+            // SAFETY: `new` made this job's addresses: RAM and private memory are mapped until `self` goes, version
+            // words and weights have the job's length and belong to this worker, which runs once (`started`).
+            None => unsafe { guest::run(self.job(worker), &desk) },
+            Some(machine) => machine.run_vcpu(worker, &desk)?,
+        }
+        if self.gate().failed {
+            return Err(Error::Abandoned);
+        }
+        leave.1 = true;
+        Ok(())
+    }
+
+    fn gate(&self) -> MutexGuard<'_, Gate> {
+        // A panicking hook does not hold the lock, and the gate is consistent at every unlock.
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn job(&self, worker: usize) -> &Job {
+        let job = self.private.map.ptr(self.places[worker].job, size_of::<Job>()).cast::<Job>();
+        // SAFETY: in bounds, page-aligned, alive as long as `self`; parameters are constant since `new`, everything
+        // else in a job is atomic.
+        unsafe { &*job }
+    }
+
+    fn jobs(&self) -> impl Iterator<Item = &Job> {
+        (0..self.places.len()).map(|worker| self.job(worker))
+    }
+
+    fn wrong(&self, worker: usize, index: usize) -> Wrong {
+        let record = &self.job(worker).records[index];
+        let offset = record.offset.load(Relaxed);
+        Wrong {
+            worker,
+            page: PageIdx::containing(offset).0,
+            offset: offset % PAGE_SIZE as u64,
+            expected: record.expected.load(Relaxed),
+            found: record.found.load(Relaxed),
+            op: record.op.load(Relaxed),
+            phase: if record.phase.load(Relaxed) == guest::PHASE_RUN { "run" } else { "verify" },
+        }
+    }
+
+    fn touched_cells(&self, worker: usize) -> u64 {
+        let words = (self.plan[worker].cells as usize).div_ceil(2);
+        let touched = |word: u64| u64::from(word as u32 & TOUCHED != 0) + (word >> 63);
+        const { assert!(TOUCHED == 1 << 31) };
+        self.private.map.words(self.places[worker].versions, words).iter().map(|word| touched(word.load(Relaxed))).sum()
+    }
+
+    fn outcome(&self) -> Outcome {
+        let ops_per_worker: Vec<u64> = self.jobs().map(|job| job.ops_done.load(Relaxed)).collect();
+        let expected = model::expect(&self.spec, &self.plan, &ops_per_worker);
+        let gate = self.gate();
+        let phase_ms = |phase: u32| {
+            let ((_, began), (ended, _)) = (gate.marks[phase as usize], gate.marks[phase as usize + 1]);
+            (ended.time - began.time).as_secs_f64() * 1e3
+        };
+        let (fill_ms, run_ms, verify_ms) =
+            (phase_ms(guest::PHASE_FILL), phase_ms(guest::PHASE_RUN), phase_ms(guest::PHASE_VERIFY));
+        let (first, last) = (gate.marks[guest::PHASE_FILL as usize].0, gate.marks[guest::PHASE_END as usize].1);
+        let ticks_per_ns = last.ticks.wrapping_sub(first.ticks) as f64 / (last.time - first.time).as_nanos() as f64;
+        let latency = self.spec.latency.then(|| {
+            let mut counts = vec![0; guest::BUCKETS];
+            for job in self.jobs() {
+                counts.iter_mut().zip(&job.histogram).for_each(|(sum, count)| *sum += count.load(Relaxed));
+            }
+            let longest =
+                |(worker, job): (usize, &Job)| (job.longest.load(Relaxed), worker, job.longest_op.load(Relaxed));
+            let longest = self.jobs().enumerate().map(longest).max_by_key(|longest| longest.0).unwrap_or_default();
+            Latency::new(&counts, longest, ticks_per_ns)
+        });
+        let ops = ops_per_worker.iter().sum();
+        let wrong_words = |worker: usize| self.job(worker).wrong_words.load(Acquire);
+        let workers = 0..self.plan.len();
+        Outcome {
+            guest: self.kind,
+            workload: self.spec.workload,
+            ram_bytes: self.spec.ram.0,
+            threads: self.plan.len(),
+            seed: self.spec.seed,
+            ops,
+            ops_per_worker,
+            checksum: model::combine(self.jobs().map(|job| job.checksum.load(Relaxed))),
+            model_checksum: expected.checksum,
+            wrong_bytes: self.jobs().map(|job| job.wrong_bytes.load(Relaxed)).sum(),
+            wrong_words: workers.clone().map(wrong_words).sum(),
+            wrong: workers
+                .clone()
+                .flat_map(|worker| {
+                    let count = (wrong_words(worker) as usize).min(guest::MAX_RECORDS);
+                    (0..count).map(move |index| self.wrong(worker, index))
+                })
+                .collect(),
+            touched_cells: workers.map(|worker| self.touched_cells(worker)).sum(),
+            model_touched_cells: expected.touched_cells,
+            touched_pages: expected.touched.len(),
+            fill_ms,
+            run_ms,
+            verify_ms,
+            ops_per_s: ops as f64 / (run_ms / 1e3),
+            events: self.events.load(Relaxed),
+            latency,
+        }
+    }
+}
+
+/// Where one worker's events arrive: called by a native worker, or by the thread that runs a vCPU.
+pub(crate) struct Desk<'a> {
+    vm: &'a Vm,
+    pub worker: usize,
+    hook: &'a Hook<'a>,
+}
+
+impl Desk<'_> {
+    /// Wait until all workers are here; the last one calls the hook first. False if a worker failed.
+    fn arrive(&self, phase: u32) -> bool {
+        let vm = self.vm;
+        let moment = match phase {
+            guest::PHASE_FILL => Moment::Fill,
+            guest::PHASE_RUN => Moment::Run,
+            guest::PHASE_VERIFY => Moment::Verify,
+            _ => Moment::End,
+        };
+        let mut gate = vm.gate();
+        let generation = gate.generation;
+        gate.arrived += 1;
+        if gate.arrived == vm.plan.len() {
+            drop(gate);
+            let ended = Mark::now();
+            (self.hook)(moment, &vm.ram);
+            gate = vm.gate();
+            gate.arrived = 0;
+            gate.generation += 1;
+            gate.marks.push((ended, Mark::now()));
+            vm.turn.notify_all();
+        }
+        while gate.generation == generation && !gate.failed {
+            gate = vm.turn.wait(gate).unwrap_or_else(PoisonError::into_inner);
+        }
+        !gate.failed
+    }
+}
+
+impl Port for Desk<'_> {
+    fn tell(&self, event: u32) -> bool {
+        let vm = self.vm;
+        vm.events.fetch_add(1, Relaxed);
+        match event & !0xFF {
+            guest::EVENT_ARRIVE => return self.arrive(event & 0xFF),
+            guest::EVENT_WRONG => {
+                let count = vm.job(self.worker).wrong_words.load(Acquire) as usize;
+                if let Some(index) = count.min(guest::MAX_RECORDS).checked_sub(1) {
+                    let Wrong { worker, page, offset, expected, found, op, phase } = vm.wrong(self.worker, index);
+                    eprintln!(
+                        "WRONG worker={worker} phase={phase} op={op} page={page:#x} offset={offset:#x} \
+                         expected={expected:#018x} found={found:#018x}"
+                    );
+                }
+            }
+            guest::EVENT_IDLE => {
+                let mut gate = vm.gate();
+                while !gate.stopped {
+                    gate = vm.turn.wait(gate).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+            _ => {}
+        }
+        true
+    }
+}

@@ -1,0 +1,338 @@
+//! What a workload is, and what is true about it before it runs: which pages it touches and which are hot.
+//!
+//! Before: the operator or a test writes a [`Spec`]. After: `vm` runs its plan, `model` computes its outcome.
+//! Threads: none. Units: operations are counted over all workers unless said otherwise.
+//! Promise: a plan depends on the spec alone, so the same spec gives the same operations in every kind of guest.
+
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use serde::Serialize;
+
+use crate::guest::{self, Params};
+
+/// Which memory the operations take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Workload {
+    /// One cell after the other, from the start again at the end.
+    Sequential,
+    /// Every cell alike.
+    Uniform,
+    /// A hot set (10 % of the cells) takes most operations (90 %).
+    Hotset,
+    /// Key-value store: gets and puts of values of mixed sizes, keys by a zipf law (exponent 0.99).
+    Zipf,
+    /// A hot set that moves by half of the memory at a known operation.
+    Phase,
+    /// Fill, then wait to be stopped.
+    Idle,
+}
+
+/// How hot cells lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Placement {
+    /// Side by side.
+    Contiguous,
+    /// Spread evenly over each worker's share of RAM.
+    Scattered,
+}
+
+/// A workload and its parameters. All fields may be set freely; [`Spec::validate`] says what is wrong.
+#[derive(Clone, Debug, Serialize)]
+pub struct Spec {
+    /// The pattern.
+    pub workload: Workload,
+    /// Size of guest RAM.
+    pub ram: Bytes,
+    /// Operations, over all workers; `u64::MAX` for no end.
+    pub ops: u64,
+    /// Workers: threads or vCPUs. Each owns an equal share of RAM.
+    pub threads: usize,
+    /// Decides contents and choices.
+    pub seed: u64,
+    /// Fraction of operations that write; all of them read and check first.
+    pub write_fraction: f64,
+    /// The piece of memory one operation takes.
+    pub cell: Bytes,
+    /// Smallest value in a cell; cells hold values between this and the whole cell. `None`: cells are full.
+    pub min_value: Option<Bytes>,
+    /// Contents compress to about half; otherwise not at all.
+    pub half_compressible: bool,
+    /// Fraction of cells that are all zero, after the fill and after every full write.
+    pub zero_fraction: f64,
+    /// Operations check and write every word, not only eight spread over the cell. The final check is always of all.
+    pub thorough: bool,
+    /// Hot cells, as a fraction (`hotset`, `phase`).
+    pub hot_fraction: f64,
+    /// Operations that take a hot cell, as a fraction; for `zipf`, the share of accesses that defines "hot".
+    pub hot_weight: f64,
+    /// The exponent of `zipf`.
+    pub zipf_exponent: f64,
+    /// `phase`: the operation, over all workers, at which the hot set moves; `None` for the middle.
+    pub move_at: Option<u64>,
+    /// Where hot cells are.
+    pub placement: Placement,
+    /// A worker reports progress every so many of its operations (a KVM exit; the operation counter is always live).
+    pub report_every: u64,
+    /// Measure every operation.
+    pub latency: bool,
+}
+
+/// A spec that makes no sense. Caused by the operator.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Workload parameter {field}: {problem}")]
+pub struct SpecError {
+    /// The field of [`Spec`].
+    pub field: &'static str,
+    /// What is wrong with it.
+    pub problem: String,
+}
+
+impl Spec {
+    /// The defaults of a workload on `ram` bytes: a million operations, one worker, half of them writes.
+    pub fn new(workload: Workload, ram: Bytes) -> Self {
+        let zipf = workload == Workload::Zipf;
+        Self {
+            workload,
+            ram,
+            ops: 1_000_000,
+            threads: 1,
+            seed: 1,
+            write_fraction: 0.5,
+            cell: Bytes(if zipf { 1024 } else { PAGE_SIZE as u64 }),
+            min_value: zipf.then_some(Bytes(64)),
+            half_compressible: true,
+            zero_fraction: 0.0,
+            thorough: false,
+            hot_fraction: 0.1,
+            hot_weight: 0.9,
+            zipf_exponent: 0.99,
+            move_at: None,
+            placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
+            report_every: 1 << 16,
+            latency: false,
+        }
+    }
+
+    /// Check every parameter.
+    pub fn validate(&self) -> Result<(), SpecError> {
+        const LEAST_CELL: u64 = guest::SAMPLES * 8;
+        let wrong = |field, problem: String| Err(SpecError { field, problem });
+        let page = PAGE_SIZE as u64;
+        let cell = self.cell.0;
+        if self.ram.0 == 0 || !self.ram.is_page_aligned() {
+            return wrong("ram", format!("{} is not a positive multiple of {PAGE_SIZE} bytes", self.ram.0));
+        }
+        if cell < LEAST_CELL || !(page.is_multiple_of(cell) || cell.is_multiple_of(page)) {
+            return wrong(
+                "cell",
+                format!("{cell} bytes neither divide a page into {LEAST_CELL} or more nor are pages"),
+            );
+        }
+        if self.min_value.is_some_and(|least| !(LEAST_CELL..=cell).contains(&least.0) || least.0 % 8 != 0) {
+            return wrong("min_value", format!("must be a multiple of 8 from {LEAST_CELL} to {cell} bytes"));
+        }
+        let cells = self.ram.0 / cell;
+        if self.threads == 0 || self.threads > 64 || (self.threads as u64) * 2 > cells {
+            return wrong("threads", format!("{} workers on {cells} cells: 1 to 64, two cells each", self.threads));
+        }
+        if cells > u64::from(u32::MAX) {
+            return wrong("cell", format!("{cells} cells are too many; at most {}", u32::MAX));
+        }
+        let fractions = [
+            ("write_fraction", self.write_fraction),
+            ("zero_fraction", self.zero_fraction),
+            ("hot_fraction", self.hot_fraction),
+            ("hot_weight", self.hot_weight),
+        ];
+        if let Some((field, value)) = fractions.into_iter().find(|(_, value)| !(0.0..=1.0).contains(value)) {
+            return wrong(field, format!("{value} is not between 0 and 1"));
+        }
+        if !(self.zipf_exponent > 0.0 && self.zipf_exponent <= 4.0) {
+            return wrong("zipf_exponent", format!("{} is not above 0 and at most 4", self.zipf_exponent));
+        }
+        if self.report_every == 0 {
+            return wrong("report_every", "must be at least 1".to_owned());
+        }
+        if self.workload == Workload::Phase && self.ops == u64::MAX && self.move_at.is_none() {
+            return wrong("move_at", "operations without end have no middle: say when the hot set moves".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The orders of each worker; addresses are still zero.
+    pub(crate) fn plan(&self) -> Result<Vec<Params>, SpecError> {
+        self.validate()?;
+        let threads = self.threads as u64;
+        let cells = self.ram.0 / self.cell.0;
+        let start = |worker: u64| cells * worker / threads;
+        let share = |total: u64, worker: u64| match total {
+            u64::MAX => u64::MAX,
+            total => total / threads + u64::from(worker < total % threads),
+        };
+        let plan = (0..threads).map(|worker| {
+            let cells = start(worker + 1) - start(worker);
+            let ops = share(self.ops, worker);
+            let middle = self.move_at.map_or(ops / 2, |at| share(at, worker));
+            Params {
+                first_cell: start(worker),
+                cells,
+                cell_words: self.cell.0 / 8,
+                min_words: self.min_value.map_or(0, |least| least.0 / 8),
+                ops,
+                content_seed: guest::mix(self.seed),
+                pick_seed: guest::mix(self.seed.wrapping_add(guest::mix(worker + 1))),
+                write_below: threshold(self.write_fraction),
+                zero_below: threshold(self.zero_fraction),
+                hot_below: threshold(self.hot_weight),
+                hot_cells: ((cells as f64 * self.hot_fraction) as u64).clamp(1, cells),
+                move_at: if self.workload == Workload::Phase { middle } else { u64::MAX },
+                stride: if self.placement == Placement::Scattered { stride(cells) } else { 1 },
+                report_every: self.report_every,
+                kind: match self.workload {
+                    Workload::Sequential => guest::KIND_SEQUENTIAL,
+                    Workload::Uniform => guest::KIND_UNIFORM,
+                    Workload::Hotset | Workload::Phase => guest::KIND_HOTSET,
+                    Workload::Zipf => guest::KIND_ZIPF,
+                    Workload::Idle => guest::KIND_IDLE,
+                },
+                half: self.half_compressible.into(),
+                thorough: self.thorough.into(),
+                latency: self.latency.into(),
+                ..Params::default()
+            }
+        });
+        Ok(plan.collect())
+    }
+
+    /// Cumulative weights of the ranks of a worker with `cells` cells, scaled to 64 bits; empty unless zipf.
+    pub(crate) fn weights(&self, cells: u64) -> Vec<u64> {
+        if self.workload != Workload::Zipf {
+            return Vec::new();
+        }
+        let mut sum = 0.0;
+        let sums: Vec<f64> = (1..=cells)
+            .map(|rank| {
+                sum += (rank as f64).powf(-self.zipf_exponent);
+                sum
+            })
+            .collect();
+        // The cast saturates: the last entries may be u64::MAX.
+        sums.into_iter().map(|partial| (partial / sum * 18_446_744_073_709_551_616.0) as u64).collect()
+    }
+
+    /// The pages that are hot by construction: before the hot set moves, or after (`moved`, `phase` only). All pages
+    /// in use for `sequential` and `uniform`, none for `idle`; for `zipf`, the pages with the keys that together take
+    /// `hot_weight` of the accesses.
+    pub fn hot_pages(&self, moved: bool) -> Result<PageSet, SpecError> {
+        let mut pages = PageSet::new(self.ram);
+        for params in self.plan()? {
+            let ranks = match params.kind {
+                guest::KIND_IDLE => 0,
+                guest::KIND_HOTSET => params.hot_cells,
+                guest::KIND_ZIPF => {
+                    let limit = (self.hot_weight * 18_446_744_073_709_551_616.0) as u64;
+                    (self.weights(params.cells).partition_point(|sum| *sum < limit) as u64 + 1).min(params.cells)
+                }
+                _ => params.cells,
+            };
+            let base = if moved && params.move_at != u64::MAX { params.cells / 2 } else { 0 };
+            for rank in 0..ranks {
+                let local = (base + rank) % params.cells * params.stride % params.cells;
+                pages.insert_cell(&params, params.first_cell + local);
+            }
+        }
+        Ok(pages)
+    }
+
+    /// The pages the fill writes.
+    pub fn filled_pages(&self) -> Result<PageSet, SpecError> {
+        let mut pages = PageSet::new(self.ram);
+        for params in self.plan()? {
+            (0..params.cells).for_each(|local| pages.insert_cell(&params, params.first_cell + local));
+        }
+        Ok(pages)
+    }
+
+    /// The pages the run phase touches, exactly, once each worker has done as many operations as `ops` says; an empty
+    /// slice stands for all of them.
+    pub fn touched_pages(&self, ops: &[u64]) -> Result<PageSet, SpecError> {
+        Ok(crate::model::expect(self, &self.plan()?, ops).touched)
+    }
+}
+
+/// A fraction as a bound on 32 random bits.
+fn threshold(fraction: f64) -> u64 {
+    (fraction * 4_294_967_296.0) as u64
+}
+
+/// A step near the golden section of `cells` that visits every cell.
+fn stride(cells: u64) -> u64 {
+    fn gcd(a: u64, b: u64) -> u64 {
+        if b == 0 { a } else { gcd(b, a % b) }
+    }
+    let start = (cells as f64 * 0.618) as u64;
+    (start.max(1)..=cells).find(|step| gcd(*step, cells) == 1).unwrap_or(1)
+}
+
+/// A set of pages of guest RAM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageSet {
+    bits: Vec<u64>,
+}
+
+impl PageSet {
+    /// No pages, of `ram` bytes.
+    pub fn new(ram: Bytes) -> Self {
+        Self { bits: vec![0; ram.pages_floor().0.div_ceil(64) as usize] }
+    }
+
+    /// Add one page.
+    pub fn insert(&mut self, page: PageIdx) {
+        self.bits[(page.0 / 64) as usize] |= 1 << (page.0 % 64);
+    }
+
+    /// Is the page in the set?
+    pub fn contains(&self, page: PageIdx) -> bool {
+        self.bits.get((page.0 / 64) as usize).is_some_and(|bits| bits >> (page.0 % 64) & 1 != 0)
+    }
+
+    /// Pages in the set.
+    pub fn len(&self) -> u64 {
+        self.bits.iter().map(|bits| u64::from(bits.count_ones())).sum()
+    }
+
+    /// Is it the empty set?
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The pages, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = PageIdx> {
+        (0..self.bits.len() as u64 * 64).map(PageIdx).filter(|page| self.contains(*page))
+    }
+
+    /// Add every page of `other`.
+    pub fn union(&mut self, other: &Self) {
+        self.bits.iter_mut().zip(&other.bits).for_each(|(bits, more)| *bits |= more);
+    }
+
+    /// Add the pages that hold words in use of a cell.
+    pub(crate) fn insert_cell(&mut self, params: &Params, cell: u64) {
+        let first = cell * params.cell_words * 8;
+        let last = first + params.words_of(cell) * 8 - 1;
+        (PageIdx::containing(first).0..=PageIdx::containing(last).0).for_each(|page| self.insert(PageIdx(page)));
+    }
+
+    /// Add the pages an operation on a cell touches.
+    pub(crate) fn insert_operation(&mut self, params: &Params, cell: u64) {
+        if params.thorough != 0 {
+            return self.insert_cell(params, cell);
+        }
+        let words = params.words_of(cell);
+        for i in 0..guest::SAMPLES {
+            let word = cell * params.cell_words + guest::sample(i, words);
+            self.insert(PageIdx::containing(word * 8));
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Every workload in both kinds of guest, against the model; and wrong bytes, which must never go unseen.
+//!
+//! Needs: nothing for native guests, `/dev/kvm` for the others (`kvm-in-qemu.sh` provides it under emulation).
+//! Threads: those of the VMs. Promise: small enough to run under emulation; nothing here depends on time.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE, PageIdx};
+use ballast_sys::uffd::{Fault, FillOutcome, REQUIRED_FEATURES};
+use ballast_sys::{Uffd, memfd};
+use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload, kvm_missing};
+use rustix::event::{PollFd, PollFlags};
+
+const ALL: [Workload; 5] = [Workload::Sequential, Workload::Uniform, Workload::Hotset, Workload::Zipf, Workload::Phase];
+
+/// The kinds of guest this machine can run. Says aloud when KVM is not among them.
+fn kinds() -> Vec<GuestKind> {
+    let Some(why) = kvm_missing() else { return vec![GuestKind::Native, GuestKind::Kvm] };
+    let required = std::env::var("REQUIRE").is_ok_and(|needs| needs.split(',').any(|need| need == "kvm"));
+    assert!(!required, "REQUIRE says kvm, but: {why}");
+    println!("SKIP needs=kvm: {why}");
+    vec![GuestKind::Native]
+}
+
+fn spec(workload: Workload, threads: usize) -> Spec {
+    let mut spec = Spec::new(workload, Bytes(4 * MIB));
+    spec.ops = 20_000;
+    spec.threads = threads;
+    spec.zero_fraction = 0.2;
+    spec
+}
+
+fn run(spec: &Spec, kind: GuestKind) -> Outcome {
+    Vm::new(spec, kind).expect("vm").run(&|_, _| ()).expect("run")
+}
+
+#[test]
+fn every_workload_ends_as_the_model_says_in_every_kind_of_guest() {
+    for workload in ALL {
+        for thorough in [false, true] {
+            let spec = Spec { thorough, ..spec(workload, 2) };
+            let outcomes: Vec<_> = kinds().into_iter().map(|kind| run(&spec, kind)).collect();
+            for outcome in &outcomes {
+                assert!(outcome.is_right(), "{outcome:?}");
+                assert_eq!((outcome.ops, outcome.wrong_bytes), (20_000, 0), "{outcome:?}");
+                assert_eq!(outcome.checksum, outcomes[0].checksum, "guests of different kinds disagree");
+            }
+        }
+    }
+}
+
+#[test]
+fn cells_smaller_and_larger_than_a_page_end_as_the_model_says() {
+    for (cell, placement) in [(64, Placement::Contiguous), (512, Placement::Scattered), (16384, Placement::Scattered)] {
+        let mut spec = Spec { cell: Bytes(cell), placement, ..spec(Workload::Phase, 3) };
+        spec.min_value = (cell > 64).then_some(Bytes(64));
+        for kind in kinds() {
+            let outcome = run(&spec, kind);
+            assert!(outcome.is_right(), "cell {cell}: {outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn the_outcome_depends_on_the_seed_and_on_nothing_else() {
+    let first = spec(Workload::Zipf, 2);
+    let other = Spec { seed: 2, ..first.clone() };
+    let (a, b, c) = (run(&first, GuestKind::Native), run(&first, GuestKind::Native), run(&other, GuestKind::Native));
+    assert_eq!(a.checksum, b.checksum);
+    assert_ne!(a.checksum, c.checksum);
+}
+
+/// Spoil one byte of a word between two phases and expect exactly this to be reported.
+fn spoil(kind: GuestKind, when: Moment, workload: Workload, ops: u64) {
+    let mut spec = spec(workload, 1);
+    spec.ops = ops;
+    spec.zero_fraction = 0.0;
+    let page = PageIdx(77);
+    // The last word of a page is among the words every operation checks.
+    let offset = page.offset() as usize + PAGE_SIZE - 8;
+    let was = Mutex::new(0);
+    let vm = Vm::new(&spec, kind).expect("vm");
+    let flip = |moment, ram: &GuestRam| {
+        if moment == when {
+            *was.lock().expect("lock") = ram.word(offset).fetch_xor(0x5A << 24, Relaxed);
+        }
+    };
+    let outcome = vm.run(&flip).expect("run");
+    assert!(!outcome.is_right());
+    assert!(outcome.wrong_bytes >= 1, "{outcome:?}");
+    assert_ne!(outcome.checksum, outcome.model_checksum);
+    let wrong = &outcome.wrong[0];
+    let was = *was.lock().expect("lock");
+    assert_eq!((wrong.page, wrong.offset), (page.0, PAGE_SIZE as u64 - 8));
+    assert_eq!((wrong.expected, wrong.found), (was, was ^ 0x5A << 24));
+    assert_eq!(wrong.phase, if when == Moment::Run && ops > 0 { "run" } else { "verify" });
+}
+
+#[test]
+fn one_flipped_byte_is_reported_with_its_place_and_both_values() {
+    for kind in kinds() {
+        // Found by the operation that reaches page 77, before it replaces the word.
+        spoil(kind, Moment::Run, Workload::Sequential, 1024);
+        // Found by the final check, when no operation passes by.
+        spoil(kind, Moment::Run, Workload::Sequential, 0);
+        spoil(kind, Moment::Verify, Workload::Hotset, 5_000);
+    }
+}
+
+#[test]
+fn a_page_that_lost_its_contents_is_wrong_in_every_word() {
+    for kind in kinds() {
+        let vm = Vm::new(&Spec { zero_fraction: 0.0, ..spec(Workload::Uniform, 1) }, kind).expect("vm");
+        let lose = |moment, ram: &GuestRam| {
+            if moment == Moment::Verify {
+                memfd::punch(ram.memfd(), 5 * PAGE_SIZE as u64, PAGE_SIZE as u64).expect("punch");
+            }
+        };
+        let outcome = vm.run(&lose).expect("run");
+        assert_eq!(outcome.wrong_words, PAGE_SIZE as u64 / 8, "{outcome:?}");
+        assert!(outcome.wrong.iter().all(|wrong| wrong.page == 5 && wrong.found == 0), "{outcome:?}");
+    }
+}
+
+#[test]
+fn old_contents_of_a_single_page_are_wrong_contents() {
+    for kind in kinds() {
+        // Every page is written once or more; page 8 goes back to what the fill wrote.
+        let spec = Spec { write_fraction: 1.0, ops: 1024, zero_fraction: 0.0, ..spec(Workload::Sequential, 1) };
+        let saved = Mutex::new(Vec::new());
+        let words = || (8 * PAGE_SIZE..9 * PAGE_SIZE).step_by(8);
+        let vm = Vm::new(&spec, kind).expect("vm");
+        let outcome = vm
+            .run(&|moment, ram| match moment {
+                Moment::Run => *saved.lock().expect("lock") = words().map(|at| ram.word(at).load(Relaxed)).collect(),
+                Moment::Verify => {
+                    let saved = saved.lock().expect("lock");
+                    words().zip(saved.iter()).for_each(|(at, old)| ram.word(at).store(*old, Relaxed));
+                }
+                _ => {}
+            })
+            .expect("run");
+        // Eight sampled words were rewritten by the one operation; the other words are those of the fill.
+        assert_eq!((outcome.wrong_words, outcome.wrong[0].page), (8, 8), "{outcome:?}");
+    }
+}
+
+#[test]
+fn guest_ram_can_be_zapped_during_the_run_and_nothing_is_lost() {
+    for kind in kinds() {
+        let mut spec = spec(Workload::Uniform, 2);
+        spec.ops = u64::MAX;
+        let vm = Vm::new(&spec, kind).expect("vm");
+        let outcome = std::thread::scope(|scope| {
+            let running = scope.spawn(|| vm.run(&|_, _| ()));
+            while vm.progress().ops == 0 {
+                std::thread::yield_now();
+            }
+            for _ in 0..50 {
+                let before = vm.progress().ops;
+                vm.ram().zap(0, vm.ram().len()).expect("zap");
+                while vm.progress().ops < before + 100 {
+                    std::thread::yield_now();
+                }
+            }
+            vm.stop();
+            running.join().expect("runner").expect("run")
+        });
+        assert!(outcome.is_right() && outcome.ops >= 5_000, "{outcome:?}");
+    }
+}
+
+/// A pager in a few lines: serves the faults of a VM and takes pages out between them, until `done`.
+/// Answers how many pages it brought back.
+fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result<u64> {
+    let file = File::from(ram.memfd().try_clone_to_owned()?);
+    let pages = (ram.len() / PAGE_SIZE) as u64;
+    let mut store: HashMap<u64, Box<[u8; PAGE_SIZE]>> = HashMap::new();
+    let (mut faults, mut restored, mut next) = (Vec::new(), 0, 0);
+    while !done.load(Relaxed) {
+        let wait = rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+        rustix::event::poll(&mut [PollFd::new(uffd, PollFlags::IN)], Some(&wait))?;
+        uffd.read_faults(&mut faults)?;
+        for Fault { addr, .. } in &faults {
+            let page = (addr.0 - ram.addr() as u64) / PAGE_SIZE as u64;
+            let fill = || match store.get(&page) {
+                Some(bytes) => uffd.copy_page(*addr, bytes),
+                None => match uffd.map_existing(*addr, PAGE_SIZE as u64)? {
+                    FillOutcome::NotInFile => uffd.zero_page(*addr),
+                    outcome => Ok(outcome),
+                },
+            };
+            let outcome = loop {
+                match fill()? {
+                    FillOutcome::Retry => continue,
+                    outcome => break outcome,
+                }
+            };
+            if outcome == FillOutcome::AlreadyThere {
+                uffd.wake(*addr, PAGE_SIZE as u64)?;
+            }
+            restored += u64::from(store.remove(&page).is_some());
+        }
+        for _ in 0..8 {
+            next = (next + 7) % pages;
+            let offset = next * PAGE_SIZE as u64;
+            if memfd::is_present(ram.memfd(), offset)? {
+                // Zapped, the page can only be touched through a fault, which nobody but us answers.
+                ram.zap(offset as usize, PAGE_SIZE)?;
+                let mut bytes = Box::new([0; PAGE_SIZE]);
+                memfd::read_exact_at(&file, offset, &mut bytes[..])?;
+                memfd::punch(ram.memfd(), offset, PAGE_SIZE as u64)?;
+                store.insert(next, bytes);
+            }
+        }
+    }
+    Ok(restored)
+}
+
+#[test]
+fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
+    for kind in kinds() {
+        let spec = Spec { ops: 2_000, ..spec(Workload::Uniform, 2) };
+        let vm = Vm::new(&spec, kind).expect("vm");
+        let (uffd, granted) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd (needs root or /dev/userfaultfd)");
+        assert_eq!(granted, REQUIRED_FEATURES, "this kernel lacks a required userfaultfd feature");
+        let done = AtomicBool::new(false);
+        let (outcome, restored) = std::thread::scope(|scope| {
+            let pager = scope.spawn(|| {
+                let result = page_under(vm.ram(), &uffd, &done);
+                // Whatever happened, nobody waits for a pager that is gone.
+                uffd.unregister(Hva(vm.ram().addr() as u64), vm.ram().len() as u64)?;
+                result
+            });
+            let outcome = vm.run(&|moment, ram| {
+                if moment == Moment::Fill {
+                    uffd.register(Hva(ram.addr() as u64), ram.len() as u64).expect("register");
+                }
+            });
+            done.store(true, Relaxed);
+            (outcome.expect("run"), pager.join().expect("pager").expect("paging"))
+        });
+        assert!(outcome.is_right(), "{outcome:?}");
+        assert!(restored > 500, "only {restored} pages came back");
+        println!("{kind:?}: {restored} pages went out and came back");
+    }
+}
+
+#[test]
+fn idle_waits_until_it_is_stopped_and_then_verifies() {
+    for kind in kinds() {
+        let vm = Vm::new(&spec(Workload::Idle, 2), kind).expect("vm");
+        let outcome = std::thread::scope(|scope| {
+            let running = scope.spawn(|| vm.run(&|_, _| ()));
+            vm.stop();
+            running.join().expect("runner").expect("run")
+        });
+        assert!(outcome.is_right(), "{outcome:?}");
+        assert_eq!((outcome.ops, outcome.touched_pages, outcome.touched_cells), (0, 0, 0));
+    }
+}
+
+#[test]
+fn latency_counts_every_operation() {
+    for kind in kinds() {
+        let outcome = run(&Spec { latency: true, ..spec(Workload::Hotset, 2) }, kind);
+        let latency = outcome.latency.as_ref().expect("measured");
+        assert_eq!(latency.count, outcome.ops);
+        assert!(latency.p50_ns <= latency.p999_ns && latency.p999_ns <= latency.max_ns, "{latency:?}");
+    }
+}
+
+#[test]
+fn the_truth_about_pages_fits_the_workload() {
+    let pages = 1024;
+    let mut spec = spec(Workload::Phase, 1);
+    let (before, after) = (spec.hot_pages(false).expect("hot"), spec.hot_pages(true).expect("hot"));
+    assert_eq!((before.len(), after.len()), (pages / 10, pages / 10));
+    assert!(before.iter().all(|page| !after.contains(page)), "the hot set did not move");
+    assert_eq!(spec.filled_pages().expect("filled").len(), pages);
+    assert_eq!(spec.touched_pages(&[0]).expect("touched").len(), 0);
+
+    spec.workload = Workload::Sequential;
+    let touched = spec.touched_pages(&[10]).expect("touched");
+    assert_eq!(touched.iter().collect::<Vec<_>>(), (0..10).map(PageIdx).collect::<Vec<_>>());
+
+    // What an operation touches can be seen from outside: punch everything, do the operations, look at the file.
+    let mut spec = Spec::new(Workload::Zipf, Bytes(4 * MIB));
+    (spec.ops, spec.threads) = (300, 2);
+    let present = Mutex::new(Vec::new());
+    let vm = Vm::new(&spec, GuestKind::Native).expect("vm");
+    vm.run(&|moment, ram| match moment {
+        Moment::Run => memfd::punch(ram.memfd(), 0, ram.len() as u64).expect("punch"),
+        Moment::Verify => {
+            let there = |page: &PageIdx| memfd::is_present(ram.memfd(), page.offset()).expect("present");
+            *present.lock().expect("lock") = (0..pages).map(PageIdx).filter(there).collect();
+        }
+        _ => {}
+    })
+    .expect("run");
+    // A read of a hole through a shared mapping allocates the page too.
+    let touched: Vec<_> = spec.touched_pages(&[]).expect("touched").iter().collect();
+    assert_eq!(*present.lock().expect("lock"), touched);
+}
+
+#[test]
+fn nonsense_is_refused_with_the_name_of_the_field() {
+    let good = spec(Workload::Phase, 1);
+    let refused = [
+        ("ram", Spec { ram: Bytes(5000), ..good.clone() }),
+        ("cell", Spec { cell: Bytes(96), ..good.clone() }),
+        ("cell", Spec { cell: Bytes(6000), ..good.clone() }),
+        ("threads", Spec { threads: 0, ..good.clone() }),
+        ("write_fraction", Spec { write_fraction: f64::NAN, ..good.clone() }),
+        ("hot_fraction", Spec { hot_fraction: 1.5, ..good.clone() }),
+        ("min_value", Spec { min_value: Some(Bytes(8)), ..good.clone() }),
+        ("move_at", Spec { ops: u64::MAX, ..good.clone() }),
+    ];
+    for (field, spec) in refused {
+        match Vm::new(&spec, GuestKind::Native) {
+            Err(Error::Spec(error)) => assert_eq!(error.field, field, "{error}"),
+            other => panic!("{field} was not refused: {other:?}"),
+        }
+    }
+    let vm = Vm::new(&good, GuestKind::Native).expect("vm");
+    vm.run(&|_, _| ()).expect("first run");
+    assert!(matches!(vm.run(&|_, _| ()), Err(Error::RanAlready)));
+}

@@ -1,0 +1,38 @@
+#!/bin/bash
+# Everything there is to check, in the order of how soon it fails. `make test` calls it; so does .ci/run.
+#
+#   scripts/test.sh            all of it
+#   REQUIRE=qemu,kvm           a suite that cannot run here is then a failure, not a SKIP
+#   BALLAST_KILLS=200          kills in the crash suite
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export RUST_BACKTRACE=0 BALLAST_GUEST_DIR="$PWD/target/guest"
+log=target/test-log
+mkdir -p target
+: >"$log"
+
+step() {
+    local start=$SECONDS
+    echo "== $1"
+    shift
+    # Everything goes to the log as well, where skips are counted at the end.
+    "$@" 2>&1 | tee -a "$log"
+    echo "   ($((SECONDS - start)) s)"
+}
+
+step "format" cargo fmt --all --check
+step "build" cargo build --workspace --all-targets
+step "lints" cargo clippy --workspace --all-targets -- -D warnings
+step "unit, property, native, qemu and crash suites" cargo test --workspace --no-fail-fast -- --nocapture
+step "loom: the page-state model" env RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
+    cargo test -p ballast-pager --test loom
+if [ -e /dev/kvm ]; then
+    echo "== kvm suite: ran above, on this machine's /dev/kvm"
+else
+    step "kvm suite, in QEMU's emulated CPU" scripts/kvm-suite.sh
+fi
+
+passed=$(awk '/^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i } END { print sum + 0 }' "$log")
+skipped=$(grep -c 'SKIP needs=' "$log" || true)
+grep 'SKIP needs=' "$log" | sort | uniq -c || true
+echo "$passed passed, 0 failed, $skipped skipped"
