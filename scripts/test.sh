@@ -4,6 +4,7 @@
 #   scripts/test.sh            all of it
 #   REQUIRE=qemu,kvm           a suite that cannot run here is then a failure, not a SKIP
 #   BALLAST_KILLS=200          kills in the crash suite
+#   STEP_SECONDS=1200          a step that takes longer is ended and has failed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0 BALLAST_GUEST_DIR="$PWD/target/guest"
@@ -16,7 +17,8 @@ step() {
     echo "== $1"
     shift
     # Everything goes to the log as well, where skips are counted at the end.
-    "$@" 2>&1 | tee -a "$log"
+    # A step that hangs fails: the longest takes a few minutes.
+    timeout --kill-after=10 "${STEP_SECONDS:-1200}" "$@" 2>&1 | tee -a "$log"
     echo "   ($((SECONDS - start)) s)"
 }
 

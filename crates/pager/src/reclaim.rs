@@ -12,8 +12,8 @@
 //!
 //! Above *low* the lane works in the background: it keeps a supply of pages in quarantine and evicts those that stayed
 //! untouched for T until resident is at low again. Above *limit* it does the same without pauses, takes warm pages, too,
-//! and (unless something may have pages pinned) waits only a short T: so a VM whose working set is larger than its limit
-//! is held to it, at the price of restores.
+//! and (unless something may have pages pinned) waits only a short T, halved as long as the guest rescues nearly
+//! everything: so a VM whose working set is larger than its limit is held to it, at the price of restores.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -36,6 +36,11 @@ const DIRECT: Duration = Duration::from_millis(2);
 const EVICT_RUN: u64 = 64;
 /// Pages put into quarantine in one round: 128 MiB, some 3 ms of zapping.
 const TOP_UP: u64 = Bytes(128 * MIB).pages_floor().0;
+/// The same while the guest touches everything faster than that: 1 ms of evicting, so that the last page of a batch was
+/// zapped hardly longer ago than the first.
+const TOP_UP_HURRIED: u64 = 256;
+/// Below this a shortened T is none at all.
+const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
 const STORE_REST: Duration = Duration::from_secs(1);
 
@@ -53,6 +58,8 @@ struct Lane<'a> {
     vm: &'a Vm,
     source: Clock,
     batches: VecDeque<Batch>,
+    /// T when over the limit, where T is no safety matter.
+    patience: Duration,
     rest_until: Option<Instant>,
     store_was_full: bool,
 }
@@ -64,8 +71,14 @@ pub fn margin(limit: Bytes) -> Bytes {
 
 /// Run until the VM is stopped.
 pub fn run(vm: &Vm) {
-    let mut lane =
-        Lane { vm, source: Clock::default(), batches: VecDeque::new(), rest_until: None, store_was_full: false };
+    let mut lane = Lane {
+        vm,
+        source: Clock::default(),
+        batches: VecDeque::new(),
+        patience: vm.tuning.direct_quarantine,
+        rest_until: None,
+        store_was_full: false,
+    };
     let mut pause = Duration::ZERO;
     while !vm.is_stopping() {
         vm.wait(pause);
@@ -110,15 +123,19 @@ impl Lane<'_> {
         }
         let excess = Bytes(resident - low).pages_floor().0;
         let over_limit = resident > limit.0;
+        if !over_limit {
+            self.patience = (self.patience * 2).clamp(SHORTEST, vm.tuning.direct_quarantine);
+        }
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0;
         let watched = vm.stats().get(Counter::Quarantined);
         if watched < wanted {
-            self.top_up((wanted - watched).min(TOP_UP), if over_limit { Pick::Any } else { Pick::Cold })?;
+            let most = if self.patience < vm.tuning.direct_quarantine { TOP_UP_HURRIED } else { TOP_UP };
+            self.top_up((wanted - watched).min(most), if over_limit { Pick::Any } else { Pick::Cold })?;
         }
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,
-            (true, false) => DIRECT,
+            (true, false) => DIRECT.min(vm.quarantine(Some(self.patience))),
             _ => BACKGROUND,
         })
     }
@@ -137,7 +154,7 @@ impl Lane<'_> {
     /// Evict up to about `excess` pages that stayed untouched for T; answers how many went.
     fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
         let vm = self.vm;
-        let mut gone = 0;
+        let (mut tried, mut gone) = (0, 0);
         while gone < excess && !vm.is_stopping() {
             let Some(batch) = self.batches.front_mut() else { break };
             let _layout = vm.layout();
@@ -147,7 +164,8 @@ impl Lane<'_> {
                 self.unmark(&batch.runs, batch.ticket);
                 continue;
             }
-            if now.saturating_duration_since(batch.zapped_at) < vm.quarantine(over_limit) {
+            // Asked under the lock of `layout`: see `Vm::set_may_pin`.
+            if now.saturating_duration_since(batch.zapped_at) < vm.quarantine(over_limit.then_some(self.patience)) {
                 break;
             }
             let Some(run) = batch.runs.pop() else {
@@ -163,6 +181,7 @@ impl Lane<'_> {
             if run.count > count {
                 batch.runs.push(ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run });
             }
+            tried += count;
             let part = (run.first, count);
             let store = (RAM_STORE, &*vm.store);
             let ticket = batch.ticket;
@@ -190,6 +209,11 @@ impl Lane<'_> {
                 break;
             }
             self.store_was_full = false;
+        }
+        if over_limit && gone * 8 < tried {
+            // The guest touches nearly all of it sooner.
+            let half = self.patience / 2;
+            self.patience = if half < SHORTEST { Duration::ZERO } else { half };
         }
         Ok(gone)
     }

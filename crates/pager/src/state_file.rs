@@ -61,6 +61,9 @@ enum Field {
     End = 9,
 }
 const FIELDS: usize = 10;
+/// What a region's record says of its end; zero while it lives.
+const UNPLUGGED: u64 = 1;
+const GIVEN_UP: u64 = 2;
 
 /// What is known of a region across engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +76,8 @@ pub struct RegionRecord {
     pub pages: PageCount,
     /// The region was unplugged; its number is never used again.
     pub removed: bool,
+    /// It was taken for unplugged because its process stayed away: far pages of it were dropped.
+    pub given_up: bool,
     table_offset: u64,
 }
 
@@ -202,10 +207,25 @@ impl StateFile {
         self.get(Field::Epoch)
     }
 
-    /// Write down that this engine serves the VM from now on; answers its epoch.
-    pub fn take_over(&self, pid: u32, start_time: u64) -> u64 {
+    /// Change the name, before an engine opens the file. Longer ones are cut to [`MAX_NAME`] bytes.
+    pub fn rename(&self, name: &str) {
+        let mut padded = [0; MAX_NAME];
+        let len = name.len().min(MAX_NAME);
+        padded[..len].copy_from_slice(&name.as_bytes()[..len]);
+        self.header.copy_in(NAME_OFFSET, &padded);
+    }
+
+    /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
+    /// later keeper ends whoever is named here, also one that has not come round to opening it.
+    pub fn name_engine(&self, pid: u32, start_time: u64) {
+        // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
+    }
+
+    /// Write down that this engine serves the VM from now on; answers its epoch.
+    pub fn take_over(&self, pid: u32, start_time: u64) -> u64 {
+        self.name_engine(pid, start_time);
         self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1
     }
 
@@ -226,6 +246,7 @@ impl StateFile {
             pages: PageCount(get(3)),
             table_offset: get(4),
             removed: get(5) != 0,
+            given_up: get(5) == GIVEN_UP,
         }
     }
 
@@ -249,7 +270,12 @@ impl StateFile {
 
     /// Note that a region was unplugged.
     pub fn remove_region(&self, index: u32) {
-        self.record_words(index as usize)[5].store(1, Ordering::Release);
+        self.record_words(index as usize)[5].store(UNPLUGGED, Ordering::Release);
+    }
+
+    /// Note that a region is taken for unplugged, because nobody has brought its RAM back.
+    pub fn give_up_region(&self, index: u32) {
+        self.record_words(index as usize)[5].store(GIVEN_UP, Ordering::Release);
     }
 
     /// Map a region's table.
@@ -338,6 +364,13 @@ mod tests {
         assert_eq!((again.id(), again.name().as_str()), (VmId([7; 16]), "web-1"));
         assert_eq!((again.limit(), again.engine()), (Some(Bytes(1 << 30)), Some((10, 99))));
         assert_eq!(again.take_over(11, 100), 2);
+        again.name_engine(12, 101);
+        again.rename("w");
+        again.remove_region(0);
+        again.give_up_region(1);
+        let ends = file.regions().iter().map(|record| (record.removed, record.given_up)).collect::<Vec<_>>();
+        assert_eq!(ends, [(true, false), (true, true)]);
+        assert_eq!((file.engine(), file.epoch(), file.name().as_str()), (Some((12, 101)), 2, "w"));
         let records = again.regions();
         assert_eq!((records.len(), records[0].pages, records[1].file_offset), (2, PageCount(20_000), Bytes(1 << 30)));
         let table = again.map_region(&records[0]).expect("map");

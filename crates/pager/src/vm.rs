@@ -35,8 +35,8 @@ pub const RAM_STORE: u8 = 1;
 pub struct Tuning {
     /// How long a page stays zapped before it is evicted (T).
     pub quarantine: Duration,
-    /// The same when the VM is over its limit and nothing can have its memory pinned: then T is no safety matter, and a
-    /// long one would let a working set larger than the limit rescue every page for ever.
+    /// The same, at most, when the VM is over its limit and nothing can have its memory pinned: then T is no safety
+    /// matter, and a long one would let a working set larger than the limit rescue every page for ever.
     pub direct_quarantine: Duration,
 }
 
@@ -274,10 +274,11 @@ impl Vm {
         drop(self.layout.write().expect("no panic while held"));
     }
 
-    /// How long a page must have been zapped before it may go, now.
-    pub(crate) fn quarantine(&self, over_limit: bool) -> Duration {
-        let direct = over_limit && !self.may_pin.load(Ordering::Acquire);
-        if direct { self.tuning.direct_quarantine.min(self.tuning.quarantine) } else { self.tuning.quarantine }
+    /// How long a page must have been zapped before it may go, now: T, or what direct reclaim would rather have where T
+    /// is no safety matter.
+    pub(crate) fn quarantine(&self, direct: Option<Duration>) -> Duration {
+        let direct = direct.filter(|_| !self.may_pin.load(Ordering::Acquire));
+        direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))
     }
 
     /// Hold reclaim for this reason and bring every page back. Returns when all are resident.

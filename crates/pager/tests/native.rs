@@ -13,7 +13,7 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::page_state::State;
 use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
-use common::{Rig, random, until};
+use common::{Finally, Rig, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);
@@ -301,8 +301,9 @@ fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
                 }
             });
         }
+        // Also when the wait panics: the scope joins the guest's threads either way.
+        let _end = Finally(|| done.store(true, Ordering::Relaxed));
         until("what the test waits for", &until_done);
-        done.store(true, Ordering::Relaxed);
     });
 }
 

@@ -6,11 +6,12 @@
 //! and jobs are in another slot. Anything the program cannot have caused stops the run with the vCPU's registers.
 //!
 //! ```text
-//! 0            page 0 unused, program at 0x10000, page tables, jobs, stacks, version words      slot 0 (private)
+//! 0            page 0 unused, program at 0x10000, task state, tables, jobs, stacks, versions     slot 0 (private)
 //! 4 GiB ..     guest RAM                                                                        slot 1
 //! ```
 //! User privilege and no kernel, because some hosts run their KVM on shadow page tables alone: there, user-mode code
-//! is as fast as anywhere, while a kernel may not boot. I/O privilege level 3 lets `out` leave the guest.
+//! is as fast as anywhere, while a kernel may not boot. The task state's I/O permission map lets `out` leave the guest:
+//! such hosts drop an I/O privilege level of 3 from the flags.
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -37,7 +38,10 @@ const TABLE: u64 = 0b0110_0111;
 const HUGE: u64 = TABLE | 1 << 7;
 
 const RFLAGS_FIXED: u64 = 1 << 1;
-const RFLAGS_IOPL_3: u64 = 3 << 12;
+/// A 64-bit task state: where it says that its I/O permission map begins, and its length with a map of all 65536 ports
+/// (one clear bit each, so all are open) and the byte of ones that ends it.
+const TASK_MAP_AT: usize = 0x66;
+const TASK_LEN: usize = 0x68 + (1 << 16) / 8 + 1;
 /// PE, MP, ET, NE, WP, AM, PG.
 const CR0: u64 = 1 | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 16 | 1 << 18 | 1 << 31;
 /// PAE, OSFXSR, OSXMMEXCPT: long-mode paging, and SSE without surprises.
@@ -61,6 +65,7 @@ pub(crate) struct Machine {
     vm: VmFd,
     kvm: Kvm,
     tables: u64,
+    task: u64,
 }
 
 fn kvm(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> Error {
@@ -75,13 +80,14 @@ impl Machine {
         }
         let kvm = Kvm::new().map_err(missing)?;
         let vm = kvm.create_vm().map_err(missing)?;
-        Ok(Self { vcpus: Mutex::default(), vm, kvm, tables: 0 })
+        Ok(Self { vcpus: Mutex::default(), vm, kvm, tables: 0, task: 0 })
     }
 
     /// Private memory needed for the program and the page tables, whatever the guest kind.
     pub fn private_len(ram: Bytes) -> usize {
         let directories = 4 + ram.0.div_ceil(GIB) as usize;
-        IMAGE_ADDR as usize + IMAGE.len().next_multiple_of(PAGE_SIZE) + (2 + directories) * PAGE_SIZE
+        let image = IMAGE.len().next_multiple_of(PAGE_SIZE);
+        IMAGE_ADDR as usize + image + TASK_LEN.next_multiple_of(PAGE_SIZE) + (2 + directories) * PAGE_SIZE
     }
 
     /// Load the program, write the page tables, give the machine its memory. Answers the guest address of RAM.
@@ -96,6 +102,11 @@ impl Machine {
         }
         let start = private.take(IMAGE_ADDR as usize + IMAGE.len());
         private.map.copy_in(start + IMAGE_ADDR as usize, IMAGE);
+
+        let task = private.take(TASK_LEN);
+        self.task = task as u64;
+        private.map.copy_in(task + TASK_MAP_AT, &0x68u16.to_le_bytes());
+        private.map.copy_in(task + TASK_LEN - 1, &[0xFF]);
 
         let mut table = || private.take(PAGE_SIZE);
         let (top, third) = (table(), table());
@@ -159,8 +170,10 @@ impl Machine {
             sregs.cs = segment(0x33, 11, 1);
             sregs.ss = segment(0x2B, 3, 0);
             (sregs.ds, sregs.es, sregs.fs, sregs.gs) = (sregs.ss, sregs.ss, sregs.ss, sregs.ss);
-            // A CPU must have a task register: type 11 = busy 64-bit task state. It is never read at I/O privilege 3.
-            sregs.tr = kvm_segment { limit: 0x67, selector: 0x40, type_: 11, present: 1, ..Default::default() };
+            // Type 11 = busy 64-bit task state. Nothing of it is used but the I/O permission map.
+            let limit = TASK_LEN as u32 - 1;
+            sregs.tr =
+                kvm_segment { base: self.task, limit, selector: 0x40, type_: 11, present: 1, ..Default::default() };
             // No descriptor tables: the program loads no segment, and any exception is a shutdown, which we report.
             (sregs.gdt.limit, sregs.idt.limit) = (0, 0);
             (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (CR0, self.tables, CR4, EFER);
@@ -171,7 +184,7 @@ impl Machine {
                 rdi: private.address(place.job),
                 // A function expects to have been called: 8 bytes below a multiple of 16.
                 rsp: stack_top - 8,
-                rflags: RFLAGS_FIXED | RFLAGS_IOPL_3,
+                rflags: RFLAGS_FIXED,
                 ..Default::default()
             };
             vcpu.set_regs(&regs).map_err(kvm("setting the registers"))?;

@@ -156,15 +156,16 @@ fn guest_ram_can_be_zapped_during_the_run_and_nothing_is_lost() {
         let vm = Vm::new(&spec, kind).expect("vm");
         let outcome = std::thread::scope(|scope| {
             let running = scope.spawn(|| vm.run(&|_, _| ()));
-            while vm.progress().ops == 0 {
-                std::thread::yield_now();
-            }
+            let wait_for = |ops| {
+                while vm.progress().ops < ops && !running.is_finished() {
+                    std::thread::yield_now();
+                }
+            };
+            wait_for(1);
             for _ in 0..50 {
                 let before = vm.progress().ops;
                 vm.ram().zap(0, vm.ram().len()).expect("zap");
-                while vm.progress().ops < before + 100 {
-                    std::thread::yield_now();
-                }
+                wait_for(before + 100);
             }
             vm.stop();
             running.join().expect("runner").expect("run")

@@ -142,6 +142,15 @@ fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
     }
 }
 
+/// Does something when it goes out of scope, be it by a panic.
+pub struct Finally<F: FnMut()>(pub F);
+
+impl<F: FnMut()> Drop for Finally<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
 /// Wait until something becomes true. Panics after a minute: then it never will.
 pub fn until(what: &str, condition: impl Fn() -> bool) {
     let start = std::time::Instant::now();
