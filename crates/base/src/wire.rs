@@ -216,10 +216,13 @@ pub enum EngineToClient {
         /// At most [`MAX_RANGES`].
         ranges: Vec<Range>,
     },
-    /// The discard with this number has been taken note of; free the memory now.
+    /// The discard with this number has been taken note of; free the memory now. With an `error` it was not, or only in
+    /// part.
     DiscardDone {
         /// From [`ClientToEngine::Discard`].
         seq: u64,
+        /// Why not, for the VMM's log.
+        error: Option<String>,
     },
     /// Are you there? Answer [`ClientToEngine::Pong`].
     Ping {

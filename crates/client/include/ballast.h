@@ -52,7 +52,8 @@ int ballast_add_region(const ballast_client *client, const struct ballast_region
 int ballast_remove_region(const ballast_client *client, void *address);
 
 /* The VMM is about to free this memory (balloon, free page reporting, virtio-mem); at most 1024 ranges.
- * 0: free it now (MADV_REMOVE or fallocate(FALLOC_FL_PUNCH_HOLE)). -EAGAIN: nobody took note; keep the memory. */
+ * 0: free it now (MADV_REMOVE or fallocate(FALLOC_FL_PUNCH_HOLE)). -EAGAIN: nobody took note; keep the memory.
+ * -EIO: the engine met an error; keep the memory, of which some may read as zeros now. */
 int ballast_discard(const ballast_client *client, const struct ballast_range *ranges, size_t count);
 
 /* From 0 on no page is taken any more (devices are about to pin RAM, another process is about to map it, ...). */

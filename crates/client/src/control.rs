@@ -64,7 +64,7 @@ struct Waiter {
     ranges: Vec<Range>,
     /// Sequence numbers of the copies sent on the current socket; the last one is the one that counts.
     copies: Vec<u64>,
-    done: bool,
+    done: Option<Result<(), String>>,
 }
 
 #[derive(Debug, Default)]
@@ -117,6 +117,9 @@ pub enum DiscardError {
     /// No engine has read the message in time, and it was taken back.
     #[error("Discarding memory: no engine answered within {0:?}; the memory was left as it is")]
     NoAnswer(Duration),
+    /// The engine met an error. Some of the memory may read as zeros now.
+    #[error("Discarding memory: {0}")]
+    Failed(String),
 }
 
 /// The control socket and who waits on it.
@@ -146,11 +149,11 @@ impl Control {
         self.changed.notify_all();
     }
 
-    /// An engine has answered.
-    pub fn discard_done(&self, seq: u64) {
+    /// An engine has answered. Only the answer to the last copy counts: then no other copy is left to be read.
+    pub fn discard_done(&self, seq: u64, result: Result<(), String>) {
         let mut state = lock(&self.state);
         if let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.last() == Some(&seq)) {
-            waiter.done = true;
+            waiter.done = Some(result);
             self.changed.notify_all();
         }
     }
@@ -164,7 +167,7 @@ impl Control {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
         let mut state = lock(&self.state);
         let id = state.next_number();
-        state.waiters.push(Waiter { id, ranges, copies: Vec::new(), done: false });
+        state.waiters.push(Waiter { id, ranges, copies: Vec::new(), done: None });
         let mut deadline = Instant::now() + timeout;
         let mut pause = FIRST_REPEAT;
         let result = 'answer: loop {
@@ -172,8 +175,10 @@ impl Control {
             let repeat_at = (Instant::now() + pause).min(deadline);
             pause *= 2;
             loop {
-                if state.waiters.iter().any(|waiter| waiter.id == id && waiter.done) {
-                    break 'answer Ok(());
+                let done =
+                    state.waiters.iter_mut().find(|waiter| waiter.id == id).and_then(|waiter| waiter.done.take());
+                if let Some(result) = done {
+                    break 'answer result.map_err(DiscardError::Failed);
                 }
                 let now = Instant::now();
                 if now >= repeat_at {
@@ -238,15 +243,15 @@ mod tests {
             let ClientToEngine::Discard { seq: first, .. } = read(&pair) else { panic!("not a discard") };
             let ClientToEngine::Discard { seq: second, ranges } = read(&pair) else { panic!("not a discard") };
             assert_eq!(ranges, [RANGE]);
-            control.discard_done(first);
+            control.discard_done(first, Ok(()));
             assert!(second > first);
             // Answer every copy there is, as an engine does, until the waiter is content.
-            control.discard_done(second);
+            control.discard_done(second, Ok(()));
             while !waiting.is_finished() {
                 if let Some(ClientToEngine::Discard { seq, .. }) =
                     pair.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
                 {
-                    control.discard_done(seq);
+                    control.discard_done(seq, Ok(()));
                 }
                 std::thread::yield_now();
             }
@@ -263,12 +268,12 @@ mod tests {
             let new = Arc::new(Pair::new().expect("pair"));
             control.replace(new.clone());
             let ClientToEngine::Discard { seq, .. } = read(&new) else { panic!("not a discard") };
-            control.discard_done(seq);
+            control.discard_done(seq, Ok(()));
             while !waiting.is_finished() {
                 if let Some(ClientToEngine::Discard { seq, .. }) =
                     new.take_back().first().and_then(|bytes| wire::decode(bytes).ok())
                 {
-                    control.discard_done(seq);
+                    control.discard_done(seq, Ok(()));
                 }
                 std::thread::yield_now();
             }
@@ -300,7 +305,7 @@ mod tests {
                     read.insert(ranges[0].0.0);
                     // Every eighth time it dies before it answers.
                     if random >> 40 & 7 != 0 {
-                        control.discard_done(seq);
+                        control.discard_done(seq, Ok(()));
                     }
                 }
                 read

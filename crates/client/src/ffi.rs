@@ -90,6 +90,7 @@ impl From<DiscardError> for Failure {
         let errno = match error {
             DiscardError::Invalid(_) => libc::EINVAL,
             DiscardError::NoAnswer(_) => libc::EAGAIN,
+            DiscardError::Failed(_) => libc::EIO,
         };
         Self(errno, error.to_string())
     }

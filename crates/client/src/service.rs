@@ -248,8 +248,8 @@ impl Service<'_> {
                     ClientToEngine::Zapped { seq, error: zap(self.shared, &ranges) }
                 }
                 Ok(EngineToClient::Ping { seq }) => ClientToEngine::Pong { seq },
-                Ok(EngineToClient::DiscardDone { seq }) => {
-                    self.shared.control.discard_done(seq);
+                Ok(EngineToClient::DiscardDone { seq, error }) => {
+                    self.shared.control.discard_done(seq, error.map_or(Ok(()), Err));
                     continue;
                 }
                 Ok(EngineToClient::FailStop { reason }) => {

@@ -153,7 +153,7 @@ fn garbage_on_either_socket_is_survived() {
     }
     session.answer(&KeeperToClient::Attached(VmId([9; 16])));
     session.answer(&KeeperToClient::Refused("nobody asked".into()));
-    session.tell(&EngineToClient::DiscardDone { seq: 12345 });
+    session.tell(&EngineToClient::DiscardDone { seq: 12345, error: None });
     // One thread reads both sockets in turn: once nothing is unread here, an answer there means that all was handled.
     while unread(&session.socket) > 0 {
         std::thread::yield_now();
@@ -214,10 +214,26 @@ fn a_discard_of_a_dying_engine_is_repeated_to_the_next() {
         let ClientToEngine::Discard { seq: lost, .. } = session.hear() else { panic!("not a discard") };
         let ClientToEngine::Discard { seq, .. } = session.hear() else { panic!("not a discard") };
         assert!(seq > lost);
-        session.tell(&EngineToClient::DiscardDone { seq: lost });
-        session.tell(&EngineToClient::DiscardDone { seq });
+        session.tell(&EngineToClient::DiscardDone { seq: lost, error: None });
+        session.tell(&EngineToClient::DiscardDone { seq, error: None });
         session.acknowledge_discards(|| waiting.is_finished());
         waiting.join().expect("thread").expect("the next engine took it");
+    });
+}
+
+#[test]
+fn a_discard_that_the_engine_cannot_do_fails_with_its_reason() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.discard(&[(hva(map.addr()), pages(1))]));
+        session.answer_discards(|| waiting.is_finished(), Some("punching: disk on fire"));
+        let result = waiting.join().expect("thread");
+        assert!(matches!(&result, Err(DiscardError::Failed(reason)) if reason.contains("on fire")), "{result:?}");
     });
 }
 

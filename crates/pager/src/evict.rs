@@ -136,8 +136,16 @@ fn free_copy(store: &dyn Store, key: PageKey, word: Word) {
     }
 }
 
-/// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros. Answers how many
-/// pages were in each state, indexed by `State as usize`.
+/// What became of a run of pages that went through [`discard`].
+#[derive(Debug, Default)]
+pub struct Discarded {
+    /// How many of the pages given up had been in each state, indexed by `State as usize`.
+    pub counts: [u64; State::COUNT],
+    /// Why a Poisoned page stays Poisoned, if one does.
+    pub not_healed: Option<io::Error>,
+}
+
+/// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros.
 ///
 /// All locks of the run are held together for one punch. They are taken in ascending order, and no other lane waits for a
 /// lock while it holds one, so nothing can wait in a circle. `pause` is called while another lane works on a page, `heal`
@@ -153,7 +161,7 @@ pub fn discard<'a>(
     store: &dyn Store,
     pause: impl Fn(),
     heal: impl Fn(PageIdx) -> io::Result<()>,
-) -> io::Result<[u64; State::COUNT]> {
+) -> io::Result<Discarded> {
     let mut locks = Vec::with_capacity(run.1 as usize);
     for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
         locks.push(loop {
@@ -167,20 +175,23 @@ pub fn discard<'a>(
         });
     }
     backing.punch(run.0, run.1)?;
-    let mut counts = [0; State::COUNT];
+    let mut done = Discarded::default();
     for (mut lock, page) in locks.into_iter().zip(run.0.0..) {
         let word = lock.word();
-        if word.state() == State::Poisoned {
-            heal(PageIdx(page))?;
+        if word.state() == State::Poisoned
+            && let Err(error) = heal(PageIdx(page))
+        {
+            done.not_healed = Some(error);
+            continue;
         }
         lock.set(Word::INITIAL);
         drop(lock);
-        counts[word.state() as usize] += 1;
+        done.counts[word.state() as usize] += 1;
         if let Some(handle) = live_handle(word) {
             store.free(PageKey { region, page: PageIdx(page) }, handle);
         }
     }
-    Ok(counts)
+    Ok(done)
 }
 
 /// The handle a word keeps alive in its store, if any: what `recover` tells the store not to sweep.

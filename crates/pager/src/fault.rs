@@ -17,11 +17,8 @@ use crate::page_state::{Cell, Locked, State, Word};
 /// What became of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Served {
-    /// The page was in DRAM: zapped and now mapped again. True if it was on its way out (Quarantine or Evicting).
-    Mapped {
-        /// It was in Quarantine or Evicting.
-        rescued: bool,
-    },
+    /// The page was in DRAM: zapped and now mapped again.
+    Mapped,
     /// The page had never been touched, or was discarded: zeros.
     Fresh,
     /// The page was known to be all zero.
@@ -39,7 +36,8 @@ pub enum Served {
     Gone,
 }
 
-/// Serve one fault on one page.
+/// Serve one fault on one page. Answers also whether the page left Quarantine or Evicting, which it may have done even if
+/// the fault must be served again.
 ///
 /// `touched` is what heat makes of the age of a page that was just touched.
 ///
@@ -52,11 +50,11 @@ pub fn serve(
     memory: &impl Mapped,
     store: &dyn Store,
     touched: fn(u8) -> u8,
-) -> io::Result<Served> {
+) -> (bool, io::Result<Served>) {
     loop {
         let word = cell.load();
         if word.is_locked() {
-            return Ok(Served::Later);
+            return (false, Ok(Served::Later));
         }
         let resident = Word::new(State::Resident, word.age());
         match word.state() {
@@ -65,24 +63,23 @@ pub fn serve(
                 let rescued = state != State::Resident;
                 let to = if rescued { resident.with_age(touched(word.age())) } else { resident };
                 let Some(_lock) = cell.lock(word, to) else { continue };
-                return bring_in(key.page, kind, memory, rescued);
+                return (rescued, bring_in(key.page, kind, memory));
             }
             State::Zero => {
                 let Some(mut lock) = cell.lock(word, word) else { continue };
-                let served = fill_hole(memory.install_zero(key.page)?, key.page, memory)?;
-                if served == Filled::Yes {
+                let filled = memory.install_zero(key.page).and_then(|outcome| fill_hole(outcome, key.page, memory));
+                if matches!(filled, Ok(Filled::Yes)) {
                     lock.set(resident);
                 }
-                return Ok(served.or(Served::Zeroed));
+                return (false, filled.map(|filled| filled.or(Served::Zeroed)));
             }
             State::Far | State::Restoring => {
                 let Some(lock) = cell.lock(word, word.in_state(State::Restoring)) else { continue };
-                return restore(lock, key, memory, store);
+                return (false, restore(lock, key, memory, store));
             }
             State::Poisoned => {
                 let Some(_lock) = cell.lock(word, word) else { continue };
-                memory.poison(key.page)?;
-                return Ok(Served::Poisoned { newly: false });
+                return (false, poison(key.page, memory, false));
             }
         }
     }
@@ -99,8 +96,12 @@ fn restore(mut lock: Locked<'_>, key: PageKey, memory: &impl Mapped, store: &dyn
         GetOutcome::Absent | GetOutcome::Corrupt => {
             // The word first: should we die here, the successor finds a page that is never handed out.
             lock.set(Word::new(State::Poisoned, word.age()));
-            memory.poison(key.page)?;
-            return Ok(Served::Poisoned { newly: true });
+            let served = poison(key.page, memory, true);
+            if !matches!(served, Ok(Served::Poisoned { .. })) {
+                // Found lost again, and said so, when it is tried again.
+                lock.set(word.in_state(State::Far));
+            }
+            return served;
         }
     }
     let filled = fill_hole(memory.install(key.page, &bytes)?, key.page, memory)?;
@@ -110,6 +111,14 @@ fn restore(mut lock: Locked<'_>, key: PageKey, memory: &impl Mapped, store: &dyn
         store.free(key, word.handle());
     }
     Ok(filled.or(Served::Restored))
+}
+
+fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served> {
+    Ok(match memory.poison(page)? {
+        FillOutcome::Done | FillOutcome::AlreadyThere | FillOutcome::NotInFile => Served::Poisoned { newly },
+        FillOutcome::Retry => Served::Later,
+        FillOutcome::Gone => Served::Gone,
+    })
 }
 
 /// Did a hole get filled, so that the page in the file is now the one that counts?
@@ -144,14 +153,13 @@ fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::R
 
 /// Map a page whose word is Resident: it is in the file, or it is a hole that means zeros. The fault's kind is only a
 /// hint (the page may have changed since it was raised), so whichever call comes first the other one follows.
-fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped, rescued: bool) -> io::Result<Served> {
-    let mapped = Served::Mapped { rescued };
+fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped) -> io::Result<Served> {
     if kind == FaultKind::Minor {
         match memory.map(page)? {
-            FillOutcome::Done => return Ok(mapped),
+            FillOutcome::Done => return Ok(Served::Mapped),
             FillOutcome::AlreadyThere => {
                 memory.wake(page)?;
-                return Ok(mapped);
+                return Ok(Served::Mapped);
             }
             FillOutcome::NotInFile => {}
             FillOutcome::Retry => return Ok(Served::Later),
@@ -159,7 +167,7 @@ fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped, rescued: bool)
         }
     }
     match memory.install_zero(page)? {
-        FillOutcome::AlreadyThere => Ok(fill_hole(FillOutcome::AlreadyThere, page, memory)?.or(mapped)),
+        FillOutcome::AlreadyThere => Ok(fill_hole(FillOutcome::AlreadyThere, page, memory)?.or(Served::Mapped)),
         outcome => Ok(fill_hole(outcome, page, memory)?.or(Served::Fresh)),
     }
 }

@@ -35,7 +35,7 @@ struct Waiting {
 pub fn serve_faults(vm: &Vm, view: &View) {
     let mut lane = FaultLane { vm, view, waiting: Vec::new(), clock: StallClock::new() };
     let mut read = Vec::with_capacity(64);
-    while !vm.is_stopping() {
+    while !vm.is_stopping() && !view.is_closed() {
         if let Err(error) = view.uffd().read_faults(&mut read) {
             // The address space is gone: so are its threads.
             tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
@@ -85,7 +85,9 @@ impl FaultLane<'_> {
             return true;
         };
         let (cell, key) = (region.cell(page), region.key(page));
-        match serve(cell, key, waiting.fault.kind, &memory, &*vm.store, ballast_heat::touched) {
+        let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &*vm.store, ballast_heat::touched);
+        vm.count_rescued(rescued);
+        match served {
             Ok(Served::Later) => {
                 vm.count(Served::Later);
                 false
@@ -157,7 +159,7 @@ fn sleep_until_readable(fd: impl AsFd, at_most: Duration) -> bool {
 /// Listen to the client until it or the engine is gone.
 pub fn serve_control(vm: &Vm, view: &View) {
     let mut nonsense = 0u64;
-    while !vm.is_stopping() {
+    while !vm.is_stopping() && !view.is_closed() {
         if !sleep_until_readable(view.control(), NAP) {
             continue;
         }
@@ -173,10 +175,13 @@ pub fn serve_control(vm: &Vm, view: &View) {
         match message {
             Ok(answer @ ClientToEngine::Zapped { .. }) => view.zapped(&answer),
             Ok(ClientToEngine::Discard { seq, ranges }) => {
-                // An answer means "done"; without one the client keeps the memory and tells the VMM so.
-                let answer = vm.discard(view, &ranges).and_then(|()| view.tell(&EngineToClient::DiscardDone { seq }));
-                if let Err(error) = answer {
+                let error = vm.discard(view, &ranges).err().map(|error| error.to_string());
+                if let Some(error) = &error {
                     vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
+                }
+                // A client that does not read its answers repeats its question and gets another.
+                if let Err(error) = view.tell(&EngineToClient::DiscardDone { seq, error }) {
+                    tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
                 }
             }
             Ok(ClientToEngine::Pong { .. }) => {}

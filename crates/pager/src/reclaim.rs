@@ -25,6 +25,7 @@ use ballast_heat::{Clock, ColdRun, ColdSource, Pages, Pick};
 
 use crate::evict::{evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
+use crate::state_file::StateError;
 use crate::stats::Counter;
 use crate::vm::{RAM_STORE, Vm};
 
@@ -79,6 +80,9 @@ pub fn run(vm: &Vm) {
         rest_until: None,
         store_was_full: false,
     };
+    if let Err(error) = lane.forget_quarantine() {
+        vm.report("reclaim-failed", format!("Reading the page-state words: {error}"));
+    }
     let mut pause = Duration::ZERO;
     while !vm.is_stopping() {
         vm.wait(pause);
@@ -88,6 +92,9 @@ pub fn run(vm: &Vm) {
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
                 lane.release_all();
+                if let Err(error) = lane.forget_quarantine() {
+                    tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
+                }
                 STORE_REST
             }
         };
@@ -185,16 +192,8 @@ impl Lane<'_> {
             let part = (run.first, count);
             let store = (RAM_STORE, &*vm.store);
             let ticket = batch.ticket;
-            let result = evict(region.number, part, |page| region.cell(page), ticket, &*region, store);
+            let evicted = evict(region.number, part, |page| region.cell(page), ticket, &*region, store)?;
             let stats = vm.stats();
-            let evicted = match result {
-                Ok(evicted) => evicted,
-                Err(error) => {
-                    stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
-                    self.recount_quarantine();
-                    return Err(error);
-                }
-            };
             stats.add(Counter::Evicted, evicted.far);
             stats.add(Counter::Far, evicted.far);
             stats.add(Counter::EvictedZero, evicted.zero);
@@ -305,15 +304,25 @@ impl Lane<'_> {
         }
     }
 
-    /// After a failure in the middle of a batch: count what is in quarantine afresh.
-    fn recount_quarantine(&self) {
-        let mut pages = 0;
-        for region in self.vm.regions() {
-            pages += (0..region.pages().0)
-                .filter(|page| region.cell(PageIdx(*page)).load().state() == State::Quarantine)
-                .count() as u64;
+    /// After a failure in the middle of a batch, or a panic of this lane: nothing is on its way out any more.
+    fn forget_quarantine(&mut self) -> Result<(), StateError> {
+        if self.vm.stats().get(Counter::Quarantined) == 0 {
+            return Ok(());
         }
-        self.vm.stats().set(Counter::Quarantined, pages);
+        let _layout = self.vm.layout();
+        self.batches.clear();
+        for (region, record) in self.vm.regions().iter().zip(self.vm.state.regions()) {
+            for page in self.vm.state.written_words(&record)?.into_iter().flatten() {
+                let cell = region.cell(PageIdx(page));
+                let word = cell.load();
+                if matches!(word.state(), State::Quarantine | State::Evicting)
+                    && cell.swap(word, Word::new(State::Resident, word.age()))
+                {
+                    self.vm.stats().sub(Counter::Quarantined, 1);
+                }
+            }
+        }
+        Ok(())
     }
 }
 

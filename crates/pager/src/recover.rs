@@ -38,11 +38,12 @@ pub struct Recovered {
 /// Mend all words of these regions (all of the VM's, in order) and set the gauges.
 pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Region>) -> Result<Recovered, StateError> {
     let mut found = Recovered::default();
-    let (mut far, mut zero, mut poisoned) = (0, 0, 0);
+    let (mut far, mut zero, mut poisoned, mut registered) = (0, 0, 0, 0);
     for (region, record) in regions.into_iter().zip(state.regions()) {
         if region.is_removed() {
             continue;
         }
+        registered += region.registered().0;
         // Words never written say Resident, age 0: of a huge, hardly managed guest only what was managed is read.
         for pages in state.written_words(&record)? {
             for page in pages.map(PageIdx) {
@@ -65,6 +66,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
     }
     let stats = Stats::of(state);
     stats.set(Counter::Quarantined, 0);
+    stats.set(Counter::RegisteredBytes, registered);
     stats.set(Counter::Far, far);
     stats.set(Counter::Zero, zero);
     stats.set(Counter::Poisoned, poisoned);

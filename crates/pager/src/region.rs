@@ -124,6 +124,13 @@ impl Region {
             (PageIdx(first), count, &self.table.chunk_flags()[chunk as usize])
         })
     }
+
+    /// Bytes of it that are registered with userfaultfd.
+    pub(crate) fn registered(&self) -> Bytes {
+        let chunks = self.chunks(PageIdx(0), PageIdx(self.pages().0));
+        let pages = chunks.filter(|(.., flag)| flag.load(Ordering::Acquire) != 0).map(|(_, count, _)| count).sum();
+        PageCount(pages).bytes()
+    }
 }
 
 impl Backing for Region {

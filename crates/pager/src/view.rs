@@ -38,6 +38,7 @@ pub struct View {
     zaps: Mutex<HashMap<u64, Option<Option<i32>>>>,
     answered: Condvar,
     disconnected: AtomicBool,
+    closed: AtomicBool,
 }
 
 /// A view of one region: what [`crate::fault::serve`] works on.
@@ -60,6 +61,7 @@ impl View {
             zaps: Mutex::default(),
             answered: Condvar::new(),
             disconnected: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
         }
     }
 
@@ -158,6 +160,17 @@ impl View {
             *slot = Some(*error);
             self.answered.notify_all();
         }
+    }
+
+    /// Is the process gone? Then its lanes end.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// The process is gone: its lanes may end, and nobody need wait for an answer any more.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.disconnect();
     }
 
     /// Has the client gone?

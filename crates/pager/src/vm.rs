@@ -15,7 +15,7 @@ use std::time::Duration;
 use ballast_base::wire::{EngineToClient, Range, RegionInfo};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_store::Store;
-use ballast_sys::uffd::FaultKind;
+use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::evict::discard;
 use crate::fault::{Served, serve};
@@ -174,10 +174,35 @@ impl Vm {
     /// Begin serving: the reclaim lane, then whatever views are there. `view`s added later start their own lanes.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let vm = self.clone();
-        let name = format!("reclaim/{}", self.state.name());
-        let lane = std::thread::Builder::new().name(short(&name)).spawn(move || reclaim::run(&vm))?;
+        self.start_lane("reclaim", move || vm.run_lane("reclaim", None, || reclaim::run(&vm)))
+    }
+
+    fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let name = format!("{kind}/{}", self.state.name());
+        let lane = std::thread::Builder::new().name(short(&name)).spawn(body)?;
         self.lanes.lock().expect("no panic while held").push(lane);
         Ok(())
+    }
+
+    /// Run a lane until it ends. A panic in it is a bug of ours that must not cost a guest its bytes: the lane starts
+    /// again, and what it had read and not answered is raised anew. If that does not help, the VM goes without reclaim;
+    /// a VM that nobody can serve is stopped.
+    fn run_lane(&self, kind: &str, view: Option<&View>, body: impl Fn()) {
+        const MOST_PANICS: u32 = 3;
+        for _ in 0..MOST_PANICS {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(&body)).is_ok() {
+                return;
+            }
+            self.report("lane-panic", format!("the {kind} lane panicked; it starts again"));
+            if let Some(Err(error)) = view.map(View::wake_all) {
+                tracing::error!(vm = self.state.name(), "Waking a view: {error}");
+            }
+        }
+        let reason = format!("the {kind} lane panicked {MOST_PANICS} times; it stays down");
+        self.report("lane-panic", reason.clone());
+        if view.is_some() {
+            self.fail_stop(&reason);
+        }
     }
 
     /// Serve one more process that maps this VM's RAM.
@@ -193,11 +218,9 @@ impl Vm {
         self.views.write().expect("no panic while held").push(view.clone());
         self.generation.fetch_add(1, Ordering::AcqRel);
         drop(layout);
-        let mut lanes = self.lanes.lock().expect("no panic while held");
         for (kind, body) in [("fault", lane::serve_faults as fn(&Vm, &View)), ("control", lane::serve_control)] {
             let (vm, view) = (self.clone(), view.clone());
-            let name = format!("{kind}/{}", self.state.name());
-            lanes.push(std::thread::Builder::new().name(short(&name)).spawn(move || body(&vm, &view))?);
+            self.start_lane(kind, move || vm.run_lane(kind, Some(&view), || body(&vm, &view)))?;
         }
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
@@ -213,7 +236,12 @@ impl Vm {
 
     /// A process that mapped this VM's RAM is gone.
     pub fn remove_view(&self, pid: u32) {
-        self.views.write().expect("no panic while held").retain(|view| view.pid != pid);
+        self.views.write().expect("no panic while held").retain(|view| {
+            if view.pid == pid {
+                view.close();
+            }
+            view.pid != pid
+        });
     }
 
     /// Is the VM to be left alone from now on?
@@ -320,8 +348,10 @@ impl Vm {
                     }
                     continue;
                 }
-                match serve(region.cell(page), region.key(page), FaultKind::Missing, &memory, &*self.store, |age| age)?
-                {
+                let (cell, key) = (region.cell(page), region.key(page));
+                let (rescued, served) = serve(cell, key, FaultKind::Missing, &memory, &*self.store, |age| age);
+                self.count_rescued(rescued);
+                match served? {
                     Served::Later => std::thread::yield_now(),
                     Served::Gone => return Ok(()),
                     served => {
@@ -337,17 +367,19 @@ impl Vm {
         Ok(())
     }
 
+    /// Count a page that was touched on its way out.
+    pub(crate) fn count_rescued(&self, rescued: bool) {
+        if rescued {
+            self.stats().add(Counter::Rescued, 1);
+            self.stats().sub(Counter::Quarantined, 1);
+        }
+    }
+
     /// Count a served fault and keep the gauges.
     pub(crate) fn count(&self, served: Served) {
         let stats = self.stats();
         match served {
-            Served::Mapped { rescued } => {
-                stats.add(Counter::FaultMinor, 1);
-                if rescued {
-                    stats.add(Counter::Rescued, 1);
-                    stats.sub(Counter::Quarantined, 1);
-                }
-            }
+            Served::Mapped => stats.add(Counter::FaultMinor, 1),
             Served::Fresh => stats.add(Counter::FaultFresh, 1),
             Served::Zeroed => {
                 stats.add(Counter::FaultZero, 1);
@@ -394,13 +426,26 @@ impl Vm {
         let views = self.views();
         let heal = |page| {
             let mut memories = views.iter().filter_map(|view| view.of_region(region.number));
-            memories.try_for_each(|memory| memory.install_zero(page).map(|_| ()))
+            memories.try_for_each(|memory| {
+                loop {
+                    let filled = memory.install_zero(page)?;
+                    // Another view may have filled the hole already; then this one's mark gives way to that page.
+                    let there = filled == FillOutcome::AlreadyThere;
+                    match if there { memory.map(page)? } else { filled } {
+                        // The address space changes, or memory is short, for a moment.
+                        FillOutcome::Retry => std::thread::yield_now(),
+                        _ => return Ok(()),
+                    }
+                }
+            })
         };
+        let mut not_healed = None;
         for first in (first..end).step_by(BATCH as usize) {
             let run = (PageIdx(first), BATCH.min(end - first));
             let cell_of = |page| region.cell(page);
-            let counts = discard(region.number, run, cell_of, region, &*self.store, std::thread::yield_now, heal)?;
-            stats.add(Counter::Discarded, run.1);
+            let done = discard(region.number, run, cell_of, region, &*self.store, std::thread::yield_now, heal)?;
+            stats.add(Counter::Discarded, done.counts.iter().sum());
+            not_healed = done.not_healed.or(not_healed);
             for (state, gauge) in [
                 (State::Quarantine, Counter::Quarantined),
                 (State::Evicting, Counter::Quarantined),
@@ -409,10 +454,10 @@ impl Vm {
                 (State::Zero, Counter::Zero),
                 (State::Poisoned, Counter::Poisoned),
             ] {
-                stats.sub(gauge, counts[state as usize]);
+                stats.sub(gauge, done.counts[state as usize]);
             }
         }
-        Ok(())
+        not_healed.map_or(Ok(()), Err)
     }
 
     /// RAM is about to be unplugged: forget its far pages.
@@ -421,6 +466,7 @@ impl Vm {
         let Some(number) = view.remove_span(start) else { return Ok(None) };
         if let Some(region) = self.region(number) {
             self.discard_run(&region, 0, region.pages().0)?;
+            self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);
         }

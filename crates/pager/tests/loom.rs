@@ -142,7 +142,8 @@ impl World {
     }
 
     fn serve(&self, kind: FaultKind) {
-        let served = serve(self.cell(), KEY, kind, self, self, |age| age).expect("the modelled kernel never refuses");
+        let (_, served) = serve(self.cell(), KEY, kind, self, self, |age| age);
+        let served = served.expect("the modelled kernel never refuses");
         if served == Served::Later {
             thread::yield_now();
         }

@@ -287,6 +287,31 @@ fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
 }
 
 /// Threads that touch every page over and over, each access checked.
+#[test]
+fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    rig.panics.store(2, Ordering::Relaxed);
+    wait_for_limit(&rig, LIMIT);
+    assert!(rig.reported("lane-panic"), "a put panicked");
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.panics.store(2, Ordering::Relaxed);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert_eq!(rig.panics.load(Ordering::Relaxed), 0, "gets panicked, too");
+    rig.check_census();
+}
+
+#[test]
+fn an_unplugged_region_is_not_counted_as_registered() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0);
+    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
+    assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
+}
+
 fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -256,6 +256,7 @@ fn discard(client: &Client, ranges: &[ballast_client::Range]) -> Result<(), c_in
         match error {
             DiscardError::Invalid(_) => libc::EINVAL,
             DiscardError::NoAnswer(_) => libc::EAGAIN,
+            DiscardError::Failed(_) => libc::EIO,
         }
     })
 }

@@ -70,7 +70,7 @@ impl Stage {
                 if control {
                     let message = session.hear();
                     if let ClientToEngine::Discard { seq, .. } = message {
-                        session.tell(&ballast_base::wire::EngineToClient::DiscardDone { seq });
+                        session.tell(&ballast_base::wire::EngineToClient::DiscardDone { seq, error: None });
                     }
                     heard.push(message);
                 }

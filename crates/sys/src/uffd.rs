@@ -292,6 +292,8 @@ fn outcome(answer: io::Result<()>, done: i64) -> io::Result<FillOutcome> {
             _ => Ok(FillOutcome::Retry),
         },
         Some(libc::EFAULT) => Ok(FillOutcome::NotInFile),
+        // The host, or the memory cgroup that is charged, is short of memory for a moment: reclaim mends that.
+        Some(libc::ENOMEM | libc::EINTR) => Ok(FillOutcome::Retry),
         Some(libc::ENOENT | libc::ESRCH) => Ok(FillOutcome::Gone),
         _ => Err(error),
     }

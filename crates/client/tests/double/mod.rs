@@ -156,6 +156,11 @@ impl Session {
 
     /// Answer every discard until `until` says that it is enough; answers the ranges of the first, if one came.
     pub fn acknowledge_discards(&self, until: impl Fn() -> bool) -> Vec<Range> {
+        self.answer_discards(until, None)
+    }
+
+    /// The same, with or without an error.
+    pub fn answer_discards(&self, until: impl Fn() -> bool, error: Option<&str>) -> Vec<Range> {
         let mut first = None;
         while !until() {
             let mut fds = [PollFd::new(&self.control, PollFlags::IN)];
@@ -163,7 +168,7 @@ impl Session {
             if rustix::event::poll(&mut fds, Some(&short)).is_ok_and(|ready| ready > 0) {
                 let ClientToEngine::Discard { seq, ranges } = self.hear() else { panic!("not a discard") };
                 first.get_or_insert(ranges);
-                self.tell(&EngineToClient::DiscardDone { seq });
+                self.tell(&EngineToClient::DiscardDone { seq, error: error.map(str::to_owned) });
             }
         }
         first.unwrap_or_default()

@@ -13,7 +13,10 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::state_file::StateFile;
 use ballast_pager::view::View;
 use ballast_pager::vm::{Tuning, Vm};
-use ballast_store::{Budget, Faults, FaultyStore, RamOptions, RamStore};
+use ballast_store::{
+    Budget, Faults, FaultyStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store,
+    StoreUsage,
+};
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
 
 /// A VM and its guest side.
@@ -21,6 +24,8 @@ pub struct Rig {
     pub vm: Arc<Vm>,
     pub guest: Arc<Mapping>,
     pub faults: Arc<Faults>,
+    /// How many more calls of the store panic.
+    pub panics: Arc<AtomicU64>,
     pub reports: Arc<Mutex<Vec<(String, String)>>>,
     pub view: Arc<View>,
     pub pages: u64,
@@ -54,6 +59,8 @@ impl Rig {
         let epoch = state.take_over(std::process::id(), 1);
         let (ram_store, _arena) = RamStore::create(RamOptions::new(Budget::new(store_budget))).expect("store");
         let (store, faults) = FaultyStore::new(ram_store);
+        let panics = Arc::new(AtomicU64::new(0));
+        let store = PanickyStore { inner: store, panics: panics.clone() };
         let reports = Arc::new(Mutex::new(Vec::new()));
         let report = {
             let reports = reports.clone();
@@ -68,7 +75,7 @@ impl Rig {
         let client = std::thread::spawn(move || serve_zaps(&ours, &mapping));
         let view = Arc::new(View::new(std::process::id(), uffd.try_clone().expect("dup"), granted, theirs, epoch));
         let pages = ram.pages_floor().0;
-        Self { vm, guest, faults, reports, view, pages, _uffd: uffd, client: Some(client), hang_up }
+        Self { vm, guest, faults, panics, reports, view, pages, _uffd: uffd, client: Some(client), hang_up }
     }
 
     /// The first word of a page, as the guest sees it.
@@ -126,6 +133,39 @@ impl Drop for Rig {
         if let Some(client) = self.client.take() {
             client.join().expect("client");
         }
+    }
+}
+
+/// A bug of ours, on command.
+#[derive(Debug)]
+struct PanickyStore<S> {
+    inner: S,
+    panics: Arc<AtomicU64>,
+}
+
+impl<S> PanickyStore<S> {
+    fn inner(&self) -> &S {
+        let left = self.panics.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        assert!(left.is_err(), "asked to panic");
+        &self.inner
+    }
+}
+
+impl<S: Store> Store for PanickyStore<S> {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.inner().put(key, bytes)
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        self.inner().get(key, handle, out)
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.inner().free(key, handle)
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.inner.usage()
     }
 }
 
