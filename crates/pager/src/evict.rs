@@ -55,7 +55,8 @@ pub fn release<'a>(run: Run, ticket: Ticket, cell_of: impl Fn(PageIdx) -> Cell<'
     released.count() as u64
 }
 
-/// Evict the pages of `run` that are still in Quarantine under `ticket`. All locks of the run are held while it is punched.
+/// Evict the pages of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many at a time
+/// as it holds (at least one). All locks of the run are held while it is punched.
 ///
 /// # Errors
 /// The region's file could not be read or punched; the pages concerned are Resident again and nothing was lost.
@@ -66,44 +67,56 @@ pub fn evict<'a>(
     ticket: Ticket,
     backing: &impl Backing,
     (store_number, store): (u8, &dyn Store),
+    buffer: &mut [PageBytes],
 ) -> io::Result<Evicted> {
     let mut result = Evicted::default();
     let mut failed = None;
-    let mut committed: Vec<(PageKey, Locked<'a>)> = Vec::with_capacity(run.1 as usize);
-    let mut bytes: PageBytes = [0; _];
+    // From here on a touch is seen: the word changes, and the commit below fails.
+    let mut claimed: Vec<(PageIdx, Word)> = Vec::with_capacity(run.1 as usize);
     for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
-        let (cell, key) = (cell_of(page), PageKey { region, page });
-        let word = cell.load();
-        let evicting = word.in_state(State::Evicting);
+        let word = cell_of(page).load();
         // Not in this quarantine any more: the guest touched it, and the fault that rescued it has counted it.
-        if word != Word::quarantine(ticket, word.age()) || !cell.swap(word, evicting) {
-            continue;
+        if word == Word::quarantine(ticket, word.age()) && cell_of(page).swap(word, word.in_state(State::Evicting)) {
+            claimed.push((page, word.in_state(State::Evicting)));
         }
-        if let Err(error) = backing.read(page, &mut bytes) {
-            cell.swap(evicting, Word::new(State::Resident, word.age()));
+    }
+    let mut committed: Vec<(PageKey, Locked<'a>)> = Vec::with_capacity(claimed.len());
+    let mut left = &claimed[..];
+    'stretches: while let Some((first, _)) = left.first() {
+        let adjacent = left.iter().zip(first.0..).take_while(|((page, _), expected)| page.0 == *expected).count();
+        let stretch = adjacent.min(buffer.len());
+        if let Err(error) = backing.read(*first, &mut buffer[..stretch]) {
             failed = Some(error);
             break;
         }
-        let to = if is_zero(&bytes) {
-            Word::new(State::Zero, word.age())
-        } else {
-            match store.put(key, &bytes) {
-                PutOutcome::Stored(handle) => Word::far(store_number, handle, word.age()),
-                refused => {
-                    result.refused += u64::from(cell.swap(evicting, Word::new(State::Resident, word.age())));
-                    result.store_full |= refused == PutOutcome::Full;
-                    result.store_busy |= refused == PutOutcome::Busy;
-                    break;
+        for bytes in &buffer[..stretch] {
+            let (page, evicting) = left[0];
+            let key = PageKey { region, page };
+            let to = if is_zero(bytes) {
+                Word::new(State::Zero, evicting.age())
+            } else {
+                match store.put(key, bytes) {
+                    PutOutcome::Stored(handle) => Word::far(store_number, handle, evicting.age()),
+                    refused => {
+                        result.store_full |= refused == PutOutcome::Full;
+                        result.store_busy |= refused == PutOutcome::Busy;
+                        break 'stretches;
+                    }
+                }
+            };
+            left = &left[1..];
+            match cell_of(page).lock(evicting, to) {
+                Some(lock) => committed.push((key, lock)),
+                None => {
+                    result.aborted += 1;
+                    free_copy(store, key, to);
                 }
             }
-        };
-        match cell.lock(evicting, to) {
-            Some(lock) => committed.push((key, lock)),
-            None => {
-                result.aborted += 1;
-                free_copy(store, key, to);
-            }
         }
+    }
+    for (page, evicting) in left {
+        let resident = Word::new(State::Resident, evicting.age());
+        result.refused += u64::from(cell_of(*page).swap(*evicting, resident));
     }
     for group in committed.chunk_by_mut(|a, b| a.0.page.0 + 1 == b.0.page.0) {
         let first = group[0].0.page;

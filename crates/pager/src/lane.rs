@@ -15,13 +15,16 @@ use ballast_sys::uffd::Fault;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fault::{Served, serve};
+use crate::follow::Follow;
 use crate::stats::{Counter, Latency};
 use crate::view::View;
 use crate::vm::Vm;
 
 /// How long a lane sleeps at most before it looks whether the VM is being stopped.
 const NAP: Duration = Duration::from_millis(100);
-/// How long a lane with nothing but put-aside faults sleeps: a lock is held for some 20 µs, a busy store longer.
+/// A lock is held for some 20 µs, so a lane with nothing but put-aside faults tries again at once for this long. Then it
+/// sleeps between tries: a busy store takes longer.
+const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
 /// A fault that was read and is not served yet.
@@ -34,6 +37,7 @@ struct Waiting {
 /// Serve faults until the view's process is gone or the VM is stopped.
 pub fn serve_faults(vm: &Vm, view: &View) {
     let mut lane = FaultLane { vm, view, waiting: Vec::new(), clock: StallClock::new() };
+    let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
         if let Err(error) = view.uffd().read_faults(&mut read) {
@@ -46,12 +50,20 @@ pub fn serve_faults(vm: &Vm, view: &View) {
             continue;
         }
         let now = Instant::now();
+        let newest = read.last().map(|fault| fault.thread);
         lane.waiting.extend(read.drain(..).map(|fault| Waiting { fault, since: now }));
         lane.clock.update(vm, &lane.waiting, now);
-        if !lane.serve_round() && !sleep_until_readable(view.uffd(), RETRY) {
+        let served = lane.serve_round();
+        if !served && lane.waiting.iter().all(|waiting| now.saturating_duration_since(waiting.since) > EAGER) {
+            sleep_until_readable(view.uffd(), RETRY);
+        } else if !served {
             std::thread::yield_now();
         }
         lane.clock.update(vm, &lane.waiting, Instant::now());
+        // Last: nobody waits for it.
+        if let Some(thread) = newest {
+            follow.faulted(thread, now);
+        }
     }
 }
 

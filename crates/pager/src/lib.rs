@@ -21,6 +21,8 @@ pub mod page_state;
 pub mod sync;
 
 #[cfg(not(loom))]
+pub mod follow;
+#[cfg(not(loom))]
 pub mod lane;
 #[cfg(not(loom))]
 pub mod reclaim;

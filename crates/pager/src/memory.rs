@@ -10,8 +10,8 @@ use ballast_sys::uffd::FillOutcome;
 
 /// The file that holds one region.
 pub trait Backing {
-    /// Read one page. A hole reads as zeros.
-    fn read(&self, page: PageIdx, out: &mut PageBytes) -> io::Result<()>;
+    /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()>;
 
     /// Free `count` pages from `first`. Every mapping of them in every process goes, too.
     fn punch(&self, first: PageIdx, count: u64) -> io::Result<()>;

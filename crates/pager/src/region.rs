@@ -134,8 +134,8 @@ impl Region {
 }
 
 impl Backing for Region {
-    fn read(&self, page: PageIdx, out: &mut PageBytes) -> io::Result<()> {
-        memfd::read_exact_at(&self.file, self.file_offset.0 + page.offset(), out)
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+        memfd::read_exact_at(&self.file, self.file_offset.0 + first.offset(), out.as_flattened_mut())
     }
 
     fn punch(&self, first: PageIdx, count: u64) -> io::Result<()> {

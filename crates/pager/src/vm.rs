@@ -592,7 +592,7 @@ impl Vm {
 
     /// Read one page's bytes from its file, for tests.
     pub fn read_page(&self, region: u32, page: PageIdx, out: &mut [u8; PAGE_SIZE]) -> io::Result<()> {
-        self.region(region).ok_or(io::ErrorKind::NotFound)?.read(page, out)
+        self.region(region).ok_or(io::ErrorKind::NotFound)?.read(page, std::slice::from_mut(out))
     }
 
     /// The cap, never more than the VM's size.

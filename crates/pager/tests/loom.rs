@@ -53,8 +53,8 @@ impl std::fmt::Debug for World {
 }
 
 impl Backing for World {
-    fn read(&self, _: PageIdx, out: &mut PageBytes) -> io::Result<()> {
-        *out = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
+    fn read(&self, _: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+        out[0] = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
         Ok(())
     }
     fn punch(&self, _: PageIdx, _: u64) -> io::Result<()> {
@@ -181,7 +181,9 @@ impl World {
     }
 
     fn evict(&self, ticket: Ticket) {
-        evict(0, RUN, |_| self.cell(), ticket, self, (1, self)).expect("the modelled kernel never refuses");
+        let mut buffer = [[0; _]];
+        evict(0, RUN, |_| self.cell(), ticket, self, (1, self), &mut buffer)
+            .expect("the modelled kernel never refuses");
     }
 
     fn discard(&self) {
