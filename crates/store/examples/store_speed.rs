@@ -1,8 +1,11 @@
-//! How quick the RAM store is on this machine: pages per second and microseconds per page, one thread.
+//! How quick the RAM store is on this machine: pages per second and microseconds per page, one thread; and how its LZ4
+//! compares with `lz4_flex` on the same pages.
 //!
-//! Before: `cargo run --release -p ballast-store --example store_speed`. After: one line per codec and kind of page.
-//! Units: us per page, the median of the repetitions with the lowest and highest; ratio is page bytes over payload bytes.
-//! Promise: the slabs of a repetition are fresh, so a put pays for the first touch of its memory, as it does in life.
+//! Before: `cargo run --release -p ballast-store --example store_speed [FILE...]`. After: one line per codec and kind of
+//! page, then one per kind of page and encoder; each FILE is a kind of its own, cut into pages.
+//! Units: us per page, the median of the repetitions with the lowest and highest; ratio is page bytes over payload bytes,
+//! where a page that is kept raw counts 4096.
+//! Promise: "put" pays for the first touch of its slabs, as the first pages of a VM do; "again" puts into slabs in use.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -12,53 +15,104 @@ use ballast_store::{
     Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store, pages,
 };
 
-const PAGES: u64 = 2000;
-const REPETITIONS: usize = 7;
+const PAGES: usize = 2000;
+const REPETITIONS: usize = 15;
+/// Every such page stays while the others are freed, so that no slab is: a slab has at least 15 slots.
+const STAYS: usize = 8;
 
-fn key(page: u64) -> PageKey {
-    PageKey { region: 0, page: PageIdx(page) }
+fn key(page: usize) -> PageKey {
+    PageKey { region: 0, page: PageIdx(page as u64) }
 }
 
 /// Median, lowest and highest microseconds per page.
 fn spread(mut us: Vec<f64>) -> String {
     us.sort_by(f64::total_cmp);
-    let median = us[us.len() / 2];
-    format!("{median:6.2} us ({:.2}-{:.2}, {:7.0} pages/s)", us[0], us[us.len() - 1], 1e6 / median)
+    format!("{:6.2} us ({:.2}-{:.2})", us[us.len() / 2], us[0], us[us.len() - 1])
 }
 
-fn measure(codec_name: &str, codec: Codec, kind: &str, page: fn(u64) -> PageBytes) {
+fn us_per_page<R>(pages: usize, work: impl FnOnce() -> R) -> (f64, R) {
+    let start = Instant::now();
+    let done = work();
+    (start.elapsed().as_secs_f64() * 1e6 / pages as f64, done)
+}
+
+fn put(store: &RamStore, page: usize, bytes: &PageBytes) -> Handle {
+    match store.put(key(page), bytes) {
+        PutOutcome::Stored(handle) => handle,
+        other => panic!("page {page}: {other:?}"),
+    }
+}
+
+fn measure(codec_name: &str, codec: Codec, kind: &str, content: &[PageBytes]) {
     let options = RamOptions { codec, ..RamOptions::new(Budget::new(Bytes(GIB))) };
     let (store, _arena) = RamStore::create(options).expect("create a store");
-    let content: Vec<PageBytes> = (0..PAGES).map(page).collect();
     let mut out = [0; PAGE_SIZE];
-    let mut times = [const { Vec::new() }; 3];
+    let mut times = [const { Vec::new() }; 4];
     for _ in 0..REPETITIONS {
-        let us_per_page = |start: Instant| start.elapsed().as_secs_f64() * 1e6 / PAGES as f64;
-        let start = Instant::now();
-        let handles: Vec<Handle> = (0u64..)
-            .zip(&content)
-            .map(|(page, bytes)| match store.put(key(page), bytes) {
-                PutOutcome::Stored(handle) => handle,
-                other => panic!("page {page}: {other:?}"),
-            })
-            .collect();
-        times[0].push(us_per_page(start));
-        let start = Instant::now();
-        for (page, handle) in (0u64..).zip(&handles) {
-            assert_eq!(store.get(key(page), *handle, &mut out), GetOutcome::Found);
-            black_box(&out);
+        let (us, mut handles) = us_per_page(content.len(), || {
+            content.iter().enumerate().map(|(page, bytes)| put(&store, page, bytes)).collect::<Vec<_>>()
+        });
+        times[0].push(us);
+        let goes = |page: &usize| !page.is_multiple_of(STAYS);
+        for page in (0..content.len()).filter(goes) {
+            store.free(key(page), handles[page]);
         }
-        times[1].push(us_per_page(start));
-        let start = Instant::now();
-        for (page, handle) in (0u64..).zip(&handles) {
-            store.free(key(page), *handle);
-        }
-        times[2].push(us_per_page(start));
+        let (us, ()) = us_per_page(content.len() - content.len().div_ceil(STAYS), || {
+            for page in (0..content.len()).filter(goes) {
+                handles[page] = put(&store, page, &content[page]);
+            }
+        });
+        times[1].push(us);
+        let (us, ()) = us_per_page(content.len(), || {
+            for (page, handle) in handles.iter().enumerate() {
+                assert_eq!(store.get(key(page), *handle, &mut out), GetOutcome::Found);
+                black_box(&out);
+            }
+        });
+        times[2].push(us);
+        let (us, ()) = us_per_page(content.len(), || {
+            for (page, handle) in handles.iter().enumerate() {
+                store.free(key(page), *handle);
+            }
+        });
+        times[3].push(us);
+    }
+    let [fresh, again, get, free] = times.map(spread);
+    println!("{codec_name:8} {kind:18} put {fresh}  again {again}  get {get}  free {free}");
+}
+
+/// Ratios of the store (header and slots not counted) and of `lz4_flex` under the same rule, side by side.
+fn compare(kind: &str, content: &[PageBytes]) {
+    const RAW_ABOVE: usize = 3568;
+    let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(GIB)))).expect("create a store");
+    for (page, bytes) in content.iter().enumerate() {
+        put(&store, page, bytes);
     }
     let usage = store.usage_detail();
-    let ratio = usage.compressed_in_bytes as f64 / usage.compressed_out_bytes.max(1) as f64;
-    let [put, get, free] = times.map(spread);
-    println!("{codec_name:8} {kind:18} put {put}  get {get}  free {free}  ratio {ratio:.2}");
+    let ours = usage.compressed_out_bytes as usize + usage.raw_puts as usize * PAGE_SIZE;
+    let mut block = vec![0; lz4_flex::block::get_maximum_output_size(PAGE_SIZE)];
+    let mut table = lz4_flex::block::CompressTable::small();
+    let mut times = Vec::new();
+    let mut theirs = 0;
+    for _ in 0..REPETITIONS {
+        let (us, bytes) = us_per_page(content.len(), || {
+            let lens = content.iter().filter(|bytes| bytes[8..] != bytes[..PAGE_SIZE - 8]).map(|bytes| {
+                let len = lz4_flex::block::compress_into_with_table(bytes, &mut block, &mut table).unwrap_or(PAGE_SIZE);
+                if len > RAW_ABOVE { PAGE_SIZE } else { len }
+            });
+            lens.sum::<usize>()
+        });
+        times.push(us);
+        theirs = bytes;
+    }
+    let not_filled = content.len() - usage.same_filled_puts as usize;
+    let ratio = |bytes: usize| (not_filled * PAGE_SIZE) as f64 / bytes.max(1) as f64;
+    println!(
+        "{kind:18} {not_filled} pages, ratio {:.3}, lz4_flex {:.3} and {} to compress alone",
+        ratio(ours),
+        ratio(theirs),
+        spread(times)
+    );
 }
 
 /// One run of noise and one of zeros: as many bytes to keep as `half_compressible`, in two sequences and not in sixty.
@@ -68,14 +122,46 @@ fn half_zero(seed: u64) -> PageBytes {
     page
 }
 
+/// An array of pointers into one heap, every fourth one null.
+fn pointers(seed: u64) -> PageBytes {
+    let mut page = pages::incompressible(seed);
+    for word in page.chunks_exact_mut(8) {
+        let random = u64::from_le_bytes(*word.first_chunk().expect("8 bytes"));
+        let pointer = if random % 4 == 0 { 0 } else { 0x7f12_3400_0000 + (random >> 40) * 16 };
+        word.copy_from_slice(&pointer.to_le_bytes());
+    }
+    page
+}
+
+fn file_pages(path: &str) -> Vec<PageBytes> {
+    let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("reading {path}: {error}"));
+    let pages: Vec<PageBytes> =
+        bytes.chunks_exact(PAGE_SIZE).filter_map(|chunk| chunk.first_chunk().copied()).collect();
+    pages.iter().step_by(pages.len().div_ceil(PAGES).max(1)).copied().collect()
+}
+
 fn main() {
-    println!("{PAGES} pages, {REPETITIONS} repetitions, 1 thread");
+    println!("{PAGES} pages (files: up to as many), {REPETITIONS} repetitions, 1 thread");
+    let made = |page: fn(u64) -> PageBytes| (0..PAGES as u64).map(page).collect::<Vec<_>>();
+    let mut kinds = vec![
+        ("zero".to_owned(), made(|_| [0; PAGE_SIZE])),
+        ("half_compressible".to_owned(), made(pages::half_compressible)),
+        ("half_zero".to_owned(), made(half_zero)),
+        ("incompressible".to_owned(), made(pages::incompressible)),
+        ("pointers".to_owned(), made(pointers)),
+    ];
+    for path in std::env::args().skip(1) {
+        let name = path.rsplit('/').next().unwrap_or(&path).to_owned();
+        kinds.push((name, file_pages(&path)));
+    }
     for (name, codec) in
         [("lz4", Codec::Lz4), ("zstd 1", Codec::Zstd { level: 1 }), ("zstd -1", Codec::Zstd { level: -1 })]
     {
-        measure(name, codec, "zero", |_| [0; PAGE_SIZE]);
-        measure(name, codec, "half_compressible", pages::half_compressible);
-        measure(name, codec, "half_zero", half_zero);
-        measure(name, codec, "incompressible", pages::incompressible);
+        for (kind, content) in &kinds {
+            measure(name, codec, kind, content);
+        }
+    }
+    for (kind, content) in &kinds {
+        compare(kind, content);
     }
 }

@@ -7,15 +7,15 @@
 //! is full, or becomes so no more): a lock of this process, per size class, never held while the kernel works.
 //! Promise: every slab that is not FREE is charged exactly once; nothing is charged when the budget refuses.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::Bytes;
 
-use crate::arena::{Arena, SLAB_BYTES};
+use crate::arena::Arena;
 use crate::budget::Budget;
-use crate::slab::{CLASSES, LiveSlots, Phase, Released, Slab, State, Taken, capacity};
+use crate::slab::{LiveSlots, Phase, Released, Slab, State, Taken};
 
 const NO_SLAB: u32 = u32::MAX;
 
@@ -41,11 +41,14 @@ pub(crate) struct Allocator {
     /// Bytes of this arena charged to the budget by this process.
     charged: AtomicI64,
     /// Per class, the slab to try first.
-    hints: [AtomicU32; CLASSES],
+    hints: Vec<AtomicU32>,
     /// Per class, slabs that were full and have room again. May hold slabs that have changed since.
-    with_room: [Mutex<Vec<u32>>; CLASSES],
+    with_room: Vec<Mutex<Vec<u32>>>,
     /// Slabs known to be FREE. May be incomplete: another process frees slabs too.
     free: Mutex<Vec<u32>>,
+    /// RETIRING slabs that `settle` is to punch, and how many may wait for it; none if they are punched at once.
+    to_punch: Mutex<VecDeque<u32>>,
+    to_punch_max: usize,
     punch_failures: AtomicU64,
 }
 
@@ -66,7 +69,7 @@ pub struct Recovered {
 
 /// Something in the slab table contradicts something else.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("Validating a RAM store: {0}")]
+#[error("Validating a store: {0}")]
 pub struct Inconsistent(pub String);
 
 /// A panic elsewhere cannot leave these plain lists half changed, so a poisoned lock is as good as any.
@@ -76,14 +79,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Allocator {
     /// Begin with what the arena holds. It is charged, above the limit if need be.
-    pub(crate) fn new(arena: Arena, budget: Arc<Budget>) -> Self {
+    pub(crate) fn new(arena: Arena, budget: Arc<Budget>, to_punch_max: usize) -> Self {
+        let capacities = arena.shape().capacities;
         let allocator = Self {
             arena,
             budget,
             charged: AtomicI64::new(0),
-            hints: [const { AtomicU32::new(NO_SLAB) }; CLASSES],
-            with_room: [const { Mutex::new(Vec::new()) }; CLASSES],
+            hints: capacities.iter().map(|_| AtomicU32::new(NO_SLAB)).collect(),
+            with_room: capacities.iter().map(|_| Mutex::default()).collect(),
             free: Mutex::new(Vec::new()),
+            to_punch: Mutex::new(VecDeque::new()),
+            to_punch_max,
             punch_failures: AtomicU64::new(0),
         };
         allocator.learn();
@@ -93,6 +99,14 @@ impl Allocator {
 
     pub(crate) fn arena(&self) -> &Arena {
         &self.arena
+    }
+
+    fn capacity(&self, class: usize) -> usize {
+        self.arena.shape().capacities[class]
+    }
+
+    fn slab_charge(&self) -> i64 {
+        self.arena.shape().charge_bytes as i64
     }
 
     pub(crate) fn budget_limit(&self) -> Bytes {
@@ -108,6 +122,7 @@ impl Allocator {
     fn learn(&self) {
         let mut free = lock(&self.free);
         free.clear();
+        lock(&self.to_punch).clear();
         for queue in &self.with_room {
             lock(queue).clear();
         }
@@ -117,7 +132,7 @@ impl Allocator {
         for number in 0..self.arena.fresh() {
             match self.arena.slab(number).state() {
                 Some(State { phase: Phase::Free, .. }) => free.push(number),
-                Some(State { phase: Phase::Active, class, used, .. }) if used < capacity(class) => {
+                Some(State { phase: Phase::Active, class, used, .. }) if used < self.capacity(class) => {
                     lock(&self.with_room[class]).push(number);
                 }
                 _ => {}
@@ -131,7 +146,7 @@ impl Allocator {
     /// this process is moving at this moment may be counted wrongly until the next call.
     pub(crate) fn resync(&self) -> u32 {
         let held = self.arena.held();
-        let truth = i64::from(held) * SLAB_BYTES as i64;
+        let truth = i64::from(held) * self.slab_charge();
         let before = self.charged.swap(truth, Ordering::AcqRel);
         self.budget.adjust(truth.wrapping_sub(before));
         held
@@ -140,7 +155,15 @@ impl Allocator {
     /// A slot of this class; `None` if there is no room and no budget for more.
     pub(crate) fn alloc(&self, class: usize) -> Option<Allocated> {
         let hint = self.hints[class].load(Ordering::Relaxed);
-        self.take_from(hint, class).or_else(|| self.alloc_slowly(class))
+        if let Some(allocated) = self.take_from(hint, class) {
+            return Some(allocated);
+        }
+        let (allocated, new_slab) = self.alloc_slowly(class)?;
+        if new_slab {
+            // All of it is charged already. Others may use the slab meanwhile; it cannot be retired, since we hold a slot.
+            self.arena.populate(allocated.place.slab);
+        }
+        Some(allocated)
     }
 
     fn take_from(&self, number: u32, class: usize) -> Option<Allocated> {
@@ -157,37 +180,42 @@ impl Allocator {
         }
     }
 
-    /// Find another slab for the class: one with room, else a free one. The class's lock is held, so that two threads
-    /// do not each bring one in and forget the other.
-    fn alloc_slowly(&self, class: usize) -> Option<Allocated> {
+    /// Find another slab for the class: one with room, else a free one (then the second value is true). The class's lock
+    /// is held, so that two threads do not each bring one in and forget the other.
+    fn alloc_slowly(&self, class: usize) -> Option<(Allocated, bool)> {
         let mut with_room = lock(&self.with_room[class]);
         let hint = self.hints[class].load(Ordering::Relaxed);
         if let Some(allocated) = self.take_from(hint, class) {
-            return Some(allocated);
+            return Some((allocated, false));
         }
         while let Some(number) = with_room.pop() {
             if let Some(allocated) = self.take_from(number, class) {
                 self.hints[class].store(number, Ordering::Relaxed);
-                return Some(allocated);
+                return Some((allocated, false));
             }
         }
         let number = self.activate(class)?;
         self.hints[class].store(number, Ordering::Relaxed);
-        Self::allocated(number, self.arena.slab(number).claim(class))
+        Self::allocated(number, self.arena.slab(number).claim(class)).map(|allocated| (allocated, true))
     }
 
     /// Take a free slab into use for `class`, with one slot reserved; `None` if the budget or the arena is used up.
     fn activate(&self, class: usize) -> Option<u32> {
-        const CHARGE: i64 = SLAB_BYTES as i64;
-        if !self.budget.try_charge(CHARGE) {
+        // One that still waits to be punched is given back without that, to be the next one taken.
+        let emptied = lock(&self.to_punch).pop_back();
+        if let Some(number) = emptied {
+            self.make_free(number);
+        }
+        let charge = self.slab_charge();
+        if !self.budget.try_charge(charge) {
             return None;
         }
         let Some(number) = self.activate_any(class) else {
-            self.budget.adjust(-CHARGE);
+            self.budget.adjust(-charge);
             return None;
         };
         self.arena.held_add();
-        self.charged.fetch_add(CHARGE, Ordering::AcqRel);
+        self.charged.fetch_add(charge, Ordering::AcqRel);
         Some(number)
     }
 
@@ -229,7 +257,7 @@ impl Allocator {
         }
         let slab = self.arena.slab(place.slab);
         let state = slab.state().filter(|state| state.phase == Phase::Active)?;
-        (place.slot < capacity(state.class) && slab.is_set(place.slot)).then_some((slab, state.class))
+        (place.slot < self.capacity(state.class) && slab.is_set(place.slot)).then_some((slab, state.class))
     }
 
     /// Give a slot back; true for the one caller that did.
@@ -241,9 +269,33 @@ impl Allocator {
         match slab.release() {
             Released::StillUsed | Released::Damaged => {}
             Released::NoLongerFull { class } => lock(&self.with_room[class]).push(place.slab),
-            Released::Empty => self.retire(place.slab),
+            Released::Empty => self.put_off(place.slab),
         }
         true
+    }
+
+    /// Have a RETIRING slab punched by the next `settle`, if that is wanted and not too many wait for it.
+    fn put_off(&self, number: u32) {
+        let surplus = {
+            let mut to_punch = lock(&self.to_punch);
+            to_punch.push_back(number);
+            if to_punch.len() > self.to_punch_max { to_punch.pop_front() } else { None }
+        };
+        if let Some(number) = surplus {
+            self.retire(number);
+        }
+    }
+
+    /// Punch what was emptied, if that was put off, but for the last `keep`: those are quicker to use again as they are.
+    pub(crate) fn settle(&self, keep: usize) {
+        let emptied: Vec<u32> = {
+            let mut to_punch = lock(&self.to_punch);
+            let surplus = to_punch.len().saturating_sub(keep);
+            to_punch.drain(..surplus).collect()
+        };
+        for slab in emptied {
+            self.retire(slab);
+        }
     }
 
     /// Punch a RETIRING slab and make it FREE. If the kernel refuses, the slab stays as it is, and charged.
@@ -252,10 +304,14 @@ impl Allocator {
             self.punch_failures.fetch_add(1, Ordering::Relaxed);
             return;
         }
+        self.make_free(number);
+    }
+
+    fn make_free(&self, number: u32) {
         self.arena.slab(number).retired();
         self.arena.held_sub();
-        self.charged.fetch_sub(SLAB_BYTES as i64, Ordering::AcqRel);
-        self.budget.adjust(-(SLAB_BYTES as i64));
+        self.charged.fetch_sub(self.slab_charge(), Ordering::AcqRel);
+        self.budget.adjust(-self.slab_charge());
         lock(&self.free).push(number);
     }
 
@@ -305,7 +361,7 @@ impl Allocator {
             let state =
                 slab.state().ok_or_else(|| Inconsistent(format!("the state of slab {number} means nothing")))?;
             let set = slab.count();
-            let inside = (0..capacity(state.class)).filter(|&slot| slab.is_set(slot)).count();
+            let inside = (0..self.capacity(state.class)).filter(|&slot| slab.is_set(slot)).count();
             if state.phase == Phase::Retiring || set != state.used || inside != set {
                 return Err(Inconsistent(format!(
                     "slab {number} has {set} bits set, {inside} of them slots: {state:?}"
@@ -328,6 +384,7 @@ impl Allocator {
 impl Drop for Allocator {
     /// The arena lives on; the budget of this process no longer pays for it.
     fn drop(&mut self) {
+        self.settle(0);
         self.budget.adjust(-self.charged.load(Ordering::Acquire));
     }
 }

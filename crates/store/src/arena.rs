@@ -1,35 +1,58 @@
-//! The arena: one sparse shared-memory file that holds everything a RAM store knows.
+//! The arena: one sparse shared-memory file that holds everything a store knows.
 //!
-//! Before: `RamStore::create` or `RamStore::open`. After: `slab` reads the table entries, `alloc` hands out slots,
-//! `ram` copies blobs in and out.
+//! Before: a store is created or opened. After: `slab` reads the table entries, `alloc` hands out slots; `ram` copies
+//! blobs in and out, `file` the headers of blocks that are on a disk.
 //! Threads: any, in any number of processes; every word of the header and the table is an atomic.
-//! Units: offsets are bytes from the start of the file; a slab is 64 KiB, a table entry 128 bytes.
+//! Units: offsets are bytes from the start of the file; a table entry is 128 bytes, a slab what the shape says.
 //! Promise: nothing in the file is trusted. Offsets come from the checked size of the mapping, never from its content.
 //!
 //! ```text
-//! 0            header page: magic, layout version, slabs, slab size, fresh, held, reserved; counters from byte 1024
+//! 0            header page: magic, layout version, slabs, slab size, fresh, held, four words of the store's own, reserved;
+//!              counters from byte 1024
 //! 4096         slab table: one entry of 16 words per slab (state word, 15 bitmap words)
 //! slabs_start  slab 0, slab 1, ...   (the table rounded up to a whole slab)
 //! ```
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::{Mapping, memfd};
 
-use crate::slab::Slab;
+use crate::slab::{CAPACITIES, Slab};
 
-/// Bytes in a slab: what is charged to the budget, and punched when its last slot is freed.
+/// Bytes in a slab of the RAM store: what is charged to the budget, and punched when its last slot is freed.
 pub const SLAB_BYTES: usize = 64 * 1024;
 /// The most slabs one arena can have (256 GiB): a handle has 22 bits for the slab.
 pub const MAX_SLABS: u32 = 1 << 22;
 
-/// "BALSTORE", read as a little-endian word.
-const MAGIC: u64 = u64::from_le_bytes(*b"BALSTORE");
-/// Changes whenever the header, the table, the size classes or the blob header change their meaning.
-const LAYOUT_VERSION: u64 = 1;
+/// What tells one kind of arena from another.
+#[derive(Debug)]
+pub(crate) struct Shape {
+    /// For messages.
+    pub(crate) name: &'static str,
+    pub(crate) magic: u64,
+    /// Changes whenever the header, the table, the classes or the blob header change their meaning.
+    pub(crate) version: u64,
+    /// Bytes of a slab in the arena file.
+    pub(crate) slab_bytes: usize,
+    /// Bytes charged to the budget for a slab: its own, or those of the area on a disk that it describes.
+    pub(crate) charge_bytes: u64,
+    /// Slots in a slab, for each class.
+    pub(crate) capacities: &'static [usize],
+}
+
+/// The RAM store's arena: the slabs hold the blobs.
+pub(crate) static RAM: Shape = Shape {
+    name: "RAM store arena",
+    magic: u64::from_le_bytes(*b"BALSTORE"),
+    version: 1,
+    slab_bytes: SLAB_BYTES,
+    charge_bytes: SLAB_BYTES as u64,
+    capacities: &CAPACITIES,
+};
 
 const ENTRY_WORDS: usize = 16;
 const ENTRY_BYTES: usize = ENTRY_WORDS * 8;
@@ -41,12 +64,15 @@ const WORD_SLABS: usize = 2;
 const WORD_SLAB_BYTES: usize = 3;
 const WORD_FRESH: usize = 4;
 const WORD_HELD: usize = 5;
+const OWN_WORDS_START: usize = 6;
+/// Header words that mean what the store wants.
+pub(crate) const OWN_WORDS: usize = 4;
 const HEADER_WORDS: usize = 16;
 
 /// Counters are spread over this many cache lines, so that threads do not fight for one.
-pub(crate) const SHARDS: usize = 16;
+const SHARDS: usize = 16;
 /// Words in one shard: one cache line.
-pub(crate) const SHARD_WORDS: usize = 8;
+const SHARD_WORDS: usize = 8;
 const SHARDS_START: usize = 1024;
 const _: () = assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && HEADER_WORDS * 8 <= SHARDS_START);
 
@@ -56,41 +82,54 @@ pub(crate) struct Arena {
     map: Mapping,
     fd: OwnedFd,
     slabs: u32,
+    shape: &'static Shape,
+    /// A file with `charge_bytes` for each slab, which are punched with it.
+    disk: Option<Arc<OwnedFd>>,
 }
 
-fn slabs_start(slabs: u32) -> usize {
-    (TABLE_START + slabs as usize * ENTRY_BYTES).next_multiple_of(SLAB_BYTES)
+/// Any number that is mostly different in different threads.
+fn shard_of_thread() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
+    SHARD.with(|shard| *shard)
 }
 
-fn file_bytes(slabs: u32) -> usize {
-    slabs_start(slabs) + slabs as usize * SLAB_BYTES
-}
+impl Shape {
+    fn slabs_start(&self, slabs: u32) -> usize {
+        (TABLE_START + slabs as usize * ENTRY_BYTES).next_multiple_of(self.slab_bytes)
+    }
 
-fn invalid(what: String) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("Opening a RAM store arena: {what}"))
+    fn file_bytes(&self, slabs: u32) -> usize {
+        self.slabs_start(slabs) + slabs as usize * self.slab_bytes
+    }
+
+    fn invalid(&self, what: String) -> io::Error {
+        io::Error::new(io::ErrorKind::InvalidData, format!("Opening a {}: {what}", self.name))
+    }
 }
 
 impl Arena {
     /// Make an empty arena of `slabs` slabs.
-    pub(crate) fn create(slabs: u32) -> io::Result<Self> {
+    pub(crate) fn create(shape: &'static Shape, slabs: u32) -> io::Result<Self> {
         if slabs == 0 || slabs > MAX_SLABS {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("Creating a RAM store arena: {slabs} slabs asked for, 1 to {MAX_SLABS} are possible"),
+                format!("Creating a {}: {slabs} slabs asked for, 1 to {MAX_SLABS} are possible", shape.name),
             ));
         }
-        let fd = memfd::create("ballast-store", Bytes(file_bytes(slabs) as u64))?;
-        let map = Mapping::shared(&fd, 0, file_bytes(slabs))?;
+        let fd = memfd::create("ballast-store", Bytes(shape.file_bytes(slabs) as u64))?;
+        let map = Mapping::shared(&fd, 0, shape.file_bytes(slabs))?;
         let header = map.words(0, HEADER_WORDS);
         header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
-        header[WORD_SLAB_BYTES].store(SLAB_BYTES as u64, Ordering::Relaxed);
-        header[WORD_VERSION].store(LAYOUT_VERSION, Ordering::Relaxed);
-        header[WORD_MAGIC].store(MAGIC, Ordering::Release);
-        Ok(Self { map, fd, slabs })
+        header[WORD_SLAB_BYTES].store(shape.slab_bytes as u64, Ordering::Relaxed);
+        header[WORD_VERSION].store(shape.version, Ordering::Relaxed);
+        header[WORD_MAGIC].store(shape.magic, Ordering::Release);
+        Ok(Self { map, fd, slabs, shape, disk: None })
     }
 
     /// Map an arena that exists, after checking that it is one.
-    pub(crate) fn open(fd: OwnedFd) -> io::Result<Self> {
+    pub(crate) fn open(shape: &'static Shape, fd: OwnedFd) -> io::Result<Self> {
+        let invalid = |what| shape.invalid(what);
         let size = memfd::size(&fd)?.0;
         if size < PAGE_SIZE as u64 {
             return Err(invalid(format!("the file has {size} bytes, less than a header")));
@@ -101,19 +140,29 @@ impl Arena {
             let found = header[word].load(Ordering::Acquire);
             if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
         };
-        expect(WORD_MAGIC, "the magic number", MAGIC)?;
-        expect(WORD_VERSION, "the layout version", LAYOUT_VERSION)?;
-        expect(WORD_SLAB_BYTES, "the slab size", SLAB_BYTES as u64)?;
+        expect(WORD_MAGIC, "the magic number", shape.magic)?;
+        expect(WORD_VERSION, "the layout version", shape.version)?;
+        expect(WORD_SLAB_BYTES, "the slab size", shape.slab_bytes as u64)?;
         let stated = header[WORD_SLABS].load(Ordering::Relaxed);
         let slabs = u32::try_from(stated)
             .ok()
             .filter(|slabs| (1..=MAX_SLABS).contains(slabs))
             .ok_or_else(|| invalid(format!("it states {stated} slabs, 1 to {MAX_SLABS} are possible")))?;
-        if size != file_bytes(slabs) as u64 {
-            return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {}", file_bytes(slabs))));
+        let needed = shape.file_bytes(slabs);
+        if size != needed as u64 {
+            return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {needed}")));
         }
-        let map = Mapping::shared(&fd, 0, file_bytes(slabs))?;
-        Ok(Self { map, fd, slabs })
+        let map = Mapping::shared(&fd, 0, needed)?;
+        Ok(Self { map, fd, slabs, shape, disk: None })
+    }
+
+    /// From now on, punch a slab's part of this file with the slab.
+    pub(crate) fn on_disk(self, disk: Arc<OwnedFd>) -> Self {
+        Self { disk: Some(disk), ..self }
+    }
+
+    pub(crate) fn shape(&self) -> &'static Shape {
+        self.shape
     }
 
     /// Another descriptor of the same file.
@@ -132,12 +181,12 @@ impl Arena {
     /// If there is no such slab.
     pub(crate) fn slab(&self, slab: u32) -> Slab<'_> {
         assert!(slab < self.slabs, "slab {slab} of {}", self.slabs);
-        Slab::new(self.map.words(TABLE_START + slab as usize * ENTRY_BYTES, ENTRY_WORDS))
+        Slab::new(self.map.words(TABLE_START + slab as usize * ENTRY_BYTES, ENTRY_WORDS), self.shape.capacities)
     }
 
     /// Where byte `within` of a slab is in the mapping.
     fn offset(&self, slab: u32, within: usize) -> usize {
-        slabs_start(self.slabs) + slab as usize * SLAB_BYTES + within
+        self.shape.slabs_start(self.slabs) + slab as usize * self.shape.slab_bytes + within
     }
 
     /// Copy bytes out of a slab.
@@ -145,7 +194,7 @@ impl Arena {
     /// # Panics
     /// If the range is not inside the slab.
     pub(crate) fn copy_out(&self, slab: u32, within: usize, out: &mut [u8]) {
-        assert!(slab < self.slabs && within + out.len() <= SLAB_BYTES, "slab {slab} {within}+{}", out.len());
+        assert!(slab < self.slabs && within + out.len() <= self.shape.slab_bytes, "slab {slab} {within}+{}", out.len());
         self.map.copy_out(self.offset(slab, within), out);
     }
 
@@ -154,13 +203,30 @@ impl Arena {
     /// # Panics
     /// If the range is not inside the slab.
     pub(crate) fn copy_in(&self, slab: u32, within: usize, bytes: &[u8]) {
-        assert!(slab < self.slabs && within + bytes.len() <= SLAB_BYTES, "slab {slab} {within}+{}", bytes.len());
+        assert!(
+            slab < self.slabs && within + bytes.len() <= self.shape.slab_bytes,
+            "slab {slab} {within}+{}",
+            bytes.len()
+        );
         self.map.copy_in(self.offset(slab, within), bytes);
+    }
+
+    /// Have the memory of a slab ready before it is used, and its part of the disk: one call costs 0.4 us a page less
+    /// than 16 first touches, and a block on disk that is allocated is written in half the time (60 us, not 120). Only a
+    /// matter of speed: what the kernel declines now (no memory, no space), the use of the slab will show.
+    pub(crate) fn populate(&self, slab: u32) {
+        if let Some(disk) = &self.disk {
+            let _ = memfd::allocate(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes);
+        }
+        let _ = self.map.populate(self.offset(slab, 0), self.shape.slab_bytes);
     }
 
     /// Give the memory of a slab back to the host; it reads as zeros afterwards.
     pub(crate) fn punch(&self, slab: u32) -> io::Result<()> {
-        memfd::punch(&self.fd, self.offset(slab, 0) as u64, SLAB_BYTES as u64)
+        if let Some(disk) = &self.disk {
+            memfd::punch(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes)?;
+        }
+        memfd::punch(&self.fd, self.offset(slab, 0) as u64, self.shape.slab_bytes as u64)
     }
 
     /// Slabs below this number were used at least once.
@@ -214,9 +280,39 @@ impl Arena {
         self.header(WORD_HELD).store(held.into(), Ordering::Release);
     }
 
+    /// Header words that mean what the store wants; 0 in a new arena.
+    pub(crate) fn own_words(&self) -> &[AtomicU64] {
+        self.map.words(OWN_WORDS_START * 8, OWN_WORDS)
+    }
+
     /// The counters of one shard; any number is good.
-    pub(crate) fn shard(&self, shard: usize) -> &[AtomicU64] {
+    fn shard(&self, shard: usize) -> &[AtomicU64] {
         self.map.words(SHARDS_START + shard % SHARDS * SHARD_WORDS * 8, SHARD_WORDS)
+    }
+
+    /// Add to a counter (0 to 7).
+    pub(crate) fn count(&self, counter: usize, by: u64) {
+        self.shard(shard_of_thread())[counter].fetch_add(by, Ordering::Relaxed);
+    }
+
+    /// Take one from a counter.
+    pub(crate) fn uncount(&self, counter: usize) {
+        self.shard(shard_of_thread())[counter].fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// A counter over all shards. One thread adds in its shard what another takes away in its own, so single shards wrap
+    /// around and only the sum means something; a sum below zero (a handle freed that was never given out) reads as 0.
+    pub(crate) fn sum(&self, counter: usize) -> u64 {
+        let sum =
+            (0..SHARDS).fold(0u64, |sum, shard| sum.wrapping_add(self.shard(shard)[counter].load(Ordering::Relaxed)));
+        if sum > i64::MAX as u64 { 0 } else { sum }
+    }
+
+    /// Set a counter; for `recover`.
+    pub(crate) fn set_counter(&self, counter: usize, value: u64) {
+        for shard in 0..SHARDS {
+            self.shard(shard)[counter].store(if shard == 0 { value } else { 0 }, Ordering::Relaxed);
+        }
     }
 
     fn header(&self, word: usize) -> &AtomicU64 {
@@ -229,9 +325,9 @@ mod tests {
     use super::*;
 
     fn reopened_with(word: usize, value: u64) -> String {
-        let arena = Arena::create(4).expect("create");
+        let arena = Arena::create(&RAM, 4).expect("create");
         arena.header(word).store(value, Ordering::Relaxed);
-        Arena::open(arena.dup().expect("dup")).expect_err("a damaged header was accepted").to_string()
+        Arena::open(&RAM, arena.dup().expect("dup")).expect_err("a damaged header was accepted").to_string()
     }
 
     #[test]
@@ -247,16 +343,16 @@ mod tests {
     #[test]
     fn a_file_too_small_for_a_header_is_refused() {
         let fd = memfd::create("ballast-test", Bytes(100)).expect("memfd");
-        assert!(Arena::open(fd).expect_err("accepted").to_string().contains("100 bytes"));
-        assert_eq!(Arena::create(0).expect_err("accepted").kind(), io::ErrorKind::InvalidInput);
-        assert_eq!(Arena::create(MAX_SLABS + 1).expect_err("accepted").kind(), io::ErrorKind::InvalidInput);
+        assert!(Arena::open(&RAM, fd).expect_err("accepted").to_string().contains("100 bytes"));
+        assert_eq!(Arena::create(&RAM, 0).expect_err("accepted").kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(Arena::create(&RAM, MAX_SLABS + 1).expect_err("accepted").kind(), io::ErrorKind::InvalidInput);
     }
 
     #[test]
     fn an_arena_of_the_largest_size_costs_one_page() {
-        let arena = Arena::create(MAX_SLABS).expect("create");
+        let arena = Arena::create(&RAM, MAX_SLABS).expect("create");
         assert_eq!(memfd::resident(&arena.fd).expect("stat").0, 1);
-        let again = Arena::open(arena.dup().expect("dup")).expect("open");
+        let again = Arena::open(&RAM, arena.dup().expect("dup")).expect("open");
         assert_eq!(again.slabs(), MAX_SLABS);
     }
 }

@@ -9,11 +9,10 @@
 use std::cell::RefCell;
 
 use ballast_base::PAGE_SIZE;
-use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::slab::{CLASS_BYTES, CLASSES};
-use crate::{PageBytes, PageKey, unlz4};
+use crate::{PageBytes, PageKey, lz4, unlz4};
 
 /// How pages are compressed. What is stored already stays readable when this changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,7 +48,6 @@ const _: () = assert!(CLASS_BYTES[CLASSES - 1] == HEADER_BYTES + PAGE_SIZE);
 /// A compressed payload longer than this (87 % of a page) needs the same slot as the raw page, so raw is kept: it is
 /// quicker to read back.
 const COMPRESSED_MAX: usize = CLASS_BYTES[CLASSES - 2] - HEADER_BYTES;
-const SCRATCH_BYTES: usize = get_maximum_output_size(PAGE_SIZE);
 
 /// What stands before every payload. In memory: checksum (8 bytes), key check (4), length (2), encoding (1), tag (1),
 /// little-endian.
@@ -125,16 +123,16 @@ pub(crate) fn fill(out: &mut PageBytes, pattern: u64) {
 }
 
 struct Scratch {
-    table: CompressTable,
-    buffer: [u8; SCRATCH_BYTES],
+    table: lz4::Table,
+    buffer: [u8; lz4::BLOCK_MAX],
     compressor: Option<(i32, zstd::bulk::Compressor<'static>)>,
     decompressor: Option<zstd::bulk::Decompressor<'static>>,
 }
 
 thread_local! {
     static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Box::new(Scratch {
-        table: CompressTable::small(),
-        buffer: [0; SCRATCH_BYTES],
+        table: lz4::Table::new(),
+        buffer: [0; lz4::BLOCK_MAX],
         compressor: None,
         decompressor: None,
     }));
@@ -144,7 +142,7 @@ impl Scratch {
     /// Compress into the buffer. `None` if that does not pay, or if the codec could not be had (no memory for it).
     fn compress(&mut self, codec: Codec, bytes: &PageBytes) -> Option<usize> {
         let len = match codec {
-            Codec::Lz4 => compress_into_with_table(bytes, &mut self.buffer, &mut self.table).ok()?,
+            Codec::Lz4 => lz4::encode(bytes, &mut self.table, &mut self.buffer, COMPRESSED_MAX)?,
             Codec::Zstd { level } => {
                 if self.compressor.as_ref().is_none_or(|(of, _)| *of != level) {
                     self.compressor = Some((level, zstd::bulk::Compressor::new(level).ok()?));
@@ -164,6 +162,22 @@ impl Scratch {
         let Some(decompressor) = self.decompressor.as_mut() else { return false };
         decompressor.decompress_to_buffer(&self.buffer[..len], &mut out[..]).is_ok_and(|written| written == PAGE_SIZE)
     }
+}
+
+/// The header of a page that is kept as it is, the tag still 0.
+pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
+    BlobHeader {
+        checksum: xxh3_64_with_seed(bytes, seed(key)),
+        key_check: key_check(key),
+        len: PAGE_SIZE as u16,
+        encoding: Encoding::Raw as u8,
+        tag: 0,
+    }
+}
+
+/// Is this the page that was kept as it is, with that header, under `key`?
+pub(crate) fn is_raw_page(key: PageKey, header: BlobHeader, bytes: &PageBytes) -> bool {
+    header == BlobHeader { tag: header.tag, ..raw_header(key, bytes) }
 }
 
 /// Make the blob of a page and hand header (tag still 0) and payload to `keep`.

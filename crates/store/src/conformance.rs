@@ -15,6 +15,7 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, pages};
 /// If the store breaks a promise.
 pub fn run(make: &dyn Fn() -> Box<dyn Store>) {
     every_kind_of_page_comes_back_as_often_as_it_is_asked_for(&*make());
+    a_run_comes_back_as_a_run_and_page_by_page(&*make());
     another_key_never_gets_the_bytes(&*make());
     a_freed_handle_never_answers_with_another_pages_bytes(&*make());
     handles_that_were_never_given_out_are_harmless(&*make());
@@ -88,6 +89,41 @@ fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) 
     }
     for (page, handle) in (0u64..).zip(&handles) {
         store.free(key(0, page), *handle);
+    }
+    must_be_empty(store, bytes_when_new);
+}
+
+fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
+    let bytes_when_new = store.usage().bytes;
+    let content: Vec<PageBytes> = (0..70).map(pages::mixed).collect();
+    let mut outcomes = vec![PutOutcome::Busy];
+    store.put_run(key(2, 1000), &content, &mut outcomes);
+    let handles: Vec<Handle> = outcomes[1..]
+        .iter()
+        .map(|outcome| match outcome {
+            PutOutcome::Stored(handle) => *handle,
+            other => panic!("a run put into a store with room answered {other:?}"),
+        })
+        .collect();
+    assert_eq!((handles.len(), outcomes[0]), (content.len(), PutOutcome::Busy), "one outcome for each page, appended");
+    for (page, (handle, bytes)) in (1000..).zip(handles.iter().zip(&content)) {
+        must_hold(store, key(2, page), *handle, bytes);
+    }
+    // Every third page goes; the run is asked for all the same, and must not be shifted by it.
+    let gone = |index: usize| index.is_multiple_of(3);
+    for index in (0..handles.len()).filter(|index| gone(*index)) {
+        store.free(key(2, 1000 + index as u64), handles[index]);
+    }
+    let (mut out, mut outcomes) = (vec![[0x5a; PAGE_SIZE]; content.len()], Vec::new());
+    store.get_run(key(2, 1000), &handles, &mut out, &mut outcomes);
+    assert_eq!(outcomes.len(), content.len(), "one outcome for each page");
+    for (index, outcome) in outcomes.iter().enumerate() {
+        let found = *outcome == GetOutcome::Found;
+        assert!(found || gone(index), "page {index} of a run was not freed and answers {outcome:?}");
+        assert!(!found || out[index] == content[index], "page {index} of a run came back with other bytes");
+    }
+    for index in (0..handles.len()).filter(|index| !gone(*index)) {
+        store.free(key(2, 1000 + index as u64), handles[index]);
     }
     must_be_empty(store, bytes_when_new);
 }

@@ -216,6 +216,10 @@ impl<S: Store> Store for FaultyStore<S> {
         self.inner.free(key, handle);
     }
 
+    fn tidy(&self) {
+        self.inner.tidy();
+    }
+
     fn usage(&self) -> StoreUsage {
         self.inner.usage()
     }

@@ -5,10 +5,10 @@
 //! Threads: every method may be called from any thread at any time; a store never calls back.
 //! Units: one object is one base page of 4096 bytes.
 //! Promise: [`Store::get`] answers with the exact bytes that were put under that handle, or says that it cannot.
-
 //!
-//! [`RamStore`] is the compressed RAM store. [`NullStore`] is the plainest store that is right, [`FaultyStore`] makes any
-//! store fail on command, [`conformance`] is what every store must pass, [`pages`] makes pages of known content.
+//! [`RamStore`] is the compressed RAM store, [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the plainest
+//! store that is right, [`FaultyStore`] makes any store fail on command, [`conformance`] is what every store must pass,
+//! [`pages`] makes pages of known content.
 
 mod alloc;
 mod arena;
@@ -16,6 +16,9 @@ mod budget;
 mod codec;
 pub mod conformance;
 mod faulty;
+mod file;
+mod handle;
+mod lz4;
 mod null;
 pub mod pages;
 mod ram;
@@ -23,6 +26,7 @@ mod slab;
 mod unlz4;
 
 pub use faulty::{Calls, Faults, FaultyStore, PutFault};
+pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
 pub use null::NullStore;
 pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage, Recovered, SLAB_BYTES};
 
@@ -117,9 +121,30 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// Any 40-bit handle is safe to ask for; one that was never given out answers `Absent` or `Corrupt`.
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
 
+    /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
+    /// device writes up to 512 pages (2 MiB) as one extent if it can; what it answers for one page says nothing about
+    /// the next.
+    fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        for (page, bytes) in (first.page.0..).zip(pages) {
+            outcomes.push(self.put(PageKey { page: PageIdx(page), ..first }, bytes));
+        }
+    }
+
+    /// Bring a run back: `handles[i]` and `out[i]` belong to the page `i` after `first`. Each page's outcome is appended,
+    /// in order. Pages that were put as one extent are read as one.
+    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
+            outcomes.push(self.get(PageKey { page: PageIdx(page), ..first }, *handle, out));
+        }
+    }
+
     /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
     /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages suffers.)
     fn free(&self, key: PageKey, handle: Handle);
+
+    /// Do work that was put off so that no fault waits for it, such as giving memory back. To be called now and then by
+    /// a thread that may wait; costs nothing when there is nothing to do.
+    fn tidy(&self) {}
 
     /// What the store holds now.
     fn usage(&self) -> StoreUsage;

@@ -5,16 +5,10 @@
 //! Threads: any, in any number of processes that opened the same arena; see `slab` for how they share it.
 //! Units: one object is one page; memory is charged in slabs of 64 KiB.
 //! Promise: `get` answers `Found` only with the bytes that were put under that key and handle, whatever the arena holds.
-//!
-//! ```text
-//! handle   bit 39 = 1: same-filled   bits 32-38 key check   bits 0-31 the pattern
-//!          bit 39 = 0: blob          bits 32-38 tag (1-127) bits 10-31 slab   bits 0-9 slot
-//! ```
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 
@@ -24,8 +18,9 @@ pub use crate::budget::Budget;
 pub use crate::codec::Codec;
 
 use crate::alloc::{Allocator, Place};
-use crate::arena::{Arena, SHARDS};
+use crate::arena::{self, Arena};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
+use crate::handle::{self, Named};
 use crate::slab::{CLASS_BYTES, class_for};
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
@@ -39,12 +34,18 @@ pub struct RamOptions {
     /// Slabs of 64 KiB a *new* arena has room for. The file is sparse, so the largest costs nothing; an arena that
     /// exists keeps its own number.
     pub max_slabs: u32,
+    /// Give memory back in `tidy` and `usage`, and not in the `free` of a slab's last page: that takes 10 us, and a fault
+    /// lane is who frees. What waits is charged and used again first; beyond 16 MiB `free` gives back all the same.
+    pub punch_later: bool,
 }
 
+/// Slabs that may wait for `tidy`: 16 MiB.
+const PUNCH_LATER_MAX: usize = 256;
+
 impl RamOptions {
-    /// LZ4, the largest arena, this budget.
+    /// LZ4, the largest arena, this budget; memory goes back at once.
     pub fn new(budget: Arc<Budget>) -> Self {
-        Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS }
+        Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS, punch_later: false }
     }
 }
 
@@ -83,47 +84,6 @@ enum Counter {
     CompressedOutBytes,
 }
 
-const SAME_FILLED: u64 = 1 << 39;
-const TAG_SHIFT: u32 = 32;
-const TAG_MASK: u64 = 0x7f;
-const SLAB_SHIFT: u32 = 10;
-const SLOT_MASK: u64 = (1 << SLAB_SHIFT) - 1;
-const _: () = assert!((MAX_SLABS as u64) << SLAB_SHIFT == 1 << TAG_SHIFT && SAME_FILLED < Handle::MAX);
-
-/// What a handle means.
-enum Named {
-    SameFilled { pattern: u32, check: u64 },
-    Blob { place: Place, tag: u8 },
-}
-
-fn named(handle: Handle) -> Named {
-    let bits = handle.bits();
-    let seven = bits >> TAG_SHIFT & TAG_MASK;
-    if bits & SAME_FILLED != 0 {
-        Named::SameFilled { pattern: bits as u32, check: seven }
-    } else {
-        let place = Place { slab: bits as u32 >> SLAB_SHIFT, slot: (bits & SLOT_MASK) as usize };
-        Named::Blob { place, tag: seven as u8 }
-    }
-}
-
-fn same_filled_check(key: PageKey) -> u64 {
-    u64::from(codec::key_check(key)) & TAG_MASK
-}
-
-/// The tag of a slot's next use, from that of its last (0 in a slab that was punched). 1 to 127.
-fn next_tag(last: u8, generation: u32) -> u8 {
-    let step = if last == 0 { generation % 127 } else { u32::from(last) % 127 };
-    step as u8 + 1
-}
-
-/// Any number that is mostly different in different threads.
-fn shard_of_thread() -> usize {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local!(static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
-    SHARD.with(|shard| *shard)
-}
-
 /// A store in an arena; the arena lives as long as anybody holds its descriptor.
 #[derive(Debug)]
 pub struct RamStore {
@@ -137,9 +97,9 @@ impl RamStore {
     /// # Errors
     /// If `max_slabs` is 0 or too large, or the kernel refuses the file or its mapping.
     pub fn create(options: RamOptions) -> io::Result<(Self, OwnedFd)> {
-        let arena = Arena::create(options.max_slabs)?;
+        let arena = Arena::create(&arena::RAM, options.max_slabs)?;
         let fd = arena.dup()?;
-        Ok((Self { allocator: Allocator::new(arena, options.budget), codec: options.codec }, fd))
+        Ok((Self::on(arena, options), fd))
     }
 
     /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
@@ -148,8 +108,13 @@ impl RamStore {
     /// # Errors
     /// If the file is not an arena of this layout version, or has the wrong size.
     pub fn open(arena_fd: OwnedFd, options: RamOptions) -> io::Result<Self> {
-        let arena = Arena::open(arena_fd)?;
-        Ok(Self { allocator: Allocator::new(arena, options.budget), codec: options.codec })
+        let arena = Arena::open(&arena::RAM, arena_fd)?;
+        Ok(Self::on(arena, options))
+    }
+
+    fn on(arena: Arena, options: RamOptions) -> Self {
+        let to_punch_max = if options.punch_later { PUNCH_LATER_MAX } else { 0 };
+        Self { allocator: Allocator::new(arena, options.budget, to_punch_max), codec: options.codec }
     }
 
     /// After an unclean death: free what no live handle names, finish what was begun, make the counts agree. A live
@@ -158,8 +123,8 @@ impl RamStore {
     /// Nobody may use the arena meanwhile, in this process or another.
     pub fn recover(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let mut same_filled = 0;
-        let places = live.filter_map(|handle| match named(handle) {
-            Named::SameFilled { .. } => {
+        let places = live.filter_map(|handle| match Named::by(handle) {
+            Named::SameFilled(_) => {
                 same_filled += 1;
                 None
             }
@@ -167,13 +132,9 @@ impl RamStore {
         });
         let mut report = self.allocator.recover(places);
         report.same_filled = same_filled;
-        for (counter, value) in [(Counter::LiveBlobs, report.kept_blobs), (Counter::LiveSameFilled, report.same_filled)]
-        {
-            for shard in 0..SHARDS {
-                let start = if shard == 0 { value } else { 0 };
-                self.allocator.arena().shard(shard)[counter as usize].store(start, Ordering::Relaxed);
-            }
-        }
+        let arena = self.allocator.arena();
+        arena.set_counter(Counter::LiveBlobs as usize, report.kept_blobs);
+        arena.set_counter(Counter::LiveSameFilled as usize, report.same_filled);
         report
     }
 
@@ -182,6 +143,7 @@ impl RamStore {
     /// # Errors
     /// The first contradiction found.
     pub fn validate(&self) -> Result<(), Inconsistent> {
+        self.allocator.settle(0);
         let taken = self.allocator.validate()?;
         let counted = self.sum(Counter::LiveBlobs);
         if taken == counted {
@@ -193,6 +155,7 @@ impl RamStore {
 
     /// What the store holds and did.
     pub fn usage_detail(&self) -> RamUsage {
+        self.allocator.settle(0);
         let compressed_puts = self.sum(Counter::PutCompressed);
         RamUsage {
             same_filled_pages: self.sum(Counter::LiveSameFilled),
@@ -208,19 +171,15 @@ impl RamStore {
     }
 
     fn count(&self, counter: Counter, by: u64) {
-        self.allocator.arena().shard(shard_of_thread())[counter as usize].fetch_add(by, Ordering::Relaxed);
+        self.allocator.arena().count(counter as usize, by);
     }
 
     fn uncount(&self, counter: Counter) {
-        self.allocator.arena().shard(shard_of_thread())[counter as usize].fetch_sub(1, Ordering::Relaxed);
+        self.allocator.arena().uncount(counter as usize);
     }
 
-    /// A counter over all shards. One thread adds in its shard what another takes away in its own, so single shards wrap
-    /// around and only the sum means something; a sum below zero (a handle freed that was never given out) reads as 0.
     fn sum(&self, counter: Counter) -> u64 {
-        let words = (0..SHARDS).map(|shard| &self.allocator.arena().shard(shard)[counter as usize]);
-        let sum = words.fold(0u64, |sum, word| sum.wrapping_add(word.load(Ordering::Relaxed)));
-        if sum > i64::MAX as u64 { 0 } else { sum }
+        self.allocator.arena().sum(counter as usize)
     }
 
     /// Put header and payload into a slot.
@@ -232,7 +191,7 @@ impl RamStore {
         let mut last_tag = [0];
         let arena = self.allocator.arena();
         arena.copy_out(slab, start + HEADER_BYTES - 1, &mut last_tag);
-        header.tag = next_tag(last_tag[0], allocated.generation);
+        header.tag = handle::next_tag(last_tag[0], allocated.generation);
         arena.copy_in(slab, start + HEADER_BYTES, payload);
         arena.copy_in(slab, start, &header.to_bytes());
         self.count(Counter::LiveBlobs, 1);
@@ -242,9 +201,7 @@ impl RamStore {
             self.count(Counter::PutCompressed, 1);
             self.count(Counter::CompressedOutBytes, payload.len() as u64);
         }
-        let bits = u64::from(header.tag) << TAG_SHIFT | u64::from(slab) << SLAB_SHIFT | slot as u64;
-        // A slab number below MAX_SLABS, a slot below 960 and a tag below 128 always fit (asserted above).
-        Handle::new(bits).map_or(PutOutcome::Full, PutOutcome::Stored)
+        handle::of_blob(allocated.place, header.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
     /// The header of the blob that a handle names, where its payload is, and how long that can be.
@@ -261,24 +218,17 @@ impl RamStore {
 impl Store for RamStore {
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
         let fill = codec::fill_pattern(bytes);
-        if let Some(pattern) = fill.filter(|pattern| *pattern as u32 == (pattern >> 32) as u32) {
-            let bits = SAME_FILLED | same_filled_check(key) << TAG_SHIFT | pattern & u64::from(u32::MAX);
-            if let Some(handle) = Handle::new(bits) {
-                self.count(Counter::LiveSameFilled, 1);
-                self.count(Counter::PutSameFilled, 1);
-                return PutOutcome::Stored(handle);
-            }
+        if let Some(handle) = fill.and_then(|pattern| handle::of_same_filled(key, pattern)) {
+            self.count(Counter::LiveSameFilled, 1);
+            self.count(Counter::PutSameFilled, 1);
+            return PutOutcome::Stored(handle);
         }
         codec::seal(key, bytes, fill, self.codec, |header, payload| self.keep(header, payload))
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        let (place, tag) = match named(handle) {
-            Named::SameFilled { check, .. } if check != same_filled_check(key) => return GetOutcome::Corrupt,
-            Named::SameFilled { pattern, .. } => {
-                codec::fill(out, u64::from(pattern) << 32 | u64::from(pattern));
-                return GetOutcome::Found;
-            }
+        let (place, tag) = match Named::by(handle) {
+            Named::SameFilled(filled) => return filled.get(key, out),
             Named::Blob { place, tag } => (place, tag),
         };
         let Some((header, payload_start, payload_max)) = self.find(place, tag) else { return GetOutcome::Absent };
@@ -288,9 +238,9 @@ impl Store for RamStore {
     }
 
     fn free(&self, key: PageKey, handle: Handle) {
-        match named(handle) {
-            Named::SameFilled { check, .. } => {
-                if check == same_filled_check(key) {
+        match Named::by(handle) {
+            Named::SameFilled(filled) => {
+                if filled.may_be_of(key) {
                     self.uncount(Counter::LiveSameFilled);
                 }
             }
@@ -303,7 +253,12 @@ impl Store for RamStore {
         }
     }
 
+    fn tidy(&self) {
+        self.allocator.settle(0);
+    }
+
     fn usage(&self) -> StoreUsage {
+        self.allocator.settle(0);
         StoreUsage {
             pages: self.sum(Counter::LiveBlobs).saturating_add(self.sum(Counter::LiveSameFilled)),
             bytes: Bytes(u64::from(self.allocator.resync()) * SLAB_BYTES as u64).0,

@@ -1,16 +1,16 @@
-//! One slab: its state word, its bitmap, its size class.
+//! One slab: its state word, its bitmap, its size class. A slab is a piece of an arena, or an area of a file store's file.
 //!
 //! Before: `alloc` chose this slab. After: a slot is taken or given back, or the slab may be punched.
 //! Threads: any, in any number of processes. Everything is a compare-exchange on the state word or an atomic bit
 //! operation on the bitmap; no step waits for another thread, and a process that dies leaves nothing locked.
-//! Units: a slot is `CLASS_BYTES[class]` bytes; slot numbers count from the start of the slab.
+//! Units: a class is an index into the capacities of the arena's shape; slot numbers count from the start of the slab.
 //! Promise: whatever the words hold, no method panics, loops for ever or names a slot outside the slab.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::arena::SLAB_BYTES;
 
-/// Slot sizes. Each holds a 16-byte blob header and its payload; the last holds a page stored raw.
+/// Slot sizes of the RAM store. Each holds a 16-byte blob header and its payload; the last holds a page stored raw.
 pub(crate) const CLASS_BYTES: [usize; CLASSES] =
     [64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4112];
 /// Number of size classes.
@@ -18,13 +18,19 @@ pub(crate) const CLASSES: usize = 17;
 
 const BITMAP_WORDS: usize = 15;
 /// The bitmap's limit: the smallest class leaves 4 KiB of its slab unused rather than have a larger table entry.
-const SLOTS_MAX: usize = BITMAP_WORDS * 64;
+pub(crate) const SLOTS_MAX: usize = BITMAP_WORDS * 64;
 
-/// Slots in a slab of this class.
-pub(crate) const fn capacity(class: usize) -> usize {
-    let fit = SLAB_BYTES / CLASS_BYTES[class];
-    if fit < SLOTS_MAX { fit } else { SLOTS_MAX }
-}
+/// For each class of the RAM store, the slots in a slab.
+pub(crate) const CAPACITIES: [usize; CLASSES] = {
+    let mut capacities = [0; CLASSES];
+    let mut class = 0;
+    while class < CLASSES {
+        let fit = SLAB_BYTES / CLASS_BYTES[class];
+        capacities[class] = if fit < SLOTS_MAX { fit } else { SLOTS_MAX };
+        class += 1;
+    }
+    capacities
+};
 
 /// The smallest class whose slots hold `bytes`; `None` if none does.
 pub(crate) fn class_for(bytes: usize) -> Option<usize> {
@@ -69,7 +75,7 @@ pub(crate) struct State {
 
 impl State {
     /// Take a word apart; `None` if it means nothing.
-    pub(crate) fn decode(word: u64) -> Option<Self> {
+    pub(crate) fn decode(word: u64, capacities: &[usize]) -> Option<Self> {
         let phase = match word & 3 {
             0 => Phase::Free,
             1 => Phase::Active,
@@ -78,7 +84,7 @@ impl State {
         };
         let class = (word >> 2 & 0x3f) as usize;
         let used = (word >> 8 & 0x7ff) as usize;
-        let sound = class < CLASSES && used <= capacity(class) && (phase == Phase::Active) == (used > 0);
+        let sound = used <= *capacities.get(class)? && (phase == Phase::Active) == (used > 0);
         sound.then_some(Self { phase, class, used, generation: (word >> 32) as u32 })
     }
 
@@ -114,26 +120,27 @@ pub(crate) enum Released {
 pub(crate) struct Slab<'a> {
     state: &'a AtomicU64,
     bitmap: &'a [AtomicU64],
+    capacities: &'static [usize],
 }
 
 impl<'a> Slab<'a> {
     /// # Panics
     /// If the entry is not 16 words.
-    pub(crate) fn new(words: &'a [AtomicU64]) -> Self {
+    pub(crate) fn new(words: &'a [AtomicU64], capacities: &'static [usize]) -> Self {
         assert!(words.len() == 1 + BITMAP_WORDS, "a slab table entry of {} words", words.len());
-        Self { state: &words[0], bitmap: &words[1..] }
+        Self { state: &words[0], bitmap: &words[1..], capacities }
     }
 
     /// The state; `None` if the word means nothing.
     pub(crate) fn state(self) -> Option<State> {
-        State::decode(self.state.load(Ordering::Acquire))
+        State::decode(self.state.load(Ordering::Acquire), self.capacities)
     }
 
     /// Move the state by compare-exchange until `step` declines. Answers the state before and after the move.
     fn update(self, step: impl Fn(State) -> Option<State>) -> Option<(State, State)> {
         let mut word = self.state.load(Ordering::Acquire);
         loop {
-            let before = State::decode(word)?;
+            let before = State::decode(word, self.capacities)?;
             let after = step(before)?;
             match self.state.compare_exchange_weak(word, after.encode(), Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return Some((before, after)),
@@ -154,7 +161,7 @@ impl<'a> Slab<'a> {
     /// Promise ourselves one slot; false if the slab has none to give.
     fn reserve(self, class: usize) -> bool {
         self.update(|state| {
-            let usable = state.phase == Phase::Active && state.class == class && state.used < capacity(class);
+            let usable = state.phase == Phase::Active && state.class == class && state.used < self.capacities[class];
             usable.then_some(State { used: state.used + 1, ..state })
         })
         .is_some()
@@ -170,7 +177,7 @@ impl<'a> Slab<'a> {
     /// the scans keeps a damaged bitmap from holding us for ever.
     pub(crate) fn claim(self, class: usize) -> Taken {
         const SCANS_MAX: usize = 64;
-        let slots = capacity(class);
+        let slots = self.capacities[class];
         for _ in 0..SCANS_MAX {
             for (index, word) in self.bitmap[..slots.div_ceil(64)].iter().enumerate() {
                 let mut bits = word.load(Ordering::Relaxed);
@@ -213,7 +220,7 @@ impl<'a> Slab<'a> {
         match moved {
             None => Released::Damaged,
             Some((_, after)) if after.phase == Phase::Retiring => Released::Empty,
-            Some((before, _)) if before.used == capacity(before.class) => {
+            Some((before, _)) if before.used == self.capacities[before.class] => {
                 Released::NoLongerFull { class: before.class }
             }
             Some(_) => Released::StillUsed,
@@ -237,11 +244,11 @@ impl<'a> Slab<'a> {
     /// slab. Answers how many slots are left; with none left the slab is `Retiring`.
     pub(crate) fn sweep(self, live: &LiveSlots) -> usize {
         let word = self.state.load(Ordering::Relaxed);
-        let class = match State::decode(word) {
+        let class = match State::decode(word, self.capacities) {
             Some(State { phase: Phase::Active, class, .. }) => Some(class),
             _ => None,
         };
-        let slots = class.map_or(0, capacity);
+        let slots = class.map_or(0, |class| self.capacities[class]);
         let mut left = 0;
         for (index, (bits, live)) in self.bitmap.iter().zip(live.0).enumerate() {
             let inside = match slots.saturating_sub(index * 64) {
@@ -276,7 +283,7 @@ impl LiveSlots {
 const _: () = {
     let mut class = 0;
     while class < CLASSES {
-        assert!(CLASS_BYTES[class].is_multiple_of(16) && capacity(class) >= 2 && capacity(class) <= SLOTS_MAX);
+        assert!(CLASS_BYTES[class].is_multiple_of(16) && CAPACITIES[class] >= 2 && CAPACITIES[class] <= SLOTS_MAX);
         assert!(class == 0 || CLASS_BYTES[class - 1] < CLASS_BYTES[class]);
         class += 1;
     }
@@ -293,23 +300,23 @@ mod tests {
 
     #[test]
     fn a_slab_gives_each_slot_once_and_is_retired_by_the_last_release() {
-        for class in 0..CLASSES {
+        for (class, slots_in_slab) in CAPACITIES.into_iter().enumerate() {
             let words = entry();
-            let slab = Slab::new(&words);
+            let slab = Slab::new(&words, &CAPACITIES);
             assert!(slab.activate(class) && !slab.activate(class));
             let mut slots = vec![slab.claim(class)];
-            for _ in 1..capacity(class) {
+            for _ in 1..slots_in_slab {
                 slots.push(slab.take(class));
             }
             for (expected, taken) in slots.iter().enumerate() {
                 assert_eq!(*taken, Taken::Slot { slot: expected, generation: 0 });
             }
             assert_eq!(slab.take(class), Taken::No);
-            for slot in 0..capacity(class) {
+            for slot in 0..slots_in_slab {
                 assert!(slab.clear(slot) && !slab.clear(slot));
                 let expected = match slot {
                     0 => Released::NoLongerFull { class },
-                    last if last + 1 == capacity(class) => Released::Empty,
+                    last if last + 1 == slots_in_slab => Released::Empty,
                     _ => Released::StillUsed,
                 };
                 assert_eq!(slab.release(), expected);
@@ -328,16 +335,16 @@ mod tests {
         for word in &words[1..] {
             word.store(u64::MAX, Ordering::Relaxed);
         }
-        assert!(Slab::new(&words).activate(0));
-        assert_eq!(Slab::new(&words).claim(0), Taken::No);
+        assert!(Slab::new(&words, &CAPACITIES).activate(0));
+        assert_eq!(Slab::new(&words, &CAPACITIES).claim(0), Taken::No);
     }
 
     proptest! {
         #[test]
         fn a_state_word_that_decodes_encodes_to_its_own_meaning(word: u64) {
-            if let Some(state) = State::decode(word) {
-                prop_assert_eq!(State::decode(state.encode()), Some(state));
-                prop_assert!(state.used <= capacity(state.class));
+            if let Some(state) = State::decode(word, &CAPACITIES) {
+                prop_assert_eq!(State::decode(state.encode(), &CAPACITIES), Some(state));
+                prop_assert!(state.used <= CAPACITIES[state.class]);
             }
         }
 

@@ -65,6 +65,42 @@ fn the_ram_store_passes_the_conformance_kit_with_every_codec() {
 }
 
 #[test]
+fn memory_given_back_later_is_charged_until_then_used_again_first_and_gone_after_tidy() {
+    let budget = Budget::new(Bytes(64 * MIB));
+    let later = RamOptions { punch_later: true, ..options(&budget, Codec::Lz4) };
+    conformance::run(&|| {
+        let options = RamOptions { budget: Budget::new(Bytes(2 * MIB)), ..later.clone() };
+        Box::new(RamStore::create(options).expect("create").0)
+    });
+    let (store, fd) = RamStore::create(later.clone()).expect("create");
+    let churn = |pages: u64| {
+        let handles: Vec<_> = (0..pages).map(|page| put(&store, page, &pages::incompressible(page))).collect();
+        let full = budget.used();
+        for (page, handle) in (0u64..).zip(&handles) {
+            must_hold(&store, page, *handle, &pages::incompressible(page));
+            store.free(key(page), *handle);
+        }
+        full
+    };
+    let full = churn(300);
+    assert_eq!(budget.used(), full, "nothing went back yet");
+    assert!(memfd::resident(&fd).expect("stat").bytes() >= full);
+    assert_eq!(churn(300), full, "what waits is used again");
+    store.tidy();
+    assert_eq!(budget.used().0, 0);
+    assert!(memfd::resident(&fd).expect("stat").bytes().0 <= 64 * 1024);
+    store.validate().expect("valid");
+    // Not more than 16 MiB wait: 32 MiB of pages were freed.
+    churn(8192);
+    assert_eq!(budget.used().0, 256 * SLAB_BYTES as u64);
+    // A store that is closed leaves nothing half done.
+    drop(store);
+    let store = RamStore::open(fd.try_clone().expect("dup"), later).expect("open");
+    assert_eq!((store.usage().bytes, budget.used().0), (0, 0));
+    store.validate().expect("valid");
+}
+
+#[test]
 fn same_filled_pages_cost_nothing_even_with_no_budget() {
     let (store, fd, _) = small_store(0);
     let before = memfd::resident(&fd).expect("stat");

@@ -4,12 +4,17 @@
 //! Threads: everything here may be called from any thread unless a function says otherwise.
 //! Promise: what the kernel normally answers is an outcome to match on; an error is a broken expectation.
 
+pub mod anon;
+pub mod direct;
 pub mod mapping;
 pub mod memfd;
 pub mod peer;
 pub mod probe;
+pub mod ring;
 pub mod scm;
+pub mod swap;
 pub mod uffd;
 
+pub use anon::Anon;
 pub use mapping::Mapping;
 pub use uffd::Uffd;

@@ -29,6 +29,12 @@ pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
+/// Have `len` bytes from `offset` on allocated before they are written; they read as zeros. On a disk, later writes then
+/// need no space.
+pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
+    Ok(rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, offset, len)?)
+}
+
 /// Read exactly `out.len()` bytes at `offset` without mapping the file. A hole reads as zeros (and stays a hole).
 pub fn read_exact_at(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
     file.read_exact_at(out, offset)

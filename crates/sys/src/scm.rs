@@ -12,8 +12,10 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 
-/// Most descriptors one message may carry (the kernel's own limit is 253).
+/// Most descriptors one message may carry.
 pub const MAX_FDS: usize = 64;
+/// The kernel's own limit. There is room for as many, because the kernel closes what finds none, and closing may block.
+const KERNEL_MAX_FDS: usize = 253;
 /// Most bytes one message may carry.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
@@ -67,8 +69,14 @@ fn send_with(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: Sen
 /// # Errors
 /// A message longer than [`MAX_MESSAGE`] or with more descriptors than [`MAX_FDS`] is an error and is dropped whole.
 pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
+    receive_or(socket, drop)
+}
+
+/// The same for a thread that must not wait: the descriptors of a message that is dropped whole go to `refuse`, because
+/// closing one that anybody may have made (a socket that lingers, a file of a server that is gone) can take for ever.
+pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
     let mut bytes = vec![0; MAX_MESSAGE];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let answer = loop {
         let mut slices = [io::IoSliceMut::new(&mut bytes)];
@@ -82,7 +90,8 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
         .filter_map(|message| if let RecvAncillaryMessage::ScmRights(fds) = message { Some(fds) } else { None })
         .flatten()
         .collect();
-    if answer.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    if answer.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
+        refuse(fds);
         return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size or descriptor limit"));
     }
     if answer.bytes == 0 && fds.is_empty() {
@@ -107,6 +116,15 @@ mod tests {
         let same = crate::memfd::file_id(&first.fds[0]).expect("stat") == crate::memfd::file_id(&extra).expect("stat");
         assert!(same, "the descriptor names another file");
         assert_eq!(receive(&b).expect("receive").expect("open").bytes, b"second");
+        // More than we take, put together by a peer that does not use this code.
+        let many: Vec<_> = (0..MAX_FDS + 1).map(|_| extra.as_fd()).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&many)));
+        rustix::net::sendmsg(&a, &[io::IoSlice::new(b"greedy")], &mut control, SendFlags::empty()).expect("send");
+        let mut refused = 0;
+        let error = receive_or(&b, |fds| refused = fds.len()).expect_err("too many descriptors");
+        assert_eq!((error.kind(), refused), (io::ErrorKind::InvalidData, MAX_FDS + 1));
         drop((a, first));
         assert!(receive(&b).expect("receive").is_none(), "a closed peer reads as the end");
     }

@@ -1,0 +1,333 @@
+//! Pages into blocks and back: which block a page gets, what is written as one extent, what a failure means.
+//!
+//! Before: `file` has pages to keep, or handles to read. After: `disk` moved the bytes; the index says what is where.
+//! Threads: any. Units: a block is 4096 bytes; a piece is up to 64 pages that follow one another in blocks that do.
+//! Promise: a header fits a handle only while its block holds that page; a block that failed is never used again.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ballast_base::PageIdx;
+
+use super::disk::{Disk, Moved, PIECE_BLOCKS};
+use super::limits::{self, Limits, Refusal};
+use super::{AREA_BLOCKS, WORD_TODAY};
+use crate::alloc::{Allocator, Place};
+use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
+use crate::handle::{self, Named};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome};
+
+/// Pages of a long run get areas of their own, which single pages do not fragment.
+const CLASS_SINGLE: usize = 0;
+const CLASS_RUN: usize = 1;
+const LONG_RUN: usize = 64;
+
+/// Areas without a page that stay allocated (and charged) until somebody asks for the usage: blocks that were written
+/// before are written without a change to the file system's own records.
+const EMPTY_AREAS_KEPT: usize = 8;
+
+/// What `BlobHeader::encoding` says of a block that is being written: it fits no handle.
+const BEING_WRITTEN: u8 = 0;
+/// ... and of one that the device failed to write or read: it is never used again.
+pub(super) const BAD: u8 = 0xbd;
+
+/// A block that cannot be read is asked for this often before its page is given up: `Busy`, `Busy`, ..., `Corrupt`.
+const UNREADABLE_MAX: u8 = 5;
+
+#[derive(Clone, Copy)]
+pub(super) enum Counter {
+    LiveBlocks,
+    LiveSameFilled,
+    BadBlocks,
+    WrittenBlocks,
+}
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) allocator: Allocator,
+    pub(super) disk: Disk,
+    pub(super) limits: Limits,
+    /// Blocks that could not be read, and how often that was so.
+    unreadable: Mutex<HashMap<u64, u8>>,
+    /// How many those are: nearly always none.
+    unreadable_count: AtomicUsize,
+}
+
+/// A block that was taken for a page of a run.
+struct Taken {
+    index: usize,
+    place: Place,
+    tag: u8,
+}
+
+/// A block that is wanted for a page of a run.
+struct Wanted {
+    index: usize,
+    block: u64,
+    header: BlobHeader,
+}
+
+pub(super) fn block_of(place: Place) -> u64 {
+    u64::from(place.slab) * AREA_BLOCKS as u64 + place.slot as u64
+}
+
+pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
+    PageKey { page: PageIdx(first.page.0.wrapping_add(index as u64)), ..first }
+}
+
+impl Inner {
+    pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits) -> Self {
+        Self { allocator, disk, limits, unreadable: Mutex::default(), unreadable_count: AtomicUsize::new(0) }
+    }
+
+    pub(super) fn count(&self, counter: Counter) {
+        self.allocator.arena().count(counter as usize, 1);
+    }
+
+    pub(super) fn uncount(&self, counter: Counter) {
+        self.allocator.arena().uncount(counter as usize);
+    }
+
+    pub(super) fn sum(&self, counter: Counter) -> u64 {
+        self.allocator.arena().sum(counter as usize)
+    }
+
+    pub(super) fn header(&self, place: Place) -> BlobHeader {
+        let mut bytes = [0; HEADER_BYTES];
+        self.allocator.arena().copy_out(place.slab, place.slot * HEADER_BYTES, &mut bytes);
+        BlobHeader::from_bytes(bytes)
+    }
+
+    fn set_header(&self, place: Place, header: BlobHeader) {
+        self.allocator.arena().copy_in(place.slab, place.slot * HEADER_BYTES, &header.to_bytes());
+    }
+
+    /// All blocks that are somebody's.
+    pub(super) fn taken(&self) -> impl Iterator<Item = Place> + '_ {
+        let areas = 0..self.allocator.arena().fresh();
+        areas
+            .flat_map(|slab| (0..AREA_BLOCKS).map(move |slot| Place { slab, slot }))
+            .filter(|place| self.allocator.occupied(*place).is_some())
+    }
+
+    /// A block for one page; its header fits no handle yet.
+    fn take(&self, class: usize) -> Option<(Place, u8)> {
+        let allocated = self.allocator.alloc(class)?;
+        let tag = handle::next_tag(self.header(allocated.place).tag, allocated.generation);
+        let header = BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BEING_WRITTEN, tag };
+        self.set_header(allocated.place, header);
+        Some((allocated.place, tag))
+    }
+
+    /// Never use this block again. Its bit stays set, and it was not counted as live (any more).
+    fn retire_block(&self, place: Place) {
+        self.set_header(place, BlobHeader { checksum: 0, key_check: 0, len: 0, encoding: BAD, tag: 0 });
+        self.count(Counter::BadBlocks);
+    }
+
+    fn unreadable(&self) -> MutexGuard<'_, HashMap<u64, u8>> {
+        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forget what is known about reading this block; true if it could not be read the last time.
+    fn was_unreadable(&self, block: u64) -> bool {
+        self.unreadable_count.load(Ordering::Acquire) > 0 && {
+            let mut unreadable = self.unreadable();
+            let was = unreadable.remove(&block).is_some();
+            self.unreadable_count.store(unreadable.len(), Ordering::Release);
+            was
+        }
+    }
+
+    /// What to answer when a read failed.
+    fn read_failed(&self, block: u64, error: &io::Error) -> GetOutcome {
+        if !limits::is_of_the_medium(error) {
+            return GetOutcome::Busy;
+        }
+        let mut unreadable = self.unreadable();
+        let times = unreadable.entry(block).or_insert(0);
+        *times = times.saturating_add(1);
+        let lost = *times > UNREADABLE_MAX;
+        self.unreadable_count.store(unreadable.len(), Ordering::Release);
+        if lost { GetOutcome::Corrupt } else { GetOutcome::Busy }
+    }
+
+    /// What to answer when the block of a page was not written, and what to do with the block.
+    fn write_failed(&self, place: Place, error: &io::Error) -> PutOutcome {
+        let (outcome, block_is_bad) = self.limits.write_failed(error);
+        if block_is_bad {
+            self.retire_block(place);
+        } else {
+            self.allocator.free(place);
+        }
+        outcome
+    }
+
+    /// Blocks for those pages that need one; the others get their outcome. Up to one extent's worth.
+    fn take_for(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) -> Vec<Taken> {
+        let class = if pages.len() < LONG_RUN { CLASS_SINGLE } else { CLASS_RUN };
+        let today = &self.allocator.arena().own_words()[WORD_TODAY];
+        let mut taken = Vec::with_capacity(pages.len());
+        for (index, (page, outcome)) in pages.iter().zip(outcomes).enumerate() {
+            let filled = codec::fill_pattern(page);
+            if let Some(handle) = filled.and_then(|pattern| handle::of_same_filled(page_after(first, index), pattern)) {
+                self.count(Counter::LiveSameFilled);
+                *outcome = PutOutcome::Stored(handle);
+            } else if let Some(refused) = self.limits.may_write(today) {
+                *outcome = refused;
+            } else if let Some((place, tag)) = self.take(class) {
+                taken.push(Taken { index, place, tag });
+            } else {
+                *outcome = self.limits.refuse(Refusal::Budget);
+            }
+        }
+        taken
+    }
+
+    pub(super) fn put_extent(inner: &Arc<Self>, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) {
+        inner.allocator.settle(EMPTY_AREAS_KEPT);
+        let taken = inner.take_for(first, pages, outcomes);
+        // Pages that follow one another and got blocks that do go together.
+        let runs: Vec<&[Taken]> = taken
+            .chunk_by(|a, b| a.index + 1 == b.index && block_of(a.place) + 1 == block_of(b.place))
+            .flat_map(|extent| extent.chunks(PIECE_BLOCKS))
+            .collect();
+        let pieces: Vec<(u64, &[PageBytes])> =
+            runs.iter().map(|run| (block_of(run[0].place), &pages[run[0].index..][..run.len()])).collect();
+        let when_late = |run: usize| {
+            let (inner, places) = (Arc::clone(inner), runs[run].iter().map(|taken| taken.place).collect::<Vec<_>>());
+            move || {
+                for place in places {
+                    inner.allocator.free(place);
+                }
+            }
+        };
+        let mut headers = Vec::with_capacity(taken.len());
+        let moved = inner.disk.write(&pieces, when_late, || {
+            let header = |taken: &Taken| codec::raw_header(page_after(first, taken.index), &pages[taken.index]);
+            headers.extend(taken.iter().map(header));
+        });
+        let moved_of = runs.iter().zip(&moved).flat_map(|(run, moved)| run.iter().map(move |_| moved));
+        for ((number, taken), moved) in taken.iter().enumerate().zip(moved_of) {
+            outcomes[taken.index] = match (moved, headers.get(number)) {
+                (Moved::Done, Some(header)) => inner.keep(taken, *header),
+                (Moved::Failed(error), _) => inner.write_failed(taken.place, error),
+                (Moved::Late | Moved::Done, _) => inner.limits.refuse(Refusal::Late),
+            };
+        }
+    }
+
+    /// The block is written: make the page findable.
+    fn keep(&self, taken: &Taken, header: BlobHeader) -> PutOutcome {
+        self.set_header(taken.place, BlobHeader { tag: taken.tag, ..header });
+        self.count(Counter::LiveBlocks);
+        self.count(Counter::WrittenBlocks);
+        self.limits.wrote();
+        // Slab, slot and tag always fit.
+        handle::of_blob(taken.place, taken.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
+    }
+
+    /// The header of the block that a handle names, if it holds this page.
+    fn find(&self, key: PageKey, place: Place, tag: u8) -> Result<BlobHeader, GetOutcome> {
+        if self.allocator.occupied(place).is_none() {
+            return Err(GetOutcome::Absent);
+        }
+        let header = self.header(place);
+        if tag == 0 || header.tag != tag || header.encoding != Encoding::Raw as u8 {
+            return Err(GetOutcome::Absent);
+        }
+        if header.key_check == codec::key_check(key) { Ok(header) } else { Err(GetOutcome::Corrupt) }
+    }
+
+    /// Bring pages back: `handles`, `out` and `outcomes` are equally long. Blocks that follow one another are read
+    /// together, in pieces, and several pieces at once.
+    pub(super) fn get_run(
+        &self,
+        first: PageKey,
+        handles: &[Handle],
+        out: &mut [PageBytes],
+        outcomes: &mut [GetOutcome],
+    ) {
+        let mut wanted: Vec<Wanted> = Vec::with_capacity(handles.len());
+        for (index, handle) in handles.iter().enumerate() {
+            let key = page_after(first, index);
+            match Named::by(*handle) {
+                Named::SameFilled(filled) => outcomes[index] = filled.get(key, &mut out[index]),
+                Named::Blob { place, tag } => match self.find(key, place, tag) {
+                    Ok(header) => wanted.push(Wanted { index, block: block_of(place), header }),
+                    Err(outcome) => outcomes[index] = outcome,
+                },
+            }
+        }
+        let follows = |a: &Wanted, b: &Wanted| a.index + 1 == b.index && a.block + 1 == b.block;
+        let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
+        for (piece, moved) in pieces.iter().zip(self.read(first, &pieces, out, outcomes)) {
+            // One bad block must not cost the others of its piece; and one page may be spoilt on the way: once more.
+            let again = |wanted: &&Wanted| match &moved {
+                Moved::Done => outcomes[wanted.index] == GetOutcome::Corrupt,
+                Moved::Failed(_) => piece.len() > 1,
+                Moved::Late => false,
+            };
+            let again: Vec<&[Wanted]> = piece.iter().filter(again).map(std::slice::from_ref).collect();
+            if !again.is_empty() {
+                self.read(first, &again, out, outcomes);
+            }
+        }
+    }
+
+    /// Read pieces and judge their pages.
+    fn read(
+        &self,
+        first: PageKey,
+        pieces: &[&[Wanted]],
+        out: &mut [PageBytes],
+        outcomes: &mut [GetOutcome],
+    ) -> Vec<Moved> {
+        let sizes: Vec<(u64, usize)> = pieces.iter().map(|piece| (piece[0].block, piece.len())).collect();
+        let moved = self.disk.read(&sizes, |number, pages| {
+            for (wanted, page) in pieces[number].iter().zip(pages) {
+                self.was_unreadable(wanted.block);
+                let found = codec::is_raw_page(page_after(first, wanted.index), wanted.header, page);
+                outcomes[wanted.index] = if found { GetOutcome::Found } else { GetOutcome::Corrupt };
+                out[wanted.index] = *page;
+            }
+        });
+        for (piece, moved) in pieces.iter().zip(&moved) {
+            for wanted in *piece {
+                match moved {
+                    Moved::Done => {}
+                    // Of a longer piece it is not known which block it was; the caller reads them one by one.
+                    Moved::Failed(error) if piece.len() == 1 => {
+                        outcomes[wanted.index] = self.read_failed(wanted.block, error);
+                    }
+                    Moved::Failed(_) | Moved::Late => outcomes[wanted.index] = GetOutcome::Busy,
+                }
+            }
+        }
+        moved
+    }
+
+    /// Forget a page.
+    pub(super) fn free(&self, key: PageKey, handle: Handle) {
+        match Named::by(handle) {
+            Named::SameFilled(filled) => {
+                if filled.may_be_of(key) {
+                    self.uncount(Counter::LiveSameFilled);
+                }
+            }
+            Named::Blob { place, tag } => {
+                if self.find(key, place, tag).is_err() {
+                    return;
+                }
+                if self.was_unreadable(block_of(place)) {
+                    self.uncount(Counter::LiveBlocks);
+                    self.retire_block(place);
+                } else if self.allocator.free(place) {
+                    self.uncount(Counter::LiveBlocks);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! Two real processes on one file store: both at once, and one killed in the middle of its writes.
+//!
+//! Before: this test program starts itself again as a worker, which opens the parent's file and index through `/proc`.
+//! After: the parent reads back everything the worker wrote down, and nothing that was lost with it stays charged.
+//! Threads: two in the worker, one in the parent. Units: a ledger word is a handle, a ledger slot is a page.
+//! Promise: no sleeps; the moment of the kill is chosen by counting the worker's progress reports.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::linux::fs::MetadataExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_store::{Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, pages};
+use ballast_sys::{Mapping, memfd};
+
+const ENV_FILE: &str = "BALLAST_TEST_FILE";
+const ENV_INDEX: &str = "BALLAST_TEST_INDEX";
+const ENV_LEDGER: &str = "BALLAST_TEST_LEDGER";
+const ENV_GROUP: &str = "BALLAST_TEST_GROUP";
+const ENV_ROUNDS: &str = "BALLAST_TEST_ROUNDS";
+const THREADS: u64 = 2;
+/// Pages each worker thread keeps; the ledger has one pair of words per page: handle (plus a bit that says "valid"), seed.
+const PAGES: u64 = 64;
+/// The pages of a run that a worker puts at once.
+const RUN: u64 = 8;
+const LEDGER_BYTES: usize = (THREADS * PAGES * 16) as usize;
+const VALID: u64 = 1 << 63;
+const O_DIRECT: i32 = 0o40000;
+
+fn options() -> FileOptions {
+    FileOptions::new(Budget::new(Bytes(64 << 20)))
+}
+
+fn key(page: u64) -> PageKey {
+    PageKey { region: 9, page: PageIdx(page) }
+}
+
+fn put_run(store: &FileStore, first: u64, seeds: &[u64]) -> Vec<Handle> {
+    let content: Vec<PageBytes> = seeds.iter().map(|seed| pages::mixed(*seed)).collect();
+    let mut outcomes = Vec::new();
+    store.put_run(key(first), &content, &mut outcomes);
+    let handles = outcomes.into_iter().map(|outcome| match outcome {
+        PutOutcome::Stored(handle) => handle,
+        other => panic!("pages from {first}: {other:?}"),
+    });
+    handles.collect()
+}
+
+fn must_hold(store: &FileStore, page: u64, handle: Handle, seed: u64) {
+    let mut out = [0; PAGE_SIZE];
+    let outcome = store.get(key(page), handle, &mut out);
+    assert!(outcome == GetOutcome::Found && out == pages::mixed(seed), "page {page}: {outcome:?}");
+}
+
+/// Replace pages for ever (or for so many rounds), writing each handle down before the old one is freed. One run at once,
+/// or page by page, in turn.
+fn churn(store: &FileStore, ledger: &[AtomicU64], thread: u64, rounds: u64, report: bool) {
+    for round in 0..rounds {
+        let step = if round % 2 == 0 { RUN } else { 1 };
+        for first in (thread * PAGES..(thread + 1) * PAGES).step_by(step as usize) {
+            let seeds: Vec<u64> = (first..first + step).map(|page| round << 32 | page).collect();
+            let handles = put_run(store, first, &seeds);
+            for ((page, seed), new) in (first..).zip(seeds).zip(handles) {
+                let [handle_word, seed_word] = &ledger[page as usize * 2..][..2] else { unreachable!("a pair") };
+                let old = handle_word.load(Ordering::Acquire);
+                // Not valid between the two stores, so that a kill there leaves a page we know nothing about, not a lie.
+                handle_word.store(0, Ordering::Release);
+                seed_word.store(seed, Ordering::Release);
+                handle_word.store(new.bits() | VALID, Ordering::Release);
+                if old & VALID != 0 {
+                    store.free(key(page), Handle::new(old & !VALID).expect("40 bits"));
+                }
+            }
+            if report {
+                std::io::stderr().write_all(b"+").expect("the parent reads");
+            }
+        }
+    }
+}
+
+/// Not a test of its own: what the worker process runs.
+#[test]
+fn worker() {
+    let Ok(file) = std::env::var(ENV_FILE) else { return };
+    if let Ok(group) = std::env::var(ENV_GROUP) {
+        std::fs::write(group, std::process::id().to_string()).expect("join the control group");
+    }
+    let open = |path: &str, flags: i32| {
+        File::options().read(true).write(true).custom_flags(flags).open(path).expect("open through /proc")
+    };
+    let index = open(&std::env::var(ENV_INDEX).expect("an index"), 0);
+    let store = FileStore::open(open(&file, O_DIRECT).into(), index.into(), options()).expect("open the store");
+    let ledger_file = open(&std::env::var(ENV_LEDGER).expect("a ledger"), 0);
+    let ledger = Mapping::shared(&ledger_file, 0, LEDGER_BYTES).expect("map the ledger");
+    let rounds = std::env::var(ENV_ROUNDS).expect("rounds").parse().expect("a number");
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (store, words) = (&store, ledger.words(0, LEDGER_BYTES / 8));
+            scope.spawn(move || churn(store, words, thread, rounds, thread == 0));
+        }
+    });
+}
+
+fn start_worker(file: &OwnedFd, index: &OwnedFd, ledger: &OwnedFd, rounds: u64, slow: Option<&SlowDevice>) -> Child {
+    let path = |fd: &OwnedFd| format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
+    Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "worker", "--nocapture"])
+        .envs([(ENV_FILE, path(file)), (ENV_INDEX, path(index)), (ENV_LEDGER, path(ledger))])
+        .env(ENV_ROUNDS, rounds.to_string())
+        .envs(slow.map(|slow| (ENV_GROUP, slow.0.join("cgroup.procs"))))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("start the worker")
+}
+
+/// A control group whose processes write to the test's device at 1 MiB/s; gone when this is dropped.
+struct SlowDevice(PathBuf);
+
+impl SlowDevice {
+    fn new() -> std::io::Result<Self> {
+        let device = std::fs::metadata(std::env::temp_dir())?.st_dev();
+        let (major, minor) = (device >> 8 & 0xfff, device & 0xff | device >> 12 & 0xfff00);
+        let slow = Self(Path::new("/sys/fs/cgroup/blkio").join(format!("ballast-test-{}", std::process::id())));
+        std::fs::create_dir(&slow.0)?;
+        std::fs::write(slow.0.join("blkio.throttle.write_bps_device"), format!("{major}:{minor} {}", 1 << 20))?;
+        Ok(slow)
+    }
+}
+
+impl Drop for SlowDevice {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+fn live(ledger: &[AtomicU64]) -> Vec<(u64, Handle, u64)> {
+    (0..THREADS * PAGES)
+        .filter_map(|page| {
+            let word = ledger[page as usize * 2].load(Ordering::Acquire);
+            let handle = Handle::new(word & !VALID).filter(|_| word & VALID != 0)?;
+            Some((page, handle, ledger[page as usize * 2 + 1].load(Ordering::Acquire)))
+        })
+        .collect()
+}
+
+fn free_all_and_check_empty(store: &FileStore, live: &[(u64, Handle, u64)]) {
+    for (page, handle, _) in live {
+        store.free(key(*page), *handle);
+    }
+    store.validate().expect("valid");
+    assert_eq!((store.usage().pages, store.usage().bytes), (0, 0));
+}
+
+fn made() -> Option<(FileStore, OwnedFd, OwnedFd)> {
+    match FileStore::create(&std::env::temp_dir(), options()) {
+        Ok(made) => Some(made),
+        Err(error) => {
+            println!("SKIP needs=disk: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn two_processes_use_one_file_at_once() {
+    let Some((store, file, index)) = made() else { return };
+    let ledger_fd = memfd::create("ballast-test", Bytes(LEDGER_BYTES as u64)).expect("memfd");
+    let ledger = Mapping::shared(&ledger_fd, 0, LEDGER_BYTES).expect("map");
+    let mut child = start_worker(&file, &index, &ledger_fd, 10, None);
+    // Our own pages, beside the worker's, for as long as it works.
+    let base = THREADS * PAGES;
+    let mut progress = [0; 8];
+    let mut stderr = child.stderr.take().expect("piped");
+    let mut round = 0;
+    while stderr.read(&mut progress).expect("read") > 0 {
+        let seeds: Vec<u64> = (base..base + 20).map(|page| page ^ round).collect();
+        let handles = put_run(&store, base, &seeds);
+        for ((page, seed), handle) in (base..).zip(seeds).zip(handles) {
+            must_hold(&store, page, handle, seed);
+            store.free(key(page), handle);
+        }
+        round += 1;
+    }
+    assert!(child.wait().expect("wait").success() && round > 0);
+    let live = live(ledger.words(0, LEDGER_BYTES / 8));
+    assert_eq!(live.len() as u64, THREADS * PAGES);
+    store.validate().expect("valid");
+    assert_eq!(store.usage().pages, live.len() as u64);
+    for (page, handle, seed) in &live {
+        must_hold(&store, *page, *handle, *seed);
+    }
+    free_all_and_check_empty(&store, &live);
+}
+
+#[test]
+fn a_process_killed_anywhere_loses_no_page_it_wrote_down_and_leaks_nothing_after_recover() {
+    let Some((store, file, index)) = made() else { return };
+    drop(store);
+    let mut found_a_leak = false;
+    for kill in 0..40usize {
+        let ledger_fd = memfd::create("ballast-test", Bytes(LEDGER_BYTES as u64)).expect("memfd");
+        let ledger = Mapping::shared(&ledger_fd, 0, LEDGER_BYTES).expect("map");
+        let mut child = start_worker(&file, &index, &ledger_fd, u64::MAX, None);
+        let mut progress = vec![0; 1 + kill];
+        child.stderr.take().expect("piped").read_exact(&mut progress).expect("progress");
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
+        let store = FileStore::open(dup(&file), dup(&index), options()).expect("open");
+        let live = live(ledger.words(0, LEDGER_BYTES / 8));
+        let report = store.recover(live.iter().map(|(_, handle, _)| *handle)).expect("recover");
+        store.validate().expect("valid");
+        assert_eq!((report.kept_blobs + report.same_filled, report.missing), (live.len() as u64, 0));
+        found_a_leak |= report.freed_slots > 0;
+        // New pages at once, in the blocks the dead were writing to: none of their writes may still be on its way.
+        let seeds: Vec<u64> = (0..64).map(|page| page ^ 0xabcd << 16).collect();
+        let handles = put_run(&store, 1 << 20, &seeds);
+        for (page, handle, seed) in &live {
+            must_hold(&store, *page, *handle, *seed);
+        }
+        for ((page, seed), handle) in (1 << 20..).zip(seeds).zip(handles) {
+            must_hold(&store, page, handle, seed);
+            store.free(key(page), handle);
+        }
+        free_all_and_check_empty(&store, &live);
+    }
+    assert!(found_a_leak, "no kill in 40 fell between a put and its ledger entry: the test does not test");
+}
+
+#[test]
+fn what_the_dead_left_with_the_kernel_cannot_reach_a_block_after_recover() {
+    let slow = match SlowDevice::new() {
+        Ok(slow) => slow,
+        Err(why) => return println!("SKIP needs=root: a control group of blkio that slows a device down: {why}"),
+    };
+    let Some((store, file, index)) = made() else { return };
+    drop(store);
+    for kill in 0..8usize {
+        let ledger_fd = memfd::create("ballast-test", Bytes(LEDGER_BYTES as u64)).expect("memfd");
+        let ledger = Mapping::shared(&ledger_fd, 0, LEDGER_BYTES).expect("map");
+        let mut child = start_worker(&file, &index, &ledger_fd, u64::MAX, Some(&slow));
+        // When one thread reports, the other is waiting for its write.
+        let mut progress = vec![0; 2 + kill];
+        child.stderr.take().expect("piped").read_exact(&mut progress).expect("progress");
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
+        let store = FileStore::open(dup(&file), dup(&index), options()).expect("open");
+        let live = live(ledger.words(0, LEDGER_BYTES / 8));
+        store.recover(live.iter().map(|(_, handle, _)| *handle)).expect("recover");
+        // Quick new writes where the slow ones were going: the first free blocks of the area for single pages and short
+        // runs.
+        let seeds: Vec<u64> = (0..256).map(|page| page ^ 0xabcd << 16).collect();
+        let runs = (1u64 << 20..).step_by(RUN as usize).zip(seeds.chunks(RUN as usize));
+        let handles: Vec<Handle> = runs.flat_map(|(first, seeds)| put_run(&store, first, seeds)).collect();
+        // Whatever is still under way ends before the next recover does.
+        let all = live.iter().map(|(_, handle, _)| *handle).chain(handles.iter().copied());
+        assert_eq!(store.recover(all).expect("recover").missing, 0);
+        for ((page, seed), handle) in (1 << 20..).zip(seeds).zip(handles) {
+            must_hold(&store, page, handle, seed);
+            store.free(key(page), handle);
+        }
+        for (page, handle, seed) in &live {
+            must_hold(&store, *page, *handle, *seed);
+        }
+        free_all_and_check_empty(&store, &live);
+    }
+}

@@ -1,0 +1,515 @@
+//! The file store against its promises, on a real disk: through its public interface, and with a disk that fails on
+//! command.
+//!
+//! Before: a store in a file without a name in the directory for temporary files. After: contents, counts, charge and the
+//! space used are what they must be.
+//! Threads: the conformance kit uses four. Units: bytes, pages, areas of 2 MiB.
+//! Promise: no sleeps, no timing. Where the directory knows no direct I/O, or io_uring is off, tests are skipped.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_store::{
+    AREA_BYTES, Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey,
+    PutOutcome, Refusal, Store, conformance, pages,
+};
+use ballast_sys::memfd;
+use proptest::prelude::*;
+
+const MIB: u64 = 1 << 20;
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+struct Made {
+    store: FileStore,
+    file: OwnedFd,
+    index: OwnedFd,
+    budget: Arc<Budget>,
+    faults: Arc<DiskFaults>,
+}
+
+fn options(budget: &Arc<Budget>, faults: &Arc<DiskFaults>) -> FileOptions {
+    FileOptions { max_bytes: Bytes(64 * MIB), faults: Some(Arc::clone(faults)), ..FileOptions::new(Arc::clone(budget)) }
+}
+
+fn made(limit: u64) -> Option<Made> {
+    let (budget, faults) = (Budget::new(Bytes(limit)), Arc::default());
+    match FileStore::create(&std::env::temp_dir(), options(&budget, &faults)) {
+        Ok((store, file, index)) => Some(Made { store, file, index, budget, faults }),
+        Err(error) => {
+            println!("SKIP needs=disk: {error}");
+            None
+        }
+    }
+}
+
+fn reopened(made: Made) -> Made {
+    let Made { store, file, index, budget, faults } = made;
+    drop(store);
+    let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
+    let store = FileStore::open(dup(&file), dup(&index), options(&budget, &faults)).expect("open");
+    Made { store, file, index, budget, faults }
+}
+
+fn key(page: u64) -> PageKey {
+    PageKey { region: 1, page: PageIdx(page) }
+}
+
+fn put(store: &FileStore, page: u64, bytes: &PageBytes) -> Handle {
+    match store.put(key(page), bytes) {
+        PutOutcome::Stored(handle) => handle,
+        other => panic!("page {page}: {other:?}"),
+    }
+}
+
+fn get(store: &FileStore, page: u64, handle: Handle) -> (GetOutcome, PageBytes) {
+    let mut out = [0x77; PAGE_SIZE];
+    (store.get(key(page), handle, &mut out), out)
+}
+
+fn must_hold(store: &FileStore, page: u64, handle: Handle, bytes: &PageBytes) {
+    let (outcome, out) = get(store, page, handle);
+    assert!(outcome == GetOutcome::Found && out == *bytes, "page {page}: {outcome:?}");
+}
+
+fn run_of(range: std::ops::Range<u64>) -> Vec<PageBytes> {
+    range.map(pages::incompressible).collect()
+}
+
+fn put_run(store: &FileStore, first: u64, pages: &[PageBytes]) -> Vec<Handle> {
+    let mut outcomes = Vec::new();
+    store.put_run(key(first), pages, &mut outcomes);
+    let stored = outcomes.iter().map(|outcome| match outcome {
+        PutOutcome::Stored(handle) => *handle,
+        other => panic!("{other:?}"),
+    });
+    stored.collect()
+}
+
+fn must_be_empty(made: &Made) {
+    assert_eq!((made.store.usage().pages, made.store.usage().bytes, made.budget.used().0), (0, 0, 0));
+    made.store.validate().expect("valid");
+}
+
+#[test]
+fn the_file_store_passes_the_conformance_kit() {
+    if made(4 * MIB).is_some() {
+        conformance::run(&|| Box::new(made(4 * MIB).expect("a second one").store));
+    }
+}
+
+#[test]
+fn freed_space_returns_to_the_file_system() {
+    let Some(made) = made(64 * MIB) else { return };
+    let before = memfd::resident(&made.file).expect("stat").bytes().0;
+    let handles = put_run(&made.store, 0, &run_of(0..2048));
+    let full = memfd::resident(&made.file).expect("stat").bytes().0 - before;
+    assert!((8 * MIB..9 * MIB).contains(&full), "{full} bytes on disk for 8 MiB");
+    assert_eq!((made.store.usage().bytes, made.budget.used().0), (8 * MIB, 8 * MIB));
+    for (page, handle) in (0u64..).zip(&handles) {
+        must_hold(&made.store, page, *handle, &pages::incompressible(page));
+        made.store.free(key(page), *handle);
+    }
+    must_be_empty(&made);
+    let left = memfd::resident(&made.file).expect("stat").bytes().0 - before;
+    assert!(left < 64 * 1024, "{left} bytes are still on disk");
+}
+
+#[test]
+fn a_run_is_one_extent_and_each_of_its_pages_has_a_life_of_its_own() {
+    let Some(made) = made(64 * MIB) else { return };
+    let store = &made.store;
+    // Same-filled pages in the middle go into handles; the rest into blocks that follow one another.
+    let mut content = run_of(0..1000);
+    content[500] = [0; PAGE_SIZE];
+    let handles = put_run(store, 70, &content);
+    assert_eq!(store.usage_detail().block_pages, 999);
+    let blocks: Vec<u64> = handles.iter().map(|handle| handle.bits() & 0xffff_ffff).collect();
+    assert!(blocks[..500].windows(2).all(|pair| pair[0] + 1 == pair[1]), "{blocks:x?}");
+    let mut out = vec![[1; PAGE_SIZE]; 1000];
+    let mut outcomes = Vec::new();
+    store.get_run(key(70), &handles, &mut out, &mut outcomes);
+    assert!(outcomes.iter().all(|outcome| *outcome == GetOutcome::Found) && outcomes.len() == 1000);
+    assert!(out == content);
+    // Every second page goes; the others are there singly and as a run with holes.
+    for (index, handle) in (0u64..).zip(&handles).step_by(2) {
+        store.free(key(70 + index), *handle);
+    }
+    outcomes.clear();
+    store.get_run(key(70), &handles, &mut out, &mut outcomes);
+    for (index, outcome) in outcomes.iter().enumerate().filter(|(index, _)| *index != 500) {
+        let expected = if index % 2 == 0 { GetOutcome::Absent } else { GetOutcome::Found };
+        assert_eq!(*outcome, expected, "{index}");
+        assert!(*outcome == GetOutcome::Absent || out[index] == content[index]);
+    }
+    for (index, handle) in (0u64..).zip(&handles).skip(1).step_by(2) {
+        must_hold(store, 70 + index, *handle, &content[index as usize]);
+        store.free(key(70 + index), *handle);
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_kept_as_far_as_it_does() {
+    let Some(made) = made(AREA_BYTES) else { return };
+    let mut outcomes = Vec::new();
+    made.store.put_run(key(0), &run_of(0..600), &mut outcomes);
+    let stored = outcomes.iter().filter(|outcome| matches!(outcome, PutOutcome::Stored(_))).count();
+    assert_eq!((outcomes.len(), stored), (600, 512));
+    assert_eq!(made.store.usage_detail().last_refusal, Some(Refusal::Budget));
+    for (page, outcome) in (0u64..).zip(outcomes) {
+        if let PutOutcome::Stored(handle) = outcome {
+            must_hold(&made.store, page, handle, &pages::incompressible(page));
+            made.store.free(key(page), handle);
+        }
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn a_disk_that_is_full_answers_full_and_keeps_nothing() {
+    let Some(made) = made(64 * MIB) else { return };
+    let kept = put(&made.store, 0, &pages::incompressible(0));
+    made.faults.fail_writes(2, DiskFault::Errno(ENOSPC));
+    for page in 1..3 {
+        assert_eq!(made.store.put(key(page), &pages::incompressible(page)), PutOutcome::Full);
+    }
+    assert!(matches!(made.store.usage_detail().last_refusal, Some(Refusal::DiskFull(_))));
+    assert_eq!(made.store.usage().pages, 1);
+    put(&made.store, 3, &pages::incompressible(3));
+    must_hold(&made.store, 0, kept, &pages::incompressible(0));
+    made.store.validate().expect("valid");
+}
+
+#[test]
+fn a_block_that_cannot_be_written_is_never_used_again_not_even_by_a_successor() {
+    let Some(made) = made(64 * MIB) else { return };
+    let first = put(&made.store, 0, &pages::incompressible(0));
+    made.faults.fail_writes(3, DiskFault::Errno(EIO));
+    for page in 1..4 {
+        assert_eq!(made.store.put(key(page), &pages::incompressible(page)), PutOutcome::Busy);
+    }
+    let usage = made.store.usage_detail();
+    assert_eq!((usage.bad_blocks, usage.block_pages), (3, 1));
+    assert!(matches!(usage.last_refusal, Some(Refusal::Failed(_))), "{usage:?}");
+    let after = put(&made.store, 4, &pages::incompressible(4));
+    let block = |handle: Handle| handle.bits() & 0xffff_ffff;
+    assert_eq!(block(after), block(first) + 4);
+    let made = reopened(made);
+    let report = made.store.recover([first].into_iter()).expect("recover");
+    assert_eq!((report.kept_blobs, report.freed_slots), (1, 1));
+    assert_eq!(made.store.usage_detail().bad_blocks, 3);
+    made.store.validate().expect("valid");
+    assert_eq!(block(put(&made.store, 5, &pages::incompressible(5))), block(first) + 4);
+    must_hold(&made.store, 0, first, &pages::incompressible(0));
+}
+
+#[test]
+fn a_page_that_cannot_be_read_is_asked_for_again_and_then_lost_and_its_block_retired() {
+    let Some(made) = made(64 * MIB) else { return };
+    let store = &made.store;
+    let handles = put_run(store, 0, &run_of(0..4));
+    made.faults.fail_reads(2, DiskFault::Errno(EIO));
+    assert_eq!(get(store, 1, handles[1]).0, GetOutcome::Busy);
+    assert_eq!(get(store, 1, handles[1]).0, GetOutcome::Busy);
+    must_hold(store, 1, handles[1], &pages::incompressible(1));
+    made.faults.fail_reads(6, DiskFault::Errno(EIO));
+    let outcomes: Vec<_> = (0..6).map(|_| get(store, 2, handles[2]).0).collect();
+    assert_eq!(outcomes[..5], [GetOutcome::Busy; 5]);
+    assert_eq!(outcomes[5], GetOutcome::Corrupt);
+    store.free(key(2), handles[2]);
+    assert_eq!(get(store, 2, handles[2]).0, GetOutcome::Absent);
+    assert_eq!((store.usage_detail().bad_blocks, store.usage_detail().block_pages), (1, 3));
+    store.validate().expect("valid");
+    // An extent that cannot be read as a whole is read page by page.
+    made.faults.fail_reads(1, DiskFault::Errno(EIO));
+    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 2], Vec::new());
+    store.get_run(key(0), &handles[..2], &mut out, &mut outcomes);
+    assert_eq!(outcomes, [GetOutcome::Found; 2]);
+    assert!(out == run_of(0..2));
+}
+
+#[test]
+fn short_transfers_are_continued_and_interrupted_ones_repeated() {
+    let Some(made) = made(64 * MIB) else { return };
+    for short in [512, 4096, 5120, 100 * 4096] {
+        made.faults.fail_writes(1, DiskFault::Short(short));
+        let handles = put_run(&made.store, 0, &run_of(0..128));
+        made.faults.fail_reads(1, DiskFault::Short(short));
+        let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 128], Vec::new());
+        made.store.get_run(key(0), &handles, &mut out, &mut outcomes);
+        assert!(outcomes == [GetOutcome::Found; 128] && out == run_of(0..128), "short by {short}");
+        for (page, handle) in (0u64..).zip(handles) {
+            made.store.free(key(page), handle);
+        }
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn a_put_that_takes_too_long_is_refused_and_its_block_comes_back_when_it_is_over() {
+    let Some(made) = made(64 * MIB) else { return };
+    made.faults.fail_writes(2, DiskFault::Late);
+    for page in 0..2 {
+        assert_eq!(made.store.put(key(page), &pages::incompressible(page)), PutOutcome::Busy);
+    }
+    assert_eq!(made.store.usage_detail().last_refusal, Some(Refusal::Late));
+    // This thread's ring learns of the end of the late writes while it does other ones.
+    while made.store.usage().bytes > 0 {
+        let handle = put(&made.store, 3, &pages::incompressible(3));
+        must_hold(&made.store, 3, handle, &pages::incompressible(3));
+        made.store.free(key(3), handle);
+    }
+    must_be_empty(&made);
+}
+
+#[test]
+fn a_get_that_takes_too_long_is_busy_and_answers_later() {
+    let Some(made) = made(64 * MIB) else { return };
+    let handle = put(&made.store, 0, &pages::incompressible(0));
+    made.faults.fail_reads(3, DiskFault::Late);
+    for _ in 0..3 {
+        assert_eq!(get(&made.store, 0, handle).0, GetOutcome::Busy);
+    }
+    must_hold(&made.store, 0, handle, &pages::incompressible(0));
+}
+
+#[test]
+fn the_days_writes_are_limited_across_successors_and_say_so() {
+    let Some(made) = made(64 * MIB) else { return };
+    put_run(&made.store, 0, &run_of(0..10));
+    assert_eq!(made.store.usage_detail().written_today_bytes, 40960);
+    let made = reopened(made);
+    made.store.set_writes_per_day(Bytes(45056));
+    put(&made.store, 10, &pages::incompressible(10));
+    assert_eq!(made.store.put(key(11), &pages::incompressible(11)), PutOutcome::Full);
+    let why = made.store.usage_detail().last_refusal.expect("a reason").to_string();
+    assert!(why.contains("45056 bytes were written today"), "{why}");
+    put(&made.store, 12, &[0; PAGE_SIZE]);
+    made.store.set_writes_per_day(Bytes(0));
+    put(&made.store, 11, &pages::incompressible(11));
+}
+
+#[test]
+fn damage_on_the_disk_is_noticed() {
+    let Some(made) = made(64 * MIB) else { return };
+    let handles = put_run(&made.store, 0, &run_of(0..3));
+    let file = File::from(memfd::reopen(std::os::fd::AsFd::as_fd(&made.file), true).expect("reopen"));
+    let block = handles[1].bits() & 0x3ff | (handles[1].bits() >> 10 & 0x3f_ffff) << 9;
+    file.write_all_at(&[1], block * PAGE_SIZE as u64 + 100).expect("write");
+    file.sync_all().expect("sync");
+    assert_eq!(get(&made.store, 1, handles[1]).0, GetOutcome::Corrupt);
+    must_hold(&made.store, 0, handles[0], &pages::incompressible(0));
+    must_hold(&made.store, 2, handles[2], &pages::incompressible(2));
+}
+
+#[test]
+fn what_is_no_file_store_is_refused_by_name() {
+    let Some(one) = made(4 * MIB) else { return };
+    let Some(two) = made(4 * MIB) else { return };
+    let (budget, faults) = (Budget::new(Bytes(MIB)), Arc::default());
+    let open = |file: &OwnedFd, index: &OwnedFd| {
+        let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
+        FileStore::open(dup(file), dup(index), options(&budget, &faults)).expect_err("accepted").to_string()
+    };
+    assert!(open(&one.file, &two.index).contains("the index belongs to another file"));
+    assert!(
+        open(&one.file, &one.file).contains("the file store index") || open(&one.file, &one.file).contains("magic")
+    );
+    let error = FileStore::create(Path::new("/proc/self"), options(&budget, &faults)).expect_err("accepted");
+    assert!(error.to_string().contains("/proc/self"), "{error}");
+    let nothing = FileOptions { max_bytes: Bytes(0), ..options(&budget, &faults) };
+    assert!(FileStore::create(&std::env::temp_dir(), nothing).is_err());
+}
+
+/// A small file system of its own, gone when this is dropped.
+struct Mounted(std::path::PathBuf);
+
+impl Mounted {
+    fn tmpfs(bytes: u64) -> Result<Self, String> {
+        let dir = std::env::temp_dir().join(format!("ballast-test-{}", std::process::id()));
+        std::fs::create_dir(&dir).map_err(|error| error.to_string())?;
+        let size = format!("size={bytes}");
+        let mount = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(&dir).output();
+        match mount {
+            Ok(done) if done.status.success() => Ok(Self(dir)),
+            other => {
+                let _ = std::fs::remove_dir(&dir);
+                Err(format!("mounting a tmpfs: {other:?}"))
+            }
+        }
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // Lazily: a store that a failed test left open must not keep it.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_file_system_that_is_really_full_answers_full_until_there_is_room_again() {
+    let mounted = match Mounted::tmpfs(3 * MIB) {
+        Ok(mounted) => mounted,
+        Err(why) => return println!("SKIP needs=root: {why}"),
+    };
+    let (budget, faults) = (Budget::new(Bytes(64 * MIB)), Arc::default());
+    let store = match FileStore::create(&mounted.0, options(&budget, &faults)) {
+        Ok((store, ..)) => store,
+        // Direct I/O came to tmpfs in 6.6.
+        Err(why) => return println!("SKIP needs=disk: {why}"),
+    };
+    let mut kept = Vec::new();
+    let refused = loop {
+        let page = kept.len() as u64;
+        match store.put(key(page), &pages::incompressible(page)) {
+            PutOutcome::Stored(handle) => kept.push(handle),
+            other => break other,
+        }
+        assert!(page < 1000, "3 MiB hold 4 MiB");
+    };
+    assert_eq!(refused, PutOutcome::Full);
+    assert!(matches!(store.usage_detail().last_refusal, Some(Refusal::DiskFull(_))), "{:?}", store.usage_detail());
+    assert!(kept.len() > 500, "{} pages", kept.len());
+    store.validate().expect("valid");
+    for (page, handle) in (0u64..).zip(&kept) {
+        must_hold(&store, page, *handle, &pages::incompressible(page));
+        store.free(key(page), *handle);
+    }
+    store.validate().expect("valid");
+    put(&store, 0, &pages::incompressible(0));
+}
+
+/// One step of a history.
+#[derive(Clone, Debug)]
+enum Step {
+    Put(u64),
+    PutRun(u64, usize),
+    Free(prop::sample::Index),
+    FailWrite(i32),
+    FailRead,
+    Reopen,
+    Recover,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        30 => any::<u64>().prop_map(Step::Put),
+        8 => (any::<u64>(), 1..200usize).prop_map(|(seed, len)| Step::PutRun(seed, len)),
+        60 => any::<prop::sample::Index>().prop_map(Step::Free),
+        2 => prop_oneof![Just(EIO), Just(ENOSPC)].prop_map(Step::FailWrite),
+        2 => Just(Step::FailRead),
+        1 => Just(Step::Reopen),
+        1 => Just(Step::Recover),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_history_keeps_contents_and_counts(steps in prop::collection::vec(step(), 1..200)) {
+        let Some(mut made) = made(3 * AREA_BYTES) else { return Ok(()) };
+        let mut kept: Vec<(u64, u64, Handle)> = Vec::new();
+        let mut next_page = 0;
+        for step in steps {
+            match step {
+                Step::Put(seed) => {
+                    if let PutOutcome::Stored(handle) = made.store.put(key(next_page), &pages::mixed(seed)) {
+                        kept.push((next_page, seed, handle));
+                    }
+                    next_page += 1;
+                }
+                Step::PutRun(seed, len) => {
+                    let seeds: Vec<u64> = (0..len as u64).map(|n| seed.wrapping_add(n)).collect();
+                    let content: Vec<_> = seeds.iter().map(|seed| pages::mixed(*seed)).collect();
+                    let mut outcomes = Vec::new();
+                    made.store.put_run(key(next_page), &content, &mut outcomes);
+                    for ((page, seed), outcome) in (next_page..).zip(seeds).zip(outcomes) {
+                        if let PutOutcome::Stored(handle) = outcome {
+                            kept.push((page, seed, handle));
+                        }
+                    }
+                    next_page += len as u64;
+                }
+                Step::Free(which) if !kept.is_empty() => {
+                    let (page, seed, handle) = kept.swap_remove(which.index(kept.len()));
+                    let (outcome, out) = get(&made.store, page, handle);
+                    match outcome {
+                        GetOutcome::Found => prop_assert!(out == pages::mixed(seed)),
+                        other => prop_assert_eq!(other, GetOutcome::Busy),
+                    }
+                    made.store.free(key(page), handle);
+                }
+                Step::Free(_) => {}
+                Step::FailWrite(errno) => made.faults.fail_writes(1, DiskFault::Errno(errno)),
+                Step::FailRead => made.faults.fail_reads(1, DiskFault::Errno(EIO)),
+                Step::Reopen => made = reopened(made),
+                Step::Recover => {
+                    let report = made.store.recover(kept.iter().map(|(.., handle)| *handle)).expect("recover");
+                    prop_assert_eq!((report.freed_slots, report.missing), (0, 0));
+                }
+            }
+            made.store.validate().expect("valid");
+            prop_assert_eq!(made.store.usage().pages, kept.len() as u64);
+            prop_assert_eq!(made.store.usage().bytes, made.budget.used().0);
+        }
+        // Faults that nothing met yet.
+        let _ = made.store.put(key(next_page), &pages::incompressible(1));
+        let made = reopened(made);
+        for (page, seed, handle) in &kept {
+            let (outcome, out) = get(&made.store, *page, *handle);
+            if outcome == GetOutcome::Busy {
+                continue;
+            }
+            prop_assert!(outcome == GetOutcome::Found && out == pages::mixed(*seed));
+        }
+    }
+    #[test]
+    fn no_garbage_in_the_index_and_no_handle_can_do_harm(seed: u64, bits in prop::collection::vec(0..=Handle::MAX, 64)) {
+        let Some(made) = made(4 * AREA_BYTES) else { return Ok(()) };
+        let originals: Vec<_> = (0..30).map(|page| (page, put(&made.store, page, &pages::mixed(page ^ seed)))).collect();
+        put_run(&made.store, 1000, &run_of(0..100));
+        let index = File::from(made.index.try_clone().expect("dup"));
+        for n in 0..24 {
+            let noise = pages::incompressible(seed.wrapping_add(n));
+            let pick = u64::from_le_bytes(*noise.first_chunk().expect("8 bytes"));
+            // The header, the table of 32 areas and the first areas' headers.
+            let offset = match n % 3 {
+                0 => pick % (4096 + 32 * 128),
+                1 => 8192 + pick % (4 * 8192),
+                _ => 4096 + pick % 4 * 128,
+            };
+            let len = if n % 3 == 2 { 1 + pick as usize % 128 } else { 1 + pick as usize % PAGE_SIZE };
+            index.write_all_at(&noise[..len], offset).expect("write");
+        }
+        for (page, handle) in &originals {
+            let (outcome, out) = get(&made.store, *page, *handle);
+            prop_assert!(outcome != GetOutcome::Found || out == pages::mixed(*page ^ seed), "wrong bytes were found");
+        }
+        for handle in bits.into_iter().filter_map(Handle::new) {
+            for near in [handle.bits(), handle.bits() & 0x7f_0000_0fff].into_iter().filter_map(Handle::new) {
+                let _ = get(&made.store, 1, near);
+                made.store.free(key(1), near);
+            }
+        }
+        for page in 100..120 {
+            if let PutOutcome::Stored(handle) = made.store.put(key(page), &pages::mixed(page)) {
+                let (outcome, out) = get(&made.store, page, handle);
+                prop_assert!(outcome != GetOutcome::Found || out == pages::mixed(page));
+            }
+        }
+        let _ = (made.store.usage(), made.store.usage_detail(), made.store.validate());
+        // Whatever it was, recover makes a sound store of it, with nothing in it but blocks the noise says are bad.
+        made.store.recover(std::iter::empty()).expect("recover");
+        made.store.validate().expect("valid");
+        prop_assert_eq!(made.store.usage().pages, 0);
+    }
+}

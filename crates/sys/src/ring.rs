@@ -1,0 +1,307 @@
+//! Reads and writes of files through io_uring, with a limit to how long one waits for them.
+//!
+//! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the buffer comes back with what
+//! the kernel said; or the wait was given up, and the buffer stays here until the kernel is done with it.
+//! Threads: a ring belongs to the thread that made it. Units: offsets and lengths are bytes.
+//! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file, and
+//! a ring that is dropped while the kernel works leaks those buffers instead.
+
+use std::alloc::Layout;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode};
+
+/// Page-aligned memory, as direct I/O needs it.
+#[derive(Debug)]
+pub struct Buffer {
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: a buffer is the only owner of its memory, which is not bound to a thread.
+unsafe impl Send for Buffer {}
+
+impl Buffer {
+    const ALIGN: usize = 4096;
+
+    /// A buffer of zeros.
+    ///
+    /// # Errors
+    /// `InvalidInput` if `len` is 0 or absurd, `OutOfMemory` if there is no memory for it.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let layout = Layout::from_size_align(len, Self::ALIGN).ok().filter(|layout| layout.size() > 0);
+        let layout = layout.ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidInput, format!("a buffer of {len} bytes was asked for"))
+        })?;
+        // SAFETY: the layout is not of size 0 (checked above).
+        let start = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) });
+        Ok(Self { start: start.ok_or(io::ErrorKind::OutOfMemory)?, layout })
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the memory is ours, initialised (zeroed, then only written), and borrowed with `self`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.layout.size()) }
+    }
+
+    /// The bytes, to be changed.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.layout.size()) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout, freed once.
+        unsafe { std::alloc::dealloc(self.start.as_ptr(), self.layout) }
+    }
+}
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the file into the buffer.
+    Read,
+    /// From the buffer into the file.
+    Write,
+}
+
+/// One read or write.
+#[derive(Debug)]
+pub struct Transfer {
+    /// The file.
+    pub file: Arc<OwnedFd>,
+    /// Which way.
+    pub direction: Direction,
+    /// Where in the file `buffer[0]` belongs.
+    pub offset: u64,
+    /// The buffer.
+    pub buffer: Buffer,
+    /// Bytes at the start of the buffer that an earlier, short transfer has done.
+    pub done: usize,
+    /// Where in the buffer the transfer ends.
+    pub end: usize,
+}
+
+/// A transfer under way.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ticket(usize);
+
+/// What to do when a transfer nobody waits for any more is over.
+type Late = Box<dyn FnOnce() + Send>;
+
+struct Flight {
+    /// Freed only when the kernel is done.
+    transfer: ManuallyDrop<Transfer>,
+    result: Option<i32>,
+    late: Option<Late>,
+}
+
+/// One thread's ring.
+pub struct Ring {
+    uring: IoUring,
+    flights: Vec<Option<Flight>>,
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let under_way = self.flights.iter().flatten().count();
+        f.debug_struct("Ring").field("under_way", &under_way).finish_non_exhaustive()
+    }
+}
+
+impl Ring {
+    /// A ring for up to `transfers` transfers at once.
+    ///
+    /// # Errors
+    /// If the kernel refuses: switched off (`kernel.io_uring_disabled`), a seccomp filter, no memory, no descriptors.
+    pub fn new(transfers: u32) -> io::Result<Self> {
+        // Completions are handled while this thread waits for them and at no other time (6.1); else as the kernel likes.
+        let uring = IoUring::builder()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .build(transfers)
+            .or_else(|_| IoUring::new(transfers))?;
+        Ok(Self { uring, flights: (0..transfers).map(|_| None).collect() })
+    }
+
+    /// Begin a transfer; the kernel learns of it at the next `submit` or `wait`.
+    ///
+    /// # Errors
+    /// The transfer comes back if as many as the ring can hold are under way.
+    ///
+    /// # Panics
+    /// If `done..end` is not a range inside the buffer.
+    pub fn start(&mut self, transfer: Transfer) -> Result<Ticket, Transfer> {
+        let bytes = &transfer.buffer.as_slice()[transfer.done..transfer.end];
+        let (start, len, at) = (bytes.as_ptr().cast_mut(), bytes.len() as u32, transfer.offset + transfer.done as u64);
+        let Some(free) = self.flights.iter().position(Option::is_none) else { return Err(transfer) };
+        let file = Fd(transfer.file.as_raw_fd());
+        let entry = match transfer.direction {
+            Direction::Read => opcode::Read::new(file, start, len).offset(at).build(),
+            Direction::Write => opcode::Write::new(file, start, len).offset(at).build(),
+        };
+        // SAFETY: buffer and file are valid until the kernel is done: both are owned by the flight, which is taken apart
+        // only after its completion was seen, and leaked if the ring is dropped before. The address is that of the
+        // buffer's own allocation, which does not move with the `Transfer`.
+        if unsafe { self.uring.submission().push(&entry.user_data(free as u64)) }.is_err() {
+            return Err(transfer);
+        }
+        self.flights[free] = Some(Flight { transfer: ManuallyDrop::new(transfer), result: None, late: None });
+        Ok(Ticket(free))
+    }
+
+    /// Let the kernel begin what was started. What it cannot take now, `wait` offers again.
+    pub fn submit(&mut self) {
+        let _ = self.uring.submit();
+    }
+
+    /// Wait for a transfer. It comes back with the bytes done by this start of it, or the error; `None` if it is not over
+    /// when `patience` is: then `abandon` it, or wait again.
+    pub fn wait(&mut self, ticket: &Ticket, patience: Duration) -> Option<(Transfer, io::Result<usize>)> {
+        let deadline = Instant::now() + patience;
+        loop {
+            self.reap();
+            let over = self.flights.get_mut(ticket.0)?;
+            if let Some(result) = over.as_ref().and_then(|flight| flight.result) {
+                let flight = over.take()?;
+                let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+                return Some((ManuallyDrop::into_inner(flight.transfer), result));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            let time = Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
+            let args = SubmitArgs::new().timespec(&time);
+            // Errors are not the transfer's: time over, a signal, no memory to submit it now. The deadline ends them all.
+            if self.uring.submitter().submit_with_args(1, &args).is_err() && left.is_zero() {
+                self.reap();
+                if self.flights.get(ticket.0)?.as_ref().is_some_and(|flight| flight.result.is_none()) {
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Nobody waits for this transfer any more. When it is over, which a later call on this ring will notice, `late` is
+    /// called.
+    pub fn abandon(&mut self, ticket: Ticket, late: impl FnOnce() + Send + 'static) {
+        if let Some(Some(flight)) = self.flights.get_mut(ticket.0) {
+            flight.late = Some(Box::new(late));
+        }
+    }
+
+    /// Note what is over, and let go of what was abandoned.
+    pub fn reap(&mut self) {
+        let mut late = Vec::new();
+        for completion in self.uring.completion() {
+            let Some(slot) = self.flights.get_mut(completion.user_data() as usize) else { continue };
+            let Some(flight) = slot else { continue };
+            flight.result = Some(completion.result());
+            if flight.late.is_some()
+                && let Some(flight) = slot.take()
+            {
+                drop(ManuallyDrop::into_inner(flight.transfer));
+                late.extend(flight.late);
+            }
+        }
+        for late in late {
+            late();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memfd;
+    use ballast_base::Bytes;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn transfer(file: &Arc<OwnedFd>, direction: Direction, offset: u64, bytes: &[u8]) -> Transfer {
+        let mut buffer = Buffer::new(4096).expect("memory");
+        buffer.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
+        Transfer { file: Arc::clone(file), direction, offset, buffer, done: 0, end: bytes.len() }
+    }
+
+    fn ring() -> Option<Ring> {
+        match Ring::new(4) {
+            Ok(ring) => Some(ring),
+            Err(error) => {
+                println!("SKIP needs=io_uring: {error}");
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_written_is_read_back_and_several_transfers_go_at_once() {
+        let Some(mut ring) = ring() else { return };
+        let file = Arc::new(memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd"));
+        let tickets: Vec<_> = (0..4u8)
+            .map(|n| ring.start(transfer(&file, Direction::Write, u64::from(n) * 10, &[n + 1; 10])).expect("room"))
+            .collect();
+        assert!(ring.start(transfer(&file, Direction::Write, 0, &[9])).is_err(), "four are under way");
+        for ticket in &tickets {
+            let (_, result) = ring.wait(ticket, PATIENCE).expect("over");
+            assert_eq!(result.expect("written"), 10);
+        }
+        let ticket = ring.start(transfer(&file, Direction::Read, 5, &[0; 30])).expect("room");
+        let (transfer, result) = ring.wait(&ticket, PATIENCE).expect("over");
+        assert_eq!(result.expect("read"), 30);
+        let expected: Vec<u8> = (5..35).map(|at| at / 10 + 1).collect();
+        assert_eq!(transfer.buffer.as_slice()[..30], expected);
+    }
+
+    #[test]
+    fn an_error_of_the_file_is_the_result() {
+        let Some(mut ring) = ring() else { return };
+        let (reader, _writer) = rustix::pipe::pipe().expect("pipe");
+        let ticket = ring.start(transfer(&Arc::new(reader), Direction::Write, 0, &[1])).expect("room");
+        let (_, result) = ring.wait(&ticket, PATIENCE).expect("over");
+        assert_eq!(result.expect_err("a pipe's reading end was written").raw_os_error(), Some(libc::EBADF));
+    }
+
+    #[test]
+    fn a_transfer_that_is_not_over_in_time_is_given_up_and_let_go_when_it_is() {
+        let Some(mut ring) = ring() else { return };
+        let (reader, writer) = rustix::pipe::pipe().expect("pipe");
+        let reader = Arc::new(reader);
+        let mut read = transfer(&reader, Direction::Read, 0, &[0; 8]);
+        // A pipe has no offsets.
+        read.offset = u64::MAX;
+        let ticket = ring.start(read).expect("room");
+        assert!(ring.wait(&ticket, Duration::ZERO).is_none());
+        assert!(ring.wait(&ticket, Duration::from_millis(1)).is_none());
+        let noticed = Arc::new(AtomicBool::new(false));
+        let notice = Arc::clone(&noticed);
+        ring.abandon(ticket, move || notice.store(true, Ordering::Release));
+        assert_eq!(Arc::strong_count(&reader), 2, "the file stays open for the kernel");
+        rustix::io::write(&writer, &[7; 8]).expect("write");
+        let file = Arc::new(memfd::create("ballast-test", Bytes(4096)).expect("memfd"));
+        while !noticed.load(Ordering::Acquire) {
+            let ticket = ring.start(transfer(&file, Direction::Write, 0, &[1])).expect("room");
+            ring.wait(&ticket, PATIENCE).expect("over").1.expect("written");
+        }
+        assert_eq!(Arc::strong_count(&reader), 1);
+    }
+
+    #[test]
+    fn a_ring_dropped_while_the_kernel_reads_into_a_buffer_does_not_free_it() {
+        let Some(mut ring) = ring() else { return };
+        let (reader, writer) = rustix::pipe::pipe().expect("pipe");
+        let mut read = transfer(&Arc::new(reader), Direction::Read, 0, &[0; 8]);
+        read.offset = u64::MAX;
+        let ticket = ring.start(read).expect("room");
+        assert!(ring.wait(&ticket, Duration::ZERO).is_none());
+        drop(ring);
+        drop(writer);
+    }
+}

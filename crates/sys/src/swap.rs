@@ -1,0 +1,46 @@
+//! Swap devices: sign one, switch it on and off.
+//!
+//! Before: `bench` has a zram device of its own. After: the kernel swaps to it, and does not any more.
+//! Threads: any. Units: bytes. Promise: `sign` writes the first page of what it is given and nothing else.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use ballast_base::{Bytes, PAGE_SIZE};
+
+/// The highest priority a swap device can have.
+pub const TOP_PRIORITY: u16 = 0x7FFF;
+
+const SWAP_FLAG_PREFER: i32 = 0x8000;
+
+/// Write the header of an empty swap area of `size` bytes (`union swap_header`, version 1).
+pub fn sign(device: &Path, size: Bytes) -> io::Result<()> {
+    const BOOT_BITS: usize = 1024;
+    let mut page = [0; PAGE_SIZE];
+    let last_page = u32::try_from(size.pages_floor().0.saturating_sub(1)).map_err(io::Error::other)?;
+    page[BOOT_BITS..BOOT_BITS + 4].copy_from_slice(&1u32.to_ne_bytes());
+    page[BOOT_BITS + 4..BOOT_BITS + 8].copy_from_slice(&last_page.to_ne_bytes());
+    page[PAGE_SIZE - 10..].copy_from_slice(b"SWAPSPACE2");
+    let file = File::options().write(true).open(device)?;
+    file.write_all_at(&page, 0)?;
+    file.sync_all()
+}
+
+/// Let the kernel swap to a signed device, with this priority.
+pub fn on(device: &Path, priority: u16) -> io::Result<()> {
+    let path = CString::new(device.as_os_str().as_bytes())?;
+    let flags = SWAP_FLAG_PREFER | i32::from(priority.min(TOP_PRIORITY));
+    // SAFETY: the path is a live C string; the call takes it and an integer.
+    if unsafe { libc::swapon(path.as_ptr(), flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Stop swapping to a device; what is on it comes back into memory first.
+pub fn off(device: &Path) -> io::Result<()> {
+    let path = CString::new(device.as_os_str().as_bytes())?;
+    // SAFETY: the path is a live C string.
+    if unsafe { libc::swapoff(path.as_ptr()) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
