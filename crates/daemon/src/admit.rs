@@ -2,30 +2,34 @@
 //!
 //! Before: the keeper decoded an [`Attach`]. After: descriptors with meanings, or a reason a person understands.
 //! Promise: nothing a client sends makes us map a file it could shrink under us, or use a descriptor as what it is not.
+//! What a descriptor is, is asked only in ways that cannot wait: `fstat` on a file of a FUSE server that is gone would.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use ballast_base::Bytes;
 use ballast_base::wire::{Attach, RegionInfo};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::uffd;
-use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl, fstat};
+use rustix::net::{AddressFamily, SocketType, sockopt};
+
+use crate::keeper::SentFd;
 
 /// The descriptors of an admitted attach.
 #[derive(Debug)]
 pub struct Admitted {
     /// The userfaultfd, non-blocking.
-    pub uffd: OwnedFd,
+    pub uffd: SentFd,
     /// The engine's end of the control socket.
-    pub control: OwnedFd,
+    pub control: SentFd,
     /// One RAM file per region.
-    pub ram: Vec<(OwnedFd, FileId)>,
+    pub ram: Vec<(SentFd, FileId)>,
     /// On resume: state file and arena file, opened anew for writing.
-    pub resumed: Option<(OwnedFd, OwnedFd)>,
+    pub resumed: Option<(SentFd, SentFd)>,
 }
 
 /// Check an attach and its descriptors.
-pub fn admit(attach: &Attach, fds: Vec<OwnedFd>) -> Result<Admitted, String> {
+pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
     attach.validate()?;
     if fds.len() != attach.fd_count() {
         return Err(format!("{} descriptors came with an attach that needs {}", fds.len(), attach.fd_count()));
@@ -64,13 +68,12 @@ pub fn overlap(a: &RegionInfo, b: &RegionInfo) -> bool {
 const LARGEST_REGION: Bytes = Bytes(16 << 40);
 
 /// Check the file of a region.
-pub fn check_ram(region: &RegionInfo, file: OwnedFd) -> Result<(OwnedFd, FileId), String> {
+pub fn check_ram(region: &RegionInfo, file: SentFd) -> Result<(SentFd, FileId), String> {
     let at = region.hva;
     if region.len > LARGEST_REGION {
         return Err(format!("region {at} of {} is larger than {LARGEST_REGION}", region.len));
     }
-    let shmem = memfd::is_shmem(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))?;
-    if !shmem {
+    if !is_shmem(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))? {
         return Err(format!(
             "the RAM of region {at} is not a shared memory file (memfd or tmpfs); huge-page files are not managed yet"
         ));
@@ -98,22 +101,73 @@ fn check_uffd(fd: BorrowedFd<'_>) -> Result<(), String> {
     nonblocking.map_err(|error| format!("Making the userfaultfd non-blocking: {error}"))
 }
 
+/// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel answers
+/// that without asking the file's own file system; then the rest may be asked, too.
+fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
+    Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
+}
+
 fn check_socket(fd: BorrowedFd<'_>) -> Result<(), String> {
-    let is_socket = fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket);
-    if !is_socket || rustix::net::sockopt::socket_type(fd) != Ok(rustix::net::SocketType::SEQPACKET) {
-        return Err("the second descriptor is not a sequenced-packet socket".into());
+    let is_local = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
+    if !is_local || sockopt::socket_type(fd) != Ok(SocketType::SEQPACKET) {
+        return Err("the second descriptor is not a sequenced-packet Unix socket".into());
     }
     Ok(())
 }
 
 /// Open anew, for writing, a file that we made and gave away read-only. That it is ours is seen by its owner and mode:
 /// nobody else can make a file of this user with mode 0600.
-fn reopen_ours(fd: OwnedFd, what: &str) -> Result<OwnedFd, String> {
+fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
+    let strange = "it is not the file this client was given";
+    if !is_shmem(&fd).map_err(|error| say(&error))? {
+        return Err(say(&strange));
+    }
     let stat = fstat(&fd).map_err(|error| say(&error))?;
     let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o777 == 0o600;
-    if !ours || !memfd::is_shmem(&fd).map_err(|error| say(&error))? {
-        return Err(say(&"it is not the file this client was given"));
+    if !ours {
+        return Err(say(&strange));
     }
-    memfd::reopen(fd.as_fd(), true).map_err(|error| say(&error))
+    let opened = memfd::reopen(fd.as_fd(), true).map_err(|error| say(&error))?;
+    Ok(fd.replaced_by(opened))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keeper::Closer;
+    use std::os::fd::OwnedFd;
+
+    #[test]
+    fn memory_files_are_told_from_others_without_asking_their_file_system() {
+        let memfd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        assert!(is_shmem(&memfd).expect("fcntl"));
+        let (reader, _writer) = std::io::pipe().expect("pipe");
+        assert!(!is_shmem(&reader).expect("fcntl"));
+        assert!(!is_shmem(std::fs::File::open("/proc/self/stat").expect("open")).expect("fcntl"));
+        if memfd::is_shmem(std::fs::File::open("/dev/shm").expect("open")).expect("statfs") {
+            let file = tempfile::tempfile_in("/dev/shm").expect("a file in a tmpfs");
+            assert!(is_shmem(&file).expect("fcntl"), "RAM need not be a memfd");
+        }
+    }
+
+    #[test]
+    fn only_local_sequenced_packet_sockets_are_control_sockets() {
+        let (ours, _theirs) = ballast_sys::scm::pair().expect("pair");
+        assert_eq!(check_socket(ours.as_fd()), Ok(()));
+        let (stream, _other) = std::os::unix::net::UnixStream::pair().expect("pair");
+        check_socket(stream.as_fd()).expect_err("a stream");
+        check_socket(std::fs::File::open("/dev/null").expect("open").as_fd()).expect_err("no socket");
+        check_socket(std::net::UdpSocket::bind("127.0.0.1:0").expect("bind").as_fd()).expect_err("not local");
+    }
+
+    #[test]
+    fn a_state_file_is_taken_back_only_if_it_is_ours() {
+        let closer = Closer::new();
+        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
+        let theirs = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        reopen_ours(sent(theirs), "state").expect_err("mode 0777");
+        let (reader, _writer) = std::io::pipe().expect("pipe");
+        reopen_ours(sent(reader.into()), "state").expect_err("a pipe");
+    }
 }

@@ -3,8 +3,9 @@
 //! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a lane.
 //! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is what the others leave.
 
-use std::collections::HashSet;
-use std::sync::{Arc, RwLock};
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
@@ -15,14 +16,14 @@ use ballast_base::{Bytes, PageCount};
 use ballast_pager::page_state::State;
 use ballast_pager::region::Region;
 use ballast_pager::stats::{self, Averages, Counter};
-use ballast_pager::vm::Vm;
+use ballast_pager::vm::{Hold, Vm};
 use ballast_store::{Budget, RamStore, Store};
-use ballast_sys::memfd::FileId;
 
+use crate::engine::strangers;
+use crate::engine::workers::Jobs;
 use crate::events::Events;
 use crate::http::{Backend, Histogram, SetLimitError};
 use crate::orders::Begin;
-use crate::watch;
 
 /// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
 const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
@@ -36,6 +37,54 @@ pub struct Served {
     pub store: Arc<RamStore>,
     /// The VMM program.
     pub vmm: String,
+    /// What is going on beside its orders and lanes.
+    pub jobs: Jobs,
+    /// Its processes that are not served wherever they map its RAM, and why.
+    unserved: Mutex<HashMap<u32, String>>,
+}
+
+impl Served {
+    /// A VM without processes yet.
+    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, vmm: String) -> Self {
+        Self { vm, store, vmm, jobs: Jobs::default(), unserved: Mutex::default() }
+    }
+
+    /// Hold reclaim at once, and bring every page back on a thread of its own, which then says how it went.
+    pub fn restore(
+        &self,
+        kind: Hold,
+        reason: String,
+        then: impl FnOnce(io::Result<()>) + Send + 'static,
+    ) -> io::Result<()> {
+        self.vm.hold(kind, Some(reason.clone()));
+        let vm = self.vm.clone();
+        self.jobs.begin("restore", move || {
+            let result = vm.restore_for(kind, reason);
+            if let Err(error) = &result {
+                vm.report("restore-failed", format!("Bringing its pages back: {error}"));
+            }
+            then(result);
+        })
+    }
+
+    fn all_unserved(&self) -> std::sync::MutexGuard<'_, HashMap<u32, String>> {
+        self.unserved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why a process that has attached counts as one that has not, if there is one.
+    pub fn unserved(&self) -> Option<String> {
+        self.all_unserved().values().next().cloned()
+    }
+
+    /// This process is not served wherever it maps the RAM.
+    pub fn set_unserved(&self, pid: u32, reason: String) {
+        self.all_unserved().insert(pid, reason);
+    }
+
+    /// This process is gone.
+    pub fn clear_unserved(&self, pid: u32) {
+        self.all_unserved().remove(&pid);
+    }
 }
 
 /// The engine as the API sees it.
@@ -52,7 +101,8 @@ pub struct Host {
 }
 
 impl Host {
-    fn all(&self) -> Vec<Arc<Served>> {
+    /// The VMs now.
+    pub fn all(&self) -> Vec<Arc<Served>> {
         self.vms.read().expect("no panic while held").clone()
     }
 
@@ -63,17 +113,6 @@ impl Host {
 
     fn by_name(&self, name: &str) -> Option<Arc<Served>> {
         self.all().into_iter().find(|served| served.vm.state.name() == name)
-    }
-
-    /// A process that maps this VM's RAM without having attached, and the reason to give for refusing.
-    pub fn stranger(&self, vm: &Vm) -> Option<String> {
-        let files: HashSet<FileId> = vm.regions().iter().map(|region| region.file_id()).collect();
-        let known = vm.views().iter().map(|view| view.pid).collect();
-        watch::stranger(&files, &known).map(|(pid, program)| {
-            format!(
-                "process {pid} ({program}) maps this VM's RAM and has not attached to Ballast, so no page may leave it"
-            )
-        })
     }
 }
 
@@ -100,8 +139,13 @@ impl Backend for Host {
                 if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
                     return Err(SetLimitError::Invalid(format!("the VM is pinned: {reason}")));
                 }
-                if let Some(reason) = self.stranger(vm) {
+                let look = strangers::look_for_strangers(&[&served]);
+                if let Some(reason) = strangers::stranger(&served, &look) {
                     return Err(SetLimitError::Invalid(reason));
+                }
+                if !look.unreadable.is_empty() {
+                    let text = strangers::unreadable_text(&look.unreadable);
+                    self.events.add(Some(name.to_owned()), "not-looked-at", text);
                 }
             }
         }

@@ -10,10 +10,10 @@ use clap::{Parser, Subcommand};
 #[command(version, about = "Elastic memory for virtual machines: the daemon")]
 struct Args {
     /// Read settings from this TOML file; without it every setting has its default
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", global = true)]
     config: Option<PathBuf>,
     /// Directory for the sockets (overrides `runtime_dir`)
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", global = true)]
     runtime_dir: Option<PathBuf>,
     #[command(subcommand)]
     role: Option<Role>,
@@ -55,6 +55,21 @@ fn run(args: Args) -> anyhow::Result<()> {
         Some(Role::Check) => {
             print!("{}", config.to_toml()?);
             Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_may_stand_before_or_after_the_subcommand() {
+        for line in ["ballastd --config F --runtime-dir D check", "ballastd check --config F --runtime-dir D"] {
+            let args = Args::try_parse_from(line.split(' ')).unwrap_or_else(|error| panic!("{line}: {error}"));
+            let paths = (args.config, args.runtime_dir);
+            assert_eq!(paths, (Some(PathBuf::from("F")), Some(PathBuf::from("D"))), "{line}");
+            assert!(matches!(args.role, Some(Role::Check)), "{line}");
         }
     }
 }

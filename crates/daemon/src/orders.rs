@@ -80,7 +80,8 @@ pub enum Order {
         /// Where it is mapped.
         hva: Hva,
     },
-    /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are.
+    /// Keep all pages resident from now on. Answered by [`Report::Done`] when they are: a VMM that is about to pin its
+    /// memory must not find pages that are far, or on their way.
     Pin {
         /// Comes back in the answer.
         seq: u64,
@@ -121,6 +122,23 @@ pub enum Order {
         /// One sentence.
         message: String,
     },
+}
+
+impl Order {
+    /// The VM it is about, if it is about one that the engine may have open.
+    pub fn vm(&self) -> Option<VmId> {
+        match self {
+            Self::OpenVm { vm, .. }
+            | Self::AddView { vm, .. }
+            | Self::AddRegion { vm, .. }
+            | Self::RemoveRegion { vm, .. }
+            | Self::Pin { vm, .. }
+            | Self::MayPin { vm, .. }
+            | Self::RemoveView { vm, .. }
+            | Self::CloseVm { vm } => Some(*vm),
+            Self::Begin(_) | Self::Serve | Self::Ping | Self::Note { .. } => None,
+        }
+    }
 }
 
 /// Engine to keeper.

@@ -1,57 +1,147 @@
 //! Who else maps a VM's RAM? A process that does, and has not attached, bypasses our userfaultfd: it would read zeros
 //! where pages are far. A VM with such a process is not reclaimed from until it attaches or goes.
 //!
-//! Threads: the engine's watch and the API's; never the one that takes orders, because reading another process's
-//! `/proc/PID/maps` needs a lock of that process, which a process in trouble may hold for ever.
+//! Before: a VM came, or a limit is to be set. After: who maps which file, and who could not be looked at.
+//! Threads: the engine's watch, the API's, the keeper's search; never one that takes orders or clients, because reading
+//! another process's `/proc/PID/maps` needs a lock of that process, which a process in trouble may hold for ever.
+//! Promise: a look ends. A process that cannot be looked at is passed over and named.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, BufReader};
-use std::sync::{Arc, LazyLock, Mutex, mpsc};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use ballast_sys::memfd::FileId;
 
+use crate::keeper::fence::Process;
+
 /// How long one process may keep us waiting. One that takes longer is passed over from then on.
 const PATIENCE: Duration = Duration::from_millis(500);
+/// From one look at a suspect to the next. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
+/// some milliseconds.
+const SECOND_LOOK: Duration = Duration::from_millis(500);
 
-/// Processes whose maps could not be read in time; each has cost one thread, which waits on.
-static STUCK: LazyLock<Mutex<HashSet<u32>>> = LazyLock::new(Mutex::default);
+/// Processes whose maps could not be read in time; each has cost one thread, which waits on and takes it off this list.
+static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 
-/// The first process outside `known` that maps one of these files: pid and program name.
-///
-/// Reads `/proc/*/maps`; processes we may not look at are passed over, as are those that end meanwhile.
-pub fn stranger(files: &HashSet<FileId>, known: &HashSet<u32>) -> Option<(u32, String)> {
+/// What a look has found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Look {
+    /// Processes that map some of the files, and which.
+    pub mapping: HashMap<Process, HashSet<FileId>>,
+    /// Processes that could not be looked at in time.
+    pub unreadable: Vec<Process>,
+}
+
+/// What a process maps of these files. A seam: what reads may hang, which no test can make `/proc` do.
+type Read = dyn Fn(u32, &HashSet<FileId>) -> HashSet<FileId> + Send + Sync;
+
+/// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile.
+pub fn look(files: &HashSet<FileId>) -> Look {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten();
+    let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
+    look_at(pids, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
+}
+
+/// The same, and a second look at those processes that are outside `known`: only who is seen twice is a stranger.
+pub fn strangers(files: &HashSet<FileId>, known: impl Fn(&Process, &HashSet<FileId>) -> bool) -> Look {
+    let again = |suspects| {
+        std::thread::sleep(SECOND_LOOK);
+        look_at(suspects, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
+    };
+    confirm(look(files), known, again)
+}
+
+fn confirm(
+    first: Look,
+    known: impl Fn(&Process, &HashSet<FileId>) -> bool,
+    again: impl FnOnce(Vec<u32>) -> Look,
+) -> Look {
+    let Look { mut mapping, unreadable } = first;
+    mapping.retain(|process, files| !known(process, files));
+    if !mapping.is_empty() {
+        let second = again(mapping.keys().map(|process| process.pid).collect());
+        // By process, not by pid: the pid may be another's by now. One that cannot be looked at any more stays suspect.
+        mapping.retain(|process, _| second.mapping.contains_key(process) || second.unreadable.contains(process));
+    }
+    Look { mapping, unreadable }
+}
+
+fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
+    STUCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One thread reads after the other process; when it hangs, it is left behind and another goes on.
+fn look_at(mut pids: Vec<u32>, files: &HashSet<FileId>, read: &Arc<Read>, patience: Duration) -> Look {
+    let mut look = Look::default();
+    let find = |pid| Process::find(pid).ok().flatten();
+    let known_stuck: HashSet<Process> = stuck().clone();
+    pids.retain(|pid| {
+        let process = known_stuck.iter().find(|process| process.pid == *pid);
+        let hangs = process.filter(|process| find(process.pid) == Some(**process));
+        look.unreadable.extend(hangs);
+        hangs.is_none()
+    });
     let files = Arc::new(files.clone());
-    let processes = std::fs::read_dir("/proc").ok()?;
-    let mut pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    let pid = pids.find(|pid: &u32| !known.contains(pid) && maps_any_in_time(*pid, &files))?;
-    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Some((pid, name.trim().to_owned()))
-}
-
-fn maps_any_in_time(pid: u32, files: &Arc<HashSet<FileId>>) -> bool {
-    if STUCK.lock().expect("no panic while held").contains(&pid) {
-        return false;
-    }
-    let (answer, found) = mpsc::channel();
-    let files = files.clone();
-    let looking = std::thread::Builder::new().name("look".into()).spawn(move || answer.send(maps_any(pid, &files)));
-    match looking.map(|_| found.recv_timeout(PATIENCE)) {
-        Ok(Ok(found)) => found,
-        Ok(Err(mpsc::RecvTimeoutError::Timeout)) => {
-            tracing::warn!(pid, "the memory map of this process cannot be read: it is not looked at any more");
-            STUCK.lock().expect("no panic while held").insert(pid);
-            false
+    let mut left = pids.as_slice();
+    while !left.is_empty() {
+        let (answer, answers) = mpsc::channel();
+        let (batch, files, read) = (left.to_vec(), files.clone(), read.clone());
+        let reader = std::thread::Builder::new().name("look".into()).spawn(move || {
+            for pid in batch {
+                let process = find(pid);
+                let found = read(pid, &files);
+                // Both under the lock, so that whoever gave up on this process either finds the answer or is taken off.
+                let mut stuck = stuck();
+                process.map(|process| stuck.remove(&process));
+                if answer.send(found).is_err() {
+                    return;
+                }
+            }
+        });
+        if let Err(error) = reader {
+            tracing::error!("Starting a thread that looks at processes: {error}");
+            look.unreadable.extend(left.iter().filter_map(|pid| find(*pid)));
+            return look;
         }
-        _ => false,
+        while let Some((pid, rest)) = left.split_first() {
+            left = rest;
+            let process = find(*pid);
+            let answer = answers.recv_timeout(patience).ok().or_else(|| {
+                let mut stuck = stuck();
+                let answer = answers.try_recv().ok();
+                if answer.is_none() {
+                    stuck.extend(process);
+                }
+                answer
+            });
+            match (answer, process) {
+                (Some(found), Some(process)) if !found.is_empty() => {
+                    look.mapping.insert(process, found);
+                }
+                (Some(_), _) => {}
+                (None, process) => {
+                    tracing::warn!(pid, "the memory map of this process cannot be read: it is passed over");
+                    look.unreadable.extend(process);
+                    break;
+                }
+            }
+        }
     }
+    look
 }
 
-fn maps_any(pid: u32, files: &HashSet<FileId>) -> bool {
-    let Ok(maps) = std::fs::File::open(format!("/proc/{pid}/maps")) else { return false };
+/// What a process is called, for people.
+pub fn name(process: Process) -> String {
+    let name = std::fs::read_to_string(format!("/proc/{}/comm", process.pid)).unwrap_or_default();
+    format!("{} ({})", process.pid, name.trim())
+}
+
+fn mapped(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
+    let Ok(maps) = std::fs::File::open(format!("/proc/{pid}/maps")) else { return HashSet::new() };
     // Split as bytes: a path may be anything.
     let lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
-    lines.into_iter().any(|line| file_of(&String::from_utf8_lossy(&line)).is_some_and(|id| files.contains(&id)))
+    lines.filter_map(|line| file_of(&String::from_utf8_lossy(&line))).filter(|id| files.contains(id)).collect()
 }
 
 /// Device and inode of a line of `/proc/PID/maps`: `start-end perms offset major:minor inode path`.
@@ -69,15 +159,65 @@ mod tests {
     use ballast_base::Bytes;
     use ballast_sys::{Mapping, memfd};
 
+    fn one_file() -> HashSet<FileId> {
+        HashSet::from([FileId { dev: 1, ino: 1 }])
+    }
+
     #[test]
     fn a_process_that_maps_the_file_is_found_unless_it_is_known() {
         let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
         let files = HashSet::from([memfd::file_id(&fd).expect("stat")]);
-        let me = std::process::id();
-        assert_eq!(stranger(&files, &HashSet::new()), None, "holding a descriptor is not mapping");
+        let me = Process::this().expect("this process");
+        let nobody = |_: &Process, _: &HashSet<FileId>| false;
+        assert!(strangers(&files, nobody).mapping.is_empty(), "holding a descriptor is not mapping");
         let _mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        assert_eq!(stranger(&files, &HashSet::new()).map(|found| found.0), Some(me));
-        assert_eq!(stranger(&files, &HashSet::from([me])), None);
+        assert_eq!(strangers(&files, nobody).mapping, HashMap::from([(me, files.clone())]));
+        assert!(strangers(&files, |process, _| process.pid == me.pid).mapping.is_empty());
+    }
+
+    #[test]
+    fn who_is_seen_once_only_is_no_stranger_and_who_has_the_pid_of_one_is_none_either() {
+        let sees = |process| Look { mapping: HashMap::from([(process, one_file())]), unreadable: Vec::new() };
+        let child = Process { pid: 7, start: 1 };
+        let confirm_with = |second: Look| confirm(sees(child), |_, _| false, |_| second).mapping.len();
+        assert_eq!(confirm_with(Look::default()), 0, "it went on to exec");
+        assert_eq!(confirm_with(sees(Process { start: 2, ..child })), 0, "another process");
+        assert_eq!(confirm_with(sees(child)), 1);
+        let hangs = Look { unreadable: vec![child], ..Look::default() };
+        assert_eq!(confirm_with(hangs), 1, "nobody can say that it is gone");
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_is_named_and_the_others_are_looked_at() {
+        let children: Vec<_> =
+            (0..3).map(|_| std::process::Command::new("sleep").arg("1000").spawn().expect("sleep")).collect();
+        let pids: Vec<u32> = children.iter().map(std::process::Child::id).collect();
+        let process = |pid| Process::find(pid).expect("readable").expect("running");
+        let (release, released) = mpsc::channel::<()>();
+        let released = Mutex::new(released);
+        let hangs_at = pids[1];
+        let read: Arc<Read> = Arc::new(move |pid, files: &HashSet<FileId>| {
+            if pid == hangs_at {
+                let _ = released.lock().expect("one thread").recv();
+            }
+            files.clone()
+        });
+        for _ in 0..2 {
+            let look = look_at(pids.clone(), &one_file(), &read, Duration::from_secs(1));
+            assert_eq!(look.unreadable, [process(pids[1])]);
+            let found: HashSet<Process> = look.mapping.into_keys().collect();
+            assert_eq!(found, HashSet::from([process(pids[0]), process(pids[2])]));
+        }
+        drop(release);
+        while stuck().contains(&process(pids[1])) {
+            std::thread::yield_now();
+        }
+        let look = look_at(pids.clone(), &one_file(), &read, Duration::from_secs(60));
+        assert_eq!((look.mapping.len(), look.unreadable), (3, Vec::new()), "it can be read again");
+        for mut child in children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 
     #[test]

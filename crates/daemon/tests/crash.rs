@@ -3,9 +3,14 @@
 
 mod common;
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use ballast_api::{VmClass, VmStatus};
+use rustix::process::Signal;
+
 use common::guest::Guest;
+use common::raw::Ram;
 use common::{Daemon, until};
 
 /// A short quarantine, so that pages move all the time and kills meet every state.
@@ -79,6 +84,104 @@ fn keeper_and_engine_killed_together_lose_no_byte() {
         until("the guest is attached again", || daemon.api.vm("victim").is_ok());
     }
     guest.finish();
+}
+
+#[test]
+fn an_engine_stopped_before_it_opened_its_vms_is_ended_by_the_next_keeper() {
+    let mut daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    for _ in 0..kills() / 20 {
+        evicting(&daemon, "victim");
+        let old = daemon.kill_engine();
+        // Before its `exec` it is a copy of the keeper, with all the keeper's descriptors.
+        let is_engine =
+            |pid| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"engine\0"));
+        let new = || daemon.engine_pid().filter(|pid| *pid != old && is_engine(*pid));
+        until("another engine is started", || new().is_some());
+        // It may or may not have come to the VM; if not, the order waits in its socket.
+        let late = new().expect("an engine");
+        common::signal_process(late, Signal::STOP);
+        daemon.kill_keeper();
+        daemon.restart_keeper();
+        daemon.wait_for_engine_after(late);
+        until("the guest is attached again", || daemon.api.vm("victim").is_ok());
+        // If it was told of the VM it has been ended; if not, it finds that nobody gives it orders any more.
+        common::signal_process(late, Signal::CONT);
+        until("the late engine is gone", || !is_running(late));
+    }
+    guest.finish();
+}
+
+/// Is there such a process, other than one that waits to be reaped?
+fn is_running(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
+}
+
+#[test]
+fn a_vmm_that_unmaps_ram_without_a_word_loses_the_limit_but_no_byte_of_the_rest() {
+    if common::raw::no_uffd() {
+        return;
+    }
+    const PAGES: usize = 2048;
+    let daemon = Daemon::start(QUICK);
+    let (kept, gone) = (Ram::new(PAGES as u64), Ram::new(PAGES as u64));
+    let word = |ram: &Ram, page: usize| ram.map.words(page * 4096, 1)[0].load(Ordering::Relaxed);
+    for page in 0..PAGES {
+        for ram in [&kept, &gone] {
+            ram.map.words(page * 4096, 1)[0].store(page as u64 * 7919 + 1, Ordering::Relaxed);
+        }
+    }
+    let region = |ram: &Ram| (ram.fd.try_clone().expect("dup"), ram.info());
+    let builder = ballast_client::Client::builder().name("careless").socket(daemon.attach_socket()).limit(1 << 20);
+    let builder = [&kept, &gone].into_iter().fold(builder, |builder, ram| {
+        let (fd, info) = region(ram);
+        builder.region(fd, info.hva, info.len, info.file_offset)
+    });
+    let _client = builder.attach().expect("attach");
+    until("most pages are far", || {
+        daemon.api.vm("careless").is_ok_and(|vm| vm.far_bytes > (2 * PAGES as u64 - 512) * 4096)
+    });
+    drop(gone);
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    for page in 0..PAGES {
+        assert_eq!(word(&kept, page), page as u64 * 7919 + 1, "page {page}\n{}", daemon.log());
+    }
+    let events = daemon.api.events().expect("events");
+    assert!(events.iter().any(|event| event.kind == "view-incomplete"), "{events:?}");
+    assert_eq!(daemon.vm("careless").status, VmStatus::Blocked);
+    until("its other pages stay", || daemon.vm("careless").resident_bytes >= PAGES as u64 * 4096);
+}
+
+#[test]
+fn memory_that_is_pinned_is_all_there_when_the_answer_comes() {
+    if common::raw::no_uffd() {
+        return;
+    }
+    const PAGES: usize = 4096;
+    let daemon = Daemon::start(QUICK);
+    let ram = Ram::new(PAGES as u64);
+    for page in 0..PAGES {
+        ram.map.words(page * 4096, 1)[0].store(page as u64 * 7919 + 1, Ordering::Relaxed);
+    }
+    let info = ram.info();
+    let client = ballast_client::Client::builder()
+        .name("pinned")
+        .socket(daemon.attach_socket())
+        .limit(1 << 20)
+        .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
+        .attach()
+        .expect("attach");
+    until("most pages are far", || daemon.api.vm("pinned").is_ok_and(|vm| vm.far_bytes > (PAGES as u64 - 512) * 4096));
+    client.pin("a device").expect("pinned");
+    let vm = daemon.vm("pinned");
+    assert_eq!((vm.far_bytes, vm.resident_bytes), (0, PAGES as u64 * 4096), "{vm:?}");
+    // A successor holds it, too, and brings back nothing because nothing is away.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    until("the VM runs", || daemon.api.vm("pinned").is_ok_and(|vm| vm.status == VmStatus::Running));
+    assert_eq!(daemon.vm("pinned").class, VmClass::Pinned);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 pub mod guest;
+pub mod raw;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -21,10 +22,15 @@ pub struct Daemon {
 impl Daemon {
     /// Start one with this configuration text (TOML, without `runtime_dir`).
     pub fn start(config: &str) -> Self {
+        Self::start_within(config, None)
+    }
+
+    /// The same with at most so many descriptors.
+    pub fn start_within(config: &str, descriptors: Option<u32>) -> Self {
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
         std::fs::write(dir.path().join("ballastd.toml"), config).expect("write the configuration");
         let api = Client::new(dir.path().join("api.sock")).expect("client").retry_for(Duration::from_secs(30));
-        let keeper = spawn_keeper(dir.path());
+        let keeper = spawn_keeper(dir.path(), descriptors);
         let daemon = Self { dir, keeper, api };
         until("the daemon opens its API socket", || daemon.dir().join("api.sock").exists());
         daemon.host();
@@ -69,6 +75,16 @@ impl Daemon {
         self.keeper.wait().expect("reap the keeper");
     }
 
+    /// Stop the keeper, or let it go on.
+    pub fn signal_keeper(&self, signal: Signal) {
+        signal_process(self.keeper.id(), signal);
+    }
+
+    /// The keeper that runs now.
+    pub fn keeper_pid(&self) -> u32 {
+        self.keeper.id()
+    }
+
     /// The engine of the keeper that runs now.
     pub fn engine_pid(&self) -> Option<u32> {
         engine_of(self.keeper.id())
@@ -76,7 +92,7 @@ impl Daemon {
 
     /// Start a keeper again after [`Daemon::kill_keeper`].
     pub fn restart_keeper(&mut self) {
-        self.keeper = spawn_keeper(self.dir.path());
+        self.keeper = spawn_keeper(self.dir.path(), None);
     }
 
     /// What keeper and engines wrote.
@@ -96,9 +112,13 @@ impl Drop for Daemon {
     }
 }
 
-fn spawn_keeper(dir: &Path) -> Child {
+fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).expect("open the log");
-    Command::new(env!("CARGO_BIN_EXE_ballastd"))
+    let limit = descriptors.map_or(String::new(), |most| format!("ulimit -n {most}; "));
+    // The shell becomes the keeper: it is this process's child all the same.
+    Command::new("sh")
+        .args(["-c", &format!("{limit}exec \"$@\""), "sh"])
+        .arg(env!("CARGO_BIN_EXE_ballastd"))
         .arg("--config")
         .arg(dir.join("ballastd.toml"))
         .arg("--runtime-dir")
@@ -117,13 +137,18 @@ fn engine_of(keeper: u32) -> Option<u32> {
 
 /// SIGKILL.
 pub fn kill(pid: u32) {
+    signal_process(pid, Signal::KILL);
+}
+
+/// Any signal.
+pub fn signal_process(pid: u32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid as i32) {
-        let _ = kill_process(pid, Signal::KILL);
+        let _ = kill_process(pid, signal);
     }
 }
 
 /// Wait until something becomes true. Panics after two minutes: then it never will.
-pub fn until(what: &str, condition: impl Fn() -> bool) {
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
         assert!(start.elapsed() < Duration::from_secs(120), "never: {what}");

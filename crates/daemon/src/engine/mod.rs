@@ -1,0 +1,367 @@
+//! The engine: opens what the keeper hands over and keeps it served.
+//!
+//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the last
+//! VM too.
+//! Threads: this one takes orders and never waits for what they are about; the API has one; the watch has one; every VM
+//! has one that carries out its orders, and its lanes.
+//! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
+//! only VMs whose state file names it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, RwLock, mpsc};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use ballast_base::wire::{self, VmId};
+use ballast_pager::recover::recover;
+use ballast_pager::state_file::StateFile;
+use ballast_pager::stats::Counter;
+use ballast_pager::vm::{Hold, Tuning, Vm};
+use ballast_store::{Budget, Codec, RamOptions, RamStore, Store};
+use ballast_sys::scm;
+
+use crate::backend::{Host, Served};
+use crate::config::Compression;
+use crate::events::Events;
+use crate::http::{self, PeerPolicy};
+use crate::keeper::fence::Process;
+use crate::orders::{Begin, Order, Report};
+use workers::Workers;
+
+pub mod strangers;
+mod views;
+pub mod workers;
+
+/// How often an engine without keeper looks whether any VM is left.
+const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
+
+/// Take orders until the keeper is gone and no VM is left.
+pub fn run() -> anyhow::Result<()> {
+    let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
+    let keeper = Arc::new(keeper);
+    let Some(first) =
+        scm::receive(&*keeper).context("Receiving the first order (engines are started by the keeper)")?
+    else {
+        bail!("the keeper closed the socket before its first order");
+    };
+    let (Ok(Order::Begin(begin)), [api]) = (wire::decode::<Order>(&first.bytes), &first.fds[..]) else {
+        bail!("the first order is not one this engine understands: keeper and engine are of different releases");
+    };
+    protect_from_oom_killer();
+    let events = Arc::new(Events::default());
+    let host = Arc::new(Host {
+        budget: Budget::new(begin.store_budget),
+        begin: begin.clone(),
+        vms: RwLock::default(),
+        events: events.clone(),
+    });
+    let api = api.try_clone().context("Duplicating a descriptor")?;
+    let watch = strangers::start(host.clone())?;
+    let me = Process::this().context("Finding this process's start time")?;
+    let engine = Arc::new(Engine { keeper, me, begin, host, events, watch });
+    let mut orders = Orders { engine, workers: Workers::default(), api: Some(api) };
+    orders.take()?;
+    orders.serve_as_orphan();
+    Ok(())
+}
+
+/// The kernel should rather kill a guest than the process that holds back memory of many.
+fn protect_from_oom_killer() {
+    if let Err(error) = std::fs::write("/proc/self/oom_score_adj", "-900") {
+        tracing::debug!("Lowering this process's OOM score: {error}");
+    }
+}
+
+fn serve_api(listener: OwnedFd, host: Arc<Host>, reader_gid: Option<u32>) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("Starting the API")?;
+    std::thread::Builder::new().name("api".into()).spawn(move || {
+        runtime.block_on(async {
+            match tokio::net::UnixListener::from_std(listener.into()) {
+                Ok(listener) => http::serve(listener, host, PeerPolicy::new(reader_gid)).await,
+                Err(error) => tracing::error!("Listening on the API socket: {error}"),
+            }
+        });
+    })?;
+    Ok(())
+}
+
+/// Nanoseconds on the clock that keeper and engine share.
+pub fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// The thread that takes orders.
+struct Orders {
+    engine: Arc<Engine>,
+    workers: Workers,
+    /// The API's listener, until it is served.
+    api: Option<OwnedFd>,
+}
+
+impl Orders {
+    fn take(&mut self) -> anyhow::Result<()> {
+        loop {
+            let received = match scm::receive(&*self.engine.keeper) {
+                Ok(Some(received)) => received,
+                Ok(None) => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                Err(error) => return Err(error).context("Receiving an order"),
+            };
+            let order = wire::decode::<Order>(&received.bytes).context("Understanding an order")?;
+            let what = format!("{order:?}");
+            if let Err(error) = self.carry_out(order, received.fds) {
+                self.engine.failed(None, &what, &error);
+            }
+        }
+    }
+
+    /// Carry out an order that takes no time; give the others to the VM's worker.
+    fn carry_out(&mut self, order: Order, fds: Vec<OwnedFd>) -> anyhow::Result<()> {
+        let engine = self.engine.clone();
+        match order {
+            Order::Begin(_) => {}
+            Order::Ping => engine.report(&Report::Pong)?,
+            Order::Serve => self.serve()?,
+            Order::Note { vm, kind, message } => engine.events.add(vm, &kind, message),
+            Order::CloseVm { vm } => self.workers.give_last(vm, move || engine.close_vm(vm))?,
+            order => {
+                if let Some(vm) = order.vm() {
+                    self.workers.give(vm, move || engine.carry_out(vm, order, fds))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist because
+    /// it has not been opened yet.
+    fn serve(&mut self) -> anyhow::Result<()> {
+        let opened = self.workers.all_so_far();
+        let (engine, api) = (self.engine.clone(), self.api.take());
+        std::thread::Builder::new().name("serve".into()).spawn(move || {
+            opened.wait();
+            let served = api.map_or(Ok(()), |api| serve_api(api, engine.host.clone(), engine.begin.reader_gid));
+            if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
+                engine.failed(None, "Serve", &error);
+            }
+        })?;
+        Ok(())
+    }
+
+    /// The keeper is gone. Serve faults until the next keeper's engine ends us, or until no VM is left.
+    fn serve_as_orphan(&mut self) {
+        tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
+        let (host, events) = (&self.engine.host, &self.engine.events);
+        events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
+        // Some may not be open yet. The next keeper knows of us from their state files.
+        let opened = self.workers.all_so_far();
+        loop {
+            let is_over = opened.is_over();
+            let vms = host.all();
+            if is_over && vms.iter().all(|served| served.vm.views().iter().all(|view| view.is_disconnected())) {
+                tracing::info!("no VM is left: ending");
+                return;
+            }
+            for served in vms {
+                served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
+            }
+            std::thread::sleep(ORPHAN_LOOKS_EVERY);
+        }
+    }
+}
+
+/// What the thread that takes orders and the workers share.
+struct Engine {
+    keeper: Arc<OwnedFd>,
+    me: Process,
+    begin: Begin,
+    host: Arc<Host>,
+    events: Arc<Events>,
+    /// Whoever is sent here is looked at for strangers.
+    watch: mpsc::Sender<Arc<Served>>,
+}
+
+impl Engine {
+    fn report(&self, report: &Report) -> anyhow::Result<()> {
+        scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")
+    }
+
+    fn failed(&self, vm: Option<String>, what: &str, error: &anyhow::Error) {
+        tracing::error!(vm, "Carrying out {what}: {error:#}");
+        self.events.add(vm, "order-failed", format!("{error:#}"));
+    }
+
+    /// Carry out an order about a VM, on its worker.
+    fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>) {
+        let what = format!("{order:?}");
+        let served = self.host.by_id(id);
+        let result = match (order, &served) {
+            (Order::OpenVm { vmm, pinned, may_pin, .. }, None) => self.open_vm(id, vmm, pinned, may_pin, fds),
+            (Order::AddView { pid, uffd_features, spans, unserved_since_ns, .. }, Some(served)) => {
+                self.add_view(served, pid, uffd_features, &spans, unserved_since_ns, fds)
+            }
+            (Order::AddRegion { pid, info, number, .. }, Some(served)) => {
+                self.add_region(served, pid, &info, number, fds)
+            }
+            (Order::RemoveRegion { seq, pid, hva, .. }, Some(served)) => {
+                let view = served.vm.views().into_iter().find(|view| view.pid == pid);
+                let removed = view.map_or(Ok(None), |view| served.vm.remove_region(&view, hva));
+                self.done(seq, removed.map(|_| ()))
+            }
+            (Order::Pin { seq, reason, .. }, Some(served)) => self.pin(served, seq, reason),
+            (Order::MayPin { seq, .. }, Some(served)) => {
+                served.vm.set_may_pin();
+                self.done(seq, Ok(()))
+            }
+            (Order::RemoveView { pid, .. }, Some(served)) => {
+                served.vm.remove_view(pid);
+                served.clear_unserved(pid);
+                Ok(())
+            }
+            // Nothing is reclaimed from a VM that is not open: what they ask for is so.
+            (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
+                self.done(seq, Ok(()))
+            }
+            (Order::RemoveView { .. }, None) => Ok(()),
+            (_, served) => {
+                Err(anyhow::anyhow!("the VM is {}", if served.is_some() { "open already" } else { "not open" }))
+            }
+        };
+        if let Err(error) = result {
+            let error = error.context(format!("VM {id}"));
+            self.failed(served.map(|served| served.vm.state.name()), &what, &error);
+        }
+    }
+
+    fn done(&self, seq: u64, result: io::Result<()>) -> anyhow::Result<()> {
+        self.report(&Report::Done { seq, result: result.map_err(|error| error.to_string()) })
+    }
+
+    /// The VMM is about to pin this memory and waits for the answer. It comes when every page is back, because a device
+    /// that pins a far page would make the VMM wait for it in the kernel; it comes from a thread of its own, because
+    /// that takes a second for some 100,000 far pages.
+    fn pin(&self, served: &Arc<Served>, seq: u64, reason: String) -> anyhow::Result<()> {
+        let keeper = self.keeper.clone();
+        let begun = served.restore(Hold::Pinned, reason, move |result| {
+            let report = Report::Done { seq, result: result.map_err(|error| error.to_string()) };
+            if let Err(error) = scm::send(&*keeper, &wire::encode(&report), &[]) {
+                tracing::error!("Reporting to the keeper: {error}");
+            }
+        });
+        begun.or_else(|error| self.done(seq, Err(error)))
+    }
+
+    fn open_vm(
+        &self,
+        id: VmId,
+        vmm: String,
+        pinned: Option<String>,
+        may_pin: bool,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        let mut fds = fds.into_iter();
+        let (Some(state), Some(arena)) = (fds.next(), fds.next()) else { bail!("state and arena file are missing") };
+        let state = StateFile::open(state)?;
+        let Process { pid, start } = self.me;
+        // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
+        anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
+        let epoch = state.take_over(pid, start);
+        let options = RamOptions {
+            codec: match self.begin.compression {
+                Compression::Lz4 => Codec::Lz4,
+                Compression::Zstd => Codec::Zstd { level: 1 },
+            },
+            ..RamOptions::new(self.host.budget.clone())
+        };
+        let store = Arc::new(RamStore::open(arena, options).context("Opening the arena")?);
+        let tuning = Tuning { quarantine: Duration::from_millis(self.begin.quarantine_ms), ..Tuning::default() };
+        let events = self.events.clone();
+        let name = state.name();
+        let report = {
+            let name = name.clone();
+            Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
+        };
+        let vm = Arc::new(Vm::new(state, epoch, store.clone() as Arc<dyn Store>, tuning, report));
+        for file in fds {
+            vm.open_region(file)?;
+        }
+        if epoch > 1 {
+            let regions = vm.regions();
+            let recovered = recover(&vm.state, regions.iter().map(|region| &**region))?;
+            let live = recovered.live.len();
+            store.recover(recovered.live.into_iter());
+            vm.stats().add(Counter::Takeovers, 1);
+            tracing::warn!(vm = name, epoch, far = live, mended = recovered.mended, "took over");
+        }
+        if may_pin {
+            vm.set_may_pin();
+        }
+        vm.hold(Hold::Pinned, pinned);
+        vm.start()?;
+        self.host.vms.write().expect("no panic while held").push(Arc::new(Served::new(vm, store, vmm)));
+        if epoch == 1 {
+            self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));
+        }
+        Ok(())
+    }
+
+    fn add_view(
+        &self,
+        served: &Arc<Served>,
+        pid: u32,
+        uffd_features: u64,
+        spans: &[(wire::RegionInfo, u32)],
+        unserved_since_ns: Option<u64>,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        served.vm.hold(Hold::Unchecked, Some("nobody has looked yet who else maps its RAM".into()));
+        views::add(served, pid, uffd_features, views::two(fds)?, spans)?;
+        if let Some(since_ns) = unserved_since_ns {
+            let gap = Duration::from_nanos(monotonic_ns().saturating_sub(since_ns));
+            served.vm.stats().raise(Counter::LongestGapNs, gap.as_nanos() as u64);
+            let name = served.vm.state.name();
+            let text = format!("VM {name} is served again after {:.1} ms", gap.as_secs_f64() * 1e3);
+            self.events.add(Some(name), "taken-over", text);
+        }
+        if served.vm.is_pinned() {
+            // Nobody waits for this one: the hold has been there since the VM was opened.
+            served.restore(Hold::Pinned, served.vm.held().unwrap_or_default(), |_| ())?;
+        }
+        self.watch.send(served.clone()).context("Asking the watch to look")
+    }
+
+    fn add_region(
+        &self,
+        served: &Arc<Served>,
+        pid: u32,
+        info: &wire::RegionInfo,
+        number: u32,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        let vm = &served.vm;
+        if vm.region(number).is_none() {
+            let opened = vm.open_region(fds.into_iter().next().context("a descriptor is needed")?)?;
+            anyhow::ensure!(opened == number, "region {number} came before region {opened}");
+        }
+        if let Some(view) = vm.views().into_iter().find(|view| view.pid == pid) {
+            vm.add_span(&view, info, number)?;
+        }
+        Ok(())
+    }
+
+    fn close_vm(&self, id: VmId) {
+        let closed = {
+            let mut vms = self.host.vms.write().expect("no panic while held");
+            let at = vms.iter().position(|served| served.vm.state.id() == id);
+            at.map(|at| vms.remove(at))
+        };
+        if let Some(served) = closed {
+            served.vm.stop();
+            served.jobs.close();
+            let name = served.vm.state.name();
+            self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Views: a process whose faults are to be served, also when not all of its RAM can be.
+//!
+//! Before: the keeper handed over a userfaultfd and a control socket. After: its faults are served; of a region that the
+//! kernel would not register (the VMM unmapped it without a word) they cannot be, and the VM is not reclaimed from.
+//! Threads: the VM's worker.
+//! Promise: what can be served is served. One region that cannot costs an event and the limit, not the other regions.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use ballast_base::wire::RegionInfo;
+use ballast_base::{PageCount, PageIdx};
+use ballast_pager::state_file::PAGES_PER_CHUNK;
+use ballast_pager::view::View;
+use ballast_pager::vm::{Hold, Vm};
+use ballast_sys::Uffd;
+
+use crate::backend::Served;
+
+/// Serve this process, as far as it can be.
+pub fn add(
+    served: &Arc<Served>,
+    pid: u32,
+    uffd_features: u64,
+    [uffd, control]: [OwnedFd; 2],
+    spans: &[(RegionInfo, u32)],
+) -> io::Result<()> {
+    let vm = &served.vm;
+    let epoch = vm.state.epoch();
+    let uffd = Uffd::from(uffd);
+    let (good, bad) = split(vm, &uffd, spans);
+    let view = Arc::new(View::new(pid, uffd, uffd_features, control, epoch));
+    if !bad.is_empty() {
+        let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();
+        let reason = format!("RAM that process {pid} said it maps cannot be watched there ({})", what.join("; "));
+        vm.report("view-incomplete", reason.clone());
+        served.set_unserved(pid, reason.clone());
+        // It may read zeros where pages are far, so none may be: those that another mapping can bring back come back.
+        vm.hold(Hold::Shared, Some(reason));
+    }
+    let added = vm.add_view(view, &good);
+    if !bad.is_empty() || added.is_err() {
+        let reason = served.unserved().unwrap_or_else(|| format!("process {pid} is not served"));
+        served.restore(Hold::Shared, reason, |_| ())?;
+    }
+    added
+}
+
+type Split = (Vec<(RegionInfo, u32)>, Vec<(u32, io::Error)>);
+
+/// Which spans can be registered where they must be, because pages there may be away? Registering what is registered
+/// already changes nothing.
+fn split(vm: &Vm, uffd: &Uffd, spans: &[(RegionInfo, u32)]) -> Split {
+    let (mut good, mut bad) = Split::default();
+    for (info, number) in spans {
+        match register_as_flagged(vm, uffd, info, *number) {
+            Ok(()) => good.push((*info, *number)),
+            Err(error) => bad.push((*number, error)),
+        }
+    }
+    (good, bad)
+}
+
+fn register_as_flagged(vm: &Vm, uffd: &Uffd, info: &RegionInfo, number: u32) -> io::Result<()> {
+    let Some(record) = vm.state.regions().get(number as usize).copied().filter(|record| !record.removed) else {
+        return Ok(());
+    };
+    let table = vm.state.map_region(&record)?;
+    for (chunk, flag) in table.chunk_flags().iter().enumerate() {
+        if flag.load(std::sync::atomic::Ordering::Acquire) != 0 {
+            let first = PageIdx(chunk as u64 * PAGES_PER_CHUNK);
+            let count = PageCount(PAGES_PER_CHUNK.min(record.pages.0 - first.0));
+            uffd.register(info.hva + first.offset(), count.bytes().0)?;
+        }
+    }
+    Ok(())
+}
+
+/// What an engine is given with a view.
+pub fn two(fds: Vec<OwnedFd>) -> anyhow::Result<[OwnedFd; 2]> {
+    let given = fds.len();
+    <[OwnedFd; 2]>::try_from(fds).map_err(|_| anyhow::anyhow!("a view needs two descriptors, {given} came"))
+}

@@ -1,0 +1,205 @@
+//! Workers: one thread per VM, so that what takes long for one delays no other, and never the thread that takes orders.
+//!
+//! Before: an order about a VM came. After: it is carried out, after the earlier ones about the same VM.
+//! Threads: one per VM; it waits for orders. What takes longest (bringing back every page of a VM) is a [`Jobs`] thread
+//! beside it, so that later orders about the VM need not wait for that either.
+//! Promise: orders about one VM are carried out one at a time, in the order in which they came, also when the VM was closed
+//! and comes again.
+
+use std::collections::HashMap;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use ballast_base::wire::VmId;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// The workers of all VMs. Only one thread gives them work.
+#[derive(Debug, Default)]
+pub struct Workers(HashMap<VmId, Worker>);
+
+#[derive(Debug)]
+struct Worker {
+    work: Sender<Work>,
+    /// Set when the last thing given to it is done and nothing more is expected.
+    ended: Arc<AtomicBool>,
+}
+
+impl Workers {
+    /// Have this done for the VM, after what was given before.
+    pub fn give(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        self.sweep();
+        let worker = match self.0.entry(vm) {
+            std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
+            std::collections::hash_map::Entry::Vacant(new) => {
+                let (sender, receiver) = mpsc::channel::<Work>();
+                std::thread::Builder::new().name("orders".into()).spawn(move || receiver.iter().for_each(run))?;
+                new.insert(Worker { work: sender, ended: Arc::default() })
+            }
+        };
+        // A VM that comes again before its end was carried out goes to the same worker.
+        worker.ended = Arc::default();
+        let _ = worker.work.send(Box::new(work));
+        Ok(())
+    }
+
+    /// The same, and it is the last for this VM, as far as is known.
+    pub fn give_last(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let ended = Arc::new(AtomicBool::new(false));
+        let sign = ended.clone();
+        self.give(vm, move || {
+            // Also when the work panics.
+            let _ = catch_unwind(AssertUnwindSafe(work));
+            sign.store(true, Ordering::Release);
+        })?;
+        if let Some(worker) = self.0.get_mut(&vm) {
+            worker.ended = ended;
+        }
+        Ok(())
+    }
+
+    fn sweep(&mut self) {
+        self.0.retain(|_, worker| !worker.ended.load(Ordering::Acquire));
+    }
+
+    /// Something that tells when all that has been given so far is done.
+    pub fn all_so_far(&mut self) -> Done {
+        let (sender, receiver) = mpsc::channel();
+        for worker in self.0.values() {
+            let sender = sender.clone();
+            let _ = worker.work.send(Box::new(move || drop(sender)));
+        }
+        Done(receiver)
+    }
+}
+
+fn run(work: Work) {
+    // What it left undone is its own VM's trouble; the next order may be the one that closes the VM.
+    if catch_unwind(AssertUnwindSafe(work)).is_err() {
+        tracing::error!("carrying out an order panicked");
+    }
+}
+
+/// See [`Workers::all_so_far`].
+#[derive(Debug)]
+pub struct Done(Receiver<()>);
+
+impl Done {
+    /// Wait for it.
+    pub fn wait(self) {
+        let _ = self.0.recv();
+    }
+
+    /// Is it done?
+    pub fn is_over(&self) -> bool {
+        self.0.try_recv() == Err(TryRecvError::Disconnected)
+    }
+}
+
+/// Threads that work on one VM for as long as it takes. They must be over before the VM may be opened anew.
+#[derive(Debug, Default)]
+pub struct Jobs(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    closed: bool,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Jobs {
+    /// Have this done beside everything else. Nothing is begun after [`Jobs::close`].
+    pub fn begin(&self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.threads.retain(|thread| !thread.is_finished());
+        if !state.closed {
+            state.threads.push(std::thread::Builder::new().name(name.into()).spawn(work)?);
+        }
+        Ok(())
+    }
+
+    /// Let nothing begin any more, and wait for what has.
+    pub fn close(&self) {
+        let threads = {
+            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            state.closed = true;
+            std::mem::take(&mut state.threads)
+        };
+        for thread in threads {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: VmId = VmId([1; 16]);
+    const B: VmId = VmId([2; 16]);
+
+    #[test]
+    fn an_order_that_takes_for_ever_delays_only_later_orders_of_its_vm() {
+        let mut workers = Workers::default();
+        let (release, released) = mpsc::channel::<()>();
+        let (said, says) = mpsc::channel();
+        let tell = |what| {
+            let said = said.clone();
+            move || said.send(what).expect("heard")
+        };
+        workers.give(A, move || assert!(released.recv().is_err())).expect("a thread");
+        workers.give(A, tell("a")).expect("given");
+        let a_done = workers.all_so_far();
+        workers.give(B, tell("b")).expect("a thread");
+        assert_eq!(says.recv(), Ok("b"), "another VM's order is carried out, and this thread is free");
+        assert!(!a_done.is_over() && says.try_recv().is_err());
+        drop(release);
+        a_done.wait();
+        assert_eq!(says.recv(), Ok("a"));
+    }
+
+    #[test]
+    fn a_vm_that_comes_again_is_opened_after_it_was_closed_and_a_closed_one_leaves_no_worker() {
+        let mut workers = Workers::default();
+        let (release, released) = mpsc::channel::<()>();
+        let (said, says) = mpsc::channel();
+        let again = said.clone();
+        workers
+            .give_last(A, move || {
+                let _ = released.recv();
+                said.send("closed").expect("heard");
+                panic!("a bug");
+            })
+            .expect("a thread");
+        workers.give(A, move || again.send("opened again").expect("heard")).expect("given");
+        drop(release);
+        assert_eq!([says.recv(), says.recv()], [Ok("closed"), Ok("opened again")]);
+        workers.give_last(A, || ()).expect("given");
+        workers.all_so_far().wait();
+        workers.sweep();
+        assert!(workers.0.is_empty());
+    }
+
+    #[test]
+    fn closing_waits_for_jobs_and_lets_none_begin() {
+        let jobs = Arc::new(Jobs::default());
+        let (release, released) = mpsc::channel::<()>();
+        let (ended, ends) = mpsc::channel();
+        jobs.begin("test", move || {
+            let _ = released.recv();
+            ended.send(()).expect("heard");
+        })
+        .expect("a thread");
+        let closing = {
+            let jobs = jobs.clone();
+            std::thread::spawn(move || jobs.close())
+        };
+        drop(release);
+        closing.join().expect("closed");
+        assert_eq!(ends.try_recv(), Ok(()), "it was waited for");
+        jobs.begin("test", || panic!("begun after the end")).expect("not begun");
+    }
+}

@@ -1,0 +1,333 @@
+//! Attach: how a process's RAM becomes a VM, or one more view of one, or a VM that was there before.
+//!
+//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told and the client answered.
+//! Threads: the keeper's one.
+//! Promise: a VM is who its id says. A resumed one gets its words back whoever has taken its name, whichever of its
+//! processes comes first, and only after the engine that may have been serving it is gone.
+
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use ballast_base::Hva;
+use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
+use ballast_pager::state_file::StateFile;
+use ballast_sys::memfd::{self, FileId};
+
+use super::Keeper;
+use super::clients::ClientView;
+use super::closer::SentFd;
+use super::engine_child::add_view;
+use super::fence;
+use super::lost::{Found, LONGEST_WAIT, Search};
+use super::regions::VmEntry;
+use crate::admit::{self, Admitted};
+use crate::orders::Order;
+
+/// Number of an order whose answer nobody waits for.
+const UNASKED: u64 = u64::MAX;
+
+impl Keeper {
+    pub(super) fn attach(&mut self, key: u64, attach: &Attach, fds: Vec<SentFd>) -> Result<(), String> {
+        let client = self.clients.get(&key).ok_or("this client is gone")?;
+        if client.view.is_some() {
+            return Err("this process is attached already".into());
+        }
+        let (pid, uid) = (client.pid, client.uid);
+        let Admitted { uffd, control, ram, resumed } = admit::admit(attach, fds)?;
+        let known = match attach.resume {
+            Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
+            None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
+        };
+        let index = match (known, resumed) {
+            (Some(index), resumed) => {
+                self.check_joins(index, resumed.as_ref(), &ram)?;
+                index
+            }
+            (None, resumed) => {
+                let foreign = self.vms.iter().find(|vm| vm.has_any(ram.iter().map(|(_, file)| *file)));
+                if let Some(other) = foreign {
+                    return Err(format!("its RAM is that of VM {:?}, which it was not part of", other.state.name()));
+                }
+                let entry = match resumed {
+                    Some(files) => self.resume(attach, files, uid)?,
+                    None => self.create(attach, uid)?,
+                };
+                self.vms.push(entry);
+                self.vms.len() - 1
+            }
+        };
+        let is_new = known.is_none();
+        let vm = self.vms[index].state.id();
+        if self.views_of(vm).any(|(other, _)| other == pid) {
+            return Err("this process is attached to that VM already".into());
+        }
+        // Only a process that was part of the VM may bring what is not known: it was plugged while no keeper ran.
+        let may_add = is_new || attach.resume.is_some();
+        let mut added = Vec::new();
+        let spans = self.vms[index].number(&attach.regions, ram, may_add, &mut added);
+        if is_new && spans.is_err() {
+            self.vms.pop();
+        }
+        if !is_new {
+            self.tell_added(vm, pid, &added);
+        }
+        let spans = spans?;
+        let entry = &mut self.vms[index];
+        let escrow = match entry.escrow() {
+            Ok(escrow) => escrow,
+            Err(reason) => {
+                if is_new {
+                    self.vms.pop();
+                }
+                return Err(reason);
+            }
+        };
+        if let Some(reason) = &attach.pinned {
+            entry.pinned = Some(reason.clone());
+        }
+        entry.may_pin |= attach.may_pin;
+        let name = entry.state.name();
+        let view = ClientView {
+            vm,
+            uffd: Arc::new(uffd),
+            uffd_features: attach.uffd_features,
+            control: Arc::new(control),
+            spans,
+        };
+        let order = add_view(pid, &view, None);
+        self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
+        tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
+        if is_new {
+            self.search_or_hand_over(vm);
+        } else if self.vms[index].search.is_some() {
+            self.tend_vm(vm);
+        } else {
+            // A new engine would learn these from OpenVm; the one that runs must be told.
+            if let Some(reason) = attach.pinned.clone() {
+                self.order(&Order::Pin { seq: UNASKED, vm, reason }, &[]);
+            }
+            if attach.may_pin {
+                self.order(&Order::MayPin { seq: UNASKED, vm }, &[]);
+            }
+            self.order(&order.0, &order.1);
+        }
+        self.answer(key, &KeeperToClient::Attached(vm), &escrow.each_ref().map(AsFd::as_fd));
+        Ok(())
+    }
+
+    /// May a process with these descriptors become one more view of the VM?
+    fn check_joins(
+        &self,
+        index: usize,
+        resumed: Option<&(SentFd, SentFd)>,
+        ram: &[(SentFd, FileId)],
+    ) -> Result<(), String> {
+        let vm = &self.vms[index];
+        if let Some((state, _)) = resumed {
+            // That it has the VM's own state file shows that it was part of it; that it knows the id does not.
+            let same = memfd::file_id(state).ok() == memfd::file_id(vm.state.fd()).ok();
+            if !same {
+                return Err("the state file is another VM's".into());
+            }
+        }
+        let files = || ram.iter().map(|(_, file)| *file);
+        match self.vms.iter().enumerate().find(|(other, entry)| *other != index && entry.has_any(files())) {
+            Some((_, other)) => Err(format!("some of its RAM is that of VM {:?}", other.state.name())),
+            None => Ok(()),
+        }
+    }
+
+    /// A VM nobody has seen before.
+    pub(super) fn create(&self, attach: &Attach, uid: u32) -> Result<VmEntry, String> {
+        if self.has_name(&attach.name) {
+            return Err(format!("a VM named {:?} is attached already", attach.name));
+        }
+        VmEntry::create(attach, uid, &self.closer)
+    }
+
+    /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
+    /// about to open it: that one must be gone before another begins. Our own engine was told to close the VM before
+    /// this, and carries out the orders about a VM in turn.
+    pub(super) fn resume(
+        &mut self,
+        attach: &Attach,
+        (state, arena): (SentFd, SentFd),
+        uid: u32,
+    ) -> Result<VmEntry, String> {
+        let state = state.as_fd().try_clone_to_owned().map_err(|error| format!("Duplicating a descriptor: {error}"))?;
+        let state = StateFile::open(state).map_err(|error| error.to_string())?;
+        if Some(state.id()) != attach.resume {
+            return Err("the state file is another VM's".into());
+        }
+        if let Some((pid, start)) = state.engine()
+            && !self.is_ours(fence::Process { pid, start })
+        {
+            fence::end(fence::Process { pid, start })
+                .map_err(|error| format!("Ending the engine of the last keeper, process {pid}: {error}"))?;
+        }
+        let name = state.name();
+        if self.has_name(&name) {
+            // Its guest waits for its memory; what it is called can be mended later.
+            let free = free_name(&name, |name| self.has_name(name));
+            state.rename(&free);
+            self.note(
+                free.clone(),
+                "renamed",
+                format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
+            );
+        }
+        VmEntry::new(state, arena, attach, uid, &self.closer)
+    }
+
+    fn has_name(&self, name: &str) -> bool {
+        self.vms.iter().any(|vm| vm.state.name() == name)
+    }
+
+    /// Hand a VM to the engine, or begin to look for the regions that nobody has brought.
+    fn search_or_hand_over(&mut self, id: VmId) {
+        let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
+        let missing = missing_files(vm);
+        if missing.is_empty() {
+            return self.hand_over(id, None);
+        }
+        let (name, count) = (vm.state.name(), vm.missing().len());
+        vm.search = Some(Search::begin(missing));
+        let message = format!(
+            "VM {name} came back without {count} of its regions; it is served when a process brings them, or no process \
+             maps them, or after {LONGEST_WAIT:?}"
+        );
+        self.note(name, "region-missing", message);
+    }
+
+    /// Go on with VMs that wait for regions; answers whether there are any.
+    pub(super) fn tend_vms(&mut self) -> bool {
+        let searching = self.vms.iter().filter(|vm| vm.search.is_some()).map(|vm| vm.state.id());
+        for id in searching.collect::<Vec<_>>() {
+            self.tend_vm(id);
+        }
+        self.vms.iter().any(|vm| vm.search.is_some())
+    }
+
+    fn tend_vm(&mut self, id: VmId) {
+        let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
+        let missing = missing_files(vm);
+        let Some(search) = &mut vm.search else { return };
+        let found = if missing.is_empty() { Found::Nobody } else { search.ask(|| missing.clone()) };
+        if found == Found::Waiting {
+            return;
+        }
+        let count = vm.missing().len();
+        vm.give_up_missing(found == Found::Nobody);
+        vm.search = None;
+        if found == Found::NobodyCame {
+            let name = vm.state.name();
+            let message = format!(
+                "{count} regions of VM {name} were given up: a process may map them but did not attach again; what was far \
+                 of them is lost"
+            );
+            self.note(name, "region-lost", message);
+        } else if count > 0 {
+            tracing::info!(vm = vm.state.name(), count, "regions were unplugged while no keeper ran");
+        }
+        self.hand_over(id, None);
+    }
+
+    pub(super) fn add_region(&mut self, key: u64, info: RegionInfo, mut fds: Vec<SentFd>) -> Result<(), String> {
+        let client = self.clients.get(&key).ok_or("this client is gone")?;
+        let view = client.view.as_ref().ok_or("attach first")?;
+        let (vm, pid) = (view.vm, client.pid);
+        let (Some(fd), true) = (fds.pop(), fds.is_empty()) else {
+            return Err("a new region needs exactly one descriptor".into());
+        };
+        let all: Vec<RegionInfo> = view.spans.iter().map(|(span, _)| *span).chain([info]).collect();
+        wire::check_regions(&all)?;
+        let (fd, file) = admit::check_ram(&info, fd)?;
+        let foreign = |other: &VmEntry| other.state.id() != vm && other.has_any([file].into_iter());
+        if self.vms.iter().any(foreign) {
+            return Err(format!("region {} is RAM of another VM", info.hva));
+        }
+        let taken: Vec<u32> = view.spans.iter().map(|(_, number)| *number).collect();
+        let entry = self.entry_of(key)?;
+        // Another view may have brought the region already.
+        let known = entry.find(&info, file, &[]);
+        if known.is_some_and(|number| taken.contains(&number)) {
+            return Err(format!("region {} is mapped by this process already", info.hva));
+        }
+        let number = known.map_or_else(|| entry.append(&info, file), Ok)?;
+        entry.ram[number as usize].get_or_insert_with(|| (Arc::new(fd), file));
+        if let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) {
+            view.spans.push((info, number));
+        }
+        self.tell_region(vm, pid, info, number);
+        self.answer(key, &KeeperToClient::Ok, &[]);
+        Ok(())
+    }
+
+    /// Tell the engine that runs about regions a view brought with it; their addresses come with the view.
+    fn tell_added(&mut self, vm: VmId, pid: u32, added: &[u32]) {
+        for number in added {
+            let info = RegionInfo { hva: Hva(0), len: ballast_base::Bytes(0), file_offset: ballast_base::Bytes(0) };
+            self.tell_region(vm, pid, info, *number);
+        }
+    }
+
+    fn tell_region(&mut self, vm: VmId, pid: u32, info: RegionInfo, number: u32) {
+        let Some(entry) = self.vm(vm).filter(|vm| vm.search.is_none()) else { return };
+        let Some((fd, _)) = entry.ram.get(number as usize).and_then(Option::as_ref) else { return };
+        let fd = fd.clone();
+        self.order(&Order::AddRegion { vm, pid, info, number }, &[fd]);
+    }
+
+    pub(super) fn forget_region(&mut self, key: u64, vm: VmId, hva: Hva) {
+        let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
+        let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
+        let (_, number) = view.spans.remove(at);
+        let vm = self.vms.iter_mut().find(|entry| entry.state.id() == vm);
+        if let Some(ram) = vm.and_then(|vm| vm.ram.get_mut(number as usize)) {
+            *ram = None;
+        }
+    }
+
+    pub(super) fn vm(&self, id: VmId) -> Option<&VmEntry> {
+        self.vms.iter().find(|vm| vm.state.id() == id)
+    }
+
+    /// The VM this client is attached to.
+    pub(super) fn entry_of(&mut self, key: u64) -> Result<&mut VmEntry, String> {
+        let id = self.clients.get(&key).and_then(|client| client.view.as_ref()).ok_or("attach first")?.vm;
+        self.vms.iter_mut().find(|vm| vm.state.id() == id).ok_or_else(|| "the VM is gone".into())
+    }
+}
+
+fn missing_files(vm: &VmEntry) -> HashSet<FileId> {
+    vm.missing().into_iter().map(|(_, record)| record.file).collect()
+}
+
+/// A name like this one that nobody has.
+fn free_name(name: &str, is_taken: impl Fn(&str) -> bool) -> String {
+    let named = |number: u64| {
+        let suffix = format!("-{number}");
+        // Names are ASCII, but the state file's bytes were once somebody else's.
+        let mut end = name.len().min(MAX_NAME - suffix.len());
+        while !name.is_char_boundary(end) {
+            end -= 1;
+        }
+        format!("{}{suffix}", &name[..end])
+    };
+    (2..).map(named).find(|name| !is_taken(name)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_free_name_is_a_name_and_free() {
+        let taken = ["web", "web-2"];
+        assert_eq!(free_name("web", |name| taken.contains(&name)), "web-3");
+        let long = "x".repeat(MAX_NAME);
+        let free = free_name(&long, |_| false);
+        assert!(wire::check_name(&free).is_ok() && free != long, "{free}");
+    }
+}

@@ -1,0 +1,276 @@
+//! Clients: connections of VMMs, from accept to end, and what each may use.
+//!
+//! Before: a process connected to the attach socket. After: its messages went where they belong, one at a time.
+//! Threads: the keeper's one.
+//! Promise: a client costs itself only. What it may leave open, unsaid or unanswered is bounded per user and per client,
+//! and every descriptor it sends becomes a [`SentFd`] at once, so that none can hold up the keeper.
+
+use std::collections::HashMap;
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
+use ballast_sys::scm;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+
+use super::Keeper;
+use super::closer::{self, SentFd};
+use crate::orders::Order;
+
+/// Connections, attached or not.
+const MOST_CLIENTS: usize = 4096;
+/// Connections of a user who is not root: a quarter, so that no three of them keep everybody else out.
+const MOST_OF_A_USER: usize = MOST_CLIENTS / 4;
+/// Connections of one user that have not attached: some VMs that start or come back at the same time.
+const MOST_UNATTACHED: usize = 64;
+/// How long a connection may take to attach. A client sends its attach message right after it connected.
+const TIME_TO_ATTACH: Duration = Duration::from_secs(10);
+/// Connections taken before those that are there are heard again, which attaches them.
+const BURST: usize = 16;
+/// Descriptors of one user whose closing hangs, before connections of that user are refused.
+pub const MOST_STUCK: usize = 4;
+/// Requests of one client that are under way. Ours asks one at a time.
+const MOST_PENDING: usize = 8;
+/// Messages of one client that were refused, or whose answer it did not take, before it is hung up on. A client that is
+/// refused connects anew; only one that talks nonsense comes this far.
+const MOST_FAULTS: u32 = 16;
+/// How long to leave the listening socket alone when there are no descriptors left: it stays readable.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
+
+/// A process that connected. It has a `view` once it attached.
+pub struct Client {
+    pub socket: SentFd,
+    pub pid: u32,
+    pub uid: u32,
+    pub view: Option<ClientView>,
+    since: Instant,
+    faults: u32,
+    pending: usize,
+}
+
+/// What a process attached with.
+pub struct ClientView {
+    pub vm: VmId,
+    pub uffd: Arc<SentFd>,
+    pub uffd_features: u64,
+    pub control: Arc<SentFd>,
+    pub spans: Vec<(RegionInfo, u32)>,
+}
+
+impl Client {
+    /// What to wait for on its socket. While it has asked too much at once, its next messages wait.
+    pub fn interest(&self) -> PollFlags {
+        if self.pending < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() }
+    }
+}
+
+/// May this user have one more connection, given the users of all there are (and whether each is attached)?
+fn has_room(uid: u32, clients: impl Iterator<Item = (u32, bool)>) -> Result<(), &'static str> {
+    let (mut all, mut own, mut unattached) = (0, 0, 0);
+    for (whose, attached) in clients {
+        all += 1;
+        own += usize::from(whose == uid);
+        unattached += usize::from(whose == uid && !attached);
+    }
+    if all >= MOST_CLIENTS {
+        Err("as many clients as there may be are connected")
+    } else if uid != 0 && own >= MOST_OF_A_USER {
+        Err("as many clients as one user may have are connected")
+    } else if unattached >= MOST_UNATTACHED {
+        Err("too many connections of this user have not attached")
+    } else {
+        Ok(())
+    }
+}
+
+impl Keeper {
+    /// Is it time to take connections?
+    pub(super) fn accepts(&self) -> bool {
+        self.accept_again.is_none_or(|at| Instant::now() >= at)
+    }
+
+    pub(super) fn accept(&mut self, listener: BorrowedFd<'_>) {
+        for _ in 0..BURST {
+            let socket = match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
+                Ok(socket) => socket,
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(error) => {
+                    tracing::warn!("Accepting a client: {error}; trying again in {ACCEPT_PAUSE:?}");
+                    self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
+                    return;
+                }
+            };
+            let peer = rustix::net::sockopt::socket_peercred(&socket);
+            let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid.as_raw());
+            let socket = SentFd::new(socket, uid, self.closer.clone());
+            let Ok(peer) = peer else { continue };
+            let known = self.clients.values().map(|client| (client.uid, client.view.is_some()));
+            let room = has_room(uid, known).and_then(|()| {
+                let stuck = self.closer.stuck(uid, closer::PATIENCE) >= MOST_STUCK;
+                if stuck { Err("descriptors that this user sent cannot be closed") } else { Ok(()) }
+            });
+            let pid = peer.pid.as_raw_nonzero().get() as u32;
+            if let Err(why) = room {
+                tracing::warn!(pid, uid, "refusing a connection: {why}");
+                continue;
+            }
+            if let Err(error) = rustix::io::ioctl_fionbio(&socket, true) {
+                tracing::warn!("Making a client socket non-blocking: {error}");
+                continue;
+            }
+            let client = Client { socket, pid, uid, view: None, since: Instant::now(), faults: 0, pending: 0 };
+            self.clients.insert(self.next_client, client);
+            self.next_client += 1;
+        }
+    }
+
+    /// Hang up on those who never said who they are.
+    pub(super) fn tend_clients(&mut self, now: Instant) {
+        let silent = |client: &Client| client.view.is_none() && now - client.since > TIME_TO_ATTACH;
+        let late: Vec<u64> = self.clients.iter().filter(|(_, client)| silent(client)).map(|(key, _)| *key).collect();
+        for key in late {
+            self.drop_client(key, "did not attach in time");
+        }
+    }
+
+    pub(super) fn hear_client(&mut self, key: u64) {
+        let client = &self.clients[&key];
+        let (uid, closer) = (client.uid, self.closer.clone());
+        let sent = |fds: Vec<std::os::fd::OwnedFd>| -> Vec<SentFd> {
+            fds.into_iter().map(|fd| SentFd::new(fd, uid, closer.clone())).collect()
+        };
+        let refused = match scm::receive_or(&client.socket, |fds| drop(sent(fds))) {
+            Ok(Some(received)) => self.obey(key, &received.bytes, sent(received.fds)),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+            Err(error) if error.kind() == ErrorKind::InvalidData => Err(error.to_string()),
+            Ok(None) => return self.drop_client(key, "is gone"),
+            Err(error) => return self.drop_client(key, &error.to_string()),
+        };
+        if let Err(reason) = refused {
+            if let Some(client) = self.clients.get_mut(&key) {
+                tracing::warn!(pid = client.pid, "refused: {reason}");
+                client.faults += 1;
+            }
+            self.answer(key, &KeeperToClient::Refused(reason), &[]);
+        }
+        if self.clients.get(&key).is_some_and(|client| client.faults > MOST_FAULTS) {
+            self.drop_client(key, "sends nothing but nonsense, or takes no answers");
+        }
+    }
+
+    fn obey(&mut self, key: u64, bytes: &[u8], fds: Vec<SentFd>) -> Result<(), String> {
+        let message = wire::decode::<ClientToKeeper>(bytes).map_err(|error| error.to_string())?;
+        let brings = matches!(message, ClientToKeeper::Attach(_) | ClientToKeeper::AddRegion(_));
+        if !brings && !fds.is_empty() {
+            return Err(format!("{} descriptors came with a message that needs none", fds.len()));
+        }
+        match message {
+            ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
+            ClientToKeeper::AddRegion(info) => self.add_region(key, info, fds),
+            ClientToKeeper::RemoveRegion(hva) => {
+                self.ask_engine(key, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva })
+            }
+            ClientToKeeper::Pin(reason) => {
+                if reason.len() > 256 {
+                    return Err("the reason is longer than 256 bytes".into());
+                }
+                self.entry_of(key)?.pinned = Some(reason.clone());
+                self.ask_engine(key, |seq, vm, _| Order::Pin { seq, vm, reason })
+            }
+            ClientToKeeper::MayPin => {
+                self.entry_of(key)?.may_pin = true;
+                self.ask_engine(key, |seq, vm, _| Order::MayPin { seq, vm })
+            }
+        }
+    }
+
+    /// Answer a client; one that does not take its answers is remembered for it.
+    pub(super) fn answer(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
+        let Some(client) = self.clients.get_mut(&key) else { return };
+        if let Err(error) = scm::send(&client.socket, &wire::encode(answer), fds) {
+            tracing::warn!(pid = client.pid, "Answering a client: {error}");
+            client.faults += 1;
+        }
+    }
+
+    /// A request of this client was answered by the engine.
+    pub(super) fn answered(&mut self, key: u64, result: Result<(), String>) {
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.pending = client.pending.saturating_sub(1);
+        }
+        self.answer(key, &result.map_or_else(KeeperToClient::Refused, |()| KeeperToClient::Ok), &[]);
+    }
+
+    pub(super) fn drop_client(&mut self, key: u64, why: &str) {
+        let Some(client) = self.clients.remove(&key) else { return };
+        self.pending.retain(|_, (asker, _)| *asker != key);
+        // Closing its socket made room, if descriptors were short.
+        self.accept_again = None;
+        let Some(view) = client.view else {
+            tracing::debug!(pid = client.pid, "a process that did not attach {why}");
+            return;
+        };
+        let (vm, pid) = (view.vm, client.pid);
+        self.order(&Order::RemoveView { vm, pid }, &[]);
+        if self.views_of(vm).next().is_none() {
+            let name = self.vm(vm).map(|vm| vm.state.name());
+            tracing::info!(vm = name, pid, "the VM's process {why}: forgetting the VM");
+            self.order(&Order::CloseVm { vm }, &[]);
+            self.vms.retain(|entry| entry.state.id() != vm);
+        }
+    }
+
+    /// Processes of a VM.
+    pub(super) fn views_of(&self, vm: VmId) -> impl Iterator<Item = (u32, &ClientView)> {
+        let views = self.clients.values().filter_map(|client| Some((client.pid, client.view.as_ref()?)));
+        views.filter(move |(_, view)| view.vm == vm)
+    }
+
+    /// Give the engine an order that the client waits for.
+    fn ask_engine(&mut self, key: u64, order: impl FnOnce(u64, VmId, u32) -> Order) -> Result<(), String> {
+        let client = self.clients.get_mut(&key).ok_or("this client is gone")?;
+        let vm = client.view.as_ref().ok_or("attach first")?.vm;
+        client.pending += 1;
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let order = order(seq, vm, client.pid);
+        // An engine that is to get the VM later gets what is pending, too.
+        if self.vm(vm).is_some_and(|vm| vm.search.is_none()) {
+            self.order(&order, &[]);
+        }
+        self.pending.insert(seq, (key, order));
+        Ok(())
+    }
+}
+
+/// Connections by key, in no order.
+pub type Clients = HashMap<u64, Client>;
+
+/// What to wait for on each connection.
+pub fn interests(clients: &Clients) -> impl Iterator<Item = (u64, BorrowedFd<'_>, PollFlags)> {
+    clients.iter().map(|(key, client)| (*key, client.socket.as_fd(), client.interest()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_user_who_connects_and_says_nothing_keeps_nobody_else_out() {
+        let silent = |uid, count| std::iter::repeat_n((uid, false), count);
+        let attached = |uid, count| std::iter::repeat_n((uid, true), count);
+        assert_eq!(has_room(1, silent(1, MOST_UNATTACHED - 1).chain(attached(1, 100))), Ok(()));
+        has_room(1, silent(1, MOST_UNATTACHED)).expect_err("too many that have not attached");
+        assert_eq!(has_room(2, silent(1, MOST_UNATTACHED)), Ok(()));
+        has_room(0, silent(0, MOST_UNATTACHED)).expect_err("root may err, too");
+
+        has_room(1, attached(1, MOST_OF_A_USER)).expect_err("more than one user's share");
+        assert_eq!(has_room(2, attached(1, MOST_OF_A_USER)), Ok(()));
+        assert_eq!(has_room(0, attached(0, MOST_CLIENTS - 1)), Ok(()), "root's VMs are everybody's");
+        has_room(0, attached(0, MOST_CLIENTS)).expect_err("full");
+    }
+}

@@ -1,0 +1,357 @@
+//! The keeper's engine: started, given orders, listened to, replaced when it dies or falls silent.
+//!
+//! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in an order that makes sense.
+//! Threads: the keeper's one. Nothing here waits: what the engine's socket does not take stays in a queue.
+//! Promise: the state file of a VM names an engine before that engine can have heard of the VM.
+
+use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ballast_base::wire::{self, VmId};
+use ballast_sys::scm;
+use rustix::event::PollFlags;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::Keeper;
+use super::clients::ClientView;
+use super::closer::SentFd;
+use super::fence::Process;
+use crate::engine::monotonic_ns;
+use crate::orders::{Begin, Order, Report};
+
+/// How often the engine is asked whether it is there.
+pub const PING_EVERY: Duration = Duration::from_secs(1);
+/// How many times it may be asked in vain before it is replaced.
+const SILENCE: u32 = 15;
+/// How many times it may answer without saying that it serves. Opening a VM takes seconds at most; ten minutes without
+/// an end is an engine that waits for itself.
+const STARTING: u32 = 600;
+/// Engines that die before they serve, one after the other, are started again ever more slowly, up to this.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Does the engine still answer? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute, or
+/// a host that slept, has gone without an answer for one round, not for sixty.
+#[derive(Debug)]
+struct Pulse {
+    asked: Instant,
+    /// Rounds since the last sign of life.
+    silent: u32,
+    /// Rounds since the start, until it serves.
+    starting: Option<u32>,
+}
+
+#[derive(Debug, PartialEq)]
+enum Beat {
+    /// It is not time yet.
+    Rest,
+    Ask,
+    Dead(&'static str),
+}
+
+impl Pulse {
+    fn new(now: Instant) -> Self {
+        Self { asked: now, silent: 0, starting: Some(0) }
+    }
+
+    fn beat(&mut self, now: Instant) -> Beat {
+        if now.saturating_duration_since(self.asked) < PING_EVERY {
+            return Beat::Rest;
+        }
+        self.asked = now;
+        self.silent += 1;
+        if let Some(rounds) = &mut self.starting {
+            *rounds += 1;
+        }
+        if self.silent > SILENCE {
+            Beat::Dead("did not answer")
+        } else if self.starting > Some(STARTING) {
+            Beat::Dead("did not begin to serve")
+        } else {
+            Beat::Ask
+        }
+    }
+}
+
+/// An engine that runs.
+pub struct Engine {
+    child: Child,
+    pub process: Process,
+    /// Readable when it is dead.
+    pub pidfd: OwnedFd,
+    /// The other end is its standard input.
+    pub socket: OwnedFd,
+    pulse: Pulse,
+    /// What it has not taken yet.
+    pub orders: VecDeque<(Vec<u8>, Vec<Arc<SentFd>>)>,
+    /// The kernel has no room for the next order, and will not say when it has.
+    starved: bool,
+    /// Why it was killed, if it was.
+    killed: Option<&'static str>,
+}
+
+impl Engine {
+    /// What to wait for on its socket.
+    pub fn interest(&self) -> PollFlags {
+        if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
+    }
+
+    /// Give it what it takes now.
+    pub fn flush(&mut self) {
+        self.starved = false;
+        while let Some((bytes, fds)) = self.orders.front() {
+            let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(|fd| fd.as_fd()).collect();
+            match scm::send(&self.socket, bytes, &borrowed) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::BrokenPipe || error.kind() == ErrorKind::ConnectionReset => {
+                    return self.orders.clear();
+                }
+                Err(error) => {
+                    // Too many descriptors on their way, or no memory: an order is never left out.
+                    tracing::warn!("Giving the engine an order: {error}; trying again");
+                    self.starved = true;
+                    return;
+                }
+            }
+            self.orders.pop_front();
+        }
+    }
+}
+
+impl Keeper {
+    /// Start an engine if there is none and it is time; ping the one there is.
+    pub(super) fn keep_engine(&mut self) {
+        // What it said while we did something else, or were stopped, counts before its silence does.
+        self.hear_engine();
+        let Some(engine) = &mut self.engine else {
+            let wait = self.died.as_ref().filter(|_| self.young_deaths > 0).map_or(Duration::ZERO, |(died, _)| {
+                let pause = Duration::from_millis(10) * (1 << self.young_deaths.min(7));
+                pause.min(LONGEST_PAUSE).saturating_sub(died.elapsed())
+            });
+            if wait.is_zero()
+                && let Err(error) = self.start_engine()
+            {
+                tracing::error!("Starting the engine: {error:#}; trying again");
+                self.young_deaths += 1;
+                self.died.get_or_insert((Instant::now(), "could not be started".into())).0 = Instant::now();
+            }
+            return;
+        };
+        match engine.pulse.beat(Instant::now()) {
+            Beat::Rest => {}
+            // With orders waiting, a ping would only make the queue longer, and answers are missing anyway.
+            Beat::Ask if engine.orders.is_empty() => self.order(&Order::Ping, &[]),
+            Beat::Ask => {}
+            Beat::Dead(how) => {
+                // Not waited for here: its pidfd tells. Two engines at once would be worse than none for a while.
+                tracing::error!(pid = engine.process.pid, "the engine is alive but {how}: ending it");
+                let _ = pidfd_send_signal(&engine.pidfd, Signal::KILL);
+                engine.killed = Some(how);
+            }
+        }
+        if let Some(engine) = self.engine.as_mut().filter(|engine| engine.starved) {
+            engine.flush();
+        }
+    }
+
+    fn start_engine(&mut self) -> anyhow::Result<()> {
+        let engine = spawn(&self.program)?;
+        tracing::info!(pid = engine.process.pid, "engine started");
+        self.engine = Some(engine);
+        let begin = Begin {
+            keeper_pid: std::process::id(),
+            restarts: self.restarts,
+            since_unix_s: self.since_unix_s,
+            store_budget: self.config.store_budget(),
+            compression: self.config.compression,
+            quarantine_ms: self.config.quarantine_ms,
+            reader_gid: self.config.reader_gid,
+        };
+        let api = [self.api.clone()];
+        self.order(&Order::Begin(begin), &api);
+        let died = self.died.take();
+        if let Some((at, how)) = &died {
+            let message =
+                format!("the engine {how}; its successor took over after {:.1} ms", at.elapsed().as_secs_f64() * 1e3);
+            self.order(&Order::Note { vm: None, kind: "engine-replaced".into(), message }, &[]);
+        }
+        for note in std::mem::take(&mut self.unsaid) {
+            self.order(&note, &[]);
+        }
+        let since = died.map(|(at, _)| monotonic_ns() - at.elapsed().as_nanos() as u64);
+        for vm in self.vms.iter().map(|vm| vm.state.id()).collect::<Vec<_>>() {
+            self.hand_over(vm, since);
+        }
+        self.order(&Order::Serve, &[]);
+        Ok(())
+    }
+
+    /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway.
+    pub(super) fn order(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
+        let Some(engine) = &mut self.engine else { return };
+        engine.orders.push_back((wire::encode(order), fds.to_vec()));
+        if engine.orders.len() == 1 {
+            engine.flush();
+        }
+    }
+
+    /// Something for the event list, which is the engine's; said later if there is none now.
+    pub(super) fn note(&mut self, vm: String, kind: &str, message: String) {
+        tracing::warn!(vm, kind, "{message}");
+        let note = Order::Note { vm: Some(vm), kind: kind.into(), message };
+        if self.engine.is_some() {
+            self.order(&note, &[]);
+        } else {
+            self.unsaid.push(note);
+        }
+    }
+
+    /// Tell the engine all about a VM, unless some of its regions are still missing.
+    pub(super) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
+        let Some(vm) = self.vms.iter().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
+        let Some(engine) = &self.engine else { return };
+        vm.state.name_engine(engine.process.pid, engine.process.start);
+        let order = Order::OpenVm { vm: id, vmm: vm.vmm.clone(), pinned: vm.pinned.clone(), may_pin: vm.may_pin };
+        let fds = vm.descriptors();
+        self.order(&order, &fds);
+        let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
+        for (order, fds) in orders {
+            self.order(&order, &fds);
+        }
+        let asked = self.pending.values().filter(|(_, order)| order.vm() == Some(id));
+        for order in asked.map(|(_, order)| order.clone()).collect::<Vec<_>>() {
+            self.order(&order, &[]);
+        }
+    }
+
+    /// Is it our engine that this state file names?
+    pub(super) fn is_ours(&self, process: Process) -> bool {
+        self.engine.as_ref().is_some_and(|engine| engine.process == process)
+    }
+
+    /// Take all that the engine has said.
+    pub(super) fn hear_engine(&mut self) {
+        while let Some(engine) = &mut self.engine {
+            let Ok(Some(received)) = scm::receive(&engine.socket) else { return };
+            engine.pulse.silent = 0;
+            match wire::decode::<Report>(&received.bytes) {
+                Ok(Report::Pong) => {}
+                Ok(Report::Serving) => {
+                    engine.pulse.starting = None;
+                    self.young_deaths = 0;
+                }
+                Ok(Report::Done { seq, result }) => {
+                    if let Some((client, order)) = self.pending.remove(&seq) {
+                        if let (Order::RemoveRegion { vm, hva, .. }, Ok(())) = (&order, &result) {
+                            self.forget_region(client, *vm, *hva);
+                        }
+                        self.answered(client, result);
+                    }
+                }
+                Err(error) => tracing::error!("The engine sent nonsense: {error}"),
+            }
+        }
+    }
+
+    /// The engine is dead: its pidfd says so.
+    pub(super) fn bury_engine(&mut self) {
+        let Some(mut engine) = self.engine.take() else { return };
+        let how = engine.killed.unwrap_or("died");
+        let status = engine.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+        let how = format!("{how} ({status})");
+        tracing::error!(pid = engine.child.id(), "the engine {how}: starting another");
+        self.restarts += 1;
+        self.young_deaths += u32::from(engine.pulse.starting.is_some());
+        self.died = Some((Instant::now(), how));
+    }
+}
+
+fn spawn(program: &std::path::Path) -> anyhow::Result<Engine> {
+    let (ours, theirs) = scm::pair().context("Making a socket")?;
+    rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
+    let mut child = Command::new(program)
+        .arg("engine")
+        .stdin(Stdio::from(theirs))
+        .spawn()
+        .with_context(|| format!("Running {} engine", program.display()))?;
+    let known = || -> anyhow::Result<(Process, OwnedFd)> {
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).context("Opening the engine's pidfd")?;
+        let process = Process::find(child.id()).context("Reading the engine's start time")?;
+        Ok((process.context("The engine has no start time")?, pidfd))
+    };
+    match known() {
+        Ok((process, pidfd)) => {
+            let pulse = Pulse::new(Instant::now());
+            Ok(Engine {
+                child,
+                process,
+                pidfd,
+                socket: ours,
+                pulse,
+                orders: VecDeque::new(),
+                starved: false,
+                killed: None,
+            })
+        }
+        Err(error) => {
+            // An engine that no later keeper could tell from others must not be given a VM.
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(error)
+        }
+    }
+}
+
+/// The order that has a process served, and its descriptors.
+pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> (Order, [Arc<SentFd>; 2]) {
+    let order = Order::AddView {
+        vm: view.vm,
+        pid,
+        uffd_features: view.uffd_features,
+        spans: view.spans.clone(),
+        unserved_since_ns,
+    };
+    (order, [view.uffd.clone(), view.control.clone()])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_keeper_that_slept_counts_one_round_however_long_it_slept() {
+        let start = Instant::now();
+        let mut pulse = Pulse::new(start);
+        assert_eq!(pulse.beat(start), Beat::Rest);
+        let woken = start + Duration::from_secs(3600);
+        assert_eq!(pulse.beat(woken), Beat::Ask, "the engine had no chance to answer");
+        assert_eq!(pulse.beat(woken), Beat::Rest);
+    }
+
+    #[test]
+    fn an_engine_that_never_answers_and_one_that_never_serves_are_both_replaced() {
+        let mut now = Instant::now();
+        let mut pulse = Pulse::new(now);
+        let mut next = |pulse: &mut Pulse| {
+            now += PING_EVERY;
+            pulse.beat(now)
+        };
+        let asked = (0..).take_while(|_| next(&mut pulse) == Beat::Ask).count();
+        assert_eq!(asked, SILENCE as usize);
+        pulse.silent = 0;
+        let answering = |pulse: &mut Pulse| {
+            pulse.silent = 0;
+            next(pulse) == Beat::Ask
+        };
+        let mut answering = answering;
+        let left = STARTING as usize - SILENCE as usize - 1;
+        assert_eq!((0..).take_while(|_| answering(&mut pulse)).count(), left);
+        pulse.starting = None;
+        assert!((0..2 * STARTING).all(|_| answering(&mut pulse)), "one that serves and answers is left alone");
+    }
+}

@@ -1,0 +1,86 @@
+//! Regions that a resumed VM has and nobody has brought: unplugged while no keeper ran, or another process's to bring?
+//!
+//! Before: a process of a VM came back without all the regions of the state file. After: the others are there, or no
+//! process maps them any more; only then is the VM handed to the engine, whose recovery wants all of them or none.
+//! Threads: the search reads `/proc`, which may take for ever, on a thread of its own.
+//! Promise: a region that some process maps is waited for; guests wait too, as they do without a keeper. If it is still
+//! missing after [`LONGEST_WAIT`] the others must go on without it, and it is remembered that its pages are lost.
+
+use std::collections::HashSet;
+use std::sync::mpsc::{self, TryRecvError};
+use std::time::{Duration, Instant};
+
+use ballast_sys::memfd::FileId;
+
+use crate::watch;
+
+/// From one look to the next.
+const EVERY: Duration = Duration::from_secs(1);
+/// A client reconnects several times a second. One that does not may be stopped, or may never have been a client.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// A search that is under way.
+#[derive(Debug)]
+pub struct Search {
+    since: Instant,
+    looked: Instant,
+    answer: Option<mpsc::Receiver<Seen>>,
+}
+
+/// What a search has come to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// Nothing yet.
+    Waiting,
+    /// No process maps them: they were unplugged.
+    Nobody,
+    /// Somebody may map them, and has not come for [`LONGEST_WAIT`].
+    NobodyCame,
+}
+
+impl Search {
+    /// Begin to look for processes that map one of these files.
+    pub fn begin(files: HashSet<FileId>) -> Self {
+        let now = Instant::now();
+        Self { since: now, looked: now, answer: look(files) }
+    }
+
+    /// How does it stand? `files` are those still missing.
+    pub fn ask(&mut self, files: impl FnOnce() -> HashSet<FileId>) -> Found {
+        match self.answer.as_ref().map(mpsc::Receiver::try_recv) {
+            Some(Ok(Seen::Nobody)) => return Found::Nobody,
+            Some(Err(TryRecvError::Empty)) => {}
+            Some(Ok(Seen::Somebody) | Err(TryRecvError::Disconnected)) | None => {
+                self.answer = None;
+                if self.looked.elapsed() > EVERY {
+                    self.looked = Instant::now();
+                    self.answer = look(files());
+                }
+            }
+        }
+        if self.since.elapsed() > LONGEST_WAIT { Found::NobodyCame } else { Found::Waiting }
+    }
+}
+
+enum Seen {
+    Nobody,
+    /// Or a process that cannot be looked at, which might be one.
+    Somebody,
+}
+
+fn look(files: HashSet<FileId>) -> Option<mpsc::Receiver<Seen>> {
+    let (sender, answer) = mpsc::channel();
+    let body = move || {
+        let look = watch::look(&files);
+        let nobody = look.mapping.is_empty() && look.unreadable.is_empty();
+        let seen = if nobody { Seen::Nobody } else { Seen::Somebody };
+        let _ = sender.send(seen);
+    };
+    match std::thread::Builder::new().name("lost".into()).spawn(body) {
+        Ok(_) => Some(answer),
+        Err(error) => {
+            tracing::error!("Starting a thread that looks for processes: {error}");
+            None
+        }
+    }
+}

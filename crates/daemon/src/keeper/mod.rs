@@ -1,0 +1,200 @@
+//! The keeper: holds every descriptor, and sees to it that an engine runs.
+//!
+//! Before: systemd or a person starts `ballastd`. After: VMMs attach, engines come and go.
+//! Threads: one, which waits in `poll` for clients, the engine's answers and the engine's death; nothing it does takes
+//! long. What may take long ([`closer`], [`lost`]) has threads of its own that hold no keeper's state.
+//! Promise: it never touches a page. An engine that dies, or no longer answers, is replaced at once and announced; when
+//! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
+//!
+//! [`clients`] listens to VMMs; [`attach`] makes VMs of them, with [`regions`] and [`lost`]; [`engine_child`] has the
+//! engine; [`fence`] ends the engine of an earlier keeper.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::config::Config;
+use crate::orders::Order;
+use clients::Clients;
+pub use closer::{Closer, SentFd};
+use engine_child::{Engine, PING_EVERY};
+use regions::VmEntry;
+
+mod attach;
+mod clients;
+mod closer;
+mod engine_child;
+pub mod fence;
+mod lost;
+mod regions;
+
+/// How long to wait at most while something must be looked at without anybody saying when.
+const SOON: Duration = Duration::from_millis(20);
+
+struct Keeper {
+    config: Config,
+    program: PathBuf,
+    since_unix_s: u64,
+    closer: Arc<Closer>,
+    api: Arc<SentFd>,
+    engine: Option<Engine>,
+    restarts: u64,
+    /// Engines in a row that died before they served.
+    young_deaths: u32,
+    /// When and why the last engine went.
+    died: Option<(Instant, String)>,
+    /// Notes for the next engine's event list.
+    unsaid: Vec<Order>,
+    clients: Clients,
+    next_client: u64,
+    /// No connections are taken until then.
+    accept_again: Option<Instant>,
+    vms: Vec<VmEntry>,
+    /// Orders that a client waits for, by number: the client, and the order for a new engine.
+    pending: BTreeMap<u64, (u64, Order)>,
+    next_seq: u64,
+}
+
+/// Run until killed.
+pub fn run(config: Config) -> anyhow::Result<()> {
+    std::fs::create_dir_all(&config.runtime_dir)
+        .with_context(|| format!("Making the directory {}", config.runtime_dir.display()))?;
+    let _lock = lock(&config.runtime_dir.join("keeper.lock"))?;
+    raise_descriptor_limit();
+    let attach = listen(&config.attach_socket(), rustix::net::SocketType::SEQPACKET, config.attach_gid)?;
+    let api = listen(&config.api_socket(), rustix::net::SocketType::STREAM, config.reader_gid)?;
+    let program = std::env::current_exe().context("Finding this program's own file")?;
+    tracing::info!(attach = %config.attach_socket().display(), api = %config.api_socket().display(), "ready");
+    Keeper::new(config, program, api).serve(&attach)
+}
+
+/// One keeper at a time: two would fight for the sockets. A child that a dead keeper had forked and that has not come to
+/// its `exec` still holds the dead one's lock, for milliseconds; so it is tried for a while.
+fn lock(path: &Path) -> anyhow::Result<std::fs::File> {
+    let file = std::fs::File::create(path).with_context(|| format!("Opening {}", path.display()))?;
+    let begun = Instant::now();
+    loop {
+        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::AGAIN) if begun.elapsed() < Duration::from_secs(1) => std::thread::sleep(SOON),
+            Err(error) => {
+                return Err(error).with_context(|| format!("Locking {}: is another ballastd running?", path.display()));
+            }
+        }
+    }
+}
+
+/// Every VM costs a handful of descriptors.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        tracing::warn!("Raising the descriptor limit: {error}");
+    }
+}
+
+fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
+    let bind = || -> std::io::Result<OwnedFd> {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, socket_with};
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let fd = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
+        rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+        let mode = if gid.is_some() { 0o660 } else { 0o600 };
+        if let Some(gid) = gid {
+            std::os::unix::fs::chown(path, None, Some(gid))?;
+        }
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
+        rustix::net::listen(&fd, 128)?;
+        Ok(fd)
+    };
+    bind().with_context(|| format!("Listening on {}", path.display()))
+}
+
+impl Keeper {
+    fn new(config: Config, program: PathBuf, api: OwnedFd) -> Self {
+        let closer = Closer::new();
+        Self {
+            since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            config,
+            program,
+            api: Arc::new(SentFd::new(api, 0, closer.clone())),
+            closer,
+            engine: None,
+            restarts: 0,
+            young_deaths: 0,
+            died: None,
+            unsaid: Vec::new(),
+            clients: Clients::new(),
+            next_client: 0,
+            accept_again: None,
+            vms: Vec::new(),
+            pending: BTreeMap::new(),
+            next_seq: 0,
+        }
+    }
+
+    fn serve(mut self, attach: &OwnedFd) -> anyhow::Result<()> {
+        loop {
+            self.keep_engine();
+            self.tend_clients(Instant::now());
+            self.closer.tend(closer::PATIENCE);
+            let is_searching = self.tend_vms();
+            let pause = if self.engine.is_none() || is_searching { SOON } else { PING_EVERY };
+            self.turn(attach, pause)?;
+        }
+    }
+
+    /// Wait for one round of events, at most so long, and handle them.
+    fn turn(&mut self, attach: &OwnedFd, pause: Duration) -> anyhow::Result<()> {
+        let (keys, others): (Vec<u64>, Vec<_>) = clients::interests(&self.clients)
+            .map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags)))
+            .unzip();
+        let accepting = if self.accepts() { PollFlags::IN } else { PollFlags::empty() };
+        let mut fds = vec![PollFd::new(attach, accepting)];
+        if let Some(engine) = &self.engine {
+            fds.push(PollFd::new(&engine.pidfd, PollFlags::IN));
+            fds.push(PollFd::new(&engine.socket, engine.interest()));
+        }
+        let first_client = fds.len();
+        fds.extend(others);
+        let timeout = Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos() as _ };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error).context("Waiting for clients"),
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        drop(fds);
+        if first_client == 3 {
+            if ready[2] {
+                self.hear_engine();
+                if let Some(engine) = &mut self.engine {
+                    engine.flush();
+                }
+            }
+            if ready[1] {
+                self.bury_engine();
+            }
+        }
+        for (key, _) in keys.into_iter().zip(&ready[first_client..]).filter(|(_, ready)| **ready) {
+            // One that was heard before it may have had to do with this one's end.
+            if self.clients.contains_key(&key) {
+                self.hear_client(key);
+            }
+        }
+        if ready[0] {
+            self.accept(attach.as_fd());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,183 @@
+//! A VM as the keeper holds it: its state file, its arena, and which descriptor is which region.
+//!
+//! Before: an attach was admitted. After: every region a client named has the number the state file knows it by.
+//! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use ballast_base::PageCount;
+use ballast_base::wire::{Attach, RegionInfo, VmId};
+use ballast_pager::state_file::{RegionRecord, StateFile};
+use ballast_store::{Budget, RamOptions, RamStore};
+use ballast_sys::memfd::FileId;
+
+use super::closer::{Closer, SentFd};
+use super::lost::Search;
+use crate::admit;
+
+/// A VM.
+pub struct VmEntry {
+    /// What outlives engines.
+    pub state: StateFile,
+    /// The same file, and the store's, for the engine.
+    pub files: [Arc<SentFd>; 2],
+    /// By region number; `None` for a region that was unplugged, or that nobody has brought back yet.
+    pub ram: Vec<Option<(Arc<SentFd>, FileId)>>,
+    /// The VMM program.
+    pub vmm: String,
+    /// Why nothing may be reclaimed.
+    pub pinned: Option<String>,
+    /// See [`Attach::may_pin`].
+    pub may_pin: bool,
+    /// Set while some of its regions are missing: no engine has it then.
+    pub search: Option<Search>,
+}
+
+impl VmEntry {
+    /// A VM nobody has seen before.
+    pub fn create(attach: &Attach, uid: u32, closer: &Arc<Closer>) -> Result<Self, String> {
+        let mut id = [0; 16];
+        let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty());
+        if filled != Ok(id.len()) {
+            return Err("the kernel gave no random numbers for the VM's id".into());
+        }
+        let state = StateFile::create(VmId(id), &attach.name).map_err(|error| format!("{error}"))?;
+        state.set_limit(attach.limit);
+        // The engine opens the store again, with the budget that counts.
+        let budget = Budget::new(ballast_base::Bytes(0));
+        let (_, arena) =
+            RamStore::create(RamOptions::new(budget)).map_err(|error| format!("Making the store: {error}"))?;
+        rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
+        Self::new(state, SentFd::new(arena, uid, closer.clone()), attach, uid, closer)
+    }
+
+    /// A VM of these files.
+    pub fn new(
+        state: StateFile,
+        arena: SentFd,
+        attach: &Attach,
+        uid: u32,
+        closer: &Arc<Closer>,
+    ) -> Result<Self, String> {
+        let duplicate =
+            state.fd().try_clone_to_owned().map_err(|error| format!("Duplicating a descriptor: {error}"))?;
+        Ok(Self {
+            ram: state.regions().iter().map(|_| None).collect(),
+            state,
+            files: [Arc::new(SentFd::new(duplicate, uid, closer.clone())), Arc::new(arena)],
+            vmm: attach.vmm.clone(),
+            pinned: None,
+            may_pin: false,
+            search: None,
+        })
+    }
+
+    /// What travels beside `OpenVm`.
+    pub fn descriptors(&self) -> Vec<Arc<SentFd>> {
+        let [state, _] = &self.files;
+        let ram = self.ram.iter().map(|ram| ram.as_ref().map_or(state, |(fd, _)| fd));
+        self.files.iter().chain(ram).cloned().collect()
+    }
+
+    /// Is one of these files RAM that somebody has brought to this VM?
+    pub fn has_any(&self, mut files: impl Iterator<Item = FileId>) -> bool {
+        files.any(|file| self.ram.iter().flatten().any(|(_, id)| *id == file))
+    }
+
+    /// Regions that are not unplugged and whose RAM nobody has brought.
+    pub fn missing(&self) -> Vec<(u32, RegionRecord)> {
+        let records = self.state.regions().into_iter().zip(&self.ram).enumerate();
+        let missing = records.filter(|(_, (record, ram))| !record.removed && ram.is_none());
+        missing.map(|(number, (record, _))| (number as u32, record)).collect()
+    }
+
+    /// Give every region of an attach its number: those of the state file are matched, and if `may_add`, what is new is
+    /// added and its number put into `added`, also when something fails afterwards. Without it a region that is not
+    /// known is refused.
+    pub fn number(
+        &mut self,
+        regions: &[RegionInfo],
+        ram: Vec<(SentFd, FileId)>,
+        may_add: bool,
+        added: &mut Vec<u32>,
+    ) -> Result<Vec<(RegionInfo, u32)>, String> {
+        let mut spans = Vec::new();
+        for (info, (fd, id)) in regions.iter().zip(ram) {
+            let number = match self.find(info, id, &spans) {
+                Some(number) => number,
+                None if may_add => {
+                    added.push(self.append(info, id)?);
+                    self.ram.len() as u32 - 1
+                }
+                None => {
+                    let name = self.state.name();
+                    return Err(format!(
+                        "region {} is not RAM of VM {name:?}, whose other RAM this process maps",
+                        info.hva
+                    ));
+                }
+            };
+            self.ram[number as usize].get_or_insert_with(|| (Arc::new(fd), id));
+            spans.push((*info, number));
+        }
+        Ok(spans)
+    }
+
+    /// The number of a region that is known, unless it is `taken`.
+    pub fn find(&self, info: &RegionInfo, file: FileId, taken: &[(RegionInfo, u32)]) -> Option<u32> {
+        let same = |(number, record): &(usize, RegionRecord)| {
+            !record.removed
+                && record.file == file
+                && record.file_offset == info.file_offset
+                && record.pages.bytes() == info.len
+                && !taken.iter().any(|(_, other)| *other == *number as u32)
+        };
+        self.state.regions().into_iter().enumerate().find(same).map(|(number, _)| number as u32)
+    }
+
+    /// Add a region, without its descriptor yet.
+    pub fn append(&mut self, info: &RegionInfo, file: FileId) -> Result<u32, String> {
+        let pages: PageCount = info.len.pages_floor();
+        for record in self.state.regions() {
+            let other = RegionInfo { hva: info.hva, len: record.pages.bytes(), file_offset: record.file_offset };
+            if record.file != file || !admit::overlap(info, &other) {
+                continue;
+            }
+            if record.given_up {
+                return Err(format!(
+                    "region {} was taken for unplugged because its process stayed away for {:?}: its far pages are lost",
+                    info.hva,
+                    super::lost::LONGEST_WAIT
+                ));
+            }
+            if !record.removed {
+                return Err(format!("region {} overlaps, in its file, another region of this VM", info.hva));
+            }
+        }
+        let number = self.state.add_region(file, info.file_offset, pages).map_err(|error| error.to_string())?;
+        self.ram.push(None);
+        Ok(number)
+    }
+
+    /// Take what is missing for unplugged. If a process still maps it, `for_good` is false, and a process that brings it
+    /// later is refused rather than shown zeros.
+    pub fn give_up_missing(&mut self, for_good: bool) {
+        for (number, _) in self.missing() {
+            if for_good {
+                self.state.remove_region(number);
+            } else {
+                self.state.give_up_region(number);
+            }
+        }
+    }
+
+    /// State and arena once more, read-only: what the client keeps for the next keeper.
+    pub fn escrow(&self) -> Result<[std::os::fd::OwnedFd; 2], String> {
+        let [state, arena] = self.files.each_ref().map(|file| ballast_sys::memfd::reopen(file.as_fd(), false));
+        match (state, arena) {
+            (Ok(state), Ok(arena)) => Ok([state, arena]),
+            (Err(error), _) | (_, Err(error)) => Err(format!("Opening the state files read-only: {error}")),
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! The keeper without VMMs, and with a program in the place of its engine that takes no orders.
+
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+
+use ballast_base::wire::{Attach, VmId};
+use ballast_sys::memfd;
+
+use super::fence::Process;
+use super::*;
+
+/// A keeper whose engine sleeps, and the directory of that program.
+fn keeper() -> (Keeper, tempfile::TempDir) {
+    let dir = tempfile::tempdir().expect("temporary directory");
+    let program = dir.path().join("engine");
+    std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").expect("write a script");
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("make it a program");
+    let (api, _) = ballast_sys::scm::pair().expect("socket pair");
+    (Keeper::new(Config::default(), program, api), dir)
+}
+
+fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
+    let vmm = "test".into();
+    let name = name.into();
+    Attach { name, limit: None, vmm, uffd_features: 0, pinned: None, may_pin: false, regions: Vec::new(), resume }
+}
+
+fn new_vm(keeper: &mut Keeper, name: &str) -> VmId {
+    let entry = VmEntry::create(&attach_as(name, None), 0, &keeper.closer).expect("state and arena");
+    let id = entry.state.id();
+    keeper.vms.push(entry);
+    id
+}
+
+fn engine_of(keeper: &Keeper) -> Process {
+    keeper.engine.as_ref().expect("an engine").process
+}
+
+/// End the engine and have the keeper see it.
+fn end_engine(keeper: &mut Keeper) {
+    fence::end(engine_of(keeper)).expect("end the engine");
+    keeper.bury_engine();
+}
+
+#[test]
+fn a_state_file_names_its_engine_before_the_engine_has_heard_of_the_vm() {
+    let (mut keeper, _dir) = keeper();
+    let before = new_vm(&mut keeper, "before");
+    assert_eq!(keeper.vms[0].state.engine(), None);
+    keeper.keep_engine();
+    let after = new_vm(&mut keeper, "after");
+    keeper.hand_over(after, None);
+    // It sleeps and takes no order, so whatever is in the state files the keeper wrote.
+    for _ in 0..2 {
+        let Process { pid, start } = engine_of(&keeper);
+        for id in [before, after] {
+            assert_eq!(keeper.vm(id).expect("known").state.engine(), Some((pid, start)));
+        }
+        end_engine(&mut keeper);
+        while keeper.engine.is_none() {
+            keeper.keep_engine();
+            std::thread::yield_now();
+        }
+    }
+    end_engine(&mut keeper);
+}
+
+#[test]
+fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
+    let (mut first, _dir) = keeper();
+    let id = new_vm(&mut first, "web");
+    first.keep_engine();
+    let late = engine_of(&first);
+    let escrow = first.vms[0].escrow().expect("escrow");
+
+    let (mut second, _dir) = keeper();
+    let sent = escrow.map(|fd| {
+        let fd = memfd::reopen(fd.as_fd(), true).expect("reopen");
+        SentFd::new(fd, 0, second.closer.clone())
+    });
+    let resumed = second.resume(&attach_as("web", Some(id)), sent.into(), 0).expect("resumed");
+    assert_eq!(resumed.state.id(), id);
+    let engine = first.engine.as_ref().expect("the keeper does not know yet");
+    let mut fds = [PollFd::new(&engine.pidfd, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).expect("poll");
+    assert!(!fds[0].revents().is_empty(), "process {} may still open the VM", late.pid);
+    first.bury_engine();
+}
+
+#[test]
+fn a_resumed_vm_whose_name_is_taken_is_called_something_else_and_it_is_said() {
+    let (mut first, _dir) = keeper();
+    let id = new_vm(&mut first, "web");
+    let escrow = first.vms[0].escrow().expect("escrow");
+    let (mut second, _dir) = keeper();
+    new_vm(&mut second, "web");
+    let sent = escrow.map(|fd| {
+        let fd = memfd::reopen(fd.as_fd(), true).expect("reopen");
+        SentFd::new(fd, 0, second.closer.clone())
+    });
+    let resumed = second.resume(&attach_as("web", Some(id)), sent.into(), 0).expect("resumed");
+    assert_eq!((resumed.state.id(), resumed.state.name().as_str()), (id, "web-2"));
+    assert!(matches!(&second.unsaid[..], [Order::Note { kind, .. }] if kind == "renamed"), "{:?}", second.unsaid);
+    let refused = second.create(&attach_as("web", None), 0).map(|_| ());
+    refused.expect_err("a new VM must have a name of its own");
+}
+
+#[test]
+fn an_engine_that_takes_no_orders_does_not_hold_up_its_keeper_and_gets_them_all_in_the_end() {
+    let (mut keeper, _dir) = keeper();
+    keeper.keep_engine();
+    let note = |number: u32| Order::Note { vm: None, kind: "test".into(), message: number.to_string() };
+    // The kernel's queue holds a few hundred at most.
+    for number in 0..5000 {
+        keeper.order(&note(number), &[]);
+    }
+    let engine = keeper.engine.as_mut().expect("an engine");
+    let waiting = engine.orders.len();
+    assert!(waiting > 0 && engine.interest().contains(PollFlags::OUT));
+    engine.flush();
+    assert_eq!(engine.orders.len(), waiting);
+    let last = ballast_base::wire::decode::<Order>(&engine.orders[waiting - 1].0).expect("an order");
+    assert_eq!(last, note(4999));
+    end_engine(&mut keeper);
+}
+
+#[test]
+fn connections_that_never_attach_are_few_and_do_not_last() {
+    let (mut keeper, dir) = keeper();
+    let path = dir.path().join("attach.sock");
+    let listener = listen(&path, rustix::net::SocketType::SEQPACKET, None).expect("listen");
+    let connect = || {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let socket = socket.expect("socket");
+        rustix::net::connect(&socket, &SocketAddrUnix::new(&path).expect("address")).expect("connect");
+        socket
+    };
+    let connections: Vec<OwnedFd> = (0..100).map(|_| connect()).collect();
+    let now = Instant::now();
+    for _ in 0..connections.len() {
+        keeper.accept(listener.as_fd());
+    }
+    assert_eq!(keeper.clients.len(), 64);
+    keeper.tend_clients(now);
+    assert_eq!(keeper.clients.len(), 64, "they have some time");
+    keeper.tend_clients(Instant::now() + Duration::from_secs(11));
+    assert_eq!(keeper.clients.len(), 0);
+    drop(connections);
+    let _late = connect();
+    keeper.accept(listener.as_fd());
+    assert_eq!(keeper.clients.len(), 1, "there is room again");
+}

@@ -1,0 +1,140 @@
+//! A client that says exactly what a test wants it to say: the attach protocol by hand.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use ballast_base::wire::{self, Attach, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
+use ballast_base::{Bytes, Hva};
+use ballast_sys::uffd::REQUIRED_FEATURES;
+use ballast_sys::{Mapping, Uffd, memfd, scm};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::skip;
+
+/// No test needs to wait that long; a daemon that hangs fails it.
+const PATIENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+
+/// Is userfaultfd missing? Then say so.
+pub fn no_uffd() -> bool {
+    let missing = Uffd::create(REQUIRED_FEATURES).err();
+    skip("uffd", missing.map(|error| format!("no userfaultfd with shared-memory minor faults: {error}")))
+}
+
+/// Guest RAM in a file, mapped here.
+pub struct Ram {
+    pub fd: OwnedFd,
+    pub map: Mapping,
+}
+
+impl Ram {
+    pub fn new(pages: u64) -> Self {
+        let fd = memfd::create("guest-ram", Bytes(pages * 4096)).expect("memfd");
+        Self::of(fd)
+    }
+
+    /// The RAM in this file.
+    pub fn of(fd: OwnedFd) -> Self {
+        let len = memfd::size(&fd).expect("stat").0;
+        Self { map: Mapping::shared(&fd, 0, len as usize).expect("map"), fd }
+    }
+
+    pub fn info(&self) -> RegionInfo {
+        let len = memfd::size(&self.fd).expect("stat");
+        RegionInfo { hva: Hva(self.map.addr() as u64), len, file_offset: Bytes(0) }
+    }
+}
+
+/// A VMM, or what says it is one.
+pub struct RawClient {
+    path: PathBuf,
+    name: String,
+    uffd: Uffd,
+    control: (OwnedFd, OwnedFd),
+    socket: Option<OwnedFd>,
+    /// After an attach: the VM, its state file and its arena.
+    pub escrow: Option<(VmId, Vec<OwnedFd>)>,
+}
+
+impl RawClient {
+    pub fn new(path: &Path, name: &str) -> Self {
+        let (uffd, _) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd");
+        let control = scm::pair().expect("control sockets");
+        Self { path: path.to_owned(), name: name.to_owned(), uffd, control, socket: None, escrow: None }
+    }
+
+    /// What it says to attach with this RAM; it resumes if it was attached.
+    pub fn message(&self, regions: Vec<RegionInfo>) -> Attach {
+        Attach {
+            name: self.name.clone(),
+            limit: None,
+            vmm: "raw".into(),
+            uffd_features: REQUIRED_FEATURES,
+            pinned: None,
+            may_pin: false,
+            regions,
+            resume: self.escrow.as_ref().map(|(vm, _)| *vm),
+        }
+    }
+
+    /// The descriptors beside [`Self::message`].
+    pub fn descriptors<'a>(&'a self, ram: &[&'a Ram]) -> Vec<BorrowedFd<'a>> {
+        let mut fds = vec![self.uffd.as_fd(), self.control.1.as_fd()];
+        fds.extend(ram.iter().map(|ram| ram.fd.as_fd()));
+        fds.extend(self.escrow.iter().flat_map(|(_, files)| files).map(AsFd::as_fd));
+        fds
+    }
+
+    /// Attach or resume with this RAM; answers what the keeper said, `None` if nothing listens or it hung up.
+    pub fn attach(&mut self, ram: &[&Ram]) -> Option<KeeperToClient> {
+        let socket = connect(&self.path)?;
+        let message = self.message(ram.iter().map(|ram| ram.info()).collect());
+        let bytes = wire::encode(&ClientToKeeper::Attach(message));
+        scm::send(&socket, &bytes, &self.descriptors(ram)).ok()?;
+        let (answer, fds) = hear(&socket)?;
+        if let KeeperToClient::Attached(vm) = answer {
+            self.socket = Some(socket);
+            self.escrow = Some((vm, fds));
+        }
+        Some(answer)
+    }
+
+    /// Ask for something and hear the answer.
+    pub fn ask(&self, message: &ClientToKeeper, fds: &[BorrowedFd<'_>]) -> Option<KeeperToClient> {
+        let socket = self.socket.as_ref().expect("attached");
+        scm::send(socket, &wire::encode(message), fds).ok()?;
+        self.hear()
+    }
+
+    /// Ask without waiting for the answer.
+    pub fn send(&self, message: &ClientToKeeper) {
+        scm::send(self.socket.as_ref().expect("attached"), &wire::encode(message), &[]).expect("send");
+    }
+
+    /// The next answer.
+    pub fn hear(&self) -> Option<KeeperToClient> {
+        hear(self.socket.as_ref().expect("attached")).map(|(answer, _)| answer)
+    }
+
+    /// Hang up. What was attached is still there to resume with.
+    pub fn hang_up(&mut self) {
+        self.socket = None;
+    }
+}
+
+/// A connection to the attach socket.
+pub fn connect(path: &Path) -> Option<OwnedFd> {
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).ok()?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).expect("address")).ok()?;
+    Some(socket)
+}
+
+/// The next answer; `None` at the end.
+pub fn hear(socket: &OwnedFd) -> Option<(KeeperToClient, Vec<OwnedFd>)> {
+    let mut fds = [PollFd::new(socket, PollFlags::IN)];
+    let ready = poll(&mut fds, Some(&PATIENCE)).expect("poll");
+    assert_eq!(ready, 1, "no answer from the keeper");
+    let received = scm::receive(socket).ok()??;
+    Some((wire::decode(&received.bytes).expect("a message"), received.fds))
+}

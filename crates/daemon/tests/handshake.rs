@@ -1,0 +1,396 @@
+//! The attach socket against clients of every kind: good, late, greedy, mad. A real keeper and a real engine.
+//! Needs userfaultfd. The same process plays several VMMs; a second process of a VM is this program, run again.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use ballast_api::VmStatus;
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, RegionInfo};
+use ballast_base::{Bytes, Hva};
+use ballast_sys::{memfd, scm};
+use common::raw::{Ram, RawClient, connect, hear, no_uffd};
+use common::{Daemon, until};
+use rustix::process::Signal;
+
+fn attaches(client: &mut RawClient, ram: &[&Ram]) -> bool {
+    matches!(client.attach(ram), Some(KeeperToClient::Attached(_)))
+}
+
+/// Attach, over a keeper that is not there yet or is busy with others if need be, and wait until the engine has the VM.
+fn attached(daemon: &Daemon, name: &str, ram: &[&Ram]) -> RawClient {
+    let mut client = RawClient::new(&daemon.attach_socket(), name);
+    let mut last = None;
+    until("a good client attaches", || daemon.attach_socket().exists());
+    for _ in 0..1000 {
+        last = client.attach(ram);
+        if matches!(last, Some(KeeperToClient::Attached(_))) {
+            until("it is served", || daemon.api.vm(name).is_ok());
+            return client;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("a good client is not attached: {last:?}\n{}", daemon.log());
+}
+
+/// Open descriptors of a process.
+fn descriptors(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+}
+
+/// Numbers that look random and are the same in each run (splitmix64).
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        ((z ^ (z >> 31)) % sides as u64) as usize
+    }
+}
+
+/// Descriptors of every kind that a client might send.
+fn zoo(escrow: &[OwnedFd]) -> Vec<OwnedFd> {
+    let (stream, other) = std::os::unix::net::UnixStream::pair().expect("pair");
+    let (packets, _) = scm::pair().expect("pair");
+    let (reader, writer) = std::io::pipe().expect("pipe");
+    let ram = memfd::create("zoo", Bytes(1 << 20)).expect("memfd");
+    let file = |path: &str| -> OwnedFd { std::fs::File::open(path).expect("open").into() };
+    let mut all: Vec<OwnedFd> = vec![
+        memfd::reopen(ram.as_fd(), false).expect("reopen"),
+        ram,
+        stream.into(),
+        other.into(),
+        packets,
+        reader.into(),
+        writer.into(),
+        file("/dev/null"),
+        file("/"),
+        file("/proc/self/stat"),
+        std::net::UdpSocket::bind("127.0.0.1:0").expect("bind").into(),
+    ];
+    all.extend(escrow.iter().map(|fd| fd.try_clone().expect("dup")));
+    all
+}
+
+#[test]
+fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_anything_open() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let (keeper, engine) = (daemon.keeper_pid(), daemon.engine_pid().expect("an engine"));
+    let ram = Ram::new(64);
+    let mut good = attached(&daemon, "good", &[&ram]);
+    let escrow = good.escrow.take().expect("escrow").1;
+    good.hang_up();
+    until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
+    let before = [keeper, engine].map(descriptors);
+
+    let mut dice = Dice(1);
+    let other = Ram::new(16);
+    for _ in 0..400 {
+        let Some(socket) = connect(&daemon.attach_socket()) else { panic!("nobody listens\n{}", daemon.log()) };
+        let client = RawClient::new(&daemon.attach_socket(), ["mad", "good", "-", "x"][dice.roll(4)]);
+        for _ in 0..=dice.roll(3) {
+            let all_regions = [ram.info(), other.info()];
+            let regions = all_regions[..dice.roll(3)].to_vec();
+            let message = match dice.roll(6) {
+                0 => ClientToKeeper::AddRegion(ram.info()),
+                1 => ClientToKeeper::RemoveRegion(Hva(dice.roll(1 << 20) as u64)),
+                2 => ClientToKeeper::Pin("p".repeat(dice.roll(300))),
+                3 => ClientToKeeper::MayPin,
+                _ => ClientToKeeper::Attach(wire::Attach {
+                    resume: [None, Some(wire::VmId([7; 16]))][dice.roll(2)],
+                    ..client.message(regions)
+                }),
+            };
+            let mut bytes = wire::encode(&message);
+            for _ in 0..dice.roll(3) {
+                let at = dice.roll(bytes.len());
+                bytes[at] = dice.roll(256) as u8;
+            }
+            bytes.truncate(if dice.roll(8) == 0 { dice.roll(bytes.len() + 1) } else { bytes.len() });
+            let zoo = zoo(&escrow);
+            let right = client.descriptors(&[&ram, &other]);
+            let fds: Vec<BorrowedFd<'_>> = match dice.roll(3) {
+                // What the message needs, perhaps, with one of another kind among it.
+                0 => right[..dice.roll(right.len() + 1)].to_vec(),
+                1 => {
+                    let mut fds = right;
+                    let at = dice.roll(fds.len());
+                    fds[at] = zoo[dice.roll(zoo.len())].as_fd();
+                    fds
+                }
+                _ => (0..dice.roll(scm::MAX_FDS + 1)).map(|_| zoo[dice.roll(zoo.len())].as_fd()).collect(),
+            };
+            if scm::send(&socket, &bytes, &fds).is_err() {
+                break;
+            }
+            if dice.roll(2) == 0 && hear(&socket).is_none() {
+                break;
+            }
+        }
+    }
+    assert_eq!((daemon.keeper_pid(), daemon.engine_pid()), (keeper, Some(engine)), "{}", daemon.log());
+    let mut good = attached(&daemon, "good", &[&ram]);
+    assert_eq!(daemon.vm("good").size_bytes, 64 * 4096);
+    good.hang_up();
+    until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
+    until("the keeper has closed everything", || descriptors(keeper) <= before[0]);
+    until("the engine has closed everything", || descriptors(engine) <= before[1]);
+}
+
+#[test]
+fn a_descriptor_whose_closing_takes_for_ever_delays_nobody_else() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let mut readers = Vec::new();
+    for _ in 0..3 {
+        // A connection full of bytes that nobody reads, and that whoever closes it last must wait for.
+        let stuck = TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
+        readers.push(listener.accept().expect("accept"));
+        rustix::net::sockopt::set_socket_linger(&stuck, Some(Duration::from_secs(30_000))).expect("linger");
+        stuck.set_nonblocking(true).expect("non-blocking");
+        while (&stuck).write(&[0; 1 << 16]).is_ok() {}
+        let socket = connect(&daemon.attach_socket()).expect("connect");
+        let message = wire::encode(&ClientToKeeper::MayPin);
+        // The keeper shall be the last to close it.
+        daemon.signal_keeper(Signal::STOP);
+        scm::send(&socket, &message, &[stuck.as_fd()]).expect("send");
+        drop(stuck);
+        daemon.signal_keeper(Signal::CONT);
+        assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))));
+    }
+    let ram = Ram::new(16);
+    drop(attached(&daemon, "good", &[&ram]));
+    until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
+}
+
+#[test]
+fn a_client_that_asks_without_listening_is_answered_in_turn_and_hung_up_on_when_it_talks_nonsense() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let ram = Ram::new(16);
+    let greedy = attached(&daemon, "greedy", &[&ram]);
+    for _ in 0..50 {
+        greedy.send(&ClientToKeeper::MayPin);
+    }
+    for _ in 0..50 {
+        assert_eq!(greedy.hear(), Some(KeeperToClient::Ok));
+    }
+    let mad = connect(&daemon.attach_socket()).expect("connect");
+    let mut refused = 0;
+    while scm::send(&mad, b"nonsense", &[]).is_ok() && hear(&mad).is_some() {
+        refused += 1;
+        assert!(refused < 1000, "it may talk nonsense for ever");
+    }
+    assert!(refused > 0 && greedy.ask(&ClientToKeeper::MayPin, &[]) == Some(KeeperToClient::Ok));
+}
+
+#[test]
+fn a_keeper_without_descriptors_left_serves_again_when_there_are_some() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start_within("", Some(48));
+    let mut idle = Vec::new();
+    // More than it can hold; the rest waits in the queue of the listening socket.
+    for _ in 0..60 {
+        idle.push(connect(&daemon.attach_socket()).expect("connect"));
+    }
+    until("it has run out", || daemon.log().contains("Accepting a client"));
+    drop(idle);
+    let ram = Ram::new(16);
+    attached(&daemon, "good", &[&ram]);
+}
+
+#[test]
+fn a_vm_whose_name_was_taken_while_no_keeper_ran_comes_back_under_another() {
+    if no_uffd() {
+        return;
+    }
+    let mut daemon = Daemon::start("");
+    let (ram, other) = (Ram::new(16), Ram::new(32));
+    let mut first = attached(&daemon, "web", &[&ram]);
+    let id = daemon.vm("web").id;
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    let _squatter = attached(&daemon, "web", &[&other]);
+    assert!(attaches(&mut first, &[&ram]), "{}", daemon.log());
+    until("both are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == 2));
+    assert_eq!((daemon.vm("web-2").id, daemon.vm("web").size_bytes), (id, 32 * 4096));
+    let events = daemon.api.events().expect("events");
+    assert!(events.iter().any(|event| event.kind == "renamed" && event.message.contains("web-2")), "{events:?}");
+}
+
+/// A second process of the VM: this program, run again, with RAM of the first.
+struct Second {
+    child: Child,
+    says: BufReader<std::process::ChildStdout>,
+}
+
+impl Second {
+    fn start(daemon: &Daemon, name: &str, ram: &Ram) -> Self {
+        use std::os::fd::AsRawFd;
+        let mut child = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", "second_process", "--ignored", "--nocapture"])
+            .env("BALLAST_TEST_RAM", format!("/proc/{}/fd/{}", std::process::id(), ram.fd.as_raw_fd()))
+            .env("BALLAST_TEST_SOCKET", daemon.attach_socket())
+            .env("BALLAST_TEST_NAME", name)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("run this program again");
+        let says = BufReader::new(child.stdout.take().expect("piped"));
+        Self { child, says }
+    }
+
+    /// Have it attach, or resume, and hear how it went.
+    fn attach(&mut self) -> String {
+        self.child.stdin.as_ref().expect("piped").write_all(b"attach\n").expect("it lives");
+        let mut line = String::new();
+        while !line.contains("answer: ") {
+            line.clear();
+            assert!(self.says.read_line(&mut line).expect("read") > 0, "the second process ended");
+        }
+        line
+    }
+}
+
+impl Drop for Second {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+#[ignore = "run by tests that need a second process"]
+fn second_process() {
+    let [Ok(ram), Ok(socket), Ok(name)] =
+        ["BALLAST_TEST_RAM", "BALLAST_TEST_SOCKET", "BALLAST_TEST_NAME"].map(std::env::var)
+    else {
+        return;
+    };
+    let file = std::fs::File::options().read(true).write(true).open(ram).expect("open the RAM");
+    let ram = Ram::of(file.into());
+    let mut client = RawClient::new(Path::new(&socket), &name);
+    for line in std::io::stdin().lines() {
+        assert_eq!(line.expect("a line"), "attach");
+        client.hang_up();
+        println!("answer: {:?}", client.attach(&[&ram]));
+    }
+}
+
+#[test]
+fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
+    if no_uffd() {
+        return;
+    }
+    let mut daemon = Daemon::start("");
+    let (a, b, plugged) = (Ram::new(16), Ram::new(32), Ram::new(64));
+    let mut vmm = attached(&daemon, "web", &[&a, &b]);
+    let mut second = Second::start(&daemon, "web", &a);
+    assert!(second.attach().contains("Attached"));
+    let id = daemon.vm("web").id;
+
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    vmm.hang_up();
+    // The second process maps only one of the regions, and comes first.
+    assert!(second.attach().contains("Attached"), "{}", daemon.log());
+    assert!(attaches(&mut vmm, &[&a, &b, &plugged]), "{}", daemon.log());
+    until("the VM runs", || daemon.api.vm("web").is_ok_and(|vm| vm.status == VmStatus::Running));
+    let vm = daemon.vm("web");
+    assert_eq!(vm.id, id);
+    let sizes: Vec<u64> = vm.regions.iter().map(|region| region.size_bytes / 4096).collect();
+    assert_eq!(sizes, [16, 32, 64], "no region was given up, and the new one is there: {vm:?}");
+
+    // And the other way round, this time with an engine that has the VM when the second process comes.
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    assert!(attaches(&mut vmm, &[&a, &b, &plugged]), "{}", daemon.log());
+    until("the VM is served", || daemon.api.vm("web").is_ok());
+    assert!(second.attach().contains("Attached"), "{}", daemon.log());
+    assert_eq!(daemon.vm("web").regions.len(), 3);
+}
+
+#[test]
+fn a_cut_attach_socket_is_a_pause_and_the_engine_opens_the_vm_again_after_it_closed_it() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let engine = daemon.engine_pid();
+    let ram = Ram::new(16);
+    let mut vmm = attached(&daemon, "web", &[&ram]);
+    let id = vmm.escrow.as_ref().expect("escrow").0;
+    for _ in 0..30 {
+        vmm.hang_up();
+        until("it is attached again", || attaches(&mut vmm, &[&ram]));
+        assert_eq!(vmm.escrow.as_ref().expect("escrow").0, id);
+    }
+    until("it is served", || daemon.api.vm("web").is_ok_and(|vm| vm.status == VmStatus::Running));
+    assert_eq!(daemon.engine_pid(), engine, "{}", daemon.log());
+    assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
+}
+
+#[test]
+fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
+    if no_uffd() {
+        return;
+    }
+    let mut daemon = Daemon::start("");
+    let (a, b) = (Ram::new(16), Ram::new(32));
+    let mut vmm = attached(&daemon, "web", &[&a, &b]);
+    daemon.kill_keeper();
+    drop(b);
+    daemon.restart_keeper();
+    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    assert!(attaches(&mut vmm, &[&a]), "{}", daemon.log());
+    until("the VM is served", || daemon.api.vm("web").is_ok());
+    assert_eq!(daemon.vm("web").size_bytes, 16 * 4096);
+    // Its memory may be plugged again, under a number of its own.
+    let again = Ram::new(8);
+    let answer = vmm.ask(&ClientToKeeper::AddRegion(again.info()), &[again.fd.as_fd()]);
+    assert_eq!(answer, Some(KeeperToClient::Ok));
+    until("it is part of the VM", || daemon.vm("web").size_bytes == 24 * 4096);
+}
+
+#[test]
+fn one_region_too_many_or_twice_the_same_is_refused_and_the_vm_stays() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let ram = Ram::new(16);
+    let vmm = attached(&daemon, "web", &[&ram]);
+    let twice = vmm.ask(&ClientToKeeper::AddRegion(ram.info()), &[ram.fd.as_fd()]);
+    assert!(matches!(twice, Some(KeeperToClient::Refused(_))), "{twice:?}");
+    let more: Vec<Ram> = (0..MAX_REGIONS as u64).map(|_| Ram::new(1)).collect();
+    let answers: Vec<bool> = more
+        .iter()
+        .map(|ram| vmm.ask(&ClientToKeeper::AddRegion(ram.info()), &[ram.fd.as_fd()]) == Some(KeeperToClient::Ok))
+        .collect();
+    assert_eq!(answers.iter().filter(|added| **added).count(), MAX_REGIONS - 1);
+    assert!(!answers[MAX_REGIONS - 1]);
+    let far = RegionInfo { hva: Hva(u64::MAX - 4095), ..ram.info() };
+    let outside = vmm.ask(&ClientToKeeper::AddRegion(far), &[ram.fd.as_fd()]);
+    assert!(matches!(outside, Some(KeeperToClient::Refused(_))), "{outside:?}");
+    until("the VM has them all", || daemon.vm("web").regions.len() == MAX_REGIONS);
+}
