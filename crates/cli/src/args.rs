@@ -43,6 +43,14 @@ pub enum Command {
     Doctor,
     /// Show the main job on two real VMs (needs QEMU and the guest image of `make demo`)
     Demo(crate::demo::DemoArgs),
+    /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run
+    Bench(crate::bench::BenchArgs),
+    /// A helper process of the bench
+    #[command(hide = true, name = ballast_bench::ROLE_COMMAND)]
+    BenchRole {
+        /// The role, as JSON
+        role: String,
+    },
     /// Print a completion script for a shell
     Completions {
         /// The shell

@@ -9,18 +9,18 @@ mod measure;
 mod report;
 
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::{Client, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::{KIB, MIB};
+use ballast_bench::Daemon;
 use ballast_testvm::qemu::load::{Dataset, Mix};
 use ballast_testvm::qemu::{QemuGuest, load, qemu_missing};
 
 use crate::exit::{Coded, Exit};
-use measure::{Host, each};
+use measure::{HostMemory, each};
 use report::{Report, VmReport};
 
 /// Run the main job on two real VMs: load, squeeze, kill the engine, verify every byte
@@ -52,13 +52,13 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
             println!("[{:5.1} s] {text}", start.elapsed().as_secs_f64());
         }
     };
-    let daemon = Daemon::start()?;
+    let host = Host::start()?;
     let keys = (args.data.0 as usize / VALUE).max(1);
     ensure!(args.data.0 + 160 * MIB <= args.memory.0, "--data {} does not fit --memory {}", args.data, args.memory);
 
     say("booting two unmodified Debian guests with Redis under `ballast run`");
     let mut guests =
-        ["demo-a", "demo-b"].iter().map(|name| daemon.boot(name, args.memory)).collect::<Result<Vec<_>>>()?;
+        ["demo-a", "demo-b"].iter().map(|name| host.boot(name, args.memory)).collect::<Result<Vec<_>>>()?;
     for guest in &mut guests {
         guest.qemu.wait_ready(BOOT_PATIENCE)?;
     }
@@ -71,17 +71,17 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     let mix = Mix { duration: Duration::from_secs(args.seconds), ..Mix::default() };
     say("measuring throughput without limits");
     let before_ops = measure::throughput(&mut guests, &mix)?;
-    let before = daemon.stats(&guests)?;
-    let host_before = Host::now()?;
+    let before = host.stats(&guests)?;
+    let host_before = HostMemory::now()?;
 
     let limits: Vec<u64> = before.iter().map(|vm| vm.resident_bytes / 2 / MIB * MIB).collect();
     say(&format!("limiting each to half of what it holds: {} and {}", Bytes(limits[0]), Bytes(limits[1])));
     for (guest, limit) in guests.iter().zip(&limits) {
-        daemon.api.set_limit(&guest.name, Some(*limit))?;
+        host.api().set_limit(&guest.name, Some(*limit))?;
     }
-    daemon.wait_for_limits(&guests, &limits)?;
-    let after = daemon.stats(&guests)?;
-    let host_after = Host::now()?;
+    host.wait_for_limits(&guests, &limits)?;
+    let after = host.stats(&guests)?;
+    let host_after = HostMemory::now()?;
     say(&format!(
         "resident fell from {} to {}; the kernel counts {} more memory available",
         Bytes(before.iter().map(|vm| vm.resident_bytes).sum()),
@@ -93,23 +93,23 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     let (under_ops, killed_pid) = std::thread::scope(|scope| {
         let killer = scope.spawn(|| {
             std::thread::sleep(mix.duration / 2);
-            daemon.kill_engine()
+            host.kill_engine()
         });
         let ops = measure::throughput(&mut guests, &mix);
         (ops, killer.join())
     });
     let (under_ops, killed_pid) = (under_ops?, killed_pid.map_err(|_| anyhow::anyhow!("the killer panicked"))??);
-    let successor = daemon.api.host()?;
+    let successor = host.api().host()?;
     ensure!(successor.engine_pid != killed_pid, "engine {killed_pid} was killed and still answers");
     say(&format!("engine {killed_pid} was killed; engine {} serves on", successor.engine_pid));
 
     say("reading back every key and comparing every byte");
     let verified = each(&mut guests, |guest| Ok(load::verify(guest.qemu.redis_addr(), &guest.data)?))?;
-    let end = daemon.stats(&guests)?;
+    let end = host.stats(&guests)?;
 
     say("removing the limits");
     for guest in &guests {
-        daemon.api.set_limit(&guest.name, None)?;
+        host.api().set_limit(&guest.name, None)?;
     }
     let after_ops = measure::throughput(&mut guests, &mix)?;
 
@@ -163,41 +163,24 @@ struct Guest {
     data: Dataset,
 }
 
-/// A ballastd of the demo's own, in a temporary directory.
-struct Daemon {
-    dir: tempfile::TempDir,
-    keeper: Child,
-    api: Client,
+/// The demo's ballastd and what is done with its guests.
+struct Host {
+    daemon: Daemon,
     ballast: PathBuf,
 }
 
-impl Daemon {
+impl Host {
     fn start() -> Result<Self> {
         let ballast = std::env::current_exe().context("Finding this program's own file")?;
-        let ballastd = ballast.with_file_name("ballastd");
-        ensure!(ballastd.is_file(), "{} is missing: build the whole workspace first", ballastd.display());
-        let dir = tempfile::Builder::new().prefix("ballast-demo-").tempdir().context("Making a directory")?;
-        let log = std::fs::File::create(dir.path().join("ballastd.log")).context("Making the log")?;
-        let keeper = Command::new(&ballastd)
-            .arg("--runtime-dir")
-            .arg(dir.path())
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .with_context(|| format!("Starting {}", ballastd.display()))?;
-        let api = Client::new(dir.path().join("api.sock"))?.retry_for(Duration::from_secs(20));
-        let daemon = Self { dir, keeper, api, ballast };
-        let start = Instant::now();
-        while !daemon.dir.path().join("api.sock").exists() {
-            ensure!(start.elapsed() < Duration::from_secs(10), "ballastd does not open its API socket");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        daemon.api.host().context("Waiting for ballastd to answer")?;
-        Ok(daemon)
+        Ok(Self { daemon: Daemon::start()?, ballast })
+    }
+
+    fn api(&self) -> &Client {
+        self.daemon.api()
     }
 
     fn boot(&self, name: &str, memory: Bytes) -> Result<Guest> {
-        let attach = self.dir.path().join("attach.sock");
+        let attach = self.daemon.attach_socket();
         let words = [
             &*self.ballast.to_string_lossy(),
             "run",
@@ -213,7 +196,7 @@ impl Daemon {
     }
 
     fn stats(&self, guests: &[Guest]) -> Result<Vec<VmStat>> {
-        guests.iter().map(|guest| Ok(self.api.vm(&guest.name)?)).collect()
+        guests.iter().map(|guest| Ok(self.api().vm(&guest.name)?)).collect()
     }
 
     fn wait_for_limits(&self, guests: &[Guest], limits: &[u64]) -> Result<()> {
@@ -232,16 +215,8 @@ impl Daemon {
 
     /// SIGKILL to the engine, which is the keeper's child; answers its pid.
     fn kill_engine(&self) -> Result<u32> {
-        let pid = self.api.host()?.engine_pid;
+        let pid = self.api().host()?.engine_pid;
         measure::kill(pid)?;
         Ok(pid)
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        // The guests are gone by now, so the engine, which outlives its keeper, ends by itself.
-        let _ = self.keeper.kill();
-        let _ = self.keeper.wait();
     }
 }

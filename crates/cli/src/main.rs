@@ -1,11 +1,12 @@
 //! `ballast`: the one command people type.
 //!
-//! Before: `ballastd` listens on its API socket (`doctor`, `run` and `completions` do without). After: text for people, JSON
+//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench` and `completions` do without). After: text for people, JSON
 //! for programs, an exit code for scripts.
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
 
 mod args;
+mod bench;
 mod demo;
 mod doctor;
 mod exit;
@@ -37,6 +38,8 @@ fn run(cli: Cli) -> Result<ExitCode> {
     match cli.command {
         Command::Run(args) => match run::run(args)? {},
         Command::Demo(args) => demo::run(args, cli.json)?,
+        Command::Bench(args) => bench::run(args, cli.json)?,
+        Command::BenchRole { role } => ballast_bench::run_role(&role)?,
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Top(args) => top::run(client()?, args, cli.json)?,
         Command::Host => host::host(&client()?, cli.json)?,

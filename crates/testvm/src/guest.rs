@@ -226,7 +226,7 @@ impl Params {
         let place = next_random(random);
         let write = (choice >> 32) < self.write_below;
         let rank = match self.kind {
-            KIND_SEQUENTIAL => return (op % self.cells.max(1), write),
+            KIND_SEQUENTIAL => op % self.cells.max(1),
             KIND_HOTSET => {
                 let base = if op < self.move_at { 0 } else { self.cells / 2 };
                 let rank = if (choice & 0xFFFF_FFFF) < self.hot_below {

@@ -95,6 +95,8 @@ pub struct Latency {
     pub count: u64,
     /// Median.
     pub p50_ns: u64,
+    /// 90 %.
+    pub p90_ns: u64,
     /// 99 %.
     pub p99_ns: u64,
     /// 99.9 %.
@@ -121,8 +123,9 @@ impl Latency {
             });
             bucket.map_or(0, |bucket| ns(upper_edge(bucket as u64).min(longest.0)))
         };
-        let (p50_ns, p99_ns, p999_ns) = (percentile(0.5), percentile(0.99), percentile(0.999));
-        Self { count, p50_ns, p99_ns, p999_ns, max_ns: ns(longest.0), max_worker: longest.1, max_op: longest.2 }
+        let (p50_ns, p90_ns) = (percentile(0.5), percentile(0.9));
+        let (p99_ns, p999_ns) = (percentile(0.99), percentile(0.999));
+        Self { count, p50_ns, p90_ns, p99_ns, p999_ns, max_ns: ns(longest.0), max_worker: longest.1, max_op: longest.2 }
     }
 }
 

@@ -97,6 +97,27 @@ impl GuestRam {
         // SAFETY: inside this shared file mapping, so contents stay in the file and come back at the next touch.
         unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed) }.map_err(io::Error::from)
     }
+
+    /// Ask the kernel to reclaim a range now, to its swap; bytes stay what they are.
+    ///
+    /// # Panics
+    /// If the range is outside RAM.
+    pub fn page_out(&self, offset: usize, len: usize) -> io::Result<()> {
+        let ptr = self.ptr(offset, len);
+        // SAFETY: inside this mapping; the contents come back at the next touch.
+        unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxPageOut) }.map_err(io::Error::from)
+    }
+
+    /// Copy `out.len()` bytes from `offset` out of RAM.
+    ///
+    /// # Panics
+    /// If the range is outside RAM.
+    pub fn copy_out(&self, offset: usize, out: &mut [u8]) {
+        let ptr = self.ptr(offset, out.len());
+        // SAFETY: the source is in bounds and mapped as long as `self`; `out` is private, so the two cannot overlap.
+        // Bytes that a worker writes meanwhile arrive as a mix of old and new.
+        unsafe { std::ptr::copy_nonoverlapping(ptr, out.as_mut_ptr(), out.len()) }
+    }
 }
 
 impl Drop for GuestRam {

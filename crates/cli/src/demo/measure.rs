@@ -6,14 +6,14 @@ use ballast_testvm::qemu::load::{self, Mix};
 use super::Guest;
 
 /// Memory as the host's kernel counts it, in bytes.
-pub struct Host {
+pub struct HostMemory {
     /// `MemAvailable`.
     pub available: u64,
     /// `Shmem`: guest RAM and store arenas both live here.
     pub shmem: u64,
 }
 
-impl Host {
+impl HostMemory {
     /// Read it.
     pub fn now() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;

@@ -1,0 +1,128 @@
+//! A memory cgroup of the bench's own, version 1 or 2.
+//!
+//! Before: root, a mounted memory controller. After: removed again; who is in it has ended by then.
+//! Threads: one. Promise: no cgroup of anybody else is changed, except that version 2's root is told to hand the memory
+//! controller down if it does not yet, which is put back.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::guard::warn;
+
+/// How long its processes may take to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A cgroup; removed when dropped.
+#[derive(Debug)]
+pub struct Cgroup {
+    path: PathBuf,
+    /// Where the memory controller was handed down for us.
+    handed_down: Option<PathBuf>,
+}
+
+/// Where memory cgroups are made, and the file in each that limits them.
+fn root() -> Result<(PathBuf, &'static str)> {
+    let mounts = fs::read_to_string("/proc/mounts").context("Reading /proc/mounts")?;
+    root_in(&mounts, |path| {
+        fs::read_to_string(path.join("cgroup.controllers"))
+            .is_ok_and(|text| text.split(' ').any(|w| w.trim() == "memory"))
+    })
+}
+
+fn root_in(mounts: &str, has_memory: impl Fn(&Path) -> bool) -> Result<(PathBuf, &'static str)> {
+    for line in mounts.lines() {
+        let mut words = line.split(' ');
+        let (Some(path), Some(kind), Some(options)) = (words.nth(1), words.next(), words.next()) else { continue };
+        if kind == "cgroup" && options.split(',').any(|option| option == "memory") {
+            return Ok((path.into(), "memory.limit_in_bytes"));
+        }
+        if kind == "cgroup2" && has_memory(Path::new(path)) {
+            return Ok((path.into(), "memory.max"));
+        }
+    }
+    bail!("no memory cgroup controller is mounted")
+}
+
+impl Cgroup {
+    /// Make one.
+    pub fn new(name: &str) -> Result<Self> {
+        let (root, limit) = root()?;
+        let mut handed_down = None;
+        if limit == "memory.max" {
+            let control = root.join("cgroup.subtree_control");
+            let text = fs::read_to_string(&control).with_context(|| format!("Reading {}", control.display()))?;
+            if !text.split_ascii_whitespace().any(|word| word == "memory") {
+                fs::write(&control, "+memory").with_context(|| format!("Writing {}", control.display()))?;
+                handed_down = Some(control);
+            }
+        }
+        let path = root.join(name);
+        // Made first, so that what was handed down is taken back if this fails.
+        let cgroup = Self { path, handed_down };
+        fs::create_dir(&cgroup.path).with_context(|| format!("Making the cgroup {}", cgroup.path.display()))?;
+        Ok(cgroup)
+    }
+
+    /// Its directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Cap the memory of a cgroup made by [`Cgroup::new`].
+pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
+    let (_, file) = root()?;
+    let file = cgroup.join(file);
+    fs::write(&file, bytes.to_string()).with_context(|| format!("Writing {bytes} to {}", file.display()))
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let start = Instant::now();
+        let removed = loop {
+            match fs::remove_dir(&self.path) {
+                // Its processes are being ended; there is nothing to wait on but their going.
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && start.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => break Ok(()),
+                result => break result,
+            }
+        };
+        warn(&format!("removing the cgroup {}", self.path.display()), removed);
+        if let Some(control) = &self.handed_down {
+            warn(&format!("putting {} back", control.display()), fs::write(control, "-memory"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn version_1_is_found_by_its_option_and_version_2_by_its_controllers() {
+        let v1 = "cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n";
+        assert_eq!(root_in(v1, |_| false).expect("found").0, Path::new("/sys/fs/cgroup/memory"));
+        let v2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nsdelegate 0 0\n";
+        assert_eq!(root_in(v2, |_| true).expect("found"), ("/sys/fs/cgroup".into(), "memory.max"));
+        assert!(root_in(v2, |_| false).expect_err("none").to_string().contains("no memory cgroup"));
+    }
+
+    #[test]
+    fn a_cgroup_takes_a_limit_and_is_gone_afterwards() {
+        let name = format!("ballast-bench-test-{}", std::process::id());
+        let cgroup = match Cgroup::new(&name) {
+            Ok(cgroup) => cgroup,
+            Err(error) => return println!("SKIP needs=cgroup: {error:#}"),
+        };
+        let path = cgroup.path().to_owned();
+        limit(&path, 64 << 20).expect("limit");
+        assert!(path.exists());
+        drop(cgroup);
+        assert!(!path.exists());
+    }
+}

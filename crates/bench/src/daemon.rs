@@ -1,0 +1,98 @@
+//! A ballastd of one's own, in a temporary directory: for benches and the demo.
+//!
+//! Before: `ballastd` lies beside this program. After: keeper and engine have ended, the directory is gone.
+//! Threads: the keeper's and engine's, in their processes. Promise: no other daemon on the machine is touched.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_api::Client;
+
+/// A running daemon.
+#[derive(Debug)]
+pub struct Daemon {
+    dir: tempfile::TempDir,
+    keeper: Child,
+    api: Client,
+}
+
+impl Daemon {
+    /// Start the `ballastd` beside this program.
+    pub fn start() -> Result<Self> {
+        let ballastd = std::env::current_exe().context("Finding this program's own file")?.with_file_name("ballastd");
+        ensure!(ballastd.is_file(), "{} is missing: build the whole workspace first", ballastd.display());
+        let dir = tempfile::Builder::new().prefix("ballast-own-").tempdir().context("Making a directory")?;
+        let log = std::fs::File::create(dir.path().join("ballastd.log")).context("Making the log")?;
+        let keeper = Command::new(&ballastd)
+            .arg("--runtime-dir")
+            .arg(dir.path())
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("Starting {}", ballastd.display()))?;
+        let api = Client::new(dir.path().join("api.sock"))?.retry_for(Duration::from_secs(20));
+        let mut daemon = Self { dir, keeper, api };
+        let start = Instant::now();
+        while !daemon.api_socket().exists() {
+            if let Some(status) = daemon.keeper.try_wait().context("Asking after ballastd")? {
+                bail!("ballastd ended at once ({status}):\n{}", daemon.log());
+            }
+            ensure!(start.elapsed() < Duration::from_secs(10), "ballastd does not open its API socket");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        daemon.api.host().context("Waiting for ballastd to answer")?;
+        Ok(daemon)
+    }
+
+    /// The API.
+    pub fn api(&self) -> &Client {
+        &self.api
+    }
+
+    /// Wait until the API knows a VM: an attach is answered a moment earlier.
+    pub fn wait_for_vm(&self, name: &str) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            match self.api.vm(name) {
+                Err(error) if error.is_no_such_vm() && start.elapsed() < Duration::from_secs(10) => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                answer => return answer.map(drop).with_context(|| format!("Waiting for the VM {name}")),
+            }
+        }
+    }
+
+    /// The directory of sockets and log.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Where VMMs attach.
+    pub fn attach_socket(&self) -> PathBuf {
+        self.dir().join("attach.sock")
+    }
+
+    fn api_socket(&self) -> PathBuf {
+        self.dir().join("api.sock")
+    }
+
+    /// The keeper's process id.
+    pub fn keeper_pid(&self) -> u32 {
+        self.keeper.id()
+    }
+
+    /// What keeper and engine wrote.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir().join("ballastd.log")).unwrap_or_default()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // The VMs are gone by now, so the engine, which outlives its keeper, ends by itself.
+        let _ = self.keeper.kill();
+        let _ = self.keeper.wait();
+    }
+}

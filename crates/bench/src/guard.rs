@@ -1,0 +1,128 @@
+//! The guard: a process that changes settings of the machine for the bench and puts them back whatever becomes of it.
+//!
+//! Before: the bench starts it first. After: its input ends, because the bench is done or was killed in any way, and it
+//! undoes everything in reverse order.
+//! Threads: one. Promise: interrupt, termination and hang-up do not end it; what cannot be put back is named on
+//! standard error.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use rustix::fd::OwnedFd;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::cgroup::Cgroup;
+use crate::order::{Answer, Order, Role};
+use crate::role::obey;
+use crate::worker::Worker;
+use crate::zram::Swap;
+
+/// Say what could not be put back.
+pub(crate) fn warn(what: &str, result: std::io::Result<()>) {
+    if let Err(error) = result {
+        eprintln!("ballast bench: {what}: {error}");
+    }
+}
+
+/// A process to end, by a descriptor that cannot come to mean another.
+struct Process(OwnedFd);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // An error means that it is gone.
+        let _ = pidfd_send_signal(&self.0, Signal::KILL);
+    }
+}
+
+/// A directory to remove.
+struct Directory(PathBuf);
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        match std::fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            result => warn(&format!("removing {}", self.0.display()), result),
+        }
+    }
+}
+
+trait Undo {}
+impl Undo for Process {}
+impl Undo for Directory {}
+impl Undo for Cgroup {}
+impl Undo for Swap {}
+
+/// Play the guard.
+pub(crate) fn run() -> Result<()> {
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: ignoring a signal installs no handler.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    let mut made: Vec<Box<dyn Undo>> = Vec::new();
+    let result = obey(|order| {
+        let (undo, answer): (Box<dyn Undo>, Answer) = match order {
+            Order::Swap => {
+                let swap = Swap::new()?;
+                let device = swap.device().to_owned();
+                (Box::new(swap), Answer::Path(device))
+            }
+            Order::Cgroup(name) => {
+                let cgroup = Cgroup::new(&name)?;
+                let path = cgroup.path().to_owned();
+                (Box::new(cgroup), Answer::Path(path))
+            }
+            Order::EndProcess(pid) => {
+                let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).context("no such process id")?;
+                (Box::new(Process(pidfd_open(pid, PidfdFlags::empty())?)), Answer::Done)
+            }
+            Order::RemoveDir(path) => (Box::new(Directory(path)), Answer::Done),
+            other => bail!("the guard cannot do {other:?}"),
+        };
+        made.push(undo);
+        Ok(answer)
+    });
+    while made.pop().is_some() {}
+    result
+}
+
+/// The guard as the bench sees it.
+#[derive(Debug)]
+pub struct Guard {
+    worker: Worker,
+    cgroups: u32,
+}
+
+impl Guard {
+    /// Start it; drop it last.
+    pub fn start() -> Result<Self> {
+        Ok(Self { worker: Worker::start(&Role::Guard)?, cgroups: 0 })
+    }
+
+    /// A zram device as the only swap, until the end.
+    pub fn swap(&mut self) -> Result<PathBuf> {
+        self.path(&Order::Swap)
+    }
+
+    /// A memory cgroup, until the end.
+    pub fn cgroup(&mut self) -> Result<PathBuf> {
+        self.cgroups += 1;
+        self.path(&Order::Cgroup(format!("ballast-bench-{}-{}", std::process::id(), self.cgroups)))
+    }
+
+    /// End a process in the end, if it has not ended by then.
+    pub fn end_process(&mut self, pid: u32) -> Result<()> {
+        self.worker.ask(&Order::EndProcess(pid)).map(drop)
+    }
+
+    /// Remove a directory in the end, if it is still there.
+    pub fn remove_dir(&mut self, path: PathBuf) -> Result<()> {
+        self.worker.ask(&Order::RemoveDir(path)).map(drop)
+    }
+
+    fn path(&mut self, order: &Order) -> Result<PathBuf> {
+        match self.worker.ask(order)? {
+            Answer::Path(path) => Ok(path),
+            other => bail!("the guard answers {other:?}"),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! What being attached costs a VM that nobody squeezes.
+//!
+//! Before: two VMs with the same workload, neither attached. After: by how much one of them got slower when it was, the
+//! other being the yardstick.
+//! Units: operations per second, of time and of CPU time. Promise: only one VM runs at a time, in short turns, so that
+//! whatever else the machine does hits both alike; attaching changes nothing else, not even where the memory lies.
+//!
+//! ```text
+//! phase      first VM     second VM
+//!   0        free         free        ┐ the change from 0 to 1 is the A/A noise
+//!   1        free         free        ┘ ┐ the change from 1 to 2 is the cost
+//!   2        attached     free          ┘
+//! ```
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::Bench;
+use crate::order::{Answer, Order, Role, WorkloadConfig};
+use crate::report::Row;
+use crate::stats::median;
+use crate::worker::Worker;
+
+/// The phase in which the first VM is attached.
+const ATTACHED: usize = 2;
+
+/// A VM that stands still except in its turn.
+struct Contestant(Worker);
+
+impl Contestant {
+    fn start(config: WorkloadConfig) -> Result<Self> {
+        let mut worker = Worker::start(&Role::Workload(config))?;
+        worker.ask(&Order::Fill)?;
+        let contestant = Self(worker);
+        contestant.signal(Signal::STOP)?;
+        Ok(contestant)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_raw(self.0.pid().cast_signed()).context("a VM has no process id")?;
+        kill_process(pid, signal).context("Stopping or continuing a VM")
+    }
+
+    /// Obey one order, and stand still again.
+    fn turn(&mut self, order: &Order) -> Result<Answer> {
+        self.signal(Signal::CONT)?;
+        let answer = self.0.ask(order);
+        self.signal(Signal::STOP)?;
+        answer
+    }
+
+    /// Operations per second, and per second of CPU time.
+    fn speed(&mut self, ms: u64) -> Result<[f64; 2]> {
+        let Answer::Sliced { ops, wall_us, cpu_us } = self.turn(&Order::Slice { ms })? else { bail!("a VM stands") };
+        Ok([ops as f64 * 1e6 / wall_us, ops as f64 * 1e6 / cpu_us])
+    }
+}
+
+/// One pair's figures: the first VM's speed over the second's, by clock and by CPU time, in each phase.
+struct Pair {
+    ratio: [[f64; 2]; 3],
+    attached_ops_per_s: f64,
+}
+
+impl Pair {
+    /// By how many percent the first VM is slower in one phase than in the one before.
+    fn slower_pct(&self, phase: usize, clock: usize) -> f64 {
+        (1.0 - self.ratio[phase][clock] / self.ratio[phase - 1][clock]) * 100.0
+    }
+}
+
+fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) -> Result<Pair> {
+    let mut start = || {
+        bench.names += 1;
+        let attach = (bench.daemon.attach_socket(), format!("bench-{}", bench.names));
+        Contestant::start(WorkloadConfig { zipf, kvm: bench.options.kvm, ram_bytes, attach })
+    };
+    let (mut first, mut second) = (start()?, start()?);
+    let mut pair = Pair { ratio: [[0.0; 2]; 3], attached_ops_per_s: 0.0 };
+    // To warm up: a whole phase, since VMs get faster at first, and not all at the same pace.
+    for _ in 0..turns {
+        first.speed(ms)?;
+        second.speed(ms)?;
+    }
+    for (phase, ratio) in pair.ratio.iter_mut().enumerate() {
+        if phase == ATTACHED {
+            first.turn(&Order::Attach)?;
+        }
+        let (mut ratios, mut speeds) = ([const { Vec::new() }; 2], Vec::new());
+        for turn in 0..turns {
+            let (ours, theirs) = if turn % 2 == 0 {
+                let ours = first.speed(ms)?;
+                (ours, second.speed(ms)?)
+            } else {
+                let theirs = second.speed(ms)?;
+                (first.speed(ms)?, theirs)
+            };
+            speeds.push(ours[0]);
+            (0..2).for_each(|clock| ratios[clock].push(ours[clock] / theirs[clock]));
+        }
+        for (clock, ratios) in ratios.iter().enumerate() {
+            ratio[clock] = median(ratios).context("there are turns")?;
+        }
+        pair.attached_ops_per_s = median(&speeds).context("there are turns")?;
+    }
+    Ok(pair)
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (ram_bytes, repetitions, turns, ms) = match (bench.options.quick, bench.options.kvm) {
+        (true, _) => (16 << 20, 2, 8, 20),
+        (false, false) => (64 << 20, 6, 11, 40),
+        // A KVM guest takes longer to start.
+        (false, true) => (64 << 20, 4, 11, 40),
+    };
+    for (zipf, workload) in [(false, "hotset"), (true, "zipf")] {
+        let mut row = Row::new("idle", bench.options.guest(), workload);
+        row.fact("workload", workload);
+        row.fact("ram_bytes", ram_bytes);
+        row.fact("repetitions", repetitions);
+        row.fact("turns_per_phase", turns);
+        row.fact("turn_ms", ms);
+        let pairs: Vec<Pair> =
+            (0..repetitions).map(|_| pair(bench, zipf, ram_bytes, turns, ms)).collect::<Result<_>>()?;
+        let slower = |phase, clock| pairs.iter().map(|pair| pair.slower_pct(phase, clock)).collect::<Vec<_>>();
+        row.difference("idle_overhead_pct", &slower(ATTACHED, 0));
+        row.difference("idle_aa_pct", &slower(1, 0));
+        row.difference("idle_overhead_cpu_pct", &slower(ATTACHED, 1));
+        row.difference("idle_aa_cpu_pct", &slower(1, 1));
+        row.figure("attached_ops_per_s", &pairs.iter().map(|pair| pair.attached_ops_per_s).collect::<Vec<_>>());
+        each(row)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! `ballast bench`: Ballast against the kernel's own swap, a plain userfaultfd handler and the floor.
+//!
+//! Before: `ballastd` lies beside this program; root and zram for the kernel's columns. After: rows, and a machine that
+//! is as it was.
+//! Threads: the caller's; guests, handler, guard and daemon are processes.
+//! Units: in every key. Promise: all sides are measured in the same run, on the same data, in the same order of
+//! touches, in turns; every page's contents are checked; a figure that could not be measured says why.
+//!
+//! ```text
+//! bench ── orders, answers ──► guest (ballast) ◄── faults ── keeper, engine     `daemon`
+//!   │                     ──► guest (kernel)  ◄── zram, in a cgroup            `guard` puts it back
+//!   │                     ──► guest (plain)   ◄── faults ── handler            `plain`
+//!   └─────────────────────►   guest (floor)
+//! ```
+
+mod cgroup;
+mod cpu;
+mod daemon;
+mod guard;
+mod guest;
+mod idle;
+mod machine;
+mod order;
+mod plain;
+mod reclaim;
+mod report;
+mod restore;
+mod role;
+mod scale;
+mod stats;
+mod storm;
+mod subject;
+mod vcpu;
+mod worker;
+mod workload;
+mod zram;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+pub use daemon::Daemon;
+pub use machine::is_release;
+pub use order::Data;
+pub use report::Row;
+pub use role::run as run_role;
+pub use worker::ROLE_COMMAND;
+
+use guard::Guard;
+use subject::{Subject, Way};
+
+/// What to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// How long a touch of a far page takes.
+    Restore,
+    /// How fast cold pages go.
+    Reclaim,
+    /// What a second VM adds.
+    Scale,
+    /// What being attached costs when nothing is wanted.
+    Idle,
+    /// What a neighbour's faults do to a VM's.
+    Storm,
+}
+
+/// How to measure it.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// What.
+    pub which: Which,
+    /// KVM guests instead of native threads.
+    pub kvm: bool,
+    /// Fewer pages and repetitions.
+    pub quick: bool,
+}
+
+impl Options {
+    fn guest(&self) -> &'static str {
+        if self.kvm { "kvm" } else { "native" }
+    }
+}
+
+/// Everything a bench runs with. Fields are dropped in this order: the guard puts things back last.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    options: Options,
+    daemon: Daemon,
+    /// The swap device, or why there is none.
+    kernel: Result<PathBuf, String>,
+    names: u32,
+    guard: Guard,
+}
+
+impl Bench {
+    fn start(options: Options) -> Result<Self> {
+        let mut guard = Guard::start()?;
+        let daemon = Daemon::start()?;
+        guard.remove_dir(daemon.dir().to_owned())?;
+        guard.end_process(daemon.keeper_pid())?;
+        let wanted = options.which != Which::Idle;
+        let kernel = if wanted { guard.swap().map_err(|error| format!("{error:#}")) } else { Err(String::new()) };
+        Ok(Self { options, daemon, kernel, names: 0, guard })
+    }
+
+    fn engine_pid(&self) -> Result<u32> {
+        Ok(self.daemon.api().host().context("Asking for the engine's process id")?.engine_pid)
+    }
+
+    /// A guest of each way that can be had. Without the kernel's swap or its cgroup the row says why.
+    fn subjects(&mut self, ways: &[Way], pages: u64, data: Data, row: &mut Row) -> Result<Vec<Subject>> {
+        let mut subjects = Vec::new();
+        for way in ways {
+            let kernel = if *way == Way::Kernel { self.kernel.clone().map(drop) } else { Ok(()) };
+            match kernel {
+                Ok(()) => match Subject::new(self, *way, pages, data) {
+                    Ok(subject) => subjects.push(subject),
+                    Err(error) if *way == Way::Kernel => row.because(&format!("{error:#}")),
+                    Err(error) => return Err(error),
+                },
+                Err(why) => row.because(&why),
+            }
+        }
+        Ok(subjects)
+    }
+}
+
+/// Measure; `each` gets every row as soon as it is there, with the description of the machine.
+pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
+    if let (true, Some(why)) = (options.kvm, ballast_testvm::kvm_missing()) {
+        bail!("no KVM guest can run here: {why} (a native guest needs no KVM)");
+    }
+    let machine = machine::describe();
+    let mut bench = Bench::start(options)?;
+    let mut each = |row: Row| each(&row, &machine);
+    let result = match options.which {
+        Which::Restore => restore::run(&mut bench, &mut each),
+        Which::Reclaim => reclaim::run(&mut bench, &mut each),
+        Which::Scale => scale::run(&mut bench, &mut each),
+        Which::Idle => idle::run(&mut bench, &mut each),
+        Which::Storm => storm::run(&mut bench, &mut each),
+    };
+    if result.is_err() {
+        eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());
+    }
+    result
+}

@@ -1,0 +1,73 @@
+//! What the numbers were measured on, and with which build.
+//!
+//! Promise: only reads; what cannot be read is null.
+
+use std::fs;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+/// Was this built for speed?
+pub fn is_release() -> bool {
+    !cfg!(debug_assertions)
+}
+
+/// The machine, as it stands in every row.
+pub fn describe() -> Value {
+    let read = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    let field = |path, key: &str| {
+        let text = read(path)?;
+        let line = text.lines().find(|line| line.starts_with(key))?.split_once(':')?.1.trim().to_owned();
+        Some(line)
+    };
+    let kib = |key| field("/proc/meminfo", key)?.split(' ').next()?.parse::<u64>().ok().map(|kib| kib * 1024);
+    let huge = "/sys/kernel/mm/transparent_hugepage";
+    let load = read("/proc/loadavg").and_then(|text| text.split(' ').next()?.parse::<f64>().ok());
+    json!({
+        "cpu": field("/proc/cpuinfo", "model name"),
+        "cpus": std::thread::available_parallelism().ok().map(usize::from),
+        "kernel": read("/proc/sys/kernel/osrelease"),
+        "virtualised": field("/proc/cpuinfo", "flags").map(|flags| flags.split(' ').any(|flag| flag == "hypervisor")),
+        "mem_total_bytes": kib("MemTotal"),
+        "mem_available_bytes": kib("MemAvailable"),
+        "load_at_start": load,
+        "thp": read(&format!("{huge}/enabled")),
+        "thp_shmem": read(&format!("{huge}/shmem_enabled")),
+        "clocksource": read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
+        "revision": revision(),
+        "build": if is_release() { "release" } else { "debug" },
+    })
+}
+
+/// Memory of a process that no file backs, in bytes.
+pub(crate) fn rss_anon(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
+    let kib =
+        text.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_ascii_whitespace().next()?.parse().ok());
+    kib.map(|kib: u64| kib * 1024).with_context(|| format!("{path} has no RssAnon"))
+}
+
+/// The revision of the sources this was built from, if they are still there and under git.
+fn revision() -> Option<String> {
+    let git = Command::new("git")
+        .args(["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--dirty", "--abbrev=12"])
+        .output()
+        .ok()?;
+    let text = String::from_utf8(git.stdout).ok()?;
+    Some(text.trim().to_owned()).filter(|text| git.status.success() && !text.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_has_processors_memory_and_a_kernel() {
+        let machine = describe();
+        assert!(machine["cpus"].as_u64() >= Some(1) && machine["mem_total_bytes"].as_u64() > Some(0), "{machine}");
+        assert!(machine["kernel"].is_string(), "{machine}");
+        assert!(rss_anon(std::process::id()).expect("this process") > 0);
+    }
+}

@@ -1,0 +1,211 @@
+//! What the bench tells its helper processes, and what they answer: one line of JSON each, over their standard input
+//! and output.
+//!
+//! Before: `worker` starts `ballast bench-role ROLE`. After: [`crate::role::run`] plays the role until its input ends.
+//! Units: in the names. Promise: every order has one answer; a helper that fails answers [`Answer::Failed`] with the
+//! reason.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::stats::Summary;
+
+/// What a helper process is.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Role {
+    /// A guest whose pages go out and come back.
+    Guest(GuestConfig),
+    /// A VM that runs a workload of `testvm`, slice by slice.
+    Workload(WorkloadConfig),
+    /// The plain userfaultfd handler; its standard input is a socket to its guest.
+    Handler,
+    /// Changes settings of the machine and puts them back, whatever becomes of the bench.
+    Guard,
+}
+
+/// The contents of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Data {
+    /// 64 bytes of noise, 64 bytes of zeros, and so on.
+    HalfCompressible,
+    /// Noise.
+    Incompressible,
+}
+
+impl Data {
+    /// As it stands in JSON and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::HalfCompressible => "half_compressible",
+            Self::Incompressible => "incompressible",
+        }
+    }
+
+    /// The words of one page.
+    pub fn page(self, page: u64) -> ballast_store::PageBytes {
+        match self {
+            Self::HalfCompressible => ballast_store::pages::half_compressible(page),
+            Self::Incompressible => ballast_store::pages::incompressible(page),
+        }
+    }
+}
+
+/// Who takes a guest's pages away.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Backing {
+    /// A ballastd.
+    Ballast {
+        /// Its attach socket.
+        socket: PathBuf,
+        /// The VM's name.
+        name: String,
+    },
+    /// The kernel's swap.
+    Kernel {
+        /// The file of a memory cgroup that takes a process id.
+        procs: PathBuf,
+    },
+    /// A handler of our own: one thread, one page at a time.
+    Plain,
+    /// Nobody: pages are unmapped and stay in memory.
+    Floor,
+}
+
+/// A guest.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct GuestConfig {
+    /// Who takes its pages.
+    pub backing: Backing,
+    /// A KVM virtual CPU touches the memory, not a thread.
+    pub kvm: bool,
+    /// Pages with data. RAM is twice as large, so that a limit can be above the data and below RAM.
+    pub pages: u64,
+    /// What they hold.
+    pub data: Data,
+}
+
+/// A workload VM.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct WorkloadConfig {
+    /// Zipf, or hot set.
+    pub zipf: bool,
+    /// In a KVM guest.
+    pub kvm: bool,
+    /// Size of RAM.
+    pub ram_bytes: u64,
+    /// What [`Order::Attach`] needs: the attach socket and the VM's name.
+    pub attach: (PathBuf, String),
+}
+
+/// How pages are touched.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Pace {
+    /// No more than this many.
+    pub most: u64,
+    /// Computing between two touches.
+    pub think_us: u32,
+    /// The thread stays on the CPU it is on, as a pinned vCPU does.
+    pub pinned: bool,
+}
+
+impl Pace {
+    /// All of them, as fast as possible.
+    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false };
+}
+
+/// What to do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Order {
+    /// Fill memory (and attach it).
+    Fill,
+    /// Put every page out: all roles but Ballast's, where the limit does that.
+    PageOut,
+    /// Touch pages that are out, in an order that the seed decides.
+    Touch {
+        /// Decides the order.
+        seed: u64,
+        /// How.
+        pace: Pace,
+    },
+    /// Touch random pages as fast as possible until [`Order::Pause`].
+    Storm,
+    /// End the storm; answers how many touches there were.
+    Pause,
+    /// Compare every byte.
+    Verify,
+    /// Attach the workload's VM, as it is.
+    Attach,
+    /// Run the workload for this long.
+    Slice {
+        /// How long.
+        ms: u64,
+    },
+    /// Guard: a zram device of our own as the only swap.
+    Swap,
+    /// Guard: a memory cgroup of this name.
+    Cgroup(String),
+    /// Guard: in the end, end this process.
+    EndProcess(u32),
+    /// Guard: in the end, remove this directory of ours.
+    RemoveDir(PathBuf),
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Answer {
+    /// Done.
+    Done,
+    /// Filled; the number of the descriptor of guest RAM, if it is a file.
+    Filled {
+        /// The descriptor, in the helper.
+        ram_fd: Option<i32>,
+    },
+    /// Pages are out.
+    Out(Out),
+    /// Pages were touched.
+    Touched(Touched),
+    /// A slice, or a storm, is over.
+    Sliced {
+        /// Operations or touches.
+        ops: u64,
+        /// How long it took.
+        wall_us: f64,
+        /// What all threads of the helper used meanwhile.
+        cpu_us: f64,
+    },
+    /// Guard: where it is.
+    Path(PathBuf),
+    /// It could not be done.
+    Failed(String),
+}
+
+/// How pages went out.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Out {
+    /// How many.
+    pub pages: u64,
+    /// How long it took.
+    pub wall_us: f64,
+    /// CPU time of all threads that had a part in it.
+    pub cpu_us: f64,
+    /// Ballast only: from the order until the first page was seen to be gone.
+    pub first_us: f64,
+}
+
+/// A touch that is quicker than this raised no fault: a minor one with nothing else takes longer.
+pub const FAULT_NS: u32 = 700;
+
+/// How pages came back.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Touched {
+    /// Time per touch.
+    pub summary: Summary,
+    /// The same without those quicker than [`FAULT_NS`]: their pages were back already.
+    pub faults: Summary,
+    /// All touches, from the first to the last.
+    pub wall_us: f64,
+    /// Touches that found wrong bytes.
+    pub wrong: u64,
+}

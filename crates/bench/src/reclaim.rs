@@ -1,0 +1,90 @@
+//! How fast cold pages leave DRAM.
+//!
+//! Before: guests hold all their data. After: pages per second from the order to the last punch.
+//! Units: pages per second; microseconds of CPU per page, of all threads that had a part in it.
+//! Promise: Ballast's rate counts everything but the fixed wait in quarantine, and the rate with it stands beside.
+
+use anyhow::Result;
+
+use crate::Bench;
+use crate::order::{Data, Out, Pace};
+use crate::report::Row;
+use crate::subject::{Subject, Way, out, touch};
+
+const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
+
+/// How long the engine leaves a page in quarantine when a VM whose memory nothing can pin is over its limit
+/// (`Tuning::direct_quarantine` in `pager`).
+const WAIT_US: f64 = 20_000.0;
+
+/// Pages per second, all told.
+fn rate_with_wait(out: &Out) -> f64 {
+    out.pages as f64 * 1e6 / out.wall_us
+}
+
+/// Pages per second without the wait, which was no longer than it took until the first page went. (Only Ballast waits.)
+pub(crate) fn rate(out: &Out) -> f64 {
+    out.pages as f64 * 1e6 / (out.wall_us - WAIT_US.min(out.first_us)).max(1.0)
+}
+
+#[derive(Default)]
+struct Series {
+    outs: Vec<Out>,
+}
+
+impl Series {
+    fn of(&self, figure: impl Fn(&Out) -> f64) -> Vec<f64> {
+        self.outs.iter().map(figure).collect()
+    }
+
+    fn cpu(&self) -> Vec<f64> {
+        self.of(|out| out.cpu_us / out.pages as f64)
+    }
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (pages, repetitions) = match (bench.options.quick, bench.options.kvm) {
+        (true, _) => (8192, 2),
+        (false, false) => (32_768, 6),
+        (false, true) => (16_384, 4),
+    };
+    for data in [Data::HalfCompressible, Data::Incompressible] {
+        let mut row = Row::new("reclaim", bench.options.guest(), data.name());
+        row.fact("data", data.name());
+        row.fact("pages", pages);
+        row.fact("repetitions", repetitions);
+        row.fact("quarantine_wait_us", WAIT_US as u64);
+        let mut subjects = bench.subjects(&WAYS, pages, data, &mut row)?;
+        let mut series: [Series; 3] = Default::default();
+        for round in 0..=repetitions {
+            let mut turns: Vec<&mut Subject> = subjects.iter_mut().collect();
+            if round % 2 == 1 {
+                turns.reverse();
+            }
+            for subject in turns {
+                let out = out(bench, &mut [&mut *subject])?;
+                if round > 0 {
+                    series[subject.way as usize].outs.push(out);
+                }
+                touch(&mut [subject], round, Pace::ALL)?;
+            }
+        }
+        subjects.iter_mut().try_for_each(Subject::verify)?;
+        let [ballast, kernel, plain] = &series;
+        let (ours, theirs) = (ballast.of(rate), kernel.of(rate));
+        row.figure("reclaim_pages_per_s", &ours);
+        row.figure("reclaim_with_wait_pages_per_s", &ballast.of(rate_with_wait));
+        row.figure("kernel_pageout_pages_per_s", &theirs);
+        row.figure("plain_pageout_pages_per_s", &plain.of(rate));
+        row.figure("reclaim_first_page_us", &ballast.of(|out| out.first_us));
+        row.ratio("ratio_reclaim", &ours, &theirs);
+        row.ratio("ratio_reclaim_with_wait", &ballast.of(rate_with_wait), &theirs);
+        row.ratio("ratio_reclaim_plain", &ours, &plain.of(rate));
+        row.figure("reclaim_cpu_us_per_page", &ballast.cpu());
+        row.figure("kernel_pageout_cpu_us_per_page", &kernel.cpu());
+        row.figure("plain_pageout_cpu_us_per_page", &plain.cpu());
+        row.ratio("ratio_reclaim_cpu", &ballast.cpu(), &kernel.cpu());
+        each(row)?;
+    }
+    Ok(())
+}

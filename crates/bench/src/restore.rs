@@ -1,0 +1,156 @@
+//! How long one touch of a far page takes, as the guest's thread sees it.
+//!
+//! Before: pages are out, by each way. After: percentiles of single touches in random order.
+//! Units: microseconds per touch. Promise: the ways take turns, forwards and backwards; each page is touched once.
+
+use anyhow::Result;
+
+use crate::order::{Data, Pace};
+use crate::report::{Row, rounded};
+use crate::subject::{Subject, Way, out, touch};
+use crate::{Bench, machine, zram};
+
+const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
+
+/// A pinned vCPU, as fast as it can: what the first figures are of.
+const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
+/// With computing in between, so that whoever serves the touches has gone to sleep.
+const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true };
+/// A thread that the scheduler moves about.
+const MOVING: Pace = Pace { most: 2000, ..Pace::ALL };
+
+/// What the rounds of one way came to.
+#[derive(Default)]
+pub(crate) struct Series {
+    pub(crate) p50: Vec<f64>,
+    pub(crate) p90: Vec<f64>,
+    pub(crate) p99: Vec<f64>,
+    pub(crate) max: Vec<f64>,
+    pub(crate) paced: [Vec<f64>; 2],
+    pub(crate) moving: [Vec<f64>; 2],
+    /// Of the touches that faulted, and their share in percent.
+    pub(crate) faults: [Vec<f64>; 2],
+    pub(crate) faulted_pct: Vec<f64>,
+}
+
+impl Series {
+    fn round(&mut self, bench: &mut Bench, subject: &mut Subject, seed: u64) -> Result<()> {
+        if !bench.options.kvm {
+            for (pace, into) in [(PACED, &mut self.paced), (MOVING, &mut self.moving)] {
+                out(bench, &mut [&mut *subject])?;
+                let summary = touch(&mut [&mut *subject], seed, pace)?[0].summary;
+                into[0].push(summary.p50_us);
+                into[1].push(summary.p99_us);
+            }
+        }
+        out(bench, &mut [&mut *subject])?;
+        let touched = touch(&mut [subject], seed, PINNED)?[0];
+        let summary = touched.summary;
+        self.faults[0].push(touched.faults.p50_us);
+        self.faults[1].push(touched.faults.p99_us);
+        self.faulted_pct.push(100.0 * touched.faults.count as f64 / summary.count.max(1) as f64);
+        self.p50.push(summary.p50_us);
+        self.p90.push(summary.p90_us);
+        self.p99.push(summary.p99_us);
+        self.max.push(summary.max_us);
+        Ok(())
+    }
+
+    fn report(&self, row: &mut Row, prefix: &str) {
+        for (name, values) in [("p50", &self.p50), ("p90", &self.p90), ("p99", &self.p99), ("max", &self.max)] {
+            row.figure(&format!("{prefix}_us_{name}"), values);
+        }
+    }
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (pages, repetitions) = match (bench.options.quick, bench.options.kvm) {
+        (true, _) => (4096, 2),
+        (false, false) => (16_384, 6),
+        (false, true) => (8192, 4),
+    };
+    for data in [Data::HalfCompressible, Data::Incompressible] {
+        let mut row = Row::new("restore", bench.options.guest(), data.name());
+        row.fact("data", data.name());
+        row.fact("pages", pages);
+        row.fact("repetitions", repetitions);
+        let ways = if bench.options.kvm { &WAYS[..3] } else { &WAYS };
+        if bench.options.kvm {
+            row.because("the floor of a KVM guest: the host maps the neighbours of an untouched page along with it");
+        }
+        let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
+        let mut series: [Series; 4] = Default::default();
+        for round in 0..=repetitions {
+            let mut turns: Vec<&mut Subject> = subjects.iter_mut().collect();
+            if round % 2 == 1 {
+                turns.reverse();
+            }
+            for subject in turns {
+                // Round 0 warms up, into figures nobody looks at.
+                let mut warm_up = Series::default();
+                let of = if round == 0 { &mut warm_up } else { &mut series[subject.way as usize] };
+                of.round(bench, subject, round)?;
+            }
+        }
+        subjects.iter_mut().try_for_each(Subject::verify)?;
+        memory(bench, &mut subjects, &mut row)?;
+        let [ballast, kernel, plain, floor] = &series;
+        ballast.report(&mut row, "restore");
+        kernel.report(&mut row, "kernel_swapin");
+        plain.report(&mut row, "plain");
+        floor.report(&mut row, "floor");
+        row.ratio("ratio_restore_p50", &ballast.p50, &kernel.p50);
+        row.ratio("ratio_restore_p99", &ballast.p99, &kernel.p99);
+        row.ratio("ratio_plain_p50", &ballast.p50, &plain.p50);
+        row.ratio("ratio_plain_p99", &ballast.p99, &plain.p99);
+        if !bench.options.kvm {
+            row.figure("restore_faulted_pct", &ballast.faulted_pct);
+            for (at, percentile) in ["p50", "p99"].into_iter().enumerate() {
+                row.figure(&format!("restore_fault_us_{percentile}"), &ballast.faults[at]);
+                row.ratio(&format!("ratio_restore_fault_{percentile}"), &ballast.faults[at], &kernel.faults[at]);
+                for (name, [ballast, kernel, plain]) in [
+                    ("paced", [ballast, kernel, plain].map(|series| &series.paced[at])),
+                    ("moving", [ballast, kernel, plain].map(|series| &series.moving[at])),
+                ] {
+                    row.figure(&format!("restore_{name}_us_{percentile}"), ballast);
+                    row.figure(&format!("kernel_swapin_{name}_us_{percentile}"), kernel);
+                    row.figure(&format!("plain_{name}_us_{percentile}"), plain);
+                    row.ratio(&format!("ratio_restore_{name}_{percentile}"), ballast, kernel);
+                }
+            }
+        }
+        each(row)?;
+    }
+    Ok(())
+}
+
+/// What far pages occupy, and what the engine itself measured.
+fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<()> {
+    for subject in subjects {
+        match subject.way {
+            Way::Ballast => {
+                if !bench.options.kvm {
+                    let latency = bench.daemon.api().vm(subject.name())?.restore_latency;
+                    row.fact("engine_restore_us_p50", rounded(latency.p50_us));
+                    row.fact("engine_restore_us_p99", rounded(latency.p99_us));
+                    row.fact("engine_restores", latency.count);
+                }
+                row.fact("engine_rss_anon_bytes", machine::rss_anon(bench.engine_pid()?)?);
+                out(bench, &mut [&mut *subject])?;
+                let stat = bench.daemon.api().vm(subject.name())?;
+                let pages = (stat.far_bytes / ballast_base::PAGE_SIZE as u64).max(1);
+                row.fact("store_bytes_per_page", stat.store_bytes / pages);
+            }
+            Way::Kernel => {
+                let pages = out(bench, &mut [&mut *subject])?.pages;
+                if let Ok(device) = &bench.kernel {
+                    let (bytes, algorithm) = zram::used(device)?;
+                    row.fact("kernel_compression", algorithm);
+                    row.fact("zram_bytes_per_page", bytes / pages);
+                }
+            }
+            Way::Plain | Way::Floor => {}
+        }
+    }
+    Ok(())
+}

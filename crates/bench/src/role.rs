@@ -1,0 +1,53 @@
+//! The helper's side: read orders, obey, answer.
+//!
+//! Before: `worker` started this process. After: exit when the orders end, or when the bench dies.
+//! Promise: an order that fails is answered with its reason; the process goes on.
+
+use std::io::{BufRead, Write};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+
+use crate::guest::Guest;
+use crate::order::{Answer, Order, Role};
+use crate::workload::Runner;
+use crate::{guard, plain};
+
+/// Play a role, given as JSON, until standard input ends.
+pub fn run(role: &str) -> Result<()> {
+    let role: Role = serde_json::from_str(role).context("This command is for ballast bench alone; its role")?;
+    if !matches!(role, Role::Guard) {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    }
+    match role {
+        Role::Handler => plain::serve(),
+        Role::Guard => guard::run(),
+        Role::Guest(config) => {
+            let mut guest = Guest::new(config)?;
+            obey(|order| guest.obey(order))
+        }
+        Role::Workload(config) => {
+            let mut runner = Runner::new(config);
+            obey(|order| match order {
+                Order::Fill => runner.fill(),
+                Order::Attach => runner.attach(),
+                Order::Slice { ms } => runner.slice(ms),
+                other => bail!("a workload cannot do {other:?}"),
+            })
+        }
+    }
+}
+
+/// Answer each order in turn until they end.
+pub(crate) fn obey(mut obey: impl FnMut(Order) -> Result<Answer>) -> Result<()> {
+    for line in std::io::stdin().lock().lines() {
+        let line = line.context("Reading an order")?;
+        let order = serde_json::from_str(&line).with_context(|| format!("Understanding the order {line:?}"))?;
+        let answer = obey(order).unwrap_or_else(|error| Answer::Failed(format!("{error:#}")));
+        let mut out = std::io::stdout().lock();
+        serde_json::to_writer(&mut out, &answer)?;
+        out.write_all(b"\n")?;
+        out.flush()?;
+    }
+    Ok(())
+}

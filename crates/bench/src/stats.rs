@@ -1,0 +1,180 @@
+//! Percentiles, medians, spread, and how much two measurements of the same thing differ.
+//!
+//! Before: times of single touches, or figures of repetitions. After: the figures of a row.
+//! Threads: none. Units: whatever the values have; times of touches arrive in ns and leave in us.
+//! Promise: no figure is made of nothing: without values the answer is `None`, or a summary that counts 0.
+
+use serde::{Deserialize, Serialize};
+
+/// The distribution of one round of touches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// How many touches; the rest is 0 when this is.
+    pub count: u64,
+    /// Median.
+    pub p50_us: f64,
+    /// 90 %.
+    pub p90_us: f64,
+    /// 99 %.
+    pub p99_us: f64,
+    /// Longest.
+    pub max_us: f64,
+}
+
+impl Summary {
+    /// Of times in nanoseconds, which are sorted on the way.
+    pub fn of(times_ns: &mut [u32]) -> Self {
+        times_ns.sort_unstable();
+        let us = |fraction| percentile(times_ns, fraction).map_or(0.0, |ns| f64::from(ns) / 1e3);
+        let count = times_ns.len() as u64;
+        Self { count, p50_us: us(0.5), p90_us: us(0.9), p99_us: us(0.99), max_us: us(1.0) }
+    }
+}
+
+/// The smallest value that at least `fraction` of the values do not exceed (nearest rank).
+pub fn percentile<T: Copy>(sorted: &[T], fraction: f64) -> Option<T> {
+    let rank = (sorted.len() as f64 * fraction).ceil() as usize;
+    sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
+}
+
+/// A figure over the repetitions of a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    /// Median.
+    pub median: f64,
+    /// Smallest.
+    pub min: f64,
+    /// Largest.
+    pub max: f64,
+}
+
+impl Spread {
+    /// `None` without values.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        Some(Self { median: median(&sorted)?, min, max })
+    }
+}
+
+/// The middle value, or the mean of the two in the middle.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => None,
+        odd if odd % 2 == 1 => Some(sorted[middle]),
+        _ => Some(f64::midpoint(sorted[middle - 1], sorted[middle])),
+    }
+}
+
+/// The A/A noise: by how many percent two repetitions of the *same* measurement, next to each other in time, differ;
+/// the median over the pairs. A difference between two sides that is not well above this means nothing.
+pub fn aa_noise_pct(values: &[f64]) -> Option<f64> {
+    let differ = |pair: &[f64; 2]| ((pair[1] / pair[0] - 1.0) * 100.0).abs();
+    let (pairs, _) = values.as_chunks::<2>();
+    median(&pairs.iter().map(differ).filter(|pct| pct.is_finite()).collect::<Vec<_>>())
+}
+
+/// Between which values the median of many more such measurements would be, with 95 % confidence (bootstrap).
+pub fn median_ci95(values: &[f64]) -> Option<(f64, f64)> {
+    const DRAWS: usize = 1000;
+    let mut seed = 0;
+    let mut draw = || values[((u128::from(random(&mut seed)) * values.len() as u128) >> 64) as usize];
+    let mut medians: Vec<f64> =
+        (0..DRAWS).filter_map(|_| median(&values.iter().map(|_| draw()).collect::<Vec<_>>())).collect();
+    medians.sort_by(f64::total_cmp);
+    Some((percentile(&medians, 0.025)?, percentile(&medians, 0.975)?))
+}
+
+/// The ratio of each repetition of one side to the repetition of the other side next to it.
+pub fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
+    ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).filter(|ratio| ratio.is_finite()).collect()
+}
+
+/// The next number of a random sequence (SplitMix64): orders of touches must be the same on every side.
+pub fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut word = *state;
+    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ word >> 31
+}
+
+/// Put values into an order that depends on the seed alone.
+pub fn shuffle<T>(values: &mut [T], mut seed: u64) {
+    for last in (1..values.len()).rev() {
+        let other = (u128::from(random(&mut seed)) * (last as u128 + 1)) >> 64;
+        values.swap(last, other as usize);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_nearest_ranks() {
+        let hundred: Vec<u32> = (1..=100).collect();
+        for (fraction, expected) in [(0.0, 1), (0.5, 50), (0.501, 51), (0.99, 99), (1.0, 100)] {
+            assert_eq!(percentile(&hundred, fraction), Some(expected), "{fraction}");
+        }
+        assert_eq!(percentile(&[7], 0.99), Some(7));
+        assert_eq!(percentile::<u32>(&[], 0.5), None);
+    }
+
+    #[test]
+    fn a_summary_sorts_and_counts_and_is_zero_without_values() {
+        let mut times = vec![3000, 1000, 2000];
+        let summary = Summary::of(&mut times);
+        assert_eq!((summary.count, summary.p50_us, summary.p99_us, summary.max_us), (3, 2.0, 3.0, 3.0));
+        assert_eq!(Summary::of(&mut []), Summary::default());
+    }
+
+    #[test]
+    fn the_median_of_an_even_count_is_between_the_two_in_the_middle() {
+        assert_eq!(median(&[4.0, 1.0, 3.0, 2.0]), Some(2.5));
+        assert_eq!(median(&[5.0, 1.0, 3.0]), Some(3.0));
+        assert_eq!(median(&[]), None);
+        assert_eq!(Spread::of(&[2.0, 9.0, 4.0]), Some(Spread { median: 4.0, min: 2.0, max: 9.0 }));
+        assert_eq!(Spread::of(&[]), None);
+    }
+
+    #[test]
+    fn noise_is_the_difference_of_neighbours_and_not_of_the_whole_run() {
+        // A machine that gets ten times slower half-way: neighbours differ by 10 % all the same.
+        let noise = aa_noise_pct(&[1.0, 1.1, 10.0, 11.0]).expect("two pairs");
+        assert!((noise - 10.0).abs() < 1e-9, "{noise}");
+        assert_eq!(aa_noise_pct(&[1.0]), None);
+    }
+
+    #[test]
+    fn the_interval_holds_the_median_and_narrows_with_more_values() {
+        let values = |count: u64| (0..count).map(|i| (i * 37 % count) as f64 / count as f64).collect::<Vec<_>>();
+        let (few, many) = (median_ci95(&values(10)).expect("few"), median_ci95(&values(1000)).expect("many"));
+        assert!(few.0 < 0.5 && 0.5 < few.1 && many.0 < 0.5 && 0.5 < many.1, "{few:?} {many:?}");
+        assert!(many.1 - many.0 < few.1 - few.0, "{few:?} {many:?}");
+        assert_eq!(median_ci95(&[]), None);
+    }
+
+    #[test]
+    fn ratios_pair_repetitions_and_leave_out_what_has_no_ratio() {
+        assert_eq!(ratios(&[1.0, 2.0, 3.0], &[2.0, 0.0, 1.0]), [0.5, 3.0]);
+    }
+
+    #[test]
+    fn a_shuffle_is_a_permutation_that_its_seed_decides() {
+        let shuffled = |seed| {
+            let mut values: Vec<u64> = (0..1000).collect();
+            shuffle(&mut values, seed);
+            values
+        };
+        assert_eq!(shuffled(1), shuffled(1));
+        assert_ne!(shuffled(1), shuffled(2));
+        let mut sorted = shuffled(3);
+        sorted.sort_unstable();
+        assert_eq!(sorted, (0..1000).collect::<Vec<_>>());
+    }
+}

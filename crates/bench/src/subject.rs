@@ -1,0 +1,222 @@
+//! What is measured: a guest whose pages go out and come back by one of four ways.
+//!
+//! Before: the bench has a daemon, and the kernel's swap if it could be had. After: figures of one round.
+//! Threads: the bench's one; the guests are processes. Units: pages, microseconds.
+//! Promise: all four ways go through the same orders; only [`Subject::out`] knows that Ballast is asked by its limit.
+
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, PageCount};
+use ballast_sys::memfd;
+
+use crate::order::{Answer, Backing, Data, GuestConfig, Order, Out, Pace, Role, Touched};
+use crate::worker::Worker;
+use crate::{Bench, cgroup, cpu};
+
+/// What a guest of Ballast is limited to while it is squeezed: next to nothing.
+const SQUEEZED: Bytes = Bytes(4 * MIB);
+/// A squeeze that takes longer has failed.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Between two looks at a file's memory, each of which costs a microsecond.
+const LOOK: Duration = Duration::from_micros(200);
+
+/// The four ways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// The product: keeper, engine, client.
+    Ballast,
+    /// The kernel's swap to zram, in a memory cgroup.
+    Kernel,
+    /// A plain userfaultfd handler.
+    Plain,
+    /// A minor fault and a copy of 4 KiB.
+    Floor,
+}
+
+/// A guest.
+#[derive(Debug)]
+pub struct Subject {
+    /// By which way its pages go.
+    pub way: Way,
+    config: GuestConfig,
+    worker: Option<Worker>,
+    /// Guest RAM, to ask what it holds.
+    ram: Option<File>,
+    /// The kernel's: its cgroup.
+    cgroup: Option<std::path::PathBuf>,
+    /// Ballast's: its name.
+    name: String,
+}
+
+/// A squeeze under way.
+struct Squeeze {
+    before: u64,
+    cpu_us: f64,
+}
+
+impl Subject {
+    /// Make one. A native guest is filled at once, a KVM guest before each round.
+    pub fn new(bench: &mut Bench, way: Way, pages: u64, data: Data) -> Result<Self> {
+        let cgroup = if way == Way::Kernel { Some(bench.guard.cgroup()?) } else { None };
+        let backing = match (way, &cgroup) {
+            (Way::Kernel, Some(cgroup)) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
+            (Way::Plain, _) => Backing::Plain,
+            (Way::Floor, _) => Backing::Floor,
+            _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
+        };
+        let config = GuestConfig { backing, kvm: bench.options.kvm, pages, data };
+        let mut subject = Self { way, config, worker: None, ram: None, cgroup, name: String::new() };
+        if !bench.options.kvm {
+            subject.start(bench)?;
+        }
+        Ok(subject)
+    }
+
+    fn start(&mut self, bench: &mut Bench) -> Result<()> {
+        // The old one first: its memory is what the new one should get.
+        (self.worker, self.ram) = (None, None);
+        if let Backing::Ballast { name, .. } = &mut self.config.backing {
+            bench.names += 1;
+            *name = format!("bench-{}", bench.names);
+            self.name.clone_from(name);
+        }
+        let mut worker = Worker::start(&Role::Guest(self.config.clone()))?;
+        let Answer::Filled { ram_fd } = worker.ask(&Order::Fill)? else { bail!("a guest does not fill its memory") };
+        if let Some(fd) = ram_fd {
+            let path = format!("/proc/{}/fd/{fd}", worker.pid());
+            self.ram = Some(File::open(&path).with_context(|| format!("Opening {path}"))?);
+        }
+        self.worker = Some(worker);
+        if self.way == Way::Ballast { bench.daemon.wait_for_vm(&self.name) } else { Ok(()) }
+    }
+
+    fn worker(&mut self) -> Result<&mut Worker> {
+        self.worker.as_mut().context("the guest has not started")
+    }
+
+    /// Give an order and take its answer.
+    pub fn ask(&mut self, order: &Order) -> Result<Answer> {
+        self.worker()?.ask(order)
+    }
+
+    /// The VM's name, if Ballast manages it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Hold the guest to this many bytes, by its limit or its cgroup's.
+    pub fn hold_to(&mut self, bench: &Bench, bytes: u64) -> Result<()> {
+        match (self.way, &self.cgroup) {
+            (Way::Ballast, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
+            (Way::Kernel, Some(cgroup)) => cgroup::limit(cgroup, bytes)?,
+            (way, _) => bail!("a guest of {way:?} has no limit"),
+        }
+        Ok(())
+    }
+
+    fn resident(&self) -> Result<u64> {
+        Ok(memfd::resident(self.ram.as_ref().context("guest RAM is no file")?)?.0)
+    }
+
+    /// CPU time of the engine's threads and of the guest's, whose own thread does nothing meanwhile.
+    fn cpu_us(&mut self, bench: &Bench) -> Result<f64> {
+        let pid = self.worker()?.pid();
+        Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(pid, |_| true)?)
+    }
+
+    fn start_out(&mut self, bench: &Bench) -> Result<Squeeze> {
+        if self.way != Way::Ballast {
+            self.worker()?.tell(&Order::PageOut)?;
+            return Ok(Squeeze { before: 0, cpu_us: 0.0 });
+        }
+        let squeeze = Squeeze { before: self.resident()?, cpu_us: self.cpu_us(bench)? };
+        bench.daemon.api().set_limit(&self.name, Some(SQUEEZED.0))?;
+        Ok(squeeze)
+    }
+
+    fn finish_out(&mut self, bench: &Bench, squeeze: &Squeeze, start: Instant) -> Result<Out> {
+        if self.way != Way::Ballast {
+            return match self.worker()?.answer()? {
+                Answer::Out(out) => Ok(out),
+                other => bail!("a guest answers {other:?} to a page-out"),
+            };
+        }
+        let limit = SQUEEZED.pages_floor().0;
+        let mut first_us = None;
+        loop {
+            let resident = self.resident()?;
+            if resident < squeeze.before {
+                first_us.get_or_insert_with(|| start.elapsed().as_secs_f64() * 1e6);
+            }
+            if resident <= limit {
+                break;
+            }
+            ensure!(start.elapsed() < PATIENCE, "after {} s the VM still holds {resident} pages", PATIENCE.as_secs());
+            std::thread::sleep(LOOK);
+        }
+        let wall_us = start.elapsed().as_secs_f64() * 1e6;
+        let out = Out {
+            pages: squeeze.before.saturating_sub(self.resident()?),
+            wall_us,
+            cpu_us: self.cpu_us(bench)? - squeeze.cpu_us,
+            first_us: first_us.unwrap_or(wall_us),
+        };
+        // As the engine sees it.
+        let stat = bench.daemon.api().vm(&self.name)?;
+        ensure!(stat.resident_bytes <= SQUEEZED.0 + MIB, "the engine sees {} bytes resident", stat.resident_bytes);
+        Ok(out)
+    }
+
+    /// Let the guest have all its memory again. Nothing comes back by itself.
+    fn relax(&self, bench: &Bench) -> Result<()> {
+        if self.way != Way::Ballast {
+            return Ok(());
+        }
+        // Above all data and below RAM, so that reclaim watches and does nothing; a KVM guest's RAM is all data.
+        let limit = (!self.config.kvm).then(|| PageCount(2 * self.config.pages - 1).bytes().0);
+        bench.daemon.api().set_limit(&self.name, limit)?;
+        Ok(())
+    }
+
+    /// Compare every byte of the guest's memory.
+    pub fn verify(&mut self) -> Result<()> {
+        self.ask(&Order::Verify).map(drop)
+    }
+}
+
+/// Put every page of these guests out, all at once: the sum of pages and CPU time, and the time until the last was
+/// done.
+pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
+    if bench.options.kvm {
+        subjects.iter_mut().try_for_each(|subject| subject.start(bench))?;
+    }
+    let start = Instant::now();
+    let squeezes = subjects.iter_mut().map(|subject| subject.start_out(bench)).collect::<Result<Vec<_>>>()?;
+    let mut sum = Out::default();
+    for (subject, squeeze) in subjects.iter_mut().zip(&squeezes) {
+        let out = subject.finish_out(bench, squeeze, start)?;
+        sum.pages += out.pages;
+        sum.cpu_us += out.cpu_us;
+        sum.wall_us = sum.wall_us.max(out.wall_us);
+        sum.first_us = sum.first_us.max(out.first_us);
+    }
+    subjects.iter().try_for_each(|subject| subject.relax(bench))?;
+    ensure!(sum.pages > 0, "no page went out");
+    Ok(sum)
+}
+
+/// Have these guests touch pages that are out, all at once; answers what each of them saw.
+pub fn touch(subjects: &mut [&mut Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
+    let order = Order::Touch { seed, pace };
+    subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&order))?;
+    let mut all = Vec::new();
+    for subject in subjects {
+        let Answer::Touched(touched) = subject.worker()?.answer()? else { bail!("a guest does not touch") };
+        ensure!(touched.wrong == 0, "WRONG DATA: {} pages came back wrong ({:?})", touched.wrong, subject.way);
+        all.push(touched);
+    }
+    Ok(all)
+}

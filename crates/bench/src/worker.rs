@@ -1,0 +1,92 @@
+//! A helper process, as the bench sees it.
+//!
+//! Before: a [`Role`]. After: `ballast bench-role` plays it in a process of its own, which ends with the bench.
+//! Threads: the one that started the helper. Promise: a helper is ended and reaped when this is dropped.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::order::{Answer, Order, Role};
+
+/// The hidden subcommand that plays a role.
+pub const ROLE_COMMAND: &str = "bench-role";
+
+/// A process that runs this program in a role.
+pub fn command(role: &Role) -> Result<Command> {
+    let program = std::env::current_exe().context("Finding this program's own file")?;
+    let mut command = Command::new(program);
+    command.arg(ROLE_COMMAND).arg(serde_json::to_string(role)?);
+    Ok(command)
+}
+
+/// A running helper.
+#[derive(Debug)]
+pub struct Worker {
+    child: Child,
+    // Dropped with the worker: for the guard, the end of its input is the signal to put everything back.
+    orders: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+    /// It ends by itself when its input ends, and must not be killed.
+    patient: bool,
+}
+
+impl Worker {
+    /// Start one.
+    pub fn start(role: &Role) -> Result<Self> {
+        let patient = matches!(role, Role::Guard);
+        let mut command = command(role)?;
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        if patient {
+            // Out of reach of the terminal's interrupt key.
+            command.process_group(0);
+        }
+        let mut child = command.spawn().context("Starting a helper of the bench")?;
+        let (orders, answers) = (child.stdin.take(), child.stdout.take().context("a helper has no output")?);
+        Ok(Self { child, orders, answers: BufReader::new(answers), patient })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Give an order; [`Worker::answer`] must follow.
+    pub fn tell(&mut self, order: &Order) -> Result<()> {
+        let mut line = serde_json::to_vec(order)?;
+        line.push(b'\n');
+        let orders = self.orders.as_mut().context("a helper has no input")?;
+        orders.write_all(&line).with_context(|| format!("Telling a helper of the bench: {order:?}"))
+    }
+
+    /// Wait for the answer to the order given last.
+    pub fn answer(&mut self) -> Result<Answer> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).context("Reading a helper's answer")?;
+        if line.is_empty() {
+            bail!("a helper of the bench ended ({})", self.child.wait()?);
+        }
+        match serde_json::from_str(&line).with_context(|| format!("Understanding a helper's answer {line:?}"))? {
+            Answer::Failed(why) => bail!("{why}"),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Give an order and wait for its answer.
+    pub fn ask(&mut self, order: &Order) -> Result<Answer> {
+        self.tell(order)?;
+        self.answer()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.orders = None;
+        if !self.patient {
+            let _ = self.child.kill();
+        }
+        let _ = self.child.wait();
+    }
+}

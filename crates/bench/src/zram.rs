@@ -1,0 +1,215 @@
+//! The kernel's swap for a bench: a zram device as the only swap, with Ballast's compression where the kernel has it.
+//!
+//! Before: root, an unused zram device, no other swap. After: everything is as it was.
+//! Threads: one. Units: bytes. Promise: a device that is in use is never touched, and what was changed is put back when
+//! [`Swap`] is dropped, in reverse order. Two benches do not disturb each other: the second waits for the first.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::{Bytes, GIB, PAGE_SIZE};
+use ballast_sys::swap;
+use rustix::fs::{FlockOperation, flock};
+
+use crate::guard::warn;
+
+/// Address space of the device; memory is used as pages arrive.
+const SIZE: Bytes = Bytes(8 * GIB);
+const BLOCK: &str = "/sys/block";
+
+/// A setting that has its old value again when this is dropped.
+#[derive(Debug)]
+pub struct Setting {
+    path: PathBuf,
+    before: String,
+}
+
+impl Setting {
+    /// Change it; `None` if it has this value already.
+    pub fn change(path: impl Into<PathBuf>, value: &str) -> Result<Option<Self>> {
+        let path = path.into();
+        let before = selected(&read(&path)?).to_owned();
+        if before == value {
+            return Ok(None);
+        }
+        fs::write(&path, value).with_context(|| format!("Writing {value:?} to {}", path.display()))?;
+        Ok(Some(Self { path, before }))
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        warn(
+            &format!("putting {:?} back into {}", self.before, self.path.display()),
+            fs::write(&self.path, &self.before),
+        );
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))
+}
+
+/// The word in brackets of a list of choices, or the whole text.
+fn selected(text: &str) -> &str {
+    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    chosen.map_or(text.trim(), |(word, _)| word)
+}
+
+/// A sized zram device: empty and without memory again when dropped.
+#[derive(Debug)]
+struct Sized(PathBuf);
+
+impl Drop for Sized {
+    fn drop(&mut self) {
+        warn(&format!("resetting {}", self.0.display()), fs::write(self.0.join("reset"), "1"));
+    }
+}
+
+/// An active swap device.
+#[derive(Debug)]
+struct Active(PathBuf);
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        warn(&format!("ending swap on {}", self.0.display()), swap::off(&self.0));
+    }
+}
+
+/// The kernel swaps to a zram device of ours. Fields are dropped in this order: the reverse of the making.
+#[derive(Debug)]
+pub struct Swap {
+    active: Active,
+    _sized: Sized,
+    _settings: Vec<Setting>,
+    _lock: File,
+}
+
+impl Swap {
+    /// Make the device and swap to it.
+    pub fn new() -> Result<Self> {
+        ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
+        let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            eprintln!("ballast bench: waiting for another bench to end");
+            flock(&lock, FlockOperation::LockExclusive).context("Waiting for another bench")?;
+        }
+        if let Some(other) = swaps()?.first() {
+            bail!("another swap device is active ({other}): what it takes could not be told apart (swapoff {other})");
+        }
+        let (block, device) = unused()?;
+        let mut settings = Vec::new();
+        let algorithm = block.join("comp_algorithm");
+        if read(&algorithm)?.split_ascii_whitespace().any(|word| word.trim_matches(['[', ']']) == "lz4") {
+            settings.extend(Setting::change(algorithm, "lz4")?);
+        }
+        // One page at a time, as Ballast; and no second compressed pool in front of the device.
+        settings.extend(Setting::change("/proc/sys/vm/page-cluster", "0")?);
+        let zswap = Path::new("/sys/module/zswap/parameters/enabled");
+        if zswap.exists() {
+            settings.extend(Setting::change(zswap, "N")?);
+        }
+        let disksize = block.join("disksize");
+        fs::write(&disksize, SIZE.0.to_string()).with_context(|| format!("Writing {}", disksize.display()))?;
+        let sized = Sized(block);
+        swap::sign(&device, SIZE).with_context(|| format!("Writing a swap header to {}", device.display()))?;
+        swap::on(&device, swap::TOP_PRIORITY).with_context(|| format!("Swapping to {}", device.display()))?;
+        Ok(Self { active: Active(device), _sized: sized, _settings: settings, _lock: lock })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Path {
+        &self.active.0
+    }
+}
+
+/// A zram device nobody uses: its directory in sysfs and its node.
+fn unused() -> Result<(PathBuf, PathBuf)> {
+    let mut found = 0;
+    for entry in fs::read_dir(BLOCK).with_context(|| format!("Reading {BLOCK}"))? {
+        let block = entry?.path();
+        let Some(name) = block.file_name().and_then(|name| name.to_str()).filter(|name| name.starts_with("zram"))
+        else {
+            continue;
+        };
+        found += 1;
+        let device = Path::new("/dev").join(name);
+        if read(&block.join("disksize"))?.trim() == "0" && device.exists() {
+            return Ok((block.clone(), device));
+        }
+    }
+    match found {
+        0 => bail!("the kernel has no zram device (modprobe zram)"),
+        _ => bail!("all {found} zram devices are in use (one more: cat /sys/class/zram-control/hot_add)"),
+    }
+}
+
+/// The active swap devices.
+fn swaps() -> Result<Vec<String>> {
+    let text = read(Path::new("/proc/swaps"))?;
+    Ok(text.lines().skip(1).filter_map(|line| line.split_ascii_whitespace().next()).map(str::to_owned).collect())
+}
+
+/// Pages on all swap devices.
+pub(crate) fn used_pages() -> Result<u64> {
+    let text = read(Path::new("/proc/swaps"))?;
+    let used_kib = |line: &str| line.split_ascii_whitespace().nth(3)?.parse::<u64>().ok();
+    Ok(text.lines().skip(1).filter_map(used_kib).sum::<u64>() * 1024 / PAGE_SIZE as u64)
+}
+
+/// Memory a zram device of this name uses for its pages, in bytes; and its compression.
+pub(crate) fn used(device: &Path) -> Result<(u64, String)> {
+    let block = Path::new(BLOCK).join(device.file_name().context("a device has a name")?);
+    let stat = read(&block.join("mm_stat"))?;
+    let used = stat.split_ascii_whitespace().nth(2).and_then(|bytes| bytes.parse().ok());
+    Ok((
+        used.with_context(|| format!("mm_stat says {stat:?}"))?,
+        selected(&read(&block.join("comp_algorithm"))?).into(),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a bench may change, as it is now.
+    fn machine() -> Vec<String> {
+        let zram = |file| fs::read_to_string(Path::new("/sys/block/zram0").join(file)).unwrap_or_default();
+        let page_cluster = fs::read_to_string("/proc/sys/vm/page-cluster").expect("page-cluster");
+        vec![zram("disksize"), zram("comp_algorithm"), page_cluster, format!("{:?}", swaps().expect("swaps"))]
+    }
+
+    #[test]
+    fn the_swap_is_the_only_one_while_it_lives_and_every_setting_is_put_back() {
+        // Taken before the look at the machine, so that a bench that runs meanwhile is waited for.
+        let lock = File::open(BLOCK).expect("sysfs");
+        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        let before = machine();
+        drop(lock);
+        let swap = match Swap::new() {
+            Ok(swap) => swap,
+            Err(error) => return println!("SKIP needs=zram: {error:#}"),
+        };
+        assert_eq!(swaps().expect("swaps"), [swap.device().to_string_lossy()]);
+        assert_eq!(fs::read_to_string("/proc/sys/vm/page-cluster").expect("page-cluster").trim(), "0");
+        assert_eq!(used_pages().expect("used"), 0);
+        used(swap.device()).expect("statistics");
+        // The lock of a swap that is being dropped is given up last.
+        drop(swap);
+        let lock = File::open(BLOCK).expect("sysfs");
+        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        assert_eq!(machine(), before);
+    }
+
+    #[test]
+    fn a_setting_is_put_back_and_an_equal_one_is_left_alone() {
+        let file = tempfile::NamedTempFile::new().expect("file");
+        fs::write(file.path(), "[one] two\n").expect("write");
+        assert!(Setting::change(file.path(), "one").expect("no change").is_none());
+        let setting = Setting::change(file.path(), "two").expect("change");
+        assert_eq!(fs::read_to_string(file.path()).expect("read"), "two");
+        drop(setting);
+        assert_eq!(fs::read_to_string(file.path()).expect("read"), "one");
+    }
+}

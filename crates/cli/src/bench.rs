@@ -1,0 +1,77 @@
+//! `ballast bench`: the numbers, side by side with the kernel's own.
+//!
+//! Before: `ballastd` lies beside this program. After: a table for people, or one JSON object per row.
+//! Promise: a build that was not made for speed says so before anything else.
+
+use anyhow::Result;
+use ballast_bench::{Options, Which};
+
+use crate::show;
+
+/// What to measure and how.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum)]
+    what: What,
+    /// What touches the memory: a thread, or a KVM virtual CPU
+    #[arg(long, value_enum, default_value = "native")]
+    guest: Guest,
+    /// Fewer pages and repetitions
+    #[arg(long)]
+    quick: bool,
+}
+
+/// What can be measured.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum What {
+    /// How long a touch of a far page takes
+    Restore,
+    /// How many cold pages per second leave DRAM
+    Reclaim,
+    /// What a second VM adds to both
+    Scale,
+    /// What being attached costs a VM that nobody squeezes
+    Idle,
+    /// What a neighbour's fault storm does to a VM's restores
+    Storm,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Guest {
+    Native,
+    Kvm,
+}
+
+/// Run it.
+pub fn run(args: BenchArgs, json: bool) -> Result<()> {
+    if !ballast_bench::is_release() {
+        eprintln!(
+            "ballast bench: WARNING: this is not a release build; its numbers mean nothing (cargo build --release)"
+        );
+    }
+    let which = match args.what {
+        What::Restore => Which::Restore,
+        What::Reclaim => Which::Reclaim,
+        What::Scale => Which::Scale,
+        What::Idle => Which::Idle,
+        What::Storm => Which::Storm,
+    };
+    let options = Options { which, kvm: args.guest == Guest::Kvm, quick: args.quick };
+    let mut described = json;
+    ballast_bench::run(options, &mut |row, machine| {
+        if json {
+            show::print(&format!("{}\n", row.json(machine)))?;
+            return Ok(());
+        }
+        if !std::mem::replace(&mut described, true) {
+            let Some(machine) = machine.as_object() else { return Ok(()) };
+            let line = |(key, value): (&String, &serde_json::Value)| {
+                format!("{key} {}\n", value.as_str().map_or_else(|| value.to_string(), str::to_owned))
+            };
+            show::print(&(machine.iter().map(line).collect::<String>() + "\n"))?;
+        }
+        show::print(&(row.text() + "\n"))?;
+        Ok(())
+    })
+}

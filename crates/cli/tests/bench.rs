@@ -1,0 +1,113 @@
+//! `ballast bench` as a script meets it: its rows have their keys, and the machine is as it was, however the bench
+//! ends.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+use serde_json::Value;
+
+const BALLAST: &str = env!("CARGO_BIN_EXE_ballast");
+
+/// Is what a bench needs missing? Then say SKIP and answer true, or fail if the environment requires it.
+fn skip() -> bool {
+    let why = if !rustix::process::geteuid().is_root() {
+        ("root", "this user is not root")
+    } else if !Path::new(BALLAST).with_file_name("ballastd").is_file() {
+        ("ballastd", "ballastd is not built beside ballast (cargo build -p ballast-daemon)")
+    } else if !Path::new("/dev/zram0").exists() {
+        ("zram", "there is no /dev/zram0")
+    } else {
+        return false;
+    };
+    let required = std::env::var("REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|required| required == why.0), "REQUIRE={required}, but {}", why.1);
+    println!("SKIP needs={}: {}", why.0, why.1);
+    true
+}
+
+/// What a bench may change, looked at while none runs: each holds this lock as long as anything is changed.
+fn machine() -> String {
+    let lock = File::open("/sys/block").expect("sysfs");
+    flock(&lock, FlockOperation::LockExclusive).expect("lock");
+    let zram = ["/sys/block/zram0/disksize", "/sys/block/zram0/comp_algorithm"];
+    let files = zram.iter().chain(&["/proc/sys/vm/page-cluster", "/proc/swaps"]);
+    files.map(|path| std::fs::read_to_string(path).unwrap_or_default()).collect()
+}
+
+#[test]
+fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
+    if skip() {
+        return;
+    }
+    let before = machine();
+    let output = Command::new(BALLAST).args(["bench", "restore", "--quick", "--json"]).output().expect("start ballast");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
+    let rows: Vec<Value> = String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("one JSON object a line"))
+        .collect();
+    let data: Vec<&str> = rows.iter().filter_map(|row| row["data"].as_str()).collect();
+    assert_eq!(data, ["half_compressible", "incompressible"]);
+    for row in &rows {
+        assert_eq!((row["bench"].as_str(), row["guest"].as_str()), (Some("restore"), Some("native")));
+        for key in
+            ["restore_us_p50", "restore_us_p90", "restore_us_p99", "restore_us_max", "plain_us_p50", "floor_us_p50"]
+        {
+            for suffix in ["", "_min", "_max", "_aa_pct"] {
+                assert!(row[format!("{key}{suffix}")].is_number(), "{key}{suffix} in {row}");
+            }
+        }
+        let kernel = ["kernel_swapin_us_p50", "kernel_swapin_us_p99", "ratio_restore_p50", "ratio_restore_p99"];
+        // Another swap device, or no memory cgroups: then the row must say so.
+        let measured = row["not_measured"].is_null();
+        kernel.iter().for_each(|key| assert_eq!(row[key].is_number(), measured, "{key} in {row}"));
+        assert!(row["host"]["kernel"].is_string() && row["host"]["build"].is_string(), "{row}");
+    }
+    assert_eq!(machine(), before);
+}
+
+#[test]
+fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
+    if skip() {
+        return;
+    }
+    let before = machine();
+    let mut bench = Command::new(BALLAST)
+        .args(["bench", "reclaim", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("start ballast");
+    let owned = || {
+        let text = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", bench.id())).unwrap_or_default();
+        text.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>()
+    };
+    // Guard, keeper, and a guest or more: it is in the middle of its work.
+    let start = Instant::now();
+    while owned().len() < 4 {
+        assert!(start.elapsed() < Duration::from_secs(120), "the bench starts no guests");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let children = owned();
+    bench.kill().expect("kill");
+    bench.wait().expect("reap");
+    // Its helpers hold the other end until the last of them has ended.
+    bench.stdout.take().expect("piped").read_to_end(&mut Vec::new()).expect("read to the end");
+    assert_eq!(machine(), before);
+    let alive = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
+    };
+    let start = Instant::now();
+    while children.iter().any(alive) {
+        assert!(start.elapsed() < Duration::from_secs(60), "still alive: {children:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let cgroups = format!("/sys/fs/cgroup/memory/ballast-bench-{}-1", bench.id());
+    assert!(!Path::new(&cgroups).exists());
+}
