@@ -7,6 +7,7 @@
 
 use std::collections::HashSet;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
@@ -16,6 +17,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
+use crate::prefetch::{Gain, count_far, window_of};
 use crate::stats::{Counter, Latency};
 use crate::view::View;
 use crate::vm::Vm;
@@ -35,8 +37,9 @@ struct Waiting {
 }
 
 /// Serve faults until the view's process is gone or the VM is stopped.
-pub fn serve_faults(vm: &Vm, view: &View) {
-    let mut lane = FaultLane { vm, view, waiting: Vec::new(), clock: StallClock::new() };
+pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
+    let (clock, gain) = (StallClock::new(), Gain::default());
+    let mut lane = FaultLane { vm, view, waiting: Vec::new(), clock, gain };
     let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
@@ -69,9 +72,10 @@ pub fn serve_faults(vm: &Vm, view: &View) {
 
 struct FaultLane<'a> {
     vm: &'a Vm,
-    view: &'a View,
+    view: &'a Arc<View>,
     waiting: Vec<Waiting>,
     clock: StallClock,
+    gain: Gain,
 }
 
 impl FaultLane<'_> {
@@ -86,7 +90,7 @@ impl FaultLane<'_> {
     }
 
     /// Serve one fault; false if it must be tried again.
-    fn serve_one(&self, waiting: &Waiting) -> bool {
+    fn serve_one(&mut self, waiting: &Waiting) -> bool {
         let (vm, addr) = (self.vm, waiting.fault.addr);
         let target = self.view.find(addr).and_then(|(number, page)| {
             Some((vm.region(number)?, page, self.view.of_region(number)?)).filter(|(region, ..)| !region.is_removed())
@@ -109,7 +113,13 @@ impl FaultLane<'_> {
                 let took = waiting.since.elapsed();
                 vm.stats().record(Latency::Fault, took);
                 match served {
-                    Served::Restored => vm.stats().record(Latency::Restore, took),
+                    Served::Restored => {
+                        vm.stats().record(Latency::Restore, took);
+                        let window = window_of(&region, page);
+                        if self.gain.restored(window, || count_far(&region, window.1), Instant::now()) {
+                            vm.prefetch.want(self.view, window);
+                        }
+                    }
                     Served::Poisoned { newly: true } => vm.report_lost(region.number, page),
                     _ => {}
                 }
@@ -169,7 +179,7 @@ fn sleep_until_readable(fd: impl AsFd, at_most: Duration) -> bool {
 }
 
 /// Listen to the client until it or the engine is gone.
-pub fn serve_control(vm: &Vm, view: &View) {
+pub fn serve_control(vm: &Vm, view: &Arc<View>) {
     let mut nonsense = 0u64;
     while !vm.is_stopping() && !view.is_closed() {
         if !sleep_until_readable(view.control(), NAP) {

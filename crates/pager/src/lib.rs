@@ -9,7 +9,7 @@
 //!
 //! A reader's way through it: [`page_state`] (the word and its truth table), [`fault`] and [`evict`] (the moves),
 //! [`memory`] (what they ask of the kernel), then `region`, `view` and `vm` (the real thing), `lane` and `reclaim` (the
-//! two loops that drive it), `recover` (after a death), `stats` (what operators see).
+//! two loops that drive it), `prefetch` (what comes back unasked), `recover` (after a death), `stats` (what operators see).
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
@@ -24,6 +24,8 @@ pub mod sync;
 pub mod follow;
 #[cfg(not(loom))]
 pub mod lane;
+#[cfg(not(loom))]
+pub mod prefetch;
 #[cfg(not(loom))]
 pub mod reclaim;
 #[cfg(not(loom))]

@@ -58,8 +58,10 @@ pub enum Counter {
     LongestGapNs,
     /// Times an engine took over from one that died.
     Takeovers,
+    /// Far pages brought back before they were touched.
+    Prefetched,
 }
-const _: () = assert!((Counter::Takeovers as usize) < COUNTERS);
+const _: () = assert!((Counter::Prefetched as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

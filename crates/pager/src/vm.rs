@@ -21,11 +21,12 @@ use crate::evict::discard;
 use crate::fault::{Served, serve};
 use crate::memory::{Backing, Mapped};
 use crate::page_state::{State, Ticket, Word};
+use crate::prefetch::Prefetch;
 use crate::region::Region;
 use crate::state_file::{StateError, StateFile};
 use crate::stats::{Counter, Pressure, Stats};
 use crate::view::View;
-use crate::{lane, reclaim};
+use crate::{lane, prefetch, reclaim};
 
 /// The only store number used so far.
 pub const RAM_STORE: u8 = 1;
@@ -77,6 +78,8 @@ pub struct Vm {
     pub tuning: Tuning,
     /// Stall averages.
     pub pressure: Pressure,
+    /// What to bring back unasked.
+    pub(crate) prefetch: Prefetch,
     epoch: u64,
     tickets: AtomicU64,
     regions: RwLock<Vec<Arc<Region>>>,
@@ -111,6 +114,7 @@ impl Vm {
             store,
             tuning,
             pressure,
+            prefetch: Prefetch::default(),
             epoch,
             tickets: AtomicU64::new(0),
             regions: RwLock::default(),
@@ -171,10 +175,13 @@ impl Vm {
         Ok(number)
     }
 
-    /// Begin serving: the reclaim lane, then whatever views are there. `view`s added later start their own lanes.
+    /// Begin serving: the reclaim and prefetch lanes, then whatever views are there. `view`s added later start their own lanes.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
-        let vm = self.clone();
-        self.start_lane("reclaim", move || vm.run_lane("reclaim", None, || reclaim::run(&vm)))
+        for (kind, body) in [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run)] {
+            let vm = self.clone();
+            self.start_lane(kind, move || vm.run_lane(kind, None, || body(&vm)))?;
+        }
+        Ok(())
     }
 
     fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
@@ -218,7 +225,7 @@ impl Vm {
         self.views.write().expect("no panic while held").push(view.clone());
         self.generation.fetch_add(1, Ordering::AcqRel);
         drop(layout);
-        for (kind, body) in [("fault", lane::serve_faults as fn(&Vm, &View)), ("control", lane::serve_control)] {
+        for (kind, body) in [("fault", lane::serve_faults as fn(&Vm, &Arc<View>)), ("control", lane::serve_control)] {
             let (vm, view) = (self.clone(), view.clone());
             self.start_lane(kind, move || vm.run_lane(kind, Some(&view), || body(&vm, &view)))?;
         }
@@ -253,6 +260,7 @@ impl Vm {
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.ring();
+        self.prefetch.ring();
         let lanes = std::mem::take(&mut *self.lanes.lock().expect("no panic while held"));
         for lane in lanes {
             if lane.thread().id() != std::thread::current().id() && lane.join().is_err() {

@@ -36,7 +36,8 @@ fn cold_memory_goes_far_and_every_byte_comes_back() {
     assert_eq!(rig.resident(), RAM);
     wait_for_limit(&rig, LIMIT);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-    assert!(rig.vm.stats().get(Counter::FaultRestore) >= (RAM.0 - LIMIT.0) / PAGE_SIZE as u64);
+    let back = rig.vm.stats().get(Counter::FaultRestore) + rig.vm.stats().get(Counter::Prefetched);
+    assert!(back >= (RAM.0 - LIMIT.0) / PAGE_SIZE as u64);
     until("resident is at the limit again", || rig.resident() <= LIMIT);
     assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
 }
@@ -287,6 +288,22 @@ fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
 }
 
 /// Threads that touch every page over and over, each access checked.
+#[test]
+fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, Bytes(2 * MIB));
+    rig.set_limit(None);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    let stats = rig.vm.stats();
+    let (restored, prefetched) = (stats.get(Counter::FaultRestore), stats.get(Counter::Prefetched));
+    assert!(prefetched > 0, "none of {} pages came back unasked", restored);
+    assert_eq!(stats.get(Counter::Far), 0);
+    rig.vm.hold(Hold::Shared, Some("counting".into()));
+    until("quarantine is empty", || stats.get(Counter::Quarantined) == 0);
+    rig.check_census();
+}
+
 #[test]
 fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
