@@ -152,6 +152,8 @@ pub struct ReclaimCounts {
     pub store_full_events: u64,
     /// The store would not take the page: kept.
     pub failed_pages: u64,
+    /// Brought back before they were touched, because what left with them was.
+    pub prefetched_pages: u64,
 }
 
 /// A latency distribution, in microseconds, since attach.

@@ -191,6 +191,7 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
         ("as zero", reclaim.evicted_zero_pages),
         ("same-filled", reclaim.same_filled_pages),
         ("discarded by the guest", reclaim.discarded_pages),
+        ("prefetched", reclaim.prefetched_pages),
     ];
     let kept = [
         ("touched in quarantine", reclaim.rescued_pages),

@@ -259,6 +259,7 @@ fn stat(served: &Served) -> VmStat {
             discarded_pages: stats.get(Counter::Discarded),
             store_full_events: stats.get(Counter::StoreFull),
             failed_pages: stats.get(Counter::Failed),
+            prefetched_pages: stats.get(Counter::Prefetched),
         },
         restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
         fault_latency: latency(&stats.histogram(stats::Latency::Fault)),

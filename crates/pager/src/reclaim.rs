@@ -91,6 +91,7 @@ pub fn run(vm: &Vm) {
     while !vm.is_stopping() {
         vm.wait(pause);
         vm.pressure.sample(vm.stats(), Instant::now());
+        vm.store.tidy();
         pause = match lane.round() {
             Ok(pause) => pause,
             Err(error) => {

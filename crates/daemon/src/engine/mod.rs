@@ -273,6 +273,7 @@ impl Engine {
                 Compression::Lz4 => Codec::Lz4,
                 Compression::Zstd => Codec::Zstd { level: 1 },
             },
+            punch_later: true,
             ..RamOptions::new(self.host.budget.clone())
         };
         let store = Arc::new(RamStore::open(arena, options).context("Opening the arena")?);

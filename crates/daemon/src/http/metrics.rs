@@ -148,6 +148,7 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
             moved("resident", "far", "reclaim", vm.reclaim.evicted_pages),
             moved("resident", "zero", "reclaim", vm.reclaim.evicted_zero_pages),
             moved("far", "resident", "fault", vm.faults.restore),
+            moved("far", "resident", "prefetch", vm.reclaim.prefetched_pages),
             moved("zero", "resident", "fault", vm.faults.zero),
         ]
     }),
