@@ -147,11 +147,14 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     };
     report.print(json)?;
     ensure!(report.bytes_lost() == 0, "{} bytes were lost", report.bytes_lost());
+    // Both are the whole host's. Another program that takes memory meanwhile hides what was freed from MemAvailable, but
+    // not from Shmem, where guest RAM and the store are.
+    let freed = report.freed_measured_bytes.max(report.freed_shmem_bytes);
     ensure!(
-        report.freed_measured_bytes as f64 >= 0.9 * claimed as f64,
-        "the table claims {} freed, but the kernel counts only {} more available",
+        freed as f64 >= 0.9 * claimed as f64,
+        "the table claims {} freed, but the kernel counts only {} less in use",
         Bytes(claimed),
-        Bytes(report.freed_measured_bytes)
+        Bytes(freed)
     );
     Ok(())
 }
