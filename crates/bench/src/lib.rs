@@ -13,6 +13,7 @@
 //!   └─────────────────────►   guest (floor)
 //! ```
 
+mod attach;
 mod cgroup;
 mod cpu;
 mod daemon;

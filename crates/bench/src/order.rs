@@ -18,10 +18,23 @@ pub enum Role {
     Guest(GuestConfig),
     /// A VM that runs a workload of `testvm`, slice by slice.
     Workload(WorkloadConfig),
+    /// A VM that attaches and does nothing else.
+    Sparse(SparseConfig),
     /// The plain userfaultfd handler; its standard input is a socket to its guest.
     Handler,
     /// Changes settings of the machine and puts them back, whatever becomes of the bench.
     Guard,
+}
+
+/// A VM whose RAM nobody touches.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SparseConfig {
+    /// Where to attach.
+    pub socket: PathBuf,
+    /// The VM's name.
+    pub name: String,
+    /// Size of its RAM.
+    pub ram_bytes: u64,
 }
 
 /// The contents of guest memory.
@@ -174,6 +187,11 @@ pub enum Answer {
         wall_us: f64,
         /// What all threads of the helper used meanwhile.
         cpu_us: f64,
+    },
+    /// A sparse guest is attached.
+    Attached {
+        /// How long it took.
+        wall_us: f64,
     },
     /// Guard: where it is.
     Path(PathBuf),

@@ -4,12 +4,15 @@
 //! Promise: an order that fails is answered with its reason; the process goes on.
 
 use std::io::{BufRead, Write};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use ballast_base::Bytes;
+use ballast_testvm::GuestRam;
 use rustix::process::Signal;
 
-use crate::guest::Guest;
-use crate::order::{Answer, Order, Role};
+use crate::guest::{Guest, Pager};
+use crate::order::{Answer, Backing, Order, Role, SparseConfig};
 use crate::workload::Runner;
 use crate::{guard, plain};
 
@@ -25,6 +28,17 @@ pub fn run(role: &str) -> Result<()> {
         Role::Guest(config) => {
             let mut guest = Guest::new(config)?;
             obey(|order| guest.obey(order))
+        }
+        Role::Sparse(SparseConfig { socket, name, ram_bytes }) => {
+            let ram = GuestRam::new(Bytes(ram_bytes)).context("Making guest RAM")?;
+            let backing = Backing::Ballast { socket, name };
+            let mut attached = None;
+            obey(|order| {
+                let Order::Attach = order else { bail!("a sparse guest cannot do {order:?}") };
+                let start = Instant::now();
+                attached = Some(Pager::attach(&backing, &ram)?);
+                Ok(Answer::Attached { wall_us: start.elapsed().as_secs_f64() * 1e6 })
+            })
         }
         Role::Workload(config) => {
             let mut runner = Runner::new(config);

@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use crate::Bench;
 use crate::order::{Data, Pace};
 use crate::reclaim::rate;
 use crate::report::Row;
 use crate::subject::{Subject, Way, out, touch};
+use crate::{Bench, attach};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
 
@@ -78,6 +78,10 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.figure(&format!("kernel_swapin_{name}_pages_per_s"), &kernel.restore[index]);
         row.figure(&format!("restore_{name}_us_p99"), &ballast.p99[index]);
         row.figure(&format!("kernel_swapin_{name}_us_p99"), &kernel.p99[index]);
+    }
+    drop(pairs);
+    if !bench.options.kvm {
+        attach::measure(bench, repetitions, &mut row)?;
     }
     each(row)
 }
