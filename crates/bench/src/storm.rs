@@ -32,14 +32,14 @@ struct Series {
 }
 
 impl Series {
-    /// The victim's pages go out; it touches some alone, some beside the storm, until few are left.
+    /// Each turn, the victim's pages go out; it touches some of them, alone or beside the storm.
     fn round(&mut self, bench: &mut Bench, pair: &mut [Subject], turns: u64, seed: u64) -> Result<()> {
         let [victim, neighbour] = pair else { return Ok(()) };
-        out(bench, &mut [victim])?;
         neighbour.hold_to(bench, PageCount(NEIGHBOUR_PAGES / 2).bytes().0)?;
         let (mut p50, mut p99) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
         for turn in 0..turns {
             let beside = turn % 2 == 1;
+            out(bench, &mut [victim])?;
             if beside {
                 neighbour.ask(&Order::Storm)?;
                 std::thread::sleep(LEAD);
@@ -67,7 +67,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         bail!("the storm is measured with native guests only (--guest native)");
     }
     let (repetitions, turns) = if bench.options.quick { (2, 4) } else { (8, 10) };
-    let pages = turns * TURN + 4096;
+    let pages = TURN + 4096;
     let data = Data::HalfCompressible;
     let mut row = Row::new("storm", bench.options.guest(), "a victim alone and beside a fault storm");
     row.fact("data", data.name());

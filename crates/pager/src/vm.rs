@@ -28,6 +28,11 @@ use crate::stats::{Counter, Pressure, Stats};
 use crate::view::View;
 use crate::{lane, prefetch, reclaim};
 
+/// Nice values. A guest thread waits for a fault lane, which runs for microseconds: it goes before all that computes.
+/// What prefetch does may never be wanted.
+const DEMAND_NICE: i32 = -20;
+const GUESS_NICE: i32 = 10;
+
 /// The only store number used so far.
 pub const RAM_STORE: u8 = 1;
 
@@ -186,6 +191,16 @@ impl Vm {
 
     fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let name = format!("{kind}/{}", self.state.name());
+        let nice = match kind {
+            "fault" => DEMAND_NICE,
+            "prefetch" => GUESS_NICE,
+            _ => 0,
+        };
+        let body = move || {
+            // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
+            let _ = rustix::process::setpriority_process(None, nice);
+            body();
+        };
         let lane = std::thread::Builder::new().name(short(&name)).spawn(body)?;
         self.lanes.lock().expect("no panic while held").push(lane);
         Ok(())
