@@ -186,7 +186,9 @@ pub fn run(vm: &Vm) {
 }
 
 fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Result<()> {
-    let Some(memory) = view.of_region(region.number) else { return Ok(()) };
+    // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+    let _layout = vm.layout();
+    let Some(memory) = view.of_region(region.number).filter(|_| !region.is_removed()) else { return Ok(()) };
     if let Some(limit) = vm.effective_limit()
         && (vm.resident()? + PageCount(WINDOW)).bytes() > limit
     {
