@@ -7,7 +7,7 @@
 //! Promise: a look ends. A process that cannot be looked at is passed over and named.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -34,11 +34,18 @@ pub struct Look {
 }
 
 /// What a process maps of these files. A seam: what reads may hang, which no test can make `/proc` do.
-type Read = dyn Fn(u32, &HashSet<FileId>) -> HashSet<FileId> + Send + Sync;
+type Read = dyn Fn(u32, &HashSet<FileId>) -> io::Result<HashSet<FileId>> + Send + Sync;
 
-/// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile.
+/// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. Whoever could
+/// not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if `/proc` is.
 pub fn look(files: &HashSet<FileId>) -> Look {
-    let processes = std::fs::read_dir("/proc").into_iter().flatten();
+    let processes = match std::fs::read_dir("/proc") {
+        Ok(processes) => processes,
+        Err(error) => {
+            tracing::error!("Looking through /proc: {error}");
+            return Look { unreadable: Process::this().into_iter().collect(), ..Look::default() };
+        }
+    };
     let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
     look_at(pids, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
 }
@@ -116,7 +123,11 @@ fn look_at(mut pids: Vec<u32>, files: &HashSet<FileId>, read: &Arc<Read>, patien
                 answer
             });
             match (answer, process) {
-                (Some(found), Some(process)) if !found.is_empty() => {
+                (Some(Err(error)), process) => {
+                    tracing::warn!(pid, "Reading the memory map of this process: {error}");
+                    look.unreadable.extend(process);
+                }
+                (Some(Ok(found)), Some(process)) if !found.is_empty() => {
                     look.mapping.insert(process, found);
                 }
                 (Some(_), _) => {}
@@ -137,11 +148,23 @@ pub fn name(process: Process) -> String {
     format!("{} ({})", process.pid, name.trim())
 }
 
-fn mapped(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
-    let Ok(maps) = std::fs::File::open(format!("/proc/{pid}/maps")) else { return HashSet::new() };
-    // Split as bytes: a path may be anything.
-    let lines = BufReader::new(maps).split(b'\n').map_while(Result::ok);
-    lines.filter_map(|line| file_of(&String::from_utf8_lossy(&line))).filter(|id| files.contains(id)).collect()
+fn mapped(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
+    let read = || -> io::Result<HashSet<FileId>> {
+        let maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
+        let mut found = HashSet::new();
+        // Split as bytes: a path may be anything.
+        for line in maps.split(b'\n') {
+            found.extend(file_of(&String::from_utf8_lossy(&line?)).filter(|id| files.contains(id)));
+        }
+        Ok(found)
+    };
+    let passed_over = |error: &io::Error| {
+        use io::ErrorKind::{NotFound, PermissionDenied};
+        // The third is a process that ended while it was read.
+        matches!(error.kind(), NotFound | PermissionDenied)
+            || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
+    };
+    read().or_else(|error| if passed_over(&error) { Ok(HashSet::new()) } else { Err(error) })
 }
 
 /// Device and inode of a line of `/proc/PID/maps`: `start-end perms offset major:minor inode path`.
@@ -200,7 +223,7 @@ mod tests {
             if pid == hangs_at {
                 let _ = released.lock().expect("one thread").recv();
             }
-            files.clone()
+            Ok(files.clone())
         });
         for _ in 0..2 {
             let look = look_at(pids.clone(), &one_file(), &read, Duration::from_secs(1));
@@ -218,6 +241,15 @@ mod tests {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+
+    #[test]
+    fn a_process_that_could_not_be_read_is_not_taken_for_one_that_maps_nothing() {
+        let me = Process::this().expect("this process");
+        let read: Arc<Read> = Arc::new(|_, _: &HashSet<FileId>| Err(rustix::io::Errno::MFILE.into()));
+        let look = look_at(vec![me.pid], &one_file(), &read, Duration::from_secs(60));
+        assert_eq!((look.mapping.len(), look.unreadable), (0, vec![me]));
+        assert!(mapped(u32::MAX, &one_file()).expect("gone, which is no error").is_empty());
     }
 
     #[test]

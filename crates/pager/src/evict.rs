@@ -18,7 +18,7 @@ use crate::page_state::{Cell, Locked, State, Ticket, Word};
 pub type Run = (PageIdx, u64);
 
 /// What became of a batch of pages that went through [`evict`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct Evicted {
     /// Pages whose bytes are in the store now.
     pub far: u64,
@@ -32,6 +32,8 @@ pub struct Evicted {
     pub store_full: bool,
     /// True if the store could not answer.
     pub store_busy: bool,
+    /// Why some pages could not be read or punched. They are Resident again and counted as refused.
+    pub failed: Option<io::Error>,
 }
 
 /// Resident to Quarantine. False if the page is in any other state or a lane works on it.
@@ -56,10 +58,7 @@ pub fn release<'a>(run: Run, ticket: Ticket, cell_of: impl Fn(PageIdx) -> Cell<'
 }
 
 /// Evict the pages of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many at a time
-/// as it holds (at least one). All locks of the run are held while it is punched.
-///
-/// # Errors
-/// The region's file could not be read or punched; the pages concerned are Resident again and nothing was lost.
+/// as it holds (at least one). All locks of the run are held while it is punched. Whatever fails, nothing is lost.
 pub fn evict<'a>(
     region: u32,
     run: Run,
@@ -68,9 +67,8 @@ pub fn evict<'a>(
     backing: &impl Backing,
     (store_number, store): (u8, &dyn Store),
     buffer: &mut [PageBytes],
-) -> io::Result<Evicted> {
+) -> Evicted {
     let mut result = Evicted::default();
-    let mut failed = None;
     // From here on a touch is seen: the word changes, and the commit below fails.
     let mut claimed: Vec<(PageIdx, Word)> = Vec::with_capacity(run.1 as usize);
     for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
@@ -86,7 +84,7 @@ pub fn evict<'a>(
         let adjacent = left.iter().zip(first.0..).take_while(|((page, _), expected)| page.0 == *expected).count();
         let stretch = adjacent.min(buffer.len());
         if let Err(error) = backing.read(*first, &mut buffer[..stretch]) {
-            failed = Some(error);
+            result.failed = Some(error);
             break;
         }
         for bytes in &buffer[..stretch] {
@@ -119,12 +117,12 @@ pub fn evict<'a>(
         result.refused += u64::from(cell_of(*page).swap(*evicting, resident));
     }
     for group in committed.chunk_by_mut(|a, b| a.0.page.0 + 1 == b.0.page.0) {
-        let first = group[0].0.page;
-        match backing.punch(first, group.len() as u64) {
+        let (first, pages) = (group[0].0.page, group.len() as u64);
+        match backing.punch(first, pages) {
             Ok(()) => {
                 let far = group.iter().filter(|(_, lock)| lock.word().state() == State::Far).count() as u64;
                 result.far += far;
-                result.zero += group.len() as u64 - far;
+                result.zero += pages - far;
             }
             Err(error) => {
                 // Nothing is lost: the bytes are still in the file, and a page in its file is the one that counts.
@@ -132,15 +130,12 @@ pub fn evict<'a>(
                     free_copy(store, *key, lock.word());
                     lock.set(Word::new(State::Resident, lock.word().age()));
                 }
-                failed = Some(error);
+                result.refused += pages;
+                result.failed = Some(error);
             }
         }
     }
-    drop(committed);
-    match failed {
-        Some(error) => Err(error),
-        None => Ok(result),
-    }
+    result
 }
 
 fn free_copy(store: &dyn Store, key: PageKey, word: Word) {
@@ -215,4 +210,42 @@ pub fn live_handle(word: Word) -> Option<Handle> {
 fn is_zero(bytes: &PageBytes) -> bool {
     // Compared in chunks the compiler turns into vector instructions.
     bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+
+    use ballast_base::Bytes;
+    use ballast_store::NullStore;
+
+    use super::*;
+
+    /// RAM whose third page cannot be read: a memory error of the host, say.
+    struct Broken;
+
+    impl Backing for Broken {
+        fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+            out.fill([7; _]);
+            if first.0 + out.len() as u64 > 2 { Err(io::Error::other("a bad page")) } else { Ok(()) }
+        }
+
+        fn punch(&self, _: PageIdx, _: u64) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
+        let ticket = Ticket::new(1, 1);
+        let words: [AtomicU64; 4] = Default::default();
+        let cell_of = |page: PageIdx| Cell::new(&words[page.0 as usize]);
+        assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
+        let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
+        let done = evict(0, (PageIdx(0), 4), cell_of, ticket, &Broken, (1, &store), &mut buffer);
+        assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
+        assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
+        let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());
+        assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
+    }
 }

@@ -86,10 +86,20 @@ impl Follow {
     }
 }
 
+impl Drop for Follow {
+    fn drop(&mut self) {
+        if let Some(anywhere) = self.anywhere.filter(|_| self.at.is_some()) {
+            let _ = sched_setaffinity(None, &anywhere);
+        }
+    }
+}
+
 /// The field `processor` of a `stat` file: the 39th. The second may hold anything, up to the last closing parenthesis.
+/// `None` for a real-time thread (the 41st field, `policy`, is not 0): a lane beside it might never run.
 fn processor(stat: &str) -> Option<usize> {
-    let cpu = stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(36)?.parse().ok()?;
-    (cpu < CpuSet::MAX_CPU).then_some(cpu)
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(36);
+    let cpu = fields.next()?.parse().ok()?;
+    (cpu < CpuSet::MAX_CPU && fields.nth(1)? == "0").then_some(cpu)
 }
 
 #[cfg(test)]
@@ -100,10 +110,11 @@ mod tests {
     fn the_processor_is_the_39th_field_whatever_the_name() {
         let fields = |name: &str| {
             let rest: Vec<String> = (4..=52).map(|number| number.to_string()).collect();
-            format!("17 ({name}) S {}\n", rest.join(" "))
+            format!("17 ({name}) S {}\n", rest.join(" ")).replace(" 41 ", " 0 ")
         };
         assert_eq!(processor(&fields("kvm 1) S 3")), Some(39));
         assert_eq!(processor(&fields("CPU 0/KVM").replace(" 39 ", " 99999999 ")), None);
+        assert_eq!(processor(&fields("fifo").replace(" 40 0 42 ", " 40 1 42 ")), None, "a real-time thread");
         assert_eq!(processor("17 (short) S 1 2"), None);
         assert_eq!(processor(""), None);
     }

@@ -113,6 +113,8 @@ struct Queue {
     wanted: VecDeque<(Arc<View>, Window)>,
     /// The lane waits for the bell.
     asleep: bool,
+    /// It rang for the last time.
+    ended: bool,
 }
 
 impl Prefetch {
@@ -128,25 +130,27 @@ impl Prefetch {
         }
     }
 
-    /// Let the lane see that it is to stop.
-    pub fn ring(&self) {
+    /// The lane is to stop.
+    pub fn end(&self) {
+        self.queue.lock().expect("no panic while held").ended = true;
         self.bell.notify_all();
     }
 
-    /// The newest wish; `None` after a second without one, or when the bell rang for something else.
-    fn next(&self) -> Option<(Arc<View>, Window)> {
-        let start = Instant::now();
+    /// The newest wish; `None` when it is time to end. `served` is when the last one was.
+    fn next(&self, served: Option<Instant>) -> Option<(Arc<View>, Window)> {
         loop {
             let mut queue = self.queue.lock().expect("no panic while held");
+            if served.is_none_or(|served| served.elapsed() > LOOK_FOR) {
+                queue.asleep = true;
+                let wait = self.bell.wait_while(queue, |queue| queue.wanted.is_empty() && !queue.ended);
+                queue = wait.expect("no panic while held");
+                queue.asleep = false;
+            }
+            if queue.ended {
+                return None;
+            }
             if let Some(newest) = queue.wanted.pop_back() {
                 return Some(newest);
-            }
-            if start.elapsed() > LOOK_FOR {
-                queue.asleep = true;
-                let woken = self.bell.wait_timeout(queue, Duration::from_secs(1)).expect("no panic while held");
-                let mut queue = woken.0;
-                queue.asleep = false;
-                return queue.wanted.pop_back();
             }
             drop(queue);
             std::thread::sleep(LOOK_EVERY);
@@ -175,8 +179,9 @@ pub fn count_far(region: &Region, window: u64) -> u64 {
 
 /// Serve wishes until the VM is stopped.
 pub fn run(vm: &Vm) {
-    while !vm.is_stopping() {
-        let Some((view, (number, window))) = vm.prefetch.next() else { continue };
+    let mut served = None;
+    while let Some((view, (number, window))) = vm.prefetch.next(served) {
+        served = Some(Instant::now());
         let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
         if let Err(error) = bring_back(vm, &view, &region, window) {
             // The fault lane meets the same and has the say.
@@ -204,7 +209,8 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Re
                 vm.stats().sub(Counter::Far, 1);
             }
             // Somebody else was quicker, or it cannot be had now: whoever wants it will fault.
-            Served::Later | Served::Mapped | Served::Fresh | Served::Zeroed => {}
+            Served::Later | Served::Mapped | Served::Fresh => {}
+            served @ Served::Zeroed => vm.count(served),
             served @ Served::Poisoned { newly } => {
                 vm.count(served);
                 if newly {

@@ -198,7 +198,7 @@ impl Lane<'_> {
             let store = (RAM_STORE, &*vm.store);
             let ticket = batch.ticket;
             let cell_of = |page| region.cell(page);
-            let evicted = evict(region.number, part, cell_of, ticket, &*region, store, &mut self.buffer[..])?;
+            let evicted = evict(region.number, part, cell_of, ticket, &*region, store, &mut self.buffer[..]);
             let stats = vm.stats();
             stats.add(Counter::Evicted, evicted.far);
             stats.add(Counter::Far, evicted.far);
@@ -207,6 +207,11 @@ impl Lane<'_> {
             stats.add(Counter::Aborted, evicted.aborted);
             stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused);
             gone += evicted.far + evicted.zero;
+            if let Some(error) = evicted.failed {
+                stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
+                stats.add(Counter::Failed, evicted.refused);
+                return Err(error);
+            }
             if evicted.store_full || evicted.store_busy {
                 stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
                 stats.add(Counter::Failed, evicted.refused);
@@ -215,7 +220,7 @@ impl Lane<'_> {
             }
             self.store_was_full = false;
         }
-        if over_limit && gone * 8 < tried {
+        if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
             // The guest touches nearly all of it sooner.
             let half = self.patience / 2;
             self.patience = if half < SHORTEST { Duration::ZERO } else { half };
@@ -266,11 +271,11 @@ impl Lane<'_> {
                     Some(last) if last.region == run.region && last.first.0 + last.count == page.0 => last.count += 1,
                     _ => marked.push(ColdRun { region: run.region, first: page, count: 1 }),
                 }
+                vm.stats().add(Counter::Quarantined, 1);
             }
         }
         let pages: u64 = marked.iter().map(|run| run.count).sum();
         vm.stats().add(Counter::Zapped, pages);
-        vm.stats().add(Counter::Quarantined, pages);
         // Not held while we wait for clients: the lane that takes their answers may need it, too. Whatever changes
         // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
         drop(layout);
@@ -312,22 +317,19 @@ impl Lane<'_> {
 
     /// After a failure in the middle of a batch, or a panic of this lane: nothing is on its way out any more.
     fn forget_quarantine(&mut self) -> Result<(), StateError> {
-        if self.vm.stats().get(Counter::Quarantined) == 0 {
-            return Ok(());
-        }
         let _layout = self.vm.layout();
         self.batches.clear();
         for (region, record) in self.vm.regions().iter().zip(self.vm.state.regions()) {
             for page in self.vm.state.written_words(&record)?.into_iter().flatten() {
                 let cell = region.cell(PageIdx(page));
                 let word = cell.load();
-                if matches!(word.state(), State::Quarantine | State::Evicting)
-                    && cell.swap(word, Word::new(State::Resident, word.age()))
-                {
-                    self.vm.stats().sub(Counter::Quarantined, 1);
+                // Not what a discard holds: that counts it itself, a moment from now.
+                if matches!(word.state(), State::Quarantine | State::Evicting) && !word.is_locked() {
+                    cell.swap(word, Word::new(State::Resident, word.age()));
                 }
             }
         }
+        self.vm.stats().set(Counter::Quarantined, 0);
         Ok(())
     }
 }

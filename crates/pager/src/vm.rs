@@ -28,10 +28,9 @@ use crate::stats::{Counter, Pressure, Stats};
 use crate::view::View;
 use crate::{lane, prefetch, reclaim};
 
-/// Nice values. A guest thread waits for a fault lane, which runs for microseconds: it goes before all that computes.
-/// What prefetch does may never be wanted.
+/// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
+/// computes. No lane goes after it: each holds locks of pages now and then that a fault may want.
 const DEMAND_NICE: i32 = -20;
-const GUESS_NICE: i32 = 10;
 
 /// The only store number used so far.
 pub const RAM_STORE: u8 = 1;
@@ -191,11 +190,7 @@ impl Vm {
 
     fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let name = format!("{kind}/{}", self.state.name());
-        let nice = match kind {
-            "fault" => DEMAND_NICE,
-            "prefetch" => GUESS_NICE,
-            _ => 0,
-        };
+        let nice = if kind == "fault" { DEMAND_NICE } else { 0 };
         let body = move || {
             // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
             let _ = rustix::process::setpriority_process(None, nice);
@@ -275,7 +270,7 @@ impl Vm {
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.ring();
-        self.prefetch.ring();
+        self.prefetch.end();
         let lanes = std::mem::take(&mut *self.lanes.lock().expect("no panic while held"));
         for lane in lanes {
             if lane.thread().id() != std::thread::current().id() && lane.join().is_err() {
@@ -487,6 +482,10 @@ impl Vm {
     pub fn remove_region(&self, view: &View, start: Hva) -> io::Result<Option<u32>> {
         let _layout = self.layout.write().expect("no panic while held");
         let Some(number) = view.remove_span(start) else { return Ok(None) };
+        if self.views().iter().any(|other| other.base(number).is_some()) {
+            // Only this process is done with it.
+            return Ok(None);
+        }
         if let Some(region) = self.region(number) {
             self.discard_run(&region, 0, region.pages().0)?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
@@ -559,12 +558,12 @@ impl Vm {
                 let len = PageCount(count).bytes();
                 // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs bytes.
                 flag.store(0, Ordering::Release);
+                self.stats().sub(Counter::RegisteredBytes, len.0);
                 for view in self.views() {
                     if let Some(base) = view.base(region.number) {
                         view.uffd().unregister(base + first.offset(), len.0)?;
                     }
                 }
-                self.stats().sub(Counter::RegisteredBytes, len.0);
             }
         }
         Ok(())

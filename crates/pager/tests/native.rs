@@ -320,6 +320,22 @@ fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
 }
 
 #[test]
+fn a_region_that_one_process_unmaps_stays_for_the_others() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    let (control, _theirs) = ballast_sys::scm::pair().expect("socketpair");
+    let uffd = rig.view.uffd().try_clone().expect("dup");
+    let other = std::sync::Arc::new(ballast_pager::view::View::new(1, uffd, 0, control, 1));
+    // Where the other process maps it does not matter: it touches nothing.
+    let elsewhere = Hva(0x10_0000_0000);
+    let info = ballast_base::wire::RegionInfo { hva: elsewhere, len: RAM, file_offset: Bytes(0) };
+    rig.vm.add_view(other.clone(), &[(info, 0)]).expect("view");
+    assert_eq!(rig.vm.remove_region(&other, elsewhere).expect("unmap"), None, "the region is still mapped");
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "the other process's unmap destroyed the guest's memory");
+    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug"), Some(0));
+}
+
+#[test]
 fn an_unplugged_region_is_not_counted_as_registered() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);

@@ -347,7 +347,16 @@ impl Engine {
             anyhow::ensure!(opened == number, "region {number} came before region {opened}");
         }
         if let Some(view) = vm.views().into_iter().find(|view| view.pid == pid) {
-            vm.add_span(&view, info, number)?;
+            let added = vm.add_span(&view, info, number);
+            if let Err(error) = &added {
+                // As for a view that is not complete: it may read zeros where pages are far, so none may be.
+                let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");
+                vm.report("view-incomplete", reason.clone());
+                served.set_unserved(pid, reason.clone());
+                vm.hold(Hold::Shared, Some(reason.clone()));
+                served.restore(Hold::Shared, reason, |_| ())?;
+            }
+            added?;
         }
         Ok(())
     }
@@ -361,6 +370,9 @@ impl Engine {
         if let Some(served) = closed {
             served.vm.stop();
             served.jobs.close();
+            // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
+            // what was put off must not be done then.
+            served.vm.store.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
         }

@@ -40,6 +40,9 @@ pub fn add(
         vm.hold(Hold::Shared, Some(reason));
     }
     let added = vm.add_view(view, &good);
+    if let Err(error) = &added {
+        served.set_unserved(pid, format!("process {pid} is not served: {error}"));
+    }
     if !bad.is_empty() || added.is_err() {
         let reason = served.unserved().unwrap_or_else(|| format!("process {pid} is not served"));
         served.restore(Hold::Shared, reason, |_| ())?;

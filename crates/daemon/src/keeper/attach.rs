@@ -283,6 +283,11 @@ impl Keeper {
         let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
         let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
         let (_, number) = view.spans.remove(at);
+        // Another process may go on with it.
+        let mut spans = self.clients.values().filter_map(|client| client.view.as_ref()).filter(|view| view.vm == vm);
+        if spans.any(|view| view.spans.iter().any(|(_, other)| *other == number)) {
+            return;
+        }
         let vm = self.vms.iter_mut().find(|entry| entry.state.id() == vm);
         if let Some(ram) = vm.and_then(|vm| vm.ram.get_mut(number as usize)) {
             *ram = None;

@@ -22,7 +22,9 @@ pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// A search that is under way.
 #[derive(Debug)]
 pub struct Search {
-    since: Instant,
+    /// Time in which the keeper was there to be found: a keeper, or a host, that stood still has not waited.
+    waited: Duration,
+    asked: Instant,
     looked: Instant,
     answer: Option<mpsc::Receiver<Seen>>,
 }
@@ -42,11 +44,14 @@ impl Search {
     /// Begin to look for processes that map one of these files.
     pub fn begin(files: HashSet<FileId>) -> Self {
         let now = Instant::now();
-        Self { since: now, looked: now, answer: look(files) }
+        Self { waited: Duration::ZERO, asked: now, looked: now, answer: look(files) }
     }
 
     /// How does it stand? `files` are those still missing.
     pub fn ask(&mut self, files: impl FnOnce() -> HashSet<FileId>) -> Found {
+        let now = Instant::now();
+        self.waited += now.duration_since(self.asked).min(EVERY);
+        self.asked = now;
         match self.answer.as_ref().map(mpsc::Receiver::try_recv) {
             Some(Ok(Seen::Nobody)) => return Found::Nobody,
             Some(Err(TryRecvError::Empty)) => {}
@@ -58,7 +63,7 @@ impl Search {
                 }
             }
         }
-        if self.since.elapsed() > LONGEST_WAIT { Found::NobodyCame } else { Found::Waiting }
+        if self.waited > LONGEST_WAIT { Found::NobodyCame } else { Found::Waiting }
     }
 }
 

@@ -93,25 +93,20 @@ impl HugeSpot {
     /// A mapping where a collapse is possible: file offset and address are aligned alike, and one page is present.
     fn new() -> io::Result<Self> {
         // Where the kernel puts a mapping of a memfd is not always aligned to 2 MiB. The file offset at which the
-        // aligned address falls must itself be a multiple of 2 MiB, so a few placements are tried.
-        const TRIES: usize = 8;
+        // aligned address falls must itself be a multiple of 2 MiB: the mapping begins at the offset that makes it so.
+        // Another thread may take a place between two tries.
+        const TRIES: usize = 64;
         let fd = memfd::create("ballast-probe", Bytes(4 * HUGE_SIZE as u64))?;
-        let mut held = Vec::new();
+        let mut skew = 0;
         for _ in 0..TRIES {
-            let map = Mapping::shared(&fd, 0, 2 * HUGE_SIZE)?;
-            let skew = map.addr() % HUGE_SIZE;
-            if skew == 0 {
-                map.copy_in(0, &[1]);
-                return Ok(Self { fd, map, offset: 0 });
-            }
-            // Shift the file instead: begin the mapping so that the next aligned address is a file offset of 2 MiB.
             let map = Mapping::shared(&fd, skew as u64, 3 * HUGE_SIZE)?;
-            if map.addr() % HUGE_SIZE == skew {
-                let offset = HUGE_SIZE - skew;
+            let found = map.addr() % HUGE_SIZE;
+            if found == skew {
+                let offset = (HUGE_SIZE - skew) % HUGE_SIZE;
                 map.copy_in(offset, &[1]);
                 return Ok(Self { fd, map, offset });
             }
-            held.push(map);
+            skew = found;
         }
         Err(io::Error::other("no aligned place for a huge page was found"))
     }
