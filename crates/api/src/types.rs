@@ -85,6 +85,8 @@ pub struct VmStat {
     pub quarantine_bytes: u64,
     /// Content lives in a store. Uncompressed size; see `store_bytes`.
     pub far_bytes: u64,
+    /// Part of far: in the file store, on disk.
+    pub far_file_bytes: u64,
     /// Known to be all zero: nothing resident, nothing stored.
     pub zero_bytes: u64,
     /// Never touched, or given back by the guest: nothing resident, nothing stored.
@@ -93,8 +95,10 @@ pub struct VmStat {
     pub poisoned_bytes: u64,
     /// The part of `size` that is under userfaultfd now; the rest costs nothing.
     pub registered_bytes: u64,
-    /// What the far pages really occupy in stores.
+    /// What the far pages in RAM really occupy there.
     pub store_bytes: u64,
+    /// What the far pages in the file store occupy on disk.
+    pub file_bytes: u64,
     /// Faults by kind, since attach.
     pub faults: FaultCounts,
     /// Reclaim by outcome, since attach.
@@ -116,6 +120,8 @@ pub struct FaultCounts {
     pub minor: u64,
     /// Was far: read from a store.
     pub restore: u64,
+    /// Part of restore: read from the file store.
+    pub file: u64,
     /// Was known to be zero.
     pub zero: u64,
     /// Never touched before, or discarded by the guest: zeros.
@@ -154,6 +160,8 @@ pub struct ReclaimCounts {
     pub failed_pages: u64,
     /// Brought back before they were touched, because what left with them was.
     pub prefetched_pages: u64,
+    /// Moved from RAM to the file store.
+    pub spilled_pages: u64,
 }
 
 /// A latency distribution, in microseconds, since attach.
@@ -231,10 +239,14 @@ pub struct HostStat {
     pub mem_total_bytes: u64,
     /// The kernel's `MemAvailable`.
     pub mem_available_bytes: u64,
-    /// What far pages of all VMs occupy in stores.
+    /// What far pages of all VMs occupy in RAM.
     pub store_bytes: u64,
-    /// Most the stores may occupy.
+    /// Most they may occupy there.
     pub store_budget_bytes: u64,
+    /// What far pages of all VMs occupy on disk.
+    pub file_bytes: u64,
+    /// Most they may occupy there; 0 if no page goes to disk.
+    pub file_budget_bytes: u64,
     /// VMs attached.
     pub vms: u32,
     /// Sum over VMs.
@@ -243,9 +255,11 @@ pub struct HostStat {
     pub resident_bytes: u64,
     /// Sum over VMs.
     pub far_bytes: u64,
+    /// Part of far: on disk. Sum over VMs.
+    pub far_file_bytes: u64,
     /// Sum over VMs.
     pub zero_bytes: u64,
-    /// Host memory reclaim has freed: far + zero - store, or 0 if that is negative.
+    /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
     pub saved_bytes: u64,
 }
 

@@ -14,14 +14,18 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
-/// Version of every message here. Version 1: first release.
-pub const VERSION: u16 = 1;
+/// Version of every message here. Version 2: file stores in escrow.
+pub const VERSION: u16 = 2;
 /// First bytes of every message.
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
 /// Most ranges in one [`EngineToClient::Zap`] or [`ClientToEngine::Discard`].
 pub const MAX_RANGES: usize = 1024;
+/// Fewest and most files in escrow: state and arena, and with a file store its file and index.
+pub const MIN_ESCROW: usize = 2;
+/// See [`MIN_ESCROW`].
+pub const MAX_ESCROW: usize = 4;
 /// Longest VM name, in bytes.
 pub const MAX_NAME: usize = 64;
 
@@ -97,7 +101,8 @@ pub struct RegionInfo {
 /// What a VMM says to be managed.
 ///
 /// Descriptors beside it, in this order: the userfaultfd; the engine's end of the control socket; one RAM file per
-/// region; and when `resume` is set, the state file and the arena file of the earlier attachment.
+/// region; and when `resume` is set, the escrow of the earlier attachment: state file, arena file, and if `has_file` is
+/// set, the file of the file store and its index.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attach {
     /// What operators call the VM: letters, digits, `.`, `_`, `-`.
@@ -117,15 +122,22 @@ pub struct Attach {
     pub regions: Vec<RegionInfo>,
     /// Set when this process was attached before and the keeper died: the VM it was.
     pub resume: Option<VmId>,
+    /// On resume: four files were in escrow, not two.
+    pub has_file: bool,
 }
 
 impl Attach {
     /// Descriptors before the RAM files: userfaultfd and control socket.
     pub const FIXED_FDS: usize = 2;
 
+    /// How many files the earlier attachment had in escrow.
+    pub fn escrow_count(&self) -> usize {
+        if self.has_file { MAX_ESCROW } else { MIN_ESCROW }
+    }
+
     /// How many descriptors must travel beside this message.
     pub fn fd_count(&self) -> usize {
-        Self::FIXED_FDS + self.regions.len() + if self.resume.is_some() { 2 } else { 0 }
+        Self::FIXED_FDS + self.regions.len() + if self.resume.is_some() { self.escrow_count() } else { 0 }
     }
 
     /// Check everything that can be checked without looking at the descriptors. The error says what is wrong.
@@ -195,7 +207,8 @@ pub enum ClientToKeeper {
 /// Keeper to client, on the attach socket. Every request is answered once, in order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KeeperToClient {
-    /// Managed. Descriptors: the state file and the arena file, both read-only, to be given back on resume.
+    /// Managed. Descriptors, all read-only, to be given back on resume: the state file, the arena file, and if the VM
+    /// has a file store, its file and its index.
     Attached(VmId),
     /// Done.
     Ok,
@@ -277,6 +290,7 @@ mod tests {
             may_pin: false,
             regions: vec![RegionInfo { hva: Hva(0x7f00_0000_0000), len: Bytes(GIB), file_offset: Bytes(0) }],
             resume: None,
+            has_file: false,
         }
     }
 

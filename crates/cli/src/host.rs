@@ -36,6 +36,11 @@ fn describe(host: &HostStat) -> String {
     let _ = writeln!(text, "memory  {} of {} available", size(host.mem_available_bytes), size(host.mem_total_bytes));
     let used = show::percent(host.store_bytes, host.store_budget_bytes);
     let _ = writeln!(text, "store   {} of {} used ({used})", size(host.store_bytes), size(host.store_budget_bytes));
+    if host.file_budget_bytes > 0 || host.file_bytes > 0 {
+        let used = show::percent(host.file_bytes, host.file_budget_bytes);
+        let (bytes, budget, far) = (size(host.file_bytes), size(host.file_budget_bytes), size(host.far_file_bytes));
+        let _ = writeln!(text, "disk    {bytes} of {budget} used ({used}); {far} of the far pages are there");
+    }
     let _ = writeln!(
         text,
         "VMs     {}: size {}, resident {}, far {}, zero {}; {} saved",

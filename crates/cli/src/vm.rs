@@ -151,6 +151,9 @@ fn memory(vm: &VmStat) -> String {
         if *name == "resident" {
             row("  in quarantine", vm.quarantine_bytes, "part of resident");
         }
+        if *name == "far" && vm.far_file_bytes > 0 {
+            row("  on disk", vm.far_file_bytes, "part of far");
+        }
     }
     row("size", vm.size_bytes, "");
     let mut text = show::lines(&table);
@@ -161,11 +164,16 @@ fn memory(vm: &VmStat) -> String {
     if sum != vm.size_bytes {
         let _ = writeln!(text, "THIS DOES NOT ADD UP: the parts make {} KiB. Please report it.", show::kib(sum));
     }
-    let ratio = if vm.store_bytes == 0 { 0.0 } else { vm.far_bytes as f64 / vm.store_bytes as f64 };
+    let ratio = if vm.store_bytes == 0 {
+        0.0
+    } else {
+        vm.far_bytes.saturating_sub(vm.far_file_bytes) as f64 / vm.store_bytes as f64
+    };
     let _ = writeln!(
         text,
-        "far pages occupy {} of store ({ratio:.1} to 1); {} of the size is under userfaultfd",
+        "far pages occupy {} of store ({ratio:.1} to 1){}; {} of the size is under userfaultfd",
         show::size(vm.store_bytes),
+        if vm.file_bytes > 0 { format!(" and {} of disk", show::size(vm.file_bytes)) } else { String::new() },
         show::percent(vm.registered_bytes, vm.size_bytes),
     );
     text
@@ -178,14 +186,18 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
         pairs.iter().map(|(name, count)| format!("{name} {}", show::grouped(*count))).collect::<Vec<_>>().join("  ")
     };
     let kinds = [("minor", faults.minor), ("restore", faults.restore), ("zero", faults.zero), ("fresh", faults.fresh)];
+    let from_disk = match faults.file {
+        0 => String::new(),
+        count => format!("from disk: {}; ", show::grouped(count)),
+    };
     let _ = writeln!(
         text,
-        "\nFAULTS {}: {}  (put back and served later: {})",
+        "\nFAULTS {}: {}  ({from_disk}put back and served later: {})",
         show::grouped(faults.total()),
         pairs(&kinds),
         show::grouped(faults.deferred)
     );
-    let taken = [
+    let mut taken = vec![
         ("zapped", reclaim.zapped_pages),
         ("evicted", reclaim.evicted_pages),
         ("as zero", reclaim.evicted_zero_pages),
@@ -193,6 +205,9 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
         ("discarded by the guest", reclaim.discarded_pages),
         ("prefetched", reclaim.prefetched_pages),
     ];
+    if reclaim.spilled_pages > 0 {
+        taken.push(("to disk", reclaim.spilled_pages));
+    }
     let kept = [
         ("touched in quarantine", reclaim.rescued_pages),
         ("touched while evicting", reclaim.aborted_pages),

@@ -33,7 +33,8 @@ pub(crate) enum Phase {
 pub(crate) struct State {
     pub phase: Phase,
     pub vm: Option<VmId>,
-    pub escrow: Option<[OwnedFd; 2]>,
+    /// State and arena file, and with a file store its file and index.
+    pub escrow: Option<Vec<OwnedFd>>,
     pub pinned: Option<String>,
     /// What the next attach message says; true also after a `MayPin` that nobody answered.
     pub may_pin: bool,
@@ -114,7 +115,7 @@ impl Link {
         lock(&self.state)
     }
 
-    pub fn up(&self, socket: Arc<OwnedFd>, vm: VmId, escrow: Option<[OwnedFd; 2]>) {
+    pub fn up(&self, socket: Arc<OwnedFd>, vm: VmId, escrow: Option<Vec<OwnedFd>>) {
         let mut state = lock(&self.state);
         state.phase = Phase::Up;
         state.socket = Some(socket);

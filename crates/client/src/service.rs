@@ -11,7 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
-use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_RANGES};
+use ballast_base::wire::{
+    self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_ESCROW, MAX_RANGES, MIN_ESCROW,
+};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -137,6 +139,7 @@ impl Service<'_> {
             may_pin: link.may_pin,
             regions: table.infos(),
             resume: link.vm,
+            has_file: link.escrow.as_ref().is_some_and(|escrow| escrow.len() == MAX_ESCROW),
         };
         message.validate().map_err(AttachError::Config)?;
         let mut fds = vec![shared.uffd.as_fd(), pair.theirs.as_fd()];
@@ -193,7 +196,8 @@ impl Service<'_> {
         };
         match message {
             Ok(KeeperToClient::Attached(vm)) => {
-                let escrow: Option<[OwnedFd; 2]> = received.fds.try_into().ok();
+                let whole = [MIN_ESCROW, MAX_ESCROW].contains(&received.fds.len());
+                let escrow = Some(received.fds).filter(|_| whole);
                 let known = self.shared.link.vm();
                 if known.is_some_and(|known| known != vm) {
                     return self.failed(AttachError::Refused(format!("it answered for another VM, {vm}")));

@@ -6,7 +6,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_base::wire::{ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, VmId};
+use ballast_base::wire::{
+    ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_ESCROW, MIN_ESCROW, VmId,
+};
 use ballast_base::{Bytes, Hva};
 use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, Timing, ffi};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
@@ -239,6 +241,12 @@ fn a_discard_that_the_engine_cannot_do_fails_with_its_reason() {
 
 #[test]
 fn after_the_keeper_died_the_client_resumes_with_the_same_files_and_a_fresh_control_socket() {
+    for files in [MIN_ESCROW, MAX_ESCROW] {
+        resumes_with(files);
+    }
+}
+
+fn resumes_with(files: usize) {
     if !have_uffd() {
         return;
     }
@@ -246,7 +254,7 @@ fn after_the_keeper_died_the_client_resumes_with_the_same_files_and_a_fresh_cont
     let (fd, map) = ram();
     let (client, escrow) = attach_with(impatient(builder(&keeper, &fd, &map)), &keeper, |keeper| {
         let session = keeper.client();
-        session.accept()
+        session.accept_with(files)
         // The session's sockets close here: the keeper is dead.
     });
     let client = client.expect("attach");
@@ -264,7 +272,8 @@ fn after_the_keeper_died_the_client_resumes_with_the_same_files_and_a_fresh_cont
     assert_eq!(session.attach.resume, Some(VM));
     assert_eq!(session.attach.regions.len(), 2);
     let ids = |fds: &[OwnedFd]| fds.iter().map(|fd| memfd::file_id(fd).expect("stat")).collect::<Vec<_>>();
-    assert_eq!(ids(&session.escrow), escrow, "state and arena files came back");
+    assert_eq!(session.attach.has_file, files == MAX_ESCROW);
+    assert_eq!(ids(&session.escrow), escrow, "state and arena files came back, and those of a file store");
     assert_eq!(ids(&session.ram), ids(&[fd, extra]));
     session.accept();
     session.ping(1 << 32);

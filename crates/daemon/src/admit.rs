@@ -8,9 +8,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use ballast_base::Bytes;
 use ballast_base::wire::{Attach, RegionInfo};
+use ballast_store::FileStore;
 use ballast_sys::memfd::{self, FileId};
-use ballast_sys::uffd;
-use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl, fstat};
+use ballast_sys::{direct, uffd};
+use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl, fstat, makedev, statx};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
 use crate::keeper::SentFd;
@@ -24,8 +25,19 @@ pub struct Admitted {
     pub control: SentFd,
     /// One RAM file per region.
     pub ram: Vec<(SentFd, FileId)>,
-    /// On resume: state file and arena file, opened anew for writing.
-    pub resumed: Option<(SentFd, SentFd)>,
+    /// On resume: what the client had in escrow, opened anew for writing.
+    pub resumed: Option<Escrow>,
+}
+
+/// What clients keep for the next keeper.
+#[derive(Debug)]
+pub struct Escrow {
+    /// The state file.
+    pub state: SentFd,
+    /// The arena file.
+    pub arena: SentFd,
+    /// The file of the file store, and its index, if there is one.
+    pub file: Option<[SentFd; 2]>,
 }
 
 /// Check an attach and its descriptors.
@@ -53,7 +65,16 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
         }
     }
     let resumed = match attach.resume {
-        Some(_) => Some((reopen_ours(next(), "state")?, reopen_ours(next(), "arena")?)),
+        Some(_) => {
+            let (state, arena) = (reopen_ours(next(), "state")?, reopen_ours(next(), "arena")?);
+            let file = if attach.has_file {
+                let (file, index) = (next(), reopen_ours(next(), "index")?);
+                Some([reopen_named(file, &index)?, index])
+            } else {
+                None
+            };
+            Some(Escrow { state, arena, file })
+        }
         None => None,
     };
     Ok(Admitted { uffd, control, ram, resumed })
@@ -132,6 +153,22 @@ fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     Ok(fd.replaced_by(opened))
 }
 
+/// Open anew, for writing, the file on a disk that an index of ours names. Its identity is asked without waiting for its
+/// file system: until it is known, it may be anything.
+fn reopen_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
+    let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
+    let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;
+    let named = FileStore::file_of(index).map_err(|error| say(&error))?;
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS).map_err(|error| say(&error))?;
+    let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };
+    if found != named {
+        return Err(say(&"it is not the file this client was given"));
+    }
+    let opened = direct::reopen(fd.as_fd(), true).map_err(|error| say(&error))?;
+    Ok(fd.replaced_by(opened))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,6 +196,27 @@ mod tests {
         check_socket(stream.as_fd()).expect_err("a stream");
         check_socket(std::fs::File::open("/dev/null").expect("open").as_fd()).expect_err("no socket");
         check_socket(std::net::UdpSocket::bind("127.0.0.1:0").expect("bind").as_fd()).expect_err("not local");
+    }
+
+    #[test]
+    fn the_file_of_a_file_store_is_taken_back_only_if_its_index_names_it() {
+        use ballast_store::{Budget, FileOptions};
+        let dir = tempfile::tempdir().expect("a directory");
+        let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(2 << 20))));
+        let (_, file, index) = match made {
+            Ok(made) => made,
+            Err(error) => return println!("SKIP needs=disk: {error}"),
+        };
+        let closer = Closer::new();
+        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
+        let index = sent(index);
+        let reader = direct::reopen(file.as_fd(), false).expect("reopen");
+        let back = reopen_named(sent(reader), &index).expect("it is the one");
+        assert!(direct::is_direct_file(&back).expect("fcntl"));
+        let other = tempfile::tempfile_in(dir.path()).expect("a file");
+        let refused = reopen_named(sent(other.into()), &index).expect_err("another file");
+        assert!(refused.contains("not the file"), "{refused}");
+        reopen_named(back, &sent(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))).expect_err("no index");
     }
 
     #[test]

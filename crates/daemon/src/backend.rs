@@ -17,7 +17,7 @@ use ballast_pager::page_state::State;
 use ballast_pager::region::Region;
 use ballast_pager::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, Vm};
-use ballast_store::{Budget, RamStore, Store};
+use ballast_store::{Budget, FileStore, RamStore, Store};
 
 use crate::engine::strangers;
 use crate::engine::workers::Jobs;
@@ -35,6 +35,8 @@ pub struct Served {
     pub vm: Arc<Vm>,
     /// Its store, for what only this kind knows.
     pub store: Arc<RamStore>,
+    /// Its file store, if it has one.
+    pub file: Option<Arc<FileStore>>,
     /// The VMM program.
     pub vmm: String,
     /// What is going on beside its orders and lanes.
@@ -45,8 +47,8 @@ pub struct Served {
 
 impl Served {
     /// A VM without processes yet.
-    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, vmm: String) -> Self {
-        Self { vm, store, vmm, jobs: Jobs::default(), unserved: Mutex::default() }
+    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: Option<Arc<FileStore>>, vmm: String) -> Self {
+        Self { vm, store, file, vmm, jobs: Jobs::default(), unserved: Mutex::default() }
     }
 
     /// Hold reclaim at once, and bring every page back on a thread of its own, which then says how it went.
@@ -98,6 +100,8 @@ pub struct Host {
     pub events: Arc<Events>,
     /// Who pays for far pages.
     pub budget: Arc<Budget>,
+    /// Who pays for those on disk.
+    pub file_budget: Arc<Budget>,
 }
 
 impl Host {
@@ -172,10 +176,13 @@ impl Backend for Host {
             mem_available_bytes: meminfo("MemAvailable").unwrap_or(0),
             store_bytes: self.budget.used().0,
             store_budget_bytes: self.budget.limit().0,
+            file_bytes: self.file_budget.used().0,
+            file_budget_bytes: self.file_budget.limit().0,
             vms: vms.len() as u32,
             size_bytes: sum(|vm| vm.size_bytes),
             resident_bytes: sum(|vm| vm.resident_bytes),
             far_bytes: far,
+            far_file_bytes: sum(|vm| vm.far_file_bytes),
             zero_bytes: zero,
             saved_bytes: (far + zero).saturating_sub(self.budget.used().0),
         }
@@ -217,6 +224,7 @@ fn stat(served: &Served) -> VmStat {
     let poisoned_bytes = take(bytes(Counter::Poisoned));
     let resident_bytes = take(vm.resident().map_or(0, |pages| pages.bytes().0));
     let detail = served.store.usage_detail();
+    let file = served.file.as_ref().map(|file| file.usage()).unwrap_or_default();
     let averages = vm.pressure.averages();
     VmStat {
         name: vm.state.name(),
@@ -237,14 +245,18 @@ fn stat(served: &Served) -> VmStat {
         resident_bytes,
         quarantine_bytes: bytes(Counter::Quarantined).min(resident_bytes),
         far_bytes,
+        // A page on its way has a copy that does not count yet.
+        far_file_bytes: PageCount(file.pages).bytes().0.min(far_bytes),
         zero_bytes,
         untouched_bytes: left,
         poisoned_bytes,
         registered_bytes: stats.get(Counter::RegisteredBytes),
         store_bytes: served.store.usage().bytes,
+        file_bytes: file.bytes,
         faults: FaultCounts {
             minor: stats.get(Counter::FaultMinor),
             restore: stats.get(Counter::FaultRestore),
+            file: stats.get(Counter::FaultFile),
             zero: stats.get(Counter::FaultZero),
             fresh: stats.get(Counter::FaultFresh),
             deferred: stats.get(Counter::FaultDeferred),
@@ -260,6 +272,7 @@ fn stat(served: &Served) -> VmStat {
             store_full_events: stats.get(Counter::StoreFull),
             failed_pages: stats.get(Counter::Failed),
             prefetched_pages: stats.get(Counter::Prefetched),
+            spilled_pages: stats.get(Counter::Spilled),
         },
         restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
         fault_latency: latency(&stats.histogram(stats::Latency::Fault)),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use ballast_base::Bytes;
-use ballast_base::units::GIB;
+use ballast_base::units::{GIB, MIB};
 use serde::{Deserialize, Serialize};
 
 /// How far pages are compressed.
@@ -41,7 +41,34 @@ pub struct Config {
     /// Members of this group may attach VMs; without it only root may.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub attach_gid: Option<u32>,
+    /// A file store for pages that have been far for long; without it they stay in the compressed store.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub spill: Option<Spill>,
 }
+
+/// Where pages go that have been far for long.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Spill {
+    /// Directory on the disk: on a file system with direct I/O and files without a name (ext4, XFS, btrfs).
+    pub dir: PathBuf,
+    /// Most disk space that all VMs together may use.
+    #[serde(with = "size")]
+    pub budget: Option<Bytes>,
+    /// How long a page is in the compressed store before it goes, at least, in seconds.
+    #[serde(default = "five_minutes")]
+    pub after_s: u64,
+    /// Bytes that may be written for each VM in a day (UTC); `None` is no limit.
+    #[serde(default, with = "size", skip_serializing_if = "Option::is_none")]
+    pub writes_per_day: Option<Bytes>,
+}
+
+const fn five_minutes() -> u64 {
+    300
+}
+
+/// What a file store can be: one area of 2 MiB to 8 TiB.
+const SPILL_BUDGET: std::ops::RangeInclusive<u64> = 2 * MIB..=8192 * GIB;
 
 impl Default for Config {
     fn default() -> Self {
@@ -52,6 +79,7 @@ impl Default for Config {
             quarantine_ms: 1000,
             reader_gid: None,
             attach_gid: None,
+            spill: None,
         }
     }
 }
@@ -74,7 +102,7 @@ impl Config {
             "quarantine_ms = {} is out of range: 1 to 60000",
             self.quarantine_ms
         );
-        Ok(())
+        self.spill.as_ref().map_or(Ok(()), Spill::validate)
     }
 
     /// The effective values, as a file that says the same.
@@ -100,6 +128,25 @@ impl Config {
     /// Where operators ask.
     pub fn api_socket(&self) -> PathBuf {
         self.runtime_dir.join("api.sock")
+    }
+}
+
+impl Spill {
+    fn validate(&self) -> anyhow::Result<()> {
+        ensure!(self.dir.is_absolute(), "spill.dir {:?} must be an absolute path", self.dir);
+        let budget = self.budget();
+        ensure!(SPILL_BUDGET.contains(&budget.0), "spill.budget = {budget} is out of range: 2 MiB to 8 TiB");
+        ensure!(
+            (1..=7 * 24 * 3600).contains(&self.after_s),
+            "spill.after_s = {} is out of range: 1 to 604800",
+            self.after_s
+        );
+        Ok(())
+    }
+
+    /// The disk budget.
+    pub fn budget(&self) -> Bytes {
+        self.budget.unwrap_or(Bytes(0))
     }
 }
 
@@ -145,7 +192,12 @@ mod tests {
     #[test]
     fn what_check_prints_reads_back_as_the_same() {
         let config = Config { store_budget: Some(Bytes(5 * GIB)), reader_gid: Some(7), ..Config::default() };
-        assert_eq!(parse(&config.to_toml().expect("serialise")), Ok(config));
+        let spill =
+            |writes_per_day| Some(Spill { dir: "/x".into(), budget: Some(Bytes(GIB)), after_s: 7, writes_per_day });
+        for spill in [None, spill(None), spill(Some(Bytes(5)))] {
+            let config = Config { spill, ..config.clone() };
+            assert_eq!(parse(&config.to_toml().expect("serialise")), Ok(config));
+        }
     }
 
     #[test]
@@ -156,6 +208,11 @@ mod tests {
             ("quarantine_ms = 0", "quarantine_ms"),
             ("compression = \"lzo\"", "lzo"),
             ("runtime_dir = \"x\"", "runtime_dir"),
+            ("[spill]\ndir = \"x\"\nbudget = \"1G\"", "spill.dir"),
+            ("[spill]\ndir = \"/x\"", "budget"),
+            ("[spill]\ndir = \"/x\"\nbudget = \"1M\"", "spill.budget"),
+            ("[spill]\ndir = \"/x\"\nbudget = \"1G\"\nafter_s = 0", "spill.after_s"),
+            ("[spill]\ndir = \"/x\"\nbudget = \"1G\"\nwrites_per_day = \"7\"", "7"),
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains(names), "{text}: {error}");

@@ -26,6 +26,19 @@ pub struct Begin {
     pub quarantine_ms: u64,
     /// Group that may read the API.
     pub reader_gid: Option<u32>,
+    /// File stores.
+    pub spill: Option<Spilling>,
+}
+
+/// How pages go to file stores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spilling {
+    /// Most disk space.
+    pub budget: Bytes,
+    /// How long a page is far before it goes, at least.
+    pub after_s: u64,
+    /// Bytes that may be written for each VM in a day; 0 is no limit.
+    pub writes_per_day: Bytes,
 }
 
 /// Keeper to engine.
@@ -33,8 +46,8 @@ pub struct Begin {
 pub enum Order {
     /// The first order. One descriptor: the API listener.
     Begin(Begin),
-    /// Serve this VM. Descriptors: state file, arena file, then one RAM file per region of the state file (a removed
-    /// region is represented by the state file).
+    /// Serve this VM. Descriptors: state file, arena file, with a file store its file and index, then one RAM file per
+    /// region of the state file (a removed region is represented by the state file).
     OpenVm {
         /// The VM.
         vm: VmId,
@@ -44,6 +57,8 @@ pub enum Order {
         pinned: Option<String>,
         /// See [`ballast_base::wire::Attach::may_pin`].
         may_pin: bool,
+        /// It has a file store.
+        has_file: bool,
     },
     /// Serve the faults of this process. Descriptors: userfaultfd, control socket.
     AddView {

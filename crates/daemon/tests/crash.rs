@@ -184,6 +184,111 @@ fn memory_that_is_pinned_is_all_there_when_the_answer_comes() {
     assert_eq!(daemon.vm("pinned").class, VmClass::Pinned);
 }
 
+/// A RAM store that is too small for what [`BUSY`] has far, so that pages go to a file all the time, and come back.
+fn spilling(dir: &std::path::Path) -> String {
+    let dir = dir.display();
+    format!("{QUICK}store_budget = \"8M\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n")
+}
+
+/// Can there be file stores here?
+fn no_disk() -> bool {
+    use ballast_store::{Budget, FileOptions, FileStore};
+    let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(ballast_base::Bytes(2 << 20))));
+    common::skip("disk", made.err().map(|error| error.to_string()))
+}
+
+/// Pages go to the file and come back from it, now, and many are in it.
+fn spilled(daemon: &Daemon, name: &str) {
+    let mut first = None;
+    until("pages go to the file and come back", || {
+        let Ok(vm) = daemon.api.vm(name) else { return false };
+        let now = (vm.reclaim.spilled_pages, vm.faults.file);
+        let then = *first.get_or_insert(now);
+        vm.far_file_bytes >= 4 << 20 && now.0 > then.0 && now.1 > then.1
+    });
+}
+
+#[test]
+fn an_engine_killed_while_pages_go_to_a_file_and_come_back_loses_no_byte() {
+    if no_disk() {
+        return;
+    }
+    let daemon = Daemon::start(&spilling(&std::env::temp_dir()));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    for round in 0..kills() {
+        if round % 10 == 0 {
+            spilled(&daemon, "victim");
+        }
+        std::thread::sleep(moment(round));
+        let old = daemon.kill_engine();
+        daemon.wait_for_engine_after(old);
+    }
+    spilled(&daemon, "victim");
+    let events = daemon.api.events().expect("events");
+    assert!(events.iter().all(|event| !event.kind.starts_with("spill-un")), "{events:?}");
+    guest.finish();
+    until("the VM is gone", || daemon.api.vm("victim").is_err());
+    until("the disk space is given back", || daemon.host().file_bytes == 0);
+}
+
+#[test]
+fn a_keeper_killed_and_started_again_finds_the_pages_in_the_file() {
+    if no_disk() {
+        return;
+    }
+    let mut daemon = Daemon::start(&spilling(&std::env::temp_dir()));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    for round in 0..kills() / 10 {
+        spilled(&daemon, "victim");
+        std::thread::sleep(moment(round));
+        let orphan = daemon.engine_pid().expect("an engine");
+        daemon.kill_keeper();
+        // Every other time the engine goes, too, so that nothing but the guest's process holds the file.
+        if round % 2 == 0 {
+            common::kill(orphan);
+        }
+        std::thread::sleep(moment(round + 1));
+        daemon.restart_keeper();
+        daemon.wait_for_engine_after(orphan);
+        until("the guest is attached again", || daemon.api.vm("victim").is_ok());
+    }
+    spilled(&daemon, "victim");
+    guest.finish();
+}
+
+#[test]
+fn a_keeper_that_is_to_spill_no_more_still_brings_back_what_is_in_the_file() {
+    if no_disk() {
+        return;
+    }
+    let mut daemon = Daemon::start(&spilling(&std::env::temp_dir()));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    spilled(&daemon, "victim");
+    let orphan = daemon.engine_pid().expect("an engine");
+    daemon.kill_keeper();
+    std::fs::write(daemon.dir().join("ballastd.toml"), QUICK).expect("write the configuration");
+    daemon.restart_keeper();
+    daemon.wait_for_engine_after(orphan);
+    until("the guest is attached again", || daemon.api.vm("victim").is_ok());
+    assert_eq!(daemon.host().file_budget_bytes, 0);
+    until("all of the file is back", || daemon.vm("victim").far_file_bytes == 0);
+    guest.finish();
+}
+
+#[test]
+fn a_vm_attaches_without_a_file_store_where_there_can_be_none_and_it_is_said() {
+    let daemon = Daemon::start(&spilling(std::path::Path::new("/no/such/directory")));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let said = || {
+        let events = daemon.api.events().expect("events");
+        events.into_iter().find(|event| event.kind == "spill-unavailable").map(|event| event.message)
+    };
+    until("it is said", || said().is_some());
+    assert!(said().is_some_and(|message| message.contains("/no/such/directory")));
+    assert_eq!(daemon.vm("victim").file_bytes, 0);
+    guest.finish();
+}
+
 #[test]
 fn a_vm_that_dies_leaves_nothing_behind() {
     let daemon = Daemon::start(QUICK);

@@ -85,7 +85,9 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
     if no_uffd() {
         return;
     }
-    let daemon = Daemon::start("");
+    // With file stores where there can be some, so that their files are among the descriptors.
+    let dir = std::env::temp_dir();
+    let daemon = Daemon::start(&format!("[spill]\ndir = \"{}\"\nbudget = \"64M\"\n", dir.display()));
     let (keeper, engine) = (daemon.keeper_pid(), daemon.engine_pid().expect("an engine"));
     let ram = Ram::new(64);
     let mut good = attached(&daemon, "good", &[&ram]);
@@ -109,6 +111,7 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
                 3 => ClientToKeeper::MayPin,
                 _ => ClientToKeeper::Attach(wire::Attach {
                     resume: [None, Some(wire::VmId([7; 16]))][dice.roll(2)],
+                    has_file: dice.roll(2) == 0,
                     ..client.message(regions)
                 }),
             };

@@ -13,6 +13,7 @@ use ballast_store::{Handle, PageBytes, PageKey, PutOutcome, Store};
 
 use crate::memory::Backing;
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
+use crate::stores::StoreOf;
 
 /// A run of pages of one region: first page and count.
 pub type Run = (PageIdx, u64);
@@ -166,7 +167,7 @@ pub fn discard<'a>(
     run: Run,
     cell_of: impl Fn(PageIdx) -> Cell<'a>,
     backing: &impl Backing,
-    store: &dyn Store,
+    stores: &impl StoreOf,
     pause: impl Fn(),
     heal: impl Fn(PageIdx) -> io::Result<()>,
 ) -> io::Result<Discarded> {
@@ -195,7 +196,9 @@ pub fn discard<'a>(
         lock.set(Word::INITIAL);
         drop(lock);
         done.counts[word.state() as usize] += 1;
-        if let Some(handle) = live_handle(word) {
+        if let Some(handle) = live_handle(word)
+            && let Some(store) = stores.store_of(word)
+        {
             store.free(PageKey { region, page: PageIdx(page) }, handle);
         }
     }

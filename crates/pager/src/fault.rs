@@ -13,6 +13,7 @@ use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::memory::Mapped;
 use crate::page_state::{Cell, Locked, State, Word};
+use crate::stores::StoreOf;
 
 /// What became of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +31,8 @@ pub enum Served {
         /// Found just now, as opposed to touched again.
         newly: bool,
     },
-    /// Another lane works on this page, the store is busy, or the address space is changing: serve it again soon.
+    /// Another lane works on this page, the store is busy or not among those given, or the address space is changing:
+    /// serve it again soon.
     Later,
     /// The range or the process is gone; nobody waits.
     Gone,
@@ -48,7 +50,7 @@ pub fn serve(
     key: PageKey,
     kind: FaultKind,
     memory: &impl Mapped,
-    store: &dyn Store,
+    stores: &impl StoreOf,
     touched: fn(u8) -> u8,
 ) -> (bool, io::Result<Served>) {
     loop {
@@ -74,6 +76,7 @@ pub fn serve(
                 return (false, filled.map(|filled| filled.or(Served::Zeroed)));
             }
             State::Far | State::Restoring => {
+                let Some(store) = stores.store_of(word) else { return (false, Ok(Served::Later)) };
                 let Some(lock) = cell.lock(word, word.in_state(State::Restoring)) else { continue };
                 return (false, restore(lock, key, memory, store));
             }

@@ -2,14 +2,16 @@
 //!
 //! Before: [`crate::vm::Vm::add_view`] starts both. After: they end when the view's process or the engine does.
 //! Threads: one each per view. The fault lane waits for nothing but faults: a page another lane holds, or one whose store
-//! is busy, is put aside and tried again while others are served.
+//! is busy, is put aside and tried again while others are served; one whose bytes are on a disk goes to the `slow` lanes.
 //! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake.
 
 use std::collections::HashSet;
+use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use ballast_base::PageIdx;
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
 use ballast_sys::scm;
 use ballast_sys::uffd::Fault;
@@ -18,7 +20,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
 use crate::prefetch::{Gain, count_far, window_of};
+use crate::region::Region;
 use crate::stats::{Counter, Latency};
+use crate::stores::is_in_file;
 use crate::view::View;
 use crate::vm::Vm;
 
@@ -30,16 +34,15 @@ const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
 /// A fault that was read and is not served yet.
-#[derive(Clone, Copy)]
-struct Waiting {
-    fault: Fault,
-    since: Instant,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Waiting {
+    pub fault: Fault,
+    pub since: Instant,
 }
 
 /// Serve faults until the view's process is gone or the VM is stopped.
 pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
-    let (clock, gain) = (StallClock::new(), Gain::default());
-    let mut lane = FaultLane { vm, view, waiting: Vec::new(), clock, gain };
+    let mut lane = FaultLane { vm, view, waiting: Vec::new(), gain: Gain::default() };
     let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
@@ -55,14 +58,14 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
         let now = Instant::now();
         let newest = read.last().map(|fault| fault.thread);
         lane.waiting.extend(read.drain(..).map(|fault| Waiting { fault, since: now }));
-        lane.clock.update(vm, &lane.waiting, now);
+        lane.tell_stall();
         let served = lane.serve_round();
         if !served && lane.waiting.iter().all(|waiting| now.saturating_duration_since(waiting.since) > EAGER) {
             sleep_until_readable(view.uffd(), RETRY);
         } else if !served {
             std::thread::yield_now();
         }
-        lane.clock.update(vm, &lane.waiting, Instant::now());
+        lane.tell_stall();
         // Last: nobody waits for it.
         if let Some(thread) = newest {
             follow.faulted(thread, now);
@@ -74,11 +77,17 @@ struct FaultLane<'a> {
     vm: &'a Vm,
     view: &'a Arc<View>,
     waiting: Vec<Waiting>,
-    clock: StallClock,
     gain: Gain,
 }
 
 impl FaultLane<'_> {
+    fn tell_stall(&self) {
+        self.view.stall.update(self.vm, |waiters| {
+            waiters.here = self.waiting.len();
+            waiters.know(self.waiting.iter().map(|waiting| waiting.fault.thread));
+        });
+    }
+
     /// Try every waiting fault once; keeps those that must wait on. Answers whether any was served.
     fn serve_round(&mut self) -> bool {
         let before = self.waiting.len();
@@ -101,73 +110,102 @@ impl FaultLane<'_> {
             return true;
         };
         let (cell, key) = (region.cell(page), region.key(page));
-        let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &*vm.store, ballast_heat::touched);
+        let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &vm.stores.near(), ballast_heat::touched);
         vm.count_rescued(rescued);
-        match served {
-            Ok(Served::Later) => {
-                vm.count(Served::Later);
-                false
+        if matches!(served, Ok(Served::Later)) && vm.stores.file.is_some() && is_in_file(cell.load()) {
+            vm.slow.take(vm, self.view, *waiting);
+            return true;
+        }
+        let settled = settle(vm, &region, page, waiting, served);
+        if settled == Some(Served::Restored) {
+            let window = window_of(&region, page);
+            if self.gain.restored(window, || count_far(&region, window.1), Instant::now()) {
+                vm.prefetch.want(self.view, window);
             }
-            Ok(served) => {
-                vm.count(served);
-                let took = waiting.since.elapsed();
-                vm.stats().record(Latency::Fault, took);
-                match served {
-                    Served::Restored => {
-                        vm.stats().record(Latency::Restore, took);
-                        let window = window_of(&region, page);
-                        if self.gain.restored(window, || count_far(&region, window.1), Instant::now()) {
-                            vm.prefetch.want(self.view, window);
-                        }
-                    }
-                    Served::Poisoned { newly: true } => vm.report_lost(region.number, page),
-                    _ => {}
-                }
-                true
+        }
+        settled.is_some()
+    }
+}
+
+/// Count what became of a fault, and say what must be said. `None` if it must be tried again.
+pub(crate) fn settle(
+    vm: &Vm,
+    region: &Region,
+    page: PageIdx,
+    waiting: &Waiting,
+    served: io::Result<Served>,
+) -> Option<Served> {
+    match served {
+        Ok(Served::Later) => {
+            vm.count(Served::Later);
+            None
+        }
+        Ok(served) => {
+            vm.count(served);
+            let took = waiting.since.elapsed();
+            vm.stats().record(Latency::Fault, took);
+            match served {
+                Served::Restored => vm.stats().record(Latency::Restore, took),
+                Served::Poisoned { newly: true } => vm.report_lost(region.number, page),
+                _ => {}
             }
-            Err(error) => {
-                // Nothing was lost, but the thread would wait for ever and nobody would know why.
-                let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
-                vm.report("fault-failed", reason.clone());
-                vm.fail_stop(&reason);
-                true
-            }
+            Some(served)
+        }
+        Err(error) => {
+            // Nothing was lost, but the thread would wait for ever and nobody would know why.
+            let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
+            vm.report("fault-failed", reason.clone());
+            vm.fail_stop(&reason);
+            Some(Served::Gone)
         }
     }
 }
 
-/// Adds up the time in which some, and all, of the VM's threads wait, from what this lane sees: from the read of a fault
-/// to its resolution. The time a fault waits before it is read is not visible in user space and is not in it.
-struct StallClock {
+/// Adds up the time in which some, and all, of the VM's threads wait, from what this view's lanes see: from the read of a
+/// fault to its resolution. The time a fault waits before it is read is not visible in user space and is not in it.
+#[derive(Debug)]
+pub(crate) struct Stall(Mutex<Waiters>);
+
+#[derive(Debug)]
+pub(crate) struct Waiters {
     /// Threads that ever faulted here: what "all" means.
     threads: HashSet<u32>,
     since: Instant,
-    some: bool,
-    full: bool,
+    /// Faults that wait with the fault lane, and with the slow lanes.
+    pub here: usize,
+    pub slow: usize,
 }
 
-impl StallClock {
+impl Waiters {
     /// Threads remembered at most; a VMM that churns threads then only loses "full".
     const MAX_THREADS: usize = 4096;
 
-    fn new() -> Self {
-        Self { threads: HashSet::new(), since: Instant::now(), some: false, full: false }
+    fn know(&mut self, threads: impl Iterator<Item = u32>) {
+        if self.threads.len() < Self::MAX_THREADS {
+            self.threads.extend(threads);
+        }
+    }
+}
+
+impl Stall {
+    pub fn new() -> Self {
+        Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: 0, slow: 0 }))
     }
 
-    fn update(&mut self, vm: &Vm, waiting: &[Waiting], now: Instant) {
-        let elapsed = now.saturating_duration_since(self.since).as_nanos() as u64;
-        if self.some {
+    /// Count the time since the last change, then change who waits.
+    pub fn update(&self, vm: &Vm, change: impl FnOnce(&mut Waiters)) {
+        let mut waiters = self.0.lock().expect("no panic while held");
+        let now = Instant::now();
+        let elapsed = now.saturating_duration_since(waiters.since).as_nanos() as u64;
+        let waiting = waiters.here + waiters.slow;
+        if waiting > 0 {
             vm.stats().add(Counter::StallSomeNs, elapsed);
+            if waiting >= waiters.threads.len() {
+                vm.stats().add(Counter::StallFullNs, elapsed);
+            }
         }
-        if self.full {
-            vm.stats().add(Counter::StallFullNs, elapsed);
-        }
-        self.since = now;
-        self.some = !waiting.is_empty();
-        if self.threads.len() < Self::MAX_THREADS {
-            self.threads.extend(waiting.iter().map(|waiting| waiting.fault.thread));
-        }
-        self.full = self.some && waiting.len() >= self.threads.len();
+        waiters.since = now;
+        change(&mut waiters);
     }
 }
 

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! A reader's way through it: [`page_state`] (the word and its truth table), [`fault`] and [`evict`] (the moves),
-//! [`memory`] (what they ask of the kernel), then `region`, `view` and `vm` (the real thing), `lane` and `reclaim` (the
-//! two loops that drive it), `prefetch` (what comes back unasked), `recover` (after a death), `stats` (what operators see).
+//! [`memory`] (what they ask of the kernel), [`stores`] and [`shift`] (where far pages are, and their way from RAM to a
+//! file), then `region`, `view` and `vm` (the real thing), `lane` and `reclaim` (the
+//! two loops that drive it), `prefetch` (what comes back unasked), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` (what operators see).
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
@@ -18,6 +19,8 @@ pub mod evict;
 pub mod fault;
 pub mod memory;
 pub mod page_state;
+pub mod shift;
+pub mod stores;
 pub mod sync;
 
 #[cfg(not(loom))]
@@ -32,6 +35,10 @@ pub mod reclaim;
 pub mod recover;
 #[cfg(not(loom))]
 pub mod region;
+#[cfg(not(loom))]
+pub mod slow;
+#[cfg(not(loom))]
+pub mod spill;
 #[cfg(not(loom))]
 pub mod state_file;
 #[cfg(not(loom))]

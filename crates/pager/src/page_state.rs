@@ -7,7 +7,8 @@
 //! ```text
 //! bits  0..4   state
 //! bit   4      lock: one lane is working on this page; everybody else comes back later
-//! bits  5..8   reserved, zero
+//! bit   5      mark: the spill lane saw the page Far in RAM, under this handle, on an earlier pass (Far, Restoring)
+//! bits  6..8   reserved, zero
 //! bits  8..16  age, opaque to the pager (heat gives it its meaning)
 //! bits 16..24  store number (Far, Restoring)
 //! bits 24..64  handle in that store (Far, Restoring) or ticket of the batch (Quarantine, Evicting)
@@ -21,7 +22,8 @@
 //! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T | faults; mapped again, Resident |
 //! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket | faults; mapped again, Resident; the copy is dropped |
 //! | Far, locked by reclaim | being punched | no | reclaim: unlocks when the punch is done | waits for this page |
-//! | Far | no | no | fault: to Restoring with the lock. discard: to Resident under the lock | faults |
+//! | Far | no | no | fault: to Restoring with the lock. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
+//! | Far, locked by spill | no | no | spill: unlocks as Far, in the old store or the new one | waits for this page |
 //! | Restoring (always locked) | being filled | becoming so | fault: to Resident; back to Far if the store is busy; to Poisoned if it lost the page | waits for this page |
 //! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
 //! | Poisoned | no | no | discard: to Resident under the lock | memory error |
@@ -39,6 +41,7 @@ use crate::sync::{AtomicU64, Ordering};
 
 const STATE_MASK: u64 = 0xF;
 const LOCK: u64 = 1 << 4;
+const MARK: u64 = 1 << 5;
 const AGE_SHIFT: u32 = 8;
 const STORE_SHIFT: u32 = 16;
 const PAYLOAD_SHIFT: u32 = 24;
@@ -100,6 +103,16 @@ impl Word {
         self.0 & LOCK != 0
     }
 
+    /// Did the spill lane see it before, just as it is?
+    pub const fn is_marked(self) -> bool {
+        self.0 & MARK != 0
+    }
+
+    /// The same word with the mark. Every other way to make a word leaves it out.
+    pub const fn marked(self) -> Self {
+        Self(self.0 | MARK)
+    }
+
     /// The age byte.
     pub const fn age(self) -> u8 {
         (self.0 >> AGE_SHIFT) as u8
@@ -149,7 +162,9 @@ impl Word {
 impl fmt::Debug for Word {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lock = if self.is_locked() { "|locked" } else { "" };
-        write!(f, "{:?}{lock} age={} payload={:#x}", self.state(), self.age(), self.0 >> PAYLOAD_SHIFT)
+        let mark = if self.is_marked() { "|marked" } else { "" };
+        let (age, store, payload) = (self.age(), self.store(), self.0 >> PAYLOAD_SHIFT);
+        write!(f, "{:?}{lock}{mark} age={age} store={store} payload={payload:#x}", self.state())
     }
 }
 
@@ -235,6 +250,9 @@ mod tests {
             let word = Word::far(store, handle, age).locked();
             prop_assert_eq!((word.state(), word.store(), word.handle(), word.age()), (State::Far, store, handle, age));
             prop_assert!(word.is_locked() && !word.unlocked().is_locked());
+            let marked = word.marked();
+            prop_assert_eq!((marked.state(), marked.store(), marked.handle(), marked.age()), (State::Far, store, handle, age));
+            prop_assert!(marked.is_marked() && marked.is_locked() && !word.is_marked());
             let moved = word.in_state(State::Restoring).with_age(newer).unlocked();
             prop_assert_eq!((moved.store(), moved.handle(), moved.age()), (store, handle, newer));
             prop_assert_eq!(moved.in_state(State::Far).with_age(age).locked(), word);

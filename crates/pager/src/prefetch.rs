@@ -21,6 +21,7 @@ use crate::fault::{Served, serve};
 use crate::page_state::State;
 use crate::region::Region;
 use crate::stats::Counter;
+use crate::stores::is_in_file;
 use crate::view::View;
 use crate::vm::Vm;
 
@@ -163,12 +164,13 @@ pub fn window_of(region: &Region, page: PageIdx) -> Window {
     (region.number, page.0 / WINDOW)
 }
 
-/// Pages of a window that are far and not on their way.
+/// Pages of a window that are far, in RAM, and not on their way. What is on a disk has not been wanted for long, and a
+/// guess is not worth its time.
 fn far_pages(region: &Region, window: u64) -> impl Iterator<Item = PageIdx> {
     let pages = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
     pages.map(PageIdx).filter(|page| {
         let word = region.cell(*page).load();
-        word.state() == State::Far && !word.is_locked()
+        word.state() == State::Far && !word.is_locked() && !is_in_file(word)
     })
 }
 
@@ -201,7 +203,7 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Re
     }
     for page in far_pages(region, window) {
         let (cell, key) = (region.cell(page), region.key(page));
-        let (rescued, served) = serve(cell, key, FaultKind::Minor, &memory, &*vm.store, |age| age);
+        let (rescued, served) = serve(cell, key, FaultKind::Minor, &memory, &vm.stores.near(), |age| age);
         vm.count_rescued(rescued);
         match served? {
             Served::Restored => {

@@ -28,7 +28,8 @@ use crate::evict::{evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
 use crate::state_file::StateError;
 use crate::stats::Counter;
-use crate::vm::{RAM_STORE, Vm};
+use crate::stores::RAM_STORE;
+use crate::vm::Vm;
 
 /// Pause between rounds with nothing to do, in the background, and when over the limit with nothing ready.
 const IDLE: Duration = Duration::from_millis(200);
@@ -45,6 +46,9 @@ const TOP_UP_HURRIED: u64 = 256;
 const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
 const STORE_REST: Duration = Duration::from_secs(1);
+
+/// The same while the spill lane makes room: the time it takes to write a few MiB.
+const SPILL_REST: Duration = Duration::from_millis(20);
 
 /// Pages zapped together.
 struct Batch {
@@ -91,7 +95,7 @@ pub fn run(vm: &Vm) {
     while !vm.is_stopping() {
         vm.wait(pause);
         vm.pressure.sample(vm.stats(), Instant::now());
-        vm.store.tidy();
+        vm.stores.ram.tidy();
         pause = match lane.round() {
             Ok(pause) => pause,
             Err(error) => {
@@ -195,7 +199,7 @@ impl Lane<'_> {
             }
             tried += count;
             let part = (run.first, count);
-            let store = (RAM_STORE, &*vm.store);
+            let store = (RAM_STORE, &*vm.stores.ram);
             let ticket = batch.ticket;
             let cell_of = |page| region.cell(page);
             let evicted = evict(region.number, part, cell_of, ticket, &*region, store, &mut self.buffer[..]);
@@ -230,12 +234,16 @@ impl Lane<'_> {
 
     /// The store would not take a page: rest, and say so once.
     fn store_refused(&mut self, full: bool) {
+        if full && self.vm.spill.make_room() {
+            self.rest_until = Some(Instant::now() + SPILL_REST);
+            return;
+        }
         self.rest_until = Some(Instant::now() + STORE_REST);
         if full {
             self.vm.stats().add(Counter::StoreFull, 1);
         }
         if !std::mem::replace(&mut self.store_was_full, true) {
-            let usage = self.vm.store.usage();
+            let usage = self.vm.stores.ram.usage();
             let why = if full { "has no room" } else { "does not answer" };
             let (used, budget) = (Bytes(usage.bytes), Bytes(usage.budget_bytes));
             let text = format!("the store {why} ({used} of {budget} used): reclaim rests, nothing is lost");

@@ -11,6 +11,7 @@
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
 //! | Far, locked | committed; maybe not punched yet | Resident if in the file, else Far |
+//! | Far, locked, by spill | a second copy may exist, uncommitted | Far, under the handle it has; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
 //! | Far, Zero, Poisoned, unlocked | settled | the same |
@@ -25,12 +26,15 @@ use crate::page_state::{State, Word};
 use crate::region::Region;
 use crate::state_file::{StateError, StateFile};
 use crate::stats::{Counter, Stats};
+use crate::stores::is_in_file;
 
 /// What recovery found.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// Objects the store must keep; everything else in it is garbage.
+    /// Objects the RAM store must keep; everything else in it is garbage.
     pub live: Vec<Handle>,
+    /// The same of the file store.
+    pub live_in_file: Vec<Handle>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
 }
@@ -54,7 +58,8 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                     cell.reset(after);
                     found.mended += 1;
                 }
-                found.live.extend(live_handle(after));
+                let live = if is_in_file(after) { &mut found.live_in_file } else { &mut found.live };
+                live.extend(live_handle(after));
                 match after.state() {
                     State::Far => far += 1,
                     State::Zero => zero += 1,
@@ -89,6 +94,7 @@ fn mend(word: Word, is_present: impl Fn() -> io::Result<bool>) -> io::Result<Wor
 mod tests {
     use super::*;
     use crate::page_state::Ticket;
+    use crate::stores::FILE_STORE;
 
     #[test]
     fn every_word_an_engine_can_leave_behind_is_mended_as_the_table_says() {
@@ -96,6 +102,7 @@ mod tests {
         let resident = Word::new(State::Resident, 3);
         let zero = Word::new(State::Zero, 3);
         let poisoned = Word::new(State::Poisoned, 3);
+        let filed = Word::far(FILE_STORE, Handle::new(78).expect("in range"), 3);
         let table = [
             (resident.locked(), resident, resident),
             (Word::quarantine(Ticket::new(1, 2), 3), resident, resident),
@@ -104,6 +111,11 @@ mod tests {
             (far.in_state(State::Restoring).locked(), resident, far),
             (zero.locked(), resident, zero),
             (far, far, far),
+            (far.marked(), far.marked(), far.marked()),
+            (far.marked().locked(), resident, far.marked()),
+            (filed, filed, filed),
+            (filed.locked(), resident, filed),
+            (filed.in_state(State::Restoring).locked(), resident, filed),
             (zero, zero, zero),
             (poisoned, poisoned, poisoned),
             (poisoned.locked(), poisoned, poisoned),

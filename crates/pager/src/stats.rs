@@ -60,8 +60,12 @@ pub enum Counter {
     Takeovers,
     /// Far pages brought back before they were touched.
     Prefetched,
+    /// Far pages moved from RAM to the file store.
+    Spilled,
+    /// Of the faults on far pages, those whose page was in the file store.
+    FaultFile,
 }
-const _: () = assert!((Counter::Prefetched as usize) < COUNTERS);
+const _: () = assert!((Counter::FaultFile as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

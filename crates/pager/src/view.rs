@@ -18,6 +18,7 @@ use ballast_store::PageBytes;
 use ballast_sys::uffd::{FillOutcome, feature};
 use ballast_sys::{Uffd, scm};
 
+use crate::lane::Stall;
 use crate::memory::Mapped;
 
 /// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
@@ -37,6 +38,8 @@ pub struct View {
     /// Zaps under way: `None` until answered.
     zaps: Mutex<HashMap<u64, Option<Option<i32>>>>,
     answered: Condvar,
+    /// Who waits here.
+    pub(crate) stall: Stall,
     disconnected: AtomicBool,
     closed: AtomicBool,
 }
@@ -60,6 +63,7 @@ impl View {
             next_seq: AtomicU64::new(epoch << 32),
             zaps: Mutex::default(),
             answered: Condvar::new(),
+            stall: Stall::new(),
             disconnected: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }

@@ -14,7 +14,6 @@ use std::time::Duration;
 
 use ballast_base::wire::{EngineToClient, Range, RegionInfo};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
-use ballast_store::Store;
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::evict::discard;
@@ -23,17 +22,17 @@ use crate::memory::{Backing, Mapped};
 use crate::page_state::{State, Ticket, Word};
 use crate::prefetch::Prefetch;
 use crate::region::Region;
+use crate::slow::{self, Slow};
+use crate::spill::{self, Spill};
 use crate::state_file::{StateError, StateFile};
 use crate::stats::{Counter, Pressure, Stats};
+use crate::stores::Stores;
 use crate::view::View;
 use crate::{lane, prefetch, reclaim};
 
 /// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
 /// computes. No lane goes after it: each holds locks of pages now and then that a fault may want.
 const DEMAND_NICE: i32 = -20;
-
-/// The only store number used so far.
-pub const RAM_STORE: u8 = 1;
 
 /// Settings of the two loops.
 #[derive(Clone, Copy, Debug)]
@@ -43,11 +42,13 @@ pub struct Tuning {
     /// The same, at most, when the VM is over its limit and nothing can have its memory pinned: then T is no safety
     /// matter, and a long one would let a working set larger than the limit rescue every page for ever.
     pub direct_quarantine: Duration,
+    /// How long a page is in the RAM store before it goes to the file store, at least; `None` if none is to go.
+    pub spill_after: Option<Duration>,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self { quarantine: Duration::from_secs(1), direct_quarantine: Duration::from_millis(20) }
+        Self { quarantine: Duration::from_secs(1), direct_quarantine: Duration::from_millis(20), spill_after: None }
     }
 }
 
@@ -69,6 +70,14 @@ impl Hold {
     const COUNT: usize = 4;
 }
 
+/// Whose faults a lane answers.
+#[derive(Clone, Copy)]
+enum Serves<'a> {
+    Nobody,
+    View(&'a View),
+    All,
+}
+
 /// Something an operator should know.
 pub type Report = Arc<dyn Fn(&str, String) + Send + Sync>;
 
@@ -77,13 +86,17 @@ pub struct Vm {
     /// What outlives this engine.
     pub state: StateFile,
     /// Where its far pages sleep.
-    pub store: Arc<dyn Store>,
+    pub stores: Stores,
     /// Settings.
     pub tuning: Tuning,
     /// Stall averages.
     pub pressure: Pressure,
     /// What to bring back unasked.
     pub(crate) prefetch: Prefetch,
+    /// Faults that wait for a disk.
+    pub(crate) slow: Slow,
+    /// What the spill lane is asked for.
+    pub(crate) spill: Spill,
     epoch: u64,
     tickets: AtomicU64,
     regions: RwLock<Vec<Arc<Region>>>,
@@ -111,14 +124,16 @@ impl std::fmt::Debug for Vm {
 
 impl Vm {
     /// A VM without lanes yet. `epoch` is what [`StateFile::take_over`] answered.
-    pub fn new(state: StateFile, epoch: u64, store: Arc<dyn Store>, tuning: Tuning, report: Report) -> Self {
+    pub fn new(state: StateFile, epoch: u64, stores: Stores, tuning: Tuning, report: Report) -> Self {
         let pressure = Pressure::new(Stats::of(&state));
         Self {
             state,
-            store,
+            stores,
             tuning,
             pressure,
             prefetch: Prefetch::default(),
+            slow: Slow::default(),
+            spill: Spill::default(),
             epoch,
             tickets: AtomicU64::new(0),
             regions: RwLock::default(),
@@ -179,18 +194,29 @@ impl Vm {
         Ok(number)
     }
 
-    /// Begin serving: the reclaim and prefetch lanes, then whatever views are there. `view`s added later start their own lanes.
+    /// Begin serving: the lanes of the VM, then whatever views are there. `view`s added later start their own lanes.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         for (kind, body) in [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run)] {
             let vm = self.clone();
-            self.start_lane(kind, move || vm.run_lane(kind, None, || body(&vm)))?;
+            self.start_lane(kind, move || vm.run_lane(kind, Serves::Nobody, || body(&vm)))?;
+        }
+        if self.stores.file.is_none() {
+            return Ok(());
+        }
+        for _ in 0..slow::LANES {
+            let vm = self.clone();
+            self.start_lane("slow", move || vm.run_lane("slow", Serves::All, || slow::run(&vm)))?;
+        }
+        if let Some(after) = self.tuning.spill_after {
+            let vm = self.clone();
+            self.start_lane("spill", move || vm.run_lane("spill", Serves::Nobody, || spill::run(&vm, after)))?;
         }
         Ok(())
     }
 
     fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let name = format!("{kind}/{}", self.state.name());
-        let nice = if kind == "fault" { DEMAND_NICE } else { 0 };
+        let nice = if matches!(kind, "fault" | "slow") { DEMAND_NICE } else { 0 };
         let body = move || {
             // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
             let _ = rustix::process::setpriority_process(None, nice);
@@ -204,20 +230,25 @@ impl Vm {
     /// Run a lane until it ends. A panic in it is a bug of ours that must not cost a guest its bytes: the lane starts
     /// again, and what it had read and not answered is raised anew. If that does not help, the VM goes without reclaim;
     /// a VM that nobody can serve is stopped.
-    fn run_lane(&self, kind: &str, view: Option<&View>, body: impl Fn()) {
+    fn run_lane(&self, kind: &str, serves: Serves<'_>, body: impl Fn()) {
         const MOST_PANICS: u32 = 3;
         for _ in 0..MOST_PANICS {
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(&body)).is_ok() {
                 return;
             }
             self.report("lane-panic", format!("the {kind} lane panicked; it starts again"));
-            if let Some(Err(error)) = view.map(View::wake_all) {
+            let woken = match serves {
+                Serves::Nobody => Ok(()),
+                Serves::View(view) => view.wake_all(),
+                Serves::All => self.views().iter().try_for_each(|view| view.wake_all()),
+            };
+            if let Err(error) = woken {
                 tracing::error!(vm = self.state.name(), "Waking a view: {error}");
             }
         }
         let reason = format!("the {kind} lane panicked {MOST_PANICS} times; it stays down");
         self.report("lane-panic", reason.clone());
-        if view.is_some() {
+        if !matches!(serves, Serves::Nobody) {
             self.fail_stop(&reason);
         }
     }
@@ -237,7 +268,7 @@ impl Vm {
         drop(layout);
         for (kind, body) in [("fault", lane::serve_faults as fn(&Vm, &Arc<View>)), ("control", lane::serve_control)] {
             let (vm, view) = (self.clone(), view.clone());
-            self.start_lane(kind, move || vm.run_lane(kind, Some(&view), || body(&vm, &view)))?;
+            self.start_lane(kind, move || vm.run_lane(kind, Serves::View(&view), || body(&vm, &view)))?;
         }
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
@@ -271,6 +302,8 @@ impl Vm {
         self.stopping.store(true, Ordering::Release);
         self.ring();
         self.prefetch.end();
+        self.slow.ring();
+        self.spill.ring();
         let lanes = std::mem::take(&mut *self.lanes.lock().expect("no panic while held"));
         for lane in lanes {
             if lane.thread().id() != std::thread::current().id() && lane.join().is_err() {
@@ -367,7 +400,7 @@ impl Vm {
                     continue;
                 }
                 let (cell, key) = (region.cell(page), region.key(page));
-                let (rescued, served) = serve(cell, key, FaultKind::Missing, &memory, &*self.store, |age| age);
+                let (rescued, served) = serve(cell, key, FaultKind::Missing, &memory, &self.stores, |age| age);
                 self.count_rescued(rescued);
                 match served? {
                     Served::Later => std::thread::yield_now(),
@@ -461,7 +494,7 @@ impl Vm {
         for first in (first..end).step_by(BATCH as usize) {
             let run = (PageIdx(first), BATCH.min(end - first));
             let cell_of = |page| region.cell(page);
-            let done = discard(region.number, run, cell_of, region, &*self.store, std::thread::yield_now, heal)?;
+            let done = discard(region.number, run, cell_of, region, &self.stores, std::thread::yield_now, heal)?;
             stats.add(Counter::Discarded, done.counts.iter().sum());
             not_healed = done.not_healed.or(not_healed);
             for (state, gauge) in [

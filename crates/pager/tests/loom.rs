@@ -13,6 +13,8 @@ use ballast_pager::evict::{discard, evict, quarantine};
 use ballast_pager::fault::{Served, serve};
 use ballast_pager::memory::{Backing, Mapped};
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
+use ballast_pager::shift::commit;
+use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf};
 use ballast_pager::sync::AtomicU64;
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
@@ -42,9 +44,14 @@ struct Kernel {
 struct World {
     word: AtomicU64,
     kernel: Mutex<Kernel>,
-    /// Plain: its operations are atomic steps, and the interesting interleavings are around them, not within.
-    objects: std::sync::Mutex<(u64, HashMap<u64, u64>)>,
+    ram: Shelf,
+    file: Shelf,
 }
+
+/// A store. Plain: its operations are atomic steps, and the interesting interleavings are around them, not within. A
+/// handle that was freed is given out again at once, so that a word can come again with other bytes.
+#[derive(Debug, Default)]
+struct Shelf(std::sync::Mutex<HashMap<u64, u64>>);
 
 impl std::fmt::Debug for World {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -94,16 +101,15 @@ impl Mapped for World {
     }
 }
 
-impl Store for World {
+impl Store for Shelf {
     fn put(&self, _: PageKey, bytes: &PageBytes) -> PutOutcome {
-        let mut objects = self.objects.lock().unwrap();
-        objects.0 += 1;
-        let number = objects.0;
-        objects.1.insert(number, value_of(bytes));
+        let mut objects = self.0.lock().unwrap();
+        let number = (1..).find(|number| !objects.contains_key(number)).expect("a free number");
+        objects.insert(number, value_of(bytes));
         PutOutcome::Stored(Handle::new(number).expect("small"))
     }
     fn get(&self, _: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        match self.objects.lock().unwrap().1.get(&handle.bits()) {
+        match self.0.lock().unwrap().get(&handle.bits()) {
             Some(value) => {
                 *out = page_of(*value);
                 GetOutcome::Found
@@ -112,10 +118,20 @@ impl Store for World {
         }
     }
     fn free(&self, _: PageKey, handle: Handle) {
-        assert!(self.objects.lock().unwrap().1.remove(&handle.bits()).is_some(), "freed twice");
+        assert!(self.0.lock().unwrap().remove(&handle.bits()).is_some(), "freed twice");
     }
     fn usage(&self) -> StoreUsage {
         StoreUsage::default()
+    }
+}
+
+impl StoreOf for World {
+    fn store_of(&self, word: Word) -> Option<&dyn Store> {
+        match word.store() {
+            RAM_STORE => Some(&self.ram),
+            FILE_STORE => Some(&self.file),
+            _ => None,
+        }
     }
 }
 
@@ -125,7 +141,8 @@ impl World {
         Arc::new(Self {
             word: AtomicU64::new(0),
             kernel: Mutex::new(Kernel { file: Some(value), mapped: true }),
-            objects: std::sync::Mutex::default(),
+            ram: Shelf::default(),
+            file: Shelf::default(),
         })
     }
 
@@ -182,7 +199,7 @@ impl World {
 
     fn evict(&self, ticket: Ticket) {
         let mut buffer = [[0; _]];
-        let evicted = evict(0, RUN, |_| self.cell(), ticket, self, (1, self), &mut buffer);
+        let evicted = evict(0, RUN, |_| self.cell(), ticket, self, (RAM_STORE, &self.ram), &mut buffer);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
     }
 
@@ -190,12 +207,34 @@ impl World {
         discard(0, RUN, |_| self.cell(), self, self, thread::yield_now, |_| Ok(())).expect("punch");
     }
 
-    /// Nothing is left over: no lock, and an object exactly when the page is far.
+    /// A spill lane meets the page: it marks it, and moves its copy to the file as if it were old.
+    fn spill(&self) {
+        let seen = self.cell().load();
+        if seen.state() != State::Far || seen.is_locked() || seen.store() != RAM_STORE {
+            return;
+        }
+        if !self.cell().swap(seen, seen.marked()) {
+            return;
+        }
+        let from = seen.marked();
+        let mut bytes = [0; _];
+        if self.ram.get(KEY, from.handle(), &mut bytes) != GetOutcome::Found {
+            return;
+        }
+        thread::yield_now();
+        let PutOutcome::Stored(handle) = self.file.put(KEY, &bytes) else { panic!("there is room") };
+        let to = Word::far(FILE_STORE, handle, from.age());
+        commit(self.cell(), KEY, (from, &self.ram), (to, &self.file), &bytes);
+    }
+
+    /// Nothing is left over: no lock, and an object exactly where the page is far.
     fn check_settled(&self) {
         let word = self.cell().load();
         assert!(!word.is_locked());
         let far = usize::from(word.state() == State::Far);
-        assert_eq!(self.objects.lock().unwrap().1.len(), far, "objects left over in {word:?}");
+        let in_file = usize::from(far == 1 && word.store() == FILE_STORE);
+        let objects = [&self.ram, &self.file].map(|shelf| shelf.0.lock().unwrap().len());
+        assert_eq!(objects, [far - in_file, in_file], "objects left over in {word:?}");
         assert_eq!(self.kernel.lock().unwrap().file.is_none() && far == 0, word.state() == State::Zero);
     }
 }
@@ -313,6 +352,87 @@ fn a_write_after_a_discard_is_kept() {
             move || world.reclaim(Ticket::new(1, 0))
         });
         world.discard();
+        world.write(2);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_guest_that_touches_a_page_while_it_is_spilled_reads_its_last_write() {
+    explore(|| {
+        let world = World::far(1);
+        let spill = thread::spawn({
+            let world = world.clone();
+            move || world.spill()
+        });
+        assert_eq!(world.read(), 1);
+        world.write(2);
+        spill.join().unwrap();
+        assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_with_its_old_bytes() {
+    explore(|| {
+        let world = World::far(1);
+        // Just what a spill lane holds that read the copy and then slept.
+        let from = world.cell().load();
+        let mut bytes = [0; _];
+        assert_eq!(world.ram.get(KEY, from.handle(), &mut bytes), GetOutcome::Found);
+        let PutOutcome::Stored(handle) = world.file.put(KEY, &bytes) else { panic!("there is room") };
+        let spill = thread::spawn({
+            let world = world.clone();
+            move || {
+                let to = Word::far(FILE_STORE, handle, from.age());
+                commit(world.cell(), KEY, (from, &world.ram), (to, &world.file), &bytes);
+            }
+        });
+        world.write(2);
+        world.reclaim(Ticket::new(1, 0));
+        if world.cell().load().store() == RAM_STORE {
+            assert_eq!(world.cell().load().unlocked(), from, "the word must come again, or this shows nothing");
+        }
+        spill.join().unwrap();
+        assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_discard_of_a_page_that_is_being_spilled_leaves_no_copy() {
+    explore(|| {
+        let world = World::far(1);
+        let spill = thread::spawn({
+            let world = world.clone();
+            move || world.spill()
+        });
+        world.discard();
+        assert_eq!(world.read(), 0);
+        spill.join().unwrap();
+        assert_eq!(world.read(), 0);
+        let objects = [&world.ram, &world.file].map(|shelf| shelf.0.lock().unwrap().len());
+        assert_eq!(objects, [0, 0]);
+    });
+}
+
+#[test]
+fn a_spilled_page_comes_back_with_its_bytes_while_reclaim_and_spill_go_on() {
+    explore(|| {
+        let world = World::far(1);
+        world.spill();
+        assert_eq!(world.cell().load().store(), FILE_STORE);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || {
+                world.reclaim(Ticket::new(1, 0));
+                world.spill();
+            }
+        });
+        assert_eq!(world.read(), 1);
         world.write(2);
         reclaim.join().unwrap();
         assert_eq!(world.read(), 2);

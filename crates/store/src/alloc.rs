@@ -109,6 +109,11 @@ impl Allocator {
         self.arena.shape().charge_bytes as i64
     }
 
+    /// Is the budget, whoever uses it, nearly used up?
+    pub(crate) fn is_short(&self) -> bool {
+        crate::is_short(self.budget.used().0, self.budget.limit().0)
+    }
+
     pub(crate) fn budget_limit(&self) -> Bytes {
         self.budget.limit()
     }

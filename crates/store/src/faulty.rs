@@ -220,6 +220,18 @@ impl<S: Store> Store for FaultyStore<S> {
         self.inner.tidy();
     }
 
+    fn takes_room(&self, handle: Handle) -> bool {
+        self.inner.takes_room(handle)
+    }
+
+    fn is_short(&self) -> bool {
+        self.inner.is_short()
+    }
+
+    fn last_refusal(&self) -> Option<String> {
+        self.inner.last_refusal()
+    }
+
     fn usage(&self) -> StoreUsage {
         self.inner.usage()
     }

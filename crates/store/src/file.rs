@@ -166,6 +166,16 @@ impl FileStore {
         Ok(Self::on(index, Arc::new(file), options))
     }
 
+    /// Which file an index belongs to: for whoever must know that a descriptor is this file before it asks anything of it.
+    ///
+    /// # Errors
+    /// If it is no index of this layout version.
+    pub fn file_of(index_fd: OwnedFd) -> io::Result<memfd::FileId> {
+        let index = Arena::open(&INDEX, index_fd)?;
+        let own = |word: usize| index.own_words()[word].load(Ordering::Acquire);
+        Ok(memfd::FileId { dev: own(WORD_FILE_DEV), ino: own(WORD_FILE_INO) })
+    }
+
     fn on(index: Arena, file: Arc<OwnedFd>, options: FileOptions) -> Self {
         let allocator = Allocator::new(index.on_disk(Arc::clone(&file)), options.budget, usize::MAX);
         let disk = Disk { file, faults: options.faults };
@@ -300,6 +310,18 @@ impl Store for FileStore {
 
     fn tidy(&self) {
         self.inner.allocator.settle(0);
+    }
+
+    fn takes_room(&self, handle: Handle) -> bool {
+        matches!(Named::by(handle), Named::Blob { .. })
+    }
+
+    fn is_short(&self) -> bool {
+        self.inner.allocator.is_short()
+    }
+
+    fn last_refusal(&self) -> Option<String> {
+        self.inner.limits.last_refusal().map(|why| why.to_string())
     }
 
     fn usage(&self) -> StoreUsage {

@@ -146,6 +146,27 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// a thread that may wait; costs nothing when there is nothing to do.
     fn tidy(&self) {}
 
+    /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
+    /// by moving it to another store.
+    fn takes_room(&self, _handle: Handle) -> bool {
+        true
+    }
+
+    /// Is more than 15/16 of the budget used? Asked often, so it must be cheap.
+    fn is_short(&self) -> bool {
+        let usage = self.usage();
+        is_short(usage.bytes, usage.budget_bytes)
+    }
+
+    /// Why the last put that was refused was refused, if this store can say more than `Full` and `Busy`.
+    fn last_refusal(&self) -> Option<String> {
+        None
+    }
+
     /// What the store holds now.
     fn usage(&self) -> StoreUsage;
+}
+
+fn is_short(used: u64, budget: u64) -> bool {
+    used > budget - budget / 16
 }

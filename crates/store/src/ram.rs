@@ -257,6 +257,14 @@ impl Store for RamStore {
         self.allocator.settle(0);
     }
 
+    fn takes_room(&self, handle: Handle) -> bool {
+        matches!(Named::by(handle), Named::Blob { .. })
+    }
+
+    fn is_short(&self) -> bool {
+        self.allocator.is_short()
+    }
+
     fn usage(&self) -> StoreUsage {
         self.allocator.settle(0);
         StoreUsage {

@@ -179,7 +179,13 @@ pub fn probe() -> Vec<Feature> {
         host::shmem_enabled(),
         "with always or force, khugepaged may fill holes of guest RAM; set it to never or advise",
     );
-    add("pidfd", REQUIRED, "Linux 5.3", kernel::pidfd(), "an engine that dies is not seen: ballastd does not start one");
+    add(
+        "pidfd",
+        REQUIRED,
+        "Linux 5.3",
+        kernel::pidfd(),
+        "an engine that dies is not seen: ballastd does not start one",
+    );
     add("/proc/PID/pagemap", OPTIONAL, "Linux 2.6.25", kernel::pagemap(), "mapped pages cannot be checked");
     add("PAGEMAP_SCAN", OPTIONAL, "Linux 6.7", kernel::pagemap_scan(), "page tables are read entry by entry");
     add("io_uring", OPTIONAL, "Linux 5.1", kernel::io_uring(), "no file store");

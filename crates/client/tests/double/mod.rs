@@ -113,10 +113,16 @@ pub struct Session {
 
 impl Session {
     /// Answer the attach message with two fresh files; answers their identities.
-    pub fn accept(&self) -> [memfd::FileId; 2] {
-        let files = [(); 2].map(|()| memfd::create("escrow", Bytes(4096)).expect("memfd"));
-        self.answer_with(&KeeperToClient::Attached(VM), &[files[0].as_fd(), files[1].as_fd()]);
-        files.map(|file| memfd::file_id(file).expect("stat"))
+    pub fn accept(&self) -> Vec<memfd::FileId> {
+        self.accept_with(wire::MIN_ESCROW)
+    }
+
+    /// The same with so many files, as for a VM that has a file store.
+    pub fn accept_with(&self, files: usize) -> Vec<memfd::FileId> {
+        let files: Vec<_> = (0..files).map(|_| memfd::create("escrow", Bytes(4096)).expect("memfd")).collect();
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        self.answer_with(&KeeperToClient::Attached(VM), &fds);
+        files.iter().map(|file| memfd::file_id(file).expect("stat")).collect()
     }
 
     pub fn answer(&self, message: &KeeperToClient) {

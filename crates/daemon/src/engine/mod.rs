@@ -13,12 +13,14 @@ use std::sync::{Arc, RwLock, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
 use ballast_pager::recover::recover;
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stats::Counter;
+use ballast_pager::stores::{AwayStore, Stores};
 use ballast_pager::vm::{Hold, Tuning, Vm};
-use ballast_store::{Budget, Codec, RamOptions, RamStore, Store};
+use ballast_store::{Budget, Codec, FileOptions, FileStore, RamOptions, RamStore, Store};
 use ballast_sys::scm;
 
 use crate::backend::{Host, Served};
@@ -52,6 +54,7 @@ pub fn run() -> anyhow::Result<()> {
     let events = Arc::new(Events::default());
     let host = Arc::new(Host {
         budget: Budget::new(begin.store_budget),
+        file_budget: Budget::new(begin.spill.map_or(Bytes(0), |spill| spill.budget)),
         begin: begin.clone(),
         vms: RwLock::default(),
         events: events.clone(),
@@ -172,6 +175,43 @@ impl Orders {
     }
 }
 
+/// What an order to open a VM says of it.
+struct Opening {
+    vmm: String,
+    pinned: Option<String>,
+    may_pin: bool,
+    has_file: bool,
+}
+
+/// The file store of a VM.
+enum File {
+    None,
+    Open(Arc<FileStore>),
+    /// It may hold pages, and cannot be opened.
+    Away,
+}
+
+impl File {
+    fn is_open(&self) -> bool {
+        matches!(self, Self::Open(_))
+    }
+
+    fn store(&self) -> Option<Arc<dyn Store>> {
+        match self {
+            Self::None => None,
+            Self::Open(store) => Some(store.clone()),
+            Self::Away => Some(Arc::new(AwayStore)),
+        }
+    }
+
+    fn opened(self) -> Option<Arc<FileStore>> {
+        match self {
+            Self::Open(store) => Some(store),
+            Self::None | Self::Away => None,
+        }
+    }
+}
+
 /// What the thread that takes orders and the workers share.
 struct Engine {
     keeper: Arc<OwnedFd>,
@@ -198,7 +238,9 @@ impl Engine {
         let what = format!("{order:?}");
         let served = self.host.by_id(id);
         let result = match (order, &served) {
-            (Order::OpenVm { vmm, pinned, may_pin, .. }, None) => self.open_vm(id, vmm, pinned, may_pin, fds),
+            (Order::OpenVm { vmm, pinned, may_pin, has_file, .. }, None) => {
+                self.open_vm(id, Opening { vmm, pinned, may_pin, has_file }, fds)
+            }
             (Order::AddView { pid, uffd_features, spans, unserved_since_ns, .. }, Some(served)) => {
                 self.add_view(served, pid, uffd_features, &spans, unserved_since_ns, fds)
             }
@@ -256,9 +298,7 @@ impl Engine {
     fn open_vm(
         &self,
         id: VmId,
-        vmm: String,
-        pinned: Option<String>,
-        may_pin: bool,
+        Opening { vmm, pinned, may_pin, has_file }: Opening,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
         let mut fds = fds.into_iter();
@@ -277,14 +317,20 @@ impl Engine {
             ..RamOptions::new(self.host.budget.clone())
         };
         let store = Arc::new(RamStore::open(arena, options).context("Opening the arena")?);
-        let tuning = Tuning { quarantine: Duration::from_millis(self.begin.quarantine_ms), ..Tuning::default() };
         let events = self.events.clone();
         let name = state.name();
         let report = {
             let name = name.clone();
             Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
         };
-        let vm = Arc::new(Vm::new(state, epoch, store.clone() as Arc<dyn Store>, tuning, report));
+        let file = if has_file { self.open_file(&name, fds.next(), fds.next()) } else { File::None };
+        let tuning = Tuning {
+            quarantine: Duration::from_millis(self.begin.quarantine_ms),
+            spill_after: self.begin.spill.filter(|_| file.is_open()).map(|spill| Duration::from_secs(spill.after_s)),
+            ..Tuning::default()
+        };
+        let stores = Stores { ram: store.clone(), file: file.store() };
+        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report));
         for file in fds {
             vm.open_region(file)?;
         }
@@ -293,19 +339,43 @@ impl Engine {
             let recovered = recover(&vm.state, regions.iter().map(|region| &**region))?;
             let live = recovered.live.len();
             store.recover(recovered.live.into_iter());
+            let in_file = recovered.live_in_file.len();
+            if let File::Open(file) = &file
+                && let Err(error) = file.recover(recovered.live_in_file.into_iter())
+            {
+                // It works; what the dead engine left in it takes room until the next one tries again.
+                vm.report("spill-unswept", format!("Freeing what the last engine left in the file store: {error}"));
+            }
             vm.stats().add(Counter::Takeovers, 1);
-            tracing::warn!(vm = name, epoch, far = live, mended = recovered.mended, "took over");
+            tracing::warn!(vm = name, epoch, far = live, in_file, mended = recovered.mended, "took over");
         }
         if may_pin {
             vm.set_may_pin();
         }
         vm.hold(Hold::Pinned, pinned);
         vm.start()?;
-        self.host.vms.write().expect("no panic while held").push(Arc::new(Served::new(vm, store, vmm)));
+        self.host.vms.write().expect("no panic while held").push(Arc::new(Served::new(vm, store, file.opened(), vmm)));
         if epoch == 1 {
             self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));
         }
         Ok(())
+    }
+
+    /// Open a VM's file store. One that is there and cannot be opened makes its pages wait, and no others.
+    fn open_file(&self, vm: &str, file: Option<OwnedFd>, index: Option<OwnedFd>) -> File {
+        let (Some(file), Some(index)) = (file, index) else { return File::None };
+        let writes_per_day = self.begin.spill.map_or(Bytes(0), |spill| spill.writes_per_day);
+        let options = FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) };
+        match FileStore::open(file, index, options) {
+            Ok(store) => File::Open(Arc::new(store)),
+            Err(error) => {
+                let message =
+                    format!("the file store of VM {vm} is there and cannot be opened, its pages wait: {error}");
+                tracing::error!(vm, "{message}");
+                self.events.add(Some(vm.to_owned()), "spill-unavailable", message);
+                File::Away
+            }
+        }
     }
 
     fn add_view(
@@ -372,7 +442,7 @@ impl Engine {
             served.jobs.close();
             // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
             // what was put off must not be done then.
-            served.vm.store.tidy();
+            served.vm.stores.ram.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
         }

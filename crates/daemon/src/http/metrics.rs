@@ -86,12 +86,12 @@ pub(super) const HOST: &[Metric<HostSamples>] = &[
     metric("ballast_host_saved_bytes", Kind::Gauge, "Host memory reclaim has freed, net of the stores.", |host| {
         one(host.saved_bytes)
     }),
-    metric("ballast_store_used_bytes", Kind::Gauge, "What far pages occupy in the stores.", |host| {
-        one(host.store_bytes)
-    }),
-    metric("ballast_store_budget_bytes", Kind::Gauge, "Most the stores may occupy.", |host| {
+    metric("ballast_store_used_bytes", Kind::Gauge, "What far pages occupy in RAM.", |host| one(host.store_bytes)),
+    metric("ballast_store_budget_bytes", Kind::Gauge, "Most they may occupy there.", |host| {
         one(host.store_budget_bytes)
     }),
+    metric("ballast_file_used_bytes", Kind::Gauge, "What far pages occupy on disk.", |host| one(host.file_bytes)),
+    metric("ballast_file_budget_bytes", Kind::Gauge, "Most they may occupy there.", |host| one(host.file_budget_bytes)),
     metric("ballast_vms", Kind::Gauge, "VMs attached.", |host| one(u64::from(host.vms))),
 ];
 
@@ -125,12 +125,15 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_registered_bytes", Kind::Gauge, "Guest RAM under userfaultfd now.", |vm| {
         one(vm.registered_bytes)
     }),
-    metric(
-        "ballast_vm_store_bytes",
-        Kind::Gauge,
-        "What the VM's far pages occupy in stores.",
-        |vm| one(vm.store_bytes),
-    ),
+    metric("ballast_vm_store_bytes", Kind::Gauge, "What the VM's far pages occupy in RAM.", |vm| one(vm.store_bytes)),
+    metric("ballast_vm_far_file_bytes", Kind::Gauge, "Part of far: on disk.", |vm| one(vm.far_file_bytes)),
+    metric("ballast_vm_file_bytes", Kind::Gauge, "What the VM's far pages occupy on disk.", |vm| one(vm.file_bytes)),
+    metric("ballast_vm_file_faults_total", Kind::Counter, "Part of the restore faults: read from disk.", |vm| {
+        one(vm.faults.file)
+    }),
+    metric("ballast_vm_spilled_bytes_total", Kind::Counter, "Far guest RAM moved from RAM to disk.", |vm| {
+        one(pages(vm.reclaim.spilled_pages))
+    }),
     metric("ballast_vm_faults_total", Kind::Counter, "Faults served, by what the page was.", |vm| {
         let faults = &vm.faults;
         let kinds =

@@ -21,7 +21,7 @@ use super::engine_child::add_view;
 use super::fence;
 use super::lost::{Found, LONGEST_WAIT, Search};
 use super::regions::VmEntry;
-use crate::admit::{self, Admitted};
+use crate::admit::{self, Admitted, Escrow};
 use crate::orders::Order;
 
 /// Number of an order whose answer nobody waits for.
@@ -49,10 +49,11 @@ impl Keeper {
                 if let Some(other) = foreign {
                     return Err(format!("its RAM is that of VM {:?}, which it was not part of", other.state.name()));
                 }
-                let entry = match resumed {
+                let mut entry = match resumed {
                     Some(files) => self.resume(attach, files, uid)?,
                     None => self.create(attach, uid)?,
                 };
+                self.give_file_store(&mut entry, uid);
                 self.vms.push(entry);
                 self.vms.len() - 1
             }
@@ -112,19 +113,14 @@ impl Keeper {
             }
             self.order(&order.0, &order.1);
         }
-        self.answer(key, &KeeperToClient::Attached(vm), &escrow.each_ref().map(AsFd::as_fd));
+        self.answer(key, &KeeperToClient::Attached(vm), &escrow.iter().map(AsFd::as_fd).collect::<Vec<_>>());
         Ok(())
     }
 
     /// May a process with these descriptors become one more view of the VM?
-    fn check_joins(
-        &self,
-        index: usize,
-        resumed: Option<&(SentFd, SentFd)>,
-        ram: &[(SentFd, FileId)],
-    ) -> Result<(), String> {
+    fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &[(SentFd, FileId)]) -> Result<(), String> {
         let vm = &self.vms[index];
-        if let Some((state, _)) = resumed {
+        if let Some(Escrow { state, .. }) = resumed {
             // That it has the VM's own state file shows that it was part of it; that it knows the id does not.
             let same = memfd::file_id(state).ok() == memfd::file_id(vm.state.fd()).ok();
             if !same {
@@ -146,13 +142,23 @@ impl Keeper {
         VmEntry::create(attach, uid, &self.closer)
     }
 
+    /// A VM that has no file store gets one, where there is to be one; without it the VM is served all the same.
+    fn give_file_store(&mut self, entry: &mut VmEntry, uid: u32) {
+        let Some(spill) = self.config.spill.as_ref().filter(|_| entry.file_store.is_none()) else { return };
+        if let Err(error) = entry.make_file_store(spill, uid, &self.closer) {
+            let name = entry.state.name();
+            let message = format!("VM {name} has no file store, its far pages stay in RAM: {error}");
+            self.note(name, "spill-unavailable", message);
+        }
+    }
+
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
     /// about to open it: that one must be gone before another begins. Our own engine was told to close the VM before
     /// this, and carries out the orders about a VM in turn.
     pub(super) fn resume(
         &mut self,
         attach: &Attach,
-        (state, arena): (SentFd, SentFd),
+        Escrow { state, arena, file }: Escrow,
         uid: u32,
     ) -> Result<VmEntry, String> {
         let state = state.as_fd().try_clone_to_owned().map_err(|error| format!("Duplicating a descriptor: {error}"))?;
@@ -177,7 +183,7 @@ impl Keeper {
                 format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
             );
         }
-        VmEntry::new(state, arena, attach, uid, &self.closer)
+        VmEntry::new(state, arena, file, attach, uid, &self.closer)
     }
 
     fn has_name(&self, name: &str) -> bool {

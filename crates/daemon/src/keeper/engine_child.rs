@@ -22,7 +22,7 @@ use super::clients::ClientView;
 use super::closer::SentFd;
 use super::fence::Process;
 use crate::engine::monotonic_ns;
-use crate::orders::{Begin, Order, Report};
+use crate::orders::{Begin, Order, Report, Spilling};
 
 /// How often the engine is asked whether it is there.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -171,6 +171,11 @@ impl Keeper {
             compression: self.config.compression,
             quarantine_ms: self.config.quarantine_ms,
             reader_gid: self.config.reader_gid,
+            spill: self.config.spill.as_ref().map(|spill| Spilling {
+                budget: spill.budget(),
+                after_s: spill.after_s,
+                writes_per_day: spill.writes_per_day.unwrap_or_default(),
+            }),
         };
         let api = [self.api.clone()];
         self.order(&Order::Begin(begin), &api);
@@ -216,7 +221,13 @@ impl Keeper {
         let Some(vm) = self.vms.iter().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
         let Some(engine) = &self.engine else { return };
         vm.state.name_engine(engine.process.pid, engine.process.start);
-        let order = Order::OpenVm { vm: id, vmm: vm.vmm.clone(), pinned: vm.pinned.clone(), may_pin: vm.may_pin };
+        let order = Order::OpenVm {
+            vm: id,
+            vmm: vm.vmm.clone(),
+            pinned: vm.pinned.clone(),
+            may_pin: vm.may_pin,
+            has_file: vm.file_store.is_some(),
+        };
         let fds = vm.descriptors();
         self.order(&order, &fds);
         let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();

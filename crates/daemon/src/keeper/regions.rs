@@ -1,20 +1,22 @@
-//! A VM as the keeper holds it: its state file, its arena, and which descriptor is which region.
+//! A VM as the keeper holds it: its state file, its arena, its file store, and which descriptor is which region.
 //!
 //! Before: an attach was admitted. After: every region a client named has the number the state file knows it by.
 //! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
 use ballast_pager::state_file::{RegionRecord, StateFile};
-use ballast_store::{Budget, RamOptions, RamStore};
-use ballast_sys::memfd::FileId;
+use ballast_store::{Budget, FileOptions, FileStore, RamOptions, RamStore};
+use ballast_sys::direct;
+use ballast_sys::memfd::{self, FileId};
 
 use super::closer::{Closer, SentFd};
 use super::lost::Search;
 use crate::admit;
+use crate::config::Spill;
 
 /// A VM.
 pub struct VmEntry {
@@ -22,6 +24,8 @@ pub struct VmEntry {
     pub state: StateFile,
     /// The same file, and the store's, for the engine.
     pub files: [Arc<SentFd>; 2],
+    /// The file of its file store, and its index, if it has one.
+    pub file_store: Option<[Arc<SentFd>; 2]>,
     /// By region number; `None` for a region that was unplugged, or that nobody has brought back yet.
     pub ram: Vec<Option<(Arc<SentFd>, FileId)>>,
     /// The VMM program.
@@ -49,13 +53,14 @@ impl VmEntry {
         let (_, arena) =
             RamStore::create(RamOptions::new(budget)).map_err(|error| format!("Making the store: {error}"))?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
-        Self::new(state, SentFd::new(arena, uid, closer.clone()), attach, uid, closer)
+        Self::new(state, SentFd::new(arena, uid, closer.clone()), None, attach, uid, closer)
     }
 
     /// A VM of these files.
     pub fn new(
         state: StateFile,
         arena: SentFd,
+        file_store: Option<[SentFd; 2]>,
         attach: &Attach,
         uid: u32,
         closer: &Arc<Closer>,
@@ -66,6 +71,7 @@ impl VmEntry {
             ram: state.regions().iter().map(|_| None).collect(),
             state,
             files: [Arc::new(SentFd::new(duplicate, uid, closer.clone())), Arc::new(arena)],
+            file_store: file_store.map(|files| files.map(Arc::new)),
             vmm: attach.vmm.clone(),
             pinned: None,
             may_pin: false,
@@ -77,7 +83,7 @@ impl VmEntry {
     pub fn descriptors(&self) -> Vec<Arc<SentFd>> {
         let [state, _] = &self.files;
         let ram = self.ram.iter().map(|ram| ram.as_ref().map_or(state, |(fd, _)| fd));
-        self.files.iter().chain(ram).cloned().collect()
+        self.files.iter().chain(self.file_store.iter().flatten()).chain(ram).cloned().collect()
     }
 
     /// Is one of these files RAM that somebody has brought to this VM?
@@ -172,12 +178,25 @@ impl VmEntry {
         }
     }
 
-    /// State and arena once more, read-only: what the client keeps for the next keeper.
-    pub fn escrow(&self) -> Result<[std::os::fd::OwnedFd; 2], String> {
-        let [state, arena] = self.files.each_ref().map(|file| ballast_sys::memfd::reopen(file.as_fd(), false));
-        match (state, arena) {
-            (Ok(state), Ok(arena)) => Ok([state, arena]),
-            (Err(error), _) | (_, Err(error)) => Err(format!("Opening the state files read-only: {error}")),
+    /// Its files once more, read-only: what the client keeps for the next keeper.
+    pub fn escrow(&self) -> Result<Vec<OwnedFd>, String> {
+        let [state, arena] = self.files.each_ref();
+        let mut reopened = vec![memfd::reopen(state.as_fd(), false), memfd::reopen(arena.as_fd(), false)];
+        if let Some([file, index]) = &self.file_store {
+            reopened.extend([direct::reopen(file.as_fd(), false), memfd::reopen(index.as_fd(), false)]);
         }
+        let all = reopened.into_iter().collect::<std::io::Result<_>>();
+        all.map_err(|error| format!("Opening the state files read-only: {error}"))
+    }
+
+    /// Give it a file store, empty.
+    pub fn make_file_store(&mut self, spill: &Spill, uid: u32, closer: &Arc<Closer>) -> Result<(), String> {
+        // The engine opens the store again, with the budget that counts.
+        let options =
+            FileOptions { max_bytes: spill.budget(), ..FileOptions::new(Budget::new(ballast_base::Bytes(0))) };
+        let (_, file, index) = FileStore::create(&spill.dir, options).map_err(|error| error.to_string())?;
+        rustix::fs::fchmod(&index, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
+        self.file_store = Some([file, index].map(|fd| Arc::new(SentFd::new(fd, uid, closer.clone()))));
+        Ok(())
     }
 }

@@ -8,6 +8,7 @@ use ballast_sys::memfd;
 
 use super::fence::Process;
 use super::*;
+use crate::admit::Escrow;
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
@@ -22,7 +23,17 @@ fn keeper() -> (Keeper, tempfile::TempDir) {
 fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
     let vmm = "test".into();
     let name = name.into();
-    Attach { name, limit: None, vmm, uffd_features: 0, pinned: None, may_pin: false, regions: Vec::new(), resume }
+    Attach {
+        name,
+        limit: None,
+        vmm,
+        uffd_features: 0,
+        pinned: None,
+        may_pin: false,
+        regions: Vec::new(),
+        resume,
+        has_file: false,
+    }
 }
 
 fn new_vm(keeper: &mut Keeper, name: &str) -> VmId {
@@ -30,6 +41,15 @@ fn new_vm(keeper: &mut Keeper, name: &str) -> VmId {
     let id = entry.state.id();
     keeper.vms.push(entry);
     id
+}
+
+/// What a client brings back to this keeper, as it is admitted.
+fn sent_back(keeper: &Keeper, escrow: &[std::os::fd::OwnedFd]) -> Escrow {
+    let back = |at: usize| {
+        let fd = memfd::reopen(escrow[at].as_fd(), true).expect("reopen");
+        SentFd::new(fd, 0, keeper.closer.clone())
+    };
+    Escrow { state: back(0), arena: back(1), file: None }
 }
 
 fn engine_of(keeper: &Keeper) -> Process {
@@ -74,11 +94,8 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
     let escrow = first.vms[0].escrow().expect("escrow");
 
     let (mut second, _dir) = keeper();
-    let sent = escrow.map(|fd| {
-        let fd = memfd::reopen(fd.as_fd(), true).expect("reopen");
-        SentFd::new(fd, 0, second.closer.clone())
-    });
-    let resumed = second.resume(&attach_as("web", Some(id)), sent.into(), 0).expect("resumed");
+    let sent = sent_back(&second, &escrow);
+    let resumed = second.resume(&attach_as("web", Some(id)), sent, 0).expect("resumed");
     assert_eq!(resumed.state.id(), id);
     let engine = first.engine.as_ref().expect("the keeper does not know yet");
     let mut fds = [PollFd::new(&engine.pidfd, PollFlags::IN)];
@@ -94,11 +111,8 @@ fn a_resumed_vm_whose_name_is_taken_is_called_something_else_and_it_is_said() {
     let escrow = first.vms[0].escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     new_vm(&mut second, "web");
-    let sent = escrow.map(|fd| {
-        let fd = memfd::reopen(fd.as_fd(), true).expect("reopen");
-        SentFd::new(fd, 0, second.closer.clone())
-    });
-    let resumed = second.resume(&attach_as("web", Some(id)), sent.into(), 0).expect("resumed");
+    let sent = sent_back(&second, &escrow);
+    let resumed = second.resume(&attach_as("web", Some(id)), sent, 0).expect("resumed");
     assert_eq!((resumed.state.id(), resumed.state.name().as_str()), (id, "web-2"));
     assert!(matches!(&second.unsaid[..], [Order::Note { kind, .. }] if kind == "renamed"), "{:?}", second.unsaid);
     let refused = second.create(&attach_as("web", None), 0).map(|_| ());

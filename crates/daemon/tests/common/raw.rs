@@ -74,6 +74,7 @@ impl RawClient {
             may_pin: false,
             regions,
             resume: self.escrow.as_ref().map(|(vm, _)| *vm),
+            has_file: self.escrow.as_ref().is_some_and(|(_, files)| files.len() == wire::MAX_ESCROW),
         }
     }
 

@@ -1,6 +1,7 @@
 //! A VM without a VMM: guest RAM, a userfaultfd and a client thread in this process, everything real but the guest.
 
 #![cfg(not(loom))]
+#![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,6 +12,7 @@ use std::time::Duration;
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::state_file::StateFile;
+use ballast_pager::stores::Stores;
 use ballast_pager::view::View;
 use ballast_pager::vm::{Tuning, Vm};
 use ballast_store::{
@@ -51,6 +53,23 @@ impl Rig {
 
     /// A VM that is open, and whose view nobody has told it of yet.
     pub fn without_view(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
+        Self::open(ram, store_budget, quarantine, None)
+    }
+
+    /// With a file store, to which pages go after that time.
+    pub fn spilling(
+        ram: Bytes,
+        store_budget: Bytes,
+        quarantine: Duration,
+        file: Arc<dyn Store>,
+        after: Duration,
+    ) -> Self {
+        let rig = Self::open(ram, store_budget, quarantine, Some((file, after)));
+        rig.add_view();
+        rig
+    }
+
+    fn open(ram: Bytes, store_budget: Bytes, quarantine: Duration, spill: Option<(Arc<dyn Store>, Duration)>) -> Self {
         let file = memfd::create("ballast-test-ram", ram).expect("memfd");
         let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
         let (uffd, granted) = Uffd::create(uffd::REQUIRED_FEATURES | uffd::feature::POISON).expect("userfaultfd");
@@ -66,7 +85,10 @@ impl Rig {
             let reports = reports.clone();
             Arc::new(move |kind: &str, text| reports.lock().expect("report").push((kind.to_owned(), text)))
         };
-        let vm = Arc::new(Vm::new(state, epoch, Arc::new(store), Tuning { quarantine, ..Tuning::default() }, report));
+        let (far, spill_after) = spill.map_or((None, None), |(far, after)| (Some(far), Some(after)));
+        let stores = Stores { ram: Arc::new(store), file: far };
+        let tuning = Tuning { quarantine, spill_after, ..Tuning::default() };
+        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report));
         vm.open_region(file).expect("region");
         vm.start().expect("start");
         let (ours, theirs) = scm::pair().expect("socketpair");
@@ -162,6 +184,18 @@ impl<S: Store> Store for PanickyStore<S> {
 
     fn free(&self, key: PageKey, handle: Handle) {
         self.inner().free(key, handle)
+    }
+
+    fn takes_room(&self, handle: Handle) -> bool {
+        self.inner.takes_room(handle)
+    }
+
+    fn is_short(&self) -> bool {
+        self.inner.is_short()
+    }
+
+    fn tidy(&self) {
+        self.inner.tidy();
     }
 
     fn usage(&self) -> StoreUsage {

@@ -1,0 +1,38 @@
+//! Shift: move a far page's copy from one store to another, while the guest may touch the page at any moment.
+//!
+//! Before: `spill` has read the copy without a lock and put it into the other store. After: the word names the new copy
+//! and the old one is freed; or the page was touched meanwhile, and the new copy is freed.
+//! Threads: the spill lane; a fault or a discard that meets the lock waits for this one page, about a microsecond.
+//! Promise: at any instant one copy is complete and named by the word. A death leaks one copy, which `recover` sweeps.
+
+use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
+
+use crate::page_state::{Cell, Word};
+
+/// Make `to` the page's word if it is still `from`, and `bytes` (put under `to`) still what its copy holds. Answers
+/// whether that was so. Frees whichever copy is no longer wanted.
+///
+/// The bytes are compared because a store's handles come again: a page that was restored, written and evicted again may
+/// have the very word it had before. Under the lock, what the word names is the page's only truth.
+pub fn commit(
+    cell: Cell<'_>,
+    key: PageKey,
+    (from, old): (Word, &dyn Store),
+    (to, new): (Word, &dyn Store),
+    bytes: &PageBytes,
+) -> bool {
+    let moved = cell.lock(from, from).is_some_and(|mut lock| {
+        let mut now: PageBytes = [0; _];
+        let same = old.get(key, from.handle(), &mut now) == GetOutcome::Found && now == *bytes;
+        if same {
+            lock.set(to);
+        }
+        same
+    });
+    if moved {
+        old.free(key, from.handle())
+    } else {
+        new.free(key, to.handle())
+    }
+    moved
+}

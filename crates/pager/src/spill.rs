@@ -1,0 +1,330 @@
+//! Spill: move pages that have been far for long from the RAM store to the file store.
+//!
+//! Before: reclaim put pages into RAM, and nobody has touched them since. After: they are in the file, and the RAM store
+//! has room again. Threads: one lane per VM that has a file store. It may wait for the disk; no fault ever waits for it, but
+//! for the one page whose word it is changing (`shift`).
+//! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
+//! Promise: a spill costs time, never bytes. What the file store does not take stays in RAM, and is said once.
+//!
+//! A page's age is a clock's: a pass marks every far word it meets (`Word::marked`), whatever happens to the page makes
+//! a word without the mark, and what is still marked on the next pass, at least `spill_after` later, is old. So a page goes
+//! after one to two times that. While the RAM store's budget is nearly used, passes follow one another without that
+//! pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_store::{GetOutcome, PageBytes, PutOutcome, Store};
+
+use crate::page_state::{State, Word};
+use crate::region::Region;
+use crate::shift;
+use crate::stats::Counter;
+use crate::stores::{FILE_STORE, RAM_STORE};
+use crate::vm::Vm;
+
+/// Pages written as one extent, if they are neighbours: 1 MiB.
+const RUN: usize = 256;
+/// Words looked at between looks at whether to stop: 512 KiB of words.
+const STRIDE: u64 = 64 * 1024;
+/// How often the lane looks whether RAM is short.
+const TICK: Duration = Duration::from_secs(1);
+const SHORTEST_TICK: Duration = Duration::from_millis(5);
+/// Pages moved, and words read, at a time when RAM is short: 32 MiB of pages, 128 MiB of words.
+const SHORT: Quota = Quota { pages: 8 * 1024, words: 16 << 20 };
+/// The same when reclaim waits for room: a few milliseconds of writing.
+const WANTED: Quota = Quota { pages: 2 * 1024, words: 16 << 20 };
+const UNLIMITED: Quota = Quota { pages: u64::MAX, words: u64::MAX };
+/// How long to rest after the file store was full, and after it did not answer.
+const FULL_REST: Duration = Duration::from_secs(10);
+const BUSY_REST: Duration = Duration::from_secs(1);
+
+/// What other lanes ask of the spill lane.
+#[derive(Debug, Default)]
+pub struct Spill {
+    wanted: Mutex<bool>,
+    bell: Condvar,
+    /// The lane runs, and the last time it was asked for room it made some.
+    helps: AtomicBool,
+}
+
+impl Spill {
+    /// The RAM store is full: make room. Answers whether that is likely to come of it.
+    pub(crate) fn make_room(&self) -> bool {
+        *self.wanted.lock().expect("no panic while held") = true;
+        self.bell.notify_one();
+        self.helps.load(Ordering::Acquire)
+    }
+
+    /// Let the lane see that it is to stop.
+    pub(crate) fn ring(&self) {
+        // With the lock, so that it is not between looking and waiting.
+        let _wanted = self.wanted.lock().expect("no panic while held");
+        self.bell.notify_one();
+    }
+
+    /// Is there something more urgent than the pass under way?
+    fn is_wanted(&self) -> bool {
+        *self.wanted.lock().expect("no panic while held")
+    }
+
+    /// Wait, at most so long; true if room is wanted.
+    fn wait(&self, vm: &Vm, at_most: Duration) -> bool {
+        let wanted = self.wanted.lock().expect("no panic while held");
+        let waited = self.bell.wait_timeout_while(wanted, at_most, |wanted| !*wanted && !vm.is_stopping());
+        std::mem::take(&mut *waited.expect("no panic while held").0)
+    }
+}
+
+/// How much to do at most.
+#[derive(Clone, Copy)]
+struct Quota {
+    pages: u64,
+    words: u64,
+}
+
+/// Which far pages go.
+#[derive(Clone, Copy, PartialEq)]
+enum Take {
+    /// Those seen on an earlier pass; the others are marked.
+    Old,
+    All,
+}
+
+/// A place among the words: region number and page.
+type Place = (u32, u64);
+
+struct Lane<'a> {
+    vm: &'a Vm,
+    file: Arc<dyn Store>,
+    after: Duration,
+    next_pass: Instant,
+    /// How far the pass under way has come.
+    pass: Option<Place>,
+    /// Where to look next when room is wanted.
+    hand: Place,
+    rest_until: Option<Instant>,
+    said: bool,
+    run: Run,
+}
+
+/// Neighbouring pages on their way.
+#[derive(Default)]
+struct Run {
+    first: u64,
+    words: Vec<Word>,
+    bytes: Vec<PageBytes>,
+}
+
+/// Run until the VM is stopped.
+pub fn run(vm: &Vm, after: Duration) {
+    let Some(file) = vm.stores.file.clone() else { return };
+    let now = Instant::now();
+    let mut lane = Lane {
+        vm,
+        file,
+        after,
+        // Not at once: an engine before this one may have set marks a moment ago.
+        next_pass: now + after,
+        pass: None,
+        hand: (0, 0),
+        rest_until: None,
+        said: false,
+        run: Run::default(),
+    };
+    vm.spill.helps.store(true, Ordering::Release);
+    let _ends = Ends(&vm.spill);
+    while !vm.is_stopping() {
+        let wanted = vm.spill.wait(vm, lane.pause());
+        lane.file.tidy();
+        if let Err(error) = lane.round(wanted, Instant::now()) {
+            vm.report("spill-failed", format!("Reading the page-state words: {error}"));
+            lane.next_pass = Instant::now() + after;
+            lane.pass = None;
+        }
+        // The bytes of a run are kept only while they are used.
+        lane.run = Run::default();
+    }
+}
+
+/// The lane is over, be it by a panic: nobody should count on it.
+struct Ends<'a>(&'a Spill);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.helps.store(false, Ordering::Release);
+    }
+}
+
+impl Lane<'_> {
+    /// How long to wait for somebody who wants room.
+    fn pause(&self) -> Duration {
+        if self.pass.is_some() && self.rest_until.is_none() {
+            return Duration::ZERO;
+        }
+        TICK.min(self.next_pass.saturating_duration_since(Instant::now()).max(SHORTEST_TICK))
+    }
+
+    fn round(&mut self, wanted: bool, now: Instant) -> std::io::Result<()> {
+        let vm = self.vm;
+        if vm.is_stopping() || vm.held().is_some() || self.rest_until.is_some_and(|until| now < until) {
+            return Ok(());
+        }
+        self.rest_until = None;
+        let ram = &vm.stores.ram;
+        if wanted {
+            let moved = self.turn(Take::All, WANTED)?;
+            vm.spill.helps.store(moved > 0, Ordering::Release);
+            ram.tidy();
+            vm.ring();
+        } else if self.pass.is_some() || now >= self.next_pass {
+            let (end, _) = self.walk(self.pass.unwrap_or((0, 0)), Take::Old, UNLIMITED)?;
+            self.pass = end;
+            if end.is_none() {
+                self.next_pass = Instant::now() + self.after;
+            }
+            ram.tidy();
+        } else if ram.is_short() {
+            self.turn(Take::Old, SHORT)?;
+            ram.tidy();
+        }
+        Ok(())
+    }
+
+    /// Walk on from the hand, once around at most.
+    fn turn(&mut self, take: Take, quota: Quota) -> std::io::Result<u64> {
+        let from = self.hand;
+        let (end, moved) = self.walk(from, take, quota)?;
+        self.hand = end.unwrap_or((0, 0));
+        if end.is_some() || moved > 0 || from == (0, 0) {
+            return Ok(moved);
+        }
+        let (end, moved) = self.walk((0, 0), take, quota)?;
+        self.hand = end.unwrap_or((0, 0));
+        Ok(moved)
+    }
+
+    /// Walk over the words that were ever written. Answers where it stopped before the end, and how many pages it moved.
+    fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
+        let vm = self.vm;
+        let (mut moved, mut words) = (0, 0);
+        for (region, record) in vm.regions().iter().zip(vm.state.regions()).skip(from.0 as usize) {
+            if region.is_removed() {
+                continue;
+            }
+            let start = if region.number == from.0 { from.1 } else { 0 };
+            let written = vm.state.written_words(&record)?;
+            for pages in written {
+                let mut page = pages.start.max(start);
+                while page < pages.end {
+                    let end = pages.end.min(page + STRIDE);
+                    let (next, gone) = self.stretch(region, page..end, take, quota.pages.saturating_sub(moved));
+                    words += next - page;
+                    moved += gone;
+                    page = next;
+                    let enough = moved >= quota.pages || words >= quota.words;
+                    if enough || self.rest_until.is_some() || vm.is_stopping() || vm.spill.is_wanted() {
+                        return Ok((Some((region.number, page)), moved));
+                    }
+                }
+            }
+        }
+        Ok((None, moved))
+    }
+
+    /// Look at these pages, and move those that are to go, about `most` of them. Answers the page after the last one
+    /// looked at, and how many were moved.
+    fn stretch(&mut self, region: &Region, pages: std::ops::Range<u64>, take: Take, most: u64) -> (u64, u64) {
+        let (mut moved, mut next) = (0, pages.start);
+        for page in pages {
+            next = page + 1;
+            if self.goes(region, page, take) && self.run.words.len() < RUN {
+                continue;
+            }
+            let gone = self.flush(region);
+            moved += gone;
+            let stop = || moved >= most || self.vm.is_stopping() || self.vm.spill.is_wanted();
+            if self.rest_until.is_some() || gone > 0 && stop() {
+                break;
+            }
+        }
+        (next, moved + self.flush(region))
+    }
+
+    /// Is this page to go? Then its word and bytes are at the end of the run.
+    fn goes(&mut self, region: &Region, page: u64, take: Take) -> bool {
+        let cell = region.cell(PageIdx(page));
+        let word = cell.load();
+        let ram = &self.vm.stores.ram;
+        let in_ram = word.state() == State::Far && !word.is_locked() && word.store() == RAM_STORE;
+        if !in_ram || !ram.takes_room(word.handle()) {
+            return false;
+        }
+        if take == Take::Old && !word.is_marked() {
+            // Losing the race means that the page is not old.
+            cell.swap(word, word.marked());
+            return false;
+        }
+        let at = self.run.words.len();
+        if self.run.bytes.len() == at {
+            self.run.bytes.push([0; PAGE_SIZE]);
+        }
+        // Without a lock: what is read here counts only if it is there still when the word is changed.
+        if ram.get(region.key(PageIdx(page)), word.handle(), &mut self.run.bytes[at]) != GetOutcome::Found {
+            return false;
+        }
+        if at == 0 {
+            self.run.first = page;
+        }
+        self.run.words.push(word);
+        true
+    }
+
+    /// Write the run and change the words of its pages. Answers how many were moved.
+    fn flush(&mut self, region: &Region) -> u64 {
+        let words = std::mem::take(&mut self.run.words);
+        if words.is_empty() {
+            return 0;
+        }
+        let vm = self.vm;
+        let first = PageIdx(self.run.first);
+        let mut outcomes = Vec::with_capacity(words.len());
+        self.file.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
+        let (mut moved, mut refused) = (0, None);
+        for (((page, from), bytes), outcome) in (first.0..).zip(words).zip(&self.run.bytes).zip(outcomes) {
+            match outcome {
+                PutOutcome::Stored(handle) => {
+                    let to = Word::far(FILE_STORE, handle, from.age());
+                    let (old, new) = ((from, &*vm.stores.ram), (to, &*self.file));
+                    let page = PageIdx(page);
+                    moved += u64::from(shift::commit(region.cell(page), region.key(page), old, new, bytes));
+                }
+                outcome => refused = Some(outcome),
+            }
+        }
+        vm.stats().add(Counter::Spilled, moved);
+        match refused {
+            Some(outcome) => self.rest(outcome),
+            None => {
+                self.said = false;
+                vm.spill.helps.store(true, Ordering::Release);
+            }
+        }
+        moved
+    }
+
+    /// The file store would not take a page: rest, and say so once.
+    fn rest(&mut self, outcome: PutOutcome) {
+        let full = outcome == PutOutcome::Full;
+        self.rest_until = Some(Instant::now() + if full { FULL_REST } else { BUSY_REST });
+        self.vm.spill.helps.store(false, Ordering::Release);
+        if !std::mem::replace(&mut self.said, true) {
+            let usage = if full { "has no room" } else { "does not take pages now" };
+            let why = self.file.last_refusal().unwrap_or_else(|| "it gives no reason".into());
+            let text = format!("the file store {usage} ({why}): old pages stay in RAM, nothing is lost");
+            self.vm.report("spill-rests", text);
+        }
+    }
+}

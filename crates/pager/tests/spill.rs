@@ -1,0 +1,288 @@
+//! Far pages on their way to a file and back, against the real kernel: real userfaultfd, real memfds, a real file store
+//! where the disk allows one; the guest is threads of this test. Needs root (userfaultfd).
+
+#![cfg(not(loom))]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_pager::page_state::{State, Word};
+use ballast_pager::recover::recover;
+use ballast_pager::stats::Counter;
+use ballast_pager::stores::{AwayStore, FILE_STORE, is_in_file};
+use ballast_pager::vm::Hold;
+use ballast_store::{
+    Budget, Faults, FaultyStore, FileOptions, FileStore, NullStore, PutFault, RamOptions, RamStore, Store,
+};
+use common::{Rig, random, until};
+
+const QUICK: Duration = Duration::from_millis(20);
+const SOON: Duration = Duration::from_millis(10);
+const NEVER: Duration = Duration::from_secs(100_000);
+const RAM: Bytes = Bytes(32 * MIB);
+const LIMIT: Bytes = Bytes(8 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+
+/// A file store on a disk; where there is none to be had, a store in memory stands in for it, and that is said.
+fn disk() -> Arc<dyn Store> {
+    match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
+        Ok((store, ..)) => Arc::new(store),
+        Err(error) => {
+            println!("SKIP needs=disk: {error}; the RAM store stands in");
+            Arc::new(RamStore::create(RamOptions::new(Budget::new(AMPLE))).expect("store").0)
+        }
+    }
+}
+
+/// A file store with faults on command.
+fn faulty() -> (Arc<dyn Store>, Arc<Faults>) {
+    let (store, faults) = FaultyStore::new(NullStore::new(AMPLE));
+    (Arc::new(store), faults)
+}
+
+fn filled(rig: &Rig) {
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+}
+
+fn in_file(rig: &Rig, page: u64) -> bool {
+    is_in_file(rig.vm.region(0).expect("region").cell(PageIdx(page)).load())
+}
+
+fn count_in_file(rig: &Rig) -> u64 {
+    (0..rig.pages).filter(|page| in_file(rig, *page)).count() as u64
+}
+
+/// Everything that can be far is in the file.
+fn wait_until_spilled(rig: &Rig) {
+    rig.set_limit(Some(LIMIT));
+    until("resident is at the limit", || rig.resident() <= LIMIT);
+    until("what is far is in the file", || {
+        let far = rig.vm.stats().get(Counter::Far);
+        far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2 && count_in_file(rig) * 10 > far * 9
+    });
+}
+
+fn count_exactly(rig: &Rig) {
+    rig.vm.hold(Hold::Shared, Some("counting".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    // A run that was on its way when the hold came is over when the copies add up.
+    let copies = || rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages;
+    until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
+    rig.check_census();
+}
+
+#[test]
+fn pages_that_are_far_for_long_go_to_the_file_and_every_byte_comes_back() {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
+    filled(&rig);
+    wait_until_spilled(&rig);
+    count_exactly(&rig);
+    rig.vm.hold(Hold::Shared, None);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert!(rig.vm.stats().get(Counter::FaultFile) > 0);
+    wait_until_spilled(&rig);
+    assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
+}
+
+#[test]
+fn a_guest_that_writes_and_discards_while_pages_are_spilled_reads_what_it_wrote() {
+    const SPILLED: u64 = 10_000;
+    let rig = Rig::spilling(RAM, AMPLE, Duration::from_millis(1), disk(), Duration::from_millis(1));
+    rig.set_limit(Some(Bytes(4 * MIB)));
+    std::thread::scope(|scope| {
+        for thread in 0..3u64 {
+            let rig = &rig;
+            scope.spawn(move || {
+                let mut versions = vec![0u64; rig.pages as usize];
+                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+                let mut step = 0u64;
+                while rig.vm.stats().get(Counter::Spilled) < SPILLED {
+                    step += 1;
+                    // Each thread owns every third page: its words are its alone.
+                    let page = random(&state) % (rig.pages / 3) * 3 + thread;
+                    let expected = versions[page as usize];
+                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
+                    if step.is_multiple_of(16) {
+                        let at = Hva((rig.guest.addr() + page as usize * PAGE_SIZE) as u64);
+                        rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+                        versions[page as usize] = 0;
+                        continue;
+                    }
+                    versions[page as usize] = step << 16 | page;
+                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+                    rig.guest.words(page as usize * PAGE_SIZE + 8, 1)[0].store(step, Ordering::Relaxed);
+                }
+                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(3) {
+                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+                }
+            });
+        }
+    });
+    count_exactly(&rig);
+}
+
+#[test]
+fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
+    filled(&rig);
+    wait_until_spilled(&rig);
+    rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), RAM.0)]).expect("discard");
+    rig.set_limit(None);
+    until("nothing is stored any more", || {
+        rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages == 0
+    });
+    assert!((0..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
+    assert_eq!(rig.vm.stats().get(Counter::Far), 0);
+}
+
+#[test]
+fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
+    let (file, faults) = faulty();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    let _release = common::Finally(|| faults.release());
+    filled(&rig);
+    wait_until_spilled(&rig);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    let away: Vec<u64> = (0..rig.pages).filter(|page| in_file(&rig, *page)).take(2).collect();
+    faults.stall_gets();
+    std::thread::scope(|scope| {
+        let waiting: Vec<_> = away.iter().map(|page| scope.spawn(|| rig.holds(*page, 1))).collect();
+        faults.wait_until_stalled(2);
+        // Minor faults, fresh pages and pages in RAM are served meanwhile.
+        let near: Vec<u64> = (0..rig.pages).filter(|page| !in_file(&rig, *page) && !away.contains(page)).collect();
+        assert!(!near.is_empty() && near.iter().all(|page| rig.holds(*page, 1)));
+        let some = rig.vm.stats().get(Counter::StallSomeNs);
+        faults.release();
+        assert!(waiting.into_iter().all(|guest| guest.join().expect("guest")), "wrong bytes");
+        assert!(rig.vm.stats().get(Counter::StallSomeNs) > some, "the wait for the disk is stall");
+    });
+}
+
+#[test]
+fn a_file_store_that_refuses_leaves_pages_in_ram_and_says_so_once_until_it_takes_them() {
+    for fault in [PutFault::Full, PutFault::Busy] {
+        let (file, faults) = faulty();
+        faults.fail_puts(Some(fault));
+        let rig = Rig::spilling(RAM, AMPLE, QUICK, file.clone(), SOON);
+        filled(&rig);
+        rig.set_limit(Some(LIMIT));
+        until("the refusal is reported", || rig.reported("spill-rests"));
+        until("resident is at the limit", || rig.resident() <= LIMIT);
+        assert_eq!(count_in_file(&rig), 0);
+        faults.fail_puts(None);
+        until("pages are spilled", || count_in_file(&rig) > 0);
+        let said = rig.reports.lock().expect("reports").iter().filter(|(kind, _)| kind == "spill-rests").count();
+        assert_eq!(said, 1, "{fault:?}");
+        assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    }
+}
+
+#[test]
+fn a_full_ram_store_does_not_stop_reclaim_while_the_file_has_room() {
+    let rig = Rig::spilling(RAM, Bytes(4 * MIB), QUICK, disk(), NEVER);
+    filled(&rig);
+    rig.set_limit(Some(LIMIT));
+    until("resident is at the limit", || rig.resident() <= LIMIT);
+    assert!(count_in_file(&rig) > 0);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    count_exactly(&rig);
+}
+
+#[test]
+fn when_both_stores_are_full_reclaim_stops_with_an_event_and_loses_nothing() {
+    let file = NullStore::new(Bytes(2 * MIB));
+    let rig = Rig::spilling(RAM, Bytes(2 * MIB), QUICK, Arc::new(file), NEVER);
+    filled(&rig);
+    rig.set_limit(Some(LIMIT));
+    until("both are full", || rig.reported("store-full") && rig.reported("spill-rests"));
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
+    let (file, faults) = faulty();
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
+    filled(&rig);
+    wait_until_spilled(&rig);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    let lost = (0..rig.pages).find(|page| in_file(&rig, *page)).expect("a page in the file");
+    faults.lose(1);
+    let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
+    let error = rig.guest.send_to(&sink, lost as usize * PAGE_SIZE, 8).expect_err("a lost page was read");
+    assert_eq!(error.raw_os_error(), Some(14), "{error}");
+    until("the loss is reported", || rig.reported("page-lost"));
+    assert_eq!(rig.state_of(lost), State::Poisoned);
+}
+
+#[test]
+fn pinning_brings_pages_of_the_file_back_too() {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
+    filled(&rig);
+    wait_until_spilled(&rig);
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
+    assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn pages_of_one_repeated_word_stay_where_they_take_no_room() {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
+    for page in 0..rig.pages {
+        if page % 2 == 0 {
+            rig.fill(page, 1);
+            continue;
+        }
+        let words = rig.guest.words(page as usize * PAGE_SIZE, PAGE_SIZE / 8);
+        words.iter().for_each(|word| word.store(0x0101_0101_0101_0101, Ordering::Relaxed));
+    }
+    rig.set_limit(Some(Bytes(2 * MIB)));
+    until("resident is at the limit", || rig.resident() <= Bytes(2 * MIB));
+    let other_far = || (0..rig.pages).step_by(2).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
+    until("the others are in the file", || count_in_file(&rig) * 10 > other_far() * 9);
+    assert!((0..rig.pages).skip(1).step_by(2).all(|page| !in_file(&rig, page)));
+    assert!((0..rig.pages).skip(1).step_by(2).any(|page| rig.state_of(page) == State::Far));
+}
+
+#[test]
+fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_either() {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
+    filled(&rig);
+    wait_until_spilled(&rig);
+    rig.vm.stop();
+    let region = rig.vm.region(0).expect("region");
+    let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
+    assert_eq!(recovered.live.len() as u64, rig.vm.stores.ram.usage().pages);
+    let file = rig.vm.stores.file.as_ref().expect("a file");
+    assert_eq!(recovered.live_in_file.len() as u64, file.usage().pages);
+    assert!(recovered.live_in_file.len() as u64 == count_in_file(&rig) && !recovered.live_in_file.is_empty());
+    rig.check_census();
+}
+
+#[test]
+fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(AwayStore), NEVER);
+    filled(&rig);
+    rig.set_limit(Some(LIMIT));
+    until("resident is at the limit", || rig.resident() <= LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    let region = rig.vm.region(0).expect("region");
+    let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("a far page");
+    let cell = region.cell(PageIdx(far));
+    let word = cell.load();
+    let away = Word::far(FILE_STORE, word.handle(), word.age());
+    assert!(cell.swap(word, away));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| rig.holds(far, 1));
+        until("it waits", || rig.vm.stats().get(Counter::FaultDeferred) > 2);
+        assert!((0..rig.pages).filter(|page| *page != far).all(|page| rig.holds(page, 1)), "a byte was lost");
+        until("it is there", || cell.swap(away, word));
+        assert!(waiting.join().expect("guest"), "it was there all the time");
+    });
+}
