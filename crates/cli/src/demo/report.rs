@@ -36,7 +36,7 @@ pub struct Report {
     pub vms: Vec<VmReport>,
     /// What the table says was freed: resident before - after, minus what the store occupies.
     pub freed_claimed_bytes: u64,
-    /// What the host's kernel says: growth of MemAvailable.
+    /// What the host's kernel says: growth of MemAvailable and of the per-CPU lists of free pages.
     pub freed_measured_bytes: u64,
     /// The same from the kernel's Shmem count.
     pub freed_shmem_bytes: u64,
@@ -110,7 +110,7 @@ impl Report {
         }
         println!("\n{table}\n");
         println!(
-            "Host memory freed: {} by the table (after {} for the store), {} by the kernel's MemAvailable, {} by its Shmem.",
+            "Host memory freed: {} by the table (after {} for the store), {} by the kernel's available memory, {} by its Shmem.",
             Bytes(self.freed_claimed_bytes),
             Bytes(self.store_bytes),
             Bytes(self.freed_measured_bytes),
