@@ -15,7 +15,7 @@ struct IoPort;
 impl guest::Port for IoPort {
     #[inline]
     fn tell(&self, event: u32) -> bool {
-        // SAFETY: the task state opens every port, so `out` leaves the guest and comes back with all registers unchanged.
+        // SAFETY: user mode may use this port; `out` leaves the guest and comes back with all registers unchanged.
         unsafe {
             core::arch::asm!("out dx, eax", in("dx") guest::PORT, in("eax") event, options(nostack, preserves_flags));
         }

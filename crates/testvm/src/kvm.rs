@@ -10,8 +10,9 @@
 //! 4 GiB ..     guest RAM                                                                        slot 1
 //! ```
 //! User privilege and no kernel, because some hosts run their KVM on shadow page tables alone: there, user-mode code
-//! is as fast as anywhere, while a kernel may not boot. The task state's I/O permission map lets `out` leave the guest:
-//! such hosts drop an I/O privilege level of 3 from the flags.
+//! is as fast as anywhere, while a kernel may not boot. Two things let `out` leave the guest: an I/O privilege level of 3,
+//! which such hosts drop from the flags, and the task state's I/O permission map, which QEMU's emulation of nested AMD
+//! virtualization does not look at in a busy task state (and no other may be given).
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
@@ -38,6 +39,7 @@ const TABLE: u64 = 0b0110_0111;
 const HUGE: u64 = TABLE | 1 << 7;
 
 const RFLAGS_FIXED: u64 = 1 << 1;
+const RFLAGS_IOPL_3: u64 = 3 << 12;
 /// A 64-bit task state: where it says that its I/O permission map begins, and its length with a map of all 65536 ports
 /// (one clear bit each, so all are open) and the byte of ones that ends it.
 const TASK_MAP_AT: usize = 0x66;
@@ -184,7 +186,7 @@ impl Machine {
                 rdi: private.address(place.job),
                 // A function expects to have been called: 8 bytes below a multiple of 16.
                 rsp: stack_top - 8,
-                rflags: RFLAGS_FIXED,
+                rflags: RFLAGS_FIXED | RFLAGS_IOPL_3,
                 ..Default::default()
             };
             vcpu.set_regs(&regs).map_err(kvm("setting the registers"))?;
