@@ -10,9 +10,9 @@
 //! 4 GiB ..     guest RAM                                                                        slot 1
 //! ```
 //! User privilege and no kernel, because some hosts run their KVM on shadow page tables alone: there, user-mode code
-//! is as fast as anywhere, while a kernel may not boot. Two things let `out` leave the guest: an I/O privilege level of 3,
-//! which such hosts drop from the flags, and the task state's I/O permission map, which QEMU's emulation of nested AMD
-//! virtualization does not look at in a busy task state (and no other may be given).
+//! is as fast as anywhere, while a kernel may not boot. Two things let `out` leave the guest: an I/O privilege level of
+//! 3, which such hosts drop from the flags, and the task state's I/O permission map, which QEMU's emulation of nested
+//! AMD virtualization does not look at in a busy task state (and no other may be given).
 
 use std::io;
 use std::sync::{Mutex, PoisonError};
