@@ -11,8 +11,8 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ballast_base::PageIdx;
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
+use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_sys::scm;
 use ballast_sys::uffd::Fault;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -23,7 +23,7 @@ use crate::prefetch::{Gain, count_far, window_of};
 use crate::region::Region;
 use crate::stats::{Counter, Latency};
 use crate::stores::is_in_file;
-use crate::view::View;
+use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
 /// How long a lane sleeps at most before it looks whether the VM is being stopped.
@@ -100,15 +100,8 @@ impl FaultLane<'_> {
 
     /// Serve one fault; false if it must be tried again.
     fn serve_one(&mut self, waiting: &Waiting) -> bool {
-        let (vm, addr) = (self.vm, waiting.fault.addr);
-        let target = self.view.find(addr).and_then(|(number, page)| {
-            Some((vm.region(number)?, page, self.view.of_region(number)?)).filter(|(region, ..)| !region.is_removed())
-        });
-        let Some((region, page, memory)) = target else {
-            // Unplugged while the fault was under way; wake the thread, it faults on whatever is there now.
-            let _ = self.view.uffd().wake(addr, ballast_base::PAGE_SIZE as u64);
-            return true;
-        };
+        let vm = self.vm;
+        let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
         let (cell, key) = (region.cell(page), region.key(page));
         let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &vm.stores.near(), ballast_heat::touched);
         vm.count_rescued(rescued);
@@ -125,6 +118,19 @@ impl FaultLane<'_> {
         }
         settled.is_some()
     }
+}
+
+/// The page a fault is about. `None` if it was unplugged while the fault was under way; then its thread has been woken
+/// and faults on whatever is there now.
+pub(crate) fn target<'a>(vm: &Vm, view: &'a View, waiting: &Waiting) -> Option<(Arc<Region>, PageIdx, RegionView<'a>)> {
+    let addr = waiting.fault.addr;
+    let target = view.find(addr).and_then(|(number, page)| {
+        Some((vm.region(number)?, page, view.of_region(number)?)).filter(|(region, ..)| !region.is_removed())
+    });
+    if target.is_none() {
+        let _ = view.uffd().wake(addr, PAGE_SIZE as u64);
+    }
+    target
 }
 
 /// Count what became of a fault, and say what must be said. `None` if it must be tried again.

@@ -7,10 +7,11 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_store::{PageBytes, PageKey};
+use ballast_sys::Uffd;
 use ballast_sys::memfd::{self, FileId};
 
 use crate::memory::Backing;
@@ -112,11 +113,7 @@ impl Region {
     }
 
     /// The chunks, as page ranges, that `first..end` touches, with their registration flags.
-    pub(crate) fn chunks(
-        &self,
-        first: PageIdx,
-        end: PageIdx,
-    ) -> impl Iterator<Item = (PageIdx, u64, &std::sync::atomic::AtomicU8)> {
+    pub(crate) fn chunks(&self, first: PageIdx, end: PageIdx) -> impl Iterator<Item = (PageIdx, u64, &AtomicU8)> {
         let range = first.0 / PAGES_PER_CHUNK..end.0.div_ceil(PAGES_PER_CHUNK);
         range.map(|chunk| {
             let first = chunk * PAGES_PER_CHUNK;
@@ -125,12 +122,23 @@ impl Region {
         })
     }
 
+    /// What is registered for one view must be registered for all, before any page of it can be far for this one, which
+    /// maps the region at `base`.
+    pub fn register_as_flagged(&self, uffd: &Uffd, base: Hva) -> io::Result<()> {
+        let mut flagged = self.chunks(PageIdx(0), PageIdx(self.pages().0)).filter(|(.., flag)| is_set(flag));
+        flagged.try_for_each(|(first, count, _)| uffd.register(base + first.offset(), PageCount(count).bytes().0))
+    }
+
     /// Bytes of it that are registered with userfaultfd.
     pub(crate) fn registered(&self) -> Bytes {
         let chunks = self.chunks(PageIdx(0), PageIdx(self.pages().0));
-        let pages = chunks.filter(|(.., flag)| flag.load(Ordering::Acquire) != 0).map(|(_, count, _)| count).sum();
+        let pages = chunks.filter(|(.., flag)| is_set(flag)).map(|(_, count, _)| count).sum();
         PageCount(pages).bytes()
     }
+}
+
+fn is_set(flag: &AtomicU8) -> bool {
+    flag.load(Ordering::Acquire) != 0
 }
 
 impl Backing for Region {

@@ -9,10 +9,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use ballast_base::PAGE_SIZE;
-
 use crate::fault::{Served, serve};
-use crate::lane::{Waiting, settle};
+use crate::lane::{Waiting, settle, target};
 use crate::stats::Counter;
 use crate::stores::is_in_file;
 use crate::view::View;
@@ -83,14 +81,7 @@ pub fn run(vm: &Vm) {
 
 /// Serve one fault; false if it must be tried again.
 fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
-    let addr = waiting.fault.addr;
-    let target = view.find(addr).and_then(|(number, page)| {
-        Some((vm.region(number)?, page, view.of_region(number)?)).filter(|(region, ..)| !region.is_removed())
-    });
-    let Some((region, page, memory)) = target else {
-        let _ = view.uffd().wake(addr, PAGE_SIZE as u64);
-        return true;
-    };
+    let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
     let (cell, key) = (region.cell(page), region.key(page));
     let from_file = is_in_file(cell.load());
     let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &vm.stores, ballast_heat::touched);

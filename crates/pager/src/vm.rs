@@ -656,15 +656,8 @@ impl Vm {
     }
 }
 
-/// What is registered for one view must be registered for all, before any page of it can be far for this one.
 fn register_as_flagged(region: &Region, view: &View) -> io::Result<()> {
-    let Some(base) = view.base(region.number) else { return Ok(()) };
-    for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
-        if flag.load(Ordering::Acquire) != 0 {
-            view.uffd().register(base + first.offset(), PageCount(count).bytes().0)?;
-        }
-    }
-    Ok(())
+    view.base(region.number).map_or(Ok(()), |base| region.register_as_flagged(view.uffd(), base))
 }
 
 /// Where every page of a VM is. See [`Vm::census`].

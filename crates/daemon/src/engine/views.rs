@@ -10,8 +10,6 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ballast_base::wire::RegionInfo;
-use ballast_base::{PageCount, PageIdx};
-use ballast_pager::state_file::PAGES_PER_CHUNK;
 use ballast_pager::view::View;
 use ballast_pager::vm::{Hold, Vm};
 use ballast_sys::Uffd;
@@ -57,27 +55,13 @@ type Split = (Vec<(RegionInfo, u32)>, Vec<(u32, io::Error)>);
 fn split(vm: &Vm, uffd: &Uffd, spans: &[(RegionInfo, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
     for (info, number) in spans {
-        match register_as_flagged(vm, uffd, info, *number) {
+        let region = vm.region(*number);
+        match region.map_or(Ok(()), |region| region.register_as_flagged(uffd, info.hva)) {
             Ok(()) => good.push((*info, *number)),
             Err(error) => bad.push((*number, error)),
         }
     }
     (good, bad)
-}
-
-fn register_as_flagged(vm: &Vm, uffd: &Uffd, info: &RegionInfo, number: u32) -> io::Result<()> {
-    let Some(record) = vm.state.regions().get(number as usize).copied().filter(|record| !record.removed) else {
-        return Ok(());
-    };
-    let table = vm.state.map_region(&record)?;
-    for (chunk, flag) in table.chunk_flags().iter().enumerate() {
-        if flag.load(std::sync::atomic::Ordering::Acquire) != 0 {
-            let first = PageIdx(chunk as u64 * PAGES_PER_CHUNK);
-            let count = PageCount(PAGES_PER_CHUNK.min(record.pages.0 - first.0));
-            uffd.register(info.hva + first.offset(), count.bytes().0)?;
-        }
-    }
-    Ok(())
 }
 
 /// What an engine is given with a view.
