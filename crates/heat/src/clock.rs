@@ -88,7 +88,8 @@ impl Clock {
         left: &mut u64,
         out: &mut Vec<ColdRun>,
     ) -> PageIdx {
-        for page in (first.0..end.0).map(PageIdx) {
+        let granule = pages.granule(self.region);
+        for page in (first.0.next_multiple_of(granule)..end.0).step_by(granule as usize).map(PageIdx) {
             if *left == 0 {
                 return page;
             }
@@ -98,10 +99,10 @@ impl Clock {
                 pages.set_age(self.region, page, Age { credit: age.credit - 1, ..age }.byte());
                 continue;
             }
-            *left -= 1;
+            *left = left.saturating_sub(granule);
             match out.last_mut() {
-                Some(run) if run.region == self.region && run.first.0 + run.count == page.0 => run.count += 1,
-                _ => out.push(ColdRun { region: self.region, first: page, count: 1 }),
+                Some(run) if run.region == self.region && run.first.0 + run.count == page.0 => run.count += granule,
+                _ => out.push(ColdRun { region: self.region, first: page, count: granule }),
             }
         }
         end

@@ -31,6 +31,12 @@ pub trait Pages {
     /// Pages in a region.
     fn len(&self, region: u32) -> u64;
 
+    /// Pages of a region that are taken as one: each such *granule* begins at a multiple of this many pages, and is taken
+    /// whole or not at all. What is true of one of its pages is true of all.
+    fn granule(&self, _region: u32) -> u64 {
+        1
+    }
+
     /// The first run of pages at or after `from` that are in the file, as `(first, end)`.
     fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)>;
 

@@ -11,12 +11,18 @@ use std::io;
 use ballast_base::PageIdx;
 use ballast_store::{Handle, PageBytes, PageKey, PutOutcome, Store};
 
+use crate::granule::Granule;
 use crate::memory::Backing;
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
 use crate::stores::StoreOf;
 
-/// A run of pages of one region: first page and count.
+/// A run of pages of one region, whole granules: first page and count.
 pub type Run = (PageIdx, u64);
+
+/// The first pages of the granules of a run.
+fn firsts(run: Run, granule: u64) -> impl Iterator<Item = PageIdx> {
+    (run.0.0..run.0.0 + run.1).step_by(granule as usize).map(PageIdx)
+}
 
 /// What became of a batch of pages that went through [`evict`].
 #[derive(Debug, Default)]
@@ -46,52 +52,69 @@ pub fn quarantine(cell: Cell<'_>, ticket: Ticket) -> bool {
     free && cell.swap(word, Word::quarantine(ticket, word.age()))
 }
 
-/// Take the pages of `run` that are still in Quarantine under `ticket` back to Resident; answers how many. They stay
-/// unmapped until they are touched.
-pub fn release<'a>(run: Run, ticket: Ticket, cell_of: impl Fn(PageIdx) -> Cell<'a>) -> u64 {
-    let pages = (run.0.0..run.0.0 + run.1).map(PageIdx);
-    let released = pages.filter(|page| {
-        let word = cell_of(*page).load();
+/// Take the granules of `run` that are still in Quarantine under `ticket` back to Resident; answers how many pages that are.
+/// They stay unmapped until they are touched.
+pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Granule<'a>) -> u64 {
+    let size = granule_of(run.0).pages();
+    let released = firsts(run, size).filter(|page| {
+        let cell = granule_of(*page).cell();
+        let word = cell.load();
         let resident = Word::new(State::Resident, word.age());
-        word == Word::quarantine(ticket, word.age()) && cell_of(*page).swap(word, resident)
+        word == Word::quarantine(ticket, word.age()) && cell.swap(word, resident)
     });
-    released.count() as u64
+    released.count() as u64 * size
 }
 
-/// Evict the pages of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many at a time
-/// as it holds (at least one). All locks of the run are held while it is punched. Whatever fails, nothing is lost.
+/// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many pages at a
+/// time as it holds (at least one). All locks of the run are held while it is punched. Whatever fails, nothing is lost.
 pub fn evict<'a>(
     region: u32,
     run: Run,
-    cell_of: impl Fn(PageIdx) -> Cell<'a>,
+    granule_of: impl Fn(PageIdx) -> Granule<'a>,
     ticket: Ticket,
     backing: &impl Backing,
     (store_number, store): (u8, &dyn Store),
     buffer: &mut [PageBytes],
 ) -> Evicted {
     let mut result = Evicted::default();
+    let size = granule_of(run.0).pages();
     // From here on a touch is seen: the word changes, and the commit below fails.
-    let mut claimed: Vec<(PageIdx, Word)> = Vec::with_capacity(run.1 as usize);
-    for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
-        let word = cell_of(page).load();
+    let mut claimed: Vec<(PageIdx, Word)> = Vec::with_capacity((run.1 / size) as usize);
+    for page in firsts(run, size) {
+        let cell = granule_of(page).cell();
+        let word = cell.load();
         // Not in this quarantine any more: the guest touched it, and the fault that rescued it has counted it.
-        if word == Word::quarantine(ticket, word.age()) && cell_of(page).swap(word, word.in_state(State::Evicting)) {
+        if word == Word::quarantine(ticket, word.age()) && cell.swap(word, word.in_state(State::Evicting)) {
             claimed.push((page, word.in_state(State::Evicting)));
         }
     }
-    let mut committed: Vec<(PageKey, Locked<'a>)> = Vec::with_capacity(claimed.len());
+    let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
+    // What the words of the granule under way are to say, for its pages that are copied.
+    let mut copies: Vec<Word> = Vec::with_capacity(size as usize);
+    let mut all_zero = true;
     let mut left = &claimed[..];
-    'stretches: while let Some((first, _)) = left.first() {
-        let adjacent = left.iter().zip(first.0..).take_while(|((page, _), expected)| page.0 == *expected).count();
-        let stretch = adjacent.min(buffer.len());
-        if let Err(error) = backing.read(*first, &mut buffer[..stretch]) {
+    'stretches: while let Some((first, evicting)) = left.first() {
+        let first_key = PageKey { region, page: *first };
+        if !copies.is_empty() && granule_of(*first).cell().load() != *evicting {
+            // Touched: the rest of a huge page need not be copied.
+            result.aborted += size;
+            free_copies(store, first_key, copies.drain(..));
+            left = &left[1..];
+            continue;
+        }
+        let granules = left.iter().zip((first.0..).step_by(size as usize));
+        let adjacent = granules.take_while(|((page, _), expected)| page.0 == *expected).count() * size as usize;
+        let stretch = (adjacent - copies.len()).min(buffer.len());
+        if let Err(error) = backing.read(PageIdx(first.0 + copies.len() as u64), &mut buffer[..stretch]) {
             result.failed = Some(error);
             break;
         }
         for bytes in &buffer[..stretch] {
             let (page, evicting) = left[0];
-            let key = PageKey { region, page };
-            let to = if is_zero(bytes) {
+            let first_key = PageKey { region, page };
+            let key = PageKey { region, page: PageIdx(page.0 + copies.len() as u64) };
+            all_zero = is_zero(bytes) && (all_zero || copies.is_empty());
+            copies.push(if all_zero && size == 1 {
                 Word::new(State::Zero, evicting.age())
             } else {
                 match store.put(key, bytes) {
@@ -102,34 +125,53 @@ pub fn evict<'a>(
                         break 'stretches;
                     }
                 }
-            };
+            });
+            if copies.len() < size as usize {
+                continue;
+            }
             left = &left[1..];
-            match cell_of(page).lock(evicting, to) {
-                Some(lock) => committed.push((key, lock)),
+            let granule = granule_of(page);
+            let to = if all_zero { Word::new(State::Zero, evicting.age()) } else { copies[0] };
+            match granule.cell().lock(evicting, to) {
+                Some(lock) => {
+                    if all_zero {
+                        free_copies(store, first_key, copies.drain(..));
+                    } else {
+                        granule.set_rest(&copies[1..]);
+                        copies.clear();
+                    }
+                    committed.push(Committed { key: first_key, granule, lock });
+                }
                 None => {
-                    result.aborted += 1;
-                    free_copy(store, key, to);
+                    result.aborted += size;
+                    free_copies(store, first_key, copies.drain(..));
                 }
             }
         }
     }
+    if let Some((page, _)) = left.first() {
+        free_copies(store, PageKey { region, page: *page }, copies.drain(..));
+    }
     for (page, evicting) in left {
         let resident = Word::new(State::Resident, evicting.age());
-        result.refused += u64::from(cell_of(*page).swap(*evicting, resident));
+        result.refused += size * u64::from(granule_of(*page).cell().swap(*evicting, resident));
     }
-    for group in committed.chunk_by_mut(|a, b| a.0.page.0 + 1 == b.0.page.0) {
-        let (first, pages) = (group[0].0.page, group.len() as u64);
+    for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
+        let (first, pages) = (group[0].key.page, group.len() as u64 * size);
         match backing.punch(first, pages) {
             Ok(()) => {
-                let far = group.iter().filter(|(_, lock)| lock.word().state() == State::Far).count() as u64;
+                let far =
+                    group.iter().filter(|granule| granule.lock.word().state() == State::Far).count() as u64 * size;
                 result.far += far;
                 result.zero += pages - far;
             }
             Err(error) => {
                 // Nothing is lost: the bytes are still in the file, and a page in its file is the one that counts.
-                for (key, lock) in group {
-                    free_copy(store, *key, lock.word());
-                    lock.set(Word::new(State::Resident, lock.word().age()));
+                for Committed { key, granule, lock } in group {
+                    let word = lock.word();
+                    lock.publish(Word::new(State::Resident, word.age()));
+                    let rest = granule.take_rest();
+                    free_copies(store, *key, std::iter::once(word).chain(rest));
                 }
                 result.refused += pages;
                 result.failed = Some(error);
@@ -139,16 +181,26 @@ pub fn evict<'a>(
     result
 }
 
-fn free_copy(store: &dyn Store, key: PageKey, word: Word) {
-    if word.state() == State::Far {
-        store.free(key, word.handle());
+/// A granule whose word says Far or Zero, and which is about to be punched.
+struct Committed<'a> {
+    key: PageKey,
+    granule: Granule<'a>,
+    lock: Locked<'a>,
+}
+
+/// Free the copies that these words name, of pages from `first` on.
+fn free_copies(store: &dyn Store, first: PageKey, words: impl Iterator<Item = Word>) {
+    for (page, word) in (first.page.0..).zip(words) {
+        if word.state() == State::Far {
+            store.free(PageKey { page: PageIdx(page), ..first }, word.handle());
+        }
     }
 }
 
 /// What became of a run of pages that went through [`discard`].
 #[derive(Debug, Default)]
 pub struct Discarded {
-    /// How many of the pages given up had been in each state, indexed by `State as usize`.
+    /// How many of the pages given up had been in each state (by their granule's word), indexed by `State as usize`.
     pub counts: [u64; State::COUNT],
     /// Why a Poisoned page stays Poisoned, if one does.
     pub not_healed: Option<io::Error>,
@@ -165,41 +217,46 @@ pub struct Discarded {
 pub fn discard<'a>(
     region: u32,
     run: Run,
-    cell_of: impl Fn(PageIdx) -> Cell<'a>,
+    granule_of: impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
     stores: &impl StoreOf,
     pause: impl Fn(),
     heal: impl Fn(PageIdx) -> io::Result<()>,
 ) -> io::Result<Discarded> {
-    let mut locks = Vec::with_capacity(run.1 as usize);
-    for page in (run.0.0..run.0.0 + run.1).map(PageIdx) {
+    let size = granule_of(run.0).pages();
+    let mut locks = Vec::with_capacity((run.1 / size) as usize);
+    for page in firsts(run, size) {
+        let granule = granule_of(page);
         locks.push(loop {
-            let word = cell_of(page).load();
+            let word = granule.cell().load();
             if !word.is_locked()
-                && let Some(lock) = cell_of(page).lock(word, word)
+                && let Some(lock) = granule.cell().lock(word, word)
             {
-                break lock;
+                break (page, granule, lock);
             }
             pause();
         });
     }
     backing.punch(run.0, run.1)?;
     let mut done = Discarded::default();
-    for (mut lock, page) in locks.into_iter().zip(run.0.0..) {
+    for (first, granule, mut lock) in locks {
         let word = lock.word();
         if word.state() == State::Poisoned
-            && let Err(error) = heal(PageIdx(page))
+            && let Err(error) = heal(first)
         {
             done.not_healed = Some(error);
             continue;
         }
-        lock.set(Word::INITIAL);
+        lock.publish(Word::INITIAL);
+        let rest = granule.take_rest();
         drop(lock);
-        done.counts[word.state() as usize] += 1;
-        if let Some(handle) = live_handle(word)
-            && let Some(store) = stores.store_of(word)
-        {
-            store.free(PageKey { region, page: PageIdx(page) }, handle);
+        done.counts[word.state() as usize] += size;
+        for (page, word) in (first.0..).zip(std::iter::once(word).chain(rest)) {
+            if let Some(handle) = live_handle(word)
+                && let Some(store) = stores.store_of(word)
+            {
+                store.free(PageKey { region, page: PageIdx(page) }, handle);
+            }
         }
     }
     Ok(done)
@@ -242,10 +299,11 @@ mod tests {
     fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
         let ticket = Ticket::new(1, 1);
         let words: [AtomicU64; 4] = Default::default();
-        let cell_of = |page: PageIdx| Cell::new(&words[page.0 as usize]);
+        let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
+        let cell_of = |page: PageIdx| granule_of(page).cell();
         assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
         let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
-        let done = evict(0, (PageIdx(0), 4), cell_of, ticket, &Broken, (1, &store), &mut buffer);
+        let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, (1, &store), &mut buffer);
         assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
         assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
         let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());

@@ -8,11 +8,13 @@
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
+use ballast_store::{GetOutcome, PageBytes, PageKey};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
+use crate::evict::live_handle;
+use crate::granule::Granule;
 use crate::memory::Mapped;
-use crate::page_state::{Cell, Locked, State, Word};
+use crate::page_state::{Locked, State, Word};
 use crate::stores::StoreOf;
 
 /// What became of a fault.
@@ -38,21 +40,22 @@ pub enum Served {
     Gone,
 }
 
-/// Serve one fault on one page. Answers also whether the page left Quarantine or Evicting, which it may have done even if
-/// the fault must be served again.
+/// Serve one fault on one granule, whose first page is `key`'s. Answers also whether the granule left Quarantine or Evicting,
+/// which it may have done even if the fault must be served again.
 ///
 /// `touched` is what heat makes of the age of a page that was just touched.
 ///
 /// # Errors
 /// The kernel refused in a way it never should; the page's word is as it was before and nothing was lost.
 pub fn serve(
-    cell: Cell<'_>,
+    granule: Granule<'_>,
     key: PageKey,
     kind: FaultKind,
     memory: &impl Mapped,
     stores: &impl StoreOf,
     touched: fn(u8) -> u8,
 ) -> (bool, io::Result<Served>) {
+    let cell = granule.cell();
     loop {
         let word = cell.load();
         if word.is_locked() {
@@ -76,9 +79,11 @@ pub fn serve(
                 return (false, filled.map(|filled| filled.or(Served::Zeroed)));
             }
             State::Far | State::Restoring => {
-                let Some(store) = stores.store_of(word) else { return (false, Ok(Served::Later)) };
+                if stores.store_of(word).is_none() {
+                    return (false, Ok(Served::Later));
+                }
                 let Some(lock) = cell.lock(word, word.in_state(State::Restoring)) else { continue };
-                return (false, restore(lock, key, memory, store));
+                return (false, granule.with_room(|room| restore(lock, granule, key, memory, stores, room)));
             }
             State::Poisoned => {
                 let Some(_lock) = cell.lock(word, word) else { continue };
@@ -88,32 +93,83 @@ pub fn serve(
     }
 }
 
-/// Bring a far page back. The lock's word is Restoring; it is left Resident, Far (try again) or Poisoned.
-fn restore(mut lock: Locked<'_>, key: PageKey, memory: &impl Mapped, store: &dyn Store) -> io::Result<Served> {
+/// Bring a far granule back, through `room`. The lock's word is Restoring; it is left Resident, Far (try again) or Poisoned.
+fn restore(
+    mut lock: Locked<'_>,
+    granule: Granule<'_>,
+    key: PageKey,
+    memory: &impl Mapped,
+    stores: &impl StoreOf,
+    room: &mut [PageBytes],
+) -> io::Result<Served> {
     let word = lock.word();
+    // For whichever way out of here that says nothing else.
     lock.set(word.in_state(State::Far));
-    let mut bytes: PageBytes = [0; _];
-    match store.get(key, word.handle(), &mut bytes) {
+    match fetch(word, granule, key, stores, room) {
         GetOutcome::Found => {}
         GetOutcome::Busy => return Ok(Served::Later),
         GetOutcome::Absent | GetOutcome::Corrupt => {
             // The word first: should we die here, the successor finds a page that is never handed out.
-            lock.set(Word::new(State::Poisoned, word.age()));
+            lock.publish(Word::new(State::Poisoned, word.age()));
             let served = poison(key.page, memory, true);
-            if !matches!(served, Ok(Served::Poisoned { .. })) {
+            if matches!(served, Ok(Served::Poisoned { .. })) {
+                free_copies(lock, word, granule, key, stores);
+            } else {
                 // Found lost again, and said so, when it is tried again.
                 lock.set(word.in_state(State::Far));
             }
             return served;
         }
     }
-    let filled = fill_hole(memory.install(key.page, &bytes)?, key.page, memory)?;
+    let filled = fill_hole(memory.install(key.page, room)?, key.page, memory)?;
     if filled == Filled::Yes {
         lock.set(Word::new(State::Resident, word.age()));
-        drop(lock);
-        store.free(key, word.handle());
+        free_copies(lock, word, granule, key, stores);
     }
     Ok(filled.or(Served::Restored))
+}
+
+/// The bytes of all pages of a granule whose word is `word`; the worst outcome of any.
+fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf, out: &mut [PageBytes]) -> GetOutcome {
+    if granule.pages() == 1 {
+        return stores.store_of(word).map_or(GetOutcome::Busy, |store| store.get(first, word.handle(), &mut out[0]));
+    }
+    let words: Vec<Word> = std::iter::once(word.in_state(State::Far)).chain(granule.rest()).collect();
+    if words.iter().any(|word| word.state() != State::Far) {
+        return GetOutcome::Absent;
+    }
+    let mut outcomes = Vec::with_capacity(words.len());
+    for words in words.chunk_by(|a, b| a.store() == b.store()) {
+        let Some(store) = stores.store_of(words[0]) else { return GetOutcome::Busy };
+        let done = outcomes.len();
+        let first = PageKey { page: PageIdx(first.page.0 + done as u64), ..first };
+        let handles: Vec<_> = words.iter().map(|word| word.handle()).collect();
+        store.get_run(first, &handles, &mut out[done..done + words.len()], &mut outcomes);
+    }
+    let worst = |outcome: &GetOutcome| match outcome {
+        GetOutcome::Found => 0,
+        GetOutcome::Busy => 1,
+        GetOutcome::Absent => 2,
+        GetOutcome::Corrupt => 3,
+    };
+    outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
+}
+
+/// The granule's word need not name its copies any more: forget them, unlock, and free them.
+fn free_copies(mut lock: Locked<'_>, word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf) {
+    let mut rest = Vec::new();
+    if granule.pages() > 1 {
+        lock.publish(lock.word());
+        rest = granule.take_rest();
+    }
+    drop(lock);
+    for (page, word) in (first.page.0..).zip(std::iter::once(word).chain(rest)) {
+        if let Some(handle) = live_handle(word)
+            && let Some(store) = stores.store_of(word)
+        {
+            store.free(PageKey { page: PageIdx(page), ..first }, handle);
+        }
+    }
 }
 
 fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served> {

@@ -22,7 +22,6 @@ use crate::follow::Follow;
 use crate::prefetch::{Gain, count_far, window_of};
 use crate::region::Region;
 use crate::stats::{Counter, Latency};
-use crate::stores::is_in_file;
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
@@ -102,15 +101,16 @@ impl FaultLane<'_> {
     fn serve_one(&mut self, waiting: &Waiting) -> bool {
         let vm = self.vm;
         let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
-        let (cell, key) = (region.cell(page), region.key(page));
-        let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &vm.stores.near(), ballast_heat::touched);
-        vm.count_rescued(rescued);
-        if matches!(served, Ok(Served::Later)) && vm.stores.file.is_some() && is_in_file(cell.load()) {
+        let (granule, key) = (region.granule(page), region.key(page));
+        let near = vm.stores.near();
+        let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &near, ballast_heat::touched);
+        vm.count_rescued(rescued, granule.pages());
+        if matches!(served, Ok(Served::Later)) && vm.stores.file.is_some() && granule.is_in_file() {
             vm.slow.take(vm, self.view, *waiting);
             return true;
         }
         let settled = settle(vm, &region, page, waiting, served);
-        if settled == Some(Served::Restored) {
+        if settled == Some(Served::Restored) && granule.pages() == 1 {
             let window = window_of(&region, page);
             if self.gain.restored(window, || count_far(&region, window.1), Instant::now()) {
                 vm.prefetch.want(self.view, window);
@@ -120,17 +120,20 @@ impl FaultLane<'_> {
     }
 }
 
-/// The page a fault is about. `None` if it was unplugged while the fault was under way; then its thread has been woken
+/// The granule a fault is about, by its first page. `None` if it was unplugged while the fault was under way; then its thread has been woken
 /// and faults on whatever is there now.
 pub(crate) fn target<'a>(vm: &Vm, view: &'a View, waiting: &Waiting) -> Option<(Arc<Region>, PageIdx, RegionView<'a>)> {
     let addr = waiting.fault.addr;
     let target = view.find(addr).and_then(|(number, page)| {
-        Some((vm.region(number)?, page, view.of_region(number)?)).filter(|(region, ..)| !region.is_removed())
+        let region = vm.region(number).filter(|region| !region.is_removed())?;
+        let memory = view.of_region(&region)?;
+        Some((region.first_of(page), memory, region))
     });
-    if target.is_none() {
+    let Some((page, memory, region)) = target else {
         let _ = view.uffd().wake(addr, PAGE_SIZE as u64);
-    }
-    target
+        return None;
+    };
+    Some((region, page, memory))
 }
 
 /// Count what became of a fault, and say what must be said. `None` if it must be tried again.
@@ -143,11 +146,11 @@ pub(crate) fn settle(
 ) -> Option<Served> {
     match served {
         Ok(Served::Later) => {
-            vm.count(Served::Later);
+            vm.count(Served::Later, 1);
             None
         }
         Ok(served) => {
-            vm.count(served);
+            vm.count(served, region.granule_pages());
             let took = waiting.since.elapsed();
             vm.stats().record(Latency::Fault, took);
             match served {

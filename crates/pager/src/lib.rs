@@ -18,6 +18,7 @@
 
 pub mod evict;
 pub mod fault;
+pub mod granule;
 pub mod memory;
 pub mod page_state;
 pub mod shift;

@@ -1,4 +1,5 @@
 //! What the pager asks of guest memory: a narrow face over the kernel, so that the model checker can stand in for it.
+//! A granule is named by its first page; how many pages it has, both sides know.
 //!
 //! Before: `fault` and `evict` decide. After: [`crate::view`] does it with userfaultfd and the region's file.
 
@@ -19,18 +20,18 @@ pub trait Backing {
 
 /// One process's mapping of the region, whose faults we serve.
 pub trait Mapped {
-    /// Fill the hole with these bytes and map the page.
-    fn install(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<FillOutcome>;
+    /// Fill the hole with these bytes, a whole granule's, and map it.
+    fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome>;
 
-    /// Fill the hole with zeros and map the page.
+    /// Fill the hole with zeros and map the granule.
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// Map the page that is in the file.
+    /// Map the granule that is in the file.
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// Make every touch of the page a memory error, or stop the VM where the kernel cannot.
+    /// Make every touch of the granule a memory error, or stop the VM where the kernel cannot.
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// Wake whoever waits for the page.
+    /// Wake whoever waits for the granule.
     fn wake(&self, page: PageIdx) -> io::Result<()>;
 }

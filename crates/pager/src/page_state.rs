@@ -206,7 +206,9 @@ impl<'a> Cell<'a> {
         self.swap(from, to.locked()).then(|| Locked { cell: self, word: to })
     }
 
-    /// Overwrite the word. Only for `recover`, when no other lane of any engine runs.
+    /// Overwrite the word. Only for `recover`, when no other lane of any engine runs, and for a [`Granule`]'s other words.
+    ///
+    /// [`Granule`]: crate::granule::Granule
     pub(crate) fn reset(self, to: Word) {
         self.0.store(to.0, Ordering::Release);
     }
@@ -228,6 +230,12 @@ impl Locked<'_> {
     /// Leave the page in this word when the lock is released.
     pub fn set(&mut self, to: Word) {
         self.word = to.unlocked();
+    }
+
+    /// The same, and let everybody see it now, still locked.
+    pub(crate) fn publish(&mut self, to: Word) {
+        self.set(to);
+        self.cell.0.store(self.word.locked().0, Ordering::Release);
     }
 }
 

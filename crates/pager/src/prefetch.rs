@@ -169,7 +169,7 @@ pub fn window_of(region: &Region, page: PageIdx) -> Window {
 fn far_pages(region: &Region, window: u64) -> impl Iterator<Item = PageIdx> {
     let pages = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
     pages.map(PageIdx).filter(|page| {
-        let word = region.cell(*page).load();
+        let word = region.word(*page);
         word.state() == State::Far && !word.is_locked() && !is_in_file(word)
     })
 }
@@ -195,16 +195,16 @@ pub fn run(vm: &Vm) {
 fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Result<()> {
     // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
     let _layout = vm.layout();
-    let Some(memory) = view.of_region(region.number).filter(|_| !region.is_removed()) else { return Ok(()) };
+    let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
     if let Some(limit) = vm.effective_limit()
         && (vm.resident()? + PageCount(WINDOW)).bytes() > limit
     {
         return Ok(());
     }
     for page in far_pages(region, window) {
-        let (cell, key) = (region.cell(page), region.key(page));
-        let (rescued, served) = serve(cell, key, FaultKind::Minor, &memory, &vm.stores.near(), |age| age);
-        vm.count_rescued(rescued);
+        let (granule, key) = (region.granule(page), region.key(page));
+        let (rescued, served) = serve(granule, key, FaultKind::Minor, &memory, &vm.stores.near(), |age| age);
+        vm.count_rescued(rescued, granule.pages());
         match served? {
             Served::Restored => {
                 vm.stats().add(Counter::Prefetched, 1);
@@ -212,9 +212,9 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Re
             }
             // Somebody else was quicker, or it cannot be had now: whoever wants it will fault.
             Served::Later | Served::Mapped | Served::Fresh => {}
-            served @ Served::Zeroed => vm.count(served),
+            served @ Served::Zeroed => vm.count(served, granule.pages()),
             served @ Served::Poisoned { newly } => {
-                vm.count(served);
+                vm.count(served, granule.pages());
                 if newly {
                     vm.report_lost(region.number, page);
                 }

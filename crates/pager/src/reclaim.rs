@@ -193,7 +193,7 @@ impl Lane<'_> {
                 break;
             }
             let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
-            let count = run.count.min(EVICT_RUN);
+            let count = run.count.min(EVICT_RUN.max(region.granule_pages()));
             if run.count > count {
                 batch.runs.push(ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run });
             }
@@ -201,8 +201,8 @@ impl Lane<'_> {
             let part = (run.first, count);
             let store = (RAM_STORE, &*vm.stores.ram);
             let ticket = batch.ticket;
-            let cell_of = |page| region.cell(page);
-            let evicted = evict(region.number, part, cell_of, ticket, &*region, store, &mut self.buffer[..]);
+            let granule_of = |page| region.granule(page);
+            let evicted = evict(region.number, part, granule_of, ticket, &*region, store, &mut self.buffer[..]);
             let stats = vm.stats();
             stats.add(Counter::Evicted, evicted.far);
             stats.add(Counter::Far, evicted.far);
@@ -212,12 +212,12 @@ impl Lane<'_> {
             stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused);
             gone += evicted.far + evicted.zero;
             if let Some(error) = evicted.failed {
-                stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
+                stats.sub(Counter::Quarantined, release(part, ticket, granule_of));
                 stats.add(Counter::Failed, evicted.refused);
                 return Err(error);
             }
             if evicted.store_full || evicted.store_busy {
-                stats.sub(Counter::Quarantined, release(part, ticket, |page| region.cell(page)));
+                stats.sub(Counter::Quarantined, release(part, ticket, granule_of));
                 stats.add(Counter::Failed, evicted.refused);
                 self.store_refused(evicted.store_full);
                 break;
@@ -271,15 +271,18 @@ impl Lane<'_> {
                 self.unmark(&marked, ticket);
                 return Err(error);
             }
-            for page in (run.first.0..run.first.0 + run.count).map(PageIdx) {
-                if !quarantine(region.cell(page), ticket) {
+            let count = region.granule_pages();
+            for page in region.granules(run.first.0..run.first.0 + run.count) {
+                if !quarantine(region.granule(page).cell(), ticket) {
                     continue;
                 }
                 match marked.last_mut() {
-                    Some(last) if last.region == run.region && last.first.0 + last.count == page.0 => last.count += 1,
-                    _ => marked.push(ColdRun { region: run.region, first: page, count: 1 }),
+                    Some(last) if last.region == run.region && last.first.0 + last.count == page.0 => {
+                        last.count += count
+                    }
+                    _ => marked.push(ColdRun { region: run.region, first: page, count }),
                 }
-                vm.stats().add(Counter::Quarantined, 1);
+                vm.stats().add(Counter::Quarantined, count);
             }
         }
         let pages: u64 = marked.iter().map(|run| run.count).sum();
@@ -290,7 +293,7 @@ impl Lane<'_> {
         for view in views {
             let ranges: Vec<Range> = marked
                 .iter()
-                .filter_map(|run| Some((view.of_region(run.region)?.addr(run.first), PageIdx(run.count).offset())))
+                .filter_map(|run| Some((view.base(run.region)? + run.first.offset(), PageIdx(run.count).offset())))
                 .collect();
             if let Err(error) = view.zap(&ranges) {
                 vm.stats().add(Counter::Failed, pages);
@@ -310,7 +313,7 @@ impl Lane<'_> {
     fn unmark(&self, runs: &[ColdRun], ticket: Ticket) {
         for run in runs {
             if let Some(region) = self.vm.region(run.region) {
-                let released = release((run.first, run.count), ticket, |page| region.cell(page));
+                let released = release((run.first, run.count), ticket, |page| region.granule(page));
                 self.vm.stats().sub(Counter::Quarantined, released);
             }
         }
@@ -328,8 +331,9 @@ impl Lane<'_> {
         let _layout = self.vm.layout();
         self.batches.clear();
         for (region, record) in self.vm.regions().iter().zip(self.vm.state.regions()) {
-            for page in self.vm.state.written_words(&record)?.into_iter().flatten() {
-                let cell = region.cell(PageIdx(page));
+            let written = self.vm.state.written_words(&record)?.into_iter();
+            for page in written.flat_map(|pages| region.granules(pages)) {
+                let cell = region.granule(page).cell();
                 let word = cell.load();
                 // Not what a discard holds: that counts it itself, a moment from now.
                 if matches!(word.state(), State::Quarantine | State::Evicting) && !word.is_locked() {
@@ -364,13 +368,17 @@ impl Pages for Table<'_> {
         })
     }
 
+    fn granule(&self, region: u32) -> u64 {
+        self.regions[region as usize].granule_pages()
+    }
+
     fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
-        let word = self.regions[region as usize].cell(page).load();
+        let word = self.regions[region as usize].word(page);
         (word.state() == State::Resident && !word.is_locked()).then(|| word.age())
     }
 
     fn set_age(&self, region: u32, page: PageIdx, age: u8) {
-        let cell = self.regions[region as usize].cell(page);
+        let cell = self.regions[region as usize].granule(page).cell();
         let word = cell.load();
         if word.state() == State::Resident && !word.is_locked() {
             // Losing the race only means that somebody else has newer news of the page.

@@ -18,7 +18,6 @@
 
 use std::io;
 
-use ballast_base::PageIdx;
 use ballast_store::Handle;
 
 use crate::evict::live_handle;
@@ -50,20 +49,26 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
         registered += region.registered().0;
         // Words never written say Resident, age 0: of a huge, hardly managed guest only what was managed is read.
         for pages in state.written_words(&record)? {
-            for page in pages.map(PageIdx) {
-                let cell = region.cell(page);
-                let before = cell.load();
+            // Words are written in whole pages of words, which are whole granules.
+            for page in region.granules(pages) {
+                let granule = region.granule(page);
+                let before = granule.cell().load();
                 let after = mend(before, || region.is_present(page))?;
                 if after != before {
-                    cell.reset(after);
+                    granule.cell().reset(after);
                     found.mended += 1;
                 }
-                let live = if is_in_file(after) { &mut found.live_in_file } else { &mut found.live };
-                live.extend(live_handle(after));
+                if after.state() != State::Far {
+                    granule.take_rest();
+                }
+                for word in std::iter::once(after).chain(granule.rest()) {
+                    let live = if is_in_file(word) { &mut found.live_in_file } else { &mut found.live };
+                    live.extend(live_handle(word));
+                }
                 match after.state() {
-                    State::Far => far += 1,
-                    State::Zero => zero += 1,
-                    State::Poisoned => poisoned += 1,
+                    State::Far => far += granule.pages(),
+                    State::Zero => zero += granule.pages(),
+                    State::Poisoned => poisoned += granule.pages(),
                     _ => {}
                 }
             }

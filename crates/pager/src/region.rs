@@ -9,14 +9,18 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Uffd;
+use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
+use crate::granule::Granule;
 use crate::memory::Backing;
-use crate::page_state::Cell;
+use crate::page_state::Word;
 use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
+
+const HUGE: u64 = HUGE_SIZE as u64;
 
 /// A region.
 #[derive(Debug)]
@@ -28,6 +32,9 @@ pub struct Region {
     file_id: FileId,
     file_offset: Bytes,
     table: RegionTable,
+    /// Pages paged as one: a page, or a huge page of hugetlbfs, of which this knows what is in the file.
+    granule: u64,
+    huge: Option<Presence>,
     removed: AtomicBool,
 }
 
@@ -44,13 +51,27 @@ impl Region {
             && (file_id != record.file
                 || needed.is_none_or(|needed| needed > memfd::size(&file).map_or(0, |size| size.0)))
         {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("RAM file of region {number} is another file than before, or shorter than the region"),
-            ));
+            return Err(invalid(format!(
+                "RAM file of region {number} is another file than before, or shorter than the region"
+            )));
         }
+        let huge = match memfd::ram_page(&file)? {
+            Some(Bytes(HUGE)) if !record.removed => {
+                let len = record.pages.bytes().0;
+                if !record.file_offset.0.is_multiple_of(HUGE) || !len.is_multiple_of(HUGE) {
+                    return Err(invalid(format!("region {number} does not begin and end with a huge page")));
+                }
+                Some(Presence::new(&file, record.file_offset.0, len as usize)?)
+            }
+            Some(Bytes(page)) if page > HUGE && !record.removed => {
+                return Err(invalid(format!("RAM file of region {number} has pages of {page} bytes")));
+            }
+            _ => None,
+        };
         Ok(Self {
             number,
+            granule: if huge.is_some() { PAGES_PER_UNIT } else { 1 },
+            huge,
             pages: record.pages,
             file: file.into(),
             file_id,
@@ -85,9 +106,29 @@ impl Region {
         memfd::resident(&self.file)
     }
 
-    /// A page's word.
-    pub fn cell(&self, page: PageIdx) -> Cell<'_> {
-        Cell::new(self.table.word(page))
+    /// Pages that are paged as one.
+    pub fn granule_pages(&self) -> u64 {
+        self.granule
+    }
+
+    /// The first page of the granule that a page is in.
+    pub fn first_of(&self, page: PageIdx) -> PageIdx {
+        PageIdx(page.0 - page.0 % self.granule)
+    }
+
+    /// The granule that a page is in.
+    pub fn granule(&self, page: PageIdx) -> Granule<'_> {
+        Granule::new(self.table.words(self.first_of(page), self.granule))
+    }
+
+    /// The word that says where a page is: its granule's.
+    pub fn word(&self, page: PageIdx) -> Word {
+        self.granule(page).cell().load()
+    }
+
+    /// First pages of the granules that begin in a range of pages.
+    pub fn granules(&self, pages: std::ops::Range<u64>) -> impl Iterator<Item = PageIdx> + use<> {
+        (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
     }
 
     /// A page's name in stores.
@@ -97,12 +138,23 @@ impl Region {
 
     /// Is the page in the file?
     pub fn is_present(&self, page: PageIdx) -> io::Result<bool> {
+        if let Some(huge) = &self.huge {
+            return huge.is_present(self.first_of(page).offset() as usize);
+        }
         memfd::is_present(&self.file, self.file_offset.0 + page.offset())
     }
 
     /// The first run of pages at or after `from` that are in the file, as `(first, end)`.
     pub fn next_present(&self, from: PageIdx) -> io::Result<Option<(PageIdx, PageIdx)>> {
         if from.0 >= self.pages().0 {
+            return Ok(None);
+        }
+        if self.huge.is_some() {
+            for page in self.granules(self.first_of(from).0..self.pages.0) {
+                if self.is_present(page)? {
+                    return Ok(Some((from.max(page), PageIdx(page.0 + self.granule))));
+                }
+            }
             return Ok(None);
         }
         let base = self.file_offset.0;
@@ -135,6 +187,10 @@ impl Region {
         let pages = chunks.filter(|(.., flag)| is_set(flag)).map(|(_, count, _)| count).sum();
         PageCount(pages).bytes()
     }
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, what)
 }
 
 fn is_set(flag: &AtomicU8) -> bool {

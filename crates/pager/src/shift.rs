@@ -7,28 +7,36 @@
 
 use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
 
-use crate::page_state::{Cell, Word};
+use crate::granule::Granule;
+use crate::page_state::{State, Word};
 
-/// Make `to` the page's word if it is still `from`, and `bytes` (put under `to`) still what its copy holds. Answers
-/// whether that was so. Frees whichever copy is no longer wanted.
+/// Make `to` the word of page `index` of the granule if it is still `from`, and `bytes` (put under `to`) still what its copy
+/// holds. Answers whether that was so. Frees whichever copy is no longer wanted.
 ///
 /// The bytes are compared because a store's handles come again: a page that was restored, written and evicted again may
 /// have the very word it had before. Under the lock, what the word names is the page's only truth.
 pub fn commit(
-    cell: Cell<'_>,
+    (granule, index): (Granule<'_>, usize),
     key: PageKey,
     (from, old): (Word, &dyn Store),
     (to, new): (Word, &dyn Store),
     bytes: &PageBytes,
 ) -> bool {
-    let moved = cell.lock(from, from).is_some_and(|mut lock| {
-        let mut now: PageBytes = [0; _];
-        let same = old.get(key, from.handle(), &mut now) == GetOutcome::Found && now == *bytes;
-        if same {
-            lock.set(to);
-        }
-        same
-    });
+    let word = if index == 0 { from } else { granule.cell().load() };
+    let is_far = word.state() == State::Far && !word.is_locked();
+    let moved = is_far
+        && granule.cell().lock(word, word).is_some_and(|mut lock| {
+            let mut now: PageBytes = [0; _];
+            let same = (index == 0 || granule.word_of(index) == from)
+                && old.get(key, from.handle(), &mut now) == GetOutcome::Found
+                && now == *bytes;
+            if same && index == 0 {
+                lock.set(to);
+            } else if same {
+                granule.set_word_of(index, to);
+            }
+            same
+        });
     if moved {
         old.free(key, from.handle())
     } else {

@@ -12,7 +12,6 @@ use std::time::Duration;
 use crate::fault::{Served, serve};
 use crate::lane::{Waiting, settle, target};
 use crate::stats::Counter;
-use crate::stores::is_in_file;
 use crate::view::View;
 use crate::vm::Vm;
 
@@ -82,10 +81,10 @@ pub fn run(vm: &Vm) {
 /// Serve one fault; false if it must be tried again.
 fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
     let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
-    let (cell, key) = (region.cell(page), region.key(page));
-    let from_file = is_in_file(cell.load());
-    let (rescued, served) = serve(cell, key, waiting.fault.kind, &memory, &vm.stores, ballast_heat::touched);
-    vm.count_rescued(rescued);
+    let (granule, key) = (region.granule(page), region.key(page));
+    let from_file = granule.is_in_file();
+    let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &vm.stores, ballast_heat::touched);
+    vm.count_rescued(rescued, granule.pages());
     if from_file && matches!(served, Ok(Served::Restored)) {
         vm.stats().add(Counter::FaultFile, 1);
     }

@@ -25,8 +25,8 @@ use crate::stats::Counter;
 use crate::stores::{FILE_STORE, RAM_STORE};
 use crate::vm::Vm;
 
-/// Pages written as one extent, if they are neighbours: 1 MiB.
-const RUN: usize = 256;
+/// Pages written as one extent, if they are neighbours: 2 MiB.
+const RUN: usize = 512;
 /// Words looked at between looks at whether to stop: 512 KiB of words.
 const STRIDE: u64 = 64 * 1024;
 /// How often the lane looks whether RAM is short.
@@ -255,16 +255,23 @@ impl Lane<'_> {
 
     /// Is this page to go? Then its word and bytes are at the end of the run.
     fn goes(&mut self, region: &Region, page: u64, take: Take) -> bool {
-        let cell = region.cell(PageIdx(page));
-        let word = cell.load();
-        let ram = &self.vm.stores.ram;
-        let in_ram = word.state() == State::Far && !word.is_locked() && word.store() == RAM_STORE;
-        if !in_ram || !ram.takes_room(word.handle()) {
+        let granule = region.granule(PageIdx(page));
+        let index = page - region.first_of(PageIdx(page)).0;
+        let head = granule.cell().load();
+        if head.state() != State::Far || head.is_locked() {
             return false;
         }
-        if take == Take::Old && !word.is_marked() {
-            // Losing the race means that the page is not old.
-            cell.swap(word, word.marked());
+        let ram = &self.vm.stores.ram;
+        let word = if index == 0 { head } else { granule.word_of(index as usize) };
+        let movable = word.state() == State::Far && word.store() == RAM_STORE && ram.takes_room(word.handle());
+        if take == Take::Old && !head.is_marked() {
+            // The mark of a granule stands for all its pages. Losing the race means that it is not old.
+            if index == 0 && (movable || granule.pages() > 1) {
+                granule.cell().swap(head, head.marked());
+            }
+            return false;
+        }
+        if !movable {
             return false;
         }
         let at = self.run.words.len();
@@ -296,10 +303,14 @@ impl Lane<'_> {
         for (((page, from), bytes), outcome) in (first.0..).zip(words).zip(&self.run.bytes).zip(outcomes) {
             match outcome {
                 PutOutcome::Stored(handle) => {
-                    let to = Word::far(FILE_STORE, handle, from.age());
-                    let (old, new) = ((from, &*vm.stores.ram), (to, &*self.file));
                     let page = PageIdx(page);
-                    moved += u64::from(shift::commit(region.cell(page), region.key(page), old, new, bytes));
+                    let granule = region.granule(page);
+                    let to = Word::far(FILE_STORE, handle, from.age());
+                    // The mark stands for a whole granule, whose other pages have yet to go.
+                    let to = if granule.pages() > 1 && from.is_marked() { to.marked() } else { to };
+                    let place = (granule, (page.0 - region.first_of(page).0) as usize);
+                    let (old, new) = ((from, &*vm.stores.ram), (to, &*self.file));
+                    moved += u64::from(shift::commit(place, region.key(page), old, new, bytes));
                 }
                 outcome => refused = Some(outcome),
             }

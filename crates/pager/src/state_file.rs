@@ -317,8 +317,17 @@ impl RegionTable {
     /// # Panics
     /// If the page is not in the region.
     pub fn word(&self, page: PageIdx) -> &AtomicU64 {
-        assert!(page.0 < self.pages.0, "page {page} is outside a region of {} pages", self.pages.0);
-        &self.mapping.words(flags_len(self.pages) as usize + page.0 as usize * 8, 1)[0]
+        &self.words(page, 1)[0]
+    }
+
+    /// The words of `count` pages from `first` on.
+    ///
+    /// # Panics
+    /// If not all of them are in the region.
+    pub fn words(&self, first: PageIdx, count: u64) -> &[AtomicU64] {
+        let fits = first.0.checked_add(count).is_some_and(|end| end <= self.pages.0);
+        assert!(fits, "{count} pages from {first} on are outside a region of {} pages", self.pages.0);
+        self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
     }
 
     /// One byte per chunk: 1 if the chunk is registered with every view's userfaultfd.

@@ -13,13 +13,14 @@ use std::sync::{Condvar, Mutex, RwLock};
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
-use ballast_base::{Hva, PageIdx};
+use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{FillOutcome, feature};
 use ballast_sys::{Uffd, scm};
 
 use crate::lane::Stall;
 use crate::memory::Mapped;
+use crate::region::Region;
 
 /// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
 const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -49,6 +50,8 @@ pub struct View {
 pub struct RegionView<'a> {
     view: &'a View,
     base: Hva,
+    /// Bytes paged as one.
+    granule: u64,
 }
 
 impl View {
@@ -108,8 +111,9 @@ impl View {
     }
 
     /// This view of one region; `None` if the region is not mapped here.
-    pub fn of_region(&self, region: u32) -> Option<RegionView<'_>> {
-        self.base(region).map(|base| RegionView { view: self, base })
+    pub fn of_region(&self, region: &Region) -> Option<RegionView<'_>> {
+        let granule = PageIdx(region.granule_pages()).offset();
+        self.base(region.number).map(|base| RegionView { view: self, base, granule })
     }
 
     /// Wake whoever waits anywhere in this view: they fault again, on an engine that listens.
@@ -198,21 +202,27 @@ impl RegionView<'_> {
 }
 
 impl Mapped for RegionView<'_> {
-    fn install(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<FillOutcome> {
-        self.view.uffd.copy_page(self.addr(page), bytes)
+    fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
+        debug_assert_eq!(size_of_val(bytes) as u64, self.granule);
+        self.view.uffd.copy(self.addr(page), bytes.as_flattened())
     }
 
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
-        self.view.uffd.zero_page(self.addr(page))
+        /// The kernel has no zero page for hugetlbfs. Never written, so it takes no memory.
+        static ZEROS: [u8; HUGE_SIZE] = [0; HUGE_SIZE];
+        if self.granule == PAGE_SIZE as u64 {
+            return self.view.uffd.zero_page(self.addr(page));
+        }
+        self.view.uffd.copy(self.addr(page), &ZEROS[..self.granule as usize])
     }
 
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome> {
-        self.view.uffd.map_existing(self.addr(page), ballast_base::PAGE_SIZE as u64)
+        self.view.uffd.map_existing(self.addr(page), self.granule)
     }
 
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome> {
         if self.view.can_poison {
-            let outcome = self.view.uffd.poison_page(self.addr(page))?;
+            let outcome = self.view.uffd.poison(self.addr(page), self.granule)?;
             if outcome == FillOutcome::AlreadyThere {
                 self.wake(page)?;
             }
@@ -224,6 +234,6 @@ impl Mapped for RegionView<'_> {
     }
 
     fn wake(&self, page: PageIdx) -> io::Result<()> {
-        self.view.uffd.wake(self.addr(page), ballast_base::PAGE_SIZE as u64)
+        self.view.uffd.wake(self.addr(page), self.granule)
     }
 }

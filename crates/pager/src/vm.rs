@@ -385,28 +385,28 @@ impl Vm {
     /// Bring every far or zero page of a region back.
     fn restore_all(&self, region: &Region) -> io::Result<()> {
         let views = self.views();
-        let Some(memory) = views.iter().find_map(|view| view.of_region(region.number)) else { return Ok(()) };
-        for page in (0..region.pages().0).map(PageIdx) {
+        let Some(memory) = views.iter().find_map(|view| view.of_region(region)) else { return Ok(()) };
+        for page in region.granules(0..region.pages().0) {
+            let (granule, key) = (region.granule(page), region.key(page));
             loop {
-                let word = region.cell(page).load();
+                let word = granule.cell().load();
                 if !matches!(word.state(), State::Far | State::Restoring | State::Zero) {
                     break;
                 }
                 if word.state() == State::Zero && !word.is_locked() {
                     // A hole in the file is what zeros look like to everybody else, too.
-                    if region.cell(page).swap(word, Word::new(State::Resident, word.age())) {
-                        self.stats().sub(Counter::Zero, 1);
+                    if granule.cell().swap(word, Word::new(State::Resident, word.age())) {
+                        self.stats().sub(Counter::Zero, granule.pages());
                     }
                     continue;
                 }
-                let (cell, key) = (region.cell(page), region.key(page));
-                let (rescued, served) = serve(cell, key, FaultKind::Missing, &memory, &self.stores, |age| age);
-                self.count_rescued(rescued);
+                let (rescued, served) = serve(granule, key, FaultKind::Missing, &memory, &self.stores, |age| age);
+                self.count_rescued(rescued, granule.pages());
                 match served? {
                     Served::Later => std::thread::yield_now(),
                     Served::Gone => return Ok(()),
                     served => {
-                        self.count(served);
+                        self.count(served, granule.pages());
                         if served == (Served::Poisoned { newly: true }) {
                             self.report_lost(region.number, page);
                         }
@@ -418,32 +418,32 @@ impl Vm {
         Ok(())
     }
 
-    /// Count a page that was touched on its way out.
-    pub(crate) fn count_rescued(&self, rescued: bool) {
+    /// Count pages that were touched on their way out.
+    pub(crate) fn count_rescued(&self, rescued: bool, pages: u64) {
         if rescued {
-            self.stats().add(Counter::Rescued, 1);
-            self.stats().sub(Counter::Quarantined, 1);
+            self.stats().add(Counter::Rescued, pages);
+            self.stats().sub(Counter::Quarantined, pages);
         }
     }
 
-    /// Count a served fault and keep the gauges.
-    pub(crate) fn count(&self, served: Served) {
+    /// Count a served fault, and keep the gauges, which count the pages of its granule.
+    pub(crate) fn count(&self, served: Served, pages: u64) {
         let stats = self.stats();
         match served {
             Served::Mapped => stats.add(Counter::FaultMinor, 1),
             Served::Fresh => stats.add(Counter::FaultFresh, 1),
             Served::Zeroed => {
                 stats.add(Counter::FaultZero, 1);
-                stats.sub(Counter::Zero, 1);
+                stats.sub(Counter::Zero, pages);
             }
             Served::Restored => {
                 stats.add(Counter::FaultRestore, 1);
-                stats.sub(Counter::Far, 1);
+                stats.sub(Counter::Far, pages);
             }
             Served::Poisoned { newly } => {
                 if newly {
-                    stats.sub(Counter::Far, 1);
-                    stats.add(Counter::Poisoned, 1);
+                    stats.sub(Counter::Far, pages);
+                    stats.add(Counter::Poisoned, pages);
                 }
             }
             Served::Later => stats.add(Counter::FaultDeferred, 1),
@@ -458,14 +458,15 @@ impl Vm {
     }
 
     /// The VMM frees these ranges: drop far copies and memory. Addresses are those of `view`; ranges outside the VM's
-    /// RAM are ignored, ends are rounded inward to whole pages as the kernel's punch would.
+    /// RAM are ignored, ends are rounded inward to whole granules as the kernel's punch would.
     pub fn discard(&self, view: &View, ranges: &[Range]) -> io::Result<()> {
         let _layout = self.layout();
         for (start, len) in ranges {
             let Some((number, first)) = view.find(*start) else { continue };
             let Some(region) = self.region(number) else { continue };
             let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
-            self.discard_run(&region, first.0 + u64::from(start.page_start() != *start), end)?;
+            let first = (first.0 + u64::from(start.page_start() != *start)).next_multiple_of(region.granule_pages());
+            self.discard_run(&region, first, region.first_of(PageIdx(end)).0)?;
         }
         Ok(())
     }
@@ -476,7 +477,7 @@ impl Vm {
         let stats = self.stats();
         let views = self.views();
         let heal = |page| {
-            let mut memories = views.iter().filter_map(|view| view.of_region(region.number));
+            let mut memories = views.iter().filter_map(|view| view.of_region(region));
             memories.try_for_each(|memory| {
                 loop {
                     let filled = memory.install_zero(page)?;
@@ -493,8 +494,8 @@ impl Vm {
         let mut not_healed = None;
         for first in (first..end).step_by(BATCH as usize) {
             let run = (PageIdx(first), BATCH.min(end - first));
-            let cell_of = |page| region.cell(page);
-            let done = discard(region.number, run, cell_of, region, &self.stores, std::thread::yield_now, heal)?;
+            let granule_of = |page| region.granule(page);
+            let done = discard(region.number, run, granule_of, region, &self.stores, std::thread::yield_now, heal)?;
             stats.add(Counter::Discarded, done.counts.iter().sum());
             not_healed = done.not_healed.or(not_healed);
             for (state, gauge) in [
@@ -574,14 +575,15 @@ impl Vm {
                 continue;
             }
             let mut settled = true;
-            for page in (first.0..first.0 + count).map(PageIdx) {
-                let word = region.cell(page).load();
+            for page in region.granules(first.0..first.0 + count) {
+                let granule = region.granule(page);
+                let word = granule.cell().load();
                 // A zero page is a hole, and an unregistered hole reads as zeros.
                 if word.state() == State::Zero
                     && !word.is_locked()
-                    && region.cell(page).swap(word, Word::new(State::Resident, word.age()))
+                    && granule.cell().swap(word, Word::new(State::Resident, word.age()))
                 {
-                    self.stats().sub(Counter::Zero, 1);
+                    self.stats().sub(Counter::Zero, granule.pages());
                 } else if word.state() != State::Resident || word.is_locked() {
                     settled = false;
                     break;
@@ -610,7 +612,7 @@ impl Vm {
             for page in (0..region.pages().0).map(PageIdx) {
                 census.size += PageCount(1);
                 let present = region.is_present(page)?;
-                let bin = match region.cell(page).load().state() {
+                let bin = match region.word(page).state() {
                     _ if present => &mut census.resident,
                     State::Far | State::Restoring => &mut census.far,
                     State::Zero => &mut census.zero,
@@ -628,8 +630,8 @@ impl Vm {
         let mut counts = [0; State::COUNT];
         if let Some(record) = self.state.regions().get(region.number as usize) {
             for pages in self.state.written_words(record)? {
-                for page in pages {
-                    counts[region.cell(PageIdx(page)).load().state() as usize] += 1;
+                for page in region.granules(pages) {
+                    counts[region.word(page).state() as usize] += region.granule_pages();
                 }
             }
         }

@@ -11,10 +11,11 @@ use std::io;
 use ballast_base::PageIdx;
 use ballast_pager::evict::{discard, evict, quarantine};
 use ballast_pager::fault::{Served, serve};
+use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Mapped};
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
 use ballast_pager::shift::commit;
-use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf};
+use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
 use ballast_pager::sync::AtomicU64;
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
@@ -22,7 +23,6 @@ use loom::sync::{Arc, Mutex};
 use loom::thread;
 
 const KEY: PageKey = PageKey { region: 0, page: PageIdx(0) };
-const RUN: (PageIdx, u64) = (PageIdx(0), 1);
 
 fn page_of(value: u64) -> PageBytes {
     let mut bytes = [0; _];
@@ -34,15 +34,17 @@ fn value_of(bytes: &PageBytes) -> u64 {
     u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"))
 }
 
-/// What the kernel knows of one page: the file's content and whether the guest's page table points to it.
+/// What the kernel knows of one granule: the file's content (the guest writes all its pages alike) and whether the guest's
+/// page table points to it.
 #[derive(Default)]
 struct Kernel {
     file: Option<u64>,
     mapped: bool,
 }
 
+/// One granule, of one page or of several.
 struct World {
-    word: AtomicU64,
+    words: Vec<AtomicU64>,
     kernel: Mutex<Kernel>,
     ram: Shelf,
     file: Shelf,
@@ -61,6 +63,7 @@ impl std::fmt::Debug for World {
 
 impl Backing for World {
     fn read(&self, _: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+        assert_eq!(out.len(), 1, "page by page, so that a guest can write between them");
         out[0] = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
         Ok(())
     }
@@ -71,16 +74,18 @@ impl Backing for World {
 }
 
 impl Mapped for World {
-    fn install(&self, _: PageIdx, bytes: &PageBytes) -> io::Result<FillOutcome> {
+    fn install(&self, _: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
+        assert_eq!(bytes.len(), self.words.len());
         let mut kernel = self.kernel.lock().unwrap();
         if kernel.file.is_some() {
             return Ok(FillOutcome::AlreadyThere);
         }
-        *kernel = Kernel { file: Some(value_of(bytes)), mapped: true };
+        assert!(bytes.iter().all(|page| page == &bytes[0]), "pages of one granule come from different times");
+        *kernel = Kernel { file: Some(value_of(&bytes[0])), mapped: true };
         Ok(FillOutcome::Done)
     }
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
-        self.install(page, &[0; _])
+        self.install(page, &vec![[0; _]; self.words.len()])
     }
     fn map(&self, _: PageIdx) -> io::Result<FillOutcome> {
         let mut kernel = self.kernel.lock().unwrap();
@@ -138,8 +143,13 @@ impl StoreOf for World {
 impl World {
     /// A page the guest wrote `value` to, mapped.
     fn resident(value: u64) -> Arc<Self> {
+        Self::granule(1, value)
+    }
+
+    /// The same with a granule of so many pages.
+    fn granule(pages: u64, value: u64) -> Arc<Self> {
         Arc::new(Self {
-            word: AtomicU64::new(0),
+            words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
             kernel: Mutex::new(Kernel { file: Some(value), mapped: true }),
             ram: Shelf::default(),
             file: Shelf::default(),
@@ -148,18 +158,30 @@ impl World {
 
     /// The same page after it was evicted.
     fn far(value: u64) -> Arc<Self> {
-        let world = Self::resident(value);
+        Self::far_granule(1, value)
+    }
+
+    fn far_granule(pages: u64, value: u64) -> Arc<Self> {
+        let world = Self::granule(pages, value);
         world.reclaim(Ticket::new(0, 0));
         assert_eq!(world.cell().load().state(), State::Far);
         world
     }
 
+    fn whole(&self) -> Granule<'_> {
+        Granule::new(&self.words)
+    }
+
+    fn run(&self) -> (PageIdx, u64) {
+        (PageIdx(0), self.words.len() as u64)
+    }
+
     fn cell(&self) -> Cell<'_> {
-        Cell::new(&self.word)
+        self.whole().cell()
     }
 
     fn serve(&self, kind: FaultKind) {
-        let (_, served) = serve(self.cell(), KEY, kind, self, self, |age| age);
+        let (_, served) = serve(self.whole(), KEY, kind, self, self, |age| age);
         let served = served.expect("the modelled kernel never refuses");
         if served == Served::Later {
             thread::yield_now();
@@ -199,12 +221,12 @@ impl World {
 
     fn evict(&self, ticket: Ticket) {
         let mut buffer = [[0; _]];
-        let evicted = evict(0, RUN, |_| self.cell(), ticket, self, (RAM_STORE, &self.ram), &mut buffer);
+        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, (RAM_STORE, &self.ram), &mut buffer);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
     }
 
     fn discard(&self) {
-        discard(0, RUN, |_| self.cell(), self, self, thread::yield_now, |_| Ok(())).expect("punch");
+        discard(0, self.run(), |_| self.whole(), self, self, thread::yield_now, |_| Ok(())).expect("punch");
     }
 
     /// A spill lane meets the page: it marks it, and moves its copy to the file as if it were old.
@@ -216,23 +238,28 @@ impl World {
         if !self.cell().swap(seen, seen.marked()) {
             return;
         }
-        let from = seen.marked();
-        let mut bytes = [0; _];
-        if self.ram.get(KEY, from.handle(), &mut bytes) != GetOutcome::Found {
-            return;
+        for index in 0..self.words.len() {
+            let from = self.whole().word_of(index);
+            let is_copy = from.state() == State::Far && !from.is_locked() && from.store() == RAM_STORE;
+            let mut bytes = [0; _];
+            if !is_copy || self.ram.get(KEY, from.handle(), &mut bytes) != GetOutcome::Found {
+                return;
+            }
+            thread::yield_now();
+            let PutOutcome::Stored(handle) = self.file.put(KEY, &bytes) else { panic!("there is room") };
+            let to = Word::far(FILE_STORE, handle, from.age());
+            commit((self.whole(), index), KEY, (from, &self.ram), (to, &self.file), &bytes);
         }
-        thread::yield_now();
-        let PutOutcome::Stored(handle) = self.file.put(KEY, &bytes) else { panic!("there is room") };
-        let to = Word::far(FILE_STORE, handle, from.age());
-        commit(self.cell(), KEY, (from, &self.ram), (to, &self.file), &bytes);
     }
 
     /// Nothing is left over: no lock, and an object exactly where the page is far.
     fn check_settled(&self) {
         let word = self.cell().load();
         assert!(!word.is_locked());
-        let far = usize::from(word.state() == State::Far);
-        let in_file = usize::from(far == 1 && word.store() == FILE_STORE);
+        let words: Vec<Word> = (0..self.words.len()).map(|index| self.whole().word_of(index)).collect();
+        let far = words.iter().filter(|word| word.state() == State::Far).count();
+        assert!(far == 0 || far == words.len(), "the pages of a granule are far together: {words:?}");
+        let in_file = words.iter().filter(|word| is_in_file(**word)).count();
         let objects = [&self.ram, &self.file].map(|shelf| shelf.0.lock().unwrap().len());
         assert_eq!(objects, [far - in_file, in_file], "objects left over in {word:?}");
         assert_eq!(self.kernel.lock().unwrap().file.is_none() && far == 0, word.state() == State::Zero);
@@ -388,7 +415,7 @@ fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_wit
             let world = world.clone();
             move || {
                 let to = Word::far(FILE_STORE, handle, from.age());
-                commit(world.cell(), KEY, (from, &world.ram), (to, &world.file), &bytes);
+                commit((world.whole(), 0), KEY, (from, &world.ram), (to, &world.file), &bytes);
             }
         });
         world.write(2);
@@ -436,6 +463,68 @@ fn a_spilled_page_comes_back_with_its_bytes_while_reclaim_and_spill_go_on() {
         world.write(2);
         reclaim.join().unwrap();
         assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_huge_page_that_is_written_while_it_is_evicted_comes_back_whole_with_its_last_write() {
+    explore(|| {
+        let world = World::granule(2, 1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.write(2);
+        assert_eq!(world.read(), 2);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 2);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn two_threads_that_touch_a_far_huge_page_see_it_whole_and_its_copies_are_freed_once() {
+    explore(|| {
+        let world = World::far_granule(2, 7);
+        let reader = thread::spawn({
+            let world = world.clone();
+            move || world.read()
+        });
+        world.write(8);
+        assert!([7, 8].contains(&reader.join().unwrap()));
+        assert_eq!(world.read(), 8);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_huge_page_discarded_while_it_is_evicted_reads_zeros_and_leaves_no_copy() {
+    explore(|| {
+        let world = World::granule(2, 1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.discard();
+        assert_eq!(world.read(), 0);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 0);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_huge_page_touched_while_its_pages_go_to_a_file_one_by_one_comes_back_whole() {
+    explore(|| {
+        let world = World::far_granule(2, 5);
+        let spill = thread::spawn({
+            let world = world.clone();
+            move || world.spill()
+        });
+        world.write(6);
+        spill.join().unwrap();
+        assert_eq!(world.read(), 6);
         world.check_settled();
     });
 }

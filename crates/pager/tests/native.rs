@@ -250,7 +250,7 @@ fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() 
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
     assert_eq!(recovered.live.len() as u64, rig.vm.stores.ram.usage().pages);
     assert!((0..rig.pages).map(PageIdx).all(|page| {
-        let word = region.cell(page).load();
+        let word = region.word(page);
         !word.is_locked() && matches!(word.state(), State::Resident | State::Far | State::Zero)
     }));
     rig.check_census();

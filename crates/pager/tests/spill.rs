@@ -50,7 +50,7 @@ fn filled(rig: &Rig) {
 }
 
 fn in_file(rig: &Rig, page: u64) -> bool {
-    is_in_file(rig.vm.region(0).expect("region").cell(PageIdx(page)).load())
+    is_in_file(rig.vm.region(0).expect("region").word(PageIdx(page)))
 }
 
 fn count_in_file(rig: &Rig) -> u64 {
@@ -274,7 +274,7 @@ fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
     until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
     let region = rig.vm.region(0).expect("region");
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("a far page");
-    let cell = region.cell(PageIdx(far));
+    let cell = region.granule(PageIdx(far)).cell();
     let word = cell.load();
     let away = Word::far(FILE_STORE, word.handle(), word.age());
     assert!(cell.swap(word, away));

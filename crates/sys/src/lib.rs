@@ -6,6 +6,7 @@
 
 pub mod anon;
 pub mod direct;
+pub mod hugetlb;
 pub mod mapping;
 pub mod memfd;
 pub mod peer;

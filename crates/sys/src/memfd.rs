@@ -19,6 +19,14 @@ pub fn create(name: &str, size: Bytes) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// The same, made of huge pages of 2 MiB, which come from the host's pool as they are touched. `size` is a multiple of
+/// that.
+pub fn create_huge(name: &str, size: Bytes) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
+    rustix::fs::ftruncate(&fd, size.0)?;
+    Ok(fd)
+}
+
 /// Free `len` bytes from `offset`: the pages leave the file and go back to the host.
 pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     loop {
@@ -88,8 +96,20 @@ pub fn file_id(fd: impl AsFd) -> io::Result<FileId> {
 
 /// Is this descriptor a file of the shared-memory file system (a memfd, or a file in a tmpfs)?
 pub fn is_shmem(fd: impl AsFd) -> io::Result<bool> {
+    Ok(ram_page(fd)? == Some(Bytes(PAGE_SIZE as u64)))
+}
+
+/// Bytes of the pages that a RAM file is made of: a base page for the shared-memory file system, the page size of a
+/// hugetlbfs. `None` for a file of any other file system.
+pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     const TMPFS_MAGIC: i64 = 0x0102_1994;
-    Ok(rustix::fs::fstatfs(&fd)?.f_type as i64 == TMPFS_MAGIC)
+    const HUGETLBFS_MAGIC: i64 = 0x9584_58F6;
+    let stat = rustix::fs::fstatfs(&fd)?;
+    Ok(match stat.f_type as i64 {
+        TMPFS_MAGIC => Some(Bytes(PAGE_SIZE as u64)),
+        HUGETLBFS_MAGIC => Some(Bytes(stat.f_bsize as u64)),
+        _ => None,
+    })
 }
 
 /// A second, independent open of the same file, read-only or read-write. The kernel checks permissions anew, so a

@@ -16,10 +16,14 @@ const UFFD_API: u64 = 0xAA;
 
 /// Feature bits of `UFFDIO_API` that Ballast asks about.
 pub mod feature {
-    /// Missing faults on shared memory (Linux 4.11).
+    /// Missing faults on huge-page files (Linux 4.11).
+    pub const MISSING_HUGETLBFS: u64 = 1 << 4;
+    /// Missing faults on shared memory (4.11).
     pub const MISSING_SHMEM: u64 = 1 << 5;
     /// The fault message names the faulting thread (4.14).
     pub const THREAD_ID: u64 = 1 << 8;
+    /// Minor faults on huge-page files (5.13).
+    pub const MINOR_HUGETLBFS: u64 = 1 << 9;
     /// Minor faults on shared memory (5.14).
     pub const MINOR_SHMEM: u64 = 1 << 10;
     /// `UFFDIO_POISON` (6.6).
@@ -28,6 +32,9 @@ pub mod feature {
 
 /// Features without which Ballast cannot manage a VM.
 pub const REQUIRED_FEATURES: u64 = feature::MISSING_SHMEM | feature::THREAD_ID | feature::MINOR_SHMEM;
+
+/// Features that a VM on huge-page files needs besides.
+pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HUGETLBFS;
 
 #[repr(C)]
 struct ApiArg {
@@ -213,7 +220,12 @@ impl Uffd {
 
     /// Put `bytes` into the file at this hole and map the page, in one step; wake the waiters.
     pub fn copy_page(&self, dst: Hva, bytes: &[u8; PAGE_SIZE]) -> io::Result<FillOutcome> {
-        let mut arg = CopyArg { dst: dst.0, src: bytes.as_ptr() as u64, len: PAGE_SIZE as u64, mode: 0, copied: 0 };
+        self.copy(dst, bytes)
+    }
+
+    /// The same with one page of whatever size the file is made of: a base page, or a huge page.
+    pub fn copy(&self, dst: Hva, bytes: &[u8]) -> io::Result<FillOutcome> {
+        let mut arg = CopyArg { dst: dst.0, src: bytes.as_ptr() as u64, len: bytes.len() as u64, mode: 0, copied: 0 };
         let answer = self.ioctl(UFFDIO_COPY, &mut arg);
         outcome(answer, arg.copied)
     }
@@ -228,9 +240,9 @@ impl Uffd {
         self.fill(UFFDIO_CONTINUE, dst, len)
     }
 
-    /// Make touches of a page a memory error (Linux 6.6).
-    pub fn poison_page(&self, dst: Hva) -> io::Result<FillOutcome> {
-        self.fill(UFFDIO_POISON, dst, PAGE_SIZE as u64)
+    /// Make touches of these pages a memory error (Linux 6.6).
+    pub fn poison(&self, dst: Hva, len: u64) -> io::Result<FillOutcome> {
+        self.fill(UFFDIO_POISON, dst, len)
     }
 
     fn fill(&self, request: u64, dst: Hva, len: u64) -> io::Result<FillOutcome> {

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stores::Stores;
 use ballast_pager::view::View;
@@ -19,6 +19,7 @@ use ballast_store::{
     Budget, Faults, FaultyStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store,
     StoreUsage,
 };
+use ballast_sys::hugetlb::PoolLoan;
 use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
 
 /// A VM and its guest side.
@@ -35,6 +36,16 @@ pub struct Rig {
     _uffd: Uffd,
     client: Option<JoinHandle<()>>,
     hang_up: OwnedFd,
+    _loan: Option<PoolLoan>,
+}
+
+/// What a rig is to be.
+struct Setup {
+    ram: Bytes,
+    store_budget: Bytes,
+    quarantine: Duration,
+    spill: Option<(Arc<dyn Store>, Duration)>,
+    huge: bool,
 }
 
 impl Rig {
@@ -53,7 +64,24 @@ impl Rig {
 
     /// A VM that is open, and whose view nobody has told it of yet.
     pub fn without_view(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        Self::open(ram, store_budget, quarantine, None)
+        Self::open(Setup { ram, store_budget, quarantine, spill: None, huge: false })
+    }
+
+    /// A VM whose RAM is of huge pages, spilling or not; `None`, aloud, where there are none to be had.
+    pub fn huge(
+        ram: Bytes,
+        store_budget: Bytes,
+        quarantine: Duration,
+        spill: Option<(Arc<dyn Store>, Duration)>,
+    ) -> Option<Self> {
+        let Err(why) = memfd::create_huge("ballast-test", Bytes(HUGE_SIZE as u64)) else {
+            let rig = Self::open(Setup { ram, store_budget, quarantine, spill, huge: true });
+            rig.add_view();
+            return Some(rig);
+        };
+        assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("hugetlb")), "REQUIRE: {why}");
+        println!("SKIP needs=hugetlb: {why}");
+        None
     }
 
     /// With a file store, to which pages go after that time.
@@ -64,15 +92,20 @@ impl Rig {
         file: Arc<dyn Store>,
         after: Duration,
     ) -> Self {
-        let rig = Self::open(ram, store_budget, quarantine, Some((file, after)));
+        let rig = Self::open(Setup { ram, store_budget, quarantine, spill: Some((file, after)), huge: false });
         rig.add_view();
         rig
     }
 
-    fn open(ram: Bytes, store_budget: Bytes, quarantine: Duration, spill: Option<(Arc<dyn Store>, Duration)>) -> Self {
-        let file = memfd::create("ballast-test-ram", ram).expect("memfd");
+    fn open(setup: Setup) -> Self {
+        let Setup { ram, store_budget, quarantine, spill, huge } = setup;
+        // What the pool lends must cover all of RAM.
+        let loan = huge.then(|| PoolLoan::new(ram.0 / HUGE_SIZE as u64).expect("huge pages"));
+        let create = if huge { memfd::create_huge } else { memfd::create };
+        let file = create("ballast-test-ram", ram).expect("memfd");
         let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
-        let (uffd, granted) = Uffd::create(uffd::REQUIRED_FEATURES | uffd::feature::POISON).expect("userfaultfd");
+        let features = uffd::REQUIRED_FEATURES | uffd::HUGETLB_FEATURES | uffd::feature::POISON;
+        let (uffd, granted) = Uffd::create(features).expect("userfaultfd");
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
         state.add_region(memfd::file_id(&file).expect("stat"), Bytes(0), ram.pages_floor()).expect("region");
         let epoch = state.take_over(std::process::id(), 1);
@@ -97,7 +130,19 @@ impl Rig {
         let client = std::thread::spawn(move || serve_zaps(&ours, &mapping));
         let view = Arc::new(View::new(std::process::id(), uffd.try_clone().expect("dup"), granted, theirs, epoch));
         let pages = ram.pages_floor().0;
-        Self { vm, guest, faults, panics, reports, view, pages, _uffd: uffd, client: Some(client), hang_up }
+        Self {
+            vm,
+            guest,
+            faults,
+            panics,
+            reports,
+            view,
+            pages,
+            _uffd: uffd,
+            client: Some(client),
+            hang_up,
+            _loan: loan,
+        }
     }
 
     /// The first word of a page, as the guest sees it.
@@ -143,7 +188,7 @@ impl Rig {
     }
 
     pub fn state_of(&self, page: u64) -> ballast_pager::page_state::State {
-        self.vm.region(0).expect("region").cell(PageIdx(page)).load().state()
+        self.vm.region(0).expect("region").word(PageIdx(page)).state()
     }
 }
 

@@ -1,0 +1,112 @@
+//! A granule: what is paged as one. A base page; or the 512 pages of a huge page, in a region of hugetlbfs, whose mapping the
+//! kernel can neither split nor fill in part (the strict 2 MiB paging of Maestro, §3).
+//!
+//! Before: `region` knows how large its granules are. After: `fault`, `evict` and `recover` move them.
+//! Threads: as for the word. Units: pages. Promise: the truth table of `page_state` holds for granules as for pages.
+//!
+//! **The word of a granule is that of its first page**: its state, its lock, its age, its ticket. The words of the other pages
+//! only say where their bytes sleep: they are Far with a handle while the granule is Far or Restoring, mean nothing while it
+//! is locked, and are otherwise [`Word::INITIAL`]. So every page of a granule is an object of its own in its store, and
+//! recovery, sweeping and spilling see handles in words as they do everywhere else. Their order, which makes a death at
+//! any instant harmless:
+//!
+//! - on the way out: copies, then the word says Far (locked), then the other words, then the punch, then the unlock;
+//! - on the way back, and in a discard: the file, then the word says Resident (locked), then the other words, then the
+//!   unlock. A word that says Resident makes the others mean nothing, whatever they hold.
+
+use ballast_store::PageBytes;
+
+use crate::page_state::{Cell, Word};
+use crate::stores::is_in_file;
+use crate::sync::AtomicU64;
+
+/// The words of one granule.
+#[derive(Clone, Copy, Debug)]
+pub struct Granule<'a> {
+    word: &'a AtomicU64,
+    rest: &'a [AtomicU64],
+}
+
+impl<'a> Granule<'a> {
+    /// The granule of these words; the first is the granule's.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn new(words: &'a [AtomicU64]) -> Self {
+        let (word, rest) = words.split_first().expect("a granule has at least one page");
+        Self { word, rest }
+    }
+
+    /// The word that moves.
+    pub fn cell(self) -> Cell<'a> {
+        Cell::new(self.word)
+    }
+
+    /// Pages in it.
+    pub fn pages(self) -> u64 {
+        1 + self.rest.len() as u64
+    }
+
+    /// Are its bytes, or some of them, in the file store?
+    pub fn is_in_file(self) -> bool {
+        is_in_file(self.cell().load()) || self.rest.iter().any(|word| is_in_file(Cell::new(word).load()))
+    }
+
+    /// The words of the pages after the first.
+    pub(crate) fn rest(self) -> impl Iterator<Item = Word> {
+        self.rest.iter().map(|word| Cell::new(word).load())
+    }
+
+    /// The word of page `index`, counted from 0.
+    pub fn word_of(self, index: usize) -> Word {
+        index.checked_sub(1).map_or(self.cell(), |index| Cell::new(&self.rest[index])).load()
+    }
+
+    /// Write the word of page `index`, not the first. The caller holds the lock.
+    pub(crate) fn set_word_of(self, index: usize, word: Word) {
+        Cell::new(&self.rest[index - 1]).reset(word);
+    }
+
+    /// Write them. The caller holds the lock.
+    pub(crate) fn set_rest(self, words: &[Word]) {
+        for (cell, word) in self.rest.iter().zip(words) {
+            Cell::new(cell).reset(*word);
+        }
+    }
+
+    /// Forget them; answers what they were. The caller holds the lock, and the granule's word says Resident or Poisoned.
+    pub(crate) fn take_rest(self) -> Vec<Word> {
+        let words = self.rest().collect();
+        for cell in self.rest {
+            let cell = Cell::new(cell);
+            // Not written if there is nothing to forget: a word never written costs no memory.
+            if cell.load() != Word::INITIAL {
+                cell.reset(Word::INITIAL);
+            }
+        }
+        words
+    }
+
+    /// Lend room for the bytes of all its pages.
+    #[cfg(not(loom))]
+    pub(crate) fn with_room<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
+        use std::cell::RefCell;
+        thread_local! {
+            // 2 MiB for each thread that ever restored a huge page, kept: fresh memory costs more than the copy.
+            static ROOM: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
+        }
+        if self.rest.is_empty() {
+            return body(&mut [[0; _]]);
+        }
+        ROOM.with_borrow_mut(|room| {
+            room.resize(self.pages() as usize, [0; _]);
+            body(room)
+        })
+    }
+
+    /// The model checker runs all threads on one.
+    #[cfg(loom)]
+    pub(crate) fn with_room<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
+        body(&mut vec![[0; _]; self.pages() as usize])
+    }
+}

@@ -1,0 +1,132 @@
+//! Which huge pages a file of hugetlbfs holds. The kernel has no `SEEK_DATA` for such files: it calls all of them data.
+//!
+//! Before: `pager` opens a region whose RAM is such a file. After: it knows holes from pages.
+//! Threads: any; two that ask for the same page at once both get the right answer.
+//! Units: offsets are bytes from the start of the mapping, multiples of the page size.
+//! Promise: nothing is allocated, nothing is written, and no page stays mapped here.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use ballast_base::{HUGE_SIZE, Hva};
+
+use crate::uffd::{FillOutcome, HUGETLB_FEATURES};
+use crate::{Mapping, Uffd};
+
+/// Asks the kernel whether pages of 2 MiB are in a file: `UFFDIO_CONTINUE` maps what is there and says when nothing is.
+/// It is asked of a mapping of our own that nobody ever touches; what got mapped is unmapped at once.
+#[derive(Debug)]
+pub struct Presence {
+    uffd: Uffd,
+    map: Mapping,
+}
+
+impl Presence {
+    /// For `len` bytes of `file` from `offset`, both multiples of 2 MiB.
+    ///
+    /// # Errors
+    /// If this process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
+    pub fn new(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+        let (uffd, granted) = Uffd::create(HUGETLB_FEATURES)?;
+        if granted != HUGETLB_FEATURES {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel has no userfaultfd for huge pages"));
+        }
+        let map = Mapping::shared(file, offset, len)?;
+        uffd.register(Hva(map.addr() as u64), len as u64)?;
+        Ok(Self { uffd, map })
+    }
+
+    /// Is the page at `offset` in the file?
+    pub fn is_present(&self, offset: usize) -> io::Result<bool> {
+        let addr = Hva(self.map.ptr(offset, HUGE_SIZE) as u64);
+        loop {
+            match self.uffd.map_existing(addr, HUGE_SIZE as u64)? {
+                FillOutcome::Done | FillOutcome::AlreadyThere => {
+                    self.map.zap(offset, HUGE_SIZE)?;
+                    return Ok(true);
+                }
+                FillOutcome::NotInFile => return Ok(false),
+                FillOutcome::Retry => std::thread::yield_now(),
+                FillOutcome::Gone => return Err(io::Error::other("a mapping of our own is not registered")),
+            }
+        }
+    }
+}
+
+/// More huge pages for the host's pool while this lives: what tests and benches need, put back afterwards.
+#[derive(Debug)]
+pub struct PoolLoan {
+    pages: u64,
+}
+
+impl PoolLoan {
+    /// How many pages the pool may take from the host beyond those it has reserved.
+    const SETTING: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
+
+    /// Let `pages` more be taken as they are touched. They go back to the host as they are freed.
+    ///
+    /// # Errors
+    /// If this user may not, or the kernel has no huge pages.
+    pub fn new(pages: u64) -> io::Result<Self> {
+        Self::change(|now| now + pages)?;
+        Ok(Self { pages })
+    }
+
+    fn change(to: impl Fn(u64) -> u64) -> io::Result<()> {
+        let setting = std::fs::File::options().read(true).write(true).open(Self::SETTING)?;
+        // Several test programs may do so at once; the lock goes with the descriptor.
+        rustix::fs::flock(&setting, rustix::fs::FlockOperation::LockExclusive)?;
+        let now = std::fs::read_to_string(Self::SETTING)?;
+        let now: u64 = now.trim().parse().map_err(io::Error::other)?;
+        std::fs::write(Self::SETTING, to(now).to_string())
+    }
+}
+
+impl Drop for PoolLoan {
+    fn drop(&mut self) {
+        if let Err(error) = Self::change(|now| now.saturating_sub(self.pages)) {
+            eprintln!("Putting back {}: {error}", Self::SETTING);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memfd;
+    use ballast_base::Bytes;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn pages_and_holes_of_a_huge_page_file_are_told_apart_and_stay_what_they_are() {
+        const PAGES: usize = 4;
+        let ready = PoolLoan::new(PAGES as u64).and_then(|loan| {
+            let file = memfd::create_huge("ballast-test", Bytes((PAGES * HUGE_SIZE) as u64))?;
+            let presence = Presence::new(&file, 0, PAGES * HUGE_SIZE)?;
+            Ok((loan, file, presence))
+        });
+        let (_loan, file, presence) = match ready {
+            Ok(ready) => ready,
+            Err(why) => {
+                assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("hugetlb")), "REQUIRE: {why}");
+                eprintln!("SKIP needs=hugetlb: {why}");
+                return;
+            }
+        };
+        let map = Mapping::shared(&file, 0, PAGES * HUGE_SIZE).expect("map");
+        map.words(2 * HUGE_SIZE, 1)[0].store(7, Ordering::Relaxed);
+        for _ in 0..2 {
+            let present = [0, 1, 2, 3].map(|page| presence.is_present(page * HUGE_SIZE).expect("ask"));
+            assert_eq!(present, [false, false, true, false]);
+        }
+        assert_eq!(
+            memfd::resident(&file).expect("stat").bytes(),
+            Bytes(HUGE_SIZE as u64),
+            "asking allocated something"
+        );
+        assert_eq!(memfd::ram_page(&file).expect("statfs"), Some(Bytes(HUGE_SIZE as u64)));
+        memfd::punch(&file, 2 * HUGE_SIZE as u64, HUGE_SIZE as u64).expect("punch");
+        assert!(!presence.is_present(2 * HUGE_SIZE).expect("ask"));
+        assert_eq!(map.words(2 * HUGE_SIZE, 1)[0].load(Ordering::Relaxed), 0);
+    }
+}
