@@ -16,6 +16,7 @@ use std::process::Command;
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::check_name;
+use ballast_sys::memfd;
 
 use command_line::{Edit, inspect};
 
@@ -50,7 +51,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     let mut name = args.name;
     if is_qemu(program) {
         let words: Vec<String> = rest.iter().map(|word| word.to_string_lossy().into_owned()).collect();
-        let plan = inspect(&words, args.add_memory_backend, &on_tmpfs).map_err(|reason| anyhow!(reason))?;
+        let plan = inspect(&words, args.add_memory_backend, &is_ram_file).map_err(|reason| anyhow!(reason))?;
         for note in &plan.notes {
             eprintln!("ballast: {note}");
         }
@@ -87,11 +88,11 @@ fn is_qemu(program: &OsStr) -> bool {
     name.starts_with("qemu-system-") || matches!(&*name, "qemu-kvm" | "kvm" | "qemu")
 }
 
-/// Is the file (or the folder it would be made in) in a tmpfs?
-fn on_tmpfs(path: &str) -> bool {
+/// Is the file (or the folder it would be made in) in a tmpfs, or in a hugetlbfs of 2 MiB pages?
+fn is_ram_file(path: &str) -> bool {
     let path = Path::new(path);
     let place = if path.exists() { path } else { path.parent().unwrap_or(path) };
-    std::fs::File::open(place).is_ok_and(|file| ballast_sys::memfd::is_shmem(file).unwrap_or(false))
+    std::fs::File::open(place).is_ok_and(|file| memfd::check_ram_pages(file, 0, 0, 0).is_ok())
 }
 
 /// The preload library: `$BALLAST_PRELOAD`, else beside this program, else in `../lib/ballast`.

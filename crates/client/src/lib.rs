@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, RegionInfo};
 use ballast_sys::Uffd;
-use ballast_sys::uffd::{REQUIRED_FEATURES, feature};
+use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
 mod control;
 mod error;
@@ -202,9 +202,12 @@ impl Builder {
         for (fd, info) in self.regions {
             table.push(Region::checked(fd, info).map_err(AttachError::Config)?);
         }
-        let (uffd, features) = Uffd::create(REQUIRED_FEATURES | feature::POISON).map_err(AttachError::Userfault)?;
-        if features & REQUIRED_FEATURES != REQUIRED_FEATURES {
-            return Err(AttachError::Features(REQUIRED_FEATURES & !features));
+        let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON;
+        let (uffd, features) = Uffd::create(wanted).map_err(AttachError::Userfault)?;
+        let huge = table.iter().any(regions::Region::is_huge);
+        let required = REQUIRED_FEATURES | if huge { HUGETLB_FEATURES } else { 0 };
+        if features & required != required {
+            return Err(AttachError::Features(required & !features));
         }
         let shared = Arc::new(Shared {
             socket: self.socket,
@@ -311,6 +314,9 @@ impl Client {
         let shared = &self.shared;
         let info = RegionInfo { hva, len, file_offset };
         let region = Region::checked(fd, info).map_err(RequestError::Invalid)?;
+        if region.is_huge() && shared.features & HUGETLB_FEATURES != HUGETLB_FEATURES {
+            return Err(RequestError::Invalid(format!("RAM at {hva}: this kernel's userfaultfd has no huge pages")));
+        }
         let sent = regions::duplicate(&region.fd).map_err(|error| RequestError::Invalid(error.to_string()))?;
         {
             let mut infos = lock(&shared.table).infos();

@@ -18,6 +18,8 @@ pub(crate) struct Region {
     pub info: RegionInfo,
     pub fd: OwnedFd,
     pub file: FileId,
+    /// Bytes of the pages it is made of.
+    page: u64,
     /// Parts that were unmapped or mapped over since, as `(start, end)` addresses.
     holes: Vec<(u64, u64)>,
 }
@@ -29,9 +31,7 @@ impl Region {
         let wrong = |what: &str| format!("RAM at {} of {}: {what}", info.hva, info.len);
         let io = |what: &str, error: io::Error| wrong(&format!("{what}: {error}"));
         let file = memfd::file_id(&fd).map_err(|e| io("looking at its file", e))?;
-        if !memfd::is_shmem(&fd).map_err(|e| io("looking at its file", e))? {
-            return Err(wrong("its file is not shared memory (a memfd without hugetlb, or a file in a tmpfs)"));
-        }
+        let page = memfd::check_ram_pages(&fd, info.hva.0, info.file_offset.0, info.len.0).map_err(|e| wrong(&e))?;
         if memfd::size(&fd).map_err(|e| io("looking at its file", e))?.0 < info.file_offset.0 + info.len.0 {
             return Err(wrong("its file ends before the mapping does"));
         }
@@ -39,7 +39,12 @@ impl Region {
         if !is_shared_mapping(&maps, &info, file.ino) {
             return Err(wrong("these addresses are not one shared (MAP_SHARED) mapping of that file and offset"));
         }
-        Ok(Self { info, fd, file, holes: Vec::new() })
+        Ok(Self { info, fd, file, page: page.0, holes: Vec::new() })
+    }
+
+    /// Is its RAM of huge pages?
+    pub fn is_huge(&self) -> bool {
+        self.page > PAGE_SIZE as u64
     }
 
     fn span(&self) -> (u64, u64) {
@@ -107,16 +112,14 @@ impl Table {
         self.regions.len() < before
     }
 
-    /// May this range be zapped or discarded: page-aligned, whole inside one region, still mapped?
+    /// May this range be zapped or discarded: whole pages of one region, still mapped?
     pub fn allows(&self, (hva, len): Range) -> bool {
-        let page = PAGE_SIZE as u64;
         let Some(end) = hva.0.checked_add(len) else { return false };
         len > 0
-            && hva.0.is_multiple_of(page)
-            && len.is_multiple_of(page)
             && self.regions.iter().any(|region| {
                 let (from, to) = region.span();
-                from <= hva.0 && end <= to && !region.holes.iter().any(|&(h0, h1)| h0 < end && hva.0 < h1)
+                let whole = hva.0.is_multiple_of(region.page) && len.is_multiple_of(region.page);
+                whole && from <= hva.0 && end <= to && !region.holes.iter().any(|&(h0, h1)| h0 < end && hva.0 < h1)
             })
     }
 

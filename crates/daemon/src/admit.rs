@@ -6,8 +6,8 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use ballast_base::Bytes;
 use ballast_base::wire::{Attach, RegionInfo};
+use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_store::FileStore;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::{direct, uffd};
@@ -57,7 +57,11 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
     let (uffd, control) = (next(), next());
     check_uffd(uffd.as_fd())?;
     check_socket(control.as_fd())?;
-    let ram = attach.regions.iter().map(|region| check_ram(region, next())).collect::<Result<Vec<_>, String>>()?;
+    let ram = attach
+        .regions
+        .iter()
+        .map(|region| check_ram(region, next(), attach.uffd_features))
+        .collect::<Result<Vec<_>, String>>()?;
     for (index, (info, (_, id))) in attach.regions.iter().zip(&ram).enumerate() {
         let before = attach.regions.iter().zip(&ram).take(index);
         if let Some((other, _)) = before.into_iter().find(|(other, (_, file))| file == id && overlap(info, other)) {
@@ -88,15 +92,22 @@ pub fn overlap(a: &RegionInfo, b: &RegionInfo) -> bool {
 /// The largest region: 16 TiB, whose table takes 32 GiB of address space.
 const LARGEST_REGION: Bytes = Bytes(16 << 40);
 
-/// Check the file of a region.
-pub fn check_ram(region: &RegionInfo, file: SentFd) -> Result<(SentFd, FileId), String> {
+/// Check the file of a region, whose faults arrive through a userfaultfd with these features.
+pub fn check_ram(region: &RegionInfo, file: SentFd, uffd_features: u64) -> Result<(SentFd, FileId), String> {
     let at = region.hva;
     if region.len > LARGEST_REGION {
         return Err(format!("region {at} of {} is larger than {LARGEST_REGION}", region.len));
     }
-    if !is_shmem(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))? {
+    // Only files of these kinds have seals, and the kernel answers that without asking the file's own file system; then
+    // the rest may be asked, too.
+    if fcntl_get_seals(&file).is_err() {
+        return Err(format!("the RAM of region {at} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
+    }
+    let page = memfd::check_ram_pages(&file, at.0, region.file_offset.0, region.len.0)
+        .map_err(|error| format!("the RAM of region {at}: {error}"))?;
+    if page.0 > PAGE_SIZE as u64 && uffd_features & uffd::HUGETLB_FEATURES != uffd::HUGETLB_FEATURES {
         return Err(format!(
-            "the RAM of region {at} is not a shared memory file (memfd or tmpfs); huge-page files are not managed yet"
+            "the RAM of region {at} has pages of {page}, and the userfaultfd does not serve such pages"
         ));
     }
     let flags = fcntl_getfl(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))?;

@@ -7,6 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_api::{VmClass, VmStatus};
+use ballast_base::HUGE_SIZE;
+use ballast_sys::hugetlb::PoolLoan;
 use rustix::process::Signal;
 
 use common::guest::Guest;
@@ -226,6 +228,54 @@ fn an_engine_killed_while_pages_go_to_a_file_and_come_back_loses_no_byte() {
     spilled(&daemon, "victim");
     let events = daemon.api.events().expect("events");
     assert!(events.iter().all(|event| !event.kind.starts_with("spill-un")), "{events:?}");
+    guest.finish();
+    until("the VM is gone", || daemon.api.vm("victim").is_err());
+    until("the disk space is given back", || daemon.host().file_bytes == 0);
+}
+
+/// Huge pages for a guest; without them the test is skipped, aloud.
+fn huge_pages(ram: u64) -> Option<PoolLoan> {
+    let loan = PoolLoan::new(ram / HUGE_SIZE as u64);
+    let why = loan.as_ref().err().map(|error| error.to_string());
+    if common::skip("hugetlb", why) { None } else { loan.ok() }
+}
+
+#[test]
+fn an_engine_killed_while_huge_pages_go_out_and_come_back_whole_loses_no_byte() {
+    let Some(_loan) = huge_pages(48 << 20) else { return };
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", &format!("{BUSY} --huge-pages"));
+    evicting(&daemon, "victim");
+    for round in 0..kills() / 2 {
+        std::thread::sleep(moment(round));
+        let old = daemon.kill_engine();
+        daemon.wait_for_engine_after(old);
+    }
+    evicting(&daemon, "victim");
+    let vm = daemon.vm("victim");
+    assert!([vm.far_bytes, vm.zero_bytes].iter().all(|bytes| bytes.is_multiple_of(HUGE_SIZE as u64)), "{vm:?}");
+    guest.finish();
+}
+
+#[test]
+fn an_engine_killed_while_huge_pages_go_to_a_file_loses_no_byte() {
+    let Some(_loan) = huge_pages(48 << 20).filter(|_| !no_disk()) else { return };
+    let mut daemon = Daemon::start(&spilling(&std::env::temp_dir()));
+    let guest = Guest::start(&daemon, "victim", &format!("{BUSY} --huge-pages"));
+    spilled(&daemon, "victim");
+    for round in 0..kills() / 10 {
+        std::thread::sleep(moment(round));
+        let old = daemon.engine_pid().expect("an engine");
+        if round % 5 == 0 {
+            daemon.kill_keeper();
+            daemon.restart_keeper();
+        } else {
+            common::kill(old);
+        }
+        daemon.wait_for_engine_after(old);
+        until("the guest is attached", || daemon.api.vm("victim").is_ok());
+    }
+    spilled(&daemon, "victim");
     guest.finish();
     until("the VM is gone", || daemon.api.vm("victim").is_err());
     until("the disk space is given back", || daemon.host().file_bytes == 0);

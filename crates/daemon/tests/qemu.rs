@@ -15,8 +15,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_api::{ClientError, VmStat, VmStatus};
-use ballast_base::{Bytes, MIB};
+use ballast_base::{Bytes, HUGE_SIZE, MIB};
 use ballast_sys::Mapping;
+use ballast_sys::hugetlb::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
 use ballast_testvm::qemu::{Balloon, Builder, QEMU, QemuGuest, Qmp, qemu_missing};
 
@@ -146,6 +147,31 @@ fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_w
     verify_all(&daemon, &guest, &data, 0);
     until("the limit holds again", || daemon.vm("redis").resident_bytes <= limit);
     stat(&daemon, "redis");
+}
+
+#[test]
+fn a_debian_guest_on_huge_pages_is_squeezed_in_whole_huge_pages_and_keeps_every_byte() {
+    const MEMORY: u64 = 256 * MIB;
+    if skip("qemu", qemu_missing()) {
+        return;
+    }
+    let loan = PoolLoan::new(MEMORY / HUGE_SIZE as u64);
+    if skip("hugetlb", loan.as_ref().err().map(|error| error.to_string())) {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let guest = boot(&daemon, "huge", QemuGuest::builder().memory(Bytes(MEMORY)).huge_pages());
+    let data = Dataset::new(KEYS, VALUE, 3);
+    load(guest.redis_addr(), &data).expect("Redis takes the data");
+    let before = stat(&daemon, "huge");
+    let squeezed = squeeze(&daemon, "huge", before.resident_bytes / 2 / MIB * MIB);
+    assert!(squeezed.far_bytes > 0 && squeezed.far_bytes.is_multiple_of(HUGE_SIZE as u64), "{squeezed:?}");
+    assert!(squeezed.resident_bytes.is_multiple_of(HUGE_SIZE as u64), "{squeezed:?}");
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    verify_all(&daemon, &guest, &data, 0);
+    assert!(stat(&daemon, "huge").faults.restore > squeezed.faults.restore, "nothing came back");
 }
 
 /// `ballast vm stat NAME`.

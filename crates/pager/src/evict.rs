@@ -88,73 +88,30 @@ pub fn evict<'a>(
             claimed.push((page, word.in_state(State::Evicting)));
         }
     }
+    let (copies, all_zero) =
+        copy_out(region, &claimed, &granule_of, backing, (store_number, store), buffer, &mut result);
+    // Only now, all at once: whoever touches a page of the run waits for its punch, not for the copying of the others.
     let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
-    // What the words of the granule under way are to say, for its pages that are copied.
-    let mut copies: Vec<Word> = Vec::with_capacity(size as usize);
-    let mut all_zero = true;
-    let mut left = &claimed[..];
-    'stretches: while let Some((first, evicting)) = left.first() {
-        let first_key = PageKey { region, page: *first };
-        if !copies.is_empty() && granule_of(*first).cell().load() != *evicting {
-            // Touched: the rest of a huge page need not be copied.
-            result.aborted += size;
-            free_copies(store, first_key, copies.drain(..));
-            left = &left[1..];
+    for (index, (page, evicting)) in claimed.iter().enumerate() {
+        let (granule, key) = (granule_of(*page), PageKey { region, page: *page });
+        let words = copies.chunks(size as usize).nth(index).unwrap_or_default();
+        if words.len() < size as usize {
+            free_copies(store, key, words.iter().copied());
+            let resident = Word::new(State::Resident, evicting.age());
+            result.refused += size * u64::from(granule.cell().swap(*evicting, resident));
             continue;
         }
-        let granules = left.iter().zip((first.0..).step_by(size as usize));
-        let adjacent = granules.take_while(|((page, _), expected)| page.0 == *expected).count() * size as usize;
-        let stretch = (adjacent - copies.len()).min(buffer.len());
-        if let Err(error) = backing.read(PageIdx(first.0 + copies.len() as u64), &mut buffer[..stretch]) {
-            result.failed = Some(error);
-            break;
+        let to = if all_zero[index] { Word::new(State::Zero, evicting.age()) } else { words[0] };
+        let lock = granule.cell().lock(*evicting, to);
+        if lock.is_none() || all_zero[index] {
+            free_copies(store, key, words.iter().copied());
+        } else {
+            granule.set_rest(&words[1..]);
         }
-        for bytes in &buffer[..stretch] {
-            let (page, evicting) = left[0];
-            let first_key = PageKey { region, page };
-            let key = PageKey { region, page: PageIdx(page.0 + copies.len() as u64) };
-            all_zero = is_zero(bytes) && (all_zero || copies.is_empty());
-            copies.push(if all_zero && size == 1 {
-                Word::new(State::Zero, evicting.age())
-            } else {
-                match store.put(key, bytes) {
-                    PutOutcome::Stored(handle) => Word::far(store_number, handle, evicting.age()),
-                    refused => {
-                        result.store_full |= refused == PutOutcome::Full;
-                        result.store_busy |= refused == PutOutcome::Busy;
-                        break 'stretches;
-                    }
-                }
-            });
-            if copies.len() < size as usize {
-                continue;
-            }
-            left = &left[1..];
-            let granule = granule_of(page);
-            let to = if all_zero { Word::new(State::Zero, evicting.age()) } else { copies[0] };
-            match granule.cell().lock(evicting, to) {
-                Some(lock) => {
-                    if all_zero {
-                        free_copies(store, first_key, copies.drain(..));
-                    } else {
-                        granule.set_rest(&copies[1..]);
-                        copies.clear();
-                    }
-                    committed.push(Committed { key: first_key, granule, lock });
-                }
-                None => {
-                    result.aborted += size;
-                    free_copies(store, first_key, copies.drain(..));
-                }
-            }
+        match lock {
+            Some(lock) => committed.push(Committed { key, granule, lock }),
+            None => result.aborted += size,
         }
-    }
-    if let Some((page, _)) = left.first() {
-        free_copies(store, PageKey { region, page: *page }, copies.drain(..));
-    }
-    for (page, evicting) in left {
-        let resident = Word::new(State::Resident, evicting.age());
-        result.refused += size * u64::from(granule_of(*page).cell().swap(*evicting, resident));
     }
     for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
         let (first, pages) = (group[0].key.page, group.len() as u64 * size);
@@ -179,6 +136,58 @@ pub fn evict<'a>(
         }
     }
     result
+}
+
+/// Copy the granules in `claimed` to the store, until one is refused or cannot be read. Answers what the words of their
+/// pages are to say, page after page (the last granule's may be incomplete), and which granules are all zero.
+fn copy_out<'a>(
+    region: u32,
+    claimed: &[(PageIdx, Word)],
+    granule_of: &impl Fn(PageIdx) -> Granule<'a>,
+    backing: &impl Backing,
+    (store_number, store): (u8, &dyn Store),
+    buffer: &mut [PageBytes],
+    result: &mut Evicted,
+) -> (Vec<Word>, Vec<bool>) {
+    let size = claimed.first().map_or(1, |(page, _)| granule_of(*page).pages()) as usize;
+    let mut copies: Vec<Word> = Vec::with_capacity(claimed.len() * size);
+    let mut all_zero = vec![true; claimed.len()];
+    while let Some((first, evicting)) = claimed.get(copies.len() / size) {
+        let done = copies.len() % size;
+        if done > 0 && granule_of(*first).cell().load() != *evicting {
+            // Touched: the rest of a huge page need not be copied. It will not be committed.
+            copies.resize(copies.len() - done + size, Word::INITIAL);
+            continue;
+        }
+        let granules = claimed[copies.len() / size..].iter().zip((first.0..).step_by(size));
+        let adjacent = granules.take_while(|((page, _), expected)| page.0 == *expected).count() * size;
+        let stretch = (adjacent - done).min(buffer.len());
+        if let Err(error) = backing.read(PageIdx(first.0 + done as u64), &mut buffer[..stretch]) {
+            result.failed = Some(error);
+            break;
+        }
+        for bytes in &buffer[..stretch] {
+            let index = copies.len() / size;
+            let (page, evicting) = claimed[index];
+            let key = PageKey { region, page: PageIdx(page.0 + (copies.len() % size) as u64) };
+            let zero = is_zero(bytes);
+            all_zero[index] &= zero;
+            copies.push(if zero && size == 1 {
+                Word::new(State::Zero, evicting.age())
+            } else {
+                // Zeros within a huge page are an object, too: one that takes no room.
+                match store.put(key, bytes) {
+                    PutOutcome::Stored(handle) => Word::far(store_number, handle, evicting.age()),
+                    refused => {
+                        result.store_full |= refused == PutOutcome::Full;
+                        result.store_busy |= refused == PutOutcome::Busy;
+                        return (copies, all_zero);
+                    }
+                }
+            });
+        }
+    }
+    (copies, all_zero)
 }
 
 /// A granule whose word says Far or Zero, and which is about to be punched.

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::Range;
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_heat::{Clock, ColdRun, ColdSource, Pages, Pick};
 use ballast_store::PageBytes;
 
@@ -35,7 +35,8 @@ use crate::vm::Vm;
 const IDLE: Duration = Duration::from_millis(200);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
-/// Pages evicted under one hold of their locks: a fault that meets one waits for at most one punch of this size.
+/// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most one
+/// punch of this size, some 20 us.
 const EVICT_RUN: u64 = 64;
 /// Pages put into quarantine in one round: 128 MiB, some 3 ms of zapping.
 const TOP_UP: u64 = Bytes(128 * MIB).pages_floor().0;
@@ -193,7 +194,11 @@ impl Lane<'_> {
                 break;
             }
             let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
-            let count = run.count.min(EVICT_RUN.max(region.granule_pages()));
+            // Whole 2 MiB go as one extent where nobody is in a hurry: one punch, and a huge page is not split.
+            let place = run.first.0 % PAGES_PER_UNIT;
+            let whole = place == 0 && run.count >= PAGES_PER_UNIT && !over_limit;
+            let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
+            let count = run.count.min(most).min(PAGES_PER_UNIT - place);
             if run.count > count {
                 batch.runs.push(ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run });
             }

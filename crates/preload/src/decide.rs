@@ -86,7 +86,8 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     let _quiet = visit::enter();
     // SAFETY: the VMM just mapped this descriptor successfully; it is borrowed for the duration of this call.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    if !memfd::is_shmem(fd).unwrap_or(false) {
+    // Whether its pages are of a size that can be managed is asked, and answered aloud, below.
+    if !memfd::ram_page(fd).is_ok_and(|page| page.is_some()) {
         return;
     }
     let (Ok(fd), Ok(file)) = (fd.try_clone_to_owned(), memfd::file_id(fd)) else { return };

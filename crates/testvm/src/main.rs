@@ -32,6 +32,9 @@ struct Args {
     /// Size of guest RAM
     #[arg(long, default_value = "64M")]
     ram: Bytes,
+    /// RAM of 2 MiB pages from the host's pool, as with QEMU's hugetlb=on
+    #[arg(long)]
+    huge_pages: bool,
     /// Operations over all workers; 0 for no end
     #[arg(long, default_value_t = 1_000_000)]
     ops: u64,
@@ -92,6 +95,7 @@ impl Args {
     fn spec(&self) -> Spec {
         let mut spec = Spec::new(self.workload, self.ram);
         spec.ops = if self.ops == 0 { u64::MAX } else { self.ops };
+        spec.huge_pages = self.huge_pages;
         spec.threads = self.threads;
         spec.seed = self.seed;
         spec.write_fraction = self.write_fraction;

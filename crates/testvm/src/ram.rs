@@ -32,7 +32,15 @@ unsafe impl Sync for GuestRam {}
 impl GuestRam {
     /// Create the file, sparse, and map it.
     pub fn new(size: Bytes) -> io::Result<Self> {
-        let memfd = ballast_sys::memfd::create("ballast-testvm-ram", size)?;
+        Self::of(ballast_sys::memfd::create("ballast-testvm-ram", size)?, size)
+    }
+
+    /// The same with huge pages of hugetlbfs. `size` is a multiple of 2 MiB.
+    pub fn huge(size: Bytes) -> io::Result<Self> {
+        Self::of(ballast_sys::memfd::create_huge("ballast-testvm-ram", size)?, size)
+    }
+
+    fn of(memfd: OwnedFd, size: Bytes) -> io::Result<Self> {
         let len = usize::try_from(size.0).map_err(io::Error::other)?;
         let reserved_len = len.checked_add(HUGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;

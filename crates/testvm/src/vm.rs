@@ -196,7 +196,8 @@ impl Vm {
         let mut plan = spec.plan()?;
         let memory = |what, size: u64| move |source| Error::Memory { what, size: Bytes(size), source };
         let mut machine = if kind == GuestKind::Kvm { Some(Machine::new()?) } else { None };
-        let ram = GuestRam::new(spec.ram).map_err(memory("guest RAM", spec.ram.0))?;
+        let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
+        let ram = make_ram(spec.ram).map_err(memory("guest RAM", spec.ram.0))?;
         let per_cell = if plan.iter().any(|params| params.kind == guest::KIND_ZIPF) { 12 } else { 4 };
         let per_worker = size_of::<Job>() + STACK_LEN + 5 * PAGE_SIZE;
         let cells: u64 = plan.iter().map(|params| params.cells).sum();

@@ -4,7 +4,7 @@
 //! Threads: none. Units: operations are counted over all workers unless said otherwise.
 //! Promise: a plan depends on the spec alone, so the same spec gives the same operations in every kind of guest.
 
-use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PageIdx};
 use serde::Serialize;
 
 use crate::guest::{self, Params};
@@ -44,6 +44,8 @@ pub struct Spec {
     pub workload: Workload,
     /// Size of guest RAM.
     pub ram: Bytes,
+    /// RAM of huge pages of hugetlbfs; its size is a multiple of 2 MiB.
+    pub huge_pages: bool,
     /// Operations, over all workers; `u64::MAX` for no end.
     pub ops: u64,
     /// Workers: threads or vCPUs. Each owns an equal share of RAM.
@@ -95,6 +97,7 @@ impl Spec {
         Self {
             workload,
             ram,
+            huge_pages: false,
             ops: 1_000_000,
             threads: 1,
             seed: 1,
@@ -122,6 +125,9 @@ impl Spec {
         let cell = self.cell.0;
         if self.ram.0 == 0 || !self.ram.is_page_aligned() {
             return wrong("ram", format!("{} is not a positive multiple of {PAGE_SIZE} bytes", self.ram.0));
+        }
+        if self.huge_pages && !self.ram.0.is_multiple_of(HUGE_SIZE as u64) {
+            return wrong("ram", format!("{} bytes are not whole huge pages of {HUGE_SIZE} bytes", self.ram.0));
         }
         if cell < LEAST_CELL || !(page.is_multiple_of(cell) || cell.is_multiple_of(page)) {
             return wrong(

@@ -1,7 +1,7 @@
 //! A QEMU command line: is guest RAM something Ballast can manage, and if not, which words are missing?
 //!
 //! Before: the words as the operator typed them. After: edits and notes, or the reason why not.
-//! Promise: a pure function of the words (what lies in a tmpfs is asked through an argument); it knows only what it must,
+//! Promise: a pure function of the words (which files can be RAM is asked through an argument); it knows only what it must,
 //! and leaves every other word to QEMU.
 
 use std::collections::BTreeMap;
@@ -160,7 +160,7 @@ fn megabytes(text: &str) -> Option<Bytes> {
 }
 
 /// Look at a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
-pub fn inspect(words: &[String], add: bool, is_shmem: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
+pub fn inspect(words: &[String], add: bool, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
     let options = options(words);
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
     let mut plan = Plan { name: all("name").next_back().and_then(vm_name), ..Plan::default() };
@@ -176,7 +176,7 @@ pub fn inspect(words: &[String], add: bool, is_shmem: &dyn Fn(&str) -> bool) -> 
     let devices = all("device").filter_map(|device| device.get("memdev"));
     let used: Vec<&str> = backend.into_iter().chain(nodes.clone()).chain(devices).collect();
     for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
-        check_backend(object, is_shmem)?;
+        check_backend(object, is_ram_file)?;
     }
     if backend.is_some() || nodes.count() > 0 {
         return Ok(plan);
@@ -253,7 +253,7 @@ fn wanted(options: &[Opt]) -> Result<Wanted, String> {
 }
 
 /// Can this backend be managed?
-fn check_backend(object: &Opt, is_shmem: &dyn Fn(&str) -> bool) -> Result<(), String> {
+fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(), String> {
     let id = object.get("id").unwrap_or_default();
     let wrong = |what: &str| Err(format!("RAM backend {id} ({}): {what}", object.head));
     // memory-backend-memfd and -shm are shared unless told otherwise; the others are private.
@@ -262,22 +262,27 @@ fn check_backend(object: &Opt, is_shmem: &dyn Fn(&str) -> bool) -> Result<(), St
         Some(_) => object.is_on("share"),
     };
     match object.head.as_str() {
-        "memory-backend-memfd" if object.is_on("hugetlb") => {
-            wrong("hugetlb=on memory cannot be taken page by page; leave hugetlb out (2 MiB pages are used anyway)")
+        "memory-backend-memfd" if object.get("hugetlbsize").is_some_and(|size| !is_two_mib(size)) => {
+            wrong("only huge pages of 2 MiB are managed; write hugetlbsize=2M")
         }
         "memory-backend-memfd" | "memory-backend-shm" | "memory-backend-file" if !shared => {
             wrong("it is private memory; write share=on")
         }
         "memory-backend-file" if object.is_on("readonly") => wrong("it is read-only"),
         "memory-backend-file" => match object.get("mem-path") {
-            Some(path) if !is_shmem(path) => {
-                wrong(&format!("{path} is not in a tmpfs (hugetlbfs and disks do not work); use memory-backend-memfd"))
-            }
+            Some(path) if !is_ram_file(path) => wrong(&format!(
+                "{path} is neither in a tmpfs nor in a hugetlbfs of 2 MiB pages; use memory-backend-memfd"
+            )),
             _ => Ok(()),
         },
         "memory-backend-memfd" | "memory-backend-shm" => Ok(()),
         _ => wrong("it is not a shared memory file; write memory-backend-memfd,...,share=on"),
     }
+}
+
+/// As QEMU writes sizes.
+fn is_two_mib(size: &str) -> bool {
+    matches!(size.to_ascii_lowercase().as_str(), "2m" | "2048k" | "2097152")
 }
 
 /// Why this option makes a VM impossible to manage.
@@ -410,11 +415,11 @@ mod tests {
         let machine = "-machine q35,memory-backend=r";
         for (object, reason) in [
             ("memory-backend-memfd,id=r,size=1G,share=off", "share=on"),
-            ("memory-backend-memfd,id=r,size=1G,share=on,hugetlb=on", "hugetlb"),
+            ("memory-backend-memfd,id=r,size=1G,share=on,hugetlb=on,hugetlbsize=1G", "hugetlbsize=2M"),
             ("memory-backend-ram,id=r,size=1G", "memory-backend-memfd"),
             ("memory-backend-ram,id=r,size=1G,share=on", "memory-backend-memfd"),
             ("memory-backend-file,id=r,size=1G,mem-path=/dev/shm/a", "share=on"),
-            ("memory-backend-file,id=r,size=1G,mem-path=/dev/hugepages,share=on", "not in a tmpfs"),
+            ("memory-backend-file,id=r,size=1G,mem-path=/var/lib/a,share=on", "neither in a tmpfs"),
             (r#"{"qom-type":"memory-backend-ram","id":"r","size":1073741824}"#, "memory-backend-memfd"),
         ] {
             let error = look(&format!("{machine} -object {object}"), true).expect_err(object);

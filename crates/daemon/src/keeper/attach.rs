@@ -242,13 +242,13 @@ impl Keeper {
     pub(super) fn add_region(&mut self, key: u64, info: RegionInfo, mut fds: Vec<SentFd>) -> Result<(), String> {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         let view = client.view.as_ref().ok_or("attach first")?;
-        let (vm, pid) = (view.vm, client.pid);
+        let (vm, pid, features) = (view.vm, client.pid, view.uffd_features);
         let (Some(fd), true) = (fds.pop(), fds.is_empty()) else {
             return Err("a new region needs exactly one descriptor".into());
         };
         let all: Vec<RegionInfo> = view.spans.iter().map(|(span, _)| *span).chain([info]).collect();
         wire::check_regions(&all)?;
-        let (fd, file) = admit::check_ram(&info, fd)?;
+        let (fd, file) = admit::check_ram(&info, fd, features)?;
         let foreign = |other: &VmEntry| other.state.id() != vm && other.has_any([file].into_iter());
         if self.vms.iter().any(foreign) {
             return Err(format!("region {} is RAM of another VM", info.hva));

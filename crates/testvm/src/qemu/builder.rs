@@ -66,6 +66,7 @@ pub struct Builder {
     hotplug_room: Bytes,
     cpus: u32,
     shared_memory: bool,
+    huge_pages: bool,
     balloon: Balloon,
     prefix: Vec<String>,
     env: Vec<(String, String)>,
@@ -84,6 +85,7 @@ impl Builder {
             hotplug_room: Bytes(0),
             cpus: 1,
             shared_memory: true,
+            huge_pages: false,
             balloon: Balloon::None,
             prefix: Vec::new(),
             env: Vec::new(),
@@ -127,6 +129,12 @@ impl Builder {
     /// RAM in a shared memfd, as Ballast needs it (default), or QEMU's private anonymous memory.
     pub fn shared_memory(mut self, shared: bool) -> Self {
         self.shared_memory = shared;
+        self
+    }
+
+    /// RAM of 2 MiB pages from the host's pool.
+    pub fn huge_pages(mut self) -> Self {
+        self.huge_pages = true;
         self
     }
 
@@ -182,7 +190,9 @@ impl Builder {
         put(&["-smp", &self.cpus.to_string()]);
         let size = self.memory.0;
         if self.shared_memory {
-            put(&["-object", &format!("memory-backend-memfd,id=ram0,size={size},share=on")]);
+            // Not reserved beforehand: what is far frees its place in the pool, for whoever needs it.
+            let huge = if self.huge_pages { ",hugetlb=on,hugetlbsize=2M,reserve=off" } else { "" };
+            put(&["-object", &format!("memory-backend-memfd,id=ram0,size={size},share=on{huge}")]);
             put(&["-machine", "pc,memory-backend=ram0"]);
         } else {
             put(&["-machine", "pc"]);
