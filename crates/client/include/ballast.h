@@ -1,6 +1,7 @@
 /* Ballast client: let Ballast manage the guest RAM of this VMM process.
  *
- * Guest RAM must be mapped MAP_SHARED from a memfd (or a file in a tmpfs), without hugetlb. Link with -lballast_client.
+ * Guest RAM must be mapped MAP_SHARED from a memfd, or a file in a tmpfs or in a hugetlbfs with pages of
+ * 2 MiB. Link with -lballast_client.
  * Functions that answer int answer 0 or a negative errno; ballast_last_error() then has a sentence for the operator.
  * All functions may be called from any thread. One thread, "ballast-client", is added to the process.
  *
