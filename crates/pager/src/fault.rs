@@ -8,13 +8,13 @@
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_store::{GetOutcome, PageBytes, PageKey};
+use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::evict::live_handle;
 use crate::granule::Granule;
 use crate::memory::Mapped;
-use crate::page_state::{Locked, State, Word};
+use crate::page_state::{Cell, Locked, State, Word};
 use crate::stores::StoreOf;
 
 /// What became of a fault.
@@ -170,6 +170,48 @@ fn free_copies(mut lock: Locked<'_>, word: Word, granule: Granule<'_>, first: Pa
             store.free(PageKey { page: PageIdx(page), ..first }, handle);
         }
     }
+}
+
+/// Bring far pages back that nobody has asked for, from `first` on, as many as there are cells and room; stops at the
+/// first that is not far, is locked or cannot be had at once. Answers how many came back. All are locked until the last
+/// is there, so a run should be short.
+///
+/// # Errors
+/// As [`serve`]; the pages are far as before.
+pub fn restore_run<'a>(
+    first: PageKey,
+    cells: impl Iterator<Item = Cell<'a>>,
+    memory: &impl Mapped,
+    stores: &impl StoreOf,
+    room: &mut [PageBytes],
+) -> io::Result<u64> {
+    let mut held: Vec<(PageKey, &dyn Store, Locked<'a>)> = Vec::with_capacity(room.len());
+    for (cell, out) in cells.zip(room.iter_mut()) {
+        let word = cell.load();
+        let key = PageKey { page: PageIdx(first.page.0 + held.len() as u64), ..first };
+        let far = word.state() == State::Far && !word.is_locked();
+        let Some(store) = stores.store_of(word).filter(|_| far) else { break };
+        let Some(mut lock) = cell.lock(word, word.in_state(State::Restoring)) else { break };
+        // For whichever way out of here that says nothing else.
+        lock.set(word);
+        if store.get(key, word.handle(), out) != GetOutcome::Found {
+            // Whoever wants it will fault, and find out what is wrong with it.
+            break;
+        }
+        held.push((key, store, lock));
+    }
+    if held.is_empty() {
+        return Ok(0);
+    }
+    // A page that is in its file already stays Far: it is the file's that counts, and a fault will find it.
+    let filled = memory.install_run(first.page, &room[..held.len()])?;
+    for (key, store, mut lock) in held.into_iter().take(filled) {
+        let word = lock.word();
+        lock.set(Word::new(State::Resident, word.age()));
+        drop(lock);
+        store.free(key, word.handle());
+    }
+    Ok(filled as u64)
 }
 
 fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served> {

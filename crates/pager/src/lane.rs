@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
-use crate::prefetch::{Gain, count_far, window_of};
+use crate::prefetch::Company;
 use crate::region::Region;
 use crate::stats::{Counter, Latency};
 use crate::view::{RegionView, View};
@@ -41,7 +41,7 @@ pub(crate) struct Waiting {
 
 /// Serve faults until the view's process is gone or the VM is stopped.
 pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
-    let mut lane = FaultLane { vm, view, waiting: Vec::new(), gain: Gain::default() };
+    let mut lane = FaultLane { vm, view, waiting: Vec::new(), company: Company::default() };
     let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
@@ -76,7 +76,7 @@ struct FaultLane<'a> {
     vm: &'a Vm,
     view: &'a Arc<View>,
     waiting: Vec<Waiting>,
-    gain: Gain,
+    company: Company,
 }
 
 impl FaultLane<'_> {
@@ -111,9 +111,8 @@ impl FaultLane<'_> {
         }
         let settled = settle(vm, &region, page, waiting, served);
         if settled == Some(Served::Restored) && granule.pages() == 1 {
-            let window = window_of(&region, page);
-            if self.gain.restored(window, || count_far(&region, window.1), Instant::now()) {
-                vm.prefetch.want(self.view, window);
+            for pages in self.company.restored(&region, page, Instant::now()) {
+                vm.prefetch.want(self.view, region.number, pages);
             }
         }
         settled.is_some()

@@ -1,23 +1,25 @@
 //! Prefetch: bring back together what left together, where that pays.
 //!
 //! Before: the fault lane restored a page. After: the far pages beside it are back, too, before they are touched.
-//! Threads: [`Gain`] belongs to one fault lane; [`run`] is a lane of its own, so no fault ever waits for speculation but
-//! for the one page it may be bringing. Units: a *window* is an aligned piece of [`WINDOW`] pages.
-//! Promise: a guess costs time and room, never bytes: prefetched pages come back by the same `fault::serve` as others.
-//! They stay within the limit, and only the newest guesses are kept.
+//! Threads: [`Company`] belongs to one fault lane; [`run`] is a lane of its own, so no fault ever waits for speculation but
+//! for the few pages it may be bringing. Units: a *window* is an aligned piece of [`WINDOW`] pages.
+//! Promise: a guess costs time and room, never bytes: prefetched pages come back under their locks as others do, and
+//! invariant 1 decides. They stay within the limit, and only the newest guesses are kept.
 //!
 //! Pages are evicted in runs, so neighbours left together. Whether they are *wanted* together is measured all the time:
 //! some windows are left alone after their first restore, and what is then restored in them within a second is what a
-//! prefetch would have saved. Below [`PAYS`] nothing is prefetched. The order of the touches plays no part.
+//! prefetch would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
+//! where most of those are wanted, all 2 MiB come back. The order of the touches plays no part.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use ballast_base::{PageCount, PageIdx};
-use ballast_sys::uffd::FaultKind;
+use ballast_base::{Bytes, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_store::PageBytes;
 
-use crate::fault::{Served, serve};
+use crate::fault::restore_run;
 use crate::page_state::State;
 use crate::region::Region;
 use crate::stats::Counter;
@@ -36,8 +38,10 @@ const TRY_EVERY: u64 = 16;
 const TRY_AT_FIRST: u64 = 16;
 /// Trials under way at a time.
 const TRIALS: usize = 16;
-/// Windows that wait at most: 8 MiB of guesses. Older ones are dropped.
-const QUEUE: usize = 128;
+/// Guesses that wait at most. Older ones are dropped.
+const BUDGET: Bytes = Bytes(8 * MIB);
+/// Pages that come back as one: what a fault on one of them waits for, some 8 us.
+const RUN: usize = 8;
 /// Waking a thread costs the fault lane up to 30 us where CPUs sleep deeply. So the prefetch lane looks for wishes by
 /// itself, this often, until there was none for a while.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
@@ -54,9 +58,9 @@ struct Trial {
     since: Instant,
 }
 
-/// Does prefetching pay in this VM?
+/// Does bringing back the rest of a window pay?
 #[derive(Debug, Default)]
-pub struct Gain {
+struct Gain {
     trials: Vec<Trial>,
     /// Share of a left-alone window's far pages that were wanted, averaged over about the last eight trials.
     share: f64,
@@ -66,27 +70,28 @@ pub struct Gain {
 }
 
 impl Gain {
-    /// A page of this window was restored. Answers whether to prefetch the others. `far` counts those that are far.
-    pub fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, now: Instant) -> bool {
+    /// A page of this window was restored. Answers whether to prefetch the others, or nothing if that was asked just now.
+    /// `far` counts those that are far.
+    fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, now: Instant) -> Option<bool> {
         self.close_trials(now);
         if let Some(trial) = self.trials.iter_mut().find(|trial| trial.window == window) {
             trial.hits += 1;
-            return false;
+            return None;
         }
         if self.recent.contains(&Some(window)) {
-            return false;
+            return None;
         }
         let far = far();
         if far == 0 {
-            return false;
+            return None;
         }
         self.recent[self.windows as usize % self.recent.len()] = Some(window);
         self.windows += 1;
         if (self.windows <= TRY_AT_FIRST || self.windows.is_multiple_of(TRY_EVERY)) && self.trials.len() < TRIALS {
             self.trials.push(Trial { window, far, hits: 0, since: now });
-            return false;
+            return Some(false);
         }
-        self.share >= PAYS
+        Some(self.share >= PAYS)
     }
 
     /// A trial ends after the horizon, or when it is clear that all the window was wanted.
@@ -102,30 +107,92 @@ impl Gain {
     }
 }
 
-/// Windows to bring back.
+/// Does prefetching pay in this VM, and how far?
+#[derive(Debug, Default)]
+pub struct Company {
+    near: Gain,
+    /// The same of the windows of whole 2 MiB.
+    wide: Gain,
+}
+
+impl Company {
+    /// A page was restored. Answers what to bring back besides, the most urgent last.
+    pub fn restored(&mut self, region: &Region, page: PageIdx, now: Instant) -> Vec<Range<u64>> {
+        let window = page.0 / WINDOW;
+        let near = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
+        let far = || far_pages(region, near.clone()).count() as u64;
+        // Of the 2 MiB each window counts once, however many of its pages are wanted.
+        let Some(pays) = self.near.restored((region.number, window), far, now) else { return Vec::new() };
+        let unit = page.0 / PAGES_PER_UNIT;
+        let all = unit * PAGES_PER_UNIT..((unit + 1) * PAGES_PER_UNIT).min(region.pages().0);
+        let windows = || all.clone().step_by(WINDOW as usize).filter(|page| is_far(region, PageIdx(*page))).count();
+        let wide = self.wide.restored((region.number, unit), || windows() as u64, now) == Some(true);
+        match (pays, wide) {
+            (true, true) => vec![all.start..near.start, near.end..all.end, near],
+            (true, false) => vec![near],
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Pages to bring back.
 #[derive(Debug, Default)]
 pub struct Prefetch {
     queue: Mutex<Queue>,
     bell: Condvar,
 }
 
+#[derive(Debug)]
+struct Wish {
+    view: Arc<View>,
+    region: u32,
+    pages: Range<u64>,
+}
+
 #[derive(Debug, Default)]
 struct Queue {
-    wanted: VecDeque<(Arc<View>, Window)>,
+    wanted: VecDeque<Wish>,
+    /// Pages in it.
+    pages: u64,
     /// The lane waits for the bell.
     asleep: bool,
     /// It rang for the last time.
     ended: bool,
 }
 
-impl Prefetch {
-    /// Ask for the window around a page.
-    pub fn want(&self, view: &Arc<View>, window: Window) {
-        let mut queue = self.queue.lock().expect("no panic while held");
-        if queue.wanted.len() == QUEUE {
-            queue.wanted.pop_front();
+impl Queue {
+    fn push(&mut self, wish: Wish) {
+        self.pages += wish.pages.end - wish.pages.start;
+        self.wanted.push_back(wish);
+        while self.pages > BUDGET.pages_floor().0 {
+            let Some(oldest) = self.wanted.pop_front() else { return };
+            self.pages -= oldest.pages.end - oldest.pages.start;
         }
-        queue.wanted.push_back((view.clone(), window));
+    }
+
+    /// The next window of the newest wish.
+    fn pop(&mut self) -> Option<Wish> {
+        let newest = self.wanted.back_mut()?;
+        let first = newest.pages.start;
+        let end = newest.pages.end.min(first + WINDOW);
+        self.pages -= end - first;
+        newest.pages.start = end;
+        let next = Wish { view: newest.view.clone(), region: newest.region, pages: first..end };
+        if newest.pages.is_empty() {
+            self.wanted.pop_back();
+        }
+        Some(next)
+    }
+}
+
+impl Prefetch {
+    /// Ask for these pages of a region.
+    pub fn want(&self, view: &Arc<View>, region: u32, pages: Range<u64>) {
+        if pages.is_empty() {
+            return;
+        }
+        let mut queue = self.queue.lock().expect("no panic while held");
+        queue.push(Wish { view: view.clone(), region, pages });
         if queue.asleep {
             self.bell.notify_one();
         }
@@ -137,8 +204,8 @@ impl Prefetch {
         self.bell.notify_all();
     }
 
-    /// The newest wish; `None` when it is time to end. `served` is when the last one was.
-    fn next(&self, served: Option<Instant>) -> Option<(Arc<View>, Window)> {
+    /// The newest wish, at most a window of it; `None` when it is time to end. `served` is when the last one was.
+    fn next(&self, served: Option<Instant>) -> Option<Wish> {
         loop {
             let mut queue = self.queue.lock().expect("no panic while held");
             if served.is_none_or(|served| served.elapsed() > LOOK_FOR) {
@@ -150,7 +217,7 @@ impl Prefetch {
             if queue.ended {
                 return None;
             }
-            if let Some(newest) = queue.wanted.pop_back() {
+            if let Some(newest) = queue.pop() {
                 return Some(newest);
             }
             drop(queue);
@@ -159,40 +226,33 @@ impl Prefetch {
     }
 }
 
-/// The window of a page.
-pub fn window_of(region: &Region, page: PageIdx) -> Window {
-    (region.number, page.0 / WINDOW)
+/// Is a page far, in RAM, and not on its way? What is on a disk has not been wanted for long, and a guess is not worth
+/// its time.
+fn is_far(region: &Region, page: PageIdx) -> bool {
+    let word = region.word(page);
+    word.state() == State::Far && !word.is_locked() && !is_in_file(word)
 }
 
-/// Pages of a window that are far, in RAM, and not on their way. What is on a disk has not been wanted for long, and a
-/// guess is not worth its time.
-fn far_pages(region: &Region, window: u64) -> impl Iterator<Item = PageIdx> {
-    let pages = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
-    pages.map(PageIdx).filter(|page| {
-        let word = region.word(*page);
-        word.state() == State::Far && !word.is_locked() && !is_in_file(word)
-    })
-}
-
-/// How many pages of a window are far.
-pub fn count_far(region: &Region, window: u64) -> u64 {
-    far_pages(region, window).count() as u64
+fn far_pages(region: &Region, pages: Range<u64>) -> impl Iterator<Item = PageIdx> {
+    pages.map(PageIdx).filter(|page| is_far(region, *page))
 }
 
 /// Serve wishes until the VM is stopped.
 pub fn run(vm: &Vm) {
     let mut served = None;
-    while let Some((view, (number, window))) = vm.prefetch.next(served) {
+    let mut room = Box::new([[0; PAGE_SIZE]; RUN]);
+    while let Some(Wish { view, region: number, pages }) = vm.prefetch.next(served) {
         served = Some(Instant::now());
         let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
-        if let Err(error) = bring_back(vm, &view, &region, window) {
+        let first = pages.start;
+        if let Err(error) = bring_back(vm, &view, &region, pages, &mut room[..]) {
             // The fault lane meets the same and has the say.
-            tracing::warn!(vm = vm.state.name(), region = number, window, "Prefetching: {error}");
+            tracing::warn!(vm = vm.state.name(), region = number, first, "Prefetching: {error}");
         }
     }
 }
 
-fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Result<()> {
+fn bring_back(vm: &Vm, view: &View, region: &Region, pages: Range<u64>, room: &mut [PageBytes]) -> std::io::Result<()> {
     // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
@@ -201,26 +261,14 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, window: u64) -> std::io::Re
     {
         return Ok(());
     }
-    for page in far_pages(region, window) {
-        let (granule, key) = (region.granule(page), region.key(page));
-        let (rescued, served) = serve(granule, key, FaultKind::Minor, &memory, &vm.stores.near(), |age| age);
-        vm.count_rescued(rescued, granule.pages());
-        match served? {
-            Served::Restored => {
-                vm.stats().add(Counter::Prefetched, 1);
-                vm.stats().sub(Counter::Far, 1);
-            }
-            // Somebody else was quicker, or it cannot be had now: whoever wants it will fault.
-            Served::Later | Served::Mapped | Served::Fresh => {}
-            served @ Served::Zeroed => vm.count(served, granule.pages()),
-            served @ Served::Poisoned { newly } => {
-                vm.count(served, granule.pages());
-                if newly {
-                    vm.report_lost(region.number, page);
-                }
-            }
-            Served::Gone => return Ok(()),
-        }
+    let mut next = pages.start;
+    while let Some(first) = (next..pages.end).map(PageIdx).find(|page| is_far(region, *page)) {
+        let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
+        let back = restore_run(region.key(first), cells, &memory, &vm.stores.near(), room)?;
+        vm.stats().add(Counter::Prefetched, back);
+        vm.stats().sub(Counter::Far, back);
+        // None: somebody else was quicker, or it cannot be had now, and whoever wants it will fault.
+        next = first.0 + back.max(1);
     }
     Ok(())
 }
@@ -234,7 +282,7 @@ mod tests {
         let mut now = Instant::now();
         for window in 0..windows {
             for _ in 0..=touches {
-                gain.restored((0, window), || WINDOW - 1, now);
+                let _ = gain.restored((0, window), || WINDOW - 1, now);
             }
             now += HORIZON / 8;
         }
@@ -245,15 +293,15 @@ mod tests {
     fn nothing_is_prefetched_until_windows_that_were_left_alone_were_wanted() {
         let mut gain = Gain::default();
         let now = Instant::now();
-        assert!((0..TRY_AT_FIRST + 8).all(|window| !gain.restored((0, window), || 15, now)));
+        assert!((0..TRY_AT_FIRST + 8).all(|window| gain.restored((0, window), || 15, now) != Some(true)));
         let (mut gain, now) = gain_after(64, WINDOW - 1);
-        assert!(gain.restored((0, 1001), || 15, now), "all of each window was wanted");
+        assert_eq!(gain.restored((0, 1001), || 15, now), Some(true), "all of each window was wanted");
     }
 
     #[test]
     fn a_guest_that_wants_one_page_of_each_window_gets_no_prefetch() {
         let (mut gain, now) = gain_after(64, 0);
-        assert!((1001..1033).all(|window| !gain.restored((0, window), || 15, now)));
+        assert!((1001..1033).all(|window| gain.restored((0, window), || 15, now) != Some(true)));
     }
 
     #[test]
@@ -261,17 +309,17 @@ mod tests {
         let (mut gain, mut now) = gain_after(64, WINDOW - 1);
         let mut prefetched = 0;
         for window in 10_000..11_000 {
-            prefetched += u64::from(gain.restored((0, window), || 15, now));
+            prefetched += u64::from(gain.restored((0, window), || 15, now) == Some(true));
             now += HORIZON / 8;
         }
         assert!(prefetched < 500, "{prefetched} of 1000 windows were prefetched for nothing");
-        assert!(!gain.restored((0, 20_001), || 15, now));
+        assert_ne!(gain.restored((0, 20_001), || 15, now), Some(true));
     }
 
     #[test]
     fn a_window_without_other_far_pages_is_no_trial_and_no_prefetch() {
         let mut gain = Gain::default();
-        assert!(!gain.restored((0, 1), || 0, Instant::now()));
+        assert_eq!(gain.restored((0, 1), || 0, Instant::now()), None);
         assert!(gain.trials.is_empty() && gain.windows == 0);
     }
 }

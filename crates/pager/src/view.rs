@@ -207,6 +207,11 @@ impl Mapped for RegionView<'_> {
         self.view.uffd.copy(self.addr(page), bytes.as_flattened())
     }
 
+    fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
+        debug_assert_eq!(self.granule, PAGE_SIZE as u64);
+        Ok(self.view.uffd.copy_pages(self.addr(first), bytes)?.0)
+    }
+
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
         /// The kernel has no zero page for hugetlbfs. Never written, so it takes no memory.
         static ZEROS: [u8; HUGE_SIZE] = [0; HUGE_SIZE];

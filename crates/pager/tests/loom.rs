@@ -10,7 +10,7 @@ use std::io;
 
 use ballast_base::PageIdx;
 use ballast_pager::evict::{discard, evict, quarantine};
-use ballast_pager::fault::{Served, serve};
+use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Mapped};
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
@@ -250,6 +250,11 @@ impl World {
             let to = Word::far(FILE_STORE, handle, from.age());
             commit((self.whole(), index), KEY, (from, &self.ram), (to, &self.file), &bytes);
         }
+    }
+
+    /// A prefetch lane brings the page back unasked.
+    fn prefetch(&self) {
+        restore_run(KEY, std::iter::once(self.cell()), self, self, &mut [[0; _]]).expect("the modelled kernel fills");
     }
 
     /// Nothing is left over: no lock, and an object exactly where the page is far.
@@ -525,6 +530,27 @@ fn a_huge_page_touched_while_its_pages_go_to_a_file_one_by_one_comes_back_whole(
         world.write(6);
         spill.join().unwrap();
         assert_eq!(world.read(), 6);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again_keeps_the_write() {
+    explore(|| {
+        let world = World::far(3);
+        let prefetch = thread::spawn({
+            let world = world.clone();
+            move || world.prefetch()
+        });
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        world.write(4);
+        assert_eq!(world.read(), 4);
+        prefetch.join().unwrap();
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 4);
         world.check_settled();
     });
 }

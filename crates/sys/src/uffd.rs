@@ -230,6 +230,20 @@ impl Uffd {
         outcome(answer, arg.copied)
     }
 
+    /// Put several base pages into the file at this hole and map them; wake the waiters. Answers how many were put, from the
+    /// first on, and what came of the one after them: `Done` if there is none.
+    pub fn copy_pages(&self, dst: Hva, pages: &[[u8; PAGE_SIZE]]) -> io::Result<(usize, FillOutcome)> {
+        let len = size_of_val(pages) as u64;
+        let mut arg = CopyArg { dst: dst.0, src: pages.as_ptr() as u64, len, mode: 0, copied: 0 };
+        let answer = self.ioctl(UFFDIO_COPY, &mut arg);
+        if answer.is_ok() {
+            return Ok((pages.len(), FillOutcome::Done));
+        }
+        // The bytes that were put, or what the first page met.
+        let put = usize::try_from(arg.copied).unwrap_or(0) / PAGE_SIZE;
+        if put > 0 { Ok((put, FillOutcome::Retry)) } else { Ok((0, outcome(answer, arg.copied)?)) }
+    }
+
     /// Put a page of zeros into the file at this hole and map it; wake the waiters.
     pub fn zero_page(&self, dst: Hva) -> io::Result<FillOutcome> {
         self.fill(UFFDIO_ZEROPAGE, dst, PAGE_SIZE as u64)
@@ -370,6 +384,19 @@ mod tests {
             assert_eq!(reader.join().expect("reader"), 0xABAB_ABAB_ABAB_ABAB);
             assert_eq!(uffd.copy_page(fault.addr, &[1; PAGE_SIZE]).expect("copy"), FillOutcome::AlreadyThere);
         });
+    }
+
+    #[test]
+    fn a_run_of_pages_is_put_up_to_the_first_that_is_there() {
+        let Some((_fd, map, uffd)) = setup() else { return };
+        let addr = Hva(map.addr() as u64);
+        assert_eq!(uffd.copy_page(addr + 2 * 4096, &[9; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
+        let pages = [[5; PAGE_SIZE]; 4];
+        assert_eq!(uffd.copy_pages(addr, &pages).expect("copy").0, 2);
+        assert_eq!(uffd.copy_pages(addr + 2 * 4096, &pages[2..]).expect("copy"), (0, FillOutcome::AlreadyThere));
+        assert_eq!(uffd.copy_pages(addr + 3 * 4096, &pages).expect("copy"), (4, FillOutcome::Done));
+        let bytes = [0, 1, 2, 3, 6].map(|page| map.words(page * PAGE_SIZE, 1)[0].load(Ordering::Relaxed) as u8);
+        assert_eq!(bytes, [5, 5, 9, 5, 5]);
     }
 
     #[test]
