@@ -1,34 +1,43 @@
-//! Compiles the guest program (`guest/entry.rs`) to a flat image linked at its guest address.
+//! Compiles the guest programs: `guest/entry.rs` to a flat image linked at its guest address, `guest/linux.rs` to a
+//! static program for a Linux guest.
 //!
-//! Before: cargo runs it. After: `src/kvm.rs` embeds the image.
+//! Before: cargo runs it. After: `src/kvm.rs` embeds the image, `src/qemu/initrd.rs` the program.
 //! Promise: the image is self-contained; a reference to anything outside it (a library call, a panic) fails the build.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
 fn main() {
-    let var = |name: &str| env::var(name).unwrap_or_else(|error| panic!("{name}: {error}"));
-    for input in ["build.rs", "guest/entry.rs", "guest/link.ld", "src/guest.rs"] {
+    for input in ["build.rs", "guest/entry.rs", "guest/link.ld", "guest/linux.rs", "src/guest.rs"] {
         println!("cargo::rerun-if-changed={input}");
     }
-    let image = PathBuf::from(var("OUT_DIR")).join("guest.bin");
+    let out = PathBuf::from(var("OUT_DIR"));
+    let (image, program) = (out.join("guest.bin"), out.join("linux-guest"));
     if var("CARGO_CFG_TARGET_ARCH") != "x86_64" {
-        // Native guests work anywhere; a KVM guest is refused at run time when the image is empty.
-        fs::write(&image, []).expect("write an empty guest image");
+        // Native guests work anywhere; other guests are refused at run time when the image is empty.
+        [image, program].iter().for_each(|file| fs::write(file, []).expect("write an empty guest image"));
         return;
     }
     let script = PathBuf::from(var("CARGO_MANIFEST_DIR")).join("guest/link.ld");
+    compile("guest/entry.rs", &image, &["-Wl,--oformat=binary".into(), format!("-Wl,-T,{}", script.display())]);
+    compile("guest/linux.rs", &program, &["-Wl,--strip-all".into()]);
+}
+
+fn compile(source: &str, to: &Path, more: &[String]) {
     let mut rustc = Command::new(var("RUSTC"));
     rustc.args(["--edition=2024", "--crate-name=guest", "--crate-type=bin", "--target", &var("TARGET")]);
     rustc.args(["-Copt-level=2", "-Cpanic=abort", "-Crelocation-model=static", "-Ccodegen-units=1"]);
     rustc.args(["-Coverflow-checks=off", "-Cdebuginfo=0", "-Cdefault-linker-libraries=no"]);
-    for argument in ["-nostdlib", "-nostartfiles", "-static", "-no-pie", "-Wl,--build-id=none", "-Wl,--oformat=binary"]
-    {
+    let fixed = ["-nostdlib", "-nostartfiles", "-static", "-no-pie", "-Wl,--build-id=none"].map(str::to_owned);
+    for argument in fixed.iter().chain(more) {
         rustc.arg(format!("-Clink-arg={argument}"));
     }
-    rustc.arg(format!("-Clink-arg=-Wl,-T,{}", script.display()));
-    rustc.arg("-o").arg(&image).arg("guest/entry.rs");
+    rustc.arg("-o").arg(to).arg(source);
     let status = rustc.status().expect("start rustc for the guest program");
-    assert!(status.success(), "compiling the guest program failed: {status}");
+    assert!(status.success(), "compiling {source} failed: {status}");
+}
+
+fn var(name: &str) -> String {
+    env::var(name).unwrap_or_else(|error| panic!("{name}: {error}"))
 }

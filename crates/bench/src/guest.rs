@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
@@ -21,8 +22,9 @@ use ballast_sys::{Anon, memfd};
 use ballast_testvm::GuestRam;
 
 use crate::cpu;
-use crate::order::{Answer, Backing, FAULT_NS, GuestConfig, Order, Out, Pace, Touched};
+use crate::order::{Answer, Backing, FAULT_NS, GuestConfig, GuestKind, Order, Out, Pace, Touched};
 use crate::plain::Handler;
+use crate::qemu::Vmm;
 use crate::stats::{Summary, random, shuffle};
 use crate::vcpu::Vcpu;
 
@@ -121,6 +123,7 @@ enum Body {
     Empty,
     Native(Native),
     Vcpu(Vcpu),
+    Qemu(Vmm),
 }
 
 /// A guest.
@@ -131,7 +134,9 @@ pub(crate) struct Guest {
 
 impl Guest {
     pub(crate) fn new(config: GuestConfig) -> Result<Self> {
-        enter(&config.backing)?;
+        if config.kind != GuestKind::Qemu {
+            enter(&config.backing)?;
+        }
         Ok(Self { config, body: Body::Empty })
     }
 
@@ -149,17 +154,31 @@ impl Guest {
             (Order::PageOut, Body::Vcpu(vcpu)) => vcpu.page_out(self.config.pages).map(Answer::Out),
             (Order::Touch { .. }, Body::Vcpu(vcpu)) => vcpu.touch().map(Answer::Touched),
             (Order::Verify, Body::Vcpu(_)) => Ok(Answer::Done),
+            (Order::Hold, Body::Qemu(vmm)) => vmm.hold().map(|()| Answer::Done),
+            (Order::PageOut, Body::Qemu(vmm)) => vmm.page_out().map(Answer::Out),
+            (Order::Touch { seed, .. }, Body::Qemu(vmm)) => vmm.touch(seed).map(Answer::Touched),
+            (Order::Work { zipf, ms }, Body::Qemu(vmm)) => vmm.work(zipf, ms),
+            (Order::Verify, Body::Qemu(vmm)) => vmm.verify().map(|()| Answer::Done),
             (order, _) => bail!("this guest cannot do {order:?} now"),
         }
     }
 
     fn fill(&mut self) -> Result<Answer> {
         let config = &self.config;
-        if config.kvm {
-            let vcpu = Vcpu::start(config)?;
-            let ram_fd = Some(vcpu.ram().memfd().as_raw_fd());
-            self.body = Body::Vcpu(vcpu);
-            return Ok(Answer::Filled { ram_fd });
+        match config.kind {
+            GuestKind::Native => {}
+            GuestKind::Kvm => {
+                let vcpu = Vcpu::start(config)?;
+                let ram = Some(own_file(vcpu.ram()));
+                self.body = Body::Vcpu(vcpu);
+                return Ok(Answer::Filled { ram, vmm: None });
+            }
+            GuestKind::Qemu => {
+                let vmm = Vmm::start(config)?;
+                let filled = Answer::Filled { ram: Some(vmm.ram().to_owned()), vmm: Some(vmm.pid()) };
+                self.body = Body::Qemu(vmm);
+                return Ok(filled);
+            }
         }
         let len = ram_len(config);
         let (ram, pager) = if let Backing::Kernel { .. } = config.backing {
@@ -178,10 +197,15 @@ impl Guest {
                 }
             }
         }
-        let ram_fd = if let Ram::Shared(ram) = &ram { Some(ram.memfd().as_raw_fd()) } else { None };
+        let file = if let Ram::Shared(ram) = &ram { Some(own_file(ram)) } else { None };
         self.body = Body::Native(Native { ram: Arc::new(ram), pager, expected, storm: None });
-        Ok(Answer::Filled { ram_fd })
+        Ok(Answer::Filled { ram: file, vmm: None })
     }
+}
+
+/// Guest RAM of this process, as others can open it.
+fn own_file(ram: &GuestRam) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), ram.memfd().as_raw_fd()).into()
 }
 
 fn words(page: &[u8; PAGE_SIZE]) -> impl Iterator<Item = u64> {

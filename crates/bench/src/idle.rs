@@ -15,11 +15,11 @@
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::Bench;
-use crate::order::{Answer, Order, Role, WorkloadConfig};
+use crate::order::{Answer, GuestKind, Order, Role, WorkloadConfig};
 use crate::report::Row;
 use crate::stats::median;
 use crate::worker::Worker;
+use crate::{Bench, idle_qemu};
 
 /// The phase in which the first VM is attached.
 const ATTACHED: usize = 2;
@@ -73,7 +73,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
     let mut start = || {
         bench.names += 1;
         let attach = (bench.daemon.attach_socket(), format!("bench-{}", bench.names));
-        Contestant::start(WorkloadConfig { zipf, kvm: bench.options.kvm, ram_bytes, attach })
+        Contestant::start(WorkloadConfig { zipf, kvm: bench.options.is(GuestKind::Kvm), ram_bytes, attach })
     };
     let (mut first, mut second) = (start()?, start()?);
     let mut pair = Pair { ratio: [[0.0; 2]; 3], attached_ops_per_s: 0.0 };
@@ -107,7 +107,10 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (ram_bytes, repetitions, turns, ms) = match (bench.options.quick, bench.options.kvm) {
+    if bench.options.is(GuestKind::Qemu) {
+        return idle_qemu::run(bench, each);
+    }
+    let (ram_bytes, repetitions, turns, ms) = match (bench.options.quick, bench.options.is(GuestKind::Kvm)) {
         (true, _) => (16 << 20, 2, 8, 20),
         (false, false) => (64 << 20, 6, 11, 40),
         // A KVM guest takes longer to start.

@@ -20,9 +20,11 @@ mod daemon;
 mod guard;
 mod guest;
 mod idle;
+mod idle_qemu;
 mod machine;
 mod order;
 mod plain;
+mod qemu;
 mod reclaim;
 mod report;
 mod restore;
@@ -43,7 +45,7 @@ use serde_json::Value;
 
 pub use daemon::Daemon;
 pub use machine::is_release;
-pub use order::Data;
+pub use order::{Data, GuestKind};
 pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;
@@ -71,15 +73,25 @@ pub enum Which {
 pub struct Options {
     /// What.
     pub which: Which,
-    /// KVM guests instead of native threads.
-    pub kvm: bool,
+    /// What touches the memory.
+    pub guest: GuestKind,
     /// Fewer pages and repetitions.
     pub quick: bool,
 }
 
 impl Options {
+    fn is(&self, guest: GuestKind) -> bool {
+        self.guest == guest
+    }
+
+    /// What guest memory holds, one row each; a quick look at QEMU guests, which boot slowly, has one.
+    fn data(&self) -> Vec<Data> {
+        let all = [Data::HalfCompressible, Data::Incompressible];
+        all.into_iter().take(if self.quick && self.is(GuestKind::Qemu) { 1 } else { 2 }).collect()
+    }
+
     fn guest(&self) -> &'static str {
-        if self.kvm { "kvm" } else { "native" }
+        self.guest.name()
     }
 }
 
@@ -129,8 +141,13 @@ impl Bench {
 
 /// Measure; `each` gets every row as soon as it is there, with the description of the machine.
 pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
-    if let (true, Some(why)) = (options.kvm, ballast_testvm::kvm_missing()) {
-        bail!("no KVM guest can run here: {why} (a native guest needs no KVM)");
+    let missing = match options.guest {
+        GuestKind::Native => None,
+        GuestKind::Kvm => ballast_testvm::kvm_missing(),
+        GuestKind::Qemu => ballast_testvm::qemu::qemu_missing(),
+    };
+    if let Some(why) = missing {
+        bail!("no {} guest can run here: {why} (--guest native needs nothing)", options.guest());
     }
     let machine = machine::describe();
     let mut bench = Bench::start(options)?;

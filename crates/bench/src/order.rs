@@ -11,6 +11,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::stats::Summary;
 
+/// What touches guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GuestKind {
+    /// A thread.
+    Native,
+    /// A KVM virtual CPU in user mode.
+    Kvm,
+    /// An unmodified Debian kernel in QEMU, which interprets it (TCG) where no hardware can run it.
+    Qemu,
+}
+
+impl GuestKind {
+    /// As it stands in JSON and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Kvm => "kvm",
+            Self::Qemu => "qemu",
+        }
+    }
+}
+
 /// What a helper process is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Role {
@@ -20,6 +43,11 @@ pub enum Role {
     Workload(WorkloadConfig),
     /// A VM that attaches and does nothing else.
     Sparse(SparseConfig),
+    /// Becomes the program named by the words after it, and ends with whoever started it.
+    Become {
+        /// The file of a memory cgroup that takes a process id.
+        procs: Option<PathBuf>,
+    },
     /// The plain userfaultfd handler; its standard input is a socket to its guest.
     Handler,
     /// Changes settings of the machine and puts them back, whatever becomes of the bench.
@@ -91,9 +119,9 @@ pub enum Backing {
 pub struct GuestConfig {
     /// Who takes its pages.
     pub backing: Backing,
-    /// A KVM virtual CPU touches the memory, not a thread.
-    pub kvm: bool,
-    /// Pages with data. RAM is twice as large, so that a limit can be above the data and below RAM.
+    /// What touches the memory.
+    pub kind: GuestKind,
+    /// Pages with data. RAM is larger, so that a limit can be above the data and below RAM.
     pub pages: u64,
     /// What they hold.
     pub data: Data,
@@ -148,6 +176,15 @@ pub enum Order {
     Pause,
     /// Compare every byte.
     Verify,
+    /// QEMU: stand still until the next order.
+    Hold,
+    /// QEMU: work for this long, on a hot set or by Zipf's law.
+    Work {
+        /// Zipf, or hot set.
+        zipf: bool,
+        /// How long.
+        ms: u64,
+    },
     /// Attach the workload's VM, as it is.
     Attach,
     /// Run the workload for this long.
@@ -170,10 +207,12 @@ pub enum Order {
 pub enum Answer {
     /// Done.
     Done,
-    /// Filled; the number of the descriptor of guest RAM, if it is a file.
+    /// Filled.
     Filled {
-        /// The descriptor, in the helper.
-        ram_fd: Option<i32>,
+        /// Guest RAM, if it is a file.
+        ram: Option<PathBuf>,
+        /// The process whose memory it is, if that is not the helper.
+        vmm: Option<u32>,
     },
     /// Pages are out.
     Out(Out),

@@ -6,13 +6,16 @@
 
 use anyhow::Result;
 
-use crate::Bench;
-use crate::order::{Data, Out, Pace};
+use crate::order::{GuestKind, Out, Pace};
 use crate::report::Row;
 use crate::subject::{Subject, Way, out, touch};
+use crate::{Bench, qemu};
 
 const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
 
+/// How long it leaves a page there when the VMM may pin memory, as one whose guest does I/O does: the setting
+/// `quarantine_ms`.
+const PINNABLE_WAIT_US: f64 = 1_000_000.0;
 /// How long the engine leaves a page in quarantine when a VM whose memory nothing can pin is over its limit
 /// (`Tuning::direct_quarantine` in `pager`).
 const WAIT_US: f64 = 20_000.0;
@@ -24,7 +27,11 @@ fn rate_with_wait(out: &Out) -> f64 {
 
 /// Pages per second without the wait, which was no longer than it took until the first page went. (Only Ballast waits.)
 pub(crate) fn rate(out: &Out) -> f64 {
-    out.pages as f64 * 1e6 / (out.wall_us - WAIT_US.min(out.first_us)).max(1.0)
+    rate_after(WAIT_US, out)
+}
+
+fn rate_after(wait_us: f64, out: &Out) -> f64 {
+    out.pages as f64 * 1e6 / (out.wall_us - wait_us.min(out.first_us)).max(1.0)
 }
 
 #[derive(Default)]
@@ -43,18 +50,26 @@ impl Series {
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (pages, repetitions) = match (bench.options.quick, bench.options.kvm) {
+    let (pages, repetitions) = match (bench.options.quick, bench.options.guest) {
+        (true, GuestKind::Qemu) => (2048, 2),
         (true, _) => (8192, 2),
-        (false, false) => (32_768, 6),
-        (false, true) => (16_384, 4),
+        (false, GuestKind::Native) => (32_768, 6),
+        (false, GuestKind::Kvm) => (16_384, 4),
+        (false, GuestKind::Qemu) => (8192, 4),
     };
-    for data in [Data::HalfCompressible, Data::Incompressible] {
+    for data in bench.options.data() {
         let mut row = Row::new("reclaim", bench.options.guest(), data.name());
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
-        row.fact("quarantine_wait_us", WAIT_US as u64);
-        let mut subjects = bench.subjects(&WAYS, pages, data, &mut row)?;
+        let qemu = bench.options.is(GuestKind::Qemu);
+        let wait_us = if qemu { PINNABLE_WAIT_US } else { WAIT_US };
+        row.fact("quarantine_wait_us", wait_us as u64);
+        if qemu {
+            qemu::facts(&mut row);
+        }
+        let ways = if qemu { &WAYS[..2] } else { &WAYS };
+        let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
         let mut series: [Series; 3] = Default::default();
         for round in 0..=repetitions {
             let mut turns: Vec<&mut Subject> = subjects.iter_mut().collect();
@@ -71,7 +86,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         }
         subjects.iter_mut().try_for_each(Subject::verify)?;
         let [ballast, kernel, plain] = &series;
-        let (ours, theirs) = (ballast.of(rate), kernel.of(rate));
+        let (ours, theirs) = (ballast.of(|out| rate_after(wait_us, out)), kernel.of(rate));
         row.figure("reclaim_pages_per_s", &ours);
         row.figure("reclaim_with_wait_pages_per_s", &ballast.of(rate_with_wait));
         row.figure("kernel_pageout_pages_per_s", &theirs);

@@ -5,10 +5,10 @@
 
 use anyhow::Result;
 
-use crate::order::{Data, Pace};
+use crate::order::{GuestKind, Pace};
 use crate::report::{Row, rounded};
 use crate::subject::{Subject, Way, out, touch};
-use crate::{Bench, machine, zram};
+use crate::{Bench, machine, qemu, zram};
 
 const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
 
@@ -35,7 +35,7 @@ pub(crate) struct Series {
 
 impl Series {
     fn round(&mut self, bench: &mut Bench, subject: &mut Subject, seed: u64) -> Result<()> {
-        if !bench.options.kvm {
+        if bench.options.is(GuestKind::Native) {
             for (pace, into) in [(PACED, &mut self.paced), (MOVING, &mut self.moving)] {
                 out(bench, &mut [&mut *subject])?;
                 let summary = touch(&mut [&mut *subject], seed, pace)?[0].summary;
@@ -64,20 +64,30 @@ impl Series {
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (pages, repetitions) = match (bench.options.quick, bench.options.kvm) {
+    let (pages, repetitions) = match (bench.options.quick, bench.options.guest) {
+        (true, GuestKind::Qemu) => (2048, 2),
         (true, _) => (4096, 2),
-        (false, false) => (16_384, 6),
-        (false, true) => (8192, 4),
+        (false, GuestKind::Native) => (16_384, 6),
+        (false, _) => (8192, 4),
     };
-    for data in [Data::HalfCompressible, Data::Incompressible] {
+    for data in bench.options.data() {
         let mut row = Row::new("restore", bench.options.guest(), data.name());
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
-        let ways = if bench.options.kvm { &WAYS[..3] } else { &WAYS };
-        if bench.options.kvm {
-            row.because("the floor of a KVM guest: the host maps the neighbours of an untouched page along with it");
-        }
+        let ways: &[Way] = match bench.options.guest {
+            GuestKind::Native => &WAYS,
+            GuestKind::Kvm => {
+                row.because(
+                    "the floor of a KVM guest: the host maps the neighbours of an untouched page along with it",
+                );
+                &WAYS[..3]
+            }
+            GuestKind::Qemu => {
+                qemu::facts(&mut row);
+                &[Way::Ballast, Way::Kernel, Way::Floor]
+            }
+        };
         let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
         let mut series: [Series; 4] = Default::default();
         for round in 0..=repetitions {
@@ -103,7 +113,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.ratio("ratio_restore_p99", &ballast.p99, &kernel.p99);
         row.ratio("ratio_plain_p50", &ballast.p50, &plain.p50);
         row.ratio("ratio_plain_p99", &ballast.p99, &plain.p99);
-        if !bench.options.kvm {
+        if bench.options.is(GuestKind::Native) {
             row.figure("restore_faulted_pct", &ballast.faulted_pct);
             for (at, percentile) in ["p50", "p99"].into_iter().enumerate() {
                 row.figure(&format!("restore_fault_us_{percentile}"), &ballast.faults[at]);
@@ -129,7 +139,7 @@ fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<
     for subject in subjects {
         match subject.way {
             Way::Ballast => {
-                if !bench.options.kvm {
+                if !bench.options.is(GuestKind::Kvm) {
                     let latency = bench.daemon.api().vm(subject.name())?.restore_latency;
                     row.fact("engine_restore_us_p50", rounded(latency.p50_us));
                     row.fact("engine_restore_us_p99", rounded(latency.p99_us));
@@ -142,11 +152,11 @@ fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<
                 row.fact("store_bytes_per_page", stat.store_bytes / pages);
             }
             Way::Kernel => {
-                let pages = out(bench, &mut [&mut *subject])?.pages;
+                out(bench, &mut [&mut *subject])?;
                 if let Ok(device) = &bench.kernel {
                     let (bytes, algorithm) = zram::used(device)?;
                     row.fact("kernel_compression", algorithm);
-                    row.fact("zram_bytes_per_page", bytes / pages);
+                    row.fact("zram_bytes_per_page", bytes / zram::used_pages()?.max(1));
                 }
             }
             Way::Plain | Way::Floor => {}

@@ -3,7 +3,11 @@
 //! Before: `worker` started this process. After: exit when the orders end, or when the bench dies.
 //! Promise: an order that fails is answered with its reason; the process goes on.
 
+use std::ffi::OsString;
 use std::io::{BufRead, Write};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -11,13 +15,13 @@ use ballast_base::Bytes;
 use ballast_testvm::GuestRam;
 use rustix::process::Signal;
 
-use crate::guest::{Guest, Pager};
+use crate::guest::{Guest, Pager, enter};
 use crate::order::{Answer, Backing, Order, Role, SparseConfig};
 use crate::workload::Runner;
 use crate::{guard, plain};
 
-/// Play a role, given as JSON, until standard input ends.
-pub fn run(role: &str) -> Result<()> {
+/// Play a role, given as JSON, until standard input ends. The words are those of a program to become.
+pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     let role: Role = serde_json::from_str(role).context("This command is for ballast bench alone; its role")?;
     if !matches!(role, Role::Guard) {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -25,6 +29,7 @@ pub fn run(role: &str) -> Result<()> {
     match role {
         Role::Handler => plain::serve(),
         Role::Guard => guard::run(),
+        Role::Become { procs } => turn_into(words, procs),
         Role::Guest(config) => {
             let mut guest = Guest::new(config)?;
             obey(|order| guest.obey(order))
@@ -50,6 +55,16 @@ pub fn run(role: &str) -> Result<()> {
             })
         }
     }
+}
+
+/// The signal that ends this process with its parent outlives the change, and the memory cgroup is the new program's.
+fn turn_into(words: &[OsString], procs: Option<PathBuf>) -> Result<()> {
+    let (program, words) = words.split_first().context("there is no program to become")?;
+    if let Some(procs) = procs {
+        enter(&Backing::Kernel { procs })?;
+    }
+    let error = Command::new(program).args(words).exec();
+    Err(error).with_context(|| format!("Becoming {}", program.display()))
 }
 
 /// Answer each order in turn until they end.

@@ -7,13 +7,15 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use crate::order::{Data, Pace};
+use crate::order::{Data, GuestKind, Pace};
 use crate::reclaim::rate;
 use crate::report::Row;
 use crate::subject::{Subject, Way, out, touch};
-use crate::{Bench, attach};
+use crate::{Bench, attach, qemu};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
+/// The figures that are looked for first.
+const KEYS: [&str; 2] = ["scale_2_threads", "scale_2_threads_restore"];
 
 #[derive(Default)]
 struct Series {
@@ -43,7 +45,10 @@ impl Series {
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (pages, repetitions) = match (bench.options.quick, bench.options.kvm) {
+    if bench.options.is(GuestKind::Qemu) {
+        return each(qemu::not_measured("scale", "two VMs at once against one", &KEYS));
+    }
+    let (pages, repetitions) = match (bench.options.quick, bench.options.is(GuestKind::Kvm)) {
         (true, _) => (8192, 2),
         (false, false) => (24_576, 6),
         (false, true) => (16_384, 2),
@@ -80,7 +85,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.figure(&format!("kernel_swapin_{name}_us_p99"), &kernel.p99[index]);
     }
     drop(pairs);
-    if !bench.options.kvm {
+    if bench.options.is(GuestKind::Native) {
         attach::measure(bench, repetitions, &mut row)?;
     }
     each(row)

@@ -12,7 +12,7 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, PageCount};
 use ballast_sys::memfd;
 
-use crate::order::{Answer, Backing, Data, GuestConfig, Order, Out, Pace, Role, Touched};
+use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Role, Touched};
 use crate::worker::Worker;
 use crate::{Bench, cgroup, cpu};
 
@@ -43,6 +43,8 @@ pub struct Subject {
     pub way: Way,
     config: GuestConfig,
     worker: Option<Worker>,
+    /// The process whose memory it is, if that is not the worker.
+    vmm: Option<u32>,
     /// Guest RAM, to ask what it holds.
     ram: Option<File>,
     /// The kernel's: its cgroup.
@@ -67,9 +69,9 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        let config = GuestConfig { backing, kvm: bench.options.kvm, pages, data };
-        let mut subject = Self { way, config, worker: None, ram: None, cgroup, name: String::new() };
-        if !bench.options.kvm {
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data };
+        let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
+        if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
         }
         Ok(subject)
@@ -84,11 +86,11 @@ impl Subject {
             self.name.clone_from(name);
         }
         let mut worker = Worker::start(&Role::Guest(self.config.clone()))?;
-        let Answer::Filled { ram_fd } = worker.ask(&Order::Fill)? else { bail!("a guest does not fill its memory") };
-        if let Some(fd) = ram_fd {
-            let path = format!("/proc/{}/fd/{fd}", worker.pid());
-            self.ram = Some(File::open(&path).with_context(|| format!("Opening {path}"))?);
+        let Answer::Filled { ram, vmm } = worker.ask(&Order::Fill)? else { bail!("a guest does not fill its memory") };
+        if let Some(path) = ram {
+            self.ram = Some(File::open(&path).with_context(|| format!("Opening {}", path.display()))?);
         }
+        self.vmm = vmm;
         self.worker = Some(worker);
         if self.way == Way::Ballast { bench.daemon.wait_for_vm(&self.name) } else { Ok(()) }
     }
@@ -123,11 +125,14 @@ impl Subject {
 
     /// CPU time of the engine's threads and of the guest's, whose own thread does nothing meanwhile.
     fn cpu_us(&mut self, bench: &Bench) -> Result<f64> {
-        let pid = self.worker()?.pid();
+        let pid = self.vmm.unwrap_or(self.worker()?.pid());
         Ok(cpu::of_threads(bench.engine_pid()?, |_| true)? + cpu::of_threads(pid, |_| true)?)
     }
 
     fn start_out(&mut self, bench: &Bench) -> Result<Squeeze> {
+        if self.config.kind == GuestKind::Qemu {
+            self.ask(&Order::Hold)?;
+        }
         if self.way != Way::Ballast {
             self.worker()?.tell(&Order::PageOut)?;
             return Ok(Squeeze { before: 0, cpu_us: 0.0 });
@@ -175,8 +180,8 @@ impl Subject {
         if self.way != Way::Ballast {
             return Ok(());
         }
-        // Above all data and below RAM, so that reclaim watches and does nothing; a KVM guest's RAM is all data.
-        let limit = (!self.config.kvm).then(|| PageCount(2 * self.config.pages - 1).bytes().0);
+        // Above all data and below RAM, so that reclaim watches and does nothing; other guests' RAM is all data.
+        let limit = (self.config.kind == GuestKind::Native).then(|| PageCount(2 * self.config.pages - 1).bytes().0);
         bench.daemon.api().set_limit(&self.name, limit)?;
         Ok(())
     }
@@ -190,7 +195,7 @@ impl Subject {
 /// Put every page of these guests out, all at once: the sum of pages and CPU time, and the time until the last was
 /// done.
 pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
-    if bench.options.kvm {
+    if bench.options.is(GuestKind::Kvm) {
         subjects.iter_mut().try_for_each(|subject| subject.start(bench))?;
     }
     let start = Instant::now();

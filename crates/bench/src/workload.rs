@@ -53,7 +53,7 @@ impl Runner {
             bail!("the workload VM ended: {}", running.ended.recv().unwrap_or_default());
         }
         self.running = Some(running);
-        Ok(Answer::Filled { ram_fd: None })
+        Ok(Answer::Filled { ram: None, vmm: None })
     }
 
     /// From now on the daemon could take its memory.

@@ -50,6 +50,9 @@ pub enum Command {
     BenchRole {
         /// The role, as JSON
         role: String,
+        /// A program to become
+        #[arg(last = true)]
+        words: Vec<std::ffi::OsString>,
     },
     /// Print a completion script for a shell
     Completions {

@@ -4,7 +4,7 @@
 //! Promise: a build that was not made for speed says so before anything else.
 
 use anyhow::Result;
-use ballast_bench::{Options, Which};
+use ballast_bench::{GuestKind, Options, Which};
 
 use crate::show;
 
@@ -14,7 +14,7 @@ pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     what: What,
-    /// What touches the memory: a thread, or a KVM virtual CPU
+    /// What touches the memory
     #[arg(long, value_enum, default_value = "native")]
     guest: Guest,
     /// Fewer pages and repetitions
@@ -37,10 +37,14 @@ enum What {
     Storm,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Guest {
+    /// A thread
     Native,
+    /// A KVM virtual CPU in user mode
     Kvm,
+    /// An unmodified Debian kernel in QEMU (needs the guest image of `make demo`)
+    Qemu,
 }
 
 /// Run it.
@@ -57,7 +61,12 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
         What::Idle => Which::Idle,
         What::Storm => Which::Storm,
     };
-    let options = Options { which, kvm: args.guest == Guest::Kvm, quick: args.quick };
+    let guest = match args.guest {
+        Guest::Native => GuestKind::Native,
+        Guest::Kvm => GuestKind::Kvm,
+        Guest::Qemu => GuestKind::Qemu,
+    };
+    let options = Options { which, guest, quick: args.quick };
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {
         if json {

@@ -39,7 +39,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Run(args) => match run::run(args)? {},
         Command::Demo(args) => demo::run(args, cli.json)?,
         Command::Bench(args) => bench::run(args, cli.json)?,
-        Command::BenchRole { role } => ballast_bench::run_role(&role)?,
+        Command::BenchRole { role, words } => ballast_bench::run_role(&role, &words)?,
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Top(args) => top::run(client()?, args, cli.json)?,
         Command::Host => host::host(&client()?, cli.json)?,

@@ -38,19 +38,63 @@ fn machine() -> String {
     files.map(|path| std::fs::read_to_string(path).unwrap_or_default()).collect()
 }
 
+/// The rows of a bench in haste.
+fn rows(arguments: &[&str]) -> Vec<Value> {
+    let output = Command::new(BALLAST).arg("bench").args(arguments).args(["--quick", "--json"]).output();
+    let output = output.expect("start ballast");
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.lines().map(|line| serde_json::from_str(line).expect("one JSON object a line")).collect()
+}
+
+/// Is this figure there, with its spread and noise?
+fn assert_figure(row: &Value, key: &str) {
+    for suffix in ["", "_min", "_max", "_aa_pct"] {
+        assert!(row[format!("{key}{suffix}")].is_number(), "{key}{suffix} in {row}");
+    }
+}
+
+#[test]
+fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
+    if skip() {
+        return;
+    }
+    if let Some(why) = ballast_testvm::qemu::qemu_missing() {
+        println!("SKIP needs=qemu: {why}");
+        return;
+    }
+    if !Path::new(BALLAST).with_file_name("libballast_preload.so").is_file() {
+        println!(
+            "SKIP needs=preload: the preload library is not built beside ballast (cargo build -p ballast-preload)"
+        );
+        return;
+    }
+    let before = machine();
+    let restore = rows(&["restore", "--guest", "qemu"]);
+    for row in &restore {
+        assert_eq!((row["bench"].as_str(), row["guest"].as_str()), (Some("restore"), Some("qemu")));
+        ["restore_us_p50", "restore_us_p99", "floor_us_p50"].iter().for_each(|key| assert_figure(row, key));
+        assert!(row["plain_us_p50"].is_null() && row["not_measured"].is_array(), "{row}");
+    }
+    let idle = rows(&["idle", "--guest", "qemu"]);
+    assert_eq!(idle.iter().filter_map(|row| row["workload"].as_str()).collect::<Vec<_>>(), ["hotset", "zipf"]);
+    for row in &idle {
+        assert!(row["idle_overhead_pct"].is_number() && row["idle_aa_pct"].is_number(), "{row}");
+    }
+    for (bench, key) in [("scale", "scale_2_threads"), ("storm", "storm_victim_p99_ratio")] {
+        let rows = rows(&[bench, "--guest", "qemu"]);
+        assert!(rows.iter().all(|row| row[key].is_null() && row["not_measured"].is_array()), "{rows:?}");
+    }
+    assert_eq!(machine(), before);
+}
+
 #[test]
 fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
     if skip() {
         return;
     }
     let before = machine();
-    let output = Command::new(BALLAST).args(["bench", "restore", "--quick", "--json"]).output().expect("start ballast");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{error}");
-    let rows: Vec<Value> = String::from_utf8_lossy(&output.stdout)
-        .lines()
-        .map(|line| serde_json::from_str(line).expect("one JSON object a line"))
-        .collect();
+    let rows = rows(&["restore"]);
     let data: Vec<&str> = rows.iter().filter_map(|row| row["data"].as_str()).collect();
     assert_eq!(data, ["half_compressible", "incompressible"]);
     for row in &rows {
@@ -58,9 +102,7 @@ fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
         for key in
             ["restore_us_p50", "restore_us_p90", "restore_us_p99", "restore_us_max", "plain_us_p50", "floor_us_p50"]
         {
-            for suffix in ["", "_min", "_max", "_aa_pct"] {
-                assert!(row[format!("{key}{suffix}")].is_number(), "{key}{suffix} in {row}");
-            }
+            assert_figure(row, key);
         }
         let kernel = ["kernel_swapin_us_p50", "kernel_swapin_us_p99", "ratio_restore_p50", "ratio_restore_p99"];
         // Another swap device, or no memory cgroups: then the row must say so.

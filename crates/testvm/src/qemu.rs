@@ -7,16 +7,17 @@
 
 mod builder;
 mod console;
+mod initrd;
 pub mod load;
 mod qmp;
 #[cfg(test)]
 mod tests;
 
-use std::io;
+use std::io::{self, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, ExitStatus};
+use std::process::{Child, ChildStdin, ExitStatus};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -118,6 +119,7 @@ pub fn qemu_missing() -> Option<String> {
 pub struct QemuGuest {
     name: String,
     child: Child,
+    input: Option<ChildStdin>,
     console: Arc<Console>,
     redis_port: u16,
     dir: PathBuf,
@@ -141,17 +143,31 @@ impl QemuGuest {
         self.wait_for("BALLAST-EXIT", patience, |said| said.exit)
     }
 
+    /// Type a line at its console. The bench program ([`Builder::bench`]) answers with [`Self::answer`].
+    pub fn tell(&mut self, line: &str) -> Result<(), Error> {
+        let written = match &mut self.input {
+            Some(input) => input.write_all(format!("{line}\n").as_bytes()).and_then(|()| input.flush()),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        };
+        written.map_err(|source| Error::Io { doing: "Telling", guest: self.name.clone(), source })
+    }
+
+    /// Wait for the next line that says `BALLAST-SAYS`; answers what follows.
+    pub fn answer(&mut self, patience: Duration) -> Result<String, Error> {
+        self.wait_for("BALLAST-SAYS", patience, |said| said.answers.pop_front())
+    }
+
     fn wait_for<T>(
         &mut self,
         want: &'static str,
         patience: Duration,
-        found: impl Fn(&Said) -> Option<T>,
+        found: impl Fn(&mut Said) -> Option<T>,
     ) -> Result<T, Error> {
         let deadline = Instant::now() + patience;
         let console = Arc::clone(&self.console);
         let mut said = console.lock();
         loop {
-            if let Some(found) = found(&said) {
+            if let Some(found) = found(&mut said) {
                 return Ok(found);
             }
             let guest = self.name.clone();

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use ballast_base::{Bytes, MIB};
 
 use super::console::Console;
-use super::{Error, Image, QEMU, QemuGuest};
+use super::{Error, Image, QEMU, QemuGuest, initrd};
 
 /// Hardware KVM where it is usable; TCG, QEMU's own interpreter, elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +73,7 @@ pub struct Builder {
     extra_args: Vec<String>,
     redis_maxmemory: Bytes,
     run: Option<String>,
+    bench: bool,
     dir: Option<PathBuf>,
 }
 
@@ -92,6 +93,7 @@ impl Builder {
             extra_args: Vec::new(),
             redis_maxmemory: Bytes(0),
             run: None,
+            bench: false,
             dir: None,
         }
     }
@@ -174,6 +176,12 @@ impl Builder {
         self
     }
 
+    /// Run the bench program (`guest/linux.rs`) in the guest instead of Redis; see [`QemuGuest::tell`].
+    pub fn bench(mut self) -> Self {
+        self.bench = true;
+        self.run(initrd::BENCH)
+    }
+
     /// Where console log and QMP socket go and stay (default: a temporary directory that goes with the guest).
     pub fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.dir = Some(dir.into());
@@ -230,7 +238,7 @@ impl Builder {
             let guest = self.name.clone();
             move |source| Error::Io { doing, guest, source }
         };
-        let image = match self.image.clone() {
+        let mut image = match self.image.clone() {
             Some(image) => image,
             None => Image::find()?,
         };
@@ -245,6 +253,11 @@ impl Builder {
                 (owned.path().to_path_buf(), Some(owned))
             }
         };
+        if self.bench {
+            let with_program = dir.join("initrd");
+            initrd::with_bench(&image.initrd, &with_program).map_err(io("Making the initrd of"))?;
+            image.initrd = with_program;
+        }
         let redis_port = free_port().map_err(io("Picking a port for"))?;
         let qmp = dir.join("qmp");
         let args = self.qemu_args(&image, redis_port, &qmp);
@@ -255,15 +268,16 @@ impl Builder {
             .args(&words[1..])
             .args(&args)
             .envs(self.env.iter().map(|(key, value)| (key, value)))
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(stderr)
             .spawn()
             .map_err(io("Starting"))?;
-        let stdout = child.stdout.take();
+        let (input, stdout) = (child.stdin.take(), child.stdout.take());
         let console = Arc::new(Console::default());
         let writer = Arc::clone(&console);
-        let guest = QemuGuest { name: self.name.clone(), child, console, redis_port, dir, _owned_dir: owned_dir };
+        let guest =
+            QemuGuest { name: self.name.clone(), child, input, console, redis_port, dir, _owned_dir: owned_dir };
         std::thread::Builder::new()
             .name(format!("serial {}", self.name))
             .spawn(move || stdout.map(|stdout| writer.follow(stdout, serial)))

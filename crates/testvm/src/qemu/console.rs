@@ -29,6 +29,8 @@ pub(super) struct Said {
     pub(super) ready: bool,
     /// The status after `BALLAST-EXIT`.
     pub(super) exit: Option<i32>,
+    /// What was said after `BALLAST-SAYS` and not fetched yet.
+    pub(super) answers: VecDeque<String>,
     /// Nobody holds the console's other end any more.
     pub(super) closed: bool,
     /// The process was found dead one look ago and nothing was said since.
@@ -69,6 +71,9 @@ impl Said {
         self.ready |= line.contains("BALLAST-READY");
         if let Some((_, rest)) = line.split_once("BALLAST-EXIT ") {
             self.exit = rest.split_whitespace().next().and_then(|status| status.parse().ok());
+        }
+        if let Some((_, answer)) = line.split_once("BALLAST-SAYS ") {
+            self.answers.push_back(answer.to_owned());
         }
         self.tail.push_back(line.to_string());
         if self.tail.len() > TAIL_LINES {

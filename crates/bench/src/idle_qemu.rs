@@ -1,0 +1,94 @@
+//! What being attached costs a QEMU guest that nobody squeezes.
+//!
+//! Before: three guests, one under `ballast run`, two as they are. After: by how much the attached one is slower than
+//! the second, and, as the noise, by how much the third is.
+//! Units: as in `idle`. Promise: only one of them works at a time, in short turns; the others wait for an order.
+//! A QEMU attaches when it starts or never: so the three differ in where their memory lies, too, and the noise between
+//! two that are alike says how much that makes.
+
+use anyhow::{Context, Result, bail};
+
+use crate::Bench;
+use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Role};
+use crate::report::Row;
+use crate::stats::median;
+use crate::worker::Worker;
+
+/// Operations per second by the clock, and per second of CPU time.
+fn speed(worker: &mut Worker, zipf: bool, ms: u64) -> Result<[f64; 2]> {
+    let Answer::Sliced { ops, wall_us, cpu_us } = worker.ask(&Order::Work { zipf, ms })? else { bail!("a VM stands") };
+    Ok([ops as f64 * 1e6 / wall_us, ops as f64 * 1e6 / cpu_us])
+}
+
+fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
+    let config = GuestConfig { backing, kind: GuestKind::Qemu, pages, data: Data::HalfCompressible };
+    let mut worker = Worker::start(&Role::Guest(config))?;
+    worker.ask(&Order::Fill)?;
+    if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }
+}
+
+/// By how many percent the first and the third are slower than the second; and the first one's speed.
+fn trio(workers: &mut [Worker; 3], zipf: bool, turns: usize, ms: u64) -> Result<([[f64; 2]; 2], f64)> {
+    let mut ratios = [const { [const { Vec::new() }; 2] }; 2];
+    let mut first = Vec::new();
+    for turn in 0..=turns {
+        let mut speeds = [[0.0; 2]; 3];
+        for step in 0..3 {
+            let at = (turn + step) % 3;
+            speeds[at] = speed(&mut workers[at], zipf, ms)?;
+        }
+        // The first turn warms up.
+        for clock in (0..2).filter(|_| turn > 0) {
+            ratios[0][clock].push(speeds[0][clock] / speeds[1][clock]);
+            ratios[1][clock].push(speeds[2][clock] / speeds[1][clock]);
+        }
+        first.push(speeds[0][0]);
+    }
+    let mut slower = [[0.0; 2]; 2];
+    for (which, clock) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        slower[which][clock] = (1.0 - median(&ratios[which][clock]).context("there are turns")?) * 100.0;
+    }
+    Ok((slower, median(&first).context("there are turns")?))
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (pages, repetitions, turns, ms) = if bench.options.quick { (1024, 2, 4, 20) } else { (8192, 4, 15, 100) };
+    let (mut slower, mut speeds) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
+    for _ in 0..repetitions {
+        bench.names += 1;
+        let name = format!("bench-{}", bench.names);
+        let attached = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
+        let mut workers = [
+            start(bench, attached, pages)?,
+            start(bench, Backing::Floor, pages)?,
+            start(bench, Backing::Floor, pages)?,
+        ];
+        bench.daemon.wait_for_vm(&name)?;
+        for workload in 0..2 {
+            let (differences, speed) = trio(&mut workers, workload == 1, turns, ms)?;
+            slower[workload].push(differences);
+            speeds[workload].push(speed);
+        }
+        for worker in &mut workers {
+            worker.ask(&Order::Verify)?;
+        }
+    }
+    for (workload, name) in ["hotset", "zipf"].into_iter().enumerate() {
+        let mut row = Row::new("idle", GuestKind::Qemu.name(), name);
+        row.fact("workload", name);
+        row.fact("data_pages", pages);
+        row.fact("repetitions", repetitions);
+        row.fact("turns", turns);
+        row.fact("turn_ms", ms);
+        let of = |which: usize, clock: usize| -> Vec<f64> {
+            slower[workload].iter().map(|slower: &[[f64; 2]; 2]| slower[which][clock]).collect()
+        };
+        row.difference("idle_overhead_pct", &of(0, 0));
+        row.difference("idle_aa_pct", &of(1, 0));
+        row.difference("idle_overhead_cpu_pct", &of(0, 1));
+        row.difference("idle_aa_cpu_pct", &of(1, 1));
+        row.figure("attached_ops_per_s", &speeds[workload]);
+        each(row)?;
+    }
+    Ok(())
+}
