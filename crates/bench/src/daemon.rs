@@ -19,13 +19,22 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Start the `ballastd` beside this program.
+    /// Start the `ballastd` beside this program, as it is without settings.
     pub fn start() -> Result<Self> {
+        Self::with_settings("")
+    }
+
+    /// Start it with these settings, in TOML.
+    pub fn with_settings(settings: &str) -> Result<Self> {
         let ballastd = std::env::current_exe().context("Finding this program's own file")?.with_file_name("ballastd");
         ensure!(ballastd.is_file(), "{} is missing: build the whole workspace first", ballastd.display());
         let dir = tempfile::Builder::new().prefix("ballast-own-").tempdir().context("Making a directory")?;
         let log = std::fs::File::create(dir.path().join("ballastd.log")).context("Making the log")?;
+        let config = dir.path().join("ballastd.toml");
+        std::fs::write(&config, settings).context("Writing settings")?;
         let keeper = Command::new(&ballastd)
+            .arg("--config")
+            .arg(&config)
             .arg("--runtime-dir")
             .arg(dir.path())
             .stdin(Stdio::null())
@@ -61,6 +70,18 @@ impl Daemon {
                 }
                 answer => return answer.map(drop).with_context(|| format!("Waiting for the VM {name}")),
             }
+        }
+    }
+
+    /// Wait until the API has forgotten a VM: its process has ended a moment earlier.
+    pub fn wait_until_gone(&self, name: &str) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            match self.api.vm(name) {
+                Err(error) if error.is_no_such_vm() => return Ok(()),
+                _ => ensure!(start.elapsed() < Duration::from_secs(10), "the VM {name} does not go"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 

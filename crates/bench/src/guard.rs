@@ -8,6 +8,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
+use ballast_base::Bytes;
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -15,7 +16,7 @@ use crate::cgroup::Cgroup;
 use crate::order::{Answer, Order, Role};
 use crate::role::obey;
 use crate::worker::Worker;
-use crate::zram::Swap;
+use crate::zram::{Swap, SwapFile};
 
 /// Say what could not be put back.
 pub(crate) fn warn(what: &str, result: std::io::Result<()>) {
@@ -51,6 +52,7 @@ impl Undo for Process {}
 impl Undo for Directory {}
 impl Undo for Cgroup {}
 impl Undo for Swap {}
+impl Undo for SwapFile {}
 
 /// Play the guard.
 pub(crate) fn run() -> Result<()> {
@@ -65,6 +67,11 @@ pub(crate) fn run() -> Result<()> {
                 let swap = Swap::new()?;
                 let device = swap.device().to_owned();
                 (Box::new(swap), Answer::Path(device))
+            }
+            Order::SwapFile { dir, bytes } => {
+                let swap = SwapFile::new(&dir, Bytes(bytes))?;
+                let path = swap.path().to_owned();
+                (Box::new(swap), Answer::Path(path))
             }
             Order::Cgroup(name) => {
                 let cgroup = Cgroup::new(&name)?;
@@ -101,6 +108,11 @@ impl Guard {
     /// A zram device as the only swap, until the end.
     pub fn swap(&mut self) -> Result<PathBuf> {
         self.path(&Order::Swap)
+    }
+
+    /// A file in this directory as the only swap, until the end.
+    pub fn swap_file(&mut self, dir: PathBuf, size: Bytes) -> Result<PathBuf> {
+        self.path(&Order::SwapFile { dir, bytes: size.0 })
     }
 
     /// A memory cgroup, until the end.

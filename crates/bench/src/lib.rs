@@ -22,7 +22,9 @@ mod guest;
 mod idle;
 mod idle_qemu;
 mod machine;
+mod many;
 mod order;
+mod overhead;
 mod plain;
 mod qemu;
 mod reclaim;
@@ -30,6 +32,7 @@ mod report;
 mod restore;
 mod role;
 mod scale;
+mod spill;
 mod stats;
 mod storm;
 mod subject;
@@ -66,10 +69,12 @@ pub enum Which {
     Idle,
     /// What a neighbour's faults do to a VM's.
     Storm,
+    /// How fast far pages go to a disk, and how long a touch of one there takes.
+    Spill,
 }
 
 /// How to measure it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// What.
     pub which: Which,
@@ -77,6 +82,8 @@ pub struct Options {
     pub guest: GuestKind,
     /// Fewer pages and repetitions.
     pub quick: bool,
+    /// Spill: a directory on the disk.
+    pub dir: PathBuf,
 }
 
 impl Options {
@@ -109,11 +116,15 @@ pub(crate) struct Bench {
 impl Bench {
     fn start(options: Options) -> Result<Self> {
         let mut guard = Guard::start()?;
-        let daemon = Daemon::start()?;
+        let spill = options.which == Which::Spill;
+        let daemon = Daemon::with_settings(&if spill { spill::settings(&options.dir) } else { String::new() })?;
         guard.remove_dir(daemon.dir().to_owned())?;
         guard.end_process(daemon.keeper_pid())?;
-        let wanted = options.which != Which::Idle;
-        let kernel = if wanted { guard.swap().map_err(|error| format!("{error:#}")) } else { Err(String::new()) };
+        let kernel = match options.which {
+            Which::Idle => Err(String::new()),
+            Which::Spill => guard.swap_file(options.dir.clone(), spill::SWAP).map_err(|error| format!("{error:#}")),
+            _ => guard.swap().map_err(|error| format!("{error:#}")),
+        };
         Ok(Self { options, daemon, kernel, names: 0, guard })
     }
 
@@ -152,12 +163,13 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     let machine = machine::describe();
     let mut bench = Bench::start(options)?;
     let mut each = |row: Row| each(&row, &machine);
-    let result = match options.which {
+    let result = match bench.options.which {
         Which::Restore => restore::run(&mut bench, &mut each),
         Which::Reclaim => reclaim::run(&mut bench, &mut each),
         Which::Scale => scale::run(&mut bench, &mut each),
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
+        Which::Spill => spill::run(&mut bench, &mut each),
     };
     if result.is_err() {
         eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());

@@ -194,6 +194,13 @@ pub enum Order {
     },
     /// Guard: a zram device of our own as the only swap.
     Swap,
+    /// Guard: a swap file of ours in this directory as the only swap.
+    SwapFile {
+        /// The directory.
+        dir: PathBuf,
+        /// Size of the file.
+        bytes: u64,
+    },
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
     /// Guard: in the end, end this process.

@@ -119,6 +119,11 @@ impl Subject {
         Ok(())
     }
 
+    /// The kernel's: its cgroup.
+    pub fn cgroup(&self) -> Option<&std::path::Path> {
+        self.cgroup.as_deref()
+    }
+
     fn resident(&self) -> Result<u64> {
         Ok(memfd::resident(self.ram.as_ref().context("guest RAM is no file")?)?.0)
     }

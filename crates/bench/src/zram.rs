@@ -1,16 +1,18 @@
-//! The kernel's swap for a bench: a zram device as the only swap, with Ballast's compression where the kernel has it.
+//! The kernel's swap for a bench: a zram device as the only swap, with Ballast's compression where the kernel has it; or a
+//! file on a disk.
 //!
 //! Before: root, an unused zram device, no other swap. After: everything is as it was.
 //! Threads: one. Units: bytes. Promise: a device that is in use is never touched, and what was changed is put back when
 //! [`Swap`] is dropped, in reverse order. Two benches do not disturb each other: the second waits for the first.
 
 use std::fs::{self, File};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, GIB, PAGE_SIZE};
 use ballast_sys::swap;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FallocateFlags, FlockOperation, flock};
 
 use crate::guard::warn;
 
@@ -89,27 +91,14 @@ pub struct Swap {
 impl Swap {
     /// Make the device and swap to it.
     pub fn new() -> Result<Self> {
-        ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
-        let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
-        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            eprintln!("ballast bench: waiting for another bench to end");
-            flock(&lock, FlockOperation::LockExclusive).context("Waiting for another bench")?;
-        }
-        if let Some(other) = swaps()?.first() {
-            bail!("another swap device is active ({other}): what it takes could not be told apart (swapoff {other})");
-        }
+        let lock = alone()?;
         let (block, device) = unused()?;
         let mut settings = Vec::new();
         let algorithm = block.join("comp_algorithm");
         if read(&algorithm)?.split_ascii_whitespace().any(|word| word.trim_matches(['[', ']']) == "lz4") {
             settings.extend(Setting::change(algorithm, "lz4")?);
         }
-        // One page at a time, as Ballast; and no second compressed pool in front of the device.
-        settings.extend(Setting::change("/proc/sys/vm/page-cluster", "0")?);
-        let zswap = Path::new("/sys/module/zswap/parameters/enabled");
-        if zswap.exists() {
-            settings.extend(Setting::change(zswap, "N")?);
-        }
+        plainly(&mut settings)?;
         let disksize = block.join("disksize");
         fs::write(&disksize, SIZE.0.to_string()).with_context(|| format!("Writing {}", disksize.display()))?;
         let sized = Sized(block);
@@ -122,6 +111,73 @@ impl Swap {
     pub fn device(&self) -> &Path {
         &self.active.0
     }
+}
+
+/// The kernel swaps to a file of ours. Fields are dropped in this order.
+#[derive(Debug)]
+pub struct SwapFile {
+    active: Active,
+    _named: Named,
+    _settings: Vec<Setting>,
+    _lock: File,
+}
+
+impl SwapFile {
+    /// Make the file and swap to it.
+    pub fn new(dir: &Path, size: Bytes) -> Result<Self> {
+        let lock = alone()?;
+        let mut settings = Vec::new();
+        plainly(&mut settings)?;
+        let path = dir.join(format!(".ballast-bench-swap-{}", std::process::id()));
+        let file = File::options().write(true).create_new(true).mode(0o600).open(&path);
+        let file = file.with_context(|| format!("Making {}", path.display()))?;
+        let named = Named(path.clone());
+        // All of it, since a swap file has no holes.
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size.0)
+            .with_context(|| format!("Allocating {size} for {}", path.display()))?;
+        swap::sign(&path, size).with_context(|| format!("Writing a swap header to {}", path.display()))?;
+        swap::on(&path, swap::TOP_PRIORITY).with_context(|| format!("Swapping to {}", path.display()))?;
+        Ok(Self { active: Active(path), _named: named, _settings: settings, _lock: lock })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.active.0
+    }
+}
+
+/// A file that is removed when this is dropped.
+#[derive(Debug)]
+struct Named(PathBuf);
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        warn(&format!("removing {}", self.0.display()), fs::remove_file(&self.0));
+    }
+}
+
+/// Wait for other benches, and make sure that there is no other swap.
+fn alone() -> Result<File> {
+    ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
+    let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        eprintln!("ballast bench: waiting for another bench to end");
+        flock(&lock, FlockOperation::LockExclusive).context("Waiting for another bench")?;
+    }
+    if let Some(other) = swaps()?.first() {
+        bail!("another swap device is active ({other}): what it takes could not be told apart (swapoff {other})");
+    }
+    Ok(lock)
+}
+
+/// One page at a time, as Ballast; and no compressed pool in front of the device.
+fn plainly(settings: &mut Vec<Setting>) -> Result<()> {
+    settings.extend(Setting::change("/proc/sys/vm/page-cluster", "0")?);
+    let zswap = Path::new("/sys/module/zswap/parameters/enabled");
+    if zswap.exists() {
+        settings.extend(Setting::change(zswap, "N")?);
+    }
+    Ok(())
 }
 
 /// A zram device nobody uses: its directory in sysfs and its node.
@@ -200,6 +256,25 @@ mod tests {
         let lock = File::open(BLOCK).expect("sysfs");
         flock(&lock, FlockOperation::LockExclusive).expect("lock");
         assert_eq!(machine(), before);
+    }
+
+    #[test]
+    fn a_swap_file_is_the_only_swap_while_it_lives_and_leaves_nothing() {
+        let lock = File::open(BLOCK).expect("sysfs");
+        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        let before = machine();
+        drop(lock);
+        let dir = tempfile::tempdir().expect("a directory");
+        let swap = match SwapFile::new(dir.path(), Bytes(16 << 20)) {
+            Ok(swap) => swap,
+            Err(error) => return println!("SKIP needs=swapfile: {error:#}"),
+        };
+        assert_eq!(swaps().expect("swaps"), [swap.path().to_string_lossy()]);
+        drop(swap);
+        let lock = File::open(BLOCK).expect("sysfs");
+        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        assert_eq!(machine(), before);
+        assert_eq!(fs::read_dir(dir.path()).expect("read").count(), 0);
     }
 
     #[test]

@@ -3,13 +3,15 @@
 //! Before: `ballastd` lies beside this program. After: a table for people, or one JSON object per row.
 //! Promise: a build that was not made for speed says so before anything else.
 
-use anyhow::Result;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
 use ballast_bench::{GuestKind, Options, Which};
 
 use crate::show;
 
 /// What to measure and how.
-#[derive(Clone, Copy, Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
@@ -20,6 +22,9 @@ pub struct BenchArgs {
     /// Fewer pages and repetitions
     #[arg(long)]
     quick: bool,
+    /// spill: a directory on the disk to measure [default: that for temporary files]
+    #[arg(long, value_name = "PATH")]
+    dir: Option<PathBuf>,
 }
 
 /// What can be measured.
@@ -35,6 +40,8 @@ enum What {
     Idle,
     /// What a neighbour's fault storm does to a VM's restores
     Storm,
+    /// How fast far pages go to a disk, and how long a touch of one there takes
+    Spill,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -60,13 +67,16 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
         What::Scale => Which::Scale,
         What::Idle => Which::Idle,
         What::Storm => Which::Storm,
+        What::Spill => Which::Spill,
     };
     let guest = match args.guest {
         Guest::Native => GuestKind::Native,
         Guest::Kvm => GuestKind::Kvm,
         Guest::Qemu => GuestKind::Qemu,
     };
-    let options = Options { which, guest, quick: args.quick };
+    let dir = args.dir.unwrap_or_else(std::env::temp_dir);
+    let dir = std::path::absolute(&dir).with_context(|| format!("Finding {}", dir.display()))?;
+    let options = Options { which, guest, quick: args.quick, dir };
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {
         if json {

@@ -89,6 +89,49 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
 }
 
 #[test]
+fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
+    if skip() {
+        return;
+    }
+    let before = machine();
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    if let Err(error) = ballast_sys::direct::create_unnamed(dir.path(), ballast_base::Bytes(4096)) {
+        println!("SKIP needs=o_direct: {error}");
+        return;
+    }
+    let rows = rows(&["spill", "--dir", dir.path().to_str().expect("a plain path")]);
+    assert_eq!(rows.len(), 2);
+    for row in &rows {
+        for key in ["spill_pages_per_s", "spill_mib_per_s", "file_restore_us_p50", "file_restore_us_p99"] {
+            assert_figure(row, key);
+        }
+        ["floor_pread_us_p50", "floor_pread_us_p99"].iter().for_each(|key| assert_figure(row, key));
+        let measured = row["not_measured"].is_null();
+        for key in ["kernel_swapfile_out_mib_per_s", "kernel_swapfile_in_us_p50", "ratio_spill"] {
+            assert_eq!(row[key].is_number(), measured, "{key} in {row}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(dir.path()).expect("read").count(), 0);
+    assert_eq!(machine(), before);
+}
+
+#[test]
+fn scale_has_two_vms_ten_vms_and_the_memory_of_the_engine() {
+    if skip() {
+        return;
+    }
+    let rows = rows(&["scale"]);
+    let [two, ten, memory] = &rows[..] else { panic!("{rows:?}") };
+    ["scale_2_threads", "attach_64_gib_ms"].iter().for_each(|key| assert_figure(two, key));
+    ["reclaim_10_pages_per_s", "restore_10_us_p50", "restore_10_us_p99"].iter().for_each(|key| assert_figure(ten, key));
+    assert_eq!(ten["vms"], 10);
+    for key in ["engine_overhead_bytes_per_gib", "engine_overhead_half_far_bytes_per_gib"] {
+        assert!(memory[key].is_number(), "{key} in {memory}");
+    }
+    assert!(memory["engine_overhead_half_far_files_bytes_per_gib"].as_f64() > Some(0.0), "{memory}");
+}
+
+#[test]
 fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
     if skip() {
         return;

@@ -1,0 +1,132 @@
+//! What the engine and keeper themselves need for a GiB of guest RAM. Part of `ballast bench scale`.
+//!
+//! Before: a daemon without VMs. After: a VM of which half holds data was attached, then all its data went far.
+//! Units: bytes per GiB of guest RAM. Promise: guest RAM is not counted, nor what the far pages' bytes occupy: that is
+//! beside it. Memory that both processes map is counted once.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ballast_base::Bytes;
+use ballast_base::units::{GIB, MIB};
+
+use crate::Bench;
+use crate::order::Data;
+use crate::report::Row;
+use crate::subject::{Subject, Way, out};
+
+/// How the engine names its memory files: page states, and arenas with their index.
+const OWN_FILES: [&str; 2] = ["ballast-state", "ballast-store"];
+
+/// How long the files of a VM may stay after it.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What both processes hold, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    /// Memory of their own, and their share of programs and libraries (`Pss_Anon`, `Pss_File`).
+    own: f64,
+    /// Memory files: page states, arenas with their index.
+    files: f64,
+}
+
+impl Held {
+    /// As it is now.
+    fn now(bench: &Bench) -> Result<Self> {
+        let (mut held, mut files) = (Self::default(), BTreeMap::new());
+        for pid in [bench.engine_pid()?, bench.daemon.keeper_pid()] {
+            held.own += own(pid)?;
+            memory_files(pid, &mut files)?;
+        }
+        held.files = files.values().sum::<u64>() as f64;
+        Ok(held)
+    }
+
+    fn more_than(self, before: Self, gib: f64) -> [f64; 2] {
+        [(self.own - before.own) / gib, (self.files - before.files) / gib]
+    }
+}
+
+fn own(pid: u32) -> Result<f64> {
+    let path = format!("/proc/{pid}/smaps_rollup");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
+    let kib = |key: &str| -> Option<f64> {
+        text.lines().find_map(|line| line.strip_prefix(key)?.split_ascii_whitespace().next()?.parse().ok())
+    };
+    let sum = kib("Pss_Anon:").zip(kib("Pss_File:")).map(|(anon, file)| (anon + file) * 1024.0);
+    sum.with_context(|| format!("{path} has no Pss_Anon and Pss_File"))
+}
+
+/// Add Ballast's own memory files that a process has open, each once.
+fn memory_files(pid: u32, into: &mut BTreeMap<(u64, u64), u64>) -> Result<()> {
+    let fds = format!("/proc/{pid}/fd");
+    for entry in std::fs::read_dir(&fds).with_context(|| format!("Reading {fds}"))? {
+        let path = entry?.path();
+        // One may be closed between the listing and the look.
+        let Ok(target) = std::fs::read_link(&path) else { continue };
+        if let Some((_, name)) = target.to_string_lossy().split_once("memfd:")
+            && OWN_FILES.iter().any(|own| name.starts_with(own))
+            && let Ok(meta) = std::fs::metadata(&path)
+        {
+            into.insert((meta.dev(), meta.ino()), meta.blocks() * 512);
+        }
+    }
+    Ok(())
+}
+
+/// Without any VM: their files go a moment after the API has forgotten them.
+fn settled(bench: &Bench) -> Result<Held> {
+    let start = Instant::now();
+    loop {
+        let now = Held::now(bench)?;
+        if now.files == 0.0 {
+            return Ok(now);
+        }
+        ensure!(start.elapsed() < PATIENCE, "the memory files of a VM that has gone are still there");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (ram, repetitions) = if bench.options.quick { (Bytes(64 * MIB), 2) } else { (Bytes(GIB), 4) };
+    let gib = ram.0 as f64 / GIB as f64;
+    let mut row = Row::new("scale", bench.options.guest(), "what the engine needs for a GiB of guest RAM");
+    row.fact("ram_bytes", ram.0);
+    row.fact("repetitions", repetitions);
+    let (mut base, mut idle, mut half) = (Vec::new(), [const { Vec::new() }; 2], [const { Vec::new() }; 3]);
+    for round in 0..=repetitions {
+        let before = settled(bench)?;
+        // RAM is twice the data.
+        let pages = ram.pages_floor().0 / 2;
+        let mut subject = Subject::new(bench, Way::Ballast, pages, Data::HalfCompressible)?;
+        let attached = Held::now(bench)?.more_than(before, gib);
+        out(bench, &mut [&mut subject])?;
+        let stat = bench.daemon.api().vm(subject.name())?;
+        let far = Held::now(bench)?.more_than(before, gib);
+        let payload = stat.store_bytes as f64 / gib;
+        subject.verify()?;
+        let name = subject.name().to_owned();
+        drop(subject);
+        bench.daemon.wait_until_gone(&name)?;
+        // The first warms up: the engine's first VM brings its libraries in.
+        if round == 0 {
+            row.fact("far_bytes", stat.far_bytes);
+            continue;
+        }
+        base.push(before.own);
+        (0..2).for_each(|part| idle[part].push(attached[part]));
+        half[0].push(far[0]);
+        half[1].push((far[1] - payload).max(0.0));
+        half[2].push(payload);
+    }
+    let sum =
+        |parts: &[Vec<f64>]| -> Vec<f64> { parts[0].iter().zip(&parts[1]).map(|(own, files)| own + files).collect() };
+    row.figure("engine_overhead_bytes_per_gib", &sum(&idle));
+    row.figure("engine_overhead_half_far_bytes_per_gib", &sum(&half));
+    row.figure("engine_overhead_half_far_files_bytes_per_gib", &half[1]);
+    row.figure("store_half_far_bytes_per_gib", &half[2]);
+    row.figure("engine_base_bytes", &base);
+    each(row)
+}
