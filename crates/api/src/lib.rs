@@ -14,7 +14,8 @@ pub use client::{Client, ClientError};
 pub use openapi::{document, document_json};
 pub use problem::Problem;
 pub use types::{
-    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, Stall, VmClass, VmPatch, VmStat, VmStatus,
+    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, VmClass, VmPatch,
+    VmStat, VmStatus,
 };
 
 /// Where the daemon listens unless told otherwise.

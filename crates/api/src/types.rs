@@ -105,6 +105,9 @@ pub struct VmStat {
     pub reclaim: ReclaimCounts,
     /// Time to bring a far page back: fault read to guest woken.
     pub restore_latency: Latency,
+    /// Where that time goes, of the restores that are watched: one in eight of those from RAM, all from disk.
+    #[serde(default)]
+    pub restore_stages: RestoreStages,
     /// Time to serve any fault: fault read to guest woken.
     pub fault_latency: Latency,
     /// Time guest threads waited for Ballast, in the form of Linux pressure stall information.
@@ -177,6 +180,19 @@ pub struct Latency {
     pub p99_us: f64,
     /// Longest seen.
     pub max_us: f64,
+}
+
+/// The stages of a restore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RestoreStages {
+    /// Fault read until the try that served it.
+    pub queue: Latency,
+    /// From there until the page was found to be far.
+    pub lookup: Latency,
+    /// Until its bytes had been read from their store.
+    pub read: Latency,
+    /// Until the guest was woken.
+    pub install: Latency,
 }
 
 /// Stall in the form of Linux PSI. The host's own PSI does not see waits on userfaultfd.

@@ -4,6 +4,7 @@
 //! Units: microseconds per touch. Promise: the ways take turns, forwards and backwards; each page is touched once.
 
 use anyhow::Result;
+use ballast_api::RestoreStages;
 
 use crate::order::{GuestKind, Pace};
 use crate::report::{Row, rounded};
@@ -134,16 +135,28 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
+/// Where the engine's part of the time went, of all rounds.
+pub(crate) fn stages(row: &mut Row, stages: &RestoreStages) {
+    let RestoreStages { queue, lookup, read, install } = stages;
+    for (name, stage) in [("queue", queue), ("lookup", lookup), ("read", read), ("install", install)] {
+        row.fact(&format!("stage_{name}_us_p50"), rounded(stage.p50_us));
+        row.fact(&format!("stage_{name}_us_p99"), rounded(stage.p99_us));
+    }
+    row.fact("stages_watched", queue.count);
+}
+
 /// What far pages occupy, and what the engine itself measured.
 fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<()> {
     for subject in subjects {
         match subject.way {
             Way::Ballast => {
                 if !bench.options.is(GuestKind::Kvm) {
-                    let latency = bench.daemon.api().vm(subject.name())?.restore_latency;
+                    let stat = bench.daemon.api().vm(subject.name())?;
+                    let latency = stat.restore_latency;
                     row.fact("engine_restore_us_p50", rounded(latency.p50_us));
                     row.fact("engine_restore_us_p99", rounded(latency.p99_us));
                     row.fact("engine_restores", latency.count);
+                    stages(row, &stat.restore_stages);
                 }
                 row.fact("engine_rss_anon_bytes", machine::rss_anon(bench.engine_pid()?)?);
                 out(bench, &mut [&mut *subject])?;

@@ -19,7 +19,7 @@ use crate::order::{Answer, Data, GuestKind, Order, Pace, Touched};
 use crate::report::Row;
 use crate::stats::{Summary, shuffle};
 use crate::subject::{Subject, Way, out, touch};
-use crate::{Bench, cgroup, cpu};
+use crate::{Bench, cgroup, cpu, restore};
 
 /// Size of the kernel's swap file.
 pub(crate) const SWAP: Bytes = Bytes(GIB);
@@ -208,6 +208,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             }
         }
         subjects.iter_mut().try_for_each(Subject::verify)?;
+        for subject in subjects.iter().filter(|subject| subject.way == Way::Ballast) {
+            restore::stages(&mut row, &bench.daemon.api().vm(subject.name())?.restore_stages);
+        }
         report(&mut row, &series, &reads);
         each(row)?;
     }

@@ -78,6 +78,9 @@ impl Backend for Canned {
     fn fault_histogram(&self, _: &str) -> Option<Histogram> {
         None
     }
+    fn stage_histograms(&self, _: &str) -> Vec<(&'static str, Histogram)> {
+        Vec::new()
+    }
 }
 
 struct Daemon {

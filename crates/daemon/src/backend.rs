@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
-    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, Stall, VmClass, VmStat, VmStatus,
+    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, VmClass, VmStat,
+    VmStatus,
 };
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
@@ -194,17 +195,27 @@ impl Backend for Host {
 
     fn fault_histogram(&self, name: &str) -> Option<Histogram> {
         let histogram = self.by_name(name)?.vm.stats().histogram(stats::Latency::Fault);
-        let mut below = 0;
-        let mut buckets = Vec::new();
-        for (bucket, count) in histogram.counts.iter().enumerate() {
-            below += count;
-            // One bound per power of two keeps the page small; the finer buckets are for percentiles.
-            if bucket % 16 == 15 && (1_000..17_000_000_000).contains(&stats::upper_edge(bucket)) {
-                buckets.push(((stats::upper_edge(bucket) + 1) as f64 / 1e9, below));
-            }
-        }
-        Some(Histogram { buckets, count: histogram.count(), sum_s: histogram.sum_ns as f64 / 1e9 })
+        Some(bounds(&histogram, 1_000..17_000_000_000))
     }
+
+    fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)> {
+        let Some(served) = self.by_name(name) else { return Vec::new() };
+        let stats = served.vm.stats();
+        stats::Stage::ALL.map(|stage| (stage.name(), bounds(&stats.stage(stage), 30..600_000_000))).into()
+    }
+}
+
+/// One bound per power of two, between these nanoseconds, keeps the page small; the finer buckets are for percentiles.
+fn bounds(histogram: &stats::Histogram, between: std::ops::Range<u64>) -> Histogram {
+    let mut below = 0;
+    let mut buckets = Vec::new();
+    for (bucket, count) in histogram.counts.iter().enumerate() {
+        below += count;
+        if bucket % 16 == 15 && between.contains(&stats::upper_edge(bucket)) {
+            buckets.push(((stats::upper_edge(bucket) + 1) as f64 / 1e9, below));
+        }
+    }
+    Histogram { buckets, count: histogram.count(), sum_s: histogram.sum_ns as f64 / 1e9 }
 }
 
 fn stat(served: &Served) -> VmStat {
@@ -275,6 +286,12 @@ fn stat(served: &Served) -> VmStat {
             spilled_pages: stats.get(Counter::Spilled),
         },
         restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
+        restore_stages: RestoreStages {
+            queue: latency(&stats.stage(stats::Stage::Queue)),
+            lookup: latency(&stats.stage(stats::Stage::Lookup)),
+            read: latency(&stats.stage(stats::Stage::Read)),
+            install: latency(&stats.stage(stats::Stage::Install)),
+        },
         fault_latency: latency(&stats.histogram(stats::Latency::Fault)),
         stall: Stall {
             some: psi(averages[0], stats.get(Counter::StallSomeNs)),

@@ -21,6 +21,7 @@ use crate::fault::{Served, serve};
 use crate::follow::Follow;
 use crate::prefetch::Company;
 use crate::region::Region;
+use crate::stages::Watch;
 use crate::stats::{Counter, Latency};
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
@@ -41,7 +42,7 @@ pub(crate) struct Waiting {
 
 /// Serve faults until the view's process is gone or the VM is stopped.
 pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
-    let mut lane = FaultLane { vm, view, waiting: Vec::new(), company: Company::default() };
+    let mut lane = FaultLane { vm, view, waiting: Vec::new(), watch: Watch::default(), company: Company::default() };
     let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
@@ -76,6 +77,7 @@ struct FaultLane<'a> {
     vm: &'a Vm,
     view: &'a Arc<View>,
     waiting: Vec<Waiting>,
+    watch: Watch,
     company: Company,
 }
 
@@ -99,10 +101,11 @@ impl FaultLane<'_> {
 
     /// Serve one fault; false if it must be tried again.
     fn serve_one(&mut self, waiting: &Waiting) -> bool {
-        let vm = self.vm;
+        let (vm, times) = (self.vm, self.watch.start());
         let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
         let (granule, key) = (region.granule(page), region.key(page));
         let near = vm.stores.near();
+        let (memory, near) = (times.memory(&memory), times.stores(&near));
         let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &near, ballast_heat::touched);
         vm.count_rescued(rescued, granule.pages());
         if matches!(served, Ok(Served::Later)) && vm.stores.file.is_some() && granule.is_in_file() {
@@ -110,6 +113,9 @@ impl FaultLane<'_> {
             return true;
         }
         let settled = settle(vm, &region, page, waiting, served);
+        if settled == Some(Served::Restored) {
+            times.restored(vm.stats(), waiting.since);
+        }
         if settled == Some(Served::Restored) && granule.pages() == 1 {
             for pages in self.company.restored(&region, page, Instant::now()) {
                 vm.prefetch.want(self.view, region.number, pages);

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::fault::{Served, serve};
 use crate::lane::{Waiting, settle, target};
+use crate::stages::Times;
 use crate::stats::Counter;
 use crate::view::View;
 use crate::vm::Vm;
@@ -80,13 +81,20 @@ pub fn run(vm: &Vm) {
 
 /// Serve one fault; false if it must be tried again.
 fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
+    // The disk takes so much longer than the clock that each is watched.
+    let times = Times::start();
     let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
     let (granule, key) = (region.granule(page), region.key(page));
     let from_file = granule.is_in_file();
-    let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &vm.stores, ballast_heat::touched);
+    let (memory, stores) = (times.memory(&memory), times.stores(&vm.stores));
+    let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &stores, ballast_heat::touched);
     vm.count_rescued(rescued, granule.pages());
     if from_file && matches!(served, Ok(Served::Restored)) {
         vm.stats().add(Counter::FaultFile, 1);
     }
-    settle(vm, &region, page, waiting, served).is_some()
+    let settled = settle(vm, &region, page, waiting, served);
+    if settled == Some(Served::Restored) {
+        times.restored(vm.stats(), waiting.since);
+    }
+    settled.is_some()
 }

@@ -77,11 +77,44 @@ pub enum Latency {
     Fault,
 }
 
+/// A stage of a restore. Each is a histogram of its own, of the restores that `stages` watches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Stage {
+    /// Fault read until the try that served it.
+    Queue,
+    /// From there until the page's word was found far.
+    Lookup,
+    /// Until the page's bytes were there.
+    Read,
+    /// Until the guest was woken, and the page's copy freed.
+    Install,
+}
+
+impl Stage {
+    /// All of them, in their order.
+    pub const ALL: [Self; 4] = [Self::Queue, Self::Lookup, Self::Read, Self::Install];
+
+    /// As it stands in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Queue => "queue",
+            Self::Lookup => "lookup",
+            Self::Read => "read",
+            Self::Install => "install",
+        }
+    }
+}
+
 /// Sub-buckets per power of two: a recorded value is at most 1/16 below its bucket's upper edge.
 const SUB: u32 = 16;
 /// Buckets: exact below 16 ns, then 16 per power of two up to 2^40 ns (18 minutes).
 pub const BUCKETS: usize = 592;
-const _: () = assert!(2 * (BUCKETS + 2) <= HISTOGRAM_WORDS);
+/// Buckets of a stage: to 2^30 ns (a second); what takes longer is in the last.
+const STAGE_BUCKETS: usize = 432;
+/// The stages come after the two latencies.
+const STAGES_AT: usize = 2 * (BUCKETS + 2);
+const _: () = assert!(STAGES_AT + Stage::ALL.len() * (STAGE_BUCKETS + 2) <= HISTOGRAM_WORDS);
 
 /// The bucket of a value.
 fn bucket(ns: u64) -> usize {
@@ -171,20 +204,45 @@ impl<'a> Stats<'a> {
         &self.histograms[which as usize * size..][..size]
     }
 
+    fn stage_words(self, which: Stage) -> &'a [AtomicU64] {
+        let size = STAGE_BUCKETS + 2;
+        &self.histograms[STAGES_AT + which as usize * size..][..size]
+    }
+
     /// Record one latency.
     pub fn record(self, which: Latency, took: Duration) {
-        let ns = took.as_nanos() as u64;
-        let words = self.histogram_words(which);
-        words[bucket(ns)].fetch_add(1, Ordering::Relaxed);
-        words[BUCKETS].fetch_add(ns, Ordering::Relaxed);
-        words[BUCKETS + 1].fetch_max(ns, Ordering::Relaxed);
+        record(self.histogram_words(which), took);
+    }
+
+    /// Record one stage of a restore.
+    pub fn record_stage(self, which: Stage, took: Duration) {
+        record(self.stage_words(which), took);
     }
 
     /// Copy a histogram.
     pub fn histogram(self, which: Latency) -> Histogram {
-        let words: Vec<u64> = self.histogram_words(which).iter().map(|word| word.load(Ordering::Relaxed)).collect();
-        Histogram { counts: words[..BUCKETS].to_vec(), sum_ns: words[BUCKETS], max_ns: words[BUCKETS + 1] }
+        copy(self.histogram_words(which))
     }
+
+    /// Copy a stage's histogram.
+    pub fn stage(self, which: Stage) -> Histogram {
+        copy(self.stage_words(which))
+    }
+}
+
+/// A histogram's words: its buckets, then sum and maximum.
+fn record(words: &[AtomicU64], took: Duration) {
+    let ns = took.as_nanos() as u64;
+    let buckets = words.len() - 2;
+    words[bucket(ns).min(buckets - 1)].fetch_add(1, Ordering::Relaxed);
+    words[buckets].fetch_add(ns, Ordering::Relaxed);
+    words[buckets + 1].fetch_max(ns, Ordering::Relaxed);
+}
+
+fn copy(words: &[AtomicU64]) -> Histogram {
+    let words: Vec<u64> = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+    let buckets = words.len() - 2;
+    Histogram { counts: words[..buckets].to_vec(), sum_ns: words[buckets], max_ns: words[buckets + 1] }
 }
 
 /// Stall averages of one kind, in percent, as the kernel's PSI computes them: an exponential average, sampled every two
@@ -277,6 +335,19 @@ mod tests {
         assert!((50_000..=53_200).contains(&p50), "{p50}");
         assert_eq!(histogram.percentile_ns(100.0), 100_000);
         assert_eq!(Stats::of(&again).histogram(Latency::Fault).percentile_ns(99.0), 0);
+    }
+
+    #[test]
+    fn stages_lie_beside_the_latencies_and_one_of_minutes_is_in_the_last_bucket() {
+        let file = StateFile::create(VmId([0; 16]), "x").expect("create");
+        let stats = Stats::of(&file);
+        for (stage, ns) in Stage::ALL.into_iter().zip([5, 500, 50_000, 300_000_000_000]) {
+            stats.record_stage(stage, Duration::from_nanos(ns));
+        }
+        let percentiles = Stage::ALL.map(|stage| stats.stage(stage).percentile_ns(50.0));
+        assert_eq!(percentiles, [5, 500, 50_000, (1 << 30) - 1]);
+        assert!([Latency::Restore, Latency::Fault].iter().all(|which| stats.histogram(*which).count() == 0));
+        assert_eq!(stats.stage(Stage::Install).max_ns, 300_000_000_000);
     }
 
     #[test]

@@ -195,6 +195,13 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
 pub(super) const FAULT_DURATION: Metric<()> =
     metric("ballast_vm_fault_duration_seconds", Kind::Histogram, "Time to serve a fault: read to guest woken.", ());
 
+pub(super) const RESTORE_STAGE: Metric<()> = metric(
+    "ballast_vm_restore_stage_seconds",
+    Kind::Histogram,
+    "Stages of restores, one restore in eight from RAM and all from disk.",
+    (),
+);
+
 /// The page.
 pub(super) fn page(backend: &dyn Backend) -> String {
     let host = backend.host();
@@ -219,7 +226,14 @@ pub(super) fn page(backend: &dyn Backend) -> String {
     page.head(&FAULT_DURATION);
     for vm in &vms {
         if let Some(histogram) = backend.fault_histogram(&vm.name) {
-            page.histogram(FAULT_DURATION.name, &vm.name, &histogram);
+            page.histogram(FAULT_DURATION.name, &[("domain", vm.name.clone())], &histogram);
+        }
+    }
+    page.head(&RESTORE_STAGE);
+    for vm in &vms {
+        for (stage, histogram) in backend.stage_histograms(&vm.name) {
+            let labels = [("domain", vm.name.clone()), ("stage", stage.to_owned())];
+            page.histogram(RESTORE_STAGE.name, &labels, &histogram);
         }
     }
     page.0
@@ -250,14 +264,13 @@ impl Page {
         self.put(format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }));
     }
 
-    fn histogram(&mut self, name: &str, domain: &str, histogram: &Histogram) {
-        let domain = || ("domain", domain.to_owned());
+    fn histogram(&mut self, name: &str, labels: &[(&'static str, String)], histogram: &Histogram) {
         let finite = histogram.buckets.iter().map(|(bound, count)| (bound.to_string(), *count));
         for (bound, count) in finite.chain([("+Inf".to_owned(), histogram.count)]) {
-            self.sample(&format!("{name}_bucket"), &[domain(), ("le", bound)], count as f64);
+            self.sample(&format!("{name}_bucket"), &[labels, &[("le", bound)]].concat(), count as f64);
         }
-        self.sample(&format!("{name}_sum"), &[domain()], histogram.sum_s);
-        self.sample(&format!("{name}_count"), &[domain()], histogram.count as f64);
+        self.sample(&format!("{name}_sum"), labels, histogram.sum_s);
+        self.sample(&format!("{name}_count"), labels, histogram.count as f64);
     }
 
     fn put(&mut self, text: fmt::Arguments<'_>) {

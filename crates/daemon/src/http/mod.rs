@@ -34,6 +34,8 @@ pub trait Backend: Send + Sync + 'static {
     fn events(&self) -> Vec<Event>;
     /// How long the VM's faults took, for the metrics page.
     fn fault_histogram(&self, name: &str) -> Option<Histogram>;
+    /// The stages of its restores, by their names.
+    fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)>;
 }
 
 /// Why a limit was not set. Caused by the operator.

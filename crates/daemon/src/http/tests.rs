@@ -58,6 +58,9 @@ impl Backend for Canned {
     fn fault_histogram(&self, name: &str) -> Option<Histogram> {
         (name == "web").then(|| Histogram { buckets: vec![(1e-5, 3), (1e-4, 5)], count: 6, sum_s: 0.25 })
     }
+    fn stage_histograms(&self, _: &str) -> Vec<(&'static str, Histogram)> {
+        vec![("read", Histogram { buckets: vec![(1e-6, 1)], count: 2, sum_s: 0.5 })]
+    }
 }
 
 struct Server {
@@ -298,11 +301,13 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     assert_eq!(value("ballast_vm_fault_duration_seconds_bucket{domain=\"web\",le=\"0.00001\"}"), 3.0);
     assert_eq!(value("ballast_vm_fault_duration_seconds_bucket{domain=\"web\",le=\"+Inf\"}"), 6.0);
     assert_eq!(value("ballast_vm_fault_duration_seconds_sum"), 0.25);
+    assert_eq!(value("ballast_vm_restore_stage_seconds_bucket{domain=\"web\",stage=\"read\",le=\"0.000001\"}"), 1.0);
+    assert_eq!(value("ballast_vm_restore_stage_seconds_count{domain=\"web\",stage=\"read\"}"), 2.0);
     assert!(page.contains(r#"vmm="qemu \"x\\y\"\n""#), "labels are not escaped: {page}");
     assert!(!page.contains("domain=\"old\""), "a VM that is gone is still shown");
     assert!(!page.contains("ballast_vm_limit_bytes{"), "a limit is shown where there is none");
     let names = metrics::HOST.iter().map(|metric| metric.name).chain(metrics::VM.iter().map(|metric| metric.name));
-    for name in names.chain([metrics::FAULT_DURATION.name]) {
+    for name in names.chain([metrics::FAULT_DURATION.name, metrics::RESTORE_STAGE.name]) {
         assert!(page.contains(&format!("# HELP {name} ")) && page.contains(&format!("# TYPE {name} ")), "{name}");
     }
     for line in page.lines().filter(|line| !line.starts_with('#')) {
@@ -316,7 +321,7 @@ fn every_metric_is_documented_with_its_type_and_unit() {
     let document = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md"));
     let ours = (metrics::HOST.iter().map(|metric| (metric.name, metric.kind)))
         .chain(metrics::VM.iter().map(|metric| (metric.name, metric.kind)))
-        .chain([(metrics::FAULT_DURATION.name, metrics::FAULT_DURATION.kind)]);
+        .chain([&metrics::FAULT_DURATION, &metrics::RESTORE_STAGE].map(|metric| (metric.name, metric.kind)));
     let mut rows = 0;
     for (name, kind) in ours {
         rows += 1;
