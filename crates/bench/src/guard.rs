@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use ballast_base::Bytes;
+use ballast_sys::hugetlb::PoolLoan;
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -53,6 +54,7 @@ impl Undo for Directory {}
 impl Undo for Cgroup {}
 impl Undo for Swap {}
 impl Undo for SwapFile {}
+impl Undo for PoolLoan {}
 
 /// Play the guard.
 pub(crate) fn run() -> Result<()> {
@@ -72,6 +74,10 @@ pub(crate) fn run() -> Result<()> {
                 let swap = SwapFile::new(&dir, Bytes(bytes))?;
                 let path = swap.path().to_owned();
                 (Box::new(swap), Answer::Path(path))
+            }
+            Order::HugePages(pages) => {
+                let loan = PoolLoan::new(pages).context("Raising nr_overcommit_hugepages")?;
+                (Box::new(loan), Answer::Done)
             }
             Order::Cgroup(name) => {
                 let cgroup = Cgroup::new(&name)?;
@@ -119,6 +125,11 @@ impl Guard {
     pub fn cgroup(&mut self) -> Result<PathBuf> {
         self.cgroups += 1;
         self.path(&Order::Cgroup(format!("ballast-bench-{}-{}", std::process::id(), self.cgroups)))
+    }
+
+    /// So many huge pages more that may be taken from the host, until the end.
+    pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
+        self.worker.ask(&Order::HugePages(pages)).map(drop)
     }
 
     /// End a process in the end, if it has not ended by then.

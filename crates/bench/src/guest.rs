@@ -16,13 +16,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount};
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageCount};
 use ballast_client::Client;
 use ballast_sys::{Anon, memfd};
 use ballast_testvm::GuestRam;
 
 use crate::cpu;
-use crate::order::{Answer, Backing, FAULT_NS, GuestConfig, GuestKind, Order, Out, Pace, Touched};
+use crate::order::{Answer, Backing, FAULT_NS, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Touched};
 use crate::plain::Handler;
 use crate::qemu::Vmm;
 use crate::stats::{Summary, random, shuffle};
@@ -148,6 +148,10 @@ impl Guest {
                 let _stay = pace.pinned.then(cpu::Stay::here);
                 native.touch(&self.config, seed, pace).map(Answer::Touched)
             }
+            (Order::Walk { pattern, seed }, Body::Native(native)) => {
+                let order = walk(pattern, self.config.pages, seed);
+                native.touch_these(&order, Pace::ALL).map(Answer::Touched)
+            }
             (Order::Storm, Body::Native(native)) => native.start_storm().map(|()| Answer::Done),
             (Order::Pause, Body::Native(native)) => native.pause(),
             (Order::Verify, Body::Native(native)) => native.verify(&self.config).map(|()| Answer::Done),
@@ -184,7 +188,8 @@ impl Guest {
         let (ram, pager) = if let Backing::Kernel { .. } = config.backing {
             (Ram::Private(Anon::new(len as usize).context("Allocating memory")?), Pager::Kernel)
         } else {
-            let ram = GuestRam::new(Bytes(len)).context("Allocating guest RAM")?;
+            let make = if config.huge { GuestRam::huge } else { GuestRam::new };
+            let ram = make(Bytes(len)).context("Allocating guest RAM")?;
             let pager = Pager::attach(&config.backing, &ram)?;
             (Ram::Shared(ram), pager)
         };
@@ -206,6 +211,23 @@ impl Guest {
 /// Guest RAM of this process, as others can open it.
 fn own_file(ram: &GuestRam) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), ram.memfd().as_raw_fd()).into()
+}
+
+/// The pages of a walk, in order.
+fn walk(pattern: Pattern, pages: u64, mut seed: u64) -> Vec<u64> {
+    const STRIDE: usize = 64;
+    match pattern {
+        Pattern::Sequential => (0..pages).collect(),
+        Pattern::Strided => (0..STRIDE as u64).flat_map(|first| (first..pages).step_by(STRIDE)).collect(),
+        Pattern::Random => {
+            (0..pages).map(|_| ((u128::from(random(&mut seed)) * u128::from(pages)) >> 64) as u64).collect()
+        }
+        Pattern::OnePerHuge => {
+            let mut order: Vec<u64> = (0..pages).step_by(PAGES_PER_UNIT as usize).collect();
+            shuffle(&mut order, seed);
+            order
+        }
+    }
 }
 
 fn words(page: &[u8; PAGE_SIZE]) -> impl Iterator<Item = u64> {
@@ -240,6 +262,10 @@ impl Native {
         let mut order = self.out(config.pages)?;
         shuffle(&mut order, seed);
         order.truncate(usize::try_from(pace.most).unwrap_or(usize::MAX));
+        self.touch_these(&order, pace)
+    }
+
+    fn touch_these(&mut self, order: &[u64], pace: Pace) -> Result<Touched> {
         let think = Duration::from_micros(pace.think_us.into());
         let floor = matches!(self.pager, Pager::Floor);
         // Written before the first measurement: its pages must not be fresh.

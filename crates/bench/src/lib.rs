@@ -19,6 +19,7 @@ mod cpu;
 mod daemon;
 mod guard;
 mod guest;
+mod huge;
 mod idle;
 mod idle_qemu;
 mod machine;
@@ -71,6 +72,8 @@ pub enum Which {
     Storm,
     /// How fast far pages go to a disk, and how long a touch of one there takes.
     Spill,
+    /// 4 KiB against 2 MiB.
+    Huge,
 }
 
 /// How to measure it.
@@ -170,6 +173,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Spill => spill::run(&mut bench, &mut each),
+        Which::Huge => huge::run(&mut bench, &mut each),
     };
     if result.is_err() {
         eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());

@@ -125,6 +125,21 @@ pub struct GuestConfig {
     pub pages: u64,
     /// What they hold.
     pub data: Data,
+    /// RAM of huge pages (native guests alone).
+    pub huge: bool,
+}
+
+/// In which order pages are touched, wherever they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pattern {
+    /// One after the other.
+    Sequential,
+    /// Every 64th page, and so on from the next one, until all were touched.
+    Strided,
+    /// Any page, as often as there are pages.
+    Random,
+    /// One page of each 2 MiB, in random order.
+    OnePerHuge,
 }
 
 /// A workload VM.
@@ -170,6 +185,13 @@ pub enum Order {
         /// How.
         pace: Pace,
     },
+    /// Touch pages in this order, wherever they are.
+    Walk {
+        /// The order.
+        pattern: Pattern,
+        /// Decides what is random in it.
+        seed: u64,
+    },
     /// Touch random pages as fast as possible until [`Order::Pause`].
     Storm,
     /// End the storm; answers how many touches there were.
@@ -201,6 +223,8 @@ pub enum Order {
         /// Size of the file.
         bytes: u64,
     },
+    /// Guard: so many huge pages more for the host's pool.
+    HugePages(u64),
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
     /// Guard: in the end, end this process.

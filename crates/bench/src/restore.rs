@@ -172,7 +172,7 @@ fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<
                     row.fact("zram_bytes_per_page", bytes / zram::used_pages()?.max(1));
                 }
             }
-            Way::Plain | Way::Floor => {}
+            Way::Plain | Way::Floor | Way::Huge => {}
         }
     }
     Ok(())

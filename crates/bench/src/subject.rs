@@ -12,7 +12,7 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, PageCount};
 use ballast_sys::memfd;
 
-use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Role, Touched};
+use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Role, Touched};
 use crate::worker::Worker;
 use crate::{Bench, cgroup, cpu};
 
@@ -34,6 +34,15 @@ pub enum Way {
     Plain,
     /// A minor fault and a copy of 4 KiB.
     Floor,
+    /// The product with a guest on huge pages.
+    Huge,
+}
+
+impl Way {
+    /// Is it the product?
+    pub fn is_ours(self) -> bool {
+        matches!(self, Self::Ballast | Self::Huge)
+    }
 }
 
 /// A guest.
@@ -69,7 +78,7 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data };
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge: way == Way::Huge };
         let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
@@ -92,7 +101,7 @@ impl Subject {
         }
         self.vmm = vmm;
         self.worker = Some(worker);
-        if self.way == Way::Ballast { bench.daemon.wait_for_vm(&self.name) } else { Ok(()) }
+        if self.way.is_ours() { bench.daemon.wait_for_vm(&self.name) } else { Ok(()) }
     }
 
     fn worker(&mut self) -> Result<&mut Worker> {
@@ -112,11 +121,16 @@ impl Subject {
     /// Hold the guest to this many bytes, by its limit or its cgroup's.
     pub fn hold_to(&mut self, bench: &Bench, bytes: u64) -> Result<()> {
         match (self.way, &self.cgroup) {
-            (Way::Ballast, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
+            (Way::Ballast | Way::Huge, _) => bench.daemon.api().set_limit(&self.name, Some(bytes)).map(drop)?,
             (Way::Kernel, Some(cgroup)) => cgroup::limit(cgroup, bytes)?,
             (way, _) => bail!("a guest of {way:?} has no limit"),
         }
         Ok(())
+    }
+
+    /// Bytes of data it holds.
+    pub fn data_bytes(&self) -> u64 {
+        PageCount(self.config.pages).bytes().0
     }
 
     /// The kernel's: its cgroup.
@@ -124,8 +138,9 @@ impl Subject {
         self.cgroup.as_deref()
     }
 
-    fn resident(&self) -> Result<u64> {
-        Ok(memfd::resident(self.ram.as_ref().context("guest RAM is no file")?)?.0)
+    /// Memory its RAM file occupies.
+    pub fn resident(&self) -> Result<PageCount> {
+        Ok(memfd::resident(self.ram.as_ref().context("guest RAM is no file")?)?)
     }
 
     /// CPU time of the engine's threads and of the guest's, whose own thread does nothing meanwhile.
@@ -138,17 +153,17 @@ impl Subject {
         if self.config.kind == GuestKind::Qemu {
             self.ask(&Order::Hold)?;
         }
-        if self.way != Way::Ballast {
+        if !self.way.is_ours() {
             self.worker()?.tell(&Order::PageOut)?;
             return Ok(Squeeze { before: 0, cpu_us: 0.0 });
         }
-        let squeeze = Squeeze { before: self.resident()?, cpu_us: self.cpu_us(bench)? };
+        let squeeze = Squeeze { before: self.resident()?.0, cpu_us: self.cpu_us(bench)? };
         bench.daemon.api().set_limit(&self.name, Some(SQUEEZED.0))?;
         Ok(squeeze)
     }
 
     fn finish_out(&mut self, bench: &Bench, squeeze: &Squeeze, start: Instant) -> Result<Out> {
-        if self.way != Way::Ballast {
+        if !self.way.is_ours() {
             return match self.worker()?.answer()? {
                 Answer::Out(out) => Ok(out),
                 other => bail!("a guest answers {other:?} to a page-out"),
@@ -157,7 +172,7 @@ impl Subject {
         let limit = SQUEEZED.pages_floor().0;
         let mut first_us = None;
         loop {
-            let resident = self.resident()?;
+            let resident = self.resident()?.0;
             if resident < squeeze.before {
                 first_us.get_or_insert_with(|| start.elapsed().as_secs_f64() * 1e6);
             }
@@ -169,7 +184,7 @@ impl Subject {
         }
         let wall_us = start.elapsed().as_secs_f64() * 1e6;
         let out = Out {
-            pages: squeeze.before.saturating_sub(self.resident()?),
+            pages: squeeze.before.saturating_sub(self.resident()?.0),
             wall_us,
             cpu_us: self.cpu_us(bench)? - squeeze.cpu_us,
             first_us: first_us.unwrap_or(wall_us),
@@ -182,7 +197,7 @@ impl Subject {
 
     /// Let the guest have all its memory again. Nothing comes back by itself.
     fn relax(&self, bench: &Bench) -> Result<()> {
-        if self.way != Way::Ballast {
+        if !self.way.is_ours() {
             return Ok(());
         }
         // Above all data and below RAM, so that reclaim watches and does nothing; other guests' RAM is all data.
@@ -195,6 +210,13 @@ impl Subject {
     pub fn verify(&mut self) -> Result<()> {
         self.ask(&Order::Verify).map(drop)
     }
+}
+
+/// Have a guest touch pages wherever they are; answers what it saw.
+pub fn walk(subject: &mut Subject, pattern: Pattern, seed: u64) -> Result<Touched> {
+    let Answer::Touched(touched) = subject.ask(&Order::Walk { pattern, seed })? else { bail!("a guest does not walk") };
+    ensure!(touched.wrong == 0, "WRONG DATA: {} pages came back wrong ({:?})", touched.wrong, subject.way);
+    Ok(touched)
 }
 
 /// Put every page of these guests out, all at once: the sum of pages and CPU time, and the time until the last was

@@ -42,6 +42,8 @@ enum What {
     Storm,
     /// How fast far pages go to a disk, and how long a touch of one there takes
     Spill,
+    /// What a guest on 2 MiB pages gains and loses against 4 KiB
+    Huge,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -68,6 +70,7 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
         What::Idle => Which::Idle,
         What::Storm => Which::Storm,
         What::Spill => Which::Spill,
+        What::Huge => Which::Huge,
     };
     let guest = match args.guest {
         Guest::Native => GuestKind::Native,

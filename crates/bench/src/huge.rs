@@ -1,0 +1,158 @@
+//! 4 KiB against 2 MiB: what a guest on huge pages gains and loses, by how it uses its memory.
+//!
+//! Before: guests of both kinds hold their data. After: one touch of a far huge page against its floor; then, with half
+//! of their memory, the time per touch for three orders of touches, beside the kernel's swap.
+//! Units: microseconds. Promise: the floor does what a restore cannot do without, on the same data in the same run: get 512
+//! pages from a store and copy 2 MiB.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_store::{Budget, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store};
+
+use crate::Bench;
+use crate::order::{Data, GuestKind, Pattern};
+use crate::report::Row;
+use crate::stats::median;
+use crate::subject::{Subject, Way, out, walk};
+
+const WAYS: [Way; 3] = [Way::Ballast, Way::Huge, Way::Kernel];
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    if !bench.options.is(GuestKind::Native) {
+        bail!("this bench has native guests alone");
+    }
+    let (pages, repetitions) = if bench.options.quick { (8192, 2) } else { (32_768, 5) };
+    // Its data, and what it may hold besides while it is squeezed.
+    bench.guard.huge_pages(pages / PAGES_PER_UNIT + 4)?;
+    let data = Data::HalfCompressible;
+    let named = |what: &str| {
+        let mut row = Row::new("huge", "native", what);
+        row.fact("data", data.name());
+        row.fact("pages", pages);
+        row.fact("repetitions", repetitions);
+        row
+    };
+    let mut row = named("one far huge page");
+    let mut subjects = bench.subjects(&WAYS, pages, data, &mut row)?;
+    one_page(bench, &mut subjects, repetitions, data, &mut row)?;
+    each(row)?;
+    for (pattern, what) in
+        [(Pattern::Sequential, "sequential"), (Pattern::Strided, "strided"), (Pattern::Random, "random")]
+    {
+        let mut row = named(&format!("{what} touches of twice the memory it may have"));
+        row.fact("order", what);
+        under_pressure(bench, &mut subjects, pattern, repetitions, &mut row)?;
+        each(row)?;
+    }
+    subjects.iter_mut().try_for_each(|subject| {
+        subject.hold_to(bench, PageCount(2 * pages - 1).bytes().0)?;
+        subject.verify()
+    })
+}
+
+/// All memory is far, and one page of each 2 MiB is touched.
+fn one_page(bench: &mut Bench, subjects: &mut [Subject], repetitions: u64, data: Data, row: &mut Row) -> Result<()> {
+    let (mut ours, mut p99, mut floor) = (Vec::new(), Vec::new(), Vec::new());
+    let mut store = Floor::new(data)?;
+    for subject in subjects.iter_mut().filter(|subject| subject.way == Way::Huge) {
+        for round in 0..=repetitions {
+            out(bench, &mut [&mut *subject])?;
+            let touched = walk(subject, Pattern::OnePerHuge, round)?.faults;
+            let least = store.measure()?;
+            // Round 0 warms up.
+            if round > 0 {
+                ours.push(touched.p50_us);
+                p99.push(touched.p99_us);
+                floor.push(least);
+            }
+        }
+    }
+    row.figure("restore_2m_us_p50", &ours);
+    row.figure("restore_2m_us_p99", &p99);
+    row.figure("floor_2m_us_p50", &floor);
+    row.ratio("ratio_restore_2m", &ours, &floor);
+    Ok(())
+}
+
+/// Each guest may have half of its data in memory.
+fn under_pressure(
+    bench: &mut Bench,
+    subjects: &mut [Subject],
+    pattern: Pattern,
+    repetitions: u64,
+    row: &mut Row,
+) -> Result<()> {
+    let mut series: [Vec<f64>; WAYS.len()] = Default::default();
+    // Nothing but its own restores slows a guest of Ballast down, so it may be above its limit for a while.
+    let mut over: [Vec<f64>; WAYS.len()] = Default::default();
+    for subject in &mut *subjects {
+        subject.hold_to(bench, subject.data_bytes() / 2)?;
+    }
+    for round in 0..=repetitions {
+        for subject in &mut *subjects {
+            let touched = walk(subject, pattern, round)?;
+            if round > 0 {
+                let at = WAYS.iter().position(|way| *way == subject.way).unwrap_or_default();
+                series[at].push(touched.wall_us / touched.summary.count.max(1) as f64);
+                if subject.way.is_ours() {
+                    let limit = (subject.data_bytes() / 2) as f64;
+                    over[at].push(100.0 * (subject.resident()?.bytes().0 as f64 / limit - 1.0));
+                }
+            }
+        }
+    }
+    let [small, huge, kernel] = &series;
+    row.figure("over_limit_4k_pct", &over[0]);
+    row.figure("over_limit_2m_pct", &over[1]);
+    row.figure("touch_4k_us", small);
+    row.figure("touch_2m_us", huge);
+    row.figure("kernel_touch_us", kernel);
+    row.ratio("ratio_2m_4k", huge, small);
+    row.ratio("ratio_4k_kernel", small, kernel);
+    row.ratio("ratio_2m_kernel", huge, kernel);
+    Ok(())
+}
+
+/// What no restore of 2 MiB can do without.
+struct Floor {
+    store: RamStore,
+    handles: Vec<ballast_store::Handle>,
+    bytes: Vec<PageBytes>,
+    copy: Vec<PageBytes>,
+}
+
+impl Floor {
+    fn new(data: Data) -> Result<Self> {
+        let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(64 * MIB))))?;
+        let mut handles = Vec::new();
+        for page in 0..PAGES_PER_UNIT {
+            match store.put(key(page), &data.page(page)) {
+                PutOutcome::Stored(handle) => handles.push(handle),
+                refused => bail!("a store of the bench's own answers {refused:?}"),
+            }
+        }
+        let room = || vec![[1; _]; PAGES_PER_UNIT as usize];
+        Ok(Self { store, handles, bytes: room(), copy: room() })
+    }
+
+    /// Decompress and copy; the median of several, in microseconds.
+    fn measure(&mut self) -> Result<f64> {
+        let mut times = Vec::new();
+        for _ in 0..32 {
+            let start = Instant::now();
+            let mut outcomes = Vec::with_capacity(self.handles.len());
+            self.store.get_run(key(0), &self.handles, &mut self.bytes, &mut outcomes);
+            self.copy.copy_from_slice(&self.bytes);
+            std::hint::black_box(&self.copy);
+            times.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+        debug_assert_eq!(size_of_val(&self.copy[..]), HUGE_SIZE);
+        Ok(median(&times).unwrap_or_default())
+    }
+}
+
+fn key(page: u64) -> PageKey {
+    PageKey { region: 0, page: PageIdx(page) }
+}
