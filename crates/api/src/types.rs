@@ -165,6 +165,10 @@ pub struct ReclaimCounts {
     pub prefetched_pages: u64,
     /// Moved from RAM to the file store.
     pub spilled_pages: u64,
+    /// Units of 2 MiB mapped huge again after reclaim had torn them.
+    pub coalesced_units: u64,
+    /// Times the kernel would not do that.
+    pub coalesce_refused: u64,
 }
 
 /// A latency distribution, in microseconds, since attach.

@@ -284,6 +284,8 @@ fn stat(served: &Served) -> VmStat {
             failed_pages: stats.get(Counter::Failed),
             prefetched_pages: stats.get(Counter::Prefetched),
             spilled_pages: stats.get(Counter::Spilled),
+            coalesced_units: stats.get(Counter::Coalesced),
+            coalesce_refused: stats.get(Counter::CoalesceRefused),
         },
         restore_latency: latency(&stats.histogram(stats::Latency::Restore)),
         restore_stages: RestoreStages {

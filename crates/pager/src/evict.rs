@@ -9,10 +9,10 @@
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_store::{Handle, PageBytes, PageKey, PutOutcome, Store};
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store};
 
 use crate::granule::Granule;
-use crate::memory::Backing;
+use crate::memory::{Backing, Punched};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
 use crate::stores::StoreOf;
 
@@ -35,6 +35,10 @@ pub struct Evicted {
     pub aborted: u64,
     /// Pages the store would not take. They are Resident again.
     pub refused: u64,
+    /// Pages the kernel would not let go: part of a huge page that somebody uses. They are Resident again.
+    pub stuck: u64,
+    /// Pages the kernel would not let go and that the store lost. They are Poisoned.
+    pub lost: u64,
     /// True if the store had no room.
     pub store_full: bool,
     /// True if the store could not answer.
@@ -116,7 +120,8 @@ pub fn evict<'a>(
     for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
         let (first, pages) = (group[0].key.page, group.len() as u64 * size);
         match backing.punch(first, pages) {
-            Ok(()) => {
+            Ok(Punched::Stuck) => group.iter_mut().for_each(|one| result.add(size, expel(one, backing, store))),
+            Ok(Punched::Gone) => {
                 let far =
                     group.iter().filter(|granule| granule.lock.word().state() == State::Far).count() as u64 * size;
                 result.far += far;
@@ -188,6 +193,83 @@ fn copy_out<'a>(
         }
     }
     (copies, all_zero)
+}
+
+/// What became of a granule that did not go together with others.
+enum Expelled {
+    Gone,
+    Kept,
+    Lost(io::Error),
+}
+
+impl Evicted {
+    fn add(&mut self, pages: u64, what: (State, Expelled)) {
+        match what {
+            (State::Zero, Expelled::Gone) => self.zero += pages,
+            (_, Expelled::Gone) => self.far += pages,
+            (_, Expelled::Kept) => self.stuck += pages,
+            (_, Expelled::Lost(error)) => {
+                self.lost += pages;
+                self.failed = Some(error);
+            }
+        }
+    }
+}
+
+/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes come
+/// back from the copy before anybody sees the page: it is locked and nobody has it mapped. Answers what its word had said.
+fn expel(one: &mut Committed<'_>, backing: &impl Backing, store: &dyn Store) -> (State, Expelled) {
+    let Committed { key, granule, lock } = one;
+    let word = lock.word();
+    let bring_back = || -> io::Result<Expelled> {
+        if backing.punch(key.page, granule.pages())? == Punched::Gone {
+            return Ok(Expelled::Gone);
+        }
+        for (page, word) in (key.page.0..).map(PageIdx).zip(std::iter::once(word).chain(granule.rest())) {
+            let mut bytes: PageBytes = [0; _];
+            while word.state() == State::Far {
+                match store.get(PageKey { page, ..*key }, word.handle(), &mut bytes) {
+                    GetOutcome::Found => break,
+                    GetOutcome::Busy => std::thread::yield_now(),
+                    GetOutcome::Absent | GetOutcome::Corrupt => {
+                        return Err(io::Error::other(format!("the store lost page {page} of region {}", key.region)));
+                    }
+                }
+            }
+            backing.write(page, &bytes)?;
+        }
+        Ok(Expelled::Kept)
+    };
+    let expelled = bring_back().unwrap_or_else(Expelled::Lost);
+    match expelled {
+        Expelled::Gone => {}
+        Expelled::Kept => {
+            lock.publish(Word::new(State::Resident, word.age()));
+            let rest = granule.take_rest();
+            free_copies(store, *key, std::iter::once(word).chain(rest));
+        }
+        // What is in the file is not the page, and must never be shown as such.
+        Expelled::Lost(_) => lock.set(Word::new(State::Poisoned, word.age())),
+    }
+    (word.state(), expelled)
+}
+
+/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place.
+/// Answers what became of it as [`evict`] does; nothing if it is not so.
+#[cfg_attr(loom, allow(dead_code, reason = "called by `vm`, which is not modelled"))]
+pub(crate) fn expel_left(key: PageKey, granule: Granule<'_>, backing: &impl Backing, stores: &impl StoreOf) -> Evicted {
+    let mut result = Evicted::default();
+    let word = granule.cell().load();
+    if word.state() != State::Far || word.is_locked() {
+        return result;
+    }
+    if let Some(store) = stores.store_of(word)
+        && let Some(lock) = granule.cell().lock(word, word)
+    {
+        let mut one = Committed { key, granule, lock };
+        result.add(granule.pages(), expel(&mut one, backing, store));
+    }
+    result
 }
 
 /// A granule whose word says Far or Zero, and which is about to be punched.
@@ -276,7 +358,8 @@ pub fn live_handle(word: Word) -> Option<Handle> {
     matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
 }
 
-fn is_zero(bytes: &PageBytes) -> bool {
+/// Is there nothing but zeros in it?
+pub(crate) fn is_zero(bytes: &PageBytes) -> bool {
     // Compared in chunks the compiler turns into vector instructions.
     bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
 }
@@ -299,8 +382,12 @@ mod tests {
             if first.0 + out.len() as u64 > 2 { Err(io::Error::other("a bad page")) } else { Ok(()) }
         }
 
-        fn punch(&self, _: PageIdx, _: u64) -> io::Result<()> {
-            Ok(())
+        fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
+            Ok(Punched::Gone)
+        }
+
+        fn write(&self, _: PageIdx, _: &PageBytes) -> io::Result<()> {
+            unreachable!("nothing is stuck")
         }
     }
 

@@ -103,6 +103,11 @@ impl FaultLane<'_> {
     fn serve_one(&mut self, waiting: &Waiting) -> bool {
         let (vm, times) = (self.vm, self.watch.start());
         let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
+        if region.units().of(page).is_some_and(|unit| unit.is_mapping()) {
+            // The kernel may be copying the unit into a huge page: no other fault shall wait for that.
+            vm.count(Served::Later, 1);
+            return false;
+        }
         let (granule, key) = (region.granule(page), region.key(page));
         let near = vm.stores.near();
         let (memory, near) = (times.memory(&memory), times.stores(&near));

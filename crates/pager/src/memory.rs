@@ -9,13 +9,26 @@ use ballast_base::PageIdx;
 use ballast_store::PageBytes;
 use ballast_sys::uffd::FillOutcome;
 
+/// What punching came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Punched {
+    /// There is a hole.
+    Gone,
+    /// Some of the pages are still in the file and **hold zeros now**. The kernel frees a part of a huge page only if it
+    /// can split that; while somebody has it pinned, or is just mapping another page of it, it writes zeros instead.
+    Stuck,
+}
+
 /// The file that holds one region.
 pub trait Backing {
     /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()>;
 
     /// Free `count` pages from `first`. Every mapping of them in every process goes, too.
-    fn punch(&self, first: PageIdx, count: u64) -> io::Result<()>;
+    fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched>;
+
+    /// Put bytes into one page of the file.
+    fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()>;
 }
 
 /// One process's mapping of the region, whose faults we serve.

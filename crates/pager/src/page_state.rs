@@ -28,8 +28,9 @@
 //! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
 //! | Poisoned | no | no | discard: to Resident under the lock | memory error |
 //!
-//! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released: so
-//! from the moment the zap of a Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket
+//! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released (or it is
+//! mapped with its whole unit of 2 MiB, which `unit.rs` keeps apart from any zap): so from the moment the zap of a
+//! Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket
 //! is never used twice**: so a page that was rescued and picked again starts its quarantine anew, and an engine that slept
 //! through its own replacement cannot commit a copy it read long ago.
 

@@ -214,7 +214,10 @@ impl Lane<'_> {
             stats.add(Counter::EvictedZero, evicted.zero);
             stats.add(Counter::Zero, evicted.zero);
             stats.add(Counter::Aborted, evicted.aborted);
-            stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused);
+            stats
+                .sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck + evicted.lost);
+            stats.add(Counter::Failed, evicted.stuck);
+            stats.add(Counter::Poisoned, evicted.lost);
             gone += evicted.far + evicted.zero;
             if let Some(error) = evicted.failed {
                 stats.sub(Counter::Quarantined, release(part, ticket, granule_of));
@@ -295,6 +298,12 @@ impl Lane<'_> {
         // Not held while we wait for clients: the lane that takes their answers may need it, too. Whatever changes
         // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
         drop(layout);
+        // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
+        for run in &marked {
+            if let Some(region) = vm.region(run.region) {
+                region.units().disturb(run.first, run.count, std::thread::yield_now);
+            }
+        }
         for view in views {
             let ranges: Vec<Range> = marked
                 .iter()

@@ -10,7 +10,7 @@
 //! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
-//! | Far, locked | committed; maybe not punched yet | Resident if in the file, else Far |
+//! | Far, locked | committed; maybe not punched yet | Resident if in the file, else Far. If the file holds zeros: Far |
 //! | Far, locked, by spill | a second copy may exist, uncommitted | Far, under the handle it has; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
@@ -18,9 +18,11 @@
 
 use std::io;
 
+use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::Handle;
 
-use crate::evict::live_handle;
+use crate::evict::{is_zero, live_handle};
+use crate::memory::Backing;
 use crate::page_state::{State, Word};
 use crate::region::Region;
 use crate::state_file::{StateError, StateFile};
@@ -36,6 +38,8 @@ pub struct Recovered {
     pub live_in_file: Vec<Handle>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
+    /// Pages that are Far and whose file holds zeros in their place (see [`crate::memory::Punched`]): region and page.
+    pub zeroed: Vec<(u32, PageIdx)>,
 }
 
 /// Mend all words of these regions (all of the VM's, in order) and set the gauges.
@@ -53,7 +57,17 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
             for page in region.granules(pages) {
                 let granule = region.granule(page);
                 let before = granule.cell().load();
-                let after = mend(before, || region.is_present(page))?;
+                let mut zeroed = false;
+                let holds_zeros = || -> io::Result<bool> {
+                    let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
+                    region.read(page, &mut bytes)?;
+                    zeroed = bytes.iter().all(is_zero);
+                    Ok(zeroed)
+                };
+                let after = mend(before, || region.is_present(page), holds_zeros)?;
+                if zeroed {
+                    found.zeroed.push((region.number, page));
+                }
                 if after != before {
                     granule.cell().reset(after);
                     found.mended += 1;
@@ -84,11 +98,17 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
 }
 
 /// What a word left behind becomes.
-fn mend(word: Word, is_present: impl Fn() -> io::Result<bool>) -> io::Result<Word> {
+fn mend(
+    word: Word,
+    is_present: impl Fn() -> io::Result<bool>,
+    holds_zeros: impl FnOnce() -> io::Result<bool>,
+) -> io::Result<Word> {
     let resident = Word::new(State::Resident, word.age());
     Ok(match word.state() {
         State::Resident | State::Quarantine | State::Evicting => resident,
         State::Far | State::Zero if !word.is_locked() => word,
+        // What was committed as Far was not all zeros: an unfinished punch left these.
+        State::Far if is_present()? && holds_zeros()? => word.unlocked(),
         State::Far | State::Restoring | State::Zero if is_present()? => resident,
         State::Restoring => word.in_state(State::Far).unlocked(),
         State::Far | State::Zero | State::Poisoned => word.unlocked(),
@@ -126,8 +146,11 @@ mod tests {
             (poisoned.locked(), poisoned, poisoned),
         ];
         for (left, if_present, if_absent) in table {
-            assert_eq!(mend(left, || Ok(true)).expect("no I/O"), if_present, "{left:?}, in the file");
-            assert_eq!(mend(left, || Ok(false)).expect("no I/O"), if_absent, "{left:?}, not in the file");
+            let mended = |present, zeros| mend(left, || Ok(present), || Ok(zeros)).expect("no I/O");
+            assert_eq!(mended(true, false), if_present, "{left:?}, in the file");
+            assert_eq!(mended(false, false), if_absent, "{left:?}, not in the file");
+            let if_zeros = if left.state() == State::Far { left.unlocked() } else { if_present };
+            assert_eq!(mended(true, true), if_zeros, "{left:?}, zeros in the file");
         }
     }
 }

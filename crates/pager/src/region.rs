@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
@@ -16,9 +17,10 @@ use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
 use crate::granule::Granule;
-use crate::memory::Backing;
+use crate::memory::{Backing, Punched};
 use crate::page_state::Word;
 use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
+use crate::unit::Units;
 
 const HUGE: u64 = HUGE_SIZE as u64;
 
@@ -35,6 +37,7 @@ pub struct Region {
     /// Pages paged as one: a page, or a huge page of hugetlbfs, of which this knows what is in the file.
     granule: u64,
     huge: Option<Presence>,
+    units: Units,
     removed: AtomicBool,
 }
 
@@ -68,6 +71,7 @@ impl Region {
             }
             _ => None,
         };
+        let units = Units::new(if huge.is_some() { PageCount(0) } else { record.pages });
         Ok(Self {
             number,
             granule: if huge.is_some() { PAGES_PER_UNIT } else { 1 },
@@ -77,6 +81,7 @@ impl Region {
             file_id,
             file_offset: record.file_offset,
             table,
+            units,
             removed: AtomicBool::new(record.removed),
         })
     }
@@ -131,6 +136,16 @@ impl Region {
         (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
     }
 
+    /// Its units.
+    pub fn units(&self) -> &Units {
+        &self.units
+    }
+
+    /// Do its units begin at multiples of 2 MiB in the file?
+    pub fn is_unit_aligned(&self) -> bool {
+        self.file_offset.0.is_multiple_of(HUGE_SIZE as u64)
+    }
+
     /// A page's name in stores.
     pub fn key(&self, page: PageIdx) -> PageKey {
         PageKey { region: self.number, page }
@@ -177,14 +192,18 @@ impl Region {
     /// What is registered for one view must be registered for all, before any page of it can be far for this one, which
     /// maps the region at `base`.
     pub fn register_as_flagged(&self, uffd: &Uffd, base: Hva) -> io::Result<()> {
-        let mut flagged = self.chunks(PageIdx(0), PageIdx(self.pages().0)).filter(|(.., flag)| is_set(flag));
-        flagged.try_for_each(|(first, count, _)| uffd.register(base + first.offset(), PageCount(count).bytes().0))
+        self.registered_chunks()
+            .try_for_each(|(first, count, _)| uffd.register(base + first.offset(), PageCount(count).bytes().0))
+    }
+
+    /// The chunks that are registered.
+    pub(crate) fn registered_chunks(&self) -> impl Iterator<Item = (PageIdx, u64, &AtomicU8)> {
+        self.chunks(PageIdx(0), PageIdx(self.pages().0)).filter(|(.., flag)| is_set(flag))
     }
 
     /// Bytes of it that are registered with userfaultfd.
     pub(crate) fn registered(&self) -> Bytes {
-        let chunks = self.chunks(PageIdx(0), PageIdx(self.pages().0));
-        let pages = chunks.filter(|(.., flag)| is_set(flag)).map(|(_, count, _)| count).sum();
+        let pages = self.registered_chunks().map(|(_, count, _)| count).sum();
         PageCount(pages).bytes()
     }
 }
@@ -202,7 +221,22 @@ impl Backing for Region {
         memfd::read_exact_at(&self.file, self.file_offset.0 + first.offset(), out.as_flattened_mut())
     }
 
-    fn punch(&self, first: PageIdx, count: u64) -> io::Result<()> {
-        memfd::punch(&self.file, self.file_offset.0 + first.offset(), count * PAGE_SIZE as u64)
+    fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
+        /// Whoever keeps the kernel from splitting a huge page mostly does so for a moment.
+        const TRIES: u32 = 3;
+        let (offset, len) = (self.file_offset.0 + first.offset(), count * PAGE_SIZE as u64);
+        for _ in 0..TRIES {
+            memfd::punch(&self.file, offset, len)?;
+            // An error here would be taken to mean that the bytes are as they were.
+            if self.huge.is_some() || memfd::is_hole(&self.file, offset, len).unwrap_or(false) {
+                return Ok(Punched::Gone);
+            }
+            std::thread::yield_now();
+        }
+        Ok(Punched::Stuck)
+    }
+
+    fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
+        self.file.write_all_at(bytes, self.file_offset.0 + page.offset())
     }
 }

@@ -64,8 +64,12 @@ pub enum Counter {
     Spilled,
     /// Of the faults on far pages, those whose page was in the file store.
     FaultFile,
+    /// Units (2 MiB) mapped huge again.
+    Coalesced,
+    /// Times the kernel would not do that.
+    CoalesceRefused,
 }
-const _: () = assert!((Counter::FaultFile as usize) < COUNTERS);
+const _: () = assert!((Counter::CoalesceRefused as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,14 +9,14 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, RwLock};
+use std::sync::{Condvar, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
 use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{FillOutcome, feature};
-use ballast_sys::{Uffd, scm};
+use ballast_sys::{Remote, Uffd, scm};
 
 use crate::lane::Stall;
 use crate::memory::Mapped;
@@ -32,6 +32,7 @@ pub struct View {
     pub pid: u32,
     uffd: Uffd,
     can_poison: bool,
+    remote: OnceLock<Option<Remote>>,
     control: OwnedFd,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
@@ -61,6 +62,7 @@ impl View {
             pid,
             uffd,
             can_poison: uffd_features & feature::POISON != 0,
+            remote: OnceLock::new(),
             control,
             spans: RwLock::default(),
             next_seq: AtomicU64::new(epoch << 32),
@@ -75,6 +77,16 @@ impl View {
     /// The userfaultfd.
     pub fn uffd(&self) -> &Uffd {
         &self.uffd
+    }
+
+    /// The process's page tables; `None` if it is gone or the kernel does not let us.
+    pub(crate) fn remote(&self) -> Option<&Remote> {
+        let open = || {
+            Remote::open(self.pid)
+                .inspect_err(|error| tracing::warn!(pid = self.pid, "Opening a VMM's page tables: {error}"))
+                .ok()
+        };
+        self.remote.get_or_init(open).as_ref()
     }
 
     /// The control socket.

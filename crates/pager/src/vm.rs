@@ -16,7 +16,7 @@ use ballast_base::wire::{EngineToClient, Range, RegionInfo};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
-use crate::evict::discard;
+use crate::evict::{discard, expel_left};
 use crate::fault::{Served, serve};
 use crate::memory::{Backing, Mapped};
 use crate::page_state::{State, Ticket, Word};
@@ -28,7 +28,7 @@ use crate::state_file::{StateError, StateFile};
 use crate::stats::{Counter, Pressure, Stats};
 use crate::stores::Stores;
 use crate::view::View;
-use crate::{lane, prefetch, reclaim};
+use crate::{coalesce, lane, prefetch, reclaim};
 
 /// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
 /// computes. No lane goes after it: each holds locks of pages now and then that a fault may want.
@@ -44,11 +44,18 @@ pub struct Tuning {
     pub direct_quarantine: Duration,
     /// How long a page is in the RAM store before it goes to the file store, at least; `None` if none is to go.
     pub spill_after: Option<Duration>,
+    /// Pause between two looks for memory that can be mapped huge again.
+    pub coalesce_every: Duration,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self { quarantine: Duration::from_secs(1), direct_quarantine: Duration::from_millis(20), spill_after: None }
+        Self {
+            quarantine: Duration::from_secs(1),
+            direct_quarantine: Duration::from_millis(20),
+            spill_after: None,
+            coalesce_every: coalesce::PASS,
+        }
     }
 }
 
@@ -111,6 +118,8 @@ pub struct Vm {
     generation: AtomicU64,
     rung: Mutex<bool>,
     bell: Condvar,
+    /// Where lanes wait that have time.
+    dozing: (Mutex<()>, Condvar),
     /// Held shared by whoever moves pages of a region, exclusively by an unplug.
     layout: RwLock<()>,
     report: Report,
@@ -145,6 +154,7 @@ impl Vm {
             generation: AtomicU64::new(0),
             rung: Mutex::default(),
             bell: Condvar::new(),
+            dozing: Default::default(),
             layout: RwLock::default(),
             report,
         }
@@ -196,7 +206,8 @@ impl Vm {
 
     /// Begin serving: the lanes of the VM, then whatever views are there. `view`s added later start their own lanes.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
-        for (kind, body) in [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run)] {
+        let lanes = [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run), ("coalesce", coalesce::run)];
+        for (kind, body) in lanes {
             let vm = self.clone();
             self.start_lane(kind, move || vm.run_lane(kind, Serves::Nobody, || body(&vm)))?;
         }
@@ -262,6 +273,9 @@ impl Vm {
         let layout = self.layout.write().expect("no panic while held");
         for region in self.regions() {
             register_as_flagged(&region, &view)?;
+            for (first, count, _) in region.registered_chunks() {
+                coalesce::learn(&view, &region, first, count);
+            }
         }
         self.views.write().expect("no panic while held").push(view.clone());
         self.generation.fetch_add(1, Ordering::AcqRel);
@@ -301,6 +315,8 @@ impl Vm {
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.ring();
+        drop(self.dozing.0.lock().expect("no panic while held"));
+        self.dozing.1.notify_all();
         self.prefetch.end();
         self.slow.ring();
         self.spill.ring();
@@ -323,6 +339,14 @@ impl Vm {
         let guard = self.rung.lock().expect("no panic while held");
         let waited = self.bell.wait_timeout_while(guard, at_most, |rung| !*rung);
         *waited.expect("no panic while held").0 = false;
+    }
+
+    /// Wait this long, or until the VM is stopped; answers whether it goes on.
+    pub(crate) fn doze(&self, time: Duration) -> bool {
+        let guard = self.dozing.0.lock().expect("no panic while held");
+        let waited = self.dozing.1.wait_timeout_while(guard, time, |()| !self.is_stopping());
+        drop(waited.expect("no panic while held"));
+        !self.is_stopping()
     }
 
     /// Stop reclaiming, for this reason; `None` takes this kind of reason back.
@@ -380,6 +404,20 @@ impl Vm {
     /// Held shared while pages of any region are moved.
     pub(crate) fn layout(&self) -> std::sync::RwLockReadGuard<'_, ()> {
         self.layout.read().expect("no panic while held")
+    }
+
+    /// Finish what the last engine left half done: these pages are far, and their file holds zeros in their place. Before
+    /// anybody is served.
+    pub fn expel(&self, zeroed: &[(u32, PageIdx)]) {
+        for (number, page) in zeroed {
+            let Some(region) = self.region(*number) else { continue };
+            let done = expel_left(region.key(*page), region.granule(*page), &*region, &self.stores);
+            self.stats().sub(Counter::Far, done.stuck + done.lost);
+            self.stats().add(Counter::Poisoned, done.lost);
+            if done.lost > 0 {
+                self.report_lost(*number, *page);
+            }
+        }
     }
 
     /// Bring every far or zero page of a region back.
@@ -560,6 +598,7 @@ impl Vm {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
             for (view, base) in bases {
+                coalesce::learn(view, region, first, count);
                 view.uffd().register(base + first.offset(), len.0)?;
             }
             flag.store(1, Ordering::Release);

@@ -5,6 +5,9 @@
 //! The claim of each: the guest never reads anything but what it last wrote, or zeros if it discarded the page since.
 #![cfg(loom)]
 
+#[path = "loom/units.rs"]
+mod units;
+
 use std::collections::HashMap;
 use std::io;
 
@@ -12,7 +15,7 @@ use ballast_base::PageIdx;
 use ballast_pager::evict::{discard, evict, quarantine};
 use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
-use ballast_pager::memory::{Backing, Mapped};
+use ballast_pager::memory::{Backing, Mapped, Punched};
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
 use ballast_pager::shift::commit;
 use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
@@ -46,6 +49,8 @@ struct Kernel {
 struct World {
     words: Vec<AtomicU64>,
     kernel: Mutex<Kernel>,
+    /// The page is part of a huge page in use: a punch leaves zeros.
+    stuck: bool,
     ram: Shelf,
     file: Shelf,
 }
@@ -67,8 +72,12 @@ impl Backing for World {
         out[0] = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
         Ok(())
     }
-    fn punch(&self, _: PageIdx, _: u64) -> io::Result<()> {
-        *self.kernel.lock().unwrap() = Kernel::default();
+    fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
+        *self.kernel.lock().unwrap() = Kernel { file: self.stuck.then_some(0), mapped: false };
+        Ok(if self.stuck { Punched::Stuck } else { Punched::Gone })
+    }
+    fn write(&self, _: PageIdx, bytes: &PageBytes) -> io::Result<()> {
+        self.kernel.lock().unwrap().file = Some(value_of(bytes));
         Ok(())
     }
 }
@@ -151,9 +160,17 @@ impl World {
         Arc::new(Self {
             words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
             kernel: Mutex::new(Kernel { file: Some(value), mapped: true }),
+            stuck: false,
             ram: Shelf::default(),
             file: Shelf::default(),
         })
+    }
+
+    /// The same page, which cannot be punched out of the huge page it is in.
+    fn stuck(value: u64) -> Arc<Self> {
+        let mut world = Self::granule(1, value);
+        Arc::get_mut(&mut world).expect("nobody else has it").stuck = true;
+        world
     }
 
     /// The same page after it was evicted.
@@ -290,6 +307,22 @@ fn a_guest_that_writes_while_its_page_is_evicted_reads_its_last_write() {
         world.write(3);
         reclaim.join().unwrap();
         assert_eq!(world.read(), 3);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_that_cannot_be_punched_out_of_a_huge_page_keeps_its_bytes() {
+    explore(|| {
+        let world = World::stuck(1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim(Ticket::new(1, 0))
+        });
+        assert_eq!(world.read(), 1);
+        world.write(2);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 2);
         world.check_settled();
     });
 }

@@ -11,6 +11,7 @@ pub mod mapping;
 pub mod memfd;
 pub mod peer;
 pub mod probe;
+pub mod remote;
 pub mod ring;
 pub mod scm;
 pub mod swap;
@@ -18,4 +19,5 @@ pub mod uffd;
 
 pub use anon::Anon;
 pub use mapping::Mapping;
+pub use remote::Remote;
 pub use uffd::Uffd;

@@ -3,13 +3,14 @@
 //! Before: `memfd` gives the file. After: page-state words, store arenas and test guests live in mappings.
 //! Threads: a mapping may be used from any thread; concurrent access is through atomics or raw copies.
 //! Promise: no Rust reference to plain memory inside a mapping is ever formed; only references to atomics are, and a
-//! range outside the mapping panics instead of being touched.
+//! range outside the mapping panics instead of being touched. A mapping of 2 MiB or more begins at a multiple of 2 MiB.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64};
 
+use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// An owned `MAP_SHARED` mapping; unmapped when dropped.
@@ -37,9 +38,19 @@ impl Mapping {
     }
 
     fn new(file: impl AsFd, offset: u64, len: usize, prot: ProtFlags) -> io::Result<Self> {
-        // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range, so no existing mapping is replaced.
-        let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED | MapFlags::NORESERVE, file, offset)?
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        let base = if len < HUGE_SIZE {
+            // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is replaced.
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, offset)? }
+        } else {
+            let place = reserve_aligned(len)?;
+            // SAFETY: exactly the range that was just reserved is replaced, and nobody else knows it.
+            let mapped = unsafe { rustix::mm::mmap(place, len, prot, flags | MapFlags::FIXED, file, offset) };
+            if mapped.is_err() {
+                // SAFETY: the same range, which still holds nothing.
+                let _ = unsafe { rustix::mm::munmap(place, len) };
+            }
+            mapped?
         };
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap answered the null address"))?;
         Ok(Self { base, len })
@@ -142,6 +153,25 @@ impl Mapping {
         unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed)? };
         Ok(())
     }
+}
+
+/// Reserve `len` bytes of address space from a multiple of 2 MiB on; the caller maps over them.
+fn reserve_aligned(len: usize) -> io::Result<*mut libc::c_void> {
+    let reserved = len.next_multiple_of(PAGE_SIZE).checked_add(HUGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is replaced.
+    let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), flags)? };
+    let skipped = (start as usize).next_multiple_of(HUGE_SIZE) - start as usize;
+    let place = start.wrapping_byte_add(skipped);
+    let tail = place.wrapping_byte_add(len.next_multiple_of(PAGE_SIZE));
+    // SAFETY: both ranges are parts of the reservation above, outside the `len` bytes that are kept, and hold nothing.
+    unsafe {
+        if skipped > 0 {
+            rustix::mm::munmap(start, skipped)?;
+        }
+        rustix::mm::munmap(tail, HUGE_SIZE - skipped)?;
+    }
+    Ok(place)
 }
 
 impl Drop for Mapping {

@@ -27,7 +27,8 @@ pub fn create_huge(name: &str, size: Bytes) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Free `len` bytes from `offset`: the pages leave the file and go back to the host.
+/// Free `len` bytes from `offset`: the pages leave the file and go back to the host. A part of a huge page that the kernel
+/// cannot split just now is filled with zeros and stays (see [`is_hole`]).
 pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     loop {
         match rustix::fs::fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
@@ -53,6 +54,15 @@ pub fn is_present(fd: impl AsFd, offset: u64) -> io::Result<bool> {
     match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
         Ok(next) => Ok(next < offset + PAGE_SIZE as u64),
         Err(rustix::io::Errno::NXIO) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Is nothing of this range present in the file?
+pub fn is_hole(fd: impl AsFd, offset: u64, len: u64) -> io::Result<bool> {
+    match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
+        Ok(next) => Ok(next >= offset + len),
+        Err(rustix::io::Errno::NXIO) => Ok(true),
         Err(error) => Err(error.into()),
     }
 }

@@ -170,7 +170,7 @@ pub fn probe() -> Vec<Feature> {
         OPTIONAL,
         "Linux 6.1",
         kernel::process_collapse(),
-        "huge pages must be rebuilt by the client",
+        "no huge pages after a 4 KiB reclaim",
     );
     add(
         "shmem huge page setting",
@@ -187,7 +187,13 @@ pub fn probe() -> Vec<Feature> {
         "an engine that dies is not seen: ballastd does not start one",
     );
     add("/proc/PID/pagemap", OPTIONAL, "Linux 2.6.25", kernel::pagemap(), "mapped pages cannot be checked");
-    add("PAGEMAP_SCAN", OPTIONAL, "Linux 6.7", kernel::pagemap_scan(), "page tables are read entry by entry");
+    add(
+        "PAGEMAP_SCAN",
+        OPTIONAL,
+        "Linux 6.7",
+        kernel::pagemap_scan(),
+        "what was mapped huge is not known: it stays in 4 KiB once reclaimed",
+    );
     add("io_uring", OPTIONAL, "Linux 5.1", kernel::io_uring(), "no file store");
     add(
         "pressure stall information",

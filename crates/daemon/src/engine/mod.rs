@@ -346,6 +346,7 @@ impl Engine {
                 // It works; what the dead engine left in it takes room until the next one tries again.
                 vm.report("spill-unswept", format!("Freeing what the last engine left in the file store: {error}"));
             }
+            vm.expel(&recovered.zeroed);
             vm.stats().add(Counter::Takeovers, 1);
             tracing::warn!(vm = name, epoch, far = live, in_file, mended = recovered.mended, "took over");
         }

@@ -134,6 +134,12 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_spilled_bytes_total", Kind::Counter, "Far guest RAM moved from RAM to disk.", |vm| {
         one(pages(vm.reclaim.spilled_pages))
     }),
+    metric("ballast_vm_coalesced_bytes_total", Kind::Counter, "Guest RAM mapped huge again.", |vm| {
+        one(vm.reclaim.coalesced_units * ballast_base::HUGE_SIZE as u64)
+    }),
+    metric("ballast_vm_coalesce_refusals_total", Kind::Counter, "Times the kernel would not map it huge.", |vm| {
+        one(vm.reclaim.coalesce_refused)
+    }),
     metric("ballast_vm_faults_total", Kind::Counter, "Faults served, by what the page was.", |vm| {
         let faults = &vm.faults;
         let kinds =

@@ -120,7 +120,8 @@ impl Rig {
         };
         let (far, spill_after) = spill.map_or((None, None), |(far, after)| (Some(far), Some(after)));
         let stores = Stores { ram: Arc::new(store), file: far };
-        let tuning = Tuning { quarantine, spill_after, ..Tuning::default() };
+        let coalesce_every = Duration::from_millis(5);
+        let tuning = Tuning { quarantine, spill_after, coalesce_every, ..Tuning::default() };
         let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report));
         vm.open_region(file).expect("region");
         vm.start().expect("start");

@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
 
 use super::{Finding, no, refused, unknown, yes};
+use crate::remote::{Collapsed, MADV_COLLAPSE, PAGE_IS_PRESENT, scan};
 use crate::uffd::{FillOutcome, REQUIRED_FEATURES};
-use crate::{Mapping, Uffd, memfd};
+use crate::{Mapping, Remote, Uffd, memfd};
 
 pub(super) fn userfaultfd(offered: &io::Result<u64>) -> Finding {
     match offered {
@@ -80,45 +81,29 @@ pub(super) fn minor_round_trip() -> Finding {
     }
 }
 
-const MADV_COLLAPSE: i32 = 25;
-
-/// A shared mapping with room for one aligned huge page, and the offset of that page in the mapping and its file.
+/// A shared mapping with room for one aligned huge page.
 struct HugeSpot {
     fd: OwnedFd,
     map: Mapping,
-    offset: usize,
 }
 
 impl HugeSpot {
     /// A mapping where a collapse is possible: file offset and address are aligned alike, and one page is present.
     fn new() -> io::Result<Self> {
-        // Where the kernel puts a mapping of a memfd is not always aligned to 2 MiB. The file offset at which the
-        // aligned address falls must itself be a multiple of 2 MiB: the mapping begins at the offset that makes it so.
-        // Another thread may take a place between two tries.
-        const TRIES: usize = 64;
-        let fd = memfd::create("ballast-probe", Bytes(4 * HUGE_SIZE as u64))?;
-        let mut skew = 0;
-        for _ in 0..TRIES {
-            let map = Mapping::shared(&fd, skew as u64, 3 * HUGE_SIZE)?;
-            let found = map.addr() % HUGE_SIZE;
-            if found == skew {
-                let offset = (HUGE_SIZE - skew) % HUGE_SIZE;
-                map.copy_in(offset, &[1]);
-                return Ok(Self { fd, map, offset });
-            }
-            skew = found;
-        }
-        Err(io::Error::other("no aligned place for a huge page was found"))
+        let fd = memfd::create("ballast-probe", Bytes(HUGE_SIZE as u64))?;
+        let map = Mapping::shared(&fd, 0, HUGE_SIZE)?;
+        map.copy_in(0, &[1]);
+        Ok(Self { fd, map })
     }
 
     fn addr(&self) -> usize {
-        self.map.addr() + self.offset
+        self.map.addr()
     }
 
     fn collapse(&self) -> io::Result<()> {
         // The kernel says EAGAIN when a page was busy for a moment.
         const TRIES: usize = 5;
-        let start = self.map.ptr(self.offset, HUGE_SIZE);
+        let start = self.map.ptr(0, HUGE_SIZE);
         let mut error = io::Error::from_raw_os_error(libc::EAGAIN);
         for _ in 0..TRIES {
             // SAFETY: the range is inside our own shared mapping (checked by `ptr`); a collapse changes neither its
@@ -161,23 +146,16 @@ pub(super) fn collapse_spares_holes() -> Finding {
 }
 
 pub(super) fn process_collapse() -> Finding {
-    let spot = match HugeSpot::new() {
-        Ok(spot) => spot,
-        Err(error) => return unknown(error.to_string()),
+    let tried = || -> io::Result<Collapsed> {
+        let spot = HugeSpot::new()?;
+        Remote::open(std::process::id())?.collapse(Hva(spot.addr() as u64), HUGE_SIZE as u64)
     };
-    let pidfd = match rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty()) {
-        Ok(pidfd) => pidfd,
-        Err(error) => return refused("pidfd_open", &error.into()),
-    };
-    let range = libc::iovec { iov_base: spot.map.ptr(spot.offset, HUGE_SIZE).cast(), iov_len: HUGE_SIZE };
-    // SAFETY: `range` is alive and names memory of our own mapping; a collapse does not change its bytes.
-    let answer = unsafe {
-        libc::syscall(libc::SYS_process_madvise, pidfd.as_raw_fd(), &raw const range, 1usize, MADV_COLLAPSE, 0u32)
-    };
-    if answer == HUGE_SIZE as i64 {
-        return yes("");
+    match tried() {
+        Ok(Collapsed::Done) => yes(""),
+        Ok(Collapsed::Busy) => unknown("a page was busy"),
+        Ok(outcome) => no(format!("process_madvise answered {outcome:?}")),
+        Err(error) => refused("process_madvise", &error),
     }
-    refused("process_madvise", &io::Error::last_os_error())
 }
 
 pub(super) fn pidfd() -> Finding {
@@ -194,65 +172,16 @@ pub(super) fn pagemap() -> Finding {
     }
 }
 
-/// `struct pm_scan_arg` of `linux/fs.h`.
-#[repr(C)]
-struct ScanArg {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
-
-/// `struct page_region` of `linux/fs.h`.
-#[repr(C)]
-struct ScanRegion {
-    start: u64,
-    end: u64,
-    categories: u64,
-}
-
-const PAGEMAP_SCAN: u64 = 0xC060_6610;
-const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
-
 pub(super) fn pagemap_scan() -> Finding {
-    const PAGE_IS_PRESENT: u64 = 1 << 3;
     let tried = || -> io::Result<bool> {
         let fd = memfd::create("ballast-probe", Bytes(4 * PAGE_SIZE as u64))?;
         let map = Mapping::shared(&fd, 0, 4 * PAGE_SIZE)?;
         map.copy_in(2 * PAGE_SIZE, &[1]);
         let pagemap = fs::File::open("/proc/self/pagemap")?;
         let start = map.addr() as u64;
-        let mut region = ScanRegion { start: 0, end: 0, categories: 0 };
-        let mut arg = ScanArg {
-            size: size_of::<ScanArg>() as u64,
-            flags: 0,
-            start,
-            end: start + map.len() as u64,
-            walk_end: 0,
-            vec: &raw mut region as u64,
-            vec_len: 1,
-            max_pages: 0,
-            category_inverted: 0,
-            category_mask: PAGE_IS_PRESENT,
-            category_anyof_mask: 0,
-            return_mask: PAGE_IS_PRESENT,
-        };
-        // SAFETY: `arg` has the kernel's shape and size (asserted above) and `vec` points at one live region of the
-        // stated length; both are exclusively ours during the call.
-        let answer = unsafe { libc::ioctl(pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
-        if answer < 0 {
-            return Err(io::Error::last_os_error());
-        }
         let page = start + 2 * PAGE_SIZE as u64;
-        Ok(answer == 1 && region.start == page && region.end == page + PAGE_SIZE as u64)
+        let found = scan(&pagemap, (start, start + map.len() as u64), PAGE_IS_PRESENT)?;
+        Ok(found == [(page, page + PAGE_SIZE as u64)])
     };
     match tried() {
         Ok(true) => yes(""),

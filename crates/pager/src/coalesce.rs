@@ -1,0 +1,125 @@
+//! Coalesce: a 2 MiB unit that was mapped huge, and whose pages are all back, is mapped huge again.
+//!
+//! Before: reclaim zapped pages of a unit, and the guest touched them all again. After: one entry maps the unit.
+//! Threads: one lane per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
+//! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident, or
+//! with a hole, is left alone; see `unit.rs` for why no byte can be lost. At most [`SHARE`] of one CPU is used.
+//!
+//! Only what was mapped huge before is looked at: making huge pages where there were none is not our decision, and a page
+//! that was punched out of a huge page has split it, so that putting it together again copies 2 MiB.
+
+use std::time::{Duration, Instant};
+
+use ballast_base::{HUGE_SIZE, Hva, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_sys::remote::{Collapsed, is_unit_aligned};
+
+use crate::page_state::State;
+use crate::region::Region;
+use crate::stats::Counter;
+use crate::unit::pages_of;
+use crate::view::View;
+use crate::vm::Vm;
+
+/// Pause between two looks at all units, normally. A unit must be whole at two looks in a row.
+pub const PASS: Duration = Duration::from_secs(1);
+/// Time spent on collapsing, at most: 1 part in this many.
+const SHARE: u32 = 20;
+/// Pause after the host had no huge page to give.
+const SHORT_OF_MEMORY: Duration = Duration::from_secs(10);
+
+/// Look after the VM's units until it is stopped.
+pub fn run(vm: &Vm) {
+    let mut pause = vm.tuning.coalesce_every;
+    while vm.doze(pause) {
+        pause = match pass(vm) {
+            Ok(Collapsed::NoMemory) => SHORT_OF_MEMORY.max(vm.tuning.coalesce_every),
+            Ok(_) => vm.tuning.coalesce_every,
+            Err(error) => {
+                tracing::warn!(vm = vm.state.name(), "Mapping memory huge again: {error}");
+                SHORT_OF_MEMORY.max(vm.tuning.coalesce_every)
+            }
+        };
+    }
+}
+
+/// Look at every unit once. Answers `NoMemory` if that ended it.
+fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
+    for region in vm.regions() {
+        for number in 0..region.units().len() {
+            let Some(unit) = region.units().get(number).filter(|unit| unit.is_broken()) else { continue };
+            if vm.held().is_some() || !is_resident(&region, number) || !unit.found_whole() {
+                continue;
+            }
+            let started = Instant::now();
+            let outcome = coalesce(vm, &region, number)?;
+            match outcome {
+                Some(Collapsed::Done) => vm.stats().add(Counter::Coalesced, 1),
+                Some(_) => vm.stats().add(Counter::CoalesceRefused, 1),
+                None => {}
+            }
+            match outcome {
+                Some(Collapsed::Never) => unit.give_up(),
+                Some(Collapsed::NoMemory) => return Ok(Collapsed::NoMemory),
+                _ => {}
+            }
+            if !vm.doze(started.elapsed() * (SHARE - 1)) {
+                return Ok(Collapsed::Gone);
+            }
+        }
+    }
+    Ok(Collapsed::Done)
+}
+
+/// Are all words of a unit Resident, so that every page of it is the guest's?
+pub(crate) fn is_resident(region: &Region, unit: u64) -> bool {
+    pages_of(unit).all(|page| region.word(page).state() == State::Resident)
+}
+
+/// Map one unit huge in every process that maps it aligned. `None` if it is not to be done now.
+fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Collapsed>> {
+    // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+    let _layout = vm.layout();
+    let first = PageIdx(number * PAGES_PER_UNIT);
+    let Some(unit) = region.units().get(number).filter(|_| !region.is_removed()) else { return Ok(None) };
+    if !region.next_present(first)?.is_some_and(|run| run.0 == first && run.1.0 >= first.0 + PAGES_PER_UNIT) {
+        return Ok(None);
+    }
+    let Some(mapping) = unit.map(|| is_resident(region, number)) else { return Ok(None) };
+    let mut result = None;
+    for view in vm.views() {
+        let Some((remote, addr)) = view.remote().zip(unit_addr(&view, region, number)) else { continue };
+        let outcome = remote.collapse(addr, HUGE_SIZE as u64)?;
+        if outcome == Collapsed::Done {
+            mapping.done();
+        }
+        result = result.filter(|result| *result != Collapsed::Done).or(Some(outcome));
+    }
+    Ok(result)
+}
+
+/// Where a unit is in a view, if it may be mapped huge there: aligned in file and address.
+pub(crate) fn unit_addr(view: &View, region: &Region, unit: u64) -> Option<Hva> {
+    let addr = view.base(region.number)? + PageIdx(unit * PAGES_PER_UNIT).offset();
+    (is_unit_aligned(addr) && region.is_unit_aligned()).then_some(addr)
+}
+
+/// Note which units of `first..first + count` are mapped huge in a view, before pages of them are zapped. Not knowing is
+/// no error: what is not known to be huge stays in base pages.
+pub(crate) fn learn(view: &View, region: &Region, first: PageIdx, count: u64) {
+    let Some(base) = view.base(region.number).filter(|base| is_unit_aligned(*base) && region.is_unit_aligned()) else {
+        return;
+    };
+    let Some(remote) = view.remote() else { return };
+    let pieces = remote.huge(base + first.offset(), PageCount(count).bytes().0).unwrap_or_else(|error| {
+        tracing::debug!(pid = view.pid, "Looking for huge mappings: {error}");
+        Vec::new()
+    });
+    for (start, end) in pieces {
+        let (from, to) = (start.0 - base.0, end.0 - base.0);
+        for unit in from.div_ceil(HUGE_SIZE as u64)..to / HUGE_SIZE as u64 {
+            if let Some(unit) = region.units().get(unit) {
+                unit.seen_huge();
+            }
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Guest RAM that was mapped huge is mapped huge again, against the real kernel. The guest is threads of this test.
+//! Needs root (userfaultfd) and `MADV_COLLAPSE`.
+
+#![cfg(not(loom))]
+
+mod common;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_pager::stats::Counter;
+use ballast_pager::vm::Hold;
+use ballast_sys::Remote;
+use ballast_sys::remote::Collapsed;
+use common::{Finally, Rig, random, until};
+
+const RAM: Bytes = Bytes(8 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+const QUICK: Duration = Duration::from_millis(5);
+
+/// Bytes of the guest's RAM that are mapped huge.
+fn huge(rig: &Rig) -> Bytes {
+    let remote = Remote::open(std::process::id()).expect("own process");
+    let found = remote.huge(Hva(rig.guest.addr() as u64), RAM.0).expect("scan");
+    Bytes(found.iter().map(|(start, end)| end.0 - start.0).sum())
+}
+
+/// A guest whose RAM is filled and mapped huge; `None`, aloud, where nothing can be.
+fn huge_rig(quarantine: Duration) -> Option<Rig> {
+    let rig = Rig::new(RAM, AMPLE, quarantine);
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    let remote = Remote::open(std::process::id()).expect("own process");
+    let outcome = remote.collapse(Hva(rig.guest.addr() as u64), RAM.0);
+    if !matches!(outcome, Ok(Collapsed::Done)) || remote.huge(Hva(0), 0).is_err() {
+        eprintln!("SKIP needs=collapse: {outcome:?}");
+        return None;
+    }
+    assert_eq!(huge(&rig), RAM);
+    Some(rig)
+}
+
+fn squeeze(rig: &Rig, limit: Bytes) {
+    rig.set_limit(Some(limit));
+    until("resident is at the limit", || rig.resident() <= limit);
+}
+
+#[test]
+fn memory_that_was_huge_before_it_went_far_is_huge_again_when_it_is_back() {
+    let Some(rig) = huge_rig(QUICK) else { return };
+    squeeze(&rig, Bytes(2 * MIB));
+    assert!(huge(&rig) <= Bytes(2 * MIB));
+    rig.set_limit(None);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("all of it is mapped huge", || huge(&rig) == RAM);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost when it was mapped huge");
+    assert!(rig.vm.stats().get(Counter::Coalesced) >= 3);
+    // And once more: what coalesce made huge is known to have been huge.
+    squeeze(&rig, Bytes(4 * MIB));
+    rig.set_limit(None);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
+    until("all of it is mapped huge", || huge(&rig) == RAM);
+    rig.check_census();
+}
+
+#[test]
+fn memory_that_was_only_watched_is_huge_again_without_a_touch() {
+    // Nothing is old enough to go: pages are zapped, the limit is raised, and they are taken out of quarantine.
+    let Some(rig) = huge_rig(Duration::from_secs(3600)) else { return };
+    rig.vm.set_may_pin();
+    rig.set_limit(Some(Bytes(2 * MIB)));
+    until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > PAGES_PER_UNIT);
+    assert!(huge(&rig) < RAM);
+    rig.set_limit(None);
+    until("all of it is mapped huge", || huge(&rig) == RAM);
+    assert_eq!(rig.vm.stats().get(Counter::FaultMinor), 0);
+}
+
+#[test]
+fn a_unit_with_a_hole_is_left_alone_and_so_is_memory_that_was_never_huge() {
+    let Some(rig) = huge_rig(QUICK) else { return };
+    // One page of the first unit is given up by the guest; the second unit becomes base pages before anybody looks.
+    let base = Hva(rig.guest.addr() as u64);
+    rig.vm.discard(&rig.view, &[(base, PAGE_SIZE as u64)]).expect("discard");
+    rig.vm.discard(&rig.view, &[(base + HUGE_SIZE as u64, PAGE_SIZE as u64)]).expect("discard");
+    rig.fill(PAGES_PER_UNIT, 2);
+    let half = Bytes(RAM.0 / 2);
+    assert_eq!(huge(&rig), half);
+    squeeze(&rig, Bytes(2 * MIB));
+    rig.set_limit(None);
+    assert!((1..rig.pages).filter(|page| *page != PAGES_PER_UNIT).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert!(rig.holds(PAGES_PER_UNIT, 2));
+    until("what was huge is huge", || huge(&rig) == half);
+    let resident = rig.resident();
+    assert_eq!(resident, Bytes(RAM.0 - PAGE_SIZE as u64), "the hole was filled");
+    assert_eq!(rig.word(0).load(Ordering::Relaxed), 0, "the hole reads zeros");
+}
+
+#[test]
+fn pages_of_a_huge_page_that_somebody_has_pinned_keep_their_bytes_and_go_far_later() {
+    use rustix::pipe::{IoSliceRaw, SpliceFlags, pipe, vmsplice};
+    let Some(rig) = huge_rig(QUICK) else { return };
+    let (reader, writer) = pipe().expect("pipe");
+    // SAFETY: the page is inside the guest's mapping, which outlives the pipe; the kernel only takes a reference to it.
+    let page = unsafe { std::slice::from_raw_parts(rig.guest.ptr(5 * PAGE_SIZE, PAGE_SIZE), PAGE_SIZE) };
+    let pinned = IoSliceRaw::from_slice(page);
+    // SAFETY: as above.
+    assert_eq!(unsafe { vmsplice(&writer, &[pinned], SpliceFlags::empty()) }.expect("vmsplice"), PAGE_SIZE);
+    rig.set_limit(Some(Bytes(MIB)));
+    until("only the pinned unit is left", || rig.resident().0 <= HUGE_SIZE as u64 + MIB);
+    until("its pages would not go", || rig.vm.stats().get(Counter::Failed) > PAGES_PER_UNIT);
+    assert!((0..PAGES_PER_UNIT).all(|page| rig.holds(page, 1)), "the kernel's zeros were shown to the guest");
+    drop((reader, writer));
+    until("all of it is at the limit", || rig.resident() <= Bytes(MIB));
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert!(!rig.reported("reclaim-failed") && !rig.reported("page-lost"));
+}
+
+#[test]
+fn nothing_is_mapped_huge_while_the_vm_is_held() {
+    let Some(rig) = huge_rig(QUICK) else { return };
+    squeeze(&rig, Bytes(2 * MIB));
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    let before = rig.vm.stats().get(Counter::Coalesced);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    assert_eq!(rig.vm.stats().get(Counter::Coalesced), before);
+    rig.vm.hold(Hold::Shared, None);
+    rig.set_limit(None);
+    until("all of it is mapped huge", || huge(&rig) == RAM);
+}
+
+#[test]
+fn a_guest_that_writes_while_its_memory_is_torn_apart_and_put_together_reads_what_it_wrote() {
+    const COALESCED: u64 = 20;
+    const EVICTED: u64 = 10_000;
+    let Some(rig) = huge_rig(Duration::from_millis(1)) else { return };
+    (0..rig.pages).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
+    let stats = rig.vm.stats();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..2u64 {
+            let (rig, done) = (&rig, &done);
+            scope.spawn(move || {
+                let mut versions = vec![0u64; rig.pages as usize];
+                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+                let mut step = 0u64;
+                while !done.load(Ordering::Relaxed) {
+                    step += 1;
+                    // Each thread owns every second page: its words are its alone.
+                    let page = random(&state) % (rig.pages / 2) * 2 + thread;
+                    let expected = versions[page as usize];
+                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
+                    versions[page as usize] = step << 16 | page;
+                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+                }
+                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(2) {
+                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+                }
+            });
+        }
+        // Also when a wait panics: the scope joins the guest's threads either way.
+        let _end = Finally(|| done.store(true, Ordering::Relaxed));
+        while stats.get(Counter::Coalesced) < COALESCED || stats.get(Counter::Evicted) < EVICTED {
+            let coalesced = stats.get(Counter::Coalesced);
+            squeeze(&rig, Bytes(6 * MIB));
+            rig.set_limit(None);
+            until("some of it is mapped huge", || stats.get(Counter::Coalesced) > coalesced || huge(&rig) == RAM);
+        }
+    });
+}

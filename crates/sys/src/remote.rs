@@ -1,0 +1,216 @@
+//! Another process's page tables, from outside: which 2 MiB it maps huge, and mapping them huge again.
+//!
+//! Before: `pager` knows a view's process and where guest RAM is mapped in it. After: whole units are mapped by one entry.
+//! Threads: any. Units: addresses are in the other process, lengths in bytes.
+//! Promise: no byte of guest RAM changes. A collapse fills holes where the kernel lets it (see [`Remote::collapse`]), so
+//! whoever asks for one must know that every hole in the range stands for zeros.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use ballast_base::{HUGE_SIZE, Hva};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+pub(crate) const MADV_COLLAPSE: i32 = 25;
+
+/// What asking for a huge mapping came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Collapsed {
+    /// Every unit of the range is mapped by one entry now.
+    Done,
+    /// Some page was in use just now: ask again later.
+    Busy,
+    /// There is a hole, and the kernel rightly leaves it.
+    Hole,
+    /// No free huge page, or the memory cgroup has no room for one.
+    NoMemory,
+    /// It cannot be mapped huge: not aligned, registered for write-protection, or forbidden for the process.
+    Never,
+    /// The process is gone.
+    Gone,
+}
+
+/// A process whose page tables are looked at and collapsed.
+#[derive(Debug)]
+pub struct Remote {
+    process: OwnedFd,
+    pagemap: File,
+}
+
+impl Remote {
+    /// The process with this number. Should the number be another process's by now, what is done to it is harmless.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+        let process = pidfd_open(number, PidfdFlags::empty())?;
+        Ok(Self { process, pagemap: File::open(format!("/proc/{pid}/pagemap"))? })
+    }
+
+    /// Map whole units (2 MiB, aligned in address and file) by one entry each, as `process_madvise(MADV_COLLAPSE)` does.
+    ///
+    /// Where the file holds the unit as one huge page already, only the page table changes. Otherwise the kernel copies
+    /// its pages into a huge page first, which takes milliseconds; touches wait meanwhile. A hole in a range registered
+    /// for missing faults is refused from Linux 6.4 on; anywhere else it is filled with zeros.
+    ///
+    /// # Errors
+    /// The call is not permitted or not known to this kernel.
+    pub fn collapse(&self, start: Hva, len: u64) -> io::Result<Collapsed> {
+        let range = libc::iovec { iov_base: start.0 as *mut libc::c_void, iov_len: len as usize };
+        // SAFETY: `range` is alive and is only read; the address in it is the other process's, where this advice changes
+        // no content but holes (see the file's head), and no bounds.
+        let answer = unsafe {
+            let process = self.process.as_raw_fd();
+            libc::syscall(libc::SYS_process_madvise, process, &raw const range, 1usize, MADV_COLLAPSE, 0u32)
+        };
+        if answer >= 0 {
+            return Ok(if answer as u64 == len { Collapsed::Done } else { Collapsed::Busy });
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EAGAIN | libc::EINTR) => Ok(Collapsed::Busy),
+            Some(libc::EBUSY) => Ok(Collapsed::Hole),
+            Some(libc::ENOMEM) => Ok(Collapsed::NoMemory),
+            Some(libc::EINVAL) => Ok(Collapsed::Never),
+            Some(libc::ESRCH) => Ok(Collapsed::Gone),
+            _ => Err(error),
+        }
+    }
+
+    /// The parts of a range that are mapped by huge entries, as `(start, end)` in ascending order (Linux 6.7).
+    pub fn huge(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
+        let found = scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_HUGE)?;
+        Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
+    }
+
+    /// The parts of a range that are mapped at all (Linux 6.7).
+    pub fn mapped(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
+        let found = scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_PRESENT)?;
+        Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
+    }
+}
+
+/// Is this address a multiple of 2 MiB?
+pub fn is_unit_aligned(addr: Hva) -> bool {
+    addr.0.is_multiple_of(HUGE_SIZE as u64)
+}
+
+pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_HUGE: u64 = 1 << 6;
+
+/// `struct pm_scan_arg` of `linux/fs.h`.
+#[repr(C)]
+struct ScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region` of `linux/fs.h`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct ScanRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+const PAGEMAP_SCAN: u64 = 0xC060_6610;
+const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
+
+/// The pieces of `start..end` whose page-table entries are all of this category. `PAGE_IS_*` as in `linux/fs.h`.
+pub(crate) fn scan(pagemap: impl AsFd, (start, end): (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
+    const BATCH: usize = 64;
+    let mut found = Vec::new();
+    let mut at = start;
+    while at < end {
+        let mut pieces = [ScanRegion::default(); BATCH];
+        let mut arg = ScanArg {
+            size: size_of::<ScanArg>() as u64,
+            flags: 0,
+            start: at,
+            end,
+            walk_end: 0,
+            vec: pieces.as_mut_ptr() as u64,
+            vec_len: BATCH as u64,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: category,
+            category_anyof_mask: 0,
+            return_mask: category,
+        };
+        // SAFETY: `arg` has the kernel's shape and size (asserted above) and `vec` points at as many live pieces as it
+        // says; both are exclusively ours during the call.
+        let answer = unsafe { libc::ioctl(pagemap.as_fd().as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
+        if answer < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        found.extend(pieces[..(answer as usize).min(BATCH)].iter().map(|piece| (piece.start, piece.end)));
+        if arg.walk_end <= at {
+            break;
+        }
+        at = arg.walk_end;
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::uffd::REQUIRED_FEATURES;
+    use crate::{Mapping, Uffd, memfd};
+    use ballast_base::Bytes;
+
+    /// Two units, all pages present; aloud `None` where nothing can be collapsed.
+    fn two_units() -> Option<(OwnedFd, Mapping, Remote)> {
+        let fd = memfd::create("ballast-test", Bytes(2 * HUGE_SIZE as u64)).expect("memfd");
+        let map = Mapping::shared(&fd, 0, 2 * HUGE_SIZE).expect("map");
+        assert!(is_unit_aligned(Hva(map.addr() as u64)), "a mapping of whole units is aligned");
+        map.populate(0, map.len()).expect("populate");
+        let remote = Remote::open(std::process::id()).expect("own process");
+        let first = remote.collapse(Hva(map.addr() as u64), HUGE_SIZE as u64);
+        if !matches!(first, Ok(Collapsed::Done)) {
+            eprintln!("SKIP needs=collapse: {first:?}");
+            return None;
+        }
+        Some((fd, map, remote))
+    }
+
+    #[test]
+    fn what_was_collapsed_is_mapped_huge_and_a_zap_leaves_it_unmapped_until_it_is_collapsed_again() {
+        let Some((_fd, map, remote)) = two_units() else { return };
+        let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
+        assert_eq!(remote.huge(start, 2 * unit).expect("scan"), [(start, start + unit)]);
+        map.copy_in(5000, &[42]);
+        map.zap(0, HUGE_SIZE).expect("zap");
+        assert_eq!(remote.mapped(start, 2 * unit).expect("scan"), [(start + unit, start + 2 * unit)]);
+        assert_eq!(remote.collapse(start, 2 * unit).expect("collapse"), Collapsed::Done);
+        assert_eq!(remote.huge(start, 2 * unit).expect("scan"), [(start, start + 2 * unit)]);
+        let mut byte = [0];
+        map.copy_out(5000, &mut byte);
+        assert_eq!(byte, [42]);
+    }
+
+    #[test]
+    fn a_hole_under_userfaultfd_and_a_range_that_is_not_aligned_are_told_apart() {
+        let Some((fd, map, remote)) = two_units() else { return };
+        let Ok((uffd, _)) = Uffd::create(REQUIRED_FEATURES) else {
+            eprintln!("SKIP needs=uffd: not permitted");
+            return;
+        };
+        let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
+        uffd.register(start, 2 * unit).expect("register");
+        memfd::punch(&fd, unit + 4096, 4096).expect("punch");
+        assert_eq!(remote.collapse(start + unit, unit).expect("collapse"), Collapsed::Hole);
+        assert_eq!(memfd::resident(&fd).expect("stat").0, 1023, "the hole stays");
+        assert_eq!(remote.collapse(start + 4096, 4096).expect("collapse"), Collapsed::Never);
+    }
+}
