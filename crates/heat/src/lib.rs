@@ -7,10 +7,12 @@
 #![forbid(unsafe_code)]
 
 mod clock;
+pub mod source;
 
 use ballast_base::PageIdx;
 
 pub use clock::{Age, Clock, touched};
+pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
 
 /// A run of candidate pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

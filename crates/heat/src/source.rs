@@ -1,0 +1,268 @@
+//! The seam between *what was touched* (a source) and *what it means* (everything else in this crate).
+//!
+//! Before: the tracker of a VM says what to watch in the next cycle. After: a source says, for each unit watched, what was
+//! touched between [`AccessSource::start`] and [`AccessSource::end`].
+//! Threads: one tracking lane per VM owns its source; it may block in `start` and `end`, and sleeps between them.
+//! Units: a unit is 2 MiB; a cycle is the time between a start and its end.
+//! Promise: a source changes nothing that the guest can see but time, and at the end of a cycle every unit that was
+//! mapped huge is mapped huge again.
+//!
+//! In the words of HugeScope's Figure 5: a watch with coarse units only is its coarse phase, one with fine units its
+//! fine phase. One cycle may do both.
+
+use std::io;
+use std::time::Duration;
+
+use ballast_base::PAGES_PER_UNIT;
+
+const WORDS: usize = PAGES_PER_UNIT as usize / 64;
+
+/// A unit of a VM's RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct UnitId {
+    /// Number of the region in its VM.
+    pub region: u32,
+    /// Which 2 MiB of the region. The last one of a region may be short.
+    pub unit: u32,
+}
+
+/// One bit for each page of a unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PageMap(pub [u64; WORDS]);
+
+impl PageMap {
+    /// No page.
+    pub const NONE: Self = Self([0; WORDS]);
+    /// Every page.
+    pub const ALL: Self = Self([u64::MAX; WORDS]);
+
+    /// The first `count` pages; all of them if there are not more.
+    pub fn first(count: u64) -> Self {
+        Self(std::array::from_fn(|word| match count.saturating_sub(word as u64 * 64) {
+            0 => 0,
+            bits @ 1..64 => (1 << bits) - 1,
+            _ => u64::MAX,
+        }))
+    }
+
+    /// Is this page in it?
+    ///
+    /// # Panics
+    /// If `page` is not below 512.
+    pub fn get(&self, page: u64) -> bool {
+        self.0[page as usize / 64] >> (page % 64) & 1 == 1
+    }
+
+    /// Put a page in.
+    ///
+    /// # Panics
+    /// If `page` is not below 512.
+    pub fn set(&mut self, page: u64) {
+        self.0[page as usize / 64] |= 1 << (page % 64);
+    }
+
+    /// How many pages are in it.
+    pub fn count(&self) -> u64 {
+        self.0.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// Is no page in it?
+    pub fn is_empty(&self) -> bool {
+        *self == Self::NONE
+    }
+
+    /// The pages in both.
+    pub fn and(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] & other.0[i]))
+    }
+
+    /// The pages in either.
+    pub fn or(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] | other.0[i]))
+    }
+
+    /// The pages of this one that are not in the other.
+    pub fn without(self, other: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
+    }
+
+    /// The pages in it, ascending.
+    pub fn iter(self) -> impl Iterator<Item = u64> {
+        self.0.into_iter().enumerate().flat_map(|(word, mut bits)| {
+            std::iter::from_fn(move || {
+                let bit = (bits != 0).then(|| u64::from(bits.trailing_zeros()))?;
+                bits &= bits - 1;
+                Some(word as u64 * 64 + bit)
+            })
+        })
+    }
+
+    /// The pages in it as runs, `(first, count)`, ascending.
+    pub fn runs(self) -> impl Iterator<Item = (u64, u64)> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            while at < PAGES_PER_UNIT && !self.get(at) {
+                at += 1;
+            }
+            let first = at;
+            while at < PAGES_PER_UNIT && self.get(at) {
+                at += 1;
+            }
+            (first < at).then_some((first, at - first))
+        })
+    }
+}
+
+/// A unit to be watched page by page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FineWatch {
+    /// Which.
+    pub unit: UnitId,
+    /// The pages whose touches are wanted: all of them, or a sample. A source may watch more, never fewer.
+    pub pages: PageMap,
+}
+
+/// What to watch in a cycle. No unit is in both lists; each is in ascending order without repeats.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Watch {
+    /// Units of which only "touched or not" is wanted.
+    pub coarse: Vec<UnitId>,
+    /// Units to be watched page by page.
+    pub fine: Vec<FineWatch>,
+}
+
+/// What was seen of one unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// The unit as a whole.
+    Coarse {
+        /// Some page was touched.
+        touched: bool,
+        /// Some page was written; `None` if the source cannot tell.
+        written: Option<bool>,
+    },
+    /// Page by page.
+    Fine {
+        /// The pages that were watched; of the others nothing is known.
+        watched: PageMap,
+        /// Those of them that were touched.
+        touched: PageMap,
+        /// Those of them that were written; `None` if the source cannot tell.
+        written: Option<PageMap>,
+    },
+}
+
+impl Seen {
+    /// Was any page touched?
+    pub fn touched(&self) -> bool {
+        match self {
+            Self::Coarse { touched, .. } => *touched,
+            Self::Fine { touched, .. } => !touched.is_empty(),
+        }
+    }
+
+    /// Was any page written, as far as the source can tell?
+    pub fn written(&self) -> bool {
+        match self {
+            Self::Coarse { written, .. } => written.unwrap_or(false),
+            Self::Fine { written, .. } => written.is_some_and(|pages| !pages.is_empty()),
+        }
+    }
+}
+
+/// What one cycle cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// CPU time of our own threads, faults served for the cycle included.
+    pub cpu: Duration,
+    /// Time guest threads waited for faults that the cycle caused.
+    pub guest: Duration,
+    /// Those faults.
+    pub faults: u64,
+}
+
+/// What a cycle brought.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// One entry for each unit of which something is known, ascending. A unit that was to be watched but could not be
+    /// (unplugged, far, busy) is left out: nothing is learned of it. A unit watched finely may be reported coarsely.
+    pub units: Vec<(UnitId, Seen)>,
+    /// From the start to the end.
+    pub length: Duration,
+    /// What it cost.
+    pub cost: Cost,
+}
+
+/// The finest thing a source can tell apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Granularity {
+    /// 4 KiB.
+    Page,
+    /// 2 MiB.
+    Unit,
+    /// Ranges that the source chooses itself.
+    Range,
+}
+
+/// What makes a cycle of this source dear.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CostClass {
+    /// Each thing touched is a fault that the guest waits for and we serve.
+    FaultServed,
+    /// Each thing touched is a fault that the kernel serves by itself.
+    FaultInKernel,
+    /// Walking page tables, whatever was touched.
+    Walk,
+    /// Somebody else did the work.
+    Reported,
+}
+
+/// What a source can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ability {
+    /// Its name in the API and in recordings: lower case, hyphens.
+    pub name: &'static str,
+    /// The finest it can see.
+    pub granularity: Granularity,
+    /// A read counts as a touch. A source that sees only writes finds read-only memory cold.
+    pub reads: bool,
+    /// It can tell writes from reads.
+    pub writes: bool,
+    /// What costs.
+    pub cost: CostClass,
+}
+
+/// Somebody who can tell what a guest touched.
+pub trait AccessSource: Send {
+    /// What it can do. The same answer every time.
+    fn ability(&self) -> Ability;
+
+    /// Begin a cycle: from now on, touches of what is watched are remembered. Called only when no cycle is running.
+    fn start(&mut self, watch: &Watch) -> io::Result<()>;
+
+    /// End the cycle and say what was touched. Whatever happens, also on an error, no cycle runs afterwards and nothing
+    /// of it remains in the guest's page tables.
+    fn end(&mut self) -> io::Result<Report>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_page_map_is_a_set_of_pages(pages in proptest::collection::btree_set(0..PAGES_PER_UNIT, 0..512), n in 0u64..600) {
+            let mut map = PageMap::NONE;
+            pages.iter().for_each(|page| map.set(*page));
+            prop_assert_eq!(map.count(), pages.len() as u64);
+            prop_assert_eq!(map.iter().collect::<Vec<_>>(), pages.iter().copied().collect::<Vec<_>>());
+            let of_runs: Vec<u64> = map.runs().flat_map(|(first, count)| first..first + count).collect();
+            prop_assert_eq!(of_runs, pages.into_iter().collect::<Vec<_>>());
+            let head = PageMap::first(n);
+            prop_assert_eq!(head.count(), n.min(PAGES_PER_UNIT));
+            prop_assert_eq!(map.and(head).or(map.without(head)), map);
+            prop_assert!(map.without(PageMap::ALL).is_empty());
+        }
+    }
+}
