@@ -1,18 +1,39 @@
-//! Who is hot: which pages of a VM look cold enough to be taken.
+//! Who is hot: what a guest touched, how hot its memory is, and which pages look cold enough to be taken.
 //!
-//! Before: the pager shows the table of pages through [`Pages`]. After: its reclaim lane quarantines what
-//! [`ColdSource::pick`] proposes, and tells what happened through the age byte.
-//! Threads: one reclaim lane per VM owns its source; [`touched`] is pure and called by fault lanes.
-//! Promise: no I/O of its own, no unsafe; proposes only pages that are in the file and Resident.
+//! Before: an [`AccessSource`] says what was touched in a cycle; the pager shows its table of pages through [`Pages`].
+//! After: its reclaim lane quarantines what [`ColdSource::pick`] proposes, and tells what happened through the age byte;
+//! the API shows ages and the working set; tiering and sharing ask for skew.
+//! Threads: a VM's [`Tracker`] is shared by its tracking lane, its reclaim lane and the API; [`touched`] is pure and called
+//! by fault lanes.
+//! Promise: no I/O but in sources, no unsafe; proposes only pages that are in the file and Resident.
+//!
+//! | HugeScope's Figure 5 | here |
+//! |---|---|
+//! | start and end the coarse path | [`AccessSource`] with a [`Watch`] of coarse units; [`Phase::Coarse`] |
+//! | start and end the fine path | the same with fine units; [`Phase::Fine`] |
+//! | hot huge pages and base pages | [`Tracker::generation`], [`Tracker::units`] |
+//! | page-size policy | [`size_policy::plan`] |
+//! | custom candidate set | its `candidates`; [`Tracker::size_candidates`] is the default one |
 #![forbid(unsafe_code)]
 
 mod clock;
+mod entry;
+pub mod generations;
+pub mod pace;
+pub mod sample;
+pub mod scripted;
+pub mod size_policy;
 pub mod source;
+pub mod subpage;
+mod tracker;
+pub mod units;
 
 use ballast_base::PageIdx;
 
 pub use clock::{Age, Clock, touched};
+pub use entry::{Entry, psr};
 pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
+pub use tracker::{Phase, RECENT, Settings, Shared, Step, Tracker};
 
 /// A run of candidate pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

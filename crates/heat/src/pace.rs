@@ -1,0 +1,83 @@
+//! How often tracking may run: a period that adapts until its cost keeps within a budget.
+//!
+//! Before: a cycle said what it cost. After: the next one starts a period after it did. Promise: pure; the period stays
+//! within its bounds and moves by at most a factor of two at a time, so that one odd cycle changes little.
+
+use std::time::Duration;
+
+use crate::source::Cost;
+
+/// What tracking may cost.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Budget {
+    /// Share of one CPU that our own threads may take.
+    pub cpu: f64,
+    /// Share of the time that guest threads may wait, all their waits added up.
+    pub guest: f64,
+}
+
+/// A period under a budget.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    period: Duration,
+    shortest: Duration,
+    longest: Duration,
+    budget: Budget,
+    spent: Budget,
+}
+
+impl Pace {
+    /// Begin with the shortest period.
+    pub fn new(shortest: Duration, longest: Duration, budget: Budget) -> Self {
+        let nothing = Budget { cpu: 0.0, guest: 0.0 };
+        Self { period: shortest, shortest, longest: longest.max(shortest), budget, spent: nothing }
+    }
+
+    /// From the start of one cycle to that of the next.
+    pub fn period(&self) -> Duration {
+        self.period
+    }
+
+    /// Shares that the last cycle took of the time from its start to the next.
+    pub fn spent(&self) -> Budget {
+        self.spent
+    }
+
+    /// A cycle cost this, and the next begins a period after it began.
+    pub fn paid(&mut self, cost: Cost) {
+        let over = |spent: Duration| spent.as_secs_f64() / self.period.as_secs_f64();
+        self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
+        let share = |spent: f64, budget: f64| if budget > 0.0 { spent / budget } else { f64::INFINITY };
+        let load = share(self.spent.cpu, self.budget.cpu).max(share(self.spent.guest, self.budget.guest));
+        // A little inside the budget, so that chance does not carry it over; shrinking slowly, for the same reason.
+        const AIM: f64 = 0.9;
+        let factor = (load / AIM).clamp(0.8, 2.0);
+        self.period = self.period.mul_f64(factor).clamp(self.shortest, self.longest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const BUDGET: Budget = Budget { cpu: 0.02, guest: 0.01 };
+
+    proptest! {
+        #[test]
+        fn a_steady_cost_ends_within_budget_or_at_the_longest_period(cpu_ms in 0u64..2000, guest_ms in 0u64..2000) {
+            let (shortest, longest) = (Duration::from_secs(1), Duration::from_secs(60));
+            let mut pace = Pace::new(shortest, longest, BUDGET);
+            let cost = Cost { cpu: Duration::from_millis(cpu_ms), guest: Duration::from_millis(guest_ms), faults: 0 };
+            for _ in 0..50 {
+                pace.paid(cost);
+                prop_assert!((shortest..=longest).contains(&pace.period()));
+            }
+            let within = pace.spent().cpu <= BUDGET.cpu && pace.spent().guest <= BUDGET.guest;
+            prop_assert!(within || pace.period() == longest, "{:?}", pace);
+            // And not needlessly slow.
+            let used = (pace.spent().cpu / BUDGET.cpu).max(pace.spent().guest / BUDGET.guest);
+            prop_assert!(used > 0.7 || pace.period() == shortest, "{:?}", pace);
+        }
+    }
+}

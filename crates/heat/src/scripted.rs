@@ -1,0 +1,88 @@
+//! A source for tests: a guest whose touches are written down.
+//!
+//! Before: a test says which pages each unit touches in a cycle. After: the tracker hears exactly that.
+//! Promise: reports only what is watched, counts what a zap scan would have cost the guest, and refuses to run two cycles
+//! at once.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::Duration;
+
+use crate::source::{Ability, AccessSource, Cost, CostClass, Granularity, PageMap, Report, Seen, UnitId, Watch};
+
+/// See above.
+#[derive(Debug, Default)]
+pub struct Scripted {
+    touched: BTreeMap<UnitId, PageMap>,
+    written: BTreeMap<UnitId, PageMap>,
+    running: Option<Watch>,
+    /// The next start fails.
+    pub fail_start: bool,
+    /// The next end fails.
+    pub fail_end: bool,
+    /// How long each cycle says it took.
+    pub length: Duration,
+}
+
+impl Scripted {
+    /// What a coarse touch costs in a zap scan (design §4), and a fine one.
+    pub const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
+
+    /// From now on, each cycle touches these pages of the unit.
+    pub fn touch(&mut self, unit: UnitId, pages: PageMap) {
+        self.touched.insert(unit, pages);
+    }
+
+    /// From now on, each cycle writes these pages of the unit.
+    pub fn write(&mut self, unit: UnitId, pages: PageMap) {
+        self.written.insert(unit, pages);
+    }
+}
+
+impl AccessSource for Scripted {
+    fn ability(&self) -> Ability {
+        Ability {
+            name: "scripted",
+            granularity: Granularity::Page,
+            reads: true,
+            writes: true,
+            cost: CostClass::FaultServed,
+        }
+    }
+
+    fn start(&mut self, watch: &Watch) -> io::Result<()> {
+        if std::mem::take(&mut self.fail_start) {
+            return Err(io::Error::other("scripted to fail"));
+        }
+        if self.running.replace(watch.clone()).is_some() {
+            return Err(io::Error::other("a cycle is running"));
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) -> io::Result<Report> {
+        let watch = self.running.take().ok_or_else(|| io::Error::other("no cycle is running"))?;
+        if std::mem::take(&mut self.fail_end) {
+            return Err(io::Error::other("scripted to fail"));
+        }
+        let of = |map: &BTreeMap<UnitId, PageMap>, unit| map.get(&unit).copied().unwrap_or_default();
+        let mut report = Report { length: self.length, ..Report::default() };
+        for unit in watch.coarse {
+            let written = of(&self.written, unit);
+            let touched = !of(&self.touched, unit).or(written).is_empty();
+            report.cost.guest += if touched { Self::COST.0 } else { Duration::ZERO };
+            report.cost.faults += u64::from(touched);
+            report.units.push((unit, Seen::Coarse { touched, written: Some(!written.is_empty()) }));
+        }
+        for fine in watch.fine {
+            let written = of(&self.written, fine.unit).and(fine.pages);
+            let touched = of(&self.touched, fine.unit).and(fine.pages).or(written);
+            report.cost.guest += Self::COST.1 * touched.count() as u32;
+            report.cost.faults += touched.count();
+            report.units.push((fine.unit, Seen::Fine { watched: fine.pages, touched, written: Some(written) }));
+        }
+        report.units.sort_unstable_by_key(|(unit, _)| *unit);
+        report.cost = Cost { cpu: report.cost.guest, ..report.cost };
+        Ok(report)
+    }
+}

@@ -1,0 +1,498 @@
+//! The tracker: when to watch what, and what the answers mean. The mind of the tracking lane.
+//!
+//! Before: the lane asks [`Tracker::next`] what to do, lets an [`crate::AccessSource`] do it, and hands the report to
+//! [`Tracker::absorb`]. After: reclaim picks from the generations, the API shows ages, back ends ask for skew.
+//! Threads: one tracker per VM behind a lock ([`Shared`]); the lane, reclaim and the API hold it for short.
+//! Units: `now` is the time since tracking of this VM began. Promise: no clock, no I/O; the same reports in, the same
+//! state out, so that a recording replays exactly.
+//!
+//! ```text
+//! |<---------------- period, adapts ---------------->|
+//! | coarse window: all units | fine | fine |  rest   | coarse ...
+//! ```
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::Pages;
+use crate::generations::{GENERATIONS, Generations, Promotion};
+use crate::pace::{Budget, Pace};
+use crate::sample::{Dice, Estimate};
+use crate::size_policy::Candidate;
+use crate::source::{PageMap, Report, Seen, UnitId, Watch};
+use crate::subpage::{Limits, Subpages, Verdict};
+use crate::units::{Inside, Moment, Units};
+
+/// A tracker that several threads use.
+pub type Shared = Arc<Mutex<Tracker>>;
+
+/// Scans and cycles that count as "recent": those of the working set and of a unit's skew.
+pub const RECENT: u32 = 3;
+/// What was learned of the inside of a unit is forgotten after this.
+const KEEP_INSIDE: Duration = Duration::from_secs(600);
+/// With no coarse cycle for this long, what is known is no longer news.
+const STALE: Duration = Duration::from_secs(600);
+
+/// How tracking works.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// From the start of one coarse cycle to that of the next, at least. It grows as the budget demands.
+    pub period: Duration,
+    /// The same, at most.
+    pub longest_period: Duration,
+    /// Part of the period in which all units are watched coarsely; fine batches fit into the rest.
+    pub coarse_share: f64,
+    /// How long a fine batch is watched.
+    pub fine_window: Duration,
+    /// Which units are watched finely, and how many at a time.
+    pub subpages: Limits,
+    /// What the coarse phase may cost, and the fine phase again.
+    pub budget: Budget,
+    /// How a touched unit is promoted.
+    pub promotion: Promotion,
+}
+
+impl Default for Settings {
+    /// A cycle each 2 s where that is cheap. Budgets: half of HugeScope's 3 % for each phase. Windows: Blowfish's 100 ms.
+    fn default() -> Self {
+        Self {
+            period: Duration::from_secs(2),
+            longest_period: Duration::from_secs(60),
+            coarse_share: 0.5,
+            fine_window: Duration::from_millis(100),
+            subpages: Limits::default(),
+            budget: Budget { cpu: 0.015, guest: 0.015 },
+            promotion: Promotion::Fair,
+        }
+    }
+}
+
+/// What a cycle is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// All units, as wholes: generations age by it.
+    Coarse,
+    /// Chosen units, page by page.
+    Fine,
+}
+
+/// What the lane does next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Step {
+    /// Start a cycle, end it after `window`, and hand in the report.
+    Watch {
+        /// To be handed back with the report.
+        phase: Phase,
+        /// What to watch.
+        watch: Watch,
+        /// How long.
+        window: Duration,
+    },
+    /// Nothing for so long.
+    Rest(Duration),
+}
+
+/// One VM's tracker.
+#[derive(Debug)]
+pub struct Tracker {
+    settings: Settings,
+    pub(crate) units: Units,
+    pub(crate) generations: Generations,
+    subpages: Subpages,
+    coarse: Pace,
+    fine: Pace,
+    next_coarse: Duration,
+    next_fine: Duration,
+    /// When the running cycle began.
+    begun: Duration,
+    /// Ends of the last coarse cycles, the newest last; at most [`RECENT`] + 1.
+    ends: Vec<Duration>,
+    cycles: u64,
+    fine_cycles: u64,
+    /// Grows with each report: whoever derived something from this state knows when to derive it anew.
+    version: u64,
+}
+
+impl Tracker {
+    /// Nothing known yet. `seed` decides which pages are sampled.
+    pub fn new(settings: Settings, seed: u64) -> Self {
+        let pace = |shortest, longest| Pace::new(shortest, longest, settings.budget);
+        Self {
+            settings,
+            units: Units::default(),
+            generations: Generations::new(settings.promotion),
+            subpages: Subpages::new(settings.subpages, Dice::new(seed)),
+            coarse: pace(settings.period, settings.longest_period),
+            fine: pace(settings.subpages.every, settings.longest_period),
+            next_coarse: Duration::ZERO,
+            next_fine: Duration::ZERO,
+            begun: Duration::ZERO,
+            ends: Vec::new(),
+            cycles: 0,
+            fine_cycles: 0,
+            version: 0,
+        }
+    }
+
+    /// The settings it was made with.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// What to do now. A step to watch is under way until its report is absorbed.
+    pub fn next(&mut self, now: Duration, pages: &dyn Pages) -> Step {
+        if now >= self.next_coarse {
+            self.units.survey(pages, Moment::at(now), self.generations.youngest());
+            self.begun = now;
+            let period = self.coarse.period();
+            self.next_coarse = now + period;
+            let watch = Watch { coarse: self.units.present().collect(), fine: Vec::new() };
+            return match watch.coarse.is_empty() {
+                true => Step::Rest(period),
+                false => {
+                    Step::Watch { phase: Phase::Coarse, watch, window: period.mul_f64(self.settings.coarse_share) }
+                }
+            };
+        }
+        let window = self.settings.fine_window;
+        // No later than the next coarse cycle, with which it must not overlap.
+        let fits = |at: Duration| at + window <= self.next_coarse;
+        if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
+            let units = &self.units;
+            let fine = self.subpages.batch(|unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 });
+            if !fine.is_empty() {
+                self.begun = now;
+                return Step::Watch { phase: Phase::Fine, watch: Watch { coarse: Vec::new(), fine }, window };
+            }
+        }
+        let next_fine = self.next_fine.max(now + Duration::from_millis(1));
+        let until = if !self.subpages.is_idle() && fits(next_fine) { next_fine } else { self.next_coarse };
+        Step::Rest(until - now)
+    }
+
+    /// A cycle is over; `now` is its end. For a cycle that failed, hand in an empty report.
+    pub fn absorb(&mut self, now: Duration, phase: Phase, report: &Report) {
+        let at = Moment::at(now);
+        self.version += 1;
+        if phase == Phase::Coarse {
+            self.generations.advance();
+        }
+        let mut reported = report.units.iter().map(|(unit, _)| *unit).peekable();
+        if phase == Phase::Coarse {
+            // What the cycle learned nothing of stays in its generation.
+            for unit in self.units.present().collect::<Vec<_>>() {
+                while reported.next_if(|seen| *seen < unit).is_some() {}
+                if reported.peek() != Some(&unit) {
+                    self.set_birth(unit, Generations::unseen);
+                }
+            }
+        }
+        for (unit, seen) in &report.units {
+            self.absorb_unit(at, phase, *unit, seen);
+        }
+        match phase {
+            Phase::Coarse => {
+                self.cycles += 1;
+                self.ends.push(now);
+                if self.ends.len() > RECENT as usize + 1 {
+                    self.ends.remove(0);
+                }
+                self.coarse.paid(report.cost);
+                self.next_coarse = (self.begun + self.coarse.period()).max(now);
+                self.units.forget_old(at, KEEP_INSIDE);
+                self.begin_round(at);
+            }
+            Phase::Fine => {
+                self.fine_cycles += 1;
+                self.subpages.end_batch();
+                self.fine.paid(report.cost);
+                self.next_fine = (self.begun + self.fine.period().max(self.subpages.interval())).max(now);
+            }
+        }
+    }
+
+    fn set_birth(&mut self, unit: UnitId, of: impl Fn(&Generations, u32) -> u32) {
+        if let Some(birth) = self.units.birth(unit) {
+            self.units.regions[unit.region as usize].births[unit.unit as usize] = of(&self.generations, birth);
+        }
+    }
+
+    fn absorb_unit(&mut self, at: Moment, phase: Phase, unit: UnitId, seen: &Seen) {
+        if phase == Phase::Coarse {
+            if !self.units.push(unit, seen.touched(), seen.written(), at) {
+                return;
+            }
+            if seen.touched() {
+                self.set_birth(unit, Generations::touched);
+            }
+        } else if seen.touched() {
+            // Being watched more often than others must not make it younger: no entry, no promotion.
+            self.units.touch(unit, at);
+        }
+        let Seen::Fine { watched, touched, written } = *seen else { return };
+        let of = self.units.pages_of(unit);
+        let here = PageMap::first(of);
+        let (watched, touched) = (watched.and(here), touched.and(watched).and(here));
+        if watched == here && of > 0 {
+            self.units.push_scan(unit, at, watched, touched, written.unwrap_or_default().and(watched));
+        } else if !watched.is_empty() {
+            self.units.push_sample(unit, at, Estimate::new(touched.count(), watched.count(), of));
+        }
+        // In a coarse cycle a source may give pages for free, and then the verdict is free as well.
+        let verdict = self.subpages.judge(unit, touched.count(), watched.count(), of);
+        if let Some(scanned) = self.units.scanned_mut(unit).filter(|_| verdict != Verdict::Suspect) {
+            scanned.bloated = verdict == Verdict::Bloated;
+        }
+    }
+
+    /// After a coarse cycle: which hot units to look into, the second-youngest generation first.
+    fn begin_round(&mut self, now: Moment) {
+        // Not what was scanned since the last coarse cycle but one: news of it would hardly be news.
+        let fresh = self.coarse.period();
+        let mut hot: [Vec<UnitId>; 2] = Default::default();
+        for unit in self.units.present() {
+            let generation = self.units.birth(unit).map_or(GENERATIONS, |birth| self.generations.of(birth));
+            let known = self.units.inside(unit).is_some_and(|inside| now.since(inside.last()) < fresh);
+            if generation < hot.len() && !known {
+                hot[generation].push(unit);
+            }
+        }
+        let [youngest, second] = hot;
+        self.subpages.begin_round(second.into_iter().chain(youngest));
+    }
+
+    /// The generation of a unit with pages in memory: 0 is the youngest.
+    pub fn generation(&self, unit: UnitId) -> Option<usize> {
+        self.units.birth(unit).map(|birth| self.generations.of(birth))
+    }
+
+    /// Entries, ages and what is known of the inside of units.
+    pub fn units(&self) -> &Units {
+        &self.units
+    }
+
+    /// The pages of a hot-bloated unit that can go.
+    pub fn candidates(&self, unit: UnitId) -> Option<PageMap> {
+        match self.units.inside(unit)? {
+            Inside::Scanned(scanned) if scanned.bloated => {
+                Some(scanned.cold().and(PageMap::first(self.units.pages_of(unit))))
+            }
+            _ => None,
+        }
+    }
+
+    /// Candidates for the page-size policy: units that were touched of late and of whose inside something is known. `huge`
+    /// answers whether a unit is mapped huge. A back end that wants others builds its own list.
+    pub fn size_candidates(&self, huge: impl Fn(UnitId) -> bool) -> Vec<Candidate> {
+        let hot = |unit| self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
+        let mut candidates: Vec<Candidate> = self
+            .units
+            .insides()
+            .filter(|(unit, _)| hot(*unit))
+            .map(|(unit, inside)| Candidate { unit, touched: self.touched_pages(unit, inside), huge: huge(unit) })
+            .collect();
+        candidates.sort_unstable_by_key(|candidate| candidate.unit);
+        candidates
+    }
+
+    pub(crate) fn touched_pages(&self, unit: UnitId, inside: &Inside) -> u64 {
+        match inside {
+            Inside::Scanned(scanned) => scanned.touched_within(RECENT).count(),
+            Inside::Sampled(estimate, _) => (estimate.share * self.units.pages_of(unit) as f64).round() as u64,
+        }
+    }
+
+    /// Is what is known still news?
+    pub fn is_fresh(&self, now: Duration) -> bool {
+        self.ends.last().is_some_and(|end| now.saturating_sub(*end) <= STALE.max(self.coarse.period() * 4))
+    }
+
+    /// Coarse and fine cycles so far.
+    pub fn cycles(&self) -> (u64, u64) {
+        (self.cycles, self.fine_cycles)
+    }
+
+    /// Grows with each report.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// From one coarse cycle to the next, now.
+    pub fn period(&self) -> Duration {
+        self.coarse.period()
+    }
+
+    /// Shares that tracking took of late: of a CPU, and of the guest's time.
+    pub fn spent(&self) -> Budget {
+        let (coarse, fine) = (self.coarse.spent(), self.fine.spent());
+        // Batches run only while there is something to look into.
+        let fine = if self.subpages.is_idle() { Budget { cpu: 0.0, guest: 0.0 } } else { fine };
+        Budget { cpu: coarse.cpu + fine.cpu, guest: coarse.guest + fine.guest }
+    }
+
+    /// The time that the last [`RECENT`] coarse cycles took, from the end before them.
+    pub fn recent_span(&self) -> Duration {
+        match (self.ends.first(), self.ends.last()) {
+            (Some(first), Some(last)) if self.ends.len() > RECENT as usize => *last - *first,
+            (Some(_), Some(last)) => *last,
+            _ => Duration::ZERO,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AccessSource;
+    use crate::scripted::Scripted;
+    use ballast_base::{PAGES_PER_UNIT, PageIdx};
+    use proptest::prelude::*;
+
+    /// One region, all of it in memory.
+    struct Guest(u64);
+
+    impl Pages for Guest {
+        fn regions(&self) -> u32 {
+            1
+        }
+        fn len(&self, _: u32) -> u64 {
+            self.0 * PAGES_PER_UNIT
+        }
+        fn next_present(&self, _: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
+            (from.0 < self.len(0)).then_some((from, PageIdx(self.len(0))))
+        }
+        fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
+            Some(0)
+        }
+        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+    }
+
+    fn unit(unit: u32) -> UnitId {
+        UnitId { region: 0, unit }
+    }
+
+    /// Drive source and tracker as the lane does, on a made-up clock, until `until`.
+    fn drive(tracker: &mut Tracker, source: &mut Scripted, guest: &Guest, now: &mut Duration, until: Duration) {
+        while *now < until {
+            match tracker.next(*now, guest) {
+                Step::Rest(pause) => {
+                    assert!(!pause.is_zero(), "a rest that never ends");
+                    *now += pause;
+                }
+                Step::Watch { phase, watch, window } => {
+                    source.start(&watch).expect("start");
+                    *now += window;
+                    source.length = window;
+                    let report = source.end().expect("end");
+                    tracker.absorb(*now, phase, &report);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn after_three_cycles_hot_units_are_young_cold_ones_oldest_and_bloat_is_known_page_by_page() {
+        let guest = Guest(64);
+        let mut source = Scripted::default();
+        // 8 units evenly hot, 8 hot in 5 pages each, the rest cold.
+        (0..8).for_each(|index| source.touch(unit(index), PageMap::ALL));
+        (8..16).for_each(|index| source.touch(unit(index), PageMap::first(5)));
+        let mut tracker = Tracker::new(Settings::default(), 1);
+        drive(&mut tracker, &mut source, &guest, &mut Duration::ZERO.clone(), Duration::from_secs(20));
+        assert!(tracker.cycles().0 >= 4, "{:?}", tracker.cycles());
+        for index in 0..64 {
+            assert_eq!(tracker.generation(unit(index)), Some(if index < 16 { 0 } else { 3 }), "unit {index}");
+        }
+        for index in 0..16 {
+            let candidates = tracker.candidates(unit(index));
+            assert_eq!(candidates, (index >= 8).then(|| PageMap::ALL.without(PageMap::first(5))), "unit {index}");
+        }
+        let plan = crate::size_policy::plan(16 * 512, 8 * 512, &tracker.size_candidates(|_| true));
+        assert_eq!(plan.split.len(), 8, "{plan:?}");
+        assert!(plan.split.iter().all(|split| split.unit >= 8));
+    }
+
+    #[test]
+    fn a_dear_source_is_asked_less_often() {
+        let guest = Guest(40_000);
+        let mut source = Scripted::default();
+        (0..40_000).for_each(|index| source.touch(unit(index), PageMap::ALL));
+        let mut tracker = Tracker::new(Settings { longest_period: Duration::from_secs(600), ..Settings::default() }, 1);
+        drive(&mut tracker, &mut source, &guest, &mut Duration::ZERO.clone(), Duration::from_secs(300));
+        // 40000 touches of 5.6 us are 0.22 s: at 1.5 % that is one cycle in 15 s.
+        assert!(
+            (Duration::from_secs(14)..Duration::from_secs(20)).contains(&tracker.period()),
+            "{:?}",
+            tracker.period()
+        );
+        assert!(tracker.spent().guest <= 0.03, "{:?}", tracker.spent());
+    }
+
+    #[test]
+    fn a_cycle_that_failed_teaches_nothing_and_tracking_goes_on() {
+        let guest = Guest(4);
+        let mut tracker = Tracker::new(Settings::default(), 1);
+        let mut source = Scripted::default();
+        source.touch(unit(0), PageMap::ALL);
+        let mut now = Duration::ZERO;
+        drive(&mut tracker, &mut source, &guest, &mut now, Duration::from_secs(10));
+        let before = (0..4).map(|index| tracker.generation(unit(index))).collect::<Vec<_>>();
+        let Step::Watch { phase: Phase::Coarse, .. } = (loop {
+            match tracker.next(now, &guest) {
+                Step::Rest(pause) => now += pause,
+                step @ Step::Watch { phase: Phase::Coarse, .. } => break step,
+                Step::Watch { phase, .. } => tracker.absorb(now, phase, &Report::default()),
+            }
+        }) else {
+            unreachable!()
+        };
+        tracker.absorb(now, Phase::Coarse, &Report::default());
+        assert_eq!((0..4).map(|index| tracker.generation(unit(index))).collect::<Vec<_>>(), before);
+        assert!(matches!(tracker.next(now, &guest), Step::Rest(_) | Step::Watch { phase: Phase::Fine, .. }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_history_leaves_known_units_with_consistent_entries_and_generations(
+            history in proptest::collection::vec((any::<bool>(), proptest::collection::vec((0u32..20, 0u64..600, 0u64..600, 0u8..3), 0..30)), 0..60),
+        ) {
+            let guest = Guest(16);
+            let mut tracker = Tracker::new(Settings::default(), 5);
+            let _ = tracker.next(Duration::ZERO, &guest);
+            let mut touches = [0u32; 16];
+            for (turn, (coarse, reports)) in history.into_iter().enumerate() {
+                let mut units: Vec<(UnitId, Seen)> = reports.into_iter().map(|(index, watched, touched, kind)| {
+                    let seen = match kind {
+                        0 => Seen::Coarse { touched: touched % 2 == 0, written: None },
+                        _ => Seen::Fine {
+                            watched: PageMap::first(watched), touched: PageMap::first(touched),
+                            written: (kind == 2).then_some(PageMap::first(touched / 2)),
+                        },
+                    };
+                    (unit(index), seen)
+                }).collect();
+                units.sort_unstable_by_key(|(unit, _)| *unit);
+                units.dedup_by_key(|(unit, _)| *unit);
+                let phase = if coarse { Phase::Coarse } else { Phase::Fine };
+                for (unit, seen) in &units {
+                    if coarse && unit.unit < 16 && seen.touched() {
+                        touches[unit.unit as usize] += 1;
+                    }
+                }
+                tracker.absorb(Duration::from_secs(turn as u64 + 1), phase, &Report { units, ..Report::default() });
+            }
+            for index in 0..16 {
+                let entry = tracker.units().entry(unit(index)).expect("known");
+                prop_assert!(entry.frequency() <= touches[index as usize].min(32));
+                prop_assert!(tracker.generation(unit(index)).expect("known") < GENERATIONS);
+                if let Some(candidates) = tracker.candidates(unit(index)) {
+                    let Some(Inside::Scanned(scanned)) = tracker.units().inside(unit(index)) else { panic!("scanned") };
+                    prop_assert!(candidates.and(scanned.touched_within(RECENT)).is_empty());
+                }
+            }
+            for index in 16..20 {
+                prop_assert!(tracker.units().entry(unit(index)).is_none());
+            }
+        }
+    }
+}

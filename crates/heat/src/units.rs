@@ -1,0 +1,414 @@
+//! What is remembered of each unit of a VM, and of the pages inside those that were scanned finely.
+//!
+//! Before: the tracker hears of a cycle. After: ages, generations and candidates are read from here.
+//! Units: times are tenths of a second since tracking began. Promise: 18 bytes for a unit (9 MiB for a guest of 1 TiB,
+//! 4 MiB of them access entries); 4 KiB more for a unit scanned finely, only while that is fresh, and at most
+//! [`Units::most_scans`] of those.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use ballast_base::PAGES_PER_UNIT;
+
+use crate::generations::{self, GENERATIONS};
+use crate::sample::Estimate;
+use crate::source::{PageMap, UnitId};
+use crate::{Entry, Pages};
+
+/// A moment: tenths of a second since tracking began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Moment(pub u32);
+
+impl Moment {
+    /// Rounded down; 13 years at most.
+    pub fn at(since_start: Duration) -> Self {
+        Self(u32::try_from(since_start.as_millis() / 100).unwrap_or(u32::MAX))
+    }
+
+    /// From an earlier moment to this one.
+    pub fn since(self, earlier: Self) -> Duration {
+        Duration::from_millis(u64::from(self.0.saturating_sub(earlier.0)) * 100)
+    }
+}
+
+/// Scans of one unit whose times are remembered.
+const SCANS: usize = 4;
+
+/// The pages of a unit that was scanned.
+#[derive(Clone, Debug)]
+pub struct Scanned {
+    entries: Box<[Entry; PAGES_PER_UNIT as usize]>,
+    /// When, the last one first; the first of all in the places not used yet.
+    at: [Moment; SCANS],
+    /// Scans so far, at most [`SCANS`] counted.
+    scans: usize,
+    /// The last scan found it bloated: its cold pages are candidates.
+    pub bloated: bool,
+}
+
+impl Scanned {
+    fn new(at: Moment) -> Self {
+        Self { entries: Box::new([Entry::default(); _]), at: [at; SCANS], scans: 0, bloated: false }
+    }
+
+    fn push(&mut self, at: Moment, watched: PageMap, touched: PageMap, written: PageMap) {
+        for page in watched.iter() {
+            self.entries[page as usize].push(touched.get(page), written.get(page));
+        }
+        self.at.rotate_right(1);
+        self.at[0] = at;
+        self.scans = (self.scans + 1).min(SCANS);
+    }
+
+    /// The history of one page.
+    ///
+    /// # Panics
+    /// If `page` is not below 512.
+    pub fn entry(&self, page: u64) -> Entry {
+        self.entries[page as usize]
+    }
+
+    /// When it was last scanned.
+    pub fn last(&self) -> Moment {
+        self.at[0]
+    }
+
+    /// The pages that one of the last `scans` scans saw touched.
+    pub fn touched_within(&self, scans: u32) -> PageMap {
+        self.pages(|entry| entry.age() < scans)
+    }
+
+    /// The pages in the oldest generation.
+    pub fn cold(&self) -> PageMap {
+        self.pages(|entry| generations::of_page(entry) == GENERATIONS - 1)
+    }
+
+    fn pages(&self, wanted: impl Fn(Entry) -> bool) -> PageMap {
+        let mut map = PageMap::NONE;
+        (0..PAGES_PER_UNIT).filter(|page| wanted(self.entries[*page as usize])).for_each(|page| map.set(page));
+        map
+    }
+
+    /// When a page was last seen touched; the first scan that is remembered if none saw it.
+    pub fn seen(&self, page: u64) -> Moment {
+        let age = self.entry(page).age() as usize;
+        self.at[age.min(self.scans.saturating_sub(1))]
+    }
+}
+
+/// What is known of the inside of a unit.
+#[derive(Clone, Debug)]
+pub enum Inside {
+    /// A random few of its pages were watched.
+    Sampled(Estimate, Moment),
+    /// Every page was.
+    Scanned(Scanned),
+}
+
+impl Inside {
+    /// When that was.
+    pub fn last(&self) -> Moment {
+        match self {
+            Self::Sampled(_, at) => *at,
+            Self::Scanned(scanned) => scanned.last(),
+        }
+    }
+
+    /// Share of the pages that are touched.
+    pub fn share(&self) -> Estimate {
+        match self {
+            Self::Sampled(estimate, _) => *estimate,
+            Self::Scanned(scanned) => Estimate::new(scanned.touched_within(1).count(), PAGES_PER_UNIT, PAGES_PER_UNIT),
+        }
+    }
+}
+
+/// The columns of one region; the index is the unit.
+#[derive(Clone, Debug, Default)]
+pub struct Region {
+    pub(crate) pages: u64,
+    /// Pages of the unit that are in memory; 0 for a unit of which nothing is known.
+    pub(crate) present: Vec<u16>,
+    pub(crate) entries: Vec<Entry>,
+    pub(crate) seen: Vec<Moment>,
+    pub(crate) births: Vec<u32>,
+}
+
+/// All units of a VM.
+#[derive(Clone, Debug, Default)]
+pub struct Units {
+    pub(crate) regions: Vec<Region>,
+    inside: HashMap<UnitId, Inside>,
+}
+
+impl Units {
+    /// Make room for the regions there are. A region whose size changed was unplugged or plugged: nothing is known of it.
+    pub fn layout(&mut self, pages_of: impl ExactSizeIterator<Item = u64>) {
+        self.regions.resize_with(pages_of.len(), Region::default);
+        for (number, pages) in pages_of.enumerate() {
+            let region = &mut self.regions[number];
+            if region.pages != pages {
+                let units = ballast_base::PageCount(pages).units_ceil() as usize;
+                *region = Region {
+                    pages,
+                    present: vec![0; units],
+                    entries: vec![Entry::default(); units],
+                    seen: vec![Moment::default(); units],
+                    births: vec![0; units],
+                };
+                self.inside.retain(|unit, _| unit.region != number as u32);
+            }
+        }
+    }
+
+    /// Count what is in memory. A unit that was not known begins as seen now, with `birth`; one that is gone is forgotten.
+    pub fn survey(&mut self, pages: &dyn Pages, now: Moment, birth: u32) {
+        self.layout((0..pages.regions()).map(|region| pages.len(region)).collect::<Vec<_>>().into_iter());
+        for number in 0..self.regions.len() {
+            let mut present = vec![0u16; self.regions[number].present.len()];
+            let mut at = ballast_base::PageIdx(0);
+            while let Some((first, end)) = pages.next_present(number as u32, at) {
+                let end = end.0.min(self.regions[number].pages);
+                let mut page = first.0;
+                while page < end {
+                    let unit = page / PAGES_PER_UNIT;
+                    let stop = end.min((unit + 1) * PAGES_PER_UNIT);
+                    present[unit as usize] += (stop - page) as u16;
+                    page = stop;
+                }
+                if end <= at.0 {
+                    break;
+                }
+                at = ballast_base::PageIdx(end);
+            }
+            for (unit, count) in present.into_iter().enumerate() {
+                self.set_present(UnitId { region: number as u32, unit: unit as u32 }, count, now, birth);
+            }
+        }
+    }
+
+    /// This many pages of the unit are in memory.
+    pub fn set_present(&mut self, unit: UnitId, count: u16, now: Moment, birth: u32) {
+        let Some(region) = self.regions.get_mut(unit.region as usize) else { return };
+        let index = unit.unit as usize;
+        match (region.present.get(index).copied(), count) {
+            (None, _) => return,
+            (Some(0), 1..) => {
+                region.entries[index] = Entry::default();
+                region.seen[index] = now;
+                region.births[index] = birth;
+            }
+            (Some(1..), 0) => {
+                self.inside.remove(&unit);
+            }
+            _ => {}
+        }
+        region.present[index] = count;
+    }
+
+    /// The units that have pages in memory, ascending.
+    pub fn present(&self) -> impl Iterator<Item = UnitId> {
+        self.regions.iter().enumerate().flat_map(|(region, columns)| {
+            let known = columns.present.iter().enumerate().filter(|(_, count)| **count > 0);
+            known.map(move |(unit, _)| UnitId { region: region as u32, unit: unit as u32 })
+        })
+    }
+
+    /// Pages of a unit that are in memory.
+    pub fn present_pages(&self, unit: UnitId) -> u64 {
+        self.column(unit, |region, index| u64::from(region.present[index])).unwrap_or(0)
+    }
+
+    /// Pages a unit has: 512, or fewer at the end of a region.
+    pub fn pages_of(&self, unit: UnitId) -> u64 {
+        let first = u64::from(unit.unit) * PAGES_PER_UNIT;
+        let pages = self.regions.get(unit.region as usize).map_or(0, |region| region.pages);
+        pages.saturating_sub(first).min(PAGES_PER_UNIT)
+    }
+
+    /// The access entry of a unit that has pages in memory.
+    pub fn entry(&self, unit: UnitId) -> Option<Entry> {
+        self.column(unit, |region, index| region.entries[index])
+    }
+
+    /// When it was last seen touched; when it was first seen if it never was.
+    pub fn seen(&self, unit: UnitId) -> Option<Moment> {
+        self.column(unit, |region, index| region.seen[index])
+    }
+
+    /// Its birth: see [`crate::generations`].
+    pub fn birth(&self, unit: UnitId) -> Option<u32> {
+        self.column(unit, |region, index| region.births[index])
+    }
+
+    fn column<T>(&self, unit: UnitId, value: impl Fn(&Region, usize) -> T) -> Option<T> {
+        let region = self.regions.get(unit.region as usize)?;
+        let index = unit.unit as usize;
+        (*region.present.get(index)? > 0).then(|| value(region, index))
+    }
+
+    /// A cycle saw the unit. False if it is not one that has pages in memory.
+    pub fn push(&mut self, unit: UnitId, touched: bool, written: bool, now: Moment) -> bool {
+        if self.column(unit, |_, _| ()).is_none() {
+            return false;
+        }
+        let (region, index) = (&mut self.regions[unit.region as usize], unit.unit as usize);
+        region.entries[index].push(touched, written);
+        if touched || written {
+            region.seen[index] = now;
+        }
+        true
+    }
+
+    /// A touch was seen outside of a cycle that ages.
+    pub fn touch(&mut self, unit: UnitId, now: Moment) {
+        if self.column(unit, |_, _| ()).is_some() {
+            self.regions[unit.region as usize].seen[unit.unit as usize] = now;
+        }
+    }
+
+    /// Every page of the unit was watched.
+    pub fn push_scan(&mut self, unit: UnitId, now: Moment, watched: PageMap, touched: PageMap, written: PageMap) {
+        if self.column(unit, |_, _| ()).is_none() {
+            return;
+        }
+        if !matches!(self.inside.get(&unit), Some(Inside::Scanned(_))) {
+            self.make_room();
+            self.inside.insert(unit, Inside::Scanned(Scanned::new(now)));
+        }
+        if let Some(Inside::Scanned(scanned)) = self.inside.get_mut(&unit) {
+            scanned.push(now, watched, touched, written);
+        }
+    }
+
+    /// Some of its pages were watched. What a full scan found stays worth more.
+    pub fn push_sample(&mut self, unit: UnitId, now: Moment, estimate: Estimate) {
+        let scanned = matches!(self.inside.get(&unit), Some(Inside::Scanned(_)));
+        if !scanned && self.column(unit, |_, _| ()).is_some() {
+            self.inside.insert(unit, Inside::Sampled(estimate, now));
+        }
+    }
+
+    /// What is known of its pages.
+    pub fn inside(&self, unit: UnitId) -> Option<&Inside> {
+        self.inside.get(&unit)
+    }
+
+    /// The scan of a unit, to be marked.
+    pub fn scanned_mut(&mut self, unit: UnitId) -> Option<&mut Scanned> {
+        match self.inside.get_mut(&unit) {
+            Some(Inside::Scanned(scanned)) => Some(scanned),
+            _ => None,
+        }
+    }
+
+    /// Everything known of pages inside units.
+    pub fn insides(&self) -> impl Iterator<Item = (UnitId, &Inside)> {
+        self.inside.iter().map(|(unit, inside)| (*unit, inside))
+    }
+
+    /// Most units with a scan at a time: their 4 KiB each are within 1/1024 of the guest, but 16 MiB may always be used.
+    pub fn most_scans(&self) -> usize {
+        let units: usize = self.regions.iter().map(|region| region.present.len()).sum();
+        (units / 2).max(4096)
+    }
+
+    /// Forget the inside of units that was learned longer ago than `keep`.
+    pub fn forget_old(&mut self, now: Moment, keep: Duration) {
+        self.inside.retain(|_, inside| now.since(inside.last()) <= keep);
+    }
+
+    /// Room for one more scan: the oldest quarter goes when there are too many.
+    fn make_room(&mut self) {
+        if self.inside.len() < self.most_scans() {
+            return;
+        }
+        let mut ages: Vec<Moment> = self.inside.values().map(Inside::last).collect();
+        let quarter = ages.len() / 4;
+        let (_, limit, _) = ages.select_nth_unstable(quarter);
+        let limit = *limit;
+        let mut most = quarter + 1;
+        self.inside.retain(|_, inside| {
+            let goes = most > 0 && inside.last() <= limit;
+            most -= usize::from(goes);
+            !goes
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNIT: UnitId = UnitId { region: 0, unit: 0 };
+
+    fn units(count: u64) -> Units {
+        let mut units = Units::default();
+        units.layout([count * PAGES_PER_UNIT].into_iter());
+        (0..count).for_each(|unit| units.set_present(UnitId { unit: unit as u32, ..UNIT }, 512, Moment(0), 0));
+        units
+    }
+
+    #[test]
+    fn the_entries_of_a_guest_of_1_tib_take_4_mib_and_all_columns_9() {
+        let units = units((1 << 40) / ballast_base::HUGE_SIZE as u64);
+        let region = &units.regions[0];
+        assert_eq!(size_of_val(&region.entries[..]), 4 << 20);
+        let rest = size_of_val(&region.present[..]) + size_of_val(&region.seen[..]) + size_of_val(&region.births[..]);
+        assert_eq!(rest, 5 << 20);
+    }
+
+    #[test]
+    fn scans_are_bounded_and_the_oldest_are_dropped_first() {
+        let mut units = units(5000);
+        for unit in 0..5000 {
+            let id = UnitId { unit, ..UNIT };
+            units.push_scan(id, Moment(unit), PageMap::ALL, PageMap::NONE, PageMap::NONE);
+            assert!(units.insides().count() <= units.most_scans());
+            assert!(units.inside(id).is_some());
+        }
+        assert!(units.inside(UNIT).is_none());
+        units.forget_old(Moment(5000), Duration::from_secs(10));
+        assert!(units.insides().all(|(unit, _)| unit.unit >= 4900));
+        assert_eq!(units.insides().count(), 100);
+    }
+
+    #[test]
+    fn a_unit_that_left_memory_is_forgotten() {
+        let mut units = units(1);
+        units.push(UNIT, true, false, Moment(5));
+        units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(3), PageMap::NONE);
+        units.set_present(UNIT, 0, Moment(6), 9);
+        assert!(units.entry(UNIT).is_none() && units.inside(UNIT).is_none());
+        assert!(!units.push(UNIT, true, false, Moment(7)));
+        units.set_present(UNIT, 7, Moment(8), 9);
+        assert_eq!(
+            (units.entry(UNIT), units.seen(UNIT), units.birth(UNIT)),
+            (Some(Entry(0)), Some(Moment(8)), Some(9))
+        );
+    }
+
+    #[test]
+    fn a_page_touched_in_a_past_scan_has_the_age_of_that_scan() {
+        let mut units = units(1);
+        for (at, touched) in [(10, 3), (20, 2), (30, 1)] {
+            units.push_scan(UNIT, Moment(at), PageMap::ALL, PageMap::first(touched), PageMap::NONE);
+        }
+        let Some(Inside::Scanned(scanned)) = units.inside(UNIT) else { panic!("scanned") };
+        assert_eq!([0, 1, 2, 3].map(|page| scanned.seen(page)), [30, 20, 10, 10].map(Moment));
+        assert_eq!(scanned.touched_within(2), PageMap::first(2));
+        assert_eq!(scanned.cold(), PageMap::ALL.without(PageMap::first(3)));
+    }
+
+    #[test]
+    fn a_region_of_another_size_is_a_new_one_and_its_last_unit_may_be_short() {
+        let mut units = units(2);
+        units.layout([2 * PAGES_PER_UNIT, 100].into_iter());
+        assert_eq!(units.present().count(), 2);
+        assert_eq!(units.pages_of(UnitId { region: 1, unit: 0 }), 100);
+        units.layout([PAGES_PER_UNIT + 1, 100].into_iter());
+        assert_eq!(units.present().count(), 0);
+        assert_eq!(units.pages_of(UnitId { region: 0, unit: 1 }), 1);
+        assert_eq!(units.pages_of(UnitId { region: 7, unit: 1 }), 0);
+    }
+}
