@@ -16,10 +16,12 @@
 //! | custom candidate set | its `candidates`; [`Tracker::size_candidates`] is the default one |
 #![forbid(unsafe_code)]
 
+pub mod ages;
 mod clock;
 mod entry;
 pub mod generations;
 pub mod pace;
+pub mod record;
 pub mod sample;
 pub mod scripted;
 pub mod size_policy;
@@ -30,6 +32,7 @@ pub mod units;
 
 use ballast_base::PageIdx;
 
+pub use ages::{Heat, heat};
 pub use clock::{Age, Clock, touched};
 pub use entry::{Entry, psr};
 pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};

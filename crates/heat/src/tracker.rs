@@ -11,12 +11,14 @@
 //! | coarse window: all units | fine | fine |  rest   | coarse ...
 //! ```
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::Pages;
 use crate::generations::{GENERATIONS, Generations, Promotion};
 use crate::pace::{Budget, Pace};
+use crate::record::{self, Frame};
 use crate::sample::{Dice, Estimate};
 use crate::size_policy::Candidate;
 use crate::source::{PageMap, Report, Seen, UnitId, Watch};
@@ -109,8 +111,34 @@ pub struct Tracker {
     ends: Vec<Duration>,
     cycles: u64,
     fine_cycles: u64,
+    /// Fine cycles there had been at the last coarse cycle and the one before.
+    fine_before: [u64; 2],
     /// Grows with each report: whoever derived something from this state knows when to derive it anew.
     version: u64,
+    tape: Tape,
+}
+
+/// The last cycles, ready to be written to a file, while somebody wants them.
+#[derive(Debug, Default)]
+struct Tape {
+    wanted_until: Duration,
+    frames: VecDeque<(u64, Vec<u8>)>,
+    bytes: usize,
+}
+
+impl Tape {
+    /// A recorder asks each second or so; one that has been silent for this long is gone.
+    const PATIENCE: Duration = Duration::from_secs(30);
+    /// What is kept for one that is late.
+    const MOST_BYTES: usize = 16 << 20;
+
+    fn push(&mut self, number: u64, frame: Vec<u8>) {
+        self.bytes += frame.len();
+        self.frames.push_back((number, frame));
+        while self.bytes > Self::MOST_BYTES && self.frames.len() > 1 {
+            self.bytes -= self.frames.pop_front().map_or(0, |(_, frame)| frame.len());
+        }
+    }
 }
 
 impl Tracker {
@@ -130,7 +158,9 @@ impl Tracker {
             ends: Vec::new(),
             cycles: 0,
             fine_cycles: 0,
+            fine_before: [0; 2],
             version: 0,
+            tape: Tape::default(),
         }
     }
 
@@ -174,6 +204,12 @@ impl Tracker {
     pub fn absorb(&mut self, now: Duration, phase: Phase, report: &Report) {
         let at = Moment::at(now);
         self.version += 1;
+        if now < self.tape.wanted_until {
+            let frame = Frame::Cycle(self.recorded(self.version, now, phase, report)).encode();
+            self.tape.push(self.version, frame);
+        } else {
+            self.tape = Tape::default();
+        }
         if phase == Phase::Coarse {
             self.generations.advance();
         }
@@ -193,6 +229,7 @@ impl Tracker {
         match phase {
             Phase::Coarse => {
                 self.cycles += 1;
+                self.fine_before = [self.fine_cycles, self.fine_before[0]];
                 self.ends.push(now);
                 if self.ends.len() > RECENT as usize + 1 {
                     self.ends.remove(0);
@@ -252,8 +289,10 @@ impl Tracker {
         let mut hot: [Vec<UnitId>; 2] = Default::default();
         for unit in self.units.present() {
             let generation = self.units.birth(unit).map_or(GENERATIONS, |birth| self.generations.of(birth));
+            // One that is young only because it is new, or cools down, has nothing hot inside.
+            let touched = self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
             let known = self.units.inside(unit).is_some_and(|inside| now.since(inside.last()) < fresh);
-            if generation < hot.len() && !known {
+            if generation < hot.len() && touched && !known {
                 hot[generation].push(unit);
             }
         }
@@ -312,6 +351,25 @@ impl Tracker {
         (self.cycles, self.fine_cycles)
     }
 
+    pub(crate) fn begun(&self) -> Duration {
+        self.begun
+    }
+
+    pub(crate) fn set_begun(&mut self, begun: Duration) {
+        self.begun = begun;
+    }
+
+    /// A recording of the cycles after number `after` that are still kept. The first call begins to keep them, and so its
+    /// answer has none; without a call for half a minute, nothing is kept any more.
+    pub fn cycles_after(&mut self, now: Duration, after: u64, source: &str) -> Vec<u8> {
+        self.tape.wanted_until = now + Tape::PATIENCE;
+        let mut out = record::header(source);
+        out.extend(Frame::Layout(self.units.region_pages().collect()).encode());
+        let late = self.tape.frames.iter().filter(|(number, _)| *number > after);
+        late.for_each(|(_, frame)| out.extend(frame));
+        out
+    }
+
     /// Grows with each report.
     pub fn version(&self) -> u64 {
         self.version
@@ -326,7 +384,7 @@ impl Tracker {
     pub fn spent(&self) -> Budget {
         let (coarse, fine) = (self.coarse.spent(), self.fine.spent());
         // Batches run only while there is something to look into.
-        let fine = if self.subpages.is_idle() { Budget { cpu: 0.0, guest: 0.0 } } else { fine };
+        let fine = if self.fine_cycles > self.fine_before[1] { fine } else { Budget { cpu: 0.0, guest: 0.0 } };
         Budget { cpu: coarse.cpu + fine.cpu, guest: coarse.guest + fine.guest }
     }
 
@@ -344,6 +402,7 @@ impl Tracker {
 mod tests {
     use super::*;
     use crate::AccessSource;
+    use crate::record::Recording;
     use crate::scripted::Scripted;
     use ballast_base::{PAGES_PER_UNIT, PageIdx};
     use proptest::prelude::*;
@@ -410,6 +469,26 @@ mod tests {
         let plan = crate::size_policy::plan(16 * 512, 8 * 512, &tracker.size_candidates(|_| true));
         assert_eq!(plan.split.len(), 8, "{plan:?}");
         assert!(plan.split.iter().all(|split| split.unit >= 8));
+    }
+
+    #[test]
+    fn a_recording_replays_to_the_same_heat() {
+        let guest = Guest(64);
+        let mut source = Scripted::default();
+        (0..8).for_each(|index| source.touch(unit(index), PageMap::first(u64::from(index) * 64)));
+        source.write(unit(20), PageMap::first(3));
+        let mut tracker = Tracker::new(Settings::default(), 1);
+        let mut now = Duration::ZERO;
+        assert_eq!(Recording::decode(&tracker.cycles_after(now, 0, "scripted")).expect("empty").cycles().count(), 0);
+        drive(&mut tracker, &mut source, &guest, &mut now, Duration::from_secs(20));
+        source.touch(unit(3), PageMap::NONE);
+        drive(&mut tracker, &mut source, &guest, &mut now, Duration::from_secs(29));
+        let recording = Recording::decode(&tracker.cycles_after(now, 0, "scripted")).expect("whole");
+        assert_eq!(recording.cycles().count() as u64, tracker.version());
+        let replayed = recording.replay(Settings::default(), |_, _| ());
+        assert_eq!(crate::heat(&replayed, now, 16), crate::heat(&tracker, now, 16));
+        let late = Recording::decode(&tracker.cycles_after(now, tracker.version() - 2, "scripted")).expect("whole");
+        assert_eq!(late.cycles().count(), 2);
     }
 
     #[test]

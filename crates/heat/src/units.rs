@@ -219,6 +219,11 @@ impl Units {
         self.column(unit, |region, index| u64::from(region.present[index])).unwrap_or(0)
     }
 
+    /// Pages of each region.
+    pub fn region_pages(&self) -> impl Iterator<Item = u64> {
+        self.regions.iter().map(|region| region.pages)
+    }
+
     /// Pages a unit has: 512, or fewer at the end of a region.
     pub fn pages_of(&self, unit: UnitId) -> u64 {
         let first = u64::from(unit.unit) * PAGES_PER_UNIT;
@@ -307,10 +312,10 @@ impl Units {
         self.inside.iter().map(|(unit, inside)| (*unit, inside))
     }
 
-    /// Most units with a scan at a time: their 4 KiB each are within 1/1024 of the guest, but 16 MiB may always be used.
+    /// Most units with a scan at a time: their 4 KiB each are within 1/2048 of the guest, but 16 MiB may always be used.
     pub fn most_scans(&self) -> usize {
         let units: usize = self.regions.iter().map(|region| region.present.len()).sum();
-        (units / 2).max(4096)
+        (units / 4).max(4096)
     }
 
     /// Forget the inside of units that was learned longer ago than `keep`.

@@ -1,0 +1,313 @@
+//! How old a VM's memory is: what people and programs are told of heat.
+//!
+//! Before: the tracker absorbed cycles. After: the API and `ballast vm heat` show this.
+//! Units: bytes of memory that is present (far memory has left these figures); ages since the last touch seen.
+//! Promise: the buckets add up to `present_bytes`, and so do the generations.
+
+use std::time::Duration;
+
+use ballast_base::{PAGES_PER_UNIT, PageCount};
+
+use crate::generations::GENERATIONS;
+use crate::source::UnitId;
+use crate::tracker::{RECENT, Tracker};
+use crate::units::{Inside, Moment};
+
+/// Upper ends of the age buckets, in seconds. What is older than the last is in one more bucket.
+pub const BUCKETS_S: [u64; 11] = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
+/// The shares whose ages are told: "so much of present memory was touched within ...".
+pub const PERCENTS: [u64; 5] = [50, 75, 90, 95, 99];
+
+/// One piece of the guest's address space.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cell {
+    /// Share of it that is in memory.
+    pub present: f64,
+    /// Share of it that was touched in the recent cycles, as far as pages are known.
+    pub hot: f64,
+    /// Since the youngest touch in it; `None` if nothing of it is in memory.
+    pub age: Option<Duration>,
+}
+
+/// Heat at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Heat {
+    /// Coarse cycles so far; with 0 all the rest means nothing yet.
+    pub cycles: u64,
+    /// Fine cycles so far.
+    pub fine_cycles: u64,
+    /// Memory that tracking knows of.
+    pub present_bytes: u64,
+    /// Touched in the recent cycles: pages where they are known, else as much of a touched unit as of those like it.
+    pub wss_bytes: u64,
+    /// The same if a touched unit counts as a whole: what tracking huge pages alone would say.
+    pub wss_huge_bytes: u64,
+    /// How long the recent cycles took.
+    pub wss_span: Duration,
+    /// The part of the touched units whose inside is known, and so of the estimate that is measured.
+    pub known_share: f64,
+    /// By age: one for each of [`BUCKETS_S`], and one for older.
+    pub ages: [u64; BUCKETS_S.len() + 1],
+    /// For each of [`PERCENTS`]: so much was touched within this time.
+    pub percentiles: [Duration; PERCENTS.len()],
+    /// Youngest first.
+    pub generations: [u64; GENERATIONS],
+    /// Hot units in which hardly anything is hot.
+    pub bloated_units: u64,
+    /// Their cold pages.
+    pub bloat_bytes: u64,
+    /// From one coarse cycle to the next.
+    pub period: Duration,
+    /// Share of one CPU that tracking takes.
+    pub cpu_share: f64,
+    /// Share of the time that guest threads wait for it.
+    pub guest_share: f64,
+    /// The guest's address space in equal pieces, region after region.
+    pub strip: Vec<Cell>,
+}
+
+/// Draw it up. `cells` is how many pieces the strip has.
+pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
+    let at = Moment::at(now);
+    let units = tracker.units();
+    let (cycles, fine_cycles) = tracker.cycles();
+    let spent = tracker.spent();
+    let mut sum = Sum { strip: Strip::new(tracker, cells), ..Sum::default() };
+    let mut heat = Heat {
+        cycles,
+        fine_cycles,
+        wss_span: tracker.recent_span(),
+        period: tracker.period(),
+        cpu_share: spent.cpu,
+        guest_share: spent.guest,
+        ..Heat::default()
+    };
+    for unit in units.present() {
+        let present = units.present_pages(unit);
+        let age = at.since(units.seen(unit).unwrap_or(at));
+        let generation = tracker.generation(unit).unwrap_or(0);
+        heat.generations[generation] += PageCount(present).bytes().0;
+        let touched = units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
+        let inside = units.inside(unit);
+        let hot = match inside {
+            _ if !touched => Some(0),
+            Some(inside) => Some(tracker.touched_pages(unit, inside).min(present)),
+            None => None,
+        };
+        if touched {
+            sum.touched += present;
+            sum.known_hot += hot.unwrap_or(0);
+            sum.known += if hot.is_some() { present } else { 0 };
+        }
+        if let Some(candidates) = tracker.candidates(unit).filter(|_| touched) {
+            heat.bloated_units += 1;
+            heat.bloat_bytes += PageCount(candidates.count().min(present)).bytes().0;
+        }
+        match inside {
+            Some(Inside::Scanned(scanned)) if units.pages_of(unit) > 0 => {
+                // Which of its pages are present is not known; their ages are taken in proportion.
+                let of = units.pages_of(unit);
+                for page in 0..of {
+                    let weight = present * (page + 1) / of - present * page / of;
+                    let recent = scanned.entry(page).age() == 0;
+                    let age = if recent { age } else { at.since(scanned.seen(page)).max(age) };
+                    match sum.ages.last_mut() {
+                        Some((last, pages)) if *last == age => *pages += weight,
+                        _ => sum.ages.push((age, weight)),
+                    }
+                }
+            }
+            _ => sum.ages.push((age, present)),
+        }
+        sum.strip.add(unit, present, hot, touched, age);
+    }
+    sum.finish(&mut heat);
+    heat
+}
+
+#[derive(Default)]
+struct Sum {
+    ages: Vec<(Duration, u64)>,
+    touched: u64,
+    known: u64,
+    known_hot: u64,
+    strip: Strip,
+}
+
+impl Sum {
+    fn finish(mut self, heat: &mut Heat) {
+        let density = if self.known == 0 { 1.0 } else { self.known_hot as f64 / self.known as f64 };
+        let unknown = (self.touched - self.known) as f64 * density;
+        let bytes = |pages: u64| PageCount(pages).bytes().0;
+        heat.wss_bytes = bytes(self.known_hot + unknown.round() as u64);
+        heat.wss_huge_bytes = bytes(self.touched);
+        heat.known_share = if self.touched == 0 { 1.0 } else { self.known as f64 / self.touched as f64 };
+        self.ages.sort_unstable();
+        let total: u64 = self.ages.iter().map(|(_, pages)| pages).sum();
+        heat.present_bytes = bytes(total);
+        let mut so_far = 0;
+        let mut percents = PERCENTS.iter().enumerate().peekable();
+        for (age, pages) in &self.ages {
+            let bucket = BUCKETS_S.iter().position(|end| *age <= Duration::from_secs(*end)).unwrap_or(BUCKETS_S.len());
+            heat.ages[bucket] += bytes(*pages);
+            so_far += pages;
+            while let Some((index, _)) = percents.next_if(|(_, percent)| so_far * 100 >= total * **percent) {
+                heat.percentiles[index] = *age;
+            }
+        }
+        heat.strip = self.strip.finish(density);
+    }
+}
+
+/// The strip while it is added up, in pages.
+#[derive(Default)]
+struct Strip {
+    /// Where each region begins, in pages, and the end of the last.
+    starts: Vec<u64>,
+    cells: Vec<StripCell>,
+}
+
+#[derive(Clone, Default)]
+struct StripCell {
+    present: f64,
+    hot: f64,
+    unknown: f64,
+    age: Option<Duration>,
+}
+
+impl Strip {
+    fn new(tracker: &Tracker, cells: usize) -> Self {
+        let mut starts = vec![0];
+        for region in tracker.units().region_pages() {
+            starts.push(starts[starts.len() - 1] + region);
+        }
+        Self { starts, cells: vec![StripCell::default(); cells] }
+    }
+
+    fn total(&self) -> u64 {
+        self.starts.last().copied().unwrap_or(0)
+    }
+
+    /// Spread a unit over the cells it is in.
+    fn add(&mut self, unit: UnitId, present: u64, hot: Option<u64>, touched: bool, age: Duration) {
+        let (count, total) = (self.cells.len() as u64, self.total());
+        if count == 0 || total == 0 {
+            return;
+        }
+        let start = self.starts[unit.region as usize] + u64::from(unit.unit) * PAGES_PER_UNIT;
+        let end = (start + PAGES_PER_UNIT).min(self.starts[unit.region as usize + 1]);
+        let cell_at = |page: u64| (u128::from(page) * u128::from(count) / u128::from(total)) as u64;
+        let (first, last) = (cell_at(start), cell_at(end - 1));
+        for cell in first..=last {
+            let share = 1.0 / (last - first + 1) as f64;
+            let cell = &mut self.cells[cell as usize];
+            cell.present += present as f64 * share;
+            match hot {
+                Some(hot) => cell.hot += hot as f64 * share,
+                None if touched => cell.unknown += present as f64 * share,
+                None => {}
+            }
+            cell.age = Some(cell.age.map_or(age, |youngest| youngest.min(age)));
+        }
+    }
+
+    fn finish(self, density: f64) -> Vec<Cell> {
+        let pages = self.total() as f64 / self.cells.len().max(1) as f64;
+        let share = |value: f64| (value / pages).clamp(0.0, 1.0);
+        let cell = |cell: StripCell| Cell {
+            present: share(cell.present),
+            hot: share(cell.hot + cell.unknown * density),
+            age: cell.age,
+        };
+        self.cells.into_iter().map(cell).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::{PageMap, Report, Seen};
+    use crate::tracker::{Phase, Settings};
+    use proptest::prelude::*;
+
+    fn unit(unit: u32) -> UnitId {
+        UnitId { region: 0, unit }
+    }
+
+    fn tracker(units: u32) -> Tracker {
+        let mut tracker = Tracker::new(Settings::default(), 1);
+        tracker.units.layout([u64::from(units) * PAGES_PER_UNIT].into_iter());
+        (0..units).for_each(|index| tracker.units.set_present(unit(index), 512, Moment(0), 0));
+        tracker
+    }
+
+    fn coarse(tracker: &mut Tracker, at_s: u64, touched: impl Fn(u32) -> bool) {
+        let units: Vec<_> = tracker
+            .units()
+            .present()
+            .map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit), written: None }))
+            .collect();
+        tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &Report { units, ..Report::default() });
+    }
+
+    #[test]
+    fn ages_working_set_and_strip_of_a_guest_with_a_hot_quarter() {
+        let mut tracker = tracker(8);
+        for second in 1..=100 {
+            coarse(&mut tracker, second, |unit| unit < 2);
+        }
+        let full = |touched| Seen::Fine { watched: PageMap::ALL, touched, written: None };
+        let report = Report { units: vec![(unit(0), full(PageMap::first(64)))], ..Report::default() };
+        tracker.absorb(Duration::from_secs(100), Phase::Fine, &report);
+        let heat = heat(&tracker, Duration::from_secs(100), 4);
+        let unit_bytes = ballast_base::HUGE_SIZE as u64;
+        assert_eq!(heat.present_bytes, 8 * unit_bytes);
+        assert_eq!(heat.wss_huge_bytes, 2 * unit_bytes);
+        // One of the two is known to be an eighth hot; the other is taken to be like it.
+        assert_eq!(heat.wss_bytes, 2 * unit_bytes / 8);
+        assert_eq!((heat.known_share, heat.bloated_units, heat.bloat_bytes), (0.5, 1, unit_bytes * 7 / 8));
+        // Unit 1 and the touched pages of unit 0 are fresh, and so are its cold pages as long as one scan is all there is.
+        assert_eq!(heat.ages[0], 2 * unit_bytes);
+        assert_eq!(heat.ages[6], 6 * unit_bytes);
+        assert_eq!(heat.percentiles[0], Duration::from_secs(100));
+        assert_eq!(heat.generations, [2 * unit_bytes, 0, 0, 6 * unit_bytes]);
+        assert_eq!(heat.strip[0], Cell { present: 1.0, hot: 0.125, age: Some(Duration::ZERO) });
+        assert_eq!(heat.strip[3], Cell { present: 1.0, hot: 0.0, age: Some(Duration::from_secs(100)) });
+        assert_eq!(heat.wss_span, Duration::from_secs(3));
+    }
+
+    proptest! {
+        #[test]
+        fn buckets_and_generations_add_up_whatever_was_seen(
+            present in proptest::collection::vec(0u16..=512, 1..20),
+            cycles in proptest::collection::vec((any::<u32>(), proptest::collection::vec((0u32..20, 0u64..=512), 0..6)), 0..12),
+            cells in 0usize..50,
+        ) {
+            let mut tracker = Tracker::new(Settings::default(), 1);
+            tracker.units.layout([present.len() as u64 * PAGES_PER_UNIT - 3].into_iter());
+            for (index, count) in present.iter().enumerate() {
+                let id = unit(index as u32);
+                let count = u64::from(*count).min(tracker.units().pages_of(id)) as u16;
+                tracker.units.set_present(id, count, Moment(0), 0);
+            }
+            for (turn, (bits, fine)) in cycles.into_iter().enumerate() {
+                let at = turn as u64 * 7 + 1;
+                coarse(&mut tracker, at, |unit| bits >> unit & 1 == 1);
+                let mut units: Vec<_> = fine.into_iter().map(|(index, touched)| (unit(index), Seen::Fine {
+                    watched: PageMap::ALL, touched: PageMap::first(touched), written: None,
+                })).collect();
+                units.sort_unstable_by_key(|(unit, _)| *unit);
+                units.dedup_by_key(|(unit, _)| *unit);
+                tracker.absorb(Duration::from_secs(at), Phase::Fine, &Report { units, ..Report::default() });
+            }
+            let heat = heat(&tracker, Duration::from_secs(90), cells);
+            prop_assert_eq!(heat.ages.iter().sum::<u64>(), heat.present_bytes);
+            prop_assert_eq!(heat.generations.iter().sum::<u64>(), heat.present_bytes);
+            prop_assert!(heat.wss_bytes <= heat.wss_huge_bytes && heat.wss_huge_bytes <= heat.present_bytes);
+            prop_assert!(heat.percentiles.is_sorted());
+            prop_assert!(heat.bloat_bytes <= heat.present_bytes);
+            prop_assert_eq!(heat.strip.len(), cells);
+            prop_assert!(heat.strip.iter().all(|cell| cell.hot <= cell.present + 1e-9));
+        }
+    }
+}

@@ -1,0 +1,523 @@
+//! Raw access cycles in a file, so that they can be looked at again, or by something else.
+//!
+//! Before: [`crate::Tracker`] keeps the last cycles for whoever asks. After: `ballast vm heat --record` writes them,
+//! `--replay` feeds them to a new tracker. Units: milliseconds and nanoseconds, in the field names.
+//! Promise: what comes from outside is bounded, checked and refused by name, never trusted; a file that was cut short or
+//! changed is refused, and the error says where.
+//!
+//! ```text
+//! file    "BLSTHEAT" | version u16 | length u16 | name of the source | frame ...
+//! frame   length u32 | XXH3 of the body u64 | body
+//! body    kind u8 (1 layout, 2 coarse, 3 fine) | numbers of 7 bits a byte, low first
+//! layout  regions | pages of each
+//! cycle   number | begun_ms | ended_ms | cpu_ns | guest_ns | faults | units | unit ...
+//! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | maps of 64 bytes
+//! flags   1 seen | 2 fine | 4 touched | 8 writes known | 16 written | 32 all pages watched
+//! ```
+//!
+//! All little-endian. A coarse cycle lists every unit in memory, also those of which nothing was learned.
+
+use std::time::Duration;
+
+use ballast_base::PAGES_PER_UNIT;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::source::{Cost, PageMap, Report, Seen, UnitId};
+use crate::tracker::{Phase, Settings, Tracker};
+use crate::units::Moment;
+
+const MAGIC: &[u8; 8] = b"BLSTHEAT";
+/// Of the file's layout.
+pub const VERSION: u16 = 1;
+/// A frame's body: a cycle of a guest of 4 TiB fits.
+const MOST_BODY: usize = 64 << 20;
+/// A VM has a handful of regions.
+const MOST_REGIONS: u64 = 4096;
+/// 1 PiB.
+const MOST_PAGES: u64 = 1 << 38;
+
+const SEEN: u8 = 1;
+const FINE: u8 = 2;
+const TOUCHED: u8 = 4;
+const WRITES_KNOWN: u8 = 8;
+const WRITTEN: u8 = 16;
+const ALL_WATCHED: u8 = 32;
+
+/// A recording that is not one, or is damaged.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// Not ours, or from another version.
+    #[error("Reading a heat recording: {0}")]
+    Header(String),
+    /// Cut short or changed.
+    #[error("Reading a heat recording: frame {frame} (byte {offset}): {why}")]
+    Frame {
+        /// Counted from 0.
+        frame: usize,
+        /// Where it begins in the file.
+        offset: usize,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+/// One unit in a recorded cycle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// Which.
+    pub unit: UnitId,
+    /// Its pages in memory.
+    pub present: u16,
+    /// What was seen; `None` if nothing was learned.
+    pub seen: Option<Seen>,
+}
+
+/// One recorded cycle.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recorded {
+    /// Counted since tracking began.
+    pub number: u64,
+    /// What it was for.
+    pub phase: Phase,
+    /// Since tracking began.
+    pub begun: Duration,
+    /// Since tracking began.
+    pub ended: Duration,
+    /// What it cost.
+    pub cost: Cost,
+    /// Ascending.
+    pub lines: Vec<Line>,
+}
+
+/// A piece of a recording.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Frame {
+    /// From here on the VM has these regions, in pages.
+    Layout(Vec<u64>),
+    /// A cycle.
+    Cycle(Recorded),
+}
+
+/// A whole recording.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recording {
+    /// Name of the source.
+    pub source: String,
+    /// In order.
+    pub frames: Vec<Frame>,
+}
+
+/// What a file begins with.
+pub fn header(source: &str) -> Vec<u8> {
+    let name = &source.as_bytes()[..source.len().min(255)];
+    let mut out = MAGIC.to_vec();
+    out.extend(VERSION.to_le_bytes());
+    out.extend((name.len() as u16).to_le_bytes());
+    out.extend(name);
+    out
+}
+
+fn put(out: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        out.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    out.push(number as u8);
+}
+
+fn put_map(out: &mut Vec<u8>, map: PageMap) {
+    map.0.iter().for_each(|word| out.extend(word.to_le_bytes()));
+}
+
+impl Frame {
+    /// As bytes, ready to be appended to a file.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut body = Vec::new();
+        match self {
+            Self::Layout(regions) => {
+                body.push(1);
+                put(&mut body, regions.len() as u64);
+                regions.iter().for_each(|pages| put(&mut body, *pages));
+            }
+            Self::Cycle(cycle) => {
+                body.push(if cycle.phase == Phase::Coarse { 2 } else { 3 });
+                let ms = |time: Duration| time.as_millis() as u64;
+                let ns = |time: Duration| time.as_nanos() as u64;
+                let Cost { cpu, guest, faults } = cycle.cost;
+                let units = cycle.lines.len() as u64;
+                for number in [cycle.number, ms(cycle.begun), ms(cycle.ended), ns(cpu), ns(guest), faults, units] {
+                    put(&mut body, number);
+                }
+                let mut last = UnitId { region: 0, unit: 0 };
+                for line in &cycle.lines {
+                    encode_line(&mut body, line, last);
+                    last = line.unit;
+                }
+            }
+        }
+        let mut out = Vec::with_capacity(body.len() + 12);
+        out.extend((body.len() as u32).to_le_bytes());
+        out.extend(xxh3_64(&body).to_le_bytes());
+        out.extend(body);
+        out
+    }
+}
+
+fn encode_line(body: &mut Vec<u8>, line: &Line, last: UnitId) {
+    put(body, u64::from(line.unit.region - last.region));
+    let from = if line.unit.region == last.region { last.unit } else { 0 };
+    put(body, u64::from(line.unit.unit - from));
+    put(body, u64::from(line.present));
+    let flag = |bit: u8, set: bool| if set { bit } else { 0 };
+    match line.seen {
+        None => body.push(0),
+        Some(Seen::Coarse { touched, written }) => body.push(
+            SEEN | flag(TOUCHED, touched)
+                | flag(WRITES_KNOWN, written.is_some())
+                | flag(WRITTEN, written.unwrap_or(false)),
+        ),
+        Some(Seen::Fine { watched, touched, written }) => {
+            let all = watched == PageMap::ALL;
+            body.push(SEEN | FINE | flag(WRITES_KNOWN, written.is_some()) | flag(ALL_WATCHED, all));
+            if !all {
+                put_map(body, watched);
+            }
+            put_map(body, touched);
+            if let Some(written) = written {
+                put_map(body, written);
+            }
+        }
+    }
+}
+
+/// Bytes that are taken from the front; errors are words.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8], String> {
+        if self.0.len() < count {
+            return Err(format!("it ends {} bytes too early", count - self.0.len()));
+        }
+        let (head, rest) = self.0.split_at(count);
+        self.0 = rest;
+        Ok(head)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        Ok(self.take(N)?.try_into().expect("as long as asked for"))
+    }
+
+    fn number(&mut self) -> Result<u64, String> {
+        let mut number = 0u64;
+        for shift in (0..64).step_by(7) {
+            let [byte] = self.array()?;
+            let bits = u64::from(byte & 0x7F);
+            if shift == 63 && bits > 1 {
+                break;
+            }
+            number |= bits << shift;
+            if byte & 0x80 == 0 {
+                return Ok(number);
+            }
+        }
+        Err("a number is longer than 64 bits".into())
+    }
+
+    fn at_most(&mut self, most: u64, what: &str) -> Result<u64, String> {
+        match self.number()? {
+            number if number <= most => Ok(number),
+            number => Err(format!("{what} is {number}; at most {most} is possible")),
+        }
+    }
+
+    fn map(&mut self) -> Result<PageMap, String> {
+        let bytes: [u8; 64] = self.array()?;
+        let word = |index: usize| bytes[index * 8..][..8].try_into().expect("eight bytes");
+        Ok(PageMap(std::array::from_fn(|index| u64::from_le_bytes(word(index)))))
+    }
+}
+
+impl Recording {
+    /// Read a whole recording. Damage anywhere refuses all of it.
+    pub fn decode(bytes: &[u8]) -> Result<Self, RecordError> {
+        let mut reader = Reader(bytes);
+        let source = read_header(&mut reader).map_err(RecordError::Header)?;
+        let mut frames = Vec::new();
+        // Pages of the regions as they are at this frame.
+        let mut layout = Vec::new();
+        while !reader.0.is_empty() {
+            let offset = bytes.len() - reader.0.len();
+            let frame = read_frame(&mut reader, &mut layout).map_err(|why| RecordError::Frame {
+                frame: frames.len(),
+                offset,
+                why,
+            })?;
+            frames.push(frame);
+        }
+        Ok(Self { source, frames })
+    }
+
+    /// The whole file.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = header(&self.source);
+        self.frames.iter().for_each(|frame| out.extend(frame.encode()));
+        out
+    }
+
+    /// Feed it to a new tracker; `each` sees the tracker after each cycle.
+    pub fn replay(&self, settings: Settings, mut each: impl FnMut(&Tracker, &Recorded)) -> Tracker {
+        let mut tracker = Tracker::new(settings, 0);
+        for frame in &self.frames {
+            match frame {
+                Frame::Layout(regions) => tracker.units.layout(regions.iter().copied()),
+                Frame::Cycle(cycle) => {
+                    tracker.replay(cycle);
+                    each(&tracker, cycle);
+                }
+            }
+        }
+        tracker
+    }
+
+    /// The cycles.
+    pub fn cycles(&self) -> impl DoubleEndedIterator<Item = &Recorded> {
+        self.frames.iter().filter_map(|frame| match frame {
+            Frame::Cycle(cycle) => Some(cycle),
+            Frame::Layout(_) => None,
+        })
+    }
+}
+
+fn read_header(reader: &mut Reader<'_>) -> Result<String, String> {
+    if reader.take(MAGIC.len()).map_err(|_| "it is too short to be one")? != MAGIC {
+        return Err("it does not begin as one; `ballast vm heat NAME --record FILE` makes one".into());
+    }
+    let version = u16::from_le_bytes(reader.array()?);
+    if version != VERSION {
+        return Err(format!("it has version {version}; this program reads version {VERSION}"));
+    }
+    let length = u16::from_le_bytes(reader.array()?);
+    let name = reader.take(usize::from(length))?;
+    let name = std::str::from_utf8(name).map_err(|_| "the name of its source is not text")?;
+    Ok(name.to_owned())
+}
+
+fn read_frame(reader: &mut Reader<'_>, layout: &mut Vec<u64>) -> Result<Frame, String> {
+    let length = u32::from_le_bytes(reader.array()?) as usize;
+    if length > MOST_BODY {
+        return Err(format!("it claims {length} bytes; at most {MOST_BODY} are possible"));
+    }
+    let sum = u64::from_le_bytes(reader.array()?);
+    let body = reader.take(length)?;
+    if xxh3_64(body) != sum {
+        return Err("its checksum is wrong".into());
+    }
+    let mut body = Reader(body);
+    let [kind] = body.array()?;
+    let frame = match kind {
+        1 => {
+            let count = body.at_most(MOST_REGIONS, "the number of regions")?;
+            *layout = (0..count).map(|_| body.at_most(MOST_PAGES, "a region's size")).collect::<Result<_, _>>()?;
+            Frame::Layout(layout.clone())
+        }
+        2 | 3 => Frame::Cycle(read_cycle(&mut body, if kind == 2 { Phase::Coarse } else { Phase::Fine }, layout)?),
+        other => return Err(format!("its kind is {other}, which this program does not know")),
+    };
+    if !body.0.is_empty() {
+        return Err(format!("it has {} bytes too many", body.0.len()));
+    }
+    Ok(frame)
+}
+
+fn read_cycle(body: &mut Reader<'_>, phase: Phase, layout: &[u64]) -> Result<Recorded, String> {
+    let number = body.number()?;
+    let (begun, ended) = (Duration::from_millis(body.number()?), Duration::from_millis(body.number()?));
+    if ended < begun {
+        return Err("its cycle ends before it begins".into());
+    }
+    let (cpu, guest) = (Duration::from_nanos(body.number()?), Duration::from_nanos(body.number()?));
+    let cost = Cost { cpu, guest, faults: body.number()? };
+    // Each unit takes four bytes at least, so this bounds what is allocated.
+    let count = body.at_most(body.0.len() as u64 / 4, "the number of units")?;
+    let mut lines: Vec<Line> = Vec::with_capacity(count as usize);
+    for _ in 0..count {
+        lines.push(read_line(body, lines.last().map(|line| line.unit), layout)?);
+    }
+    Ok(Recorded { number, phase, begun, ended, cost, lines })
+}
+
+fn read_line(body: &mut Reader<'_>, last: Option<UnitId>, layout: &[u64]) -> Result<Line, String> {
+    let before = last.unwrap_or(UnitId { region: 0, unit: 0 });
+    let region = u64::from(before.region) + body.at_most(MOST_REGIONS, "a step between regions")?;
+    let pages = *layout.get(region as usize).ok_or_else(|| format!("it names region {region}, which there is not"))?;
+    let from = if region == u64::from(before.region) { u64::from(before.unit) } else { 0 };
+    let unit = from.saturating_add(body.number()?);
+    let units = pages.div_ceil(PAGES_PER_UNIT);
+    if unit >= units {
+        return Err(format!("it names unit {unit} of region {region}, which has {units}"));
+    }
+    let unit = UnitId { region: region as u32, unit: unit as u32 };
+    if last.is_some_and(|last| unit <= last) {
+        return Err(format!("unit {} of region {region} comes twice or out of order", unit.unit));
+    }
+    let present = body.at_most(PAGES_PER_UNIT, "the pages of a unit")? as u16;
+    let [flags] = body.array()?;
+    let has = |bit: u8| flags & bit != 0;
+    let seen = match (has(SEEN), has(FINE)) {
+        _ if flags >= ALL_WATCHED * 2 => return Err(format!("the flags {flags:#x} are not known")),
+        (false, _) => None,
+        (true, false) => Some(Seen::Coarse { touched: has(TOUCHED), written: has(WRITES_KNOWN).then(|| has(WRITTEN)) }),
+        (true, true) => Some(Seen::Fine {
+            watched: if has(ALL_WATCHED) { PageMap::ALL } else { body.map()? },
+            touched: body.map()?,
+            written: if has(WRITES_KNOWN) { Some(body.map()?) } else { None },
+        }),
+    };
+    Ok(Line { unit, present, seen })
+}
+
+impl Tracker {
+    /// A cycle as it would be recorded: to be called before it is absorbed.
+    pub(crate) fn recorded(&self, number: u64, ended: Duration, phase: Phase, report: &Report) -> Recorded {
+        let mut seen = report.units.iter().peekable();
+        let lines = match phase {
+            Phase::Fine => {
+                let line = |(unit, seen): &(UnitId, Seen)| (*unit, Some(*seen));
+                report.units.iter().map(line).collect::<Vec<_>>()
+            }
+            Phase::Coarse => {
+                let line = |unit: UnitId| {
+                    while seen.next_if(|(other, _)| *other < unit).is_some() {}
+                    (unit, seen.next_if(|(other, _)| *other == unit).map(|(_, seen)| *seen))
+                };
+                self.units.present().map(line).collect()
+            }
+        };
+        let line = |(unit, seen)| Line { unit, present: self.units.present_pages(unit) as u16, seen };
+        let lines = lines.into_iter().map(line).filter(|line| line.present > 0).collect();
+        Recorded { number, phase, begun: self.begun(), ended, cost: report.cost, lines }
+    }
+
+    /// Absorb a recorded cycle.
+    fn replay(&mut self, cycle: &Recorded) {
+        let (at, birth) = (Moment::at(cycle.begun), self.generations.youngest());
+        if cycle.phase == Phase::Coarse {
+            let listed: std::collections::HashSet<UnitId> = cycle.lines.iter().map(|line| line.unit).collect();
+            let gone: Vec<UnitId> = self.units.present().filter(|unit| !listed.contains(unit)).collect();
+            gone.into_iter().for_each(|unit| self.units.set_present(unit, 0, at, birth));
+        }
+        for line in &cycle.lines {
+            let most = self.units.pages_of(line.unit) as u16;
+            self.units.set_present(line.unit, line.present.min(most), at, birth);
+        }
+        let units = cycle.lines.iter().filter_map(|line| Some((line.unit, line.seen?))).collect();
+        let report = Report { units, length: cycle.ended - cycle.begun, cost: cycle.cost };
+        self.set_begun(cycle.begun);
+        self.absorb(cycle.ended, cycle.phase, &report);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const REGIONS: [u64; 2] = [20 * PAGES_PER_UNIT, 7 * PAGES_PER_UNIT - 100];
+
+    fn seen() -> impl Strategy<Value = Option<Seen>> {
+        let map = || proptest::array::uniform8(any::<u64>()).prop_map(PageMap);
+        let watched = prop_oneof![Just(PageMap::ALL), map()];
+        prop_oneof![
+            Just(None),
+            any::<(bool, Option<bool>)>().prop_map(|(touched, written)| Some(Seen::Coarse { touched, written })),
+            (watched, map(), proptest::option::of(map())).prop_map(|(watched, touched, written)| Some(Seen::Fine {
+                watched,
+                touched,
+                written
+            })),
+        ]
+    }
+
+    fn cycle() -> impl Strategy<Value = Recorded> {
+        let units = proptest::collection::btree_map((0u32..2, 0u32..7), (1u16..=400, seen()), 0..12);
+        (any::<bool>(), 0u64..5000, 0u64..100, any::<[u32; 3]>(), units).prop_map(
+            |(coarse, begun, length, cost, units)| {
+                let line = |((region, unit), (present, seen))| Line { unit: UnitId { region, unit }, present, seen };
+                Recorded {
+                    number: begun,
+                    phase: if coarse { Phase::Coarse } else { Phase::Fine },
+                    begun: Duration::from_millis(begun),
+                    ended: Duration::from_millis(begun + length),
+                    cost: Cost {
+                        cpu: Duration::from_micros(cost[0].into()),
+                        guest: Duration::from_micros(cost[1].into()),
+                        faults: cost[2].into(),
+                    },
+                    lines: units.into_iter().map(line).collect(),
+                }
+            },
+        )
+    }
+
+    fn recording() -> impl Strategy<Value = Recording> {
+        proptest::collection::vec(cycle(), 0..6).prop_map(|mut cycles| {
+            cycles.sort_by_key(|cycle| cycle.begun);
+            let frames = std::iter::once(Frame::Layout(REGIONS.into())).chain(cycles.into_iter().map(Frame::Cycle));
+            Recording { source: "scripted".into(), frames: frames.collect() }
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_recorded_is_read_back_and_can_be_replayed(recording in recording()) {
+            prop_assert_eq!(Recording::decode(&recording.encode()), Ok(recording.clone()));
+            let tracker = recording.replay(Settings::default(), |_, _| ());
+            let coarse = recording.cycles().filter(|cycle| cycle.phase == Phase::Coarse).count() as u64;
+            prop_assert_eq!(tracker.cycles().0, coarse);
+        }
+
+        #[test]
+        fn a_damaged_recording_is_refused_wherever_it_is_hit(recording in recording(), at: prop::sample::Index, bit in 0u8..8) {
+            let mut bytes = recording.encode();
+            let at = at.index(bytes.len());
+            bytes[at] ^= 1 << bit;
+            match Recording::decode(&bytes) {
+                // The name of the source has no checksum.
+                Ok(read) => prop_assert_eq!(read.frames, recording.frames),
+                Err(error) => prop_assert!(error.to_string().starts_with("Reading a heat recording: ")),
+            }
+        }
+
+        #[test]
+        fn one_that_was_cut_short_is_refused_unless_cut_between_frames(recording in recording(), at: prop::sample::Index) {
+            let bytes = recording.encode();
+            let cut = at.index(bytes.len());
+            if let Ok(read) = Recording::decode(&bytes[..cut]) {
+                prop_assert_eq!(&read.frames[..], &recording.frames[..read.frames.len()]);
+                prop_assert_eq!(read.encode().len(), cut);
+            }
+        }
+
+        #[test]
+        fn a_body_with_a_valid_checksum_may_hold_anything(body in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let mut bytes = Recording { source: String::new(), frames: vec![Frame::Layout(REGIONS.into())] }.encode();
+            bytes.extend((body.len() as u32).to_le_bytes());
+            bytes.extend(xxh3_64(&body).to_le_bytes());
+            bytes.extend(&body);
+            let _ = Recording::decode(&bytes).map(|recording| recording.replay(Settings::default(), |_, _| ()));
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_by_name() {
+        let error = |bytes: &[u8]| Recording::decode(bytes).expect_err("refused").to_string();
+        assert_eq!(error(b"PNG"), "Reading a heat recording: it is too short to be one");
+        assert!(error(b"NOT-HEAT-AT-ALL").contains("does not begin as one"));
+        let mut bytes = header("x");
+        bytes[8] = 9;
+        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 1");
+        let mut bytes = Recording { source: "x".into(), frames: vec![Frame::Layout(vec![7])] }.encode();
+        bytes.pop();
+        assert_eq!(error(&bytes), "Reading a heat recording: frame 0 (byte 13): it ends 1 bytes too early");
+    }
+}
