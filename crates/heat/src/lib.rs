@@ -16,14 +16,16 @@
 //! | custom candidate set | its `candidates`; [`Tracker::size_candidates`] is the default one |
 #![forbid(unsafe_code)]
 
+mod age;
 pub mod ages;
-mod clock;
 mod entry;
 pub mod generations;
 pub mod pace;
+mod pick;
 pub mod record;
 pub mod sample;
 pub mod scripted;
+mod shared;
 pub mod size_policy;
 pub mod source;
 pub mod subpage;
@@ -32,11 +34,13 @@ pub mod units;
 
 use ballast_base::PageIdx;
 
+pub use age::{Age, touched};
 pub use ages::{Heat, heat};
-pub use clock::{Age, Clock, touched};
 pub use entry::{Entry, psr};
+pub use pick::HeatSource;
+pub use shared::VmHeat;
 pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
-pub use tracker::{Phase, RECENT, Settings, Shared, Step, Tracker};
+pub use tracker::{Phase, RECENT, Settings, Step, Tracker};
 
 /// A run of candidate pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

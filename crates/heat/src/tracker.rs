@@ -2,7 +2,7 @@
 //!
 //! Before: the lane asks [`Tracker::next`] what to do, lets an [`crate::AccessSource`] do it, and hands the report to
 //! [`Tracker::absorb`]. After: reclaim picks from the generations, the API shows ages, back ends ask for skew.
-//! Threads: one tracker per VM behind a lock ([`Shared`]); the lane, reclaim and the API hold it for short.
+//! Threads: one tracker per VM behind a lock ([`crate::VmHeat`]); the lane, reclaim and the API hold it for short.
 //! Units: `now` is the time since tracking of this VM began. Promise: no clock, no I/O; the same reports in, the same
 //! state out, so that a recording replays exactly.
 //!
@@ -12,7 +12,6 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::Pages;
@@ -24,9 +23,6 @@ use crate::size_policy::Candidate;
 use crate::source::{PageMap, Report, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
 use crate::units::{Inside, Moment, Units};
-
-/// A tracker that several threads use.
-pub type Shared = Arc<Mutex<Tracker>>;
 
 /// Scans and cycles that count as "recent": those of the working set and of a unit's skew.
 pub const RECENT: u32 = 3;

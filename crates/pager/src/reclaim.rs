@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::Range;
 use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
-use ballast_heat::{Clock, ColdRun, ColdSource, Pages, Pick};
+use ballast_heat::{ColdRun, ColdSource, HeatSource, Pages, Pick};
 use ballast_store::PageBytes;
 
 use crate::evict::{evict, quarantine, release};
@@ -63,7 +63,7 @@ struct Batch {
 /// What the lane keeps between rounds.
 struct Lane<'a> {
     vm: &'a Vm,
-    source: Clock,
+    source: HeatSource,
     batches: VecDeque<Batch>,
     /// T when over the limit, where T is no safety matter.
     patience: Duration,
@@ -82,7 +82,7 @@ pub fn margin(limit: Bytes) -> Bytes {
 pub fn run(vm: &Vm) {
     let mut lane = Lane {
         vm,
-        source: Clock::default(),
+        source: HeatSource::new(vm.heat.clone()),
         batches: VecDeque::new(),
         patience: vm.tuning.direct_quarantine,
         rest_until: None,

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use ballast_base::wire::{EngineToClient, Range, RegionInfo};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
+use ballast_heat::{Settings, VmHeat};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::evict::{discard, expel_left};
@@ -98,6 +99,8 @@ pub struct Vm {
     pub tuning: Tuning,
     /// Stall averages.
     pub pressure: Pressure,
+    /// Who is hot.
+    pub heat: Arc<VmHeat>,
     /// What to bring back unasked.
     pub(crate) prefetch: Prefetch,
     /// Faults that wait for a disk.
@@ -140,6 +143,7 @@ impl Vm {
             stores,
             tuning,
             pressure,
+            heat: Arc::new(VmHeat::new(Settings::default(), epoch)),
             prefetch: Prefetch::default(),
             slow: Slow::default(),
             spill: Spill::default(),

@@ -1,0 +1,388 @@
+//! Which pages go next: the coldest first, by what tracking knows.
+//!
+//! Before: reclaim says how many pages it wants. After: it puts those proposed into quarantine, the last test.
+//! Threads: a VM's reclaim lane owns its source. Units: a round offers each unit with pages in memory once.
+//! Promise: proposes no page twice in a call, no more than wanted but for what is taken as one; a call looks at each page
+//! at most once.
+//!
+//! | Order | What |
+//! |---|---|
+//! | 0 | units of the oldest generation, untouched for longest first |
+//! | 1 | cold pages of hot-bloated units |
+//! | 2 | cold pages of other units that were scanned; units of the third generation |
+//! | 3, 4 | the rest of the second and of the youngest generation |
+//!
+//! Cold is what has order 0 or 1. With tracking, a round is made once for each coarse cycle, because nothing else makes
+//! memory cold. Without it, everything has order 0, and rounds go through memory by address, as a clock hand does.
+
+use std::sync::Arc;
+
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
+
+use crate::age::Age;
+use crate::generations::GENERATIONS;
+use crate::shared::VmHeat;
+use crate::source::{PageMap, UnitId};
+use crate::tracker::Tracker;
+use crate::units::{Inside, Moment};
+use crate::{ColdRun, ColdSource, Pages, Pick};
+
+const OLDEST: u8 = 0;
+const BLOAT: u8 = 1;
+const COLD_PART: u8 = 2;
+
+/// Some pages of a unit that may go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Offer {
+    /// See the table above.
+    order: u8,
+    /// Last touch seen.
+    seen: Moment,
+    unit: UnitId,
+    pages: Part,
+}
+
+/// Which pages of the unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    /// All from this one on.
+    From(u16),
+    /// Those its last scans found cold, from this one on.
+    Cold(u16),
+    /// Those they did not.
+    Warm(u16),
+}
+
+/// Proposes what tracking found cold.
+#[derive(Debug)]
+pub struct HeatSource {
+    heat: Arc<VmHeat>,
+    /// The next at the end.
+    round: Vec<Offer>,
+    /// Coarse cycles there had been when the round was made; `None` without tracking.
+    made_at: Option<u64>,
+}
+
+impl HeatSource {
+    /// Nothing offered yet.
+    pub fn new(heat: Arc<VmHeat>) -> Self {
+        Self { heat, round: Vec::new(), made_at: None }
+    }
+
+    fn make_round(&mut self, tracker: &Tracker, pages: &dyn Pages, tracked: bool) {
+        self.round.clear();
+        for region in 0..pages.regions() {
+            let mut last = None;
+            let mut at = PageIdx(0);
+            while let Some((first, end)) = pages.next_present(region, at).filter(|(_, end)| end.0 > at.0) {
+                for unit in first.unit()..PageIdx(end.0 - 1).unit() + 1 {
+                    if last != Some(unit) {
+                        let unit = UnitId { region, unit: unit as u32 };
+                        offer(tracker, unit, tracked, pages.granule(region), &mut self.round);
+                    }
+                    last = Some(unit);
+                }
+                at = end;
+            }
+        }
+        self.round.sort_unstable_by(|a, b| b.cmp(a));
+    }
+}
+
+/// Offer a unit, whole or in two parts.
+fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut Vec<Offer>) {
+    if !tracked {
+        out.push(Offer { order: OLDEST, seen: Moment(0), unit, pages: Part::From(0) });
+        return;
+    }
+    let seen = tracker.units().seen(unit).unwrap_or(Moment(u32::MAX));
+    // Memory that no cycle has watched yet is new, and so as young as can be.
+    let generation = tracker.generation(unit).unwrap_or(0);
+    let order = COLD_PART + (GENERATIONS - 2).saturating_sub(generation) as u8;
+    match tracker.units().inside(unit) {
+        _ if generation == GENERATIONS - 1 => out.push(Offer { order: OLDEST, seen, unit, pages: Part::From(0) }),
+        Some(Inside::Scanned(scanned)) if granule == 1 => {
+            let cold = if scanned.bloated { BLOAT } else { COLD_PART };
+            out.push(Offer { order: cold, seen, unit, pages: Part::Cold(0) });
+            out.push(Offer { order, seen, unit, pages: Part::Warm(0) });
+        }
+        _ => out.push(Offer { order, seen, unit, pages: Part::From(0) }),
+    }
+}
+
+impl ColdSource for HeatSource {
+    fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
+        let heat = self.heat.clone();
+        let tracker = heat.lock();
+        let cycle = tracker.is_fresh(heat.now()).then(|| tracker.cycles().0);
+        let over = self.round.is_empty() && (cycle.is_none() || pick == Pick::Any);
+        if over || cycle != self.made_at {
+            self.make_round(&tracker, pages, cycle.is_some());
+            self.made_at = cycle;
+        }
+        let mut left = want;
+        while left > 0 {
+            let Some(offer) = self.round.last().copied() else { return };
+            if pick == Pick::Cold && offer.order > BLOAT {
+                return;
+            }
+            self.round.pop();
+            if let Some(rest) = sweep(&tracker, pages, offer, pick, &mut left, out) {
+                self.round.push(rest);
+            }
+        }
+    }
+}
+
+/// Propose the pages of one offer until enough is found. Answers what was not come to.
+fn sweep(
+    tracker: &Tracker,
+    pages: &dyn Pages,
+    offer: Offer,
+    pick: Pick,
+    left: &mut u64,
+    out: &mut Vec<ColdRun>,
+) -> Option<Offer> {
+    let region = offer.unit.region;
+    if region >= pages.regions() {
+        return None;
+    }
+    let (cold, bloated) = match tracker.units().inside(offer.unit) {
+        Some(Inside::Scanned(scanned)) => (scanned.cold(), scanned.bloated),
+        _ => (PageMap::NONE, false),
+    };
+    let base = PageIdx::first_of_unit(offer.unit.unit.into()).0;
+    let (from, wanted) = match offer.pages {
+        Part::From(from) => (from, PageMap::ALL),
+        // Asked anew in each call, since scans go on meanwhile: what was touched since is not cold any more.
+        Part::Cold(from) if offer.order > BLOAT || bloated => (from, cold),
+        Part::Cold(from) => (from, PageMap::NONE),
+        Part::Warm(from) => (from, PageMap::ALL.without(cold)),
+    };
+    let stop = pages.len(region).min(base + PAGES_PER_UNIT);
+    let granule = pages.granule(region);
+    let mut at = base + u64::from(from);
+    while let Some((first, end)) = pages.next_present(region, PageIdx(at)).filter(|(first, _)| first.0 < stop) {
+        for page in (first.0.next_multiple_of(granule)..end.0.min(stop)).step_by(granule as usize) {
+            if *left == 0 {
+                let next = (page - base) as u16;
+                let pages = match offer.pages {
+                    Part::From(_) => Part::From(next),
+                    Part::Cold(_) => Part::Cold(next),
+                    Part::Warm(_) => Part::Warm(next),
+                };
+                return Some(Offer { pages, ..offer });
+            }
+            if wanted.get(page - base) && is_takeable(pages, region, PageIdx(page), pick) {
+                *left = left.saturating_sub(granule);
+                push(out, region, PageIdx(page), granule);
+            }
+        }
+        if end.0 >= stop || end.0 <= at {
+            break;
+        }
+        at = end.0;
+    }
+    None
+}
+
+/// Is the page Resident and free, and not to be passed over? Passing it over uses up one round of its credit.
+fn is_takeable(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
+    let Some(byte) = pages.age(region, page) else { return false };
+    let age = Age::from_byte(byte);
+    if age.credit > 0 && pick == Pick::Cold {
+        pages.set_age(region, page, Age { credit: age.credit - 1, ..age }.byte());
+        return false;
+    }
+    true
+}
+
+fn push(out: &mut Vec<ColdRun>, region: u32, first: PageIdx, count: u64) {
+    match out.last_mut() {
+        Some(run) if run.region == region && run.first.0 + run.count == first.0 => run.count += count,
+        _ => out.push(ColdRun { region, first, count }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::{Report, Seen};
+    use crate::touched;
+    use crate::tracker::{Phase, Settings};
+    use proptest::prelude::*;
+    use std::cell::RefCell;
+    use std::time::Duration;
+
+    /// `None` is a page that is absent or not Resident.
+    struct Table(Vec<RefCell<Vec<Option<u8>>>>);
+
+    impl Pages for Table {
+        fn regions(&self) -> u32 {
+            self.0.len() as u32
+        }
+        fn len(&self, region: u32) -> u64 {
+            self.0[region as usize].borrow().len() as u64
+        }
+        fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
+            let pages = self.0[region as usize].borrow();
+            let first = (from.0 as usize..pages.len()).find(|page| pages[*page].is_some())?;
+            let end = (first..pages.len()).find(|page| pages[*page].is_none()).unwrap_or(pages.len());
+            Some((PageIdx(first as u64), PageIdx(end as u64)))
+        }
+        fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
+            self.0[region as usize].borrow()[page.0 as usize]
+        }
+        fn set_age(&self, region: u32, page: PageIdx, age: u8) {
+            self.0[region as usize].borrow_mut()[page.0 as usize] = Some(age);
+        }
+    }
+
+    fn table(regions: &[&[Option<u8>]]) -> Table {
+        Table(regions.iter().map(|pages| RefCell::new(pages.to_vec())).collect())
+    }
+
+    fn source() -> HeatSource {
+        HeatSource::new(Arc::new(VmHeat::new(Settings::default(), 1)))
+    }
+
+    fn pick(source: &mut HeatSource, table: &Table, want: u64) -> Vec<ColdRun> {
+        let mut out = Vec::new();
+        source.pick(table, want, Pick::Cold, &mut out);
+        out
+    }
+
+    fn run(region: u32, first: u64, count: u64) -> ColdRun {
+        ColdRun { region, first: PageIdx(first), count }
+    }
+
+    fn unit(unit: u32) -> UnitId {
+        UnitId { region: 0, unit }
+    }
+
+    /// Three coarse cycles that see these units touched.
+    fn track(source: &HeatSource, table: &Table, hot: &[u32]) {
+        let mut tracker = source.heat.lock();
+        let _ = tracker.next(Duration::ZERO, table);
+        for _ in 0..3 {
+            let seen = |id: UnitId| (id, Seen::Coarse { touched: hot.contains(&id.unit), written: None });
+            let units = tracker.units().present().map(seen).collect();
+            tracker.absorb(source.heat.now(), Phase::Coarse, &Report { units, ..Report::default() });
+        }
+    }
+
+    fn scan(source: &HeatSource, id: UnitId, touched: PageMap) {
+        let seen = Seen::Fine { watched: PageMap::ALL, touched, written: None };
+        let report = Report { units: vec![(id, seen)], ..Report::default() };
+        source.heat.lock().absorb(source.heat.now(), Phase::Fine, &report);
+    }
+
+    #[test]
+    fn without_tracking_it_goes_round_all_regions_by_address_and_skips_holes() {
+        let table = table(&[&[Some(0), None, Some(0), Some(0)], &[], &[Some(0)]]);
+        let mut source = source();
+        assert_eq!(pick(&mut source, &table, 2), [run(0, 0, 1), run(0, 2, 1)]);
+        assert_eq!(pick(&mut source, &table, 9), [run(0, 3, 1), run(2, 0, 1)]);
+        assert_eq!(pick(&mut source, &table, 1), [run(0, 0, 1)]);
+    }
+
+    #[test]
+    fn with_tracking_only_the_oldest_generation_is_cold_and_any_takes_the_young_ones_last() {
+        let table = table(&[&[Some(0); 4 * 512]]);
+        let mut source = source();
+        track(&source, &table, &[0, 2]);
+        assert_eq!(pick(&mut source, &table, 4096), [run(0, 512, 512), run(0, 3 * 512, 512)]);
+        assert_eq!(pick(&mut source, &table, 4096), [], "nothing else grew cold");
+        let mut out = Vec::new();
+        source.pick(&table, 4096, Pick::Any, &mut out);
+        assert_eq!(out, [run(0, 0, 512), run(0, 1024, 512)]);
+    }
+
+    #[test]
+    fn the_cold_pages_of_a_bloated_hot_unit_are_cold_until_a_scan_sees_them_touched() {
+        let table = table(&[&[Some(0); 2 * 512]]);
+        let mut source = source();
+        track(&source, &table, &[0, 1]);
+        scan(&source, unit(1), PageMap::first(5));
+        assert_eq!(pick(&mut source, &table, 100), [run(0, 512 + 5, 100)]);
+        scan(&source, unit(1), PageMap::first(300));
+        assert_eq!(pick(&mut source, &table, 1000), [], "not bloated any more");
+        track(&source, &table, &[0, 1]);
+        let mut out = Vec::new();
+        source.pick(&table, 4096, Pick::Any, &mut out);
+        assert_eq!(out[0], run(0, 512 + 300, 212), "still the first to go of what is hot");
+        assert_eq!(out.iter().map(|run| run.count).sum::<u64>(), 1024);
+    }
+
+    #[test]
+    fn a_page_that_keeps_being_rescued_is_passed_over_for_1_3_7_then_15_rounds() {
+        let mut byte = 0;
+        for rounds in [1, 3, 7, 15, 15] {
+            byte = touched(byte);
+            assert_eq!(Age::from_byte(byte).credit, rounds);
+            let table = table(&[&[Some(byte)]]);
+            let mut source = source();
+            let passed_over = (0..100).take_while(|_| pick(&mut source, &table, 1).is_empty()).count();
+            assert_eq!(passed_over, rounds as usize);
+        }
+    }
+
+    #[test]
+    fn a_pick_of_any_pages_takes_rescued_ones_too() {
+        let table = table(&[&[Some(touched(0)), Some(0), Some(touched(touched(0)))]]);
+        let mut out = Vec::new();
+        source().pick(&table, 9, Pick::Any, &mut out);
+        assert_eq!(out, [run(0, 0, 3)]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_pick_proposes_only_takeable_pages_once_and_at_most_what_was_wanted(
+            regions in proptest::collection::vec(proptest::collection::vec(proptest::option::of(any::<u8>()), 0..1200), 0..4),
+            wants in proptest::collection::vec((0u64..2000, any::<bool>()), 1..10),
+            hot in proptest::option::of(proptest::collection::vec(0u32..3, 0..3)),
+            scans in proptest::collection::vec((0u32..3, 0u64..512), 0..3),
+        ) {
+            let table = Table(regions.into_iter().map(RefCell::new).collect());
+            let mut source = source();
+            if let Some(hot) = hot {
+                track(&source, &table, &hot);
+                scans.into_iter().for_each(|(index, touched)| scan(&source, unit(index), PageMap::first(touched)));
+            }
+            for (want, any) in wants {
+                let mut picked = Vec::new();
+                source.pick(&table, want, if any { Pick::Any } else { Pick::Cold }, &mut picked);
+                let pages: Vec<_> = picked.iter()
+                    .flat_map(|run| (0..run.count).map(move |i| (run.region, run.first.0 + i))).collect();
+                prop_assert!(pages.len() as u64 <= want);
+                for (region, page) in &pages {
+                    prop_assert!(table.age(*region, PageIdx(*page)).is_some());
+                }
+                let mut unique = pages.clone();
+                unique.sort_unstable();
+                unique.dedup();
+                prop_assert_eq!(unique.len(), pages.len());
+            }
+        }
+
+        #[test]
+        fn every_takeable_page_is_proposed_within_sixteen_rounds(
+            ages in proptest::collection::vec(any::<u8>(), 1..1100), tracked: bool, hot in proptest::collection::vec(0u32..3, 0..3),
+        ) {
+            let table = Table(vec![RefCell::new(ages.iter().map(|age| Some(*age)).collect())]);
+            let mut source = source();
+            if tracked {
+                track(&source, &table, &hot);
+            }
+            let mut seen = vec![false; ages.len()];
+            for _ in 0..20 {
+                let mut out = Vec::new();
+                source.pick(&table, ages.len() as u64, if tracked { Pick::Any } else { Pick::Cold }, &mut out);
+                for run in out {
+                    (run.first.0..run.first.0 + run.count).for_each(|page| seen[page as usize] = true);
+                }
+            }
+            prop_assert!(seen.iter().all(|seen| *seen));
+        }
+    }
+}
