@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-use crate::{Event, HostStat, Problem, VmPatch, VmStat};
+use crate::{Event, HostStat, Problem, VmHeat, VmPatch, VmStat};
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const RETRY_FOR: Duration = Duration::from_secs(5);
@@ -99,6 +99,17 @@ impl Client {
     /// One VM.
     pub fn vm(&self, name: &str) -> Result<VmStat, ClientError> {
         self.get(&vm_path(name))
+    }
+
+    /// How hot its memory is, with a strip of so many cells.
+    pub fn heat(&self, name: &str, cells: usize) -> Result<VmHeat, ClientError> {
+        self.get(&format!("{}/heat?cells={cells}", vm_path(name)))
+    }
+
+    /// Its access cycles after number `after`, as a recording. They are kept from the first call on.
+    pub fn heat_cycles(&self, name: &str, after: u64) -> Result<Vec<u8>, ClientError> {
+        let path = format!("{}/heat/cycles?after={after}", vm_path(name));
+        Ok(self.request(&Method::GET, &path, &Bytes::new())?.into())
     }
 
     /// Set or, with `None`, remove the DRAM cap of a VM. Answers its state after the change.

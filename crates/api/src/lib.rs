@@ -6,11 +6,13 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod heat;
 mod openapi;
 mod problem;
 mod types;
 
 pub use client::{Client, ClientError};
+pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatSource, MAX_CELLS, VmHeat};
 pub use openapi::{document, document_json};
 pub use problem::Problem;
 pub use types::{

@@ -10,10 +10,10 @@ use utoipa::openapi::schema::{ArrayBuilder, ObjectBuilder, Ref, Schema, Type};
 use utoipa::openapi::{Content, Info, InfoBuilder, License, OpenApi as Document, PathItem, RefOr, Required};
 use utoipa::{OpenApi, ToSchema};
 
-use crate::{Event, HostStat, Problem, VmPatch, VmStat};
+use crate::{Event, HostStat, Problem, VmHeat, VmPatch, VmStat};
 
 #[derive(OpenApi)]
-#[openapi(components(schemas(VmStat, HostStat, Event, VmPatch, Problem)))]
+#[openapi(components(schemas(VmStat, VmHeat, HostStat, Event, VmPatch, Problem)))]
 struct Schemas;
 
 const DESCRIPTION: &str = "HTTP/1.1 over a Unix socket, by default /run/ballast/api.sock. Sizes are bytes. Errors are \
@@ -26,6 +26,7 @@ enum Answer {
     Many(&'static str),
     Text,
     Json,
+    Bytes,
 }
 
 impl Answer {
@@ -37,6 +38,7 @@ impl Answer {
             Self::Many(name) => ("application/json", RefOr::T(ArrayBuilder::new().items(named(name)).into())),
             Self::Text => ("text/plain; version=0.0.4; charset=utf-8", typed(Type::String)),
             Self::Json => ("application/json", typed(Type::Object)),
+            Self::Bytes => ("application/octet-stream", typed(Type::String)),
         }
     }
 }
@@ -65,9 +67,21 @@ fn with_name(operation: OperationBuilder) -> OperationBuilder {
     )
 }
 
+fn with_number(operation: OperationBuilder, name: &str, description: &str) -> OperationBuilder {
+    operation.parameter(
+        ParameterBuilder::new()
+            .name(name)
+            .parameter_in(ParameterIn::Query)
+            .required(Required::False)
+            .description(Some(description))
+            .schema(Some(RefOr::T(Schema::from(ObjectBuilder::new().schema_type(Type::Integer))))),
+    )
+}
+
 fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
     use HttpMethod::{Get, Patch};
     let missing = ("404", "No VM has that name");
+    let bad_query = ("400", "The query has an unknown key or a value out of range");
     let patch = RequestBodyBuilder::new()
         .description(Some("What to change; at most 64 KiB"))
         .required(Some(Required::True))
@@ -89,6 +103,15 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
                 .request_body(Some(patch))
                 .build(),
         ),
+        ("/v1/vms/{name}/heat", Get, {
+            let heat = operation("getVmHeat", "How hot its memory is", Answer::One("VmHeat"), &[bad_query, missing]);
+            with_number(with_name(heat), "cells", "Pieces of the strip: 1 to 4096, by default 64").build()
+        }),
+        ("/v1/vms/{name}/heat/cycles", Get, {
+            let summary = "The last access cycles as a recording; they are kept while somebody asks";
+            let cycles = operation("getVmHeatCycles", summary, Answer::Bytes, &[bad_query, missing]);
+            with_number(with_name(cycles), "after", "Only cycles after this number").build()
+        }),
         ("/v1/host", Get, operation("getHost", "The host and Ballast itself", Answer::One("HostStat"), &[]).build()),
         ("/v1/events", Get, operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[]).build()),
         ("/v1/openapi.json", Get, operation("getOpenapi", "This document", Answer::Json, &[]).build()),

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
-    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, VmClass, VmStat,
+    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, VmClass, VmHeat, VmStat,
     VmStatus,
 };
 use ballast_base::wire::VmId;
@@ -128,6 +128,16 @@ impl Backend for Host {
 
     fn vm(&self, name: &str) -> Option<VmStat> {
         self.by_name(name).map(|served| stat(&served))
+    }
+
+    fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
+        let served = self.by_name(name)?;
+        let heat = &served.vm.heat;
+        Some(VmHeat::new(name.to_owned(), heat.source(), &heat.heat(cells)))
+    }
+
+    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
+        Some(self.by_name(name)?.vm.heat.cycles_after(after))
     }
 
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {

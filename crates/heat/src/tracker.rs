@@ -118,6 +118,8 @@ pub struct Tracker {
 #[derive(Debug, Default)]
 struct Tape {
     wanted_until: Duration,
+    /// The regions that all frames are about.
+    layout: Vec<u64>,
     frames: VecDeque<(u64, Vec<u8>)>,
     bytes: usize,
 }
@@ -128,7 +130,10 @@ impl Tape {
     /// What is kept for one that is late.
     const MOST_BYTES: usize = 16 << 20;
 
-    fn push(&mut self, number: u64, frame: Vec<u8>) {
+    fn push(&mut self, layout: Vec<u64>, number: u64, frame: Vec<u8>) {
+        if self.layout != layout {
+            *self = Self { wanted_until: self.wanted_until, layout, ..Self::default() };
+        }
         self.bytes += frame.len();
         self.frames.push_back((number, frame));
         while self.bytes > Self::MOST_BYTES && self.frames.len() > 1 {
@@ -202,7 +207,7 @@ impl Tracker {
         self.version += 1;
         if now < self.tape.wanted_until {
             let frame = Frame::Cycle(self.recorded(self.version, now, phase, report)).encode();
-            self.tape.push(self.version, frame);
+            self.tape.push(self.units.region_pages().collect(), self.version, frame);
         } else {
             self.tape = Tape::default();
         }
@@ -360,7 +365,7 @@ impl Tracker {
     pub fn cycles_after(&mut self, now: Duration, after: u64, source: &str) -> Vec<u8> {
         self.tape.wanted_until = now + Tape::PATIENCE;
         let mut out = record::header(source);
-        out.extend(Frame::Layout(self.units.region_pages().collect()).encode());
+        out.extend(Frame::Layout(self.tape.layout.clone()).encode());
         let late = self.tape.frames.iter().filter(|(number, _)| *number > after);
         late.for_each(|(_, frame)| out.extend(frame));
         out

@@ -12,7 +12,7 @@ mod routes;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_api::{Event, HostStat, VmStat};
+use ballast_api::{Event, HostStat, VmHeat, VmStat};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
@@ -26,6 +26,10 @@ pub trait Backend: Send + Sync + 'static {
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
     fn vm(&self, name: &str) -> Option<VmStat>;
+    /// How hot its memory is, with a strip of so many cells.
+    fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
+    /// Its access cycles after that number, as a recording.
+    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
     /// Set or remove the DRAM cap of a VM; answers its state after the change.
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError>;
     /// The host and Ballast itself.

@@ -11,11 +11,11 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State, rejection::PathRejection};
-use axum::http::{Method, StatusCode, header};
+use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use ballast_api::{MAX_BODY_BYTES, Problem, VmPatch};
+use ballast_api::{DEFAULT_CELLS, MAX_BODY_BYTES, MAX_CELLS, Problem, VmPatch};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
 
@@ -55,6 +55,8 @@ pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Durat
     Router::new()
         .route("/v1/vms", get(vms))
         .route("/v1/vms/{name}", get(vm).patch(patch_vm))
+        .route("/v1/vms/{name}/heat", get(heat))
+        .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
         .route("/v1/host", get(host))
         .route("/v1/events", get(events))
         .route("/v1/openapi.json", get(openapi))
@@ -110,6 +112,44 @@ async fn vm(State(connection): State<Connection>, name: Result<Path<String>, Pat
     let asked = name.clone();
     let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
     json(&vm.ok_or_else(|| no_such_vm(&name))?)
+}
+
+/// The one number a query may hold, if it holds it.
+fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
+    let mut number = default;
+    for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {
+        let value = pair.split_once('=').filter(|(name, _)| *name == key).map(|(_, value)| value.parse());
+        match value {
+            Some(Ok(value)) => number = value,
+            Some(Err(_)) => return Err(bad_request(format!("{pair:?} is not a whole number"))),
+            None => return Err(bad_request(format!("The query has {pair:?}; only {key:?} with a number is known"))),
+        }
+    }
+    Ok(number)
+}
+
+async fn heat(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>, uri: Uri) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let cells = query_number(&uri, "cells", DEFAULT_CELLS as u64)?;
+    if !(1..=MAX_CELLS as u64).contains(&cells) {
+        return Err(bad_request(format!("{cells} cells are asked for; 1 to {MAX_CELLS} are possible")));
+    }
+    let asked = name.clone();
+    let heat = ask(&connection, move |backend| backend.heat(&asked, cells as usize)).await?;
+    json(&heat.ok_or_else(|| no_such_vm(&name))?)
+}
+
+async fn heat_cycles(
+    State(connection): State<Connection>,
+    name: Result<Path<String>, PathRejection>,
+    uri: Uri,
+) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let after = query_number(&uri, "after", 0)?;
+    let asked = name.clone();
+    let cycles = ask(&connection, move |backend| backend.heat_cycles(&asked, after)).await?;
+    let cycles = cycles.ok_or_else(|| no_such_vm(&name))?;
+    Ok(([(header::CONTENT_TYPE, "application/octet-stream")], cycles).into_response())
 }
 
 async fn patch_vm(

@@ -40,6 +40,13 @@ impl Backend for Canned {
         assert_ne!(name, "panic", "the backend was asked to panic");
         self.vms().into_iter().find(|vm| vm.name == name)
     }
+    fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
+        let strip = vec![ballast_api::HeatCell::default(); cells];
+        self.vm(name).map(|vm| VmHeat { name: vm.name, strip, ..VmHeat::default() })
+    }
+    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
+        self.vm(name).map(|_| after.to_string().into_bytes())
+    }
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
         let mut vms = self.vms.lock().expect("lock");
         let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(SetLimitError::NotFound)?;
@@ -124,6 +131,8 @@ fn what_the_backend_says_is_what_the_client_reads() {
     assert_eq!(client.vm("web").expect("vm"), canned.vms()[0]);
     assert_eq!(client.host().expect("host"), canned.host());
     assert_eq!(client.events().expect("events"), canned.events());
+    assert_eq!(client.heat("web", 7).expect("heat"), canned.heat("web", 7).expect("web"));
+    assert_eq!(client.heat_cycles("web", 41).expect("cycles"), b"41");
     assert_eq!(client.set_limit("web", Some(MIB)).expect("limit").limit_bytes, Some(MIB));
     assert_eq!(client.vm("web").expect("vm").limit_bytes, Some(MIB));
     assert_eq!(client.set_limit("web", None).expect("limit").limit_bytes, None);
@@ -153,6 +162,10 @@ fn a_refusal_is_a_problem_that_says_what_was_wrong() {
         (413, patch("/v1/vms/web", &long), "65536 bytes"),
         (404, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "openapi.json"),
         (404, b"GET /v1/vms/a/b HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "Nothing is at"),
+        (404, b"GET /v1/vms/nobody/heat HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "nobody"),
+        (400, b"GET /v1/vms/web/heat?cells=0 HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "1 to 4096"),
+        (400, b"GET /v1/vms/web/heat?cells=x HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "whole number"),
+        (400, b"GET /v1/vms/web/heat/cycles?before=1 HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "only \"after\""),
         (405, b"DELETE /v1/vms/web HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "DELETE"),
         (400, b"garbage\r\n\r\n".to_vec(), ""),
         (431, long_path.into_bytes(), ""),

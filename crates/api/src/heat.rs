@@ -1,0 +1,170 @@
+//! What the API says about how hot a VM's memory is.
+//!
+//! Before: `heat` drew it up from access cycles. After: JSON, and `ballast vm heat`.
+//! Units: in the field names; an age is the time since the last touch that was seen.
+//! Promise: the ages add up to `present_bytes`, and so do the generations.
+
+use std::time::Duration;
+
+use ballast_heat::ages::{BUCKETS_S, PERCENTS};
+use ballast_heat::source::{Ability, Granularity};
+use ballast_heat::{Heat, ages};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Most cells a strip may be asked for.
+pub const MAX_CELLS: usize = 4096;
+/// Cells of a strip unless asked otherwise.
+pub const DEFAULT_CELLS: usize = 64;
+
+/// How hot a VM's memory is. Only memory that is in DRAM counts; what is far has left these figures.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VmHeat {
+    /// The VM.
+    pub name: String,
+    /// Who tells what is touched; null while nobody tracks this VM.
+    pub source: Option<HeatSource>,
+    /// Cycles over all memory so far; with 0 the figures below mean nothing yet.
+    pub cycles: u64,
+    /// Looks into chosen units so far.
+    pub fine_cycles: u64,
+    /// From one cycle to the next, now.
+    pub period_ms: u64,
+    /// Share of one CPU that tracking takes.
+    pub cpu_percent: f64,
+    /// Share of the time that guest threads wait for tracking.
+    pub guest_percent: f64,
+    /// Memory that tracking knows of.
+    pub present_bytes: u64,
+    /// Working set: touched within `wss_span_s`. Page by page where that is known, else estimated.
+    pub wss_bytes: u64,
+    /// The same if a huge page counts as a whole once it is touched.
+    pub wss_huge_bytes: u64,
+    /// The last three cycles took so long.
+    pub wss_span_s: f64,
+    /// Part of the touched huge pages whose inside was looked at: so much of the estimate is measured.
+    pub known_percent: f64,
+    /// Memory by age, youngest first.
+    pub ages: Vec<AgeBucket>,
+    /// So much of the memory was touched within this time.
+    pub percentiles: Vec<AgePercentile>,
+    /// Memory by generation, youngest first; reclaim drains the last.
+    pub generations_bytes: Vec<u64>,
+    /// Hot huge pages in which hardly anything is hot.
+    pub bloated_units: u64,
+    /// Their cold part.
+    pub bloat_bytes: u64,
+    /// The guest's address space in equal pieces, region after region.
+    pub strip: Vec<HeatCell>,
+}
+
+/// Who tells what is touched, and how well.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HeatSource {
+    /// Such as `zap-scan`.
+    pub name: String,
+    /// The finest it sees: 4096, 2097152, or null for ranges it chooses itself.
+    pub granularity_bytes: Option<u64>,
+    /// Does a read count as a touch?
+    pub reads: bool,
+    /// Can it tell writes from reads?
+    pub writes: bool,
+}
+
+/// Memory of one age.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AgeBucket {
+    /// Touched within this time, and not within that of the bucket before; null for all that is older.
+    pub up_to_s: Option<u64>,
+    /// So much.
+    pub bytes: u64,
+}
+
+/// A point of the age distribution.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct AgePercentile {
+    /// This share of present memory
+    pub percent: u64,
+    /// was touched within this time.
+    pub age_s: f64,
+}
+
+/// One piece of a guest's address space.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct HeatCell {
+    /// Share of it in DRAM, 0 to 1.
+    pub present: f64,
+    /// Share of it touched in the last three cycles, 0 to 1.
+    pub hot: f64,
+    /// Since the youngest touch in it; null if nothing of it is in DRAM.
+    pub age_s: Option<f64>,
+}
+
+impl VmHeat {
+    /// What heat drew up, for a VM of that name.
+    pub fn new(name: String, source: Option<Ability>, heat: &Heat) -> Self {
+        let seconds = |time: Duration| time.as_secs_f64();
+        // What only looks like precision is cut off, to keep the JSON of a long strip short.
+        let rounded = |share: f64| (share * 1e4).round() / 1e4;
+        let cell = |cell: &ages::Cell| HeatCell {
+            present: rounded(cell.present),
+            hot: rounded(cell.hot),
+            age_s: cell.age.map(seconds),
+        };
+        let ends = BUCKETS_S.iter().map(|end| Some(*end)).chain([None]);
+        Self {
+            name,
+            source: source.map(|ability| HeatSource {
+                name: ability.name.to_owned(),
+                granularity_bytes: match ability.granularity {
+                    Granularity::Page => Some(ballast_base::PAGE_SIZE as u64),
+                    Granularity::Unit => Some(ballast_base::HUGE_SIZE as u64),
+                    Granularity::Range => None,
+                },
+                reads: ability.reads,
+                writes: ability.writes,
+            }),
+            cycles: heat.cycles,
+            fine_cycles: heat.fine_cycles,
+            period_ms: heat.period.as_millis() as u64,
+            cpu_percent: rounded(heat.cpu_share * 100.0),
+            guest_percent: rounded(heat.guest_share * 100.0),
+            present_bytes: heat.present_bytes,
+            wss_bytes: heat.wss_bytes,
+            wss_huge_bytes: heat.wss_huge_bytes,
+            wss_span_s: seconds(heat.wss_span),
+            known_percent: rounded(heat.known_share * 100.0),
+            ages: ends.zip(heat.ages).map(|(up_to_s, bytes)| AgeBucket { up_to_s, bytes }).collect(),
+            percentiles: PERCENTS
+                .iter()
+                .zip(heat.percentiles)
+                .map(|(percent, age)| AgePercentile { percent: *percent, age_s: seconds(age) })
+                .collect(),
+            generations_bytes: heat.generations.to_vec(),
+            bloated_units: heat.bloated_units,
+            bloat_bytes: heat.bloat_bytes,
+            strip: heat.strip.iter().map(cell).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heat_survives_the_way_through_json() {
+        let drawn = Heat {
+            cycles: 3,
+            wss_bytes: 4096,
+            ages: [1; BUCKETS_S.len() + 1],
+            strip: vec![ages::Cell { present: 0.5, hot: 1.0 / 3.0, age: Some(Duration::from_millis(1500)) }],
+            ..Heat::default()
+        };
+        let heat = VmHeat::new("web".into(), None, &drawn);
+        assert_eq!((heat.ages.len(), heat.ages[0].up_to_s, heat.ages[11].up_to_s), (12, Some(1), None));
+        assert_eq!(heat.strip[0], HeatCell { present: 0.5, hot: 0.3333, age_s: Some(1.5) });
+        let text = serde_json::to_string(&heat).expect("serialise");
+        assert_eq!(serde_json::from_str::<VmHeat>(&text).expect("parse"), heat);
+    }
+}
