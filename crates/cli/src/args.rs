@@ -71,6 +71,8 @@ pub enum VmCommand {
         /// The VM's name
         name: String,
     },
+    /// Show how old a VM's memory is and what its working set is; record, replay and draw it
+    Heat(crate::heat::HeatArgs),
     /// Set or remove the DRAM cap of a VM; memory above it goes far
     Limit {
         /// The VM's name

@@ -10,6 +10,7 @@ mod bench;
 mod demo;
 mod doctor;
 mod exit;
+mod heat;
 mod host;
 mod run;
 mod show;

@@ -1,4 +1,4 @@
-//! `ballast vm`: list, one screen about one, and its limit.
+//! `ballast vm`: list, one screen about one, its heat, and its limit.
 
 use std::fmt::Write;
 
@@ -8,6 +8,7 @@ use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::args::VmCommand;
 use crate::exit::{Coded, Exit};
+use crate::heat;
 use crate::show;
 
 /// Do it.
@@ -21,6 +22,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
             let vm = client.vm(name).map_err(|error| explain(client, name, error))?;
             if json { show::json(&vm) } else { Ok(show::print(&screen(&vm))?) }
         }
+        VmCommand::Heat(args) => heat::run(client, args, json),
         VmCommand::Limit { name, limit } => {
             let limit_bytes = limit.0.map(|Bytes(bytes)| bytes);
             let vm = client
@@ -33,7 +35,7 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
 }
 
 /// If there is no such VM, say which names come close.
-fn explain(client: &Client, name: &str, error: ClientError) -> anyhow::Error {
+pub fn explain(client: &Client, name: &str, error: ClientError) -> anyhow::Error {
     if !error.is_no_such_vm() {
         return error.into();
     }

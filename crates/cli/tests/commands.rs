@@ -6,10 +6,15 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use ballast_api::{Client, Event, FaultCounts, HostStat, Latency, RegionStat, VmStat};
+use ballast_api::{Client, Event, FaultCounts, HostStat, Latency, RegionStat, VmHeat, VmStat};
 use ballast_base::{GIB, MIB};
 use ballast_daemon::http::{Backend, Histogram, PeerPolicy, SetLimitError, serve};
+use ballast_heat::record::{Frame, Line, Recorded, Recording};
+use ballast_heat::scripted::Scripted;
+use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
+use ballast_heat::{Phase, Settings};
 
 struct Canned(Mutex<Vec<VmStat>>);
 
@@ -50,6 +55,16 @@ impl Backend for Canned {
     fn vm(&self, name: &str) -> Option<VmStat> {
         self.vms().into_iter().find(|vm| vm.name == name)
     }
+    fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
+        let recording = Recording::decode(&cycles(0)).expect("ours");
+        let tracker = recording.replay(Settings::default(), |_, _| ());
+        let source = Scripted::default().ability();
+        let heat = ballast_heat::heat(&tracker, Duration::from_secs(30), cells);
+        self.vm(name).map(|vm| VmHeat::new(vm.name, Some(source).filter(|_| name == "web-1"), &heat))
+    }
+    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
+        self.vm(name).map(|_| cycles(after))
+    }
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
         let mut vms = self.0.lock().expect("lock");
         let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(SetLimitError::NotFound)?;
@@ -81,6 +96,23 @@ impl Backend for Canned {
     fn stage_histograms(&self, _: &str) -> Vec<(&'static str, Histogram)> {
         Vec::new()
     }
+}
+
+/// Three cycles that saw the first of four units touched, without those up to number `after`. The third is always news.
+fn cycles(after: u64) -> Vec<u8> {
+    let line = |unit| Line {
+        unit: UnitId { region: 0, unit },
+        present: 512,
+        seen: Some(Seen::Coarse { touched: unit == 0, written: None }),
+    };
+    let cycle = |number: u64| {
+        let (begun, ended) = (Duration::from_secs(10 * number - 10), Duration::from_secs(10 * number));
+        let lines = (0..4).map(line).collect();
+        Frame::Cycle(Recorded { number, phase: Phase::Coarse, begun, ended, cost: Cost::default(), lines })
+    };
+    let cycles = (1..=3).filter(|number| *number > after || *number == 3).map(cycle);
+    let frames = std::iter::once(Frame::Layout(vec![4 * 512])).chain(cycles).collect();
+    Recording { source: "scripted".into(), frames }.encode()
 }
 
 struct Daemon {
@@ -293,4 +325,52 @@ fn another_user_looks_only_as_a_member_of_the_group_and_changes_nothing() {
             Err(error) => return skip(error.to_string()),
         }
     }
+}
+
+#[test]
+fn vm_heat_shows_working_set_ages_and_strip() {
+    let daemon = daemon();
+    let screen = fine(&daemon.socket, &["vm", "heat", "web-1"]);
+    let expected = [
+        "web-1: tracked by scripted every 2.0 s; 3 cycles, 0 looks into huge pages; takes 0.00 % of a CPU and 0.00 % of \
+         the guest's time",
+        "working set 2 MiB of 8 MiB in DRAM: touched within 30.0 s (2 MiB by huge pages; 0 % of those looked into)",
+        "touched within: 50 % 30 s, 75 % 30 s, 90 % 30 s, 95 % 30 s, 99 % 30 s",
+        "generations, youngest first: 2 MiB, 0 B, 0 B, 6 MiB",
+        "|████████████████................................................|",
+    ];
+    for line in expected {
+        assert!(screen.lines().any(|found| found == line), "no line {line:?} in\n{screen}");
+    }
+    let heat: VmHeat = serde_json::from_str(&fine(&daemon.socket, &["--json", "vm", "heat", "web-1"])).expect("JSON");
+    assert_eq!((heat.cycles, heat.wss_bytes, heat.strip.len()), (3, 2 * MIB, 64));
+    assert_eq!(heat.ages.iter().map(|bucket| bucket.bytes).sum::<u64>(), heat.present_bytes);
+    assert!(fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; nobody tracks it now\n"));
+    assert_eq!(ballast(&daemon.socket, &["vm", "heat", "web"]).0, 3);
+}
+
+#[test]
+fn a_recording_is_written_replayed_and_drawn_and_a_damaged_one_is_refused() {
+    let daemon = daemon();
+    let directory = tempfile::tempdir().expect("directory");
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let (file, png, svg) = (path("web.heat"), path("web.png"), path("web.svg"));
+    fine(&daemon.socket, &["vm", "heat", "web-1", "--record", &file, "--seconds", "1", "--out", &png]);
+    let nobody = Path::new("/nonexistent");
+    let screen = fine(nobody, &["vm", "heat", "--replay", &file, "--out", &svg]);
+    assert!(screen.starts_with("web.heat: 1 cycles; nobody tracks it now\n"), "{screen}");
+    assert_eq!(&std::fs::read(&png).expect("png")[..4], b"\x89PNG");
+    assert!(std::fs::read_to_string(&svg).expect("svg").contains("1 cycles of scripted"));
+
+    let (code, _, err) = ballast(nobody, &["vm", "heat", "--replay", &file, "--out", &path("web.gif")]);
+    assert!(code == 1 && err.contains("must end in .png or .svg"), "{code} {err}");
+    let mut bytes = std::fs::read(&file).expect("recording");
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    std::fs::write(&file, &bytes).expect("damage it");
+    let (code, out, err) = ballast(nobody, &["vm", "heat", "--replay", &file]);
+    assert!(code == 1 && out.is_empty(), "{code} {out}");
+    assert!(err.contains("web.heat") && err.contains("frame 1") && err.contains("its checksum is wrong"), "{err}");
+    let (code, _, err) = ballast(&daemon.socket, &["vm", "heat", "db", "--record", &path("db.heat"), "--seconds", "1"]);
+    assert!(code == 1 && err.contains("nobody tracks"), "{code} {err}");
 }
