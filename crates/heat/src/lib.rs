@@ -18,6 +18,7 @@
 
 mod age;
 pub mod ages;
+pub mod damon;
 mod entry;
 pub mod generations;
 pub mod pace;
@@ -31,6 +32,7 @@ pub mod source;
 pub mod subpage;
 mod tracker;
 pub mod units;
+pub mod write_scan;
 
 use ballast_base::PageIdx;
 

@@ -8,8 +8,9 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 
-use ballast_base::{HUGE_SIZE, Hva};
+use ballast_base::{HUGE_SIZE, Hva, PageIdx};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 pub(crate) const MADV_COLLAPSE: i32 = 25;
@@ -82,6 +83,30 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
+    /// The parts of a range that were written since the last call, which are write-protected again in the same step
+    /// (Linux 6.7). The range must be registered with [`crate::Uffd::register_for_writes`]. What was not mapped at the
+    /// last call and has been touched since, read or written, counts as written.
+    pub fn take_written(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
+        let range = (start.0, start.0 + len);
+        let found = scan_with(&self.pagemap, range, PAGE_IS_WRITTEN, SCAN_WP_MATCHING | SCAN_CHECK_WPASYNC)?;
+        Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
+    }
+
+    /// The physical address of each page of a range, as many as are asked for; `None` for one that is not mapped, or if
+    /// the caller may not know.
+    pub fn physical(&self, start: Hva, out: &mut [Option<u64>]) -> io::Result<()> {
+        const PRESENT: u64 = 1 << 63;
+        const FRAME: u64 = (1 << 55) - 1;
+        let mut words = vec![0u8; out.len() * 8];
+        let page = PageIdx::containing(start.0).0;
+        self.pagemap.read_exact_at(&mut words, page * 8)?;
+        for (word, out) in words.chunks_exact(8).zip(out) {
+            let word = u64::from_ne_bytes(word.try_into().expect("eight bytes"));
+            *out = Some(PageIdx(word & FRAME).offset()).filter(|at| word & PRESENT != 0 && *at != 0);
+        }
+        Ok(())
+    }
+
     /// The parts of a range that are mapped at all (Linux 6.7).
     pub fn mapped(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
         let found = scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_PRESENT)?;
@@ -96,6 +121,9 @@ pub fn is_unit_aligned(addr: Hva) -> bool {
 
 pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_HUGE: u64 = 1 << 6;
+const PAGE_IS_WRITTEN: u64 = 1 << 1;
+const SCAN_WP_MATCHING: u64 = 1 << 0;
+const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
 /// `struct pm_scan_arg` of `linux/fs.h`.
 #[repr(C)]
@@ -127,7 +155,12 @@ const PAGEMAP_SCAN: u64 = 0xC060_6610;
 const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
 
 /// The pieces of `start..end` whose page-table entries are all of this category. `PAGE_IS_*` as in `linux/fs.h`.
-pub(crate) fn scan(pagemap: impl AsFd, (start, end): (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
+pub(crate) fn scan(pagemap: impl AsFd, range: (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
+    scan_with(pagemap, range, category, 0)
+}
+
+/// The same with `PM_SCAN_*` flags.
+fn scan_with(pagemap: impl AsFd, (start, end): (u64, u64), category: u64, flags: u64) -> io::Result<Vec<(u64, u64)>> {
     const BATCH: usize = 64;
     let mut found = Vec::new();
     let mut at = start;
@@ -135,7 +168,7 @@ pub(crate) fn scan(pagemap: impl AsFd, (start, end): (u64, u64), category: u64) 
         let mut pieces = [ScanRegion::default(); BATCH];
         let mut arg = ScanArg {
             size: size_of::<ScanArg>() as u64,
-            flags: 0,
+            flags,
             start: at,
             end,
             walk_end: 0,
@@ -168,6 +201,45 @@ mod tests {
     use crate::uffd::REQUIRED_FEATURES;
     use crate::{Mapping, Uffd, memfd};
     use ballast_base::Bytes;
+
+    #[test]
+    fn the_kernel_tells_which_pages_were_written_and_only_those() {
+        let features = crate::uffd::feature::WP_ASYNC | crate::uffd::feature::WP_SHMEM;
+        let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
+            eprintln!("SKIP needs=uffd: no write tracking by the kernel");
+            return;
+        };
+        let fd = memfd::create("ballast-test", Bytes(16 * 4096)).expect("memfd");
+        let map = Mapping::shared(&fd, 0, 16 * 4096).expect("map");
+        map.populate(0, map.len()).expect("populate");
+        let (start, len) = (Hva(map.addr() as u64), map.len() as u64);
+        uffd.register_for_writes(start, len).expect("register");
+        let remote = Remote::open(std::process::id()).expect("own process");
+        assert_eq!(remote.take_written(start, len).expect("scan"), [(start, start + len)], "not protected before");
+        assert_eq!(remote.take_written(start, len).expect("scan"), []);
+        map.copy_in(3 * 4096 + 7, &[1]);
+        map.copy_in(9 * 4096, &[1; 2 * 4096]);
+        map.copy_out(5 * 4096, &mut [0; 10]);
+        let page = |page: u64| start + page * 4096;
+        let written = remote.take_written(start, len).expect("scan");
+        assert_eq!(written, [(page(3), page(4)), (page(9), page(11))]);
+        assert_eq!(remote.take_written(start, len).expect("scan"), []);
+        map.copy_in(9 * 4096, &[2]);
+        assert_eq!(remote.take_written(start, len).expect("scan"), [(page(9), page(10))]);
+    }
+
+    #[test]
+    fn the_physical_addresses_of_a_huge_page_follow_each_other() {
+        let Some((_fd, map, remote)) = two_units() else { return };
+        let mut found = vec![None; 512];
+        remote.physical(Hva(map.addr() as u64), &mut found).expect("pagemap");
+        let Some(first) = found[0] else {
+            eprintln!("SKIP needs=root: physical addresses are hidden");
+            return;
+        };
+        assert!(first.is_multiple_of(HUGE_SIZE as u64));
+        assert!(found.iter().zip((first..).step_by(4096)).all(|(found, expected)| *found == Some(expected)));
+    }
 
     /// Two units, all pages present; aloud `None` where nothing can be collapsed.
     fn two_units() -> Option<(OwnedFd, Mapping, Remote)> {

@@ -26,8 +26,12 @@ pub mod feature {
     pub const MINOR_HUGETLBFS: u64 = 1 << 9;
     /// Minor faults on shared memory (5.14).
     pub const MINOR_SHMEM: u64 = 1 << 10;
+    /// Write-protection of shared memory (5.19).
+    pub const WP_SHMEM: u64 = 1 << 12;
     /// `UFFDIO_POISON` (6.6).
     pub const POISON: u64 = 1 << 14;
+    /// Write faults on protected pages are resolved by the kernel itself, which remembers them (6.7).
+    pub const WP_ASYNC: u64 = 1 << 15;
 }
 
 /// Features without which Ballast cannot manage a VM.
@@ -110,6 +114,7 @@ const _: () = assert!(UFFDIO_POISON == 0xC020_AA08 && UFFDIO_API == 0xC018_AA3F)
 const _: () = assert!(size_of::<RawMessage>() == 32);
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
+const REGISTER_MODE_WP: u64 = 1 << 1;
 const REGISTER_MODE_MINOR: u64 = 1 << 2;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
@@ -205,6 +210,14 @@ impl Uffd {
     pub fn register(&self, start: Hva, len: u64) -> io::Result<()> {
         let mode = REGISTER_MODE_MISSING | REGISTER_MODE_MINOR;
         let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode, ioctls: 0 };
+        self.ioctl(UFFDIO_REGISTER, &mut arg)
+    }
+
+    /// Register a range for write tracking by the kernel: the descriptor must have [`feature::WP_ASYNC`], nothing is ever
+    /// read from it, and [`crate::Remote::take_written`] answers. A range that another descriptor holds is refused
+    /// (`EBUSY`), and one that is so registered cannot be mapped huge again.
+    pub fn register_for_writes(&self, start: Hva, len: u64) -> io::Result<()> {
+        let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode: REGISTER_MODE_WP, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut arg)
     }
 
