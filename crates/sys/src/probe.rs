@@ -133,8 +133,15 @@ pub fn probe() -> Vec<Feature> {
         "userfaultfd asynchronous write protection",
         OPTIONAL,
         "Linux 6.7",
-        bit(1 << 15),
-        "nothing is lost: not used yet",
+        bit(feature::WP_ASYNC),
+        "nothing is lost: tracking by zap scan sees reads as well",
+    );
+    add(
+        "userfaultfd read-write protection",
+        OPTIONAL,
+        "proposed",
+        bit(feature::RWP),
+        "nothing is lost: not used yet; it would track accesses without unmapping anything",
     );
     add("userfaultfd move", OPTIONAL, "Linux 6.8", bit(1 << 16), "nothing is lost: not used yet");
     add(
@@ -206,8 +213,8 @@ pub fn probe() -> Vec<Feature> {
         "DAMON",
         OPTIONAL,
         "Linux 5.18",
-        host::exists("/sys/kernel/mm/damon/admin", "DAMON's sysfs interface"),
-        "nothing is lost: not used yet",
+        host::damon(),
+        "nothing is lost: tracking is by zap scan unless asked otherwise",
     );
     // The surroundings.
     add("KVM", OPTIONAL, "Linux 2.6.20", host::kvm(), "QEMU emulates (TCG), and guests are slow");

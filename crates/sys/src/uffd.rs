@@ -32,6 +32,8 @@ pub mod feature {
     pub const POISON: u64 = 1 << 14;
     /// Write faults on protected pages are resolved by the kernel itself, which remembers them (6.7).
     pub const WP_ASYNC: u64 = 1 << 15;
+    /// Read and write faults on pages protected for tracking. Proposed in 2026 with this bit; in no kernel we have seen.
+    pub const RWP: u64 = 1 << 17;
 }
 
 /// Features without which Ballast cannot manage a VM.

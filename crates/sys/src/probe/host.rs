@@ -36,8 +36,18 @@ pub(super) fn readable(path: &str) -> Finding {
     }
 }
 
-pub(super) fn exists(path: &str, what: &str) -> Finding {
-    if Path::new(path).exists() { yes("") } else { no(format!("{what} is not there")) }
+/// DAMON's sysfs interface, and whether somebody has it page out memory already: guest RAM as well, behind our back.
+pub(super) fn damon() -> Finding {
+    const THREADS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
+    let Ok(threads) = fs::read_dir(THREADS) else { return no("DAMON's sysfs interface is not there") };
+    let is = |path: std::path::PathBuf, value: &str| fs::read_to_string(path).is_ok_and(|text| text.trim() == value);
+    let in_use = threads.flatten().map(|entry| entry.path()).filter(|path| is(path.join("state"), "on"));
+    let actions: Vec<bool> = in_use.map(|path| is(path.join("contexts/0/schemes/0/action"), "pageout")).collect();
+    match (actions.is_empty(), actions.contains(&true)) {
+        (true, _) => yes(""),
+        (false, true) => yes("in use: it pages out cold memory of this host, guest RAM as well"),
+        (false, false) => yes("in use by somebody else"),
+    }
 }
 
 pub(super) fn setting(path: &str) -> Finding {
