@@ -321,6 +321,16 @@ impl Tracker {
         }
     }
 
+    /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A unit
+    /// that was not scanned, because it was not looked into yet or is evenly hot, counts with all its pages.
+    pub fn hot_pages(&self) -> impl Iterator<Item = (UnitId, PageMap)> {
+        let hot = |unit: &UnitId| self.units.entry(*unit).is_some_and(|entry| entry.age() < RECENT);
+        self.units.present().filter(hot).map(|unit| match self.units.inside(unit) {
+            Some(Inside::Scanned(scanned)) => (unit, scanned.touched_within(RECENT)),
+            _ => (unit, PageMap::first(self.units.pages_of(unit))),
+        })
+    }
+
     /// Candidates for the page-size policy: units that were touched of late and of whose inside something is known. `huge`
     /// answers whether a unit is mapped huge. A back end that wants others builds its own list.
     pub fn size_candidates(&self, huge: impl Fn(UnitId) -> bool) -> Vec<Candidate> {
@@ -469,6 +479,9 @@ mod tests {
             let candidates = tracker.candidates(unit(index));
             assert_eq!(candidates, (index >= 8).then(|| PageMap::ALL.without(PageMap::first(5))), "unit {index}");
         }
+        let hot: Vec<_> = tracker.hot_pages().collect();
+        let pages = |index| if index < 8 { PageMap::ALL } else { PageMap::first(5) };
+        assert_eq!(hot, (0..16).map(|index| (unit(index), pages(index))).collect::<Vec<_>>());
         let plan = crate::size_policy::plan(16 * 512, 8 * 512, &tracker.size_candidates(|_| true));
         assert_eq!(plan.split.len(), 8, "{plan:?}");
         assert!(plan.split.iter().all(|split| split.unit >= 8));

@@ -6,7 +6,7 @@
 
 use std::fmt::{self, Write};
 
-use ballast_api::{HostStat, VmStat, VmStatus};
+use ballast_api::{HostStat, VmHeat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 
 use super::{Backend, Histogram};
@@ -37,6 +37,9 @@ type Sample = (Vec<(&'static str, String)>, f64);
 type HostSamples = fn(&HostStat) -> Vec<Sample>;
 /// A metric of a VM; every sample also gets the label `domain`.
 type VmSamples = fn(&VmStat) -> Vec<Sample>;
+
+/// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
+type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
 
 pub(super) struct Metric<S> {
     pub(super) name: &'static str,
@@ -198,6 +201,29 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     ),
 ];
 
+pub(super) const HEAT: &[Metric<HeatSamples>] = &[
+    metric("ballast_vm_wss_bytes", Kind::Gauge, "Working set: touched within the last three cycles.", |heat| {
+        one(heat.wss_bytes)
+    }),
+    metric("ballast_vm_age_bytes", Kind::Gauge, "Guest RAM in DRAM by the time since its last touch.", |heat| {
+        let bucket = |bucket: &ballast_api::AgeBucket| {
+            let end = bucket.up_to_s.map_or("older".to_owned(), |end| end.to_string());
+            (vec![("up_to_seconds", end)], bucket.bytes as f64)
+        };
+        heat.ages.iter().map(bucket).collect()
+    }),
+    metric("ballast_vm_bloat_bytes", Kind::Gauge, "Cold part of hot huge pages with hardly anything hot.", |heat| {
+        one(heat.bloat_bytes)
+    }),
+    metric("ballast_vm_heat_cycles_total", Kind::Counter, "Cycles of access tracking over all memory.", |heat| {
+        one(heat.cycles)
+    }),
+    metric("ballast_vm_heat_cost_ratio", Kind::Gauge, "What tracking takes, as a share of time.", |heat| {
+        let share = |of: &str, percent: f64| (vec![("of", of.to_owned())], percent / 100.0);
+        vec![share("cpu", heat.cpu_percent), share("guest", heat.guest_percent)]
+    }),
+];
+
 pub(super) const FAULT_DURATION: Metric<()> =
     metric("ballast_vm_fault_duration_seconds", Kind::Histogram, "Time to serve a fault: read to guest woken.", ());
 
@@ -225,6 +251,18 @@ pub(super) fn page(backend: &dyn Backend) -> String {
         for vm in &vms {
             for (mut labels, value) in (metric.samples)(vm) {
                 labels.insert(0, ("domain", vm.name.clone()));
+                page.sample(metric.name, &labels, value);
+            }
+        }
+    }
+    // Without a cell of the strip, which nobody would see.
+    let heats = vms.iter().filter_map(|vm| backend.heat(&vm.name, 0)).filter(|heat| heat.cycles > 0);
+    let heats: Vec<VmHeat> = heats.filter(|heat| heat.source.is_some()).collect();
+    for metric in HEAT {
+        page.head(metric);
+        for heat in &heats {
+            for (mut labels, value) in (metric.samples)(heat) {
+                labels.insert(0, ("domain", heat.name.clone()));
                 page.sample(metric.name, &labels, value);
             }
         }

@@ -42,7 +42,9 @@ impl Backend for Canned {
     }
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
         let strip = vec![ballast_api::HeatCell::default(); cells];
-        self.vm(name).map(|vm| VmHeat { name: vm.name, strip, ..VmHeat::default() })
+        let source = Some(ballast_api::HeatSource { name: "zap-scan".into(), ..Default::default() });
+        let ages = vec![ballast_api::AgeBucket { up_to_s: None, bytes: 7 }];
+        self.vm(name).map(|vm| VmHeat { name: vm.name, source, cycles: 3, ages, strip, ..VmHeat::default() })
     }
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
         self.vm(name).map(|_| after.to_string().into_bytes())
@@ -320,6 +322,7 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     assert!(!page.contains("domain=\"old\""), "a VM that is gone is still shown");
     assert!(!page.contains("ballast_vm_limit_bytes{"), "a limit is shown where there is none");
     let names = metrics::HOST.iter().map(|metric| metric.name).chain(metrics::VM.iter().map(|metric| metric.name));
+    let names = names.chain(metrics::HEAT.iter().map(|metric| metric.name));
     for name in names.chain([metrics::FAULT_DURATION.name, metrics::RESTORE_STAGE.name]) {
         assert!(page.contains(&format!("# HELP {name} ")) && page.contains(&format!("# TYPE {name} ")), "{name}");
     }
@@ -334,6 +337,7 @@ fn every_metric_is_documented_with_its_type_and_unit() {
     let document = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md"));
     let ours = (metrics::HOST.iter().map(|metric| (metric.name, metric.kind)))
         .chain(metrics::VM.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(metrics::HEAT.iter().map(|metric| (metric.name, metric.kind)))
         .chain([&metrics::FAULT_DURATION, &metrics::RESTORE_STAGE].map(|metric| (metric.name, metric.kind)));
     let mut rows = 0;
     for (name, kind) in ours {
