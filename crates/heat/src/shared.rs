@@ -46,8 +46,8 @@ impl VmHeat {
         *self.source.lock().expect("no panic while held") = source;
     }
 
-    /// One step of the tracking lane: a cycle, or a pause. `wait` sleeps so long and answers false if the lane is to end;
-    /// a cycle that has begun is ended all the same.
+    /// One step of the tracking lane: a cycle, or a pause. `wait` sleeps so long and answers false if it was cut short: then
+    /// the cycle is ended at once, and nothing is learned of it, because less was touched than in a whole one.
     pub fn turn(
         &self,
         source: &mut dyn AccessSource,
@@ -63,8 +63,9 @@ impl VmHeat {
             }
             Step::Watch { phase, watch, window } => {
                 let report = source.start(&watch).and_then(|()| {
-                    wait(window);
-                    source.end()
+                    let whole = wait(window);
+                    let report = source.end()?;
+                    Ok(if whole { report } else { Report { units: Vec::new(), ..report } })
                 });
                 let nothing = Report::default();
                 self.lock().absorb(self.now(), phase, report.as_ref().unwrap_or(&nothing));
@@ -82,5 +83,64 @@ impl VmHeat {
     pub fn cycles_after(&self, after: u64) -> Vec<u8> {
         let name = self.source().map_or("none", |source| source.name);
         self.lock().cycles_after(self.now(), after, name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scripted::Scripted;
+    use crate::source::{PageMap, UnitId};
+    use ballast_base::PageIdx;
+
+    /// One unit in memory.
+    struct Guest;
+
+    impl Pages for Guest {
+        fn regions(&self) -> u32 {
+            1
+        }
+        fn len(&self, _: u32) -> u64 {
+            512
+        }
+        fn next_present(&self, _: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
+            (from.0 < 512).then_some((from, PageIdx(512)))
+        }
+        fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
+            Some(0)
+        }
+        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+    }
+
+    #[test]
+    fn a_cycle_that_was_cut_short_or_failed_teaches_nothing_and_is_ended() {
+        let unit = UnitId { region: 0, unit: 0 };
+        let soon = Settings { period: Duration::from_millis(1), ..Settings::default() };
+        let heat = VmHeat::new(soon, 1);
+        let mut source = Scripted::default();
+        source.touch(unit, PageMap::ALL);
+        let frequency = || heat.lock().units().entry(unit).map(|entry| entry.frequency());
+        let coarse = || heat.lock().cycles().0;
+        let turn = |source: &mut Scripted, whole: bool| {
+            let before = coarse();
+            loop {
+                let outcome = heat.turn(source, &Guest, &mut |time| {
+                    std::thread::sleep(time);
+                    whole
+                });
+                if coarse() > before || outcome.is_err() {
+                    return outcome;
+                }
+            }
+        };
+        turn(&mut source, false).expect("cut short");
+        assert_eq!(frequency(), Some(0));
+        source.fail_start = true;
+        turn(&mut source, true).expect_err("it fails to start");
+        source.fail_end = true;
+        turn(&mut source, true).expect_err("it fails to end");
+        assert_eq!(frequency(), Some(0));
+        turn(&mut source, true).expect("whole");
+        assert_eq!(frequency(), Some(1));
     }
 }
