@@ -55,7 +55,10 @@ impl VmHeat {
         wait: &mut dyn FnMut(Duration) -> bool,
     ) -> io::Result<()> {
         // Not in the match: the lock would be held while we wait.
+        let planning = Instant::now();
         let step = self.lock().next(self.now(), pages);
+        // Looking for what is in memory may cost more than the cycle, where it is in many pieces.
+        let planning = planning.elapsed();
         match step {
             Step::Rest(pause) => {
                 wait(pause);
@@ -64,7 +67,8 @@ impl VmHeat {
             Step::Watch { phase, watch, window } => {
                 let report = source.start(&watch).and_then(|()| {
                     let whole = wait(window);
-                    let report = source.end()?;
+                    let mut report = source.end()?;
+                    report.cost.cpu += planning;
                     Ok(if whole { report } else { Report { units: Vec::new(), ..report } })
                 });
                 let nothing = Report::default();
