@@ -1,0 +1,262 @@
+//! What all policies share: who takes part, between which bounds, how much there is to divide, and the rules a plan of
+//! another program must keep.
+//!
+//! Before: a snapshot. After: a policy gives each part a weight, and [`Frame::divide`] makes the plan.
+//! Units: bytes outside, whole pages inside.
+//! Promise: a limit lies between the VM's least and most, and the limits and what is left alone fit the budget, unless
+//! reservations alone exceed it; then each VM has its reservation, and the plan says so.
+//!
+//! Floors have two heights. While all that is *protected* fits the budget, it is everybody's floor. When it does not,
+//! nobody has more than what is protected or reserved, and only reservations are floors.
+
+use ballast_base::{Bytes, PageCount};
+
+use crate::State;
+use crate::ladder::HostState;
+use crate::reason::Reason;
+use crate::snapshot::{Action, Decision, Plan, Snapshot, VmSample};
+use crate::solve::{Part, solve};
+use crate::words::{Class, sum};
+
+/// A plan in which no limit moves by more than one part in this many changes nothing, so that a steady host is left in
+/// peace. Well below reclaim's own margin, which is one part in 32.
+const SETTLED_WITHIN: u64 = 64;
+
+/// A VM loses at most one part in this many of its limit in one decision, if the budget can be kept so. What is known
+/// of needs is noisy: who is cut too far should show it before it is cut again.
+const LOSES_AT_MOST: u64 = 8;
+
+/// A VM that is given a limit.
+#[derive(Debug)]
+pub(crate) struct Managed<'a> {
+    pub vm: &'a VmSample,
+    /// Least and most, in pages.
+    pub lo: u64,
+    pub hi: u64,
+    /// What the policy weighed.
+    pub reasons: Vec<Reason>,
+    /// Of its decision in the plan.
+    at: usize,
+}
+
+/// A plan in the making.
+#[derive(Debug)]
+pub(crate) struct Frame<'a> {
+    pub managed: Vec<Managed<'a>>,
+    /// Pages to divide among them.
+    budget: u64,
+    plan: Plan,
+    /// Why there is less or more to divide than one would think.
+    common: Vec<Reason>,
+}
+
+/// Whole pages in so many bytes.
+pub(crate) fn pages(bytes: u64) -> u64 {
+    Bytes(bytes).pages_floor().0
+}
+
+fn pages_ceil(bytes: u64) -> u64 {
+    pages(bytes.saturating_add(ballast_base::PAGE_SIZE as u64 - 1))
+}
+
+pub(crate) fn bytes(pages: u64) -> u64 {
+    PageCount(pages).bytes().0
+}
+
+/// Least and most pages of a VM, not looking at others.
+fn bounds(vm: &VmSample, smallest: u64) -> (u64, u64) {
+    let hi = pages(vm.most_bytes());
+    let reserved = vm.settings.effective_reservation(vm.most_bytes()).max(smallest);
+    (pages_ceil(reserved).min(hi), hi)
+}
+
+/// Why no plan sets a limit for this VM.
+fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
+    if let Some(why) = &vm.held {
+        return Some((Action::Leave, Reason::Held { why: why.clone() }));
+    }
+    if vm.settings.class == Class::Pinned {
+        return Some((Action::Leave, Reason::Held { why: "the VM is pinned".into() }));
+    }
+    (vm.settings.effective_shares() == 0).then_some((Action::Free, Reason::HandsOff))
+}
+
+impl<'a> Frame<'a> {
+    /// Look at the host and at each VM.
+    pub fn new(policy: &str, snapshot: &'a Snapshot, state: &mut State) -> Self {
+        state.keep_only(snapshot);
+        let host = &snapshot.host;
+        let (host_state, exhaustion_ms) = state.ladder.look(host, snapshot.at_ms);
+        let mut frame = Self {
+            managed: Vec::new(),
+            budget: host.budget_bytes,
+            plan: Plan { at_ms: snapshot.at_ms, policy: policy.into(), host_state, exhaustion_ms, ..Plan::default() },
+            common: Vec::new(),
+        };
+        if host_state >= HostState::Hard {
+            // Each VM still gains what others lose: were targets frozen, the one that needs memory most would wait.
+            let times = if host_state == HostState::Low { 2 } else { 1 };
+            let by_bytes = host.min_free_bytes.saturating_mul(times).min(frame.budget);
+            frame.budget -= by_bytes;
+            frame.common.push(Reason::Tightened { state: host_state, by_bytes });
+        }
+        for (at, vm) in snapshot.vms.iter().enumerate() {
+            let mut decision = Decision {
+                name: vm.name.clone(),
+                id: vm.id.clone(),
+                before_bytes: vm.target_bytes,
+                ..Decision::default()
+            };
+            if let Some((action, reason)) = left_alone(vm) {
+                (decision.action, decision.reasons) = (action, vec![reason]);
+                // What it uses is not there for others.
+                frame.budget = frame.budget.saturating_sub(vm.resident_bytes);
+            } else {
+                let (lo, hi) = bounds(vm, host.smallest_bytes);
+                frame.managed.push(Managed { vm, lo, hi, reasons: Vec::new(), at });
+            }
+            frame.plan.decisions.push(decision);
+        }
+        frame.budget = pages(frame.budget);
+        frame
+    }
+
+    fn total(&self, of: impl Fn(&Managed<'_>) -> u64) -> u64 {
+        sum(self.managed.iter().map(of))
+    }
+
+    /// Divide the budget by these weights, one for each of `managed`. With `settle`, small changes are not made.
+    pub fn divide(mut self, weights: &[f64], settle: bool) -> Plan {
+        let protected =
+            |part: &Managed<'_>| pages_ceil(part.vm.settings.protect_bytes).clamp(part.lo, part.hi.max(part.lo));
+        let budget_bytes = bytes(self.budget);
+        let most_bytes = bytes(self.total(|part| part.hi));
+        let protected_bytes = bytes(self.total(protected));
+        let reserved_bytes = bytes(self.total(|part| part.lo));
+        if most_bytes <= budget_bytes {
+            self.common.push(Reason::Enough { most_bytes, budget_bytes });
+        } else if protected_bytes <= budget_bytes {
+            self.common.push(Reason::Scarce { most_bytes, budget_bytes });
+            self.managed.iter_mut().for_each(|part| part.lo = protected(part));
+        } else if reserved_bytes <= budget_bytes {
+            self.common.push(Reason::ProtectedOnly { protected_bytes, budget_bytes });
+            self.managed.iter_mut().for_each(|part| part.hi = protected(part));
+        } else {
+            self.common.push(Reason::ReservedOnly { reserved_bytes, budget_bytes });
+            self.managed.iter_mut().for_each(|part| part.hi = part.lo);
+        }
+        let floors = self.floors(settle);
+        let parts: Vec<Part> = (self.managed.iter().zip(&floors).zip(weights))
+            .map(|((part, lo), weight)| Part { lo: *lo, hi: part.hi, weight: *weight })
+            .collect();
+        let mut limits = solve(&parts, self.budget);
+        if settle
+            && most_bytes > budget_bytes
+            && let Some(old) = self.settled(&limits)
+        {
+            limits = old;
+            self.common.insert(0, Reason::Settled { one_in: SETTLED_WITHIN });
+        }
+        self.plan.divided_bytes = budget_bytes;
+        for ((part, limit), floor) in self.managed.into_iter().zip(limits).zip(floors) {
+            let decision = &mut self.plan.decisions[part.at];
+            (decision.action, decision.limit_bytes) = (Action::Limit, Some(bytes(limit)));
+            decision.reasons = part.reasons;
+            decision.reasons.extend(self.common.iter().cloned());
+            if limit == floor && floor > part.lo && floor < part.hi {
+                decision.reasons.push(Reason::Gently { one_in: LOSES_AT_MOST });
+            }
+            if limit == part.lo && limit < pages(part.vm.most_bytes()) {
+                decision.reasons.push(Reason::AtReservation { reservation_bytes: bytes(part.lo) });
+            }
+            if let Some(cap) = part.vm.limit_bytes.filter(|cap| *cap < part.vm.size_bytes && limit == pages(*cap)) {
+                decision.reasons.push(Reason::AtLimit { limit_bytes: cap });
+            }
+        }
+        self.plan
+    }
+
+    /// What each VM keeps at least, this time.
+    fn floors(&self, gently: bool) -> Vec<u64> {
+        let keeps = |part: &Managed<'_>| {
+            let old = part.vm.target_bytes.map_or(0, pages);
+            (old - old / LOSES_AT_MOST).clamp(part.lo, part.hi)
+        };
+        let gentle: Vec<u64> = self.managed.iter().map(keeps).collect();
+        if gently && sum(gentle.iter().copied()) <= self.budget {
+            return gentle;
+        }
+        self.managed.iter().map(|part| part.lo).collect()
+    }
+
+    /// The limits there are, if they may stay and the new ones are hardly others.
+    fn settled(&self, limits: &[u64]) -> Option<Vec<u64>> {
+        let old: Option<Vec<u64>> = self.managed.iter().map(|part| part.vm.target_bytes.map(pages)).collect();
+        let old = old?;
+        let near = |(part, (old, new)): (&Managed<'_>, (&u64, &u64))| {
+            (part.lo..=part.hi).contains(old) && old.abs_diff(*new) <= old / SETTLED_WITHIN
+        };
+        let stays = self.managed.iter().zip(old.iter().zip(limits)).all(near);
+        (stays && old != limits && sum(old.iter().copied()) <= self.budget).then_some(old)
+    }
+}
+
+/// Limits that another program wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct External {
+    /// What the program calls itself.
+    pub policy: String,
+    /// VM names and limits; VMs that are not named are left as they are.
+    pub limits: Vec<(String, u64)>,
+}
+
+/// Does this plan keep the rules? Answers it as a plan of our own, or what is wrong. The ladder is looked at as for
+/// in-tree policies. `first`: the program is asking just now; later, VMs that have gone are passed over.
+pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State, first: bool) -> Result<Plan, String> {
+    let mut frame = Frame::new(&wanted.policy, snapshot, state);
+    let mut names: Vec<&str> = wanted.limits.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("VM {} is in the plan twice", twice[0]));
+    }
+    for (name, limit) in &wanted.limits {
+        let limit_pages = pages(*limit);
+        let Some(part) = frame.managed.iter_mut().find(|part| part.vm.name == *name) else {
+            match snapshot.vms.iter().find(|vm| vm.name == *name) {
+                None if first => return Err(format!("no VM is named {name:?}")),
+                Some(vm) if vm.settings.effective_shares() == 0 => {
+                    return Err(format!("the shares of VM {name} are 0: no plan may limit it"));
+                }
+                // Gone since, or held for now.
+                _ => continue,
+            }
+        };
+        let (lo, hi) = bounds(part.vm, snapshot.host.smallest_bytes);
+        let words = |pages| Bytes(bytes(pages));
+        if limit_pages < lo {
+            return Err(format!("{} for VM {name} is less than the {} it must have", Bytes(*limit), words(lo)));
+        }
+        if limit_pages > hi {
+            return Err(format!("{} for VM {name} is more than the {} it may have", Bytes(*limit), words(hi)));
+        }
+        let decision = &mut frame.plan.decisions[part.at];
+        (decision.action, decision.limit_bytes) = (Action::Limit, Some(bytes(limit_pages)));
+        decision.reasons = vec![Reason::External { policy: wanted.policy.clone() }];
+    }
+    let used = |(vm, decision): (&VmSample, &Decision)| match (decision.action, &vm.held) {
+        (Action::Limit, _) => decision.limit_bytes.unwrap_or(0),
+        (Action::Free, _) => vm.resident_bytes,
+        // One that is held for a moment may have more than the limit it was given; that breaks no rule.
+        (Action::Leave, Some(_)) => vm.resident_bytes.min(vm.target_bytes.unwrap_or(u64::MAX)),
+        (Action::Leave, None) => vm.target_bytes.unwrap_or(vm.resident_bytes).min(vm.most_bytes()),
+    };
+    let all = sum(snapshot.vms.iter().zip(&frame.plan.decisions).map(used));
+    // What hard and low keep back is not held against the program.
+    let budget = snapshot.host.budget_bytes;
+    if all > budget {
+        let (all, budget) = (Bytes(all), Bytes(budget));
+        return Err(format!("the limits and what else is used come to {all}, and the budget is {budget}"));
+    }
+    frame.plan.divided_bytes = budget;
+    Ok(frame.plan)
+}

@@ -1,0 +1,174 @@
+//! Host states: high, clear, soft, hard, low.
+//!
+//! Before: every snapshot. After: the frame divides less in `hard`, and still less in `low`; a change is an event.
+//! Units: bytes, milliseconds. Promise: worse at once, better only after a while and by a margin.
+//!
+//! The words and the fractions of `min_free` are those that operators know from ESX. Because reclaim takes time, free
+//! memory alone would be too late: each state also has a *time to exhaustion*, free memory by the rate at which it
+//! goes.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::snapshot::HostSample;
+
+/// How hard-pressed the host is, from good to bad.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum HostState {
+    /// Memory is free.
+    #[default]
+    High,
+    /// It becomes less.
+    Clear,
+    /// It is short.
+    Soft,
+    /// It is very short: plans divide less than the budget.
+    Hard,
+    /// It is nearly gone: they divide still less.
+    Low,
+}
+
+impl HostState {
+    /// All, from good to bad.
+    pub const ALL: [Self; 5] = [Self::High, Self::Clear, Self::Soft, Self::Hard, Self::Low];
+
+    /// The word.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::High => "high",
+            Self::Clear => "clear",
+            Self::Soft => "soft",
+            Self::Hard => "hard",
+            Self::Low => "low",
+        }
+    }
+}
+
+impl fmt::Display for HostState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.word())
+    }
+}
+
+/// Below this share of `min_free`, or less than so many milliseconds from exhaustion, the host is in this state. The
+/// shares are ESX's; the times are a guess: reclaim moves some GiB in ten seconds.
+const STEPS: [(HostState, f64, u64); 4] = [
+    (HostState::Low, 0.16, 500),
+    (HostState::Hard, 0.32, 2_000),
+    (HostState::Soft, 0.64, 5_000),
+    (HostState::Clear, 1.0, 15_000),
+];
+/// To come out of a state, it must be so much better than to come in.
+const MARGIN: f64 = 1.25;
+/// And the state must have lasted so long.
+const DWELL_MS: u64 = 5_000;
+/// The rate is averaged over about this time.
+const RATE_OVER_MS: f64 = 3_000.0;
+
+/// The state, and what it takes to find the next.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Ladder {
+    /// The state now.
+    pub state: HostState,
+    /// Since when.
+    pub since_ms: u64,
+    /// Free memory at the last look, and when that was.
+    last: Option<(u64, u64)>,
+    /// Bytes that become used in a second, on average.
+    rate: f64,
+}
+
+impl Ladder {
+    /// Look at the host; answers the state and the milliseconds to exhaustion, if it comes nearer.
+    pub fn look(&mut self, host: &HostSample, at_ms: u64) -> (HostState, Option<u64>) {
+        if let Some((free, then)) = self.last {
+            let elapsed = at_ms.saturating_sub(then) as f64;
+            if elapsed > 0.0 {
+                let now = (free as f64 - host.free_bytes as f64) / elapsed * 1e3;
+                let keep = (-elapsed / RATE_OVER_MS).exp();
+                self.rate = self.rate * keep + now * (1.0 - keep);
+            }
+        } else {
+            self.since_ms = at_ms;
+        }
+        self.last = Some((host.free_bytes, at_ms));
+        let exhaustion_ms = (self.rate >= 1.0).then(|| (host.free_bytes as f64 / self.rate * 1e3) as u64);
+        let entered = level(host, exhaustion_ms, 1.0);
+        let left = level(host, exhaustion_ms, MARGIN);
+        if entered > self.state {
+            (self.state, self.since_ms) = (entered, at_ms);
+        } else if left < self.state && at_ms.saturating_sub(self.since_ms) >= DWELL_MS {
+            (self.state, self.since_ms) = (left, at_ms);
+        }
+        (self.state, exhaustion_ms)
+    }
+}
+
+/// The worst state whose bounds, widened by `margin`, hold.
+fn level(host: &HostSample, exhaustion_ms: Option<u64>, margin: f64) -> HostState {
+    let free = host.free_bytes as f64;
+    let short = |share: f64| free < share * margin * host.min_free_bytes as f64;
+    let soon = |ms: u64| exhaustion_ms.is_some_and(|left| (left as f64) < ms as f64 * margin);
+    let found = STEPS.iter().find(|(_, share, ms)| short(*share) || soon(*ms));
+    found.map_or(HostState::High, |(state, ..)| *state)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::{GIB, MIB};
+
+    fn host(free_bytes: u64) -> HostSample {
+        HostSample { budget_bytes: 64 * GIB, free_bytes, min_free_bytes: GIB, ..HostSample::default() }
+    }
+
+    #[test]
+    fn free_memory_alone_goes_through_the_states_of_esx() {
+        for (free, state) in
+            [(2 * GIB, "high"), (900 * MIB, "clear"), (600 * MIB, "soft"), (300 * MIB, "hard"), (100 * MIB, "low")]
+        {
+            assert_eq!(Ladder::default().look(&host(free), 0).0.word(), state, "{free}");
+        }
+    }
+
+    #[test]
+    fn memory_that_goes_fast_is_short_while_much_is_free() {
+        let mut ladder = Ladder::default();
+        let mut free = 40 * GIB;
+        let mut worst = HostState::High;
+        for at_ms in (0..4000).step_by(500) {
+            let (state, left) = ladder.look(&host(free), at_ms);
+            assert!(at_ms == 0 || left.is_some());
+            worst = worst.max(state);
+            free -= 4 * GIB;
+        }
+        assert!(worst >= HostState::Soft, "8 GiB a second with {} left is {worst}", ballast_base::Bytes(free));
+    }
+
+    #[test]
+    fn worse_comes_at_once_and_better_after_a_while_and_by_a_margin() {
+        let mut ladder = Ladder::default();
+        assert_eq!(ladder.look(&host(2 * GIB), 0).0, HostState::High);
+        ladder.last = None;
+        assert_eq!(ladder.look(&host(900 * MIB), 1_000).0, HostState::Clear);
+        // Above the way in, below the way out.
+        assert_eq!(ladder.look(&host(1100 * MIB), 20_000).0, HostState::Clear);
+        assert_eq!(ladder.look(&host(2 * GIB), 21_000).0, HostState::High);
+        ladder.last = None;
+        assert_eq!(ladder.look(&host(100 * MIB), 22_000).0, HostState::Low);
+        // Good again at once, but it has not lasted.
+        assert_eq!(ladder.look(&host(60 * GIB), 23_000).0, HostState::Low);
+        assert_eq!(ladder.look(&host(60 * GIB), 27_000).0, HostState::High);
+    }
+
+    #[test]
+    fn a_steady_host_changes_nothing_and_never_runs_out() {
+        let mut ladder = Ladder::default();
+        for at_ms in (0..100_000).step_by(1000) {
+            assert_eq!(ladder.look(&host(GIB + GIB / 8), at_ms), (HostState::High, None));
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Maestro's policy: limits by least squares over working sets and fault counts (the paper's section 2).
+//!
+//! Before: the frame's bounds. After: [`crate::solve`] finds the minimum of equation 1 under 2 and 3, with shares as
+//! weights. Units: the window in milliseconds; the controller's own sums in faults and seconds, as in the paper.
+//! Promise: all that it remembers is a window of fault counts, in the state.
+//!
+//! A working set cannot be measured often, so faults stand in for what changed since: equations 4 to 6 are a PID
+//! controller over a window W, all coefficients 1, whose error is how many pages came back since the window began. Its
+//! sum, times the size of a page, is added to the working set. The larger the pages, the more each fault says.
+
+use crate::frame::Frame;
+use crate::reason::Reason;
+use crate::snapshot::{Plan, Snapshot, VmSample};
+use crate::solve::weight;
+use crate::{Policy, State, VmState};
+
+/// Samples of a window kept at most; with more, the oldest go, and the window is shorter.
+const MOST_SAMPLES: usize = 4096;
+
+/// The policy.
+#[derive(Clone, Copy, Debug)]
+pub struct Maestro {
+    /// W.
+    pub window_ms: u64,
+}
+
+impl Policy for Maestro {
+    fn name(&self) -> &'static str {
+        "maestro"
+    }
+
+    fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan {
+        let mut frame = Frame::new(self.name(), snapshot, state);
+        let mut weights = Vec::with_capacity(frame.managed.len());
+        for part in &mut frame.managed {
+            let vm = part.vm;
+            let memory = state.vm(&vm.id);
+            remember(memory, snapshot.at_ms, vm.restores, self.window_ms);
+            let window = Window::of(&memory.restores, snapshot.at_ms, self.window_ms);
+            let fault_weight = window.control() * vm.page_bytes as f64;
+            let headroom_bytes = headroom(vm);
+            // No VM needs more than all its memory, however often it faults.
+            let demand = vm.working_set_bytes() as f64 + headroom_bytes as f64 + fault_weight;
+            let demand = demand.min(vm.size_bytes as f64);
+            let shares = vm.settings.effective_shares();
+            weights.push(weight(shares, demand / ballast_base::PAGE_SIZE as f64));
+            part.reasons.push(Reason::Need {
+                working_set_bytes: vm.working_set_bytes(),
+                estimated: vm.working_set.is_none_or(|set| set.estimated),
+                headroom_bytes,
+                fault_weight_bytes: fault_weight as u64,
+                restores: window.restored as u64,
+                shares,
+            });
+        }
+        frame.divide(&weights, true)
+    }
+}
+
+/// What the operator wants a VM to have beyond its working set.
+pub(crate) fn headroom(vm: &VmSample) -> u64 {
+    (vm.working_set_bytes() as f64 * f64::from(vm.settings.headroom_percent) / 100.0) as u64
+}
+
+fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
+    let samples = &mut memory.restores;
+    // A counter or clock that went back belongs to another life of the VM.
+    if samples.last().is_some_and(|(then, before)| *then > at_ms || *before > restored) {
+        samples.clear();
+    }
+    if samples.last().is_none_or(|(then, _)| *then < at_ms) {
+        samples.push((at_ms, restored));
+    }
+    // One sample from before the window stays, so that its beginning is known.
+    let begins = at_ms.saturating_sub(window_ms);
+    let first = samples.partition_point(|(then, _)| *then <= begins).saturating_sub(1);
+    let too_many = samples.len().saturating_sub(MOST_SAMPLES);
+    samples.drain(..first.max(too_many));
+}
+
+/// The restores of one window.
+#[derive(Clone, Copy, Debug)]
+struct Window {
+    /// Equation 4: pages that came back in it.
+    restored: f64,
+    /// The integral of equation 5, in pages times seconds.
+    integral: f64,
+    /// W in seconds.
+    length_s: f64,
+}
+
+impl Window {
+    fn of(samples: &[(u64, u64)], at_ms: u64, window_ms: u64) -> Self {
+        let begins = at_ms.saturating_sub(window_ms) as f64;
+        let mut window = Self { restored: 0.0, integral: 0.0, length_s: window_ms as f64 / 1e3 };
+        for pair in samples.windows(2) {
+            let [(mut from, mut before), (to, after)] = [pair[0], pair[1]].map(|(at, count)| (at as f64, count as f64));
+            if to <= begins {
+                continue;
+            }
+            if from < begins {
+                // The window begins between two samples: in between, the count is taken to have grown evenly.
+                before += (after - before) * (begins - from) / (to - from);
+                from = begins;
+            }
+            let more = after - before;
+            let seconds = (to - from) / 1e3;
+            self::add(&mut window, more, seconds);
+        }
+        window
+    }
+
+    /// Equation 5.
+    fn control(&self) -> f64 {
+        self.restored + self.integral + self.restored / self.length_s
+    }
+}
+
+fn add(window: &mut Window, more: f64, seconds: f64) {
+    window.integral += (window.restored + more / 2.0) * seconds;
+    window.restored += more;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::{HostSample, WorkingSet};
+    use ballast_base::{GIB, MIB};
+
+    #[test]
+    fn the_controller_is_the_papers_sum_of_three_terms() {
+        // 10 pages a second for 4 s, seen once a second, in a window of 4 s.
+        let samples: Vec<(u64, u64)> = (0..=4).map(|second| (second * 1000, second * 10)).collect();
+        let window = Window::of(&samples, 4000, 4000);
+        assert_eq!((window.restored, window.integral), (40.0, 80.0));
+        assert_eq!(window.control(), 40.0 + 80.0 + 10.0);
+        // The same when the window begins between samples.
+        let late = Window::of(&samples, 4000, 2500);
+        assert!((late.restored - 25.0).abs() < 1e-9 && (late.integral - 31.25).abs() < 1e-9, "{late:?}");
+        assert_eq!(Window::of(&[], 0, 1000).control(), 0.0);
+    }
+
+    #[test]
+    fn only_one_window_of_counts_is_remembered_and_a_counter_that_went_back_begins_anew() {
+        let mut memory = VmState::default();
+        for second in 0..100 {
+            remember(&mut memory, second * 1000, second, 10_000);
+        }
+        assert_eq!((memory.restores.len(), memory.restores[0]), (11, (89_000, 89)));
+        remember(&mut memory, 100_000, 3, 10_000);
+        assert_eq!(memory.restores, [(100_000, 3)]);
+    }
+
+    #[test]
+    fn memory_goes_to_the_vm_whose_pages_come_back_and_large_pages_say_more() {
+        let vm = |name: &str, page_bytes| VmSample {
+            name: name.into(),
+            id: name.into(),
+            size_bytes: GIB,
+            resident_bytes: 512 * MIB,
+            working_set: Some(WorkingSet { bytes: 400 * MIB, estimated: false }),
+            page_bytes,
+            ..VmSample::default()
+        };
+        let host = HostSample { budget_bytes: GIB, free_bytes: 10 * GIB, ..HostSample::default() };
+        let decide = |vms: [VmSample; 2], restores: [u64; 2]| {
+            let maestro = Maestro { window_ms: 10_000 };
+            let mut state = State::default();
+            let mut snapshot = Snapshot { at_ms: 1000, host, vms: vms.into() };
+            maestro.decide(&snapshot, &mut state);
+            snapshot.at_ms = 2000;
+            for (vm, restores) in snapshot.vms.iter_mut().zip(restores) {
+                vm.restores = restores;
+            }
+            let plan = maestro.decide(&snapshot, &mut state);
+            [0, 1].map(|at| plan.decisions[at].limit_bytes.expect("a limit"))
+        };
+        let [a, b] = decide([vm("a", 4096), vm("b", 4096)], [0, 0]);
+        assert_eq!((a, b), (512 * MIB, 512 * MIB));
+        let [a, b] = decide([vm("a", 4096), vm("b", 4096)], [0, 20_000]);
+        assert!(b > a + 50 * MIB && a + b <= GIB, "{a} {b}");
+        let [a, b] = decide([vm("a", 4096), vm("b", 2 * MIB)], [100, 100]);
+        assert!(b > a + 50 * MIB, "{a} {b}");
+    }
+}

@@ -1,0 +1,185 @@
+//! The pressure policy: as little memory as each VM's stall allows (Blowfish, section 4.6).
+//!
+//! Before: the frame's bounds. After: a limit per VM, lowered a little while it stalls less than the threshold and
+//! raised a lot as soon as it stalls more. Where the budget cannot hold what all want, [`crate::solve`] divides it.
+//! Units: stall is a share of time, 0 to 1. Promise: protected and reserved memory is not probed.
+//!
+//! *Free first*: allowance that a VM does not use is taken at once, down to a watermark: no page has to go for it.
+//! (What guests give back by balloon or free page reporting is not resident and has cost nothing before.) *Then cold*:
+//! one step of a percent or two per decision, smaller the nearer the stall is to the threshold. *Above it*: a raise of
+//! a sixteenth of what is resident, or up to four times that if it stalls badly, and a pause that doubles each time
+//! stall follows soon after probing began again. The raise is what restores proactively: pages come back by prefetch
+//! and by touch, and none leaves. A fault never waits for any of it.
+
+use crate::frame::{Frame, Managed, bytes, pages};
+use crate::maestro::headroom;
+use crate::reason::Reason;
+use crate::snapshot::{Plan, Snapshot};
+use crate::solve::weight;
+use crate::{Policy, State, VmState};
+
+/// One probe takes at most one part in this many of what is resident.
+const PROBE: u64 = 64;
+/// One raise gives one part in this many, times how far the stall is over the threshold, at most [`WORST`] times.
+const RAISE: u64 = 16;
+const WORST: f64 = 4.0;
+/// First and longest pause.
+const PAUSE_MS: u64 = 4_000;
+const LONGEST_PAUSE_MS: u64 = 64_000;
+/// A VM that has not stalled for so many pauses begins with the first pause again.
+const FORGIVEN_AFTER: u64 = 8;
+
+/// The policy.
+#[derive(Clone, Copy, Debug)]
+pub struct Pressure {
+    /// Stall a VM may have.
+    pub threshold: f64,
+    /// Unused allowance it may have.
+    pub watermark_bytes: u64,
+}
+
+impl Policy for Pressure {
+    fn name(&self) -> &'static str {
+        "pressure"
+    }
+
+    fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan {
+        let mut frame = Frame::new(self.name(), snapshot, state);
+        let mut weights = Vec::with_capacity(frame.managed.len());
+        for part in &mut frame.managed {
+            let wanted = self.wanted(part, snapshot.at_ms, state.vm(&part.vm.id));
+            part.hi = wanted.clamp(part.lo, part.hi);
+            // Where not all can have what they want, those who stall go first.
+            let urgency = 1.0 + (part.vm.worst_stall() / self.threshold).min(WORST);
+            weights.push(weight(part.vm.settings.effective_shares(), wanted as f64 * urgency));
+        }
+        frame.divide(&weights, false)
+    }
+}
+
+impl Pressure {
+    /// Pages this VM should have if there is enough for all, and why.
+    fn wanted(&self, part: &mut Managed<'_>, at_ms: u64, memory: &mut VmState) -> u64 {
+        let vm = part.vm;
+        let resident = pages(vm.resident_bytes);
+        let floor = self.floor(part);
+        // Words are live: what is protected since the last decision is given now.
+        let now = vm.target_bytes.map_or(part.hi, pages).min(part.hi).max(floor);
+        let stall = vm.worst_stall();
+        if stall >= self.threshold {
+            let times = (stall / self.threshold).min(WORST);
+            let step = ((resident / RAISE).max(1) as f64 * times) as u64;
+            memory.pause(at_ms);
+            part.reasons.push(Reason::BackOff { stall, threshold: self.threshold, step_bytes: bytes(step) });
+            return now.max(resident).saturating_add(step);
+        }
+        if at_ms < memory.pause_until_ms {
+            part.reasons.push(Reason::Paused { left_ms: memory.pause_until_ms - at_ms });
+            return now;
+        }
+        let allowance = resident.saturating_add(pages(self.watermark_bytes));
+        if now > allowance.max(floor) {
+            let left = allowance.max(floor);
+            let taken_bytes = bytes(now - left);
+            part.reasons.push(Reason::FreeFirst { taken_bytes, watermark_bytes: bytes(left.saturating_sub(resident)) });
+            return left;
+        }
+        if resident > now {
+            part.reasons.push(Reason::CatchingUp { resident_bytes: vm.resident_bytes });
+            return now;
+        }
+        let step = ((resident / PROBE) as f64 * (1.0 - stall / self.threshold)) as u64;
+        let next = now.saturating_sub(step.max(1)).max(floor);
+        part.reasons.push(Reason::Probe { stall, threshold: self.threshold, step_bytes: bytes(now - next) });
+        next
+    }
+
+    /// What is not probed: protected memory, and a measured working set with its headroom.
+    fn floor(&self, part: &Managed<'_>) -> u64 {
+        let vm = part.vm;
+        let measured = vm.working_set.filter(|set| !set.estimated && vm.settings.headroom_percent > 0);
+        let wanted = measured.map_or(0, |_| vm.working_set_bytes().saturating_add(headroom(vm)));
+        pages(wanted.max(vm.settings.protect_bytes)).clamp(part.lo, part.hi)
+    }
+}
+
+impl VmState {
+    /// It stalled: take nothing for a while; for twice as long as the last time if that is not long ago.
+    fn pause(&mut self, at_ms: u64) {
+        let since = at_ms.saturating_sub(self.raised_at_ms);
+        if self.pause_ms == 0 || since > self.pause_ms.saturating_mul(FORGIVEN_AFTER) {
+            self.pause_ms = PAUSE_MS;
+        } else if at_ms >= self.pause_until_ms {
+            self.pause_ms = self.pause_ms.saturating_mul(2).min(LONGEST_PAUSE_MS);
+        }
+        self.raised_at_ms = at_ms;
+        self.pause_until_ms = at_ms.saturating_add(self.pause_ms);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::{HostSample, VmSample};
+    use ballast_base::{GIB, MIB};
+
+    const POLICY: Pressure = Pressure { threshold: 0.04, watermark_bytes: 100 * MIB };
+
+    /// A VM that stalls at once when it has less than `need`, and not otherwise.
+    fn run(need: u64, ticks: u64) -> Vec<u64> {
+        let mut state = State::default();
+        let mut vm = VmSample {
+            name: "a".into(),
+            id: "a".into(),
+            size_bytes: 4 * GIB,
+            resident_bytes: 2 * GIB,
+            page_bytes: 4096,
+            ..VmSample::default()
+        };
+        let host = HostSample { budget_bytes: 64 * GIB, free_bytes: 60 * GIB, ..HostSample::default() };
+        let mut limits = Vec::new();
+        for tick in 0..ticks {
+            let snapshot = Snapshot { at_ms: tick * 1000, host, vms: vec![vm.clone()] };
+            let limit = POLICY.decide(&snapshot, &mut state).decisions[0].limit_bytes.expect("a limit");
+            vm.target_bytes = Some(limit);
+            vm.resident_bytes = limit.min(2 * GIB);
+            vm.stall = if limit < need { 0.2 } else { 0.001 };
+            limits.push(limit);
+        }
+        limits
+    }
+
+    #[test]
+    fn free_memory_goes_first_then_cold_memory_in_small_steps() {
+        let limits = run(0, 60);
+        assert_eq!(limits[0], 2 * GIB + 100 * MIB, "the unused half at once, down to the watermark");
+        for pair in limits.windows(2) {
+            assert!(pair[1] <= pair[0] && pair[0] - pair[1] <= pair[0] / 60, "{pair:?}");
+        }
+        assert!(limits[59] < GIB, "{}", limits[59]);
+    }
+
+    #[test]
+    fn a_vm_that_stalls_gets_memory_at_once_and_is_left_in_peace_for_ever_longer() {
+        let need = GIB;
+        let limits = run(need, 600);
+        let short = limits.iter().filter(|limit| **limit < need).count();
+        assert!(short > 0 && short < 20, "{short} of 600 ticks below the need");
+        let late = &limits[300..];
+        assert!(late.iter().all(|limit| *limit >= need * 9 / 10), "probing goes just below the need");
+        assert!(late.iter().filter(|limit| **limit < need).count() <= 5, "rarely, once it is known");
+        assert!(late.iter().all(|limit| *limit < 2 * GIB), "and it does not get all it had");
+    }
+
+    #[test]
+    fn protected_memory_is_not_probed() {
+        let mut vm = VmSample { size_bytes: GIB, resident_bytes: 512 * MIB, ..VmSample::default() };
+        vm.settings.protect_bytes = 500 * MIB;
+        vm.target_bytes = Some(500 * MIB);
+        vm.resident_bytes = 490 * MIB;
+        let host = HostSample { budget_bytes: 64 * GIB, free_bytes: 60 * GIB, ..HostSample::default() };
+        let snapshot = Snapshot { at_ms: 1, host, vms: vec![vm] };
+        let plan = POLICY.decide(&snapshot, &mut State::default());
+        assert_eq!(plan.decisions[0].limit_bytes, Some(500 * MIB));
+    }
+}

@@ -1,0 +1,225 @@
+//! Why a limit is what it is: data for programs, and one sentence each for people.
+//!
+//! Before: the ladder, the frame and the policies note what they weighed. After: `ballast explain`, the decision log.
+//! Promise: a sentence says nothing that its data does not.
+
+use std::fmt;
+
+use ballast_base::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::ladder::HostState;
+
+/// One thing that led to a decision.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Reason {
+    /// Its shares are 0.
+    HandsOff,
+    /// Nothing may be reclaimed from it.
+    Held {
+        /// Why.
+        why: String,
+    },
+    /// The budget holds what all VMs may have.
+    Enough {
+        /// What they may have.
+        most_bytes: u64,
+        /// What there is.
+        budget_bytes: u64,
+    },
+    /// It does not.
+    Scarce {
+        /// What they may have.
+        most_bytes: u64,
+        /// What there is.
+        budget_bytes: u64,
+    },
+    /// Even what is protected is more than the budget: nobody has more than that.
+    ProtectedOnly {
+        /// Sum of what is protected or reserved.
+        protected_bytes: u64,
+        /// What there is.
+        budget_bytes: u64,
+    },
+    /// Even the reservations are more than the budget: each VM has its own, and the budget is exceeded.
+    ReservedOnly {
+        /// Sum of the reservations.
+        reserved_bytes: u64,
+        /// What there is.
+        budget_bytes: u64,
+    },
+    /// Maestro: what the VM is taken to need.
+    Need {
+        /// Its working set.
+        working_set_bytes: u64,
+        /// The working set is a guess.
+        estimated: bool,
+        /// Headroom beyond it.
+        headroom_bytes: u64,
+        /// What its restores in the window add.
+        fault_weight_bytes: u64,
+        /// Restores in the window.
+        restores: u64,
+        /// Its shares.
+        shares: u32,
+    },
+    /// Fixed, ratio: the static part of the VM.
+    Part {
+        /// By equal parts (false) or by size (true).
+        by_size: bool,
+        /// Its shares.
+        shares: u32,
+    },
+    /// It has the least it may have.
+    AtReservation {
+        /// Its reservation, or the smallest limit there is.
+        reservation_bytes: u64,
+    },
+    /// It has all it may have, and its operator's cap is why that is not more.
+    AtLimit {
+        /// The cap.
+        limit_bytes: u64,
+    },
+    /// Pressure: unused allowance beyond the watermark was taken, which costs nothing.
+    FreeFirst {
+        /// How much.
+        taken_bytes: u64,
+        /// What is left of it.
+        watermark_bytes: u64,
+    },
+    /// Pressure: it stalls less than it may, so a little cold memory is taken.
+    Probe {
+        /// Its stall, share of time.
+        stall: f64,
+        /// What it may be.
+        threshold: f64,
+        /// How much is taken.
+        step_bytes: u64,
+    },
+    /// Pressure: it stalls more than it may, so memory is given back.
+    BackOff {
+        /// Its stall, share of time.
+        stall: f64,
+        /// What it may be.
+        threshold: f64,
+        /// How much is given.
+        step_bytes: u64,
+    },
+    /// Pressure: it stalled not long ago, so nothing is taken for now.
+    Paused {
+        /// For how long yet.
+        left_ms: u64,
+    },
+    /// Pressure: reclaim has not yet taken what the last limit asks for.
+    CatchingUp {
+        /// What is resident.
+        resident_bytes: u64,
+    },
+    /// The host is short, so less than the budget is divided.
+    Tightened {
+        /// The state.
+        state: HostState,
+        /// So much less.
+        by_bytes: u64,
+    },
+    /// No limit would have changed by more than this share of it, so none does.
+    Settled {
+        /// One part in so many.
+        one_in: u64,
+    },
+    /// It would lose more, but loses no more than this share of its limit at a time.
+    Gently {
+        /// One part in so many.
+        one_in: u64,
+    },
+    /// Another program decided.
+    External {
+        /// Its name for itself.
+        policy: String,
+    },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = |bytes: &u64| Bytes(*bytes);
+        let percent = |share: &f64| share * 100.0;
+        match self {
+            Self::HandsOff => write!(f, "its shares are 0: no policy touches it"),
+            Self::Held { why } => write!(f, "nothing is reclaimed from it: {why}"),
+            Self::Enough { most_bytes, budget_bytes } => {
+                write!(f, "the budget of {} holds the {} that all VMs may have", size(budget_bytes), size(most_bytes))
+            }
+            Self::Scarce { most_bytes, budget_bytes } => {
+                write!(f, "all VMs may have {} and there are {}", size(most_bytes), size(budget_bytes))
+            }
+            Self::ProtectedOnly { protected_bytes, budget_bytes } => write!(
+                f,
+                "{} are protected and there are {}: no VM keeps more than that",
+                size(protected_bytes),
+                size(budget_bytes)
+            ),
+            Self::ReservedOnly { reserved_bytes, budget_bytes } => write!(
+                f,
+                "{} are reserved and there are only {}: each VM keeps its reservation and no more",
+                size(reserved_bytes),
+                size(budget_bytes)
+            ),
+            Self::Need { working_set_bytes, estimated, headroom_bytes, fault_weight_bytes, restores, shares } => {
+                let guess = if *estimated { " (a guess from what is resident and what came back)" } else { "" };
+                write!(f, "its working set is {}{guess}", size(working_set_bytes))?;
+                if *headroom_bytes > 0 {
+                    write!(f, ", with {} of headroom", size(headroom_bytes))?;
+                }
+                write!(f, "; far memory was touched {restores} times in the window")?;
+                if *fault_weight_bytes > 0 {
+                    write!(f, ", which weighs like {} more", size(fault_weight_bytes))?;
+                }
+                write!(f, "; it has {shares} shares")
+            }
+            Self::Part { by_size, shares } => {
+                let how = if *by_size { "in proportion to their size" } else { "in equal parts" };
+                write!(f, "memory is divided {how}; it has {shares} shares")
+            }
+            Self::AtReservation { reservation_bytes } => {
+                write!(f, "it keeps the {} below which nothing is taken", size(reservation_bytes))
+            }
+            Self::AtLimit { limit_bytes } => write!(f, "its operator set a limit of {}", size(limit_bytes)),
+            Self::FreeFirst { taken_bytes, watermark_bytes } => write!(
+                f,
+                "{} that it did not use were taken first, down to a watermark of {}",
+                size(taken_bytes),
+                size(watermark_bytes)
+            ),
+            Self::Probe { stall, threshold, step_bytes } => write!(
+                f,
+                "it stalled {:.2} % of the time, less than {:.2} %: {} less",
+                percent(stall),
+                percent(threshold),
+                size(step_bytes)
+            ),
+            Self::BackOff { stall, threshold, step_bytes } => write!(
+                f,
+                "it stalled {:.2} % of the time, more than {:.2} %: {} more, and a pause",
+                percent(stall),
+                percent(threshold),
+                size(step_bytes)
+            ),
+            Self::Paused { left_ms } => {
+                write!(f, "it stalled not long ago: nothing is taken for another {:.1} s", *left_ms as f64 / 1e3)
+            }
+            Self::CatchingUp { resident_bytes } => {
+                write!(f, "{} are resident still: reclaim is on its way to the last limit", size(resident_bytes))
+            }
+            Self::Tightened { state, by_bytes } => {
+                write!(f, "the host is in state {state}: {} of the budget are kept back", size(by_bytes))
+            }
+            Self::Settled { one_in } => {
+                write!(f, "no limit would have changed by more than one part in {one_in}, so none does")
+            }
+            Self::Gently { one_in } => write!(f, "it would lose more, but loses one part in {one_in} at a time"),
+            Self::External { policy } => write!(f, "the program {policy} decided"),
+        }
+    }
+}

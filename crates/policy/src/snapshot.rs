@@ -1,0 +1,171 @@
+//! What goes into a policy and what comes out.
+//!
+//! Before: the daemon reads counters. After: it sets limits; `explain`, `record` and `replay` show the rest.
+//! Units: in the names; `at_ms` is on any clock that only goes forward, and only differences mean something.
+//! Promise: nothing in a snapshot is trusted to be consistent: sums may be off by what moved while they were read.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ladder::HostState;
+use crate::reason::Reason;
+use crate::words::Settings;
+
+/// Everything a policy may look at.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Snapshot {
+    /// When, in milliseconds of a clock that only goes forward.
+    pub at_ms: u64,
+    /// The host.
+    pub host: HostSample,
+    /// Its VMs.
+    pub vms: Vec<VmSample>,
+}
+
+/// The host's part of a snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct HostSample {
+    /// DRAM that all guests together may use: what limits must sum up to at most.
+    pub budget_bytes: u64,
+    /// DRAM that new work may take now: what is left of the budget, or what the host really has if that is less.
+    pub free_bytes: u64,
+    /// Free memory below which the host is short; host states are fractions of it.
+    pub min_free_bytes: u64,
+    /// Guest memory that the stores can hold at most, by their budgets and how well they compress.
+    pub far_capacity_bytes: u64,
+    /// No VM is given less than this.
+    pub smallest_bytes: u64,
+}
+
+/// A VM's part of a snapshot.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct VmSample {
+    /// What operators call it.
+    pub name: String,
+    /// Never used again.
+    pub id: String,
+    /// All guest RAM.
+    pub size_bytes: u64,
+    /// In DRAM.
+    pub resident_bytes: u64,
+    /// In a store.
+    pub far_bytes: u64,
+    /// Known to be zero: costs nothing.
+    pub zero_bytes: u64,
+    /// Never touched, or given back by the guest: costs nothing.
+    pub untouched_bytes: u64,
+    /// The operator's cap, which no plan exceeds.
+    pub limit_bytes: Option<u64>,
+    /// What the last plan gave it.
+    pub target_bytes: Option<u64>,
+    /// What the operator said of it.
+    pub settings: Settings,
+    /// Why nothing is reclaimed from it now, if so: plans leave it alone.
+    pub held: Option<String>,
+    /// Memory it uses, if anybody knows.
+    pub working_set: Option<WorkingSet>,
+    /// Bytes that one restore brings: 4 KiB, or 2 MiB where huge pages are paged as one.
+    pub page_bytes: u64,
+    /// Touches of far memory that brought it back, since the VM attached.
+    pub restores: u64,
+    /// Share of the time since the last snapshot in which some thread of it waited for its memory, 0 to 1.
+    pub stall: f64,
+    /// The same as the kernel says, where the VM has a cgroup of its own.
+    pub kernel_stall: Option<f64>,
+}
+
+impl VmSample {
+    /// The larger of the two stalls; what is not a number is none.
+    pub fn worst_stall(&self) -> f64 {
+        let sane = |stall: f64| if stall.is_finite() { stall.clamp(0.0, 1.0) } else { 0.0 };
+        sane(self.stall).max(self.kernel_stall.map_or(0.0, sane))
+    }
+
+    /// What it may have at most: its size, or the operator's cap.
+    pub fn most_bytes(&self) -> u64 {
+        self.limit_bytes.map_or(self.size_bytes, |limit| limit.min(self.size_bytes))
+    }
+
+    /// Its working set. Where nobody knows it, all that is resident is taken for used.
+    pub fn working_set_bytes(&self) -> u64 {
+        self.working_set.map_or(self.resident_bytes, |set| set.bytes).min(self.size_bytes)
+    }
+}
+
+/// An amount of memory that is in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct WorkingSet {
+    /// How much.
+    pub bytes: u64,
+    /// It was not measured by looking at accesses, but guessed from what is resident and what came back.
+    pub estimated: bool,
+}
+
+/// What a policy wants.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Plan {
+    /// Of the snapshot.
+    pub at_ms: u64,
+    /// Who decided.
+    pub policy: String,
+    /// The host, as decided now.
+    pub host_state: HostState,
+    /// At the present rate of growth, when nothing is free any more; null if never.
+    pub exhaustion_ms: Option<u64>,
+    /// What could be divided among the VMs that were given a limit.
+    pub divided_bytes: u64,
+    /// One for each VM of the snapshot, in its order.
+    pub decisions: Vec<Decision>,
+}
+
+/// What is to happen with a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Action {
+    /// It may have this much.
+    Limit,
+    /// Take any limit of a plan away; the operator's cap stays.
+    Free,
+    /// Change nothing.
+    #[default]
+    Leave,
+}
+
+/// What one VM is to have, and why.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
+pub struct Decision {
+    /// The VM.
+    pub name: String,
+    /// Its id.
+    pub id: String,
+    /// What to do.
+    pub action: Action,
+    /// The new limit, for [`Action::Limit`].
+    pub limit_bytes: Option<u64>,
+    /// The one before.
+    pub before_bytes: Option<u64>,
+    /// What led to it, most important first.
+    pub reasons: Vec<Reason>,
+}
+
+impl Decision {
+    /// What the VM has after it.
+    pub fn after_bytes(&self) -> Option<u64> {
+        match self.action {
+            Action::Limit => self.limit_bytes,
+            Action::Free => None,
+            Action::Leave => self.before_bytes,
+        }
+    }
+
+    /// Does it change the limit?
+    pub fn changes(&self) -> bool {
+        self.after_bytes() != self.before_bytes
+    }
+}
