@@ -7,7 +7,8 @@
 //! Promise: a file of another layout, of another VM, or with numbers that do not fit is refused with the reason.
 //!
 //! ```text
-//! 0        magic, layout version, VM id, epoch, limit, engine pid and start time, region count, end of used space
+//! 0        magic, layout version, VM id, epoch, limit, engine pid and start time, region count, end of used space,
+//!          target, settings (words added later: zero says nothing)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes
 //! 4096     counters          8192  histograms          32768  end of the header
@@ -59,8 +60,12 @@ enum Field {
     EngineStart = 7,
     RegionCount = 8,
     End = 9,
+    Target = 10,
+    Settings = 11,
 }
-const FIELDS: usize = 10;
+const FIELDS: usize = 11 + SETTINGS;
+/// Words of what the operator said of the VM beside its limit. The pager only keeps them.
+pub const SETTINGS: usize = 5;
 /// What a region's record says of its end; zero while it lives.
 const UNPLUGGED: u64 = 1;
 const GIVEN_UP: u64 = 2;
@@ -195,6 +200,28 @@ impl StateFile {
     /// Change the cap. The reclaim lane reads it in its next round.
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
+    }
+
+    /// The cap that the control loop has set, if there is one. It holds beside the operator's.
+    pub fn target(&self) -> Option<Bytes> {
+        Some(self.get(Field::Target)).filter(|target| *target != 0).map(Bytes)
+    }
+
+    /// Change it. As for the limit.
+    pub fn set_target(&self, target: Option<Bytes>) {
+        self.set(Field::Target, target.map_or(0, |target| target.0.max(1)));
+    }
+
+    /// What the operator said of the VM, in the daemon's words; all zero if nothing.
+    pub fn settings(&self) -> [u64; SETTINGS] {
+        std::array::from_fn(|at| self.words()[Field::Settings as usize + at].load(Ordering::Acquire))
+    }
+
+    /// Change that, word by word.
+    pub fn set_settings(&self, settings: [u64; SETTINGS]) {
+        for (at, word) in settings.into_iter().enumerate() {
+            self.words()[Field::Settings as usize + at].store(word, Ordering::Release);
+        }
     }
 
     /// The engine that serves the VM, as pid and start time; `None` before the first.
@@ -362,6 +389,9 @@ mod tests {
     fn a_successor_finds_what_its_predecessor_wrote() {
         let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
         file.set_limit(Some(Bytes(1 << 30)));
+        assert_eq!((file.target(), file.settings()), (None, [0; SETTINGS]), "new words say nothing");
+        file.set_target(Some(Bytes(1 << 29)));
+        file.set_settings([1, 2, 3, 4, u64::MAX]);
         let first = file.add_region(some_file(), Bytes(0), PageCount(20_000)).expect("add");
         let second = file.add_region(some_file(), Bytes(1 << 30), PageCount(1)).expect("add");
         assert_eq!((first, second, file.take_over(10, 99)), (0, 1, 1));
@@ -372,6 +402,9 @@ mod tests {
         let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
         assert_eq!((again.id(), again.name().as_str()), (VmId([7; 16]), "web-1"));
         assert_eq!((again.limit(), again.engine()), (Some(Bytes(1 << 30)), Some((10, 99))));
+        assert_eq!((again.target(), again.settings()), (Some(Bytes(1 << 29)), [1, 2, 3, 4, u64::MAX]));
+        again.set_target(None);
+        assert_eq!((file.target(), file.limit()), (None, Some(Bytes(1 << 30))));
         assert_eq!(again.take_over(11, 100), 2);
         again.name_engine(12, 101);
         again.rename("w");

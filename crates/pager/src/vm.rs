@@ -695,9 +695,10 @@ impl Vm {
         self.region(region).ok_or(io::ErrorKind::NotFound)?.read(page, std::slice::from_mut(out))
     }
 
-    /// The cap, never more than the VM's size.
+    /// The cap that holds, the operator's or the control loop's, if it is less than the VM's size.
     pub fn effective_limit(&self) -> Option<Bytes> {
-        self.state.limit().filter(|limit| *limit < self.size().bytes())
+        let caps = [self.state.limit(), self.state.target()];
+        caps.into_iter().flatten().min().filter(|limit| *limit < self.size().bytes())
     }
 }
 
