@@ -10,15 +10,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ballast_policy::{Kind, Plan, Snapshot};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-use crate::{Event, HostStat, Problem, VmHeat, VmPatch, VmStat};
+use crate::{DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, VmHeat, VmPatch, VmStat};
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const RETRY_FOR: Duration = Duration::from_secs(5);
@@ -114,10 +116,42 @@ impl Client {
 
     /// Set or, with `None`, remove the DRAM cap of a VM. Answers its state after the change.
     pub fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, ClientError> {
-        let patch = VmPatch { limit_bytes: Some(limit_bytes) };
-        // Serialising a struct of numbers has no way to fail.
-        let body = serde_json::to_vec(&patch).expect("a patch serialises");
-        self.json(Method::PATCH, &vm_path(name), body)
+        self.patch_vm(name, &VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() })
+    }
+
+    /// Change what the operator says of a VM. Answers its state after the change.
+    pub fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ClientError> {
+        self.json(Method::PATCH, &vm_path(name), body(patch))
+    }
+
+    /// The last decisions about a VM, oldest first.
+    pub fn decisions(&self, name: &str) -> Result<Vec<DecisionRecord>, ClientError> {
+        self.get(&(vm_path(name) + "/decisions"))
+    }
+
+    /// What policies look at.
+    pub fn snapshot(&self) -> Result<Snapshot, ClientError> {
+        self.get("/v1/snapshot")
+    }
+
+    /// What the policy, or another one, would do now. Nothing is done.
+    pub fn plan(&self, policy: Option<Kind>) -> Result<Plan, ClientError> {
+        self.get(&policy.map_or("/v1/plan".into(), |kind| format!("/v1/plan?policy={kind}")))
+    }
+
+    /// Decide in place of the policy, for the length of the lease.
+    pub fn put_plan(&self, plan: &PlanRequest) -> Result<Plan, ClientError> {
+        self.json(Method::PUT, "/v1/plan", body(plan))
+    }
+
+    /// The control loop.
+    pub fn policy(&self) -> Result<PolicyStat, ClientError> {
+        self.get("/v1/policy")
+    }
+
+    /// Change it. Answers its state after the change.
+    pub fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, ClientError> {
+        self.json(Method::PATCH, "/v1/policy", body(patch))
     }
 
     /// The host and Ballast itself.
@@ -202,6 +236,11 @@ impl Client {
     fn broken(&self, what: String) -> ClientError {
         ClientError::Broken { socket: self.socket.clone(), what }
     }
+}
+
+/// Plain data as a request body. Serialising it has no way to fail.
+fn body(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("plain data serialises")
 }
 
 /// The problem document in a refusal, or one made from its status if it holds none.

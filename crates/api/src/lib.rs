@@ -6,12 +6,15 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod control;
 mod heat;
 mod openapi;
 mod problem;
 mod types;
 
+pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
+pub use control::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
 pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatSource, MAX_CELLS, VmHeat};
 pub use openapi::{document, document_json};
 pub use problem::Problem;

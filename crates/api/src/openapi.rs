@@ -10,10 +10,25 @@ use utoipa::openapi::schema::{ArrayBuilder, ObjectBuilder, Ref, Schema, Type};
 use utoipa::openapi::{Content, Info, InfoBuilder, License, OpenApi as Document, PathItem, RefOr, Required};
 use utoipa::{OpenApi, ToSchema};
 
-use crate::{Event, HostStat, Problem, VmHeat, VmPatch, VmStat};
+use ballast_policy::{Plan, Snapshot};
+
+use crate::{DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, VmHeat, VmPatch, VmStat};
 
 #[derive(OpenApi)]
-#[openapi(components(schemas(VmStat, VmHeat, HostStat, Event, VmPatch, Problem)))]
+#[openapi(components(schemas(
+    VmStat,
+    VmHeat,
+    HostStat,
+    Event,
+    VmPatch,
+    Snapshot,
+    Plan,
+    PlanRequest,
+    PolicyStat,
+    PolicyPatch,
+    DecisionRecord,
+    Problem
+)))]
 struct Schemas;
 
 const DESCRIPTION: &str = "HTTP/1.1 over a Unix socket, by default /run/ballast/api.sock. Sizes are bytes. Errors are \
@@ -79,14 +94,20 @@ fn with_number(operation: OperationBuilder, name: &str, description: &str) -> Op
 }
 
 fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
-    use HttpMethod::{Get, Patch};
+    use HttpMethod::{Get, Patch, Put};
     let missing = ("404", "No VM has that name");
     let bad_query = ("400", "The query has an unknown key or a value out of range");
-    let patch = RequestBodyBuilder::new()
-        .description(Some("What to change; at most 64 KiB"))
-        .required(Some(Required::True))
-        .content("application/json", Content::new(Some(RefOr::<Schema>::Ref(Ref::from_schema_name(VmPatch::name())))))
-        .build();
+    let body = |schema: &str| {
+        let schema: RefOr<Schema> = RefOr::Ref(Ref::from_schema_name(schema));
+        let content = Content::new(Some(schema));
+        let body = RequestBodyBuilder::new().description(Some("At most 64 KiB")).required(Some(Required::True));
+        Some(body.content("application/json", content).build())
+    };
+    let policy = ParameterBuilder::new()
+        .name("policy")
+        .parameter_in(ParameterIn::Query)
+        .description(Some("A policy's word, for another one than is set"))
+        .schema(Some(RefOr::T(Schema::from(ObjectBuilder::new().schema_type(Type::String)))));
     let refused = [
         ("400", "The body is not JSON, or has an unknown key or a wrong type"),
         missing,
@@ -100,7 +121,41 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             "/v1/vms/{name}",
             Patch,
             with_name(operation("patchVm", "Change one VM; answers its new state", Answer::One("VmStat"), &refused))
-                .request_body(Some(patch))
+                .request_body(body("VmPatch"))
+                .build(),
+        ),
+        (
+            "/v1/vms/{name}/decisions",
+            Get,
+            with_name(operation(
+                "listDecisions",
+                "The last decisions about one VM, oldest first",
+                Answer::Many("DecisionRecord"),
+                &[missing],
+            ))
+            .build(),
+        ),
+        ("/v1/snapshot", Get, operation("getSnapshot", "What policies look at", Answer::One("Snapshot"), &[]).build()),
+        (
+            "/v1/plan",
+            Get,
+            operation("getPlan", "What would be decided now; nothing is done", Answer::One("Plan"), &refused[3..])
+                .parameter(policy)
+                .build(),
+        ),
+        (
+            "/v1/plan",
+            Put,
+            operation("putPlan", "Decide, for the length of a lease", Answer::One("Plan"), &refused)
+                .request_body(body("PlanRequest"))
+                .build(),
+        ),
+        ("/v1/policy", Get, operation("getPolicy", "The control loop", Answer::One("PolicyStat"), &[]).build()),
+        (
+            "/v1/policy",
+            Patch,
+            operation("patchPolicy", "Change it; answers its new state", Answer::One("PolicyStat"), &refused)
+                .request_body(body("PolicyPatch"))
                 .build(),
         ),
         ("/v1/vms/{name}/heat", Get, {

@@ -6,19 +6,11 @@
 
 use std::fmt;
 
+use ballast_policy::{HostState, Kind, Settings};
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::ToSchema;
 
-/// May the VM's memory be taken?
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum VmClass {
-    /// Memory above the limit goes far.
-    #[default]
-    Burstable,
-    /// Never reclaimed; the reason is in `status_reason`.
-    Pinned,
-}
+pub use ballast_policy::Class as VmClass;
 
 /// What the VM is doing, as far as Ballast is concerned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -35,15 +27,6 @@ pub enum VmStatus {
     Halted,
     /// The VMM has exited.
     Gone,
-}
-
-impl fmt::Display for VmClass {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Burstable => "burstable",
-            Self::Pinned => "pinned",
-        })
-    }
 }
 
 impl fmt::Display for VmStatus {
@@ -77,8 +60,14 @@ pub struct VmStat {
     pub status_reason: Option<String>,
     /// All guest RAM.
     pub size_bytes: u64,
-    /// DRAM cap; null means none.
+    /// The operator's DRAM cap; null means none.
     pub limit_bytes: Option<u64>,
+    /// The cap that the control loop set; null means none. The lower of the two holds.
+    pub target_bytes: Option<u64>,
+    /// What the operator said of the VM, beside its limit.
+    pub settings: Settings,
+    /// What is allowed and probably not meant.
+    pub warnings: Vec<String>,
     /// In host DRAM, quarantine included.
     pub resident_bytes: u64,
     /// Part of resident: picked for reclaim, zapped, and waiting to prove it is cold.
@@ -281,6 +270,16 @@ pub struct HostStat {
     pub zero_bytes: u64,
     /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
     pub saved_bytes: u64,
+    /// Who decides how much each VM may have.
+    pub policy: Kind,
+    /// How hard-pressed the host is; null while nobody decides.
+    pub state: Option<HostState>,
+    /// At the present rate, when no memory is free any more; null if never.
+    pub exhaustion_ms: Option<u64>,
+    /// DRAM that all guests together may use.
+    pub guest_budget_bytes: u64,
+    /// The part of it that may still be reserved.
+    pub schedulable_bytes: u64,
 }
 
 /// Something worth telling an operator.
@@ -296,7 +295,8 @@ pub struct Event {
     pub message: String,
 }
 
-/// A change to a VM. Only the keys that are present change anything; unknown keys are refused.
+/// A change to a VM. Only the keys that are present change anything; null takes back what was said. Unknown keys are
+/// refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct VmPatch {
@@ -304,10 +304,45 @@ pub struct VmPatch {
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<u64>)]
     pub limit_bytes: Option<Option<u64>>,
+    /// DRAM that is never taken.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    #[schema(value_type = Option<u64>)]
+    pub reservation_bytes: Option<Option<u64>>,
+    /// DRAM that is taken only when nobody has any beyond theirs.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    #[schema(value_type = Option<u64>)]
+    pub protect_bytes: Option<Option<u64>>,
+    /// Weight when memory is short; 0 means hands off.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    #[schema(value_type = Option<u32>)]
+    pub shares: Option<Option<u32>>,
+    /// Memory wanted beyond the working set, in percent of it.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    #[schema(value_type = Option<u32>)]
+    pub headroom_percent: Option<Option<u32>>,
+    /// What kind of promise the VM has.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    #[schema(value_type = Option<VmClass>)]
+    pub class: Option<Option<VmClass>>,
+}
+
+impl VmPatch {
+    /// The settings after this change.
+    pub fn settings_after(&self, before: Settings) -> Settings {
+        Settings {
+            class: self.class.map_or(before.class, Option::unwrap_or_default),
+            reservation_bytes: self.reservation_bytes.map_or(before.reservation_bytes, Option::unwrap_or_default),
+            protect_bytes: self.protect_bytes.map_or(before.protect_bytes, Option::unwrap_or_default),
+            shares: self.shares.unwrap_or(before.shares),
+            headroom_percent: self.headroom_percent.map_or(before.headroom_percent, Option::unwrap_or_default),
+        }
+    }
 }
 
 /// A key that is present is `Some`, whatever its value; serde alone would read null as absent.
-fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<u64>>, D::Error> {
+pub(crate) fn present<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Option<T>>, D::Error> {
     Deserialize::deserialize(deserializer).map(Some)
 }
 
@@ -324,9 +359,21 @@ mod tests {
         for wrong in [r#"{"limit":1}"#, r#"{"limit_bytes":-1}"#, r#"{"limit_bytes":"1G"}"#, r#"{"limit_bytes":1.5}"#] {
             assert!(read(wrong).is_err(), "{wrong} was accepted");
         }
-        for patch in [None, Some(None), Some(Some(7))].map(|limit_bytes| VmPatch { limit_bytes }) {
+        for patch in [None, Some(None), Some(Some(7))].map(|limit_bytes| VmPatch { limit_bytes, ..VmPatch::default() })
+        {
             let text = serde_json::to_string(&patch).expect("serialise");
             assert_eq!(serde_json::from_str::<VmPatch>(&text).expect("parse"), patch);
         }
+    }
+
+    #[test]
+    fn a_change_of_settings_changes_what_it_names_and_null_takes_it_back() {
+        let before = Settings { reservation_bytes: 7, shares: Some(500), ..Settings::default() };
+        let after = |text| serde_json::from_str::<VmPatch>(text).expect("parse").settings_after(before);
+        assert_eq!(after("{}"), before);
+        assert_eq!(after(r#"{"shares":0}"#), Settings { shares: Some(0), ..before });
+        assert_eq!(after(r#"{"shares":null,"reservation_bytes":null}"#), Settings::default());
+        assert_eq!(after(r#"{"class":"guaranteed"}"#).class, VmClass::Guaranteed);
+        assert!(serde_json::from_str::<VmPatch>(r#"{"class":"platinum"}"#).is_err());
     }
 }

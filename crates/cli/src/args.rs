@@ -4,6 +4,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use ballast_api::VmClass;
+use ballast_api::policy::Kind;
+use ballast_api::policy::words::{HIGH_SHARES, LOW_SHARES, NORMAL_SHARES};
 use ballast_base::Bytes;
 use clap::{Args, Parser, Subcommand};
 
@@ -35,6 +38,21 @@ pub enum Command {
     Vm(VmCommand),
     /// Watch all VMs
     Top(TopArgs),
+    /// Look at who decides how much memory each VM may have, or change it
+    #[command(subcommand)]
+    Policy(PolicyCommand),
+    /// Show what the policy, or another one, would change now; does nothing
+    Plan {
+        /// Another policy: fixed, ratio, maestro or pressure
+        #[arg(long)]
+        policy: Option<Kind>,
+    },
+    /// Say why a VM may have what it may
+    Explain(ExplainArgs),
+    /// Write what policies look at to a file, for replay
+    Record(RecordArgs),
+    /// Compare a recording with what another policy would have decided; needs no daemon
+    Replay(ReplayArgs),
     /// Show the host and the daemon
     Host,
     /// Show recent events, oldest first
@@ -81,6 +99,121 @@ pub enum VmCommand {
         #[arg(value_name = "BYTES|none")]
         limit: LimitArg,
     },
+    /// Say what a VM is worth when memory is short; what is not named stays
+    Set(SetArgs),
+}
+
+/// What can be said of a VM beside its limit.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("word").multiple(true).required(true)
+    .args(["class", "reservation", "protect", "shares", "headroom"]))]
+pub struct SetArgs {
+    /// The VM's name
+    pub name: String,
+    /// guaranteed (all its memory is reserved), burstable, besteffort (low shares), or none for the default
+    #[arg(long, value_name = "CLASS|none", value_parser = or_none::<VmClass>)]
+    pub class: Option<Word<VmClass>>,
+    /// DRAM that is never taken, such as 512M, or none
+    #[arg(long, value_name = "BYTES|none")]
+    pub reservation: Option<LimitArg>,
+    /// DRAM that is taken only when nobody has any beyond theirs, or none
+    #[arg(long, value_name = "BYTES|none")]
+    pub protect: Option<LimitArg>,
+    /// Weight: low (500), normal (1000), high (2000) or a number; 0 means hands off; none for the default
+    #[arg(long, value_name = "SHARES|none", value_parser = shares)]
+    pub shares: Option<Word<u32>>,
+    /// Memory wanted beyond the working set, in percent of it, or none
+    #[arg(long, value_name = "PERCENT|none", value_parser = or_none::<u32>)]
+    pub headroom: Option<Word<u32>>,
+}
+
+/// A value as typed, or `none` for the default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Word<T>(pub Option<T>);
+
+fn or_none<T: FromStr<Err: std::fmt::Display>>(text: &str) -> Result<Word<T>, String> {
+    if text.eq_ignore_ascii_case("none") {
+        return Ok(Word(None));
+    }
+    text.parse().map(|value| Word(Some(value))).map_err(|error: T::Err| error.to_string())
+}
+
+fn shares(text: &str) -> Result<Word<u32>, String> {
+    Ok(Word(Some(match text.to_ascii_lowercase().as_str() {
+        "low" => LOW_SHARES,
+        "normal" => NORMAL_SHARES,
+        "high" => HIGH_SHARES,
+        _ => return or_none(text).map_err(|_| "write low, normal, high, a number from 0 to 100000, or none".into()),
+    })))
+}
+
+/// What can be done with the policy.
+#[derive(Debug, Subcommand)]
+pub enum PolicyCommand {
+    /// Show it
+    Show,
+    /// Change it, until ballastd is restarted; what is not named stays
+    Set {
+        /// none, fixed, ratio, maestro or pressure
+        name: Kind,
+        /// Milliseconds between decisions
+        #[arg(long)]
+        tick_ms: Option<u64>,
+        /// DRAM for all guests together, or none for what the host can spare
+        #[arg(long, value_name = "BYTES|none")]
+        budget: Option<LimitArg>,
+        /// maestro: seconds over which faults count
+        #[arg(long)]
+        window_s: Option<f64>,
+        /// pressure: the share of time a VM may stall, 0 to 1
+        #[arg(long)]
+        threshold: Option<f64>,
+        /// pressure: unused allowance a VM keeps before cold memory is taken
+        #[arg(long, value_name = "BYTES")]
+        watermark: Option<Bytes>,
+    },
+}
+
+/// What to explain.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// The VM's name
+    pub name: String,
+    /// How many decisions, at most
+    #[arg(long, default_value_t = 3, value_name = "COUNT")]
+    pub last: usize,
+}
+
+/// What to record.
+#[derive(Debug, Args)]
+pub struct RecordArgs {
+    /// The file; what is in it is lost
+    pub file: PathBuf,
+    /// End after so many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = interval)]
+    pub seconds: Option<Duration>,
+    /// End after so many snapshots
+    #[arg(long, value_name = "COUNT")]
+    pub snapshots: Option<u64>,
+}
+
+/// What to replay.
+#[derive(Debug, Args)]
+pub struct ReplayArgs {
+    /// A file that `ballast record` wrote
+    pub file: PathBuf,
+    /// fixed, ratio, maestro or pressure
+    #[arg(long)]
+    pub policy: Kind,
+    /// maestro: seconds over which faults count
+    #[arg(long)]
+    pub window_s: Option<f64>,
+    /// pressure: the share of time a VM may stall, 0 to 1
+    #[arg(long)]
+    pub threshold: Option<f64>,
+    /// pressure: unused allowance a VM keeps before cold memory is taken
+    #[arg(long, value_name = "BYTES")]
+    pub watermark: Option<Bytes>,
 }
 
 /// How to watch.
@@ -133,6 +266,16 @@ mod tests {
         assert_eq!("none".parse(), Ok(LimitArg(None)));
         assert_eq!("1G".parse(), Ok(LimitArg(Some(Bytes(ballast_base::GIB)))));
         assert!("512".parse::<LimitArg>().expect_err("no unit").to_string().contains("unit"));
+    }
+
+    #[test]
+    fn shares_are_a_word_a_number_or_none() {
+        assert_eq!(
+            ["low", "normal", "HIGH", "0", "77"].map(shares),
+            [500, 1000, 2000, 0, 77].map(|n| Ok(Word(Some(n))))
+        );
+        assert_eq!(shares("none"), Ok(Word(None)));
+        assert!(shares("much").is_err() && shares("-1").is_err());
     }
 
     #[test]

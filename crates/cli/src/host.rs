@@ -41,6 +41,12 @@ fn describe(host: &HostStat) -> String {
         let (bytes, budget, far) = (size(host.file_bytes), size(host.file_budget_bytes), size(host.far_file_bytes));
         let _ = writeln!(text, "disk    {bytes} of {budget} used ({used}); {far} of the far pages are there");
     }
+    let state = host.state.map_or(String::new(), |_| {
+        format!("; the host is {}", crate::policy::host_state(host.state, host.exhaustion_ms))
+    });
+    let _ = writeln!(text, "policy  {}{state}", host.policy);
+    let (budget, left) = (size(host.guest_budget_bytes), size(host.schedulable_bytes));
+    let _ = writeln!(text, "budget  {budget} for guests, of which {left} may still be reserved");
     let _ = writeln!(
         text,
         "VMs     {}: size {}, resident {}, far {}, zero {}; {} saved",

@@ -1,6 +1,7 @@
 //! `ballast`: the one command people type.
 //!
-//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench` and `completions` do without). After: text for people, JSON
+//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench`, `replay` and
+//! `completions` do without). After: text for people, JSON
 //! for programs, an exit code for scripts.
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
@@ -12,6 +13,7 @@ mod doctor;
 mod exit;
 mod heat;
 mod host;
+mod policy;
 mod run;
 mod show;
 mod top;
@@ -43,6 +45,11 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::BenchRole { role, words } => ballast_bench::run_role(&role, &words)?,
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Top(args) => top::run(client()?, args, cli.json)?,
+        Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,
+        Command::Plan { policy } => policy::plan(&client()?, policy, cli.json)?,
+        Command::Explain(args) => policy::explain(&client()?, &args, cli.json)?,
+        Command::Record(args) => policy::record(&client()?, &args)?,
+        Command::Replay(args) => policy::replay(&args, cli.json)?,
         Command::Host => host::host(&client()?, cli.json)?,
         Command::Events => host::events(&client()?, cli.json)?,
         Command::Doctor => return Ok(doctor::run(cli.json)?.into()),

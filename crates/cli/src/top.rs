@@ -62,13 +62,18 @@ impl Sort {
             Self::Name => Ordering::Equal,
             Self::Size => b.size_bytes.cmp(&a.size_bytes),
             Self::Resident => b.resident_bytes.cmp(&a.resident_bytes),
-            Self::Limit => b.limit_bytes.cmp(&a.limit_bytes),
+            Self::Limit => lower_limit(b).cmp(&lower_limit(a)),
             Self::Far => b.far_bytes.cmp(&a.far_bytes),
             Self::Stall => b.stall.some.avg10.total_cmp(&a.stall.some.avg10),
             Self::Fault => b.fault_latency.p99_us.total_cmp(&a.fault_latency.p99_us),
         };
         order.then_with(|| a.name.cmp(&b.name))
     }
+}
+
+/// The cap that holds: the operator's or the policy's.
+fn lower_limit(vm: &VmStat) -> Option<u64> {
+    vm.limit_bytes.into_iter().chain(vm.target_bytes).min()
 }
 
 /// One look at everything.
@@ -176,7 +181,7 @@ const COLUMNS: [Column; 11] = [
     column("NAME", Some(Sort::Name), 6, |vm| vm.name.clone()),
     column("STATUS", None, 10, |vm| vm.status.to_string()),
     column("SIZE", Some(Sort::Size), 10, |vm| show::size(vm.size_bytes)),
-    column("LIMIT", Some(Sort::Limit), 10, |vm| show::limit(vm.limit_bytes)),
+    column("LIMIT", Some(Sort::Limit), 10, |vm| show::limit(lower_limit(vm))),
     column("RESIDENT", Some(Sort::Resident), 10, |vm| show::size(vm.resident_bytes)),
     wide("QUARANTINE", |vm| show::size(vm.quarantine_bytes)),
     column("FAR", Some(Sort::Far), 10, |vm| show::size(vm.far_bytes)),
@@ -229,8 +234,9 @@ impl Screen {
     fn host_line(&self) -> String {
         let host = &self.look.host;
         let size = show::size;
+        let decided = host.state.map_or(String::new(), |state| format!("{}: {state} | ", host.policy));
         format!(
-            "host {} of {} available | {} VMs {}: resident {}, far {}, zero {}, saved {} | store {} of {} | engine {}, \
+            "{decided}host {} of {} available | {} VMs {}: resident {}, far {}, zero {}, saved {} | store {} of {} | engine {}, \
              {} died",
             size(host.mem_available_bytes),
             size(host.mem_total_bytes),

@@ -1,9 +1,9 @@
-//! `ballast vm`: list, one screen about one, its heat, and its limit.
+//! `ballast vm`: list, one screen about one, its heat, its limit, and what it is worth.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result};
-use ballast_api::{Client, ClientError, Latency, Psi, VmStat};
+use ballast_api::{Client, ClientError, Latency, Psi, VmPatch, VmStat};
 use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::args::VmCommand;
@@ -30,6 +30,22 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .map_err(|error| explain(client, name, error))
                 .with_context(|| format!("Setting the limit of VM {name}"))?;
             if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
+        }
+        VmCommand::Set(args) => {
+            let name = &args.name;
+            let patch = VmPatch {
+                limit_bytes: None,
+                reservation_bytes: args.reservation.map(|size| size.0.map(|bytes| bytes.0)),
+                protect_bytes: args.protect.map(|size| size.0.map(|bytes| bytes.0)),
+                shares: args.shares.map(|shares| shares.0),
+                headroom_percent: args.headroom.map(|headroom| headroom.0),
+                class: args.class.map(|class| class.0),
+            };
+            let vm = client
+                .patch_vm(name, &patch)
+                .map_err(|error| explain(client, name, error))
+                .with_context(|| format!("Setting what VM {name} is worth"))?;
+            if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: {}\n", worth(&vm)))?) }
         }
     }
 }
@@ -71,33 +87,35 @@ fn list(vms: &[VmStat]) -> String {
     if vms.is_empty() {
         return "No VM is attached. `ballast run -- qemu-system-x86_64 ...` starts one.\n".into();
     }
-    let mut table = show::table(&[
-        "NAME",
-        ">PID",
-        "CLASS",
-        "STATUS",
-        ">SIZE",
-        ">LIMIT",
-        ">RESIDENT",
-        ">FAR",
-        ">ZERO",
-        ">UNTOUCHED",
-    ]);
+    // Targets are shown where somebody decides.
+    let decided = vms.iter().any(|vm| vm.target_bytes.is_some());
+    let mut head = vec!["NAME", ">PID", "CLASS", "STATUS", ">SIZE", ">LIMIT"];
+    head.extend(decided.then_some(">TARGET"));
+    head.extend([">RESIDENT", ">FAR", ">ZERO", ">UNTOUCHED"]);
+    let mut table = show::table(&head);
     for vm in vms {
-        table.add_row([
-            vm.name.clone(),
-            vm.pid.to_string(),
-            vm.class.to_string(),
-            vm.status.to_string(),
-            show::size(vm.size_bytes),
-            show::limit(vm.limit_bytes),
-            show::size(vm.resident_bytes),
-            show::size(vm.far_bytes),
-            show::size(vm.zero_bytes),
-            show::size(vm.untouched_bytes),
-        ]);
+        let mut row = vec![vm.name.clone(), vm.pid.to_string(), vm.class.to_string(), vm.status.to_string()];
+        row.extend([show::size(vm.size_bytes), show::limit(vm.limit_bytes)]);
+        row.extend(decided.then(|| vm.target_bytes.map_or("-".into(), show::size)));
+        row.extend([vm.resident_bytes, vm.far_bytes, vm.zero_bytes, vm.untouched_bytes].map(show::size));
+        table.add_row(row);
     }
     show::lines(&table)
+}
+
+/// What the operator said of a VM, beside its limit.
+fn worth(vm: &VmStat) -> String {
+    let settings = &vm.settings;
+    let most = vm.limit_bytes.map_or(vm.size_bytes, |limit| limit.min(vm.size_bytes));
+    let mut words = vec![format!("class {}", vm.class), format!("shares {}", settings.effective_shares())];
+    words.push(format!("reservation {}", show::size(settings.effective_reservation(most))));
+    if settings.protect_bytes > 0 {
+        words.push(format!("protected {}", show::size(settings.protect_bytes)));
+    }
+    if settings.headroom_percent > 0 {
+        words.push(format!("headroom {} %", settings.headroom_percent));
+    }
+    words.join(", ")
 }
 
 fn limit_set(vm: &VmStat) -> String {
@@ -119,6 +137,13 @@ fn screen(vm: &VmStat) -> String {
     let _ = writeln!(text, "{}: {}, {}, limit {}", vm.name, vm.class, vm.status, show::limit(vm.limit_bytes));
     if let Some(reason) = &vm.status_reason {
         let _ = writeln!(text, "because {reason}");
+    }
+    if let Some(target) = vm.target_bytes {
+        let _ = writeln!(text, "the policy allows it {} (ballast explain {} says why)", show::size(target), vm.name);
+    }
+    let _ = writeln!(text, "{}", worth(vm));
+    for warning in &vm.warnings {
+        let _ = writeln!(text, "warning: {warning}");
     }
     let _ = writeln!(text, "{}, pid {}, id {}\n", vm.vmm, vm.pid, vm.id);
     text += &memory(vm);

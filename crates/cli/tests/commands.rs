@@ -8,9 +8,13 @@ use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ballast_api::{Client, Event, FaultCounts, HostStat, Latency, RegionStat, VmHeat, VmStat};
+use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
+use ballast_api::{
+    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, PolicyPatch, PolicyStat, RegionStat, VmHeat,
+    VmPatch, VmStat,
+};
 use ballast_base::{GIB, MIB};
-use ballast_daemon::http::{Backend, Histogram, PeerPolicy, SetLimitError, serve};
+use ballast_daemon::http::{Backend, ChangeError, Control, Histogram, PeerPolicy, serve};
 use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
@@ -65,13 +69,15 @@ impl Backend for Canned {
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
         self.vm(name).map(|_| cycles(after))
     }
-    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
+    fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
         let mut vms = self.0.lock().expect("lock");
-        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(SetLimitError::NotFound)?;
-        if limit_bytes.is_some_and(|limit| limit < 2 * MIB) {
-            return Err(SetLimitError::Invalid("a limit must be at least 2 MiB".into()));
+        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(ChangeError::NotFound)?;
+        if patch.limit_bytes.flatten().is_some_and(|limit| limit < 2 * MIB) {
+            return Err(ChangeError::Invalid("a limit must be at least 2 MiB".into()));
         }
-        vm.limit_bytes = limit_bytes;
+        vm.limit_bytes = patch.limit_bytes.unwrap_or(vm.limit_bytes);
+        vm.settings = patch.settings_after(vm.settings);
+        vm.class = vm.settings.class;
         Ok(vm.clone())
     }
     fn host(&self) -> HostStat {
@@ -113,6 +119,57 @@ fn cycles(after: u64) -> Vec<u8> {
     let cycles = (1..=3).filter(|number| *number > after || *number == 3).map(cycle);
     let frames = std::iter::once(Frame::Layout(vec![4 * 512])).chain(cycles).collect();
     Recording { source: "scripted".into(), frames }.encode()
+}
+
+fn canned_decision() -> Decision {
+    Decision {
+        name: "web-1".into(),
+        id: "0011".into(),
+        action: Action::Limit,
+        limit_bytes: Some(GIB),
+        before_bytes: Some(2 * GIB),
+        reasons: vec![Reason::Scarce { most_bytes: 4 * GIB, budget_bytes: 3 * GIB }],
+    }
+}
+
+impl Control for Canned {
+    fn snapshot(&self) -> Snapshot {
+        let vm = VmSample { name: "web-1".into(), id: "0011".into(), size_bytes: 2 * GIB, ..VmSample::default() };
+        let mut vms = self.0.lock().expect("lock");
+        // Each snapshot is a new one.
+        vms[0].pid += 1;
+        Snapshot { at_ms: u64::from(vms[0].pid) * 1000, vms: vec![vm], ..Snapshot::default() }
+    }
+    fn plan(&self, policy: Option<Kind>) -> Result<Plan, String> {
+        let policy = policy.unwrap_or(Kind::Maestro).to_string();
+        Ok(Plan { policy, divided_bytes: 3 * GIB, decisions: vec![canned_decision()], ..Plan::default() })
+    }
+    fn policy(&self) -> PolicyStat {
+        PolicyStat {
+            policy: Kind::Maestro,
+            tick_ms: 20,
+            state: Some(HostState::Soft),
+            threshold: 0.04,
+            ..Default::default()
+        }
+    }
+    fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, String> {
+        if patch.tick_ms == Some(1) {
+            return Err("a tick of 1 ms is out of range".into());
+        }
+        Ok(PolicyStat {
+            policy: patch.policy.unwrap_or_default(),
+            budget_bytes: patch.budget_bytes.flatten(),
+            ..self.policy()
+        })
+    }
+    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
+        let decision = canned_decision();
+        let sentences = decision.reasons.iter().map(ToString::to_string).collect();
+        let record =
+            DecisionRecord { times: 1, policy: "maestro".into(), decision, sentences, ..DecisionRecord::default() };
+        (name == "web-1").then(|| vec![record])
+    }
 }
 
 struct Daemon {
@@ -213,6 +270,66 @@ fn people_read_tables() {
     for shell in ["bash", "zsh", "fish"] {
         assert!(fine(&daemon.socket, &["completions", shell]).contains("ballast"), "{shell}");
     }
+}
+
+#[test]
+fn what_a_vm_is_worth_is_said_in_words_and_what_is_not_named_stays() {
+    let daemon = daemon();
+    let set = |args: &[&str]| fine(&daemon.socket, &[&["vm", "set", "db"], args].concat());
+    let said = set(&["--class", "guaranteed", "--shares", "high"]);
+    assert_eq!(said, "VM db: class guaranteed, shares 2000, reservation 2 GiB\n");
+    let said = set(&["--reservation", "512M", "--protect", "1G", "--headroom", "20"]);
+    assert!(said.contains("guaranteed, shares 2000, reservation 512 MiB, protected 1 GiB, headroom 20 %"), "{said}");
+    let said = set(&["--class", "none", "--shares", "none", "--protect", "none", "--headroom", "none"]);
+    assert_eq!(said, "VM db: class burstable, shares 1000, reservation 512 MiB\n");
+    assert_eq!(ballast(&daemon.socket, &["vm", "set", "db"]).0, 2, "nothing to set");
+    assert_eq!(ballast(&daemon.socket, &["vm", "set", "db", "--shares", "much"]).0, 2);
+}
+
+#[test]
+fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
+    let daemon = daemon();
+    let said = fine(&daemon.socket, &["policy", "show"]);
+    assert!(said.contains("policy     maestro, every 20 ms") && said.contains("host       soft"), "{said}");
+    let said = fine(&daemon.socket, &["policy", "set", "pressure", "--budget", "8G", "--json"]);
+    assert!(said.contains("\"policy\": \"pressure\"") && said.contains("\"budget_bytes\": 8589934592"), "{said}");
+    let said = fine(&daemon.socket, &["plan", "--policy", "ratio"]);
+    assert!(said.contains("ratio would divide 3 GiB") && said.contains("Nothing was done"), "{said}");
+    assert!(said.lines().any(|line| line.starts_with("web-1  2 GiB  1 GiB")), "{said}");
+    let said = fine(&daemon.socket, &["explain", "web-1"]);
+    assert!(said.contains("web-1 may use 1 GiB (before: 2 GiB), said maestro"), "{said}");
+    assert!(said.contains("- all VMs may have 4 GiB and there are 3 GiB"), "{said}");
+    let json = fine(&daemon.socket, &["explain", "web-1", "--json"]);
+    let records: Vec<DecisionRecord> = serde_json::from_str(&json).expect("the API's records");
+    assert_eq!(records[0].decision, canned_decision());
+    for (args, code, text) in [
+        (["explain", "wbe-1"].as_slice(), 3, "did you mean web-1?"),
+        (
+            &["policy", "set", "maestro", "--tick-ms", "1"],
+            1,
+            "Setting the policy maestro: a tick of 1 ms is out of range",
+        ),
+        (&["policy", "set", "best"], 2, "there are none, fixed, ratio, maestro and pressure"),
+    ] {
+        let (found, _, err) = ballast(&daemon.socket, args);
+        assert!(found == code && err.contains(text), "{args:?}: {found} {err}");
+    }
+}
+
+#[test]
+fn what_was_recorded_is_replayed_without_a_daemon() {
+    let daemon = daemon();
+    let file = daemon.socket.with_file_name("recording");
+    let path = file.to_str().expect("UTF-8");
+    assert!(fine(&daemon.socket, &["record", path, "--snapshots", "3"]).starts_with("3 snapshots in "));
+    let nowhere = Path::new("/nonexistent/api.sock");
+    let said = fine(nowhere, &["replay", path, "--policy", "maestro"]);
+    assert!(said.starts_with("3 snapshots over 2.0 s, as recorded and under maestro"), "{said}");
+    assert!(said.lines().any(|line| line.starts_with("web-1  recorded")), "{said}");
+    let json = fine(nowhere, &["replay", path, "--policy", "fixed", "--json"]);
+    assert!(json.contains("\"snapshots\": 3"), "{json}");
+    let (code, _, err) = ballast(nowhere, &["replay", path, "--policy", "pressure", "--threshold", "7"]);
+    assert!(code == 1 && err.contains("threshold of 7"), "{err}");
 }
 
 #[test]

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
-    Event, FaultCounts, HostStat, Latency, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, VmClass, VmHeat, VmStat,
-    VmStatus,
+    DecisionRecord, Event, FaultCounts, HostStat, Latency, PlanRequest, PolicyPatch, PolicyStat, Psi, ReclaimCounts,
+    RegionStat, RestoreStages, Stall, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
 };
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
@@ -18,16 +18,18 @@ use ballast_pager::page_state::State;
 use ballast_pager::region::Region;
 use ballast_pager::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, Vm};
+use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::{Budget, FileStore, RamStore, Store};
 
+use crate::engine::control::{Control, words};
 use crate::engine::strangers;
 use crate::engine::workers::Jobs;
 use crate::events::Events;
-use crate::http::{Backend, Histogram, SetLimitError};
+use crate::http::{self, Backend, ChangeError, Histogram};
 use crate::orders::Begin;
 
 /// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
-const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
+pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
 
 /// A VM the engine serves.
 #[derive(Debug)]
@@ -103,6 +105,8 @@ pub struct Host {
     pub budget: Arc<Budget>,
     /// Who pays for those on disk.
     pub file_budget: Arc<Budget>,
+    /// Who decides how much each VM may have.
+    pub control: Control,
 }
 
 impl Host {
@@ -118,6 +122,57 @@ impl Host {
 
     fn by_name(&self, name: &str) -> Option<Arc<Served>> {
         self.all().into_iter().find(|served| served.vm.state.name() == name)
+    }
+
+    /// May this VM have this limit, as far as the VM itself is concerned?
+    fn check_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
+        let Some(limit) = limit else { return Ok(()) };
+        let vm = &served.vm;
+        if limit < SMALLEST_LIMIT {
+            return Err(format!("a limit of {limit} is below the smallest one, {SMALLEST_LIMIT}"));
+        }
+        if limit < vm.size().bytes() {
+            if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
+                return Err(format!("the VM is pinned: {reason}"));
+            }
+            let look = strangers::look_for_strangers(&[served]);
+            if let Some(reason) = strangers::stranger(served, &look) {
+                return Err(reason);
+            }
+            if !look.unreadable.is_empty() {
+                let text = strangers::unreadable_text(&look.unreadable);
+                self.events.add(Some(vm.state.name()), "not-looked-at", text);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl http::Control for Host {
+    fn snapshot(&self) -> Snapshot {
+        self.control.snapshot(self)
+    }
+
+    fn plan(&self, policy: Option<Kind>) -> Result<Plan, String> {
+        self.control.dry_run(self, policy)
+    }
+
+    fn put_plan(&self, request: PlanRequest) -> Result<Plan, String> {
+        self.control.put_plan(self, request)
+    }
+
+    fn policy(&self) -> PolicyStat {
+        self.control.stat(self)
+    }
+
+    fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, String> {
+        self.control.set(self, patch)?;
+        Ok(self.control.stat(self))
+    }
+
+    fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
+        let served = self.by_name(name)?;
+        Some(self.control.decisions(&served.vm.state.id().to_string()))
     }
 }
 
@@ -140,34 +195,35 @@ impl Backend for Host {
         Some(self.by_name(name)?.vm.heat.cycles_after(after))
     }
 
-    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
-        let served = self.by_name(name).ok_or(SetLimitError::NotFound)?;
+    fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
+        let served = self.by_name(name).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
-        let limit = limit_bytes.map(Bytes);
-        if let Some(limit) = limit {
-            if limit < SMALLEST_LIMIT {
-                return Err(SetLimitError::Invalid(format!(
-                    "a limit of {limit} is below the smallest one, {SMALLEST_LIMIT}"
-                )));
-            }
-            if limit < vm.size().bytes() {
-                if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
-                    return Err(SetLimitError::Invalid(format!("the VM is pinned: {reason}")));
-                }
-                let look = strangers::look_for_strangers(&[&served]);
-                if let Some(reason) = strangers::stranger(&served, &look) {
-                    return Err(SetLimitError::Invalid(reason));
-                }
-                if !look.unreadable.is_empty() {
-                    let text = strangers::unreadable_text(&look.unreadable);
-                    self.events.add(Some(name.to_owned()), "not-looked-at", text);
-                }
-            }
+        if let Some(limit) = patch.limit_bytes {
+            self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
         }
-        vm.state.set_limit(limit);
-        vm.ring();
-        let text = limit.map_or("removed".into(), |limit| limit.to_string());
-        self.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
+        let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
+        let before = words::read(vm.state.settings());
+        let after = patch.settings_after(before);
+        let change = || {
+            vm.state.set_settings(words::write(&after));
+            vm.state.set_limit(limit);
+            vm.ring();
+        };
+        self.control.admit(self, &served, after, limit, change).map_err(ChangeError::Invalid)?;
+        if patch.limit_bytes.is_some() {
+            let text = limit.map_or("removed".into(), |limit| limit.to_string());
+            self.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));
+        }
+        if after != before {
+            let (reservation, protect) = (Bytes(after.reservation_bytes), Bytes(after.protect_bytes));
+            let text = format!(
+                "{name} is {}, with {} shares, a reservation of {reservation}, {protect} protected and {} % headroom",
+                after.class,
+                after.effective_shares(),
+                after.headroom_percent
+            );
+            self.events.add(Some(name.to_owned()), "settings", text);
+        }
         Ok(stat(&served))
     }
 
@@ -176,6 +232,7 @@ impl Backend for Host {
         let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
         let (far, zero) = (sum(|vm| vm.far_bytes), sum(|vm| vm.zero_bytes));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let brief = self.control.brief(self);
         HostStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             engine_pid: std::process::id(),
@@ -196,6 +253,11 @@ impl Backend for Host {
             far_file_bytes: sum(|vm| vm.far_file_bytes),
             zero_bytes: zero,
             saved_bytes: (far + zero).saturating_sub(self.budget.used().0),
+            policy: brief.policy,
+            state: brief.state,
+            exhaustion_ms: brief.exhaustion_ms,
+            guest_budget_bytes: brief.budget_bytes,
+            schedulable_bytes: brief.schedulable_bytes,
         }
     }
 
@@ -247,12 +309,14 @@ fn stat(served: &Served) -> VmStat {
     let detail = served.store.usage_detail();
     let file = served.file.as_ref().map(|file| file.usage()).unwrap_or_default();
     let averages = vm.pressure.averages();
+    let settings = words::read(vm.state.settings());
+    let limit_bytes = vm.state.limit().map(|limit| limit.0);
     VmStat {
         name: vm.state.name(),
         id: vm.state.id().to_string(),
         pid: vm.views().first().map_or(0, |view| view.pid),
         vmm: served.vmm.clone(),
-        class: if vm.is_pinned() { VmClass::Pinned } else { VmClass::Burstable },
+        class: if vm.is_pinned() { VmClass::Pinned } else { settings.class },
         status: if vm.views().is_empty() {
             VmStatus::Recovering
         } else if vm.held().is_some() && !vm.is_pinned() {
@@ -262,7 +326,10 @@ fn stat(served: &Served) -> VmStat {
         },
         status_reason: vm.held(),
         size_bytes: size,
-        limit_bytes: vm.state.limit().map(|limit| limit.0),
+        limit_bytes,
+        target_bytes: vm.state.target().map(|target| target.0),
+        settings,
+        warnings: settings.warnings(size, limit_bytes),
         resident_bytes,
         quarantine_bytes: bytes(Counter::Quarantined).min(resident_bytes),
         far_bytes,

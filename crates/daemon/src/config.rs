@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
+use ballast_policy::{Kind, Params, Setup};
 use serde::{Deserialize, Serialize};
 
 /// How far pages are compressed.
@@ -44,6 +45,52 @@ pub struct Config {
     /// A file store for pages that have been far for long; without it they stay in the compressed store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spill: Option<Spill>,
+    /// Who decides how much memory each VM may have.
+    pub policy: Policy,
+}
+
+/// How the control loop runs. `ballast policy set` changes it until the keeper ends.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Policy {
+    /// Who decides.
+    pub name: Kind,
+    /// How often, in milliseconds.
+    pub tick_ms: u64,
+    /// DRAM for all guests together; `None` is what the host can spare.
+    #[serde(with = "size", skip_serializing_if = "Option::is_none")]
+    pub budget: Option<Bytes>,
+    /// Maestro: over how long faults count, in seconds.
+    pub window_s: f64,
+    /// Pressure: the share of time a VM may stall, 0 to 1.
+    pub threshold: f64,
+    /// Pressure: unused allowance a VM keeps.
+    #[serde(with = "size")]
+    pub watermark: Option<Bytes>,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        let Setup { policy, tick_ms, params, .. } = Setup::default();
+        let window_s = params.window_ms as f64 / 1e3;
+        let watermark = Some(Bytes(params.watermark_bytes));
+        Self { name: policy, tick_ms, budget: None, window_s, threshold: params.threshold, watermark }
+    }
+}
+
+impl Policy {
+    /// The same for the loop.
+    pub fn setup(&self) -> Setup {
+        let defaults = Params::default();
+        let watermark_bytes = self.watermark.map_or(defaults.watermark_bytes, |watermark| watermark.0);
+        Setup {
+            policy: self.name,
+            tick_ms: self.tick_ms,
+            budget_bytes: self.budget.map(|budget| budget.0),
+            // Out of range becomes 0 or the largest number, which `check` refuses.
+            params: Params { window_ms: (self.window_s * 1e3) as u64, threshold: self.threshold, watermark_bytes },
+        }
+    }
 }
 
 /// Where pages go that have been far for long.
@@ -80,6 +127,7 @@ impl Default for Config {
             reader_gid: None,
             attach_gid: None,
             spill: None,
+            policy: Policy::default(),
         }
     }
 }
@@ -102,6 +150,7 @@ impl Config {
             "quarantine_ms = {} is out of range: 1 to 60000",
             self.quarantine_ms
         );
+        self.policy.setup().check().map_err(|why| anyhow::anyhow!("policy: {why}"))?;
         self.spill.as_ref().map_or(Ok(()), Spill::validate)
     }
 
@@ -194,6 +243,8 @@ mod tests {
         let config = Config { store_budget: Some(Bytes(5 * GIB)), reader_gid: Some(7), ..Config::default() };
         let spill =
             |writes_per_day| Some(Spill { dir: "/x".into(), budget: Some(Bytes(GIB)), after_s: 7, writes_per_day });
+        let policy = Policy { name: Kind::Maestro, budget: Some(Bytes(GIB)), ..Policy::default() };
+        let config = Config { policy, ..config };
         for spill in [None, spill(None), spill(Some(Bytes(5)))] {
             let config = Config { spill, ..config.clone() };
             assert_eq!(parse(&config.to_toml().expect("serialise")), Ok(config));
@@ -212,6 +263,13 @@ mod tests {
             ("[spill]\ndir = \"/x\"", "budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1M\"", "spill.budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1G\"\nafter_s = 0", "spill.after_s"),
+            ("[policy]\nname = \"best\"", "best"),
+            ("[policy]\ntick_ms = 1", "tick"),
+            ("[policy]\nthreshold = 0.0", "threshold"),
+            ("[policy]\nthreshold = nan", "threshold"),
+            ("[policy]\nwindow_s = -1.0", "window"),
+            ("[policy]\nbudget = \"7\"", "7"),
+            ("[policy]\nbudget = \"7K\"", "budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1G\"\nwrites_per_day = \"7\"", "7"),
         ] {
             let error = parse(text).expect_err(text);

@@ -5,6 +5,7 @@
 
 use ballast_base::wire::{RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
+use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Compression;
@@ -28,6 +29,8 @@ pub struct Begin {
     pub reader_gid: Option<u32>,
     /// File stores.
     pub spill: Option<Spilling>,
+    /// The control loop.
+    pub policy: Setup,
 }
 
 /// How pages go to file stores.
@@ -170,4 +173,6 @@ pub enum Report {
     Serving,
     /// Here.
     Pong,
+    /// An operator changed the control loop: the next engine is to begin with this.
+    Policy(Setup),
 }

@@ -1,6 +1,7 @@
 //! Two policies that measure nothing: baselines, and what to have where nothing may surprise.
 //!
-//! Promise: what they plan changes when VMs come, go or are given other words, or the budget changes, and at no other time.
+//! Promise: what they plan changes when VMs come, go or are given other words, or the budget changes, and at no other
+//! time.
 
 use crate::frame::{Frame, pages};
 use crate::reason::Reason;

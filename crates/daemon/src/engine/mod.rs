@@ -2,8 +2,8 @@
 //!
 //! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the last
 //! VM too.
-//! Threads: this one takes orders and never waits for what they are about; the API has one; the watch has one; every VM
-//! has one that carries out its orders, and its lanes.
+//! Threads: this one takes orders and never waits for what they are about; the API has one; the watch has one; the
+//! control loop has one; every VM has one that carries out its orders, and its lanes.
 //! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
 //! only VMs whose state file names it.
 
@@ -29,8 +29,10 @@ use crate::events::Events;
 use crate::http::{self, PeerPolicy};
 use crate::keeper::fence::Process;
 use crate::orders::{Begin, Order, Report};
+use control::Control;
 use workers::Workers;
 
+pub mod control;
 pub mod strangers;
 mod views;
 pub mod workers;
@@ -52,7 +54,14 @@ pub fn run() -> anyhow::Result<()> {
     };
     protect_from_oom_killer();
     let events = Arc::new(Events::default());
+    let reports = keeper.clone();
+    let keep = move |setup| {
+        if let Err(error) = scm::send(&*reports, &wire::encode(&Report::Policy(setup)), &[]) {
+            tracing::warn!("Reporting the policy to the keeper: {error}");
+        }
+    };
     let host = Arc::new(Host {
+        control: Control::new(begin.policy, keep),
         budget: Budget::new(begin.store_budget),
         file_budget: Budget::new(begin.spill.map_or(Bytes(0), |spill| spill.budget)),
         begin: begin.clone(),
@@ -61,6 +70,7 @@ pub fn run() -> anyhow::Result<()> {
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = strangers::start(host.clone())?;
+    Control::start(host.clone(), watch.clone()).context("Starting the control loop")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine { keeper, me, begin, host, events, watch });
     let mut orders = Orders { engine, workers: Workers::default(), api: Some(api) };
@@ -355,7 +365,9 @@ impl Engine {
         }
         vm.hold(Hold::Pinned, pinned);
         vm.start()?;
-        self.host.vms.write().expect("no panic while held").push(Arc::new(Served::new(vm, store, file.opened(), vmm)));
+        let served = Arc::new(Served::new(vm, store, file.opened(), vmm));
+        self.host.vms.write().expect("no panic while held").push(served.clone());
+        self.host.control.opened(&served);
         if epoch == 1 {
             self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));
         }

@@ -8,6 +8,7 @@ use std::fmt::{self, Write};
 
 use ballast_api::{HostStat, VmHeat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
+use ballast_policy::HostState;
 
 use super::{Backend, Histogram};
 
@@ -96,6 +97,23 @@ pub(super) const HOST: &[Metric<HostSamples>] = &[
     metric("ballast_file_used_bytes", Kind::Gauge, "What far pages occupy on disk.", |host| one(host.file_bytes)),
     metric("ballast_file_budget_bytes", Kind::Gauge, "Most they may occupy there.", |host| one(host.file_budget_bytes)),
     metric("ballast_vms", Kind::Gauge, "VMs attached.", |host| one(u64::from(host.vms))),
+    metric("ballast_policy_info", Kind::Gauge, "Always 1; the label names the policy in force.", |host| {
+        vec![(vec![("policy", host.policy.to_string())], 1.0)]
+    }),
+    metric("ballast_host_state", Kind::Gauge, "1 for the state the host is in; none while nobody decides.", |host| {
+        let is =
+            |state: HostState| (vec![("state", state.to_string())], f64::from(u8::from(host.state == Some(state))));
+        HostState::ALL.map(is).into()
+    }),
+    metric("ballast_host_exhaustion_seconds", Kind::Gauge, "When no memory is free any more, at this rate.", |host| {
+        host.exhaustion_ms.map(|ms| vec![(Vec::new(), ms as f64 / 1e3)]).unwrap_or_default()
+    }),
+    metric("ballast_host_guest_budget_bytes", Kind::Gauge, "DRAM that all guests together may use.", |host| {
+        one(host.guest_budget_bytes)
+    }),
+    metric("ballast_host_schedulable_bytes", Kind::Gauge, "The part of it that may still be reserved.", |host| {
+        one(host.schedulable_bytes)
+    }),
 ];
 
 pub(super) const VM: &[Metric<VmSamples>] = &[
@@ -124,6 +142,12 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     }),
     metric("ballast_vm_limit_bytes", Kind::Gauge, "DRAM cap; absent when there is none.", |vm| {
         vm.limit_bytes.map(one).unwrap_or_default()
+    }),
+    metric("ballast_vm_target_bytes", Kind::Gauge, "What the policy allows; absent without one.", |vm| {
+        vm.target_bytes.map(one).unwrap_or_default()
+    }),
+    metric("ballast_vm_reservation_bytes", Kind::Gauge, "DRAM that is never taken.", |vm| {
+        one(vm.settings.effective_reservation(vm.limit_bytes.map_or(vm.size_bytes, |limit| limit.min(vm.size_bytes))))
     }),
     metric("ballast_vm_registered_bytes", Kind::Gauge, "Guest RAM under userfaultfd now.", |vm| {
         one(vm.registered_bytes)

@@ -5,6 +5,7 @@
 //! waits for a lock delays its own request only. Fault lanes never come here.
 //! Promise: whatever a peer sends, slowly or not at all, the server answers the next one.
 
+mod control;
 mod metrics;
 mod peer;
 mod routes;
@@ -12,16 +13,17 @@ mod routes;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_api::{Event, HostStat, VmHeat, VmStat};
+use ballast_api::{Event, HostStat, VmHeat, VmPatch, VmStat};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+pub use control::Control;
 pub use peer::{Access, PeerPolicy};
 
 /// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
-pub trait Backend: Send + Sync + 'static {
+pub trait Backend: Control + Send + Sync + 'static {
     /// Every VM, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
@@ -30,8 +32,8 @@ pub trait Backend: Send + Sync + 'static {
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
     /// Its access cycles after that number, as a recording.
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
-    /// Set or remove the DRAM cap of a VM; answers its state after the change.
-    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError>;
+    /// Change what the operator says of a VM, all of it or nothing; answers its state after the change.
+    fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
     /// The host and Ballast itself.
     fn host(&self) -> HostStat;
     /// Recent events, oldest first.
@@ -42,9 +44,9 @@ pub trait Backend: Send + Sync + 'static {
     fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)>;
 }
 
-/// Why a limit was not set. Caused by the operator.
+/// Why a VM was not changed. Caused by the operator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SetLimitError {
+pub enum ChangeError {
     /// No VM has that name.
     #[error("no VM has that name")]
     NotFound,

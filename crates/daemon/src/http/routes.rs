@@ -18,8 +18,9 @@ use axum::routing::get;
 use ballast_api::{DEFAULT_CELLS, MAX_BODY_BYTES, MAX_CELLS, Problem, VmPatch};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-use super::{Access, Backend, SetLimitError, metrics};
+use super::{Access, Backend, ChangeError, control, metrics};
 
 /// Written to a connection there is no place for.
 pub(super) const BUSY_ANSWER: &str = concat!(
@@ -30,14 +31,14 @@ pub(super) const BUSY_ANSWER: &str = concat!(
 );
 
 #[derive(Clone)]
-struct Connection {
+pub(super) struct Connection {
     backend: Arc<dyn Backend>,
     access: Access,
-    body_time: Duration,
+    pub(super) body_time: Duration,
 }
 
 /// A refusal on its way to the peer.
-struct Refusal(Problem);
+pub(super) struct Refusal(Problem);
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
@@ -48,7 +49,7 @@ impl IntoResponse for Refusal {
     }
 }
 
-type Answer = Result<Response, Refusal>;
+pub(super) type Answer = Result<Response, Refusal>;
 
 pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
     let state = Connection { backend, access, body_time };
@@ -57,6 +58,7 @@ pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Durat
         .route("/v1/vms/{name}", get(vm).patch(patch_vm))
         .route("/v1/vms/{name}/heat", get(heat))
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
+        .merge(control::routes())
         .route("/v1/host", get(host))
         .route("/v1/events", get(events))
         .route("/v1/openapi.json", get(openapi))
@@ -82,7 +84,7 @@ async fn check_access(State(connection): State<Connection>, request: Request, ne
 }
 
 /// Call the backend where it may block. A panic there is our fault and becomes a 500.
-async fn ask<T: Send + 'static>(
+pub(super) async fn ask<T: Send + 'static>(
     connection: &Connection,
     call: impl FnOnce(&dyn Backend) -> T + Send + 'static,
 ) -> Result<T, Refusal> {
@@ -93,13 +95,13 @@ async fn ask<T: Send + 'static>(
     })
 }
 
-fn json<T: Serialize>(value: &T) -> Answer {
+pub(super) fn json<T: Serialize>(value: &T) -> Answer {
     // Serialising the API's plain data has no way to fail (a number that is not finite becomes null).
     let body = serde_json::to_vec(value).expect("API types serialise");
     Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-fn no_such_vm(name: &str) -> Refusal {
+pub(super) fn no_such_vm(name: &str) -> Refusal {
     Refusal(Problem::new(404, Problem::NO_SUCH_VM, "No such VM", format!("No VM is named {name:?}")))
 }
 
@@ -159,21 +161,16 @@ async fn patch_vm(
 ) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let body = read_body(request.into_body(), connection.body_time).await?;
-    // serde would also take an array as the fields in order.
-    if body.trim_ascii_start().first() != Some(&b'{') {
-        return Err(bad_request("The body is not a change to a VM: a JSON object is needed"));
-    }
-    let patch: VmPatch = serde_json::from_slice(&body)
-        .map_err(|error| bad_request(format!("The body is not a change to a VM: {error}")))?;
+    let patch: VmPatch = parse(&body, "a change to a VM")?;
     let asked = name.clone();
-    let Some(limit_bytes) = patch.limit_bytes else {
+    if patch == VmPatch::default() {
         let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
         return json(&vm.ok_or_else(|| no_such_vm(&name))?);
-    };
-    match ask(&connection, move |backend| backend.set_limit(&asked, limit_bytes)).await? {
+    }
+    match ask(&connection, move |backend| backend.patch_vm(&asked, &patch)).await? {
         Ok(vm) => json(&vm),
-        Err(SetLimitError::NotFound) => Err(no_such_vm(&name)),
-        Err(SetLimitError::Invalid(why)) => Err(Refusal(Problem::new(422, Problem::INVALID, "Invalid value", why))),
+        Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
+        Err(ChangeError::Invalid(why)) => Err(invalid(why)),
     }
 }
 
@@ -204,11 +201,24 @@ async fn wrong_method(request: Request) -> Refusal {
     Refusal(Problem::new(405, Problem::METHOD, "Method not allowed", detail))
 }
 
-fn bad_request(detail: impl Into<String>) -> Refusal {
+pub(super) fn bad_request(detail: impl Into<String>) -> Refusal {
     Refusal(Problem::new(400, Problem::BAD_REQUEST, "Bad request", detail))
 }
 
-async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Refusal> {
+pub(super) fn invalid(why: String) -> Refusal {
+    Refusal(Problem::new(422, Problem::INVALID, "Invalid value", why))
+}
+
+/// A JSON object as plain data.
+pub(super) fn parse<T: DeserializeOwned>(body: &[u8], what: &str) -> Result<T, Refusal> {
+    // serde would also take an array as the fields in order.
+    if body.trim_ascii_start().first() != Some(&b'{') {
+        return Err(bad_request(format!("The body is not {what}: a JSON object is needed")));
+    }
+    serde_json::from_slice(body).map_err(|error| bad_request(format!("The body is not {what}: {error}")))
+}
+
+pub(super) async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Refusal> {
     let whole = Limited::new(body, MAX_BODY_BYTES).collect();
     match tokio::time::timeout(time, whole).await {
         Ok(Ok(body)) => Ok(body.to_bytes().into()),

@@ -49,13 +49,14 @@ impl Backend for Canned {
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
         self.vm(name).map(|_| after.to_string().into_bytes())
     }
-    fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, SetLimitError> {
+    fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError> {
         let mut vms = self.vms.lock().expect("lock");
-        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(SetLimitError::NotFound)?;
-        if limit_bytes == Some(0) {
-            return Err(SetLimitError::Invalid("the limit must be at least 2 MiB".into()));
+        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(ChangeError::NotFound)?;
+        if patch.limit_bytes == Some(Some(0)) {
+            return Err(ChangeError::Invalid("the limit must be at least 2 MiB".into()));
         }
-        vm.limit_bytes = limit_bytes;
+        vm.limit_bytes = patch.limit_bytes.unwrap_or(vm.limit_bytes);
+        vm.settings = patch.settings_after(vm.settings);
         Ok(vm.clone())
     }
     fn host(&self) -> HostStat {
@@ -71,6 +72,8 @@ impl Backend for Canned {
         vec![("read", Histogram { buckets: vec![(1e-6, 1)], count: 2, sum_s: 0.5 })]
     }
 }
+
+impl Control for Canned {}
 
 struct Server {
     _directory: tempfile::TempDir,
@@ -117,6 +120,10 @@ fn patch(path: &str, body: &str) -> Vec<u8> {
     format!("PATCH {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into()
 }
 
+fn put(path: &str, body: &str) -> Vec<u8> {
+    format!("PUT {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into()
+}
+
 fn refused(error: ClientError) -> Problem {
     match error {
         ClientError::Refused(problem) => problem,
@@ -161,6 +168,22 @@ fn a_refusal_is_a_problem_that_says_what_was_wrong() {
         (400, patch("/v1/vms/web", "[4096]"), "object"),
         (400, patch("/v1/vms/web", "\u{0}\u{1}"), "not a change"),
         (400, patch("/v1/vms/%ff%fe", "{}"), "UTF-8"),
+        (400, patch("/v1/vms/web", r#"{"class":"platinum"}"#), "platinum"),
+        (400, patch("/v1/vms/web", r#"{"shares":-1}"#), "expected u32"),
+        (400, patch("/v1/policy", r#"{"policy":"best"}"#), "unknown variant"),
+        (400, patch("/v1/policy", "[1]"), "object"),
+        (422, patch("/v1/policy", r#"{"policy":"maestro"}"#), "nobody decides here"),
+        (400, put("/v1/plan", r#"{"policy":"x","lease_ms":1}"#), "missing field"),
+        (
+            400,
+            put("/v1/plan", r#"{"policy":"x","lease_ms":1,"limits":[{"name":"web","limit_bytes":-1}]}"#),
+            "expected u64",
+        ),
+        (422, put("/v1/plan", r#"{"policy":"x","lease_ms":1,"limits":[]}"#), "nobody decides here"),
+        (400, b"GET /v1/plan?policy=best HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "is no policy"),
+        (400, b"GET /v1/plan?when=now HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "policy=NAME is"),
+        (404, b"GET /v1/vms/nobody/decisions HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "nobody"),
+        (405, put("/v1/snapshot", "{}"), "PUT"),
         (413, patch("/v1/vms/web", &long), "65536 bytes"),
         (404, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "openapi.json"),
         (404, b"GET /v1/vms/a/b HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "Nothing is at"),
@@ -216,6 +239,10 @@ fn a_stranger_is_refused_everything_and_a_reader_every_change() {
         assert_eq!(ask(b"GET /v1/vms HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
         assert_eq!(ask(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
         assert_eq!(ask(patch("/v1/vms/web", "{}")), changing, "{access:?}");
+        assert_eq!(ask(b"GET /v1/snapshot HTTP/1.1\r\nhost: x\r\n\r\n".to_vec()), looking, "{access:?}");
+        // Understood and refused is not forbidden.
+        let plan = put("/v1/plan", r#"{"policy":"x","lease_ms":1,"limits":[]}"#);
+        assert_eq!(ask(plan), if changing == 200 { 422 } else { changing }, "{access:?}");
     }
 }
 
@@ -268,12 +295,13 @@ impl Dice {
 #[test]
 fn random_and_broken_requests_never_stop_the_server() {
     const REQUESTS: usize = 3000;
-    let seeds: [Vec<u8>; 6] = [
+    let seeds: [Vec<u8>; 7] = [
         b"GET /v1/vms HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
         b"GET /v1/vms/web HTTP/1.1\r\nhost: x\r\nconnection: keep-alive\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n".to_vec(),
         patch("/v1/vms/web", r#"{"limit_bytes":1048576}"#),
         patch("/v1/vms/web", r#"{"limit_bytes":{"a":[[[[[[1,2,null,"\ud800"]]]]]]}}"#),
         b"PATCH /v1/vms/w HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"lim\r\nFFFFFFFFFFFFFFFFF\r\n".to_vec(),
+        put("/v1/plan", r#"{"policy":"x","lease_ms":1000,"limits":[{"name":"web","limit_bytes":1048576}]}"#),
         b"POST /v1/events HTTP/1.0\r\ncontent-length: 99999999999999999999\r\nupgrade: h2c\r\n\r\n".to_vec(),
     ];
     let server = usual();

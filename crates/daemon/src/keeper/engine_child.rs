@@ -176,6 +176,7 @@ impl Keeper {
                 after_s: spill.after_s,
                 writes_per_day: spill.writes_per_day.unwrap_or_default(),
             }),
+            policy: self.policy,
         };
         let api = [self.api.clone()];
         self.order(&Order::Begin(begin), &api);
@@ -252,6 +253,7 @@ impl Keeper {
             engine.pulse.silent = 0;
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}
+                Ok(Report::Policy(setup)) => self.policy = setup,
                 Ok(Report::Serving) => {
                     engine.pulse.starting = None;
                     self.young_deaths = 0;

@@ -38,6 +38,8 @@ const SOON: Duration = Duration::from_millis(20);
 
 struct Keeper {
     config: Config,
+    /// The control loop's settings: the configuration's until an operator changed them.
+    policy: ballast_policy::Setup,
     program: PathBuf,
     since_unix_s: u64,
     closer: Arc<Closer>,
@@ -123,6 +125,7 @@ impl Keeper {
         let closer = Closer::new();
         Self {
             since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            policy: config.policy.setup(),
             config,
             program,
             api: Arc::new(SentFd::new(api, 0, closer.clone())),

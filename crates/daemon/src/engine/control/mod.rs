@@ -1,0 +1,468 @@
+//! The control loop: once per tick, over all VMs: sample, decide, apply.
+//!
+//! ```text
+//! sample (counters) ─► decide (a policy, or a program with a lease) ─► apply (a word per VM, a ring) ─► log, events
+//! ```
+//!
+//! Before: the engine serves VMs, an operator named a policy. After: each VM has a target beside its operator's limit;
+//! the lower one holds, and the reclaim lane does the rest.
+//! Threads: one runs the loop; API threads ask under its lock. No lane ever comes here: the pager cannot name this.
+//! Units: milliseconds of the monotonic clock. Promise: with the policy *none* and no lease it sleeps and no VM has a
+//! target. A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that panics changes
+//! nothing and is said loudly; a program that falls silent is followed by the policy.
+
+mod kernel_stall;
+mod log;
+mod sample;
+pub mod words;
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ballast_api::{DecisionRecord, LeaseStat, PlanRequest, PolicyPatch, PolicyStat};
+use ballast_base::Bytes;
+use ballast_pager::vm::Hold;
+use ballast_policy::words::Admission;
+use ballast_policy::{
+    Action, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
+};
+
+use crate::backend::{Host, Served};
+use log::Log;
+use sample::{Sampler, now_ms};
+
+/// What leases may be.
+const LEASES_MS: std::ops::RangeInclusive<u64> = 100..=600_000;
+/// Longest name of a program that decides.
+const MAX_NAME: usize = 64;
+
+/// The loop, as its thread and the API see it.
+pub struct Control {
+    inner: Mutex<Inner>,
+    bell: Condvar,
+    /// Whoever is sent here is looked at for strangers.
+    watch: OnceLock<mpsc::Sender<Arc<Served>>>,
+    /// Called with new settings, so that the next engine begins with them.
+    keep: Box<dyn Fn(Setup) + Send + Sync>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    setup: Setup,
+    state: State,
+    sampler: Sampler,
+    log: Log,
+    lease: Option<Lease>,
+    /// The last tick's snapshot.
+    last: Option<Snapshot>,
+    /// When the next tick is due; none while nobody decides.
+    due_ms: Option<u64>,
+    host_state: HostState,
+    exhaustion_ms: Option<u64>,
+    overcommitted: bool,
+    ticks: u64,
+    changed: u64,
+    failures: u64,
+}
+
+#[derive(Debug)]
+struct Lease {
+    wanted: External,
+    length_ms: u64,
+    until_ms: u64,
+}
+
+impl std::fmt::Debug for Control {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Control").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    fn is_active(&self) -> bool {
+        self.setup.policy != Kind::None || self.lease.is_some()
+    }
+
+    /// What the last tick saw; while there are no ticks, what is to be seen now, with rates since somebody asked last.
+    fn snapshot(&mut self, host: &Host) -> Snapshot {
+        match self.last.clone().filter(|_| self.is_active()) {
+            Some(last) => last,
+            None => self.sampler.take(host, &self.setup, now_ms()),
+        }
+    }
+
+    /// The same for those who do not ask for rates.
+    fn seen(&self, host: &Host) -> Snapshot {
+        let last = self.last.clone().filter(|_| self.is_active());
+        last.unwrap_or_else(|| self.sampler.peek(host, &self.setup, now_ms()))
+    }
+}
+
+impl Control {
+    /// A loop that is not running yet.
+    pub fn new(setup: Setup, keep: impl Fn(Setup) + Send + Sync + 'static) -> Self {
+        let inner = Inner {
+            setup,
+            state: State::default(),
+            sampler: Sampler::default(),
+            log: Log::default(),
+            lease: None,
+            last: None,
+            due_ms: Some(0),
+            host_state: HostState::High,
+            exhaustion_ms: None,
+            overcommitted: false,
+            ticks: 0,
+            changed: 0,
+            failures: 0,
+        };
+        Self { inner: Mutex::new(inner), bell: Condvar::new(), watch: OnceLock::new(), keep: Box::new(keep) }
+    }
+
+    /// Start the loop's thread, which lives as long as the engine.
+    pub fn start(host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
+        let _ = host.control.watch.set(watch);
+        std::thread::Builder::new().name("control".into()).spawn(move || {
+            loop {
+                host.control.wait();
+                host.control.tick(&host);
+            }
+        })?;
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Until a tick is due, or a lease is over.
+    fn wait(&self) {
+        let mut inner = self.lock();
+        loop {
+            let lease = inner.lease.as_ref().map(|lease| lease.until_ms);
+            let Some(due_ms) = inner.due_ms.into_iter().chain(lease).min() else {
+                inner = self.bell.wait(inner).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = due_ms.saturating_sub(now_ms());
+            if left == 0 {
+                return;
+            }
+            let waited = self.bell.wait_timeout(inner, Duration::from_millis(left));
+            inner = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Have a tick at once.
+    fn ring(&self, inner: &mut Inner) {
+        inner.due_ms = Some(0);
+        self.bell.notify_all();
+    }
+
+    /// A VM was opened: a target that an earlier engine left is nobody's if nobody decides.
+    pub fn opened(&self, served: &Served) {
+        if !self.lock().is_active() {
+            served.vm.state.set_target(None);
+        }
+    }
+
+    fn tick(&self, host: &Host) {
+        let mut guard = self.lock();
+        let inner = &mut *guard;
+        let at_ms = now_ms();
+        let snapshot = inner.sampler.take(host, &inner.setup, at_ms);
+        let plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));
+        inner.due_ms = inner.is_active().then_some(at_ms + inner.setup.tick_ms);
+        if let Some(plan) = plan {
+            let vms: HashMap<String, Arc<Served>> =
+                host.all().into_iter().map(|served| (served.vm.state.id().to_string(), served)).collect();
+            let apply = |decision: &&Decision| vms.get(&decision.id).is_some_and(|vm| self.apply(vm, decision));
+            let changed = plan.decisions.iter().filter(apply).count();
+            inner.ticks += 1;
+            inner.changed += changed as u64;
+            if inner.is_active() {
+                inner.log.add(&snapshot, &plan, unix_ms());
+                tell_host_state(inner, host, &snapshot, &plan);
+            }
+        }
+        inner.last = Some(snapshot);
+    }
+
+    /// Give a VM what was decided; answers whether that changed anything.
+    fn apply(&self, served: &Arc<Served>, decision: &Decision) -> bool {
+        let (vm, before) = (&served.vm, served.vm.state.target());
+        let after = match decision.action {
+            Action::Limit => decision.limit_bytes.map(Bytes),
+            Action::Free => None,
+            Action::Leave => return false,
+        };
+        if after == before {
+            return false;
+        }
+        if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
+            // Nobody looks for strangers while no page may go: so look before the first one does.
+            vm.hold(Hold::Unchecked, Some("nobody has looked yet who else maps its RAM".into()));
+            if self.watch.get().is_none_or(|watch| watch.send(served.clone()).is_err()) {
+                return false;
+            }
+        }
+        vm.state.set_target(after);
+        vm.ring();
+        true
+    }
+}
+
+/// What the program that holds the lease wants, if one does and may.
+fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -> Option<Plan> {
+    let lease = inner.lease.as_ref()?;
+    let holder = lease.wanted.policy.clone();
+    let why = if at_ms >= lease.until_ms {
+        format!("put no plan for {} ms", lease.length_ms)
+    } else {
+        match check_external(snapshot, &lease.wanted, &mut inner.state, false) {
+            Ok(plan) => return Some(plan),
+            Err(why) => format!("has a plan that keeps the rules no more ({why})"),
+        }
+    };
+    inner.lease = None;
+    let next = inner.setup.policy;
+    let text = format!("the program {holder} {why}: the policy {next} decides again");
+    tracing::warn!("{text}");
+    host.events.add(None, "policy-lease-lost", text);
+    None
+}
+
+/// What the policy in force wants. Without one, every target goes.
+fn built_in(inner: &mut Inner, host: &Host, snapshot: &Snapshot) -> Option<Plan> {
+    let Some(policy) = inner.setup.policy.policy(inner.setup.params) else {
+        return Some(free_all(snapshot));
+    };
+    let mut state = inner.state.clone();
+    match catch_unwind(AssertUnwindSafe(|| policy.decide(snapshot, &mut state))) {
+        Ok(plan) => {
+            inner.state = state;
+            Some(plan)
+        }
+        Err(_) => {
+            // What it remembers may be why. Said at the 1st, 2nd, 4th, 8th ... time.
+            inner.state = State::default();
+            inner.failures += 1;
+            if inner.failures.is_power_of_two() {
+                let text = format!("the policy {} panicked; all limits stay as they are", policy.name());
+                tracing::error!("{text}");
+                host.events.add(None, "policy-failed", text);
+            }
+            None
+        }
+    }
+}
+
+fn free_all(snapshot: &Snapshot) -> Plan {
+    let decisions = snapshot.vms.iter().map(|vm| Decision {
+        name: vm.name.clone(),
+        id: vm.id.clone(),
+        action: Action::Free,
+        before_bytes: vm.target_bytes,
+        ..Decision::default()
+    });
+    Plan { at_ms: snapshot.at_ms, policy: Kind::None.word().into(), decisions: decisions.collect(), ..Plan::default() }
+}
+
+/// Tell operators what changed with the host.
+fn tell_host_state(inner: &mut Inner, host: &Host, snapshot: &Snapshot, plan: &Plan) {
+    inner.exhaustion_ms = plan.exhaustion_ms;
+    let before = std::mem::replace(&mut inner.host_state, plan.host_state);
+    if before != plan.host_state {
+        let [free, budget] = [snapshot.host.free_bytes, snapshot.host.budget_bytes].map(Bytes);
+        let soon = plan.exhaustion_ms.map_or(String::new(), |ms| format!(", gone in {:.1} s", ms as f64 / 1e3));
+        let text = format!("the host is {} (was {before}): {free} free of {budget}{soon}", plan.host_state);
+        host.events.add(None, "host-state", text);
+    }
+    let warning = Admission::of(snapshot).warning();
+    if warning.is_some() && !inner.overcommitted {
+        host.events.add(None, "overcommitted", warning.clone().unwrap_or_default());
+    }
+    inner.overcommitted = warning.is_some();
+}
+
+fn unix_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+}
+
+/// What the API asks.
+impl Control {
+    /// What policies look at.
+    pub fn snapshot(&self, host: &Host) -> Snapshot {
+        self.lock().snapshot(host)
+    }
+
+    /// What a policy, or the one in force, would do now.
+    pub fn dry_run(&self, host: &Host, kind: Option<Kind>) -> Result<Plan, String> {
+        let (snapshot, mut state, setup) = {
+            let mut inner = self.lock();
+            (inner.snapshot(host), inner.state.clone(), inner.setup)
+        };
+        let policy = kind.unwrap_or(setup.policy).policy(setup.params);
+        let policy = policy.ok_or("the policy is none, which decides nothing; ask what another one would do")?;
+        Ok(policy.decide(&snapshot, &mut state))
+    }
+
+    /// Let another program decide for a while.
+    pub fn put_plan(&self, host: &Host, request: PlanRequest) -> Result<Plan, String> {
+        let PlanRequest { policy, lease_ms, limits } = request;
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        if policy.is_empty() || policy.len() > MAX_NAME || !policy.chars().all(plain) {
+            return Err(format!(
+                "{policy:?} is no name for a policy: 1 to {MAX_NAME} of letters, digits, '.', '_', '-'"
+            ));
+        }
+        if !LEASES_MS.contains(&lease_ms) {
+            return Err(format!("a lease of {lease_ms} ms is out of range: 100 ms to 10 minutes"));
+        }
+        let limits = limits.into_iter().map(|limit| (limit.name, limit.limit_bytes)).collect();
+        let wanted = External { policy, limits };
+        let mut inner = self.lock();
+        let snapshot = inner.snapshot(host);
+        let plan = check_external(&snapshot, &wanted, &mut inner.state.clone(), true)?;
+        let holder = inner.lease.as_ref().map(|lease| lease.wanted.policy.clone());
+        if holder.as_ref() != Some(&wanted.policy) {
+            let text = format!("the program {} decides from now on, for {lease_ms} ms at a time", wanted.policy);
+            host.events.add(None, "policy-lease", text);
+        }
+        inner.lease = Some(Lease { wanted, length_ms: lease_ms, until_ms: now_ms() + lease_ms });
+        self.ring(&mut inner);
+        Ok(plan)
+    }
+
+    /// The loop itself.
+    pub fn stat(&self, host: &Host) -> PolicyStat {
+        let inner = self.lock();
+        let budget = inner.seen(host).host.budget_bytes;
+        let Setup { policy, tick_ms, budget_bytes, params } = inner.setup;
+        let Params { window_ms, threshold, watermark_bytes } = params;
+        let lease = inner.lease.as_ref().map(|lease| LeaseStat {
+            holder: lease.wanted.policy.clone(),
+            left_ms: lease.until_ms.saturating_sub(now_ms()),
+        });
+        PolicyStat {
+            policy,
+            tick_ms,
+            budget_bytes,
+            effective_budget_bytes: budget,
+            window_ms,
+            threshold,
+            watermark_bytes,
+            state: inner.is_active().then_some(inner.host_state),
+            exhaustion_ms: inner.exhaustion_ms.filter(|_| inner.is_active()),
+            lease,
+            ticks: inner.ticks,
+            changed_limits: inner.changed,
+        }
+    }
+
+    /// Change it, now and for the engines that follow.
+    pub fn set(&self, host: &Host, patch: &PolicyPatch) -> Result<(), String> {
+        let mut inner = self.lock();
+        let before = inner.setup;
+        let setup = Setup {
+            policy: patch.policy.unwrap_or(before.policy),
+            tick_ms: patch.tick_ms.unwrap_or(before.tick_ms),
+            budget_bytes: patch.budget_bytes.unwrap_or(before.budget_bytes),
+            params: Params {
+                window_ms: patch.window_ms.unwrap_or(before.params.window_ms),
+                threshold: patch.threshold.unwrap_or(before.params.threshold),
+                watermark_bytes: patch.watermark_bytes.unwrap_or(before.params.watermark_bytes),
+            },
+        };
+        setup.check()?;
+        if setup == before {
+            return Ok(());
+        }
+        if setup.budget_bytes != before.budget_bytes {
+            let snapshot = inner.sampler.peek(host, &setup, now_ms());
+            if let Some(why) = Admission::of(&snapshot).refusal() {
+                return Err(why);
+            }
+        }
+        inner.setup = setup;
+        let budget = setup.budget_bytes.map_or("what the host can spare".into(), |budget| Bytes(budget).to_string());
+        let text =
+            format!("the policy is {} (was {}), every {} ms, for {budget}", setup.policy, before.policy, setup.tick_ms);
+        host.events.add(None, "policy", text);
+        self.ring(&mut inner);
+        drop(inner);
+        // Without the lock: a keeper that is stopped may keep this waiting.
+        (self.keep)(setup);
+        Ok(())
+    }
+
+    /// The last decisions about a VM.
+    pub fn decisions(&self, id: &str) -> Vec<DecisionRecord> {
+        self.lock().log.of(id)
+    }
+
+    /// What `ballast host` shows: who decides, the state, time to exhaustion, the budget and what may be reserved.
+    pub fn brief(&self, host: &Host) -> Brief {
+        let inner = self.lock();
+        let admission = Admission::of(&inner.seen(host));
+        Brief {
+            policy: inner.setup.policy,
+            state: inner.is_active().then_some(inner.host_state),
+            exhaustion_ms: inner.exhaustion_ms.filter(|_| inner.is_active()),
+            budget_bytes: admission.budget_bytes,
+            schedulable_bytes: admission.schedulable_bytes(),
+        }
+    }
+
+    /// Change what the operator says of a VM, if it does not contradict itself or what others were promised. `change`
+    /// is called when it does not, before anybody else can change such things.
+    pub fn admit(
+        &self,
+        host: &Host,
+        served: &Served,
+        settings: Settings,
+        limit: Option<Bytes>,
+        change: impl FnOnce(),
+    ) -> Result<(), String> {
+        let size = served.vm.size().bytes().0;
+        if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
+            return Err(why);
+        }
+        let mut inner = self.lock();
+        let mut snapshot = inner.sampler.peek(host, &inner.setup, now_ms());
+        let before = Admission::of(&snapshot);
+        let id = served.vm.state.id().to_string();
+        for vm in snapshot.vms.iter_mut().filter(|vm| vm.id == id) {
+            let class = if served.vm.is_pinned() { vm.settings.class } else { settings.class };
+            vm.settings = Settings { class, ..settings };
+            vm.limit_bytes = limit.map(|limit| limit.0);
+        }
+        let after = Admission::of(&snapshot);
+        // Whoever takes less is never refused, even where too much had been promised.
+        if let Some(why) = after.refusal().filter(|_| after.reserved_bytes > before.reserved_bytes) {
+            return Err(why);
+        }
+        change();
+        if inner.is_active() {
+            self.ring(&mut inner);
+        }
+        Ok(())
+    }
+}
+
+/// See [`Control::brief`].
+#[derive(Clone, Copy, Debug)]
+pub struct Brief {
+    /// Who decides.
+    pub policy: Kind,
+    /// The host's state, while somebody decides.
+    pub state: Option<HostState>,
+    /// When nothing is free any more.
+    pub exhaustion_ms: Option<u64>,
+    /// DRAM for all guests.
+    pub budget_bytes: u64,
+    /// The part of it that is not reserved.
+    pub schedulable_bytes: u64,
+}

@@ -1,0 +1,148 @@
+//! Sampling: the counters of all VMs as a [`Snapshot`].
+//!
+//! Before: the loop's tick, or somebody who asks. After: a policy decides on it.
+//! Threads: the loop's, or an API thread, under the loop's lock; nothing here waits for a lane.
+//! Promise: a VM that may not be reclaimed now is in it, with the reason.
+
+use std::collections::{HashMap, VecDeque};
+
+use ballast_base::wire::VmId;
+use ballast_base::{GIB, PAGE_SIZE, PageCount};
+use ballast_pager::stats::Counter;
+use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
+
+use super::{kernel_stall, words};
+use crate::backend::{Host, SMALLEST_LIMIT, Served, meminfo};
+
+/// Part of the host's memory that is kept free, and the most of it.
+const FREE_PART: u64 = 64;
+const MOST_FREE: u64 = GIB;
+/// How much better than nothing far memory is taken to compress at best.
+const BEST_RATIO: f64 = 8.0;
+
+/// What was seen last time, to tell rates.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    at_ms: u64,
+    vms: HashMap<VmId, Seen>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Seen {
+    stall_ns: u64,
+    kernel_us: Option<u64>,
+    /// Restores at times within one window.
+    restores: VecDeque<(u64, u64)>,
+}
+
+impl Sampler {
+    /// Look at everything. Rates are since the last `take`.
+    pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
+        let (snapshot, vms) = self.look(host, setup, at_ms);
+        *self = Self { at_ms, vms };
+        snapshot
+    }
+
+    /// The same without beginning new rates.
+    pub fn peek(&self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
+        self.look(host, setup, at_ms).0
+    }
+
+    fn look(&self, host: &Host, setup: &Setup, at_ms: u64) -> (Snapshot, HashMap<VmId, Seen>) {
+        let elapsed_ms = at_ms.saturating_sub(self.at_ms);
+        let mut seen = HashMap::new();
+        let mut vms = Vec::new();
+        for served in host.all() {
+            let id = served.vm.state.id();
+            let before = self.vms.get(&id);
+            let (vm, now) = sample(&served, before, setup, at_ms, elapsed_ms);
+            vms.push(vm);
+            seen.insert(id, now);
+        }
+        (Snapshot { at_ms, host: host_sample(host, setup, &vms), vms }, seen)
+    }
+}
+
+fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
+    let sum = |of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
+    let resident = sum(|vm| vm.resident_bytes);
+    let available = meminfo("MemAvailable").unwrap_or(0);
+    let whole = setup.budget_bytes.or_else(|| meminfo("MemTotal")).unwrap_or(0);
+    let min_free_bytes = (whole / FREE_PART).min(MOST_FREE);
+    let (budget_bytes, free_bytes) = match setup.budget_bytes {
+        Some(budget) => (budget, budget.saturating_sub(resident).min(available)),
+        // What the kernel calls available also counts what other programs would give up.
+        None => ((resident + available).saturating_sub(min_free_bytes), available),
+    };
+    let far_in_ram = sum(|vm| vm.far_bytes);
+    let (used, room) = (host.budget.used().0, host.budget.limit().0);
+    let ratio = if used == 0 { 1.0 } else { (far_in_ram as f64 / used as f64).clamp(1.0, BEST_RATIO) };
+    let far_capacity_bytes = ((room as f64 * ratio) as u64).saturating_add(host.file_budget.limit().0);
+    HostSample { budget_bytes, free_bytes, min_free_bytes, far_capacity_bytes, smallest_bytes: SMALLEST_LIMIT.0 }
+}
+
+fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, elapsed_ms: u64) -> (VmSample, Seen) {
+    let vm = &served.vm;
+    let stats = vm.stats();
+    let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
+    let size_bytes = vm.size().bytes().0;
+    let (far_bytes, zero_bytes) = (bytes(Counter::Far), bytes(Counter::Zero));
+    let resident_bytes = vm.resident().map_or(0, |pages| pages.bytes().0).min(size_bytes);
+    let elsewhere = [resident_bytes, far_bytes, zero_bytes, bytes(Counter::Poisoned)];
+    let views = vm.views();
+    let pids: Vec<u32> = views.iter().map(|view| view.pid).collect();
+
+    let restores = stats.get(Counter::FaultRestore);
+    let mut now =
+        Seen { stall_ns: stats.get(Counter::StallSomeNs), kernel_us: kernel_stall::some_us(&pids), ..Seen::default() };
+    let share = |more: u64, per_ms: u64| {
+        if elapsed_ms == 0 { 0.0 } else { (more as f64 / (per_ms * elapsed_ms) as f64).clamp(0.0, 1.0) }
+    };
+    let stall = before.map_or(0.0, |seen| share(now.stall_ns.saturating_sub(seen.stall_ns), 1_000_000));
+    let kernel_stall = now.kernel_us.zip(before.and_then(|seen| seen.kernel_us));
+    let kernel_stall = kernel_stall.map(|(now, then)| share(now.saturating_sub(then), 1_000));
+
+    now.restores = before.map(|seen| seen.restores.clone()).unwrap_or_default();
+    now.restores.push_back((at_ms, restores));
+    while now.restores.len() > 1 && now.restores[0].0 + setup.params.window_ms < at_ms {
+        now.restores.pop_front();
+    }
+    let came_back = restores.saturating_sub(now.restores[0].1);
+    let granule = vm.regions().iter().filter(|region| !region.is_removed()).map(|region| region.granule_pages()).max();
+    let page_bytes = PageCount(granule.unwrap_or(1)).bytes().0.max(PAGE_SIZE as u64);
+
+    let mut settings = words::read(vm.state.settings());
+    if vm.is_pinned() {
+        settings.class = Class::Pinned;
+    }
+    let no_process = || views.is_empty().then(|| "no process of it is connected".to_owned());
+    let sample = VmSample {
+        name: vm.state.name(),
+        id: vm.state.id().to_string(),
+        size_bytes,
+        resident_bytes,
+        far_bytes,
+        zero_bytes,
+        untouched_bytes: size_bytes.saturating_sub(elsewhere.iter().sum()),
+        limit_bytes: vm.state.limit().map(|limit| limit.0),
+        target_bytes: vm.state.target().map(|target| target.0),
+        settings,
+        held: vm.held().or_else(no_process),
+        working_set: Some(estimate(resident_bytes, came_back.saturating_mul(page_bytes), size_bytes)),
+        page_bytes,
+        restores,
+        stall,
+        kernel_stall,
+    };
+    (sample, now)
+}
+
+/// The working set where nobody measures it: what is resident, and what had to come back in the window.
+fn estimate(resident: u64, came_back: u64, size: u64) -> WorkingSet {
+    WorkingSet { bytes: resident.saturating_add(came_back).min(size), estimated: true }
+}
+
+/// Milliseconds on the clock that all engines of a boot share.
+pub fn now_ms() -> u64 {
+    crate::engine::monotonic_ns() / 1_000_000
+}

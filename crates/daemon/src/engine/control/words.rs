@@ -1,0 +1,60 @@
+//! What an operator said of a VM, as words of its state file.
+//!
+//! Promise: zero says nothing, so a state file from before these words reads as the defaults; a value out of range,
+//! which only damage can leave, reads as the nearest one in range.
+
+use ballast_pager::state_file::SETTINGS;
+use ballast_policy::words::{MAX_HEADROOM_PERCENT, MAX_SHARES};
+use ballast_policy::{Class, Settings};
+
+const GUARANTEED: u64 = 1;
+const BEST_EFFORT: u64 = 2;
+
+/// As the state file keeps it: class, reservation, protect, shares and one, headroom.
+pub fn write(settings: &Settings) -> [u64; SETTINGS] {
+    let class = match settings.class {
+        // Pinned is found anew by each engine.
+        Class::Burstable | Class::Pinned => 0,
+        Class::Guaranteed => GUARANTEED,
+        Class::BestEffort => BEST_EFFORT,
+    };
+    let shares = settings.shares.map_or(0, |shares| u64::from(shares) + 1);
+    [class, settings.reservation_bytes, settings.protect_bytes, shares, settings.headroom_percent.into()]
+}
+
+/// The same back.
+pub fn read([class, reservation_bytes, protect_bytes, shares, headroom]: [u64; SETTINGS]) -> Settings {
+    Settings {
+        class: match class {
+            GUARANTEED => Class::Guaranteed,
+            BEST_EFFORT => Class::BestEffort,
+            _ => Class::Burstable,
+        },
+        reservation_bytes,
+        protect_bytes,
+        shares: shares.checked_sub(1).map(|shares| shares.min(MAX_SHARES.into()) as u32),
+        headroom_percent: headroom.min(MAX_HEADROOM_PERCENT.into()) as u32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_reads_back_and_nothing_is_the_default() {
+        assert_eq!(read([0; SETTINGS]), Settings::default());
+        assert_eq!(write(&Settings::default()), [0; SETTINGS]);
+        for (class, shares) in [(Class::Guaranteed, Some(0)), (Class::BestEffort, Some(2000)), (Class::Burstable, None)]
+        {
+            let settings =
+                Settings { class, reservation_bytes: 1 << 40, protect_bytes: 7, shares, headroom_percent: 20 };
+            assert_eq!(read(write(&settings)), settings);
+        }
+        let damaged = read([u64::MAX; SETTINGS]);
+        assert_eq!(
+            (damaged.class, damaged.shares, damaged.headroom_percent),
+            (Class::Burstable, Some(MAX_SHARES), 400)
+        );
+    }
+}
