@@ -1,7 +1,7 @@
 //! What being attached costs a QEMU guest that nobody squeezes.
 //!
 //! Before: three guests, one under `ballast run`, two as they are. After: by how much the attached one is slower than
-//! the second, and, as the noise, by how much the third is.
+//! another, and, as the noise, by how much the third is. Which of the three is attached changes with each repetition.
 //! Units: as in `idle`. Promise: only one of them works at a time, in short turns; the others wait for an order.
 //! A QEMU attaches when it starts or never: so the three differ in where their memory lies, too, and the noise between
 //! two that are alike says how much that makes.
@@ -27,9 +27,11 @@ fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
     if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }
 }
 
-/// By how many percent the first and the third are slower than the second; and the first one's speed.
-fn trio(workers: &mut [Worker; 3], zipf: bool, turns: usize, ms: u64) -> Result<([[f64; 2]; 2], f64)> {
+/// By how many percent the attached one and the one before it are slower than the one after it; and the attached one's
+/// speed.
+fn trio(workers: &mut [Worker], attached: usize, zipf: bool, turns: usize, ms: u64) -> Result<([[f64; 2]; 2], f64)> {
     let mut ratios = [const { [const { Vec::new() }; 2] }; 2];
+    let (other, third) = ((attached + 1) % 3, (attached + 2) % 3);
     let mut first = Vec::new();
     for turn in 0..=turns {
         let mut speeds = [[0.0; 2]; 3];
@@ -39,10 +41,10 @@ fn trio(workers: &mut [Worker; 3], zipf: bool, turns: usize, ms: u64) -> Result<
         }
         // The first turn warms up.
         for clock in (0..2).filter(|_| turn > 0) {
-            ratios[0][clock].push(speeds[0][clock] / speeds[1][clock]);
-            ratios[1][clock].push(speeds[2][clock] / speeds[1][clock]);
+            ratios[0][clock].push(speeds[attached][clock] / speeds[other][clock]);
+            ratios[1][clock].push(speeds[third][clock] / speeds[other][clock]);
         }
-        first.push(speeds[0][0]);
+        first.push(speeds[attached][0]);
     }
     let mut slower = [[0.0; 2]; 2];
     for (which, clock) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -52,20 +54,21 @@ fn trio(workers: &mut [Worker; 3], zipf: bool, turns: usize, ms: u64) -> Result<
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (pages, repetitions, turns, ms) = if bench.options.quick { (1024, 2, 4, 20) } else { (8192, 4, 15, 100) };
+    let (pages, repetitions, turns, ms) = if bench.options.quick { (1024, 2, 4, 20) } else { (8192, 6, 15, 100) };
     let (mut slower, mut speeds) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
-    for _ in 0..repetitions {
+    for repetition in 0..repetitions {
+        let attached = repetition % 3;
         bench.names += 1;
         let name = format!("bench-{}", bench.names);
-        let attached = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
-        let mut workers = [
-            start(bench, attached, pages)?,
-            start(bench, Backing::Floor, pages)?,
-            start(bench, Backing::Floor, pages)?,
-        ];
+        let ballast = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
+        let mut workers = Vec::new();
+        for at in 0..3 {
+            let backing = if at == attached { ballast.clone() } else { Backing::Floor };
+            workers.push(start(bench, backing, pages)?);
+        }
         bench.daemon.wait_for_vm(&name)?;
         for workload in 0..2 {
-            let (differences, speed) = trio(&mut workers, workload == 1, turns, ms)?;
+            let (differences, speed) = trio(&mut workers, attached, workload == 1, turns, ms)?;
             slower[workload].push(differences);
             speeds[workload].push(speed);
         }

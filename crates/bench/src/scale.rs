@@ -87,6 +87,10 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     drop(pairs);
     if bench.options.is(GuestKind::Native) {
         attach::measure(bench, repetitions, &mut row)?;
+    } else {
+        row.because(
+            "attaching, ten VMs at once, and the engine's memory: measured with native guests (--guest native)",
+        );
     }
     each(row)?;
     if bench.options.is(GuestKind::Native) {
