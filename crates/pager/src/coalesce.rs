@@ -46,7 +46,9 @@ pub fn run(vm: &Vm) {
 fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
     for region in vm.regions() {
         for number in 0..region.units().len() {
-            let Some(unit) = region.units().get(number).filter(|unit| unit.is_broken()) else { continue };
+            let Some(unit) = region.units().get(number).filter(|unit| unit.is_broken() && !unit.is_tracked()) else {
+                continue;
+            };
             if vm.held().is_some() || !is_resident(&region, number) || !unit.found_whole() {
                 continue;
             }

@@ -23,6 +23,7 @@ use crate::prefetch::Company;
 use crate::region::Region;
 use crate::stages::Watch;
 use crate::stats::{Counter, Latency};
+use crate::touch::{self, Touch, touched};
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
@@ -103,15 +104,22 @@ impl FaultLane<'_> {
     fn serve_one(&mut self, waiting: &Waiting) -> bool {
         let (vm, times) = (self.vm, self.watch.start());
         let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
-        if region.units().of(page).is_some_and(|unit| unit.is_mapping()) {
-            // The kernel may be copying the unit into a huge page: no other fault shall wait for that.
-            vm.count(Served::Later, 1);
-            return false;
+        let mut touch = None;
+        if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
+            match touched(vm, self.view, &region, page, unit, waiting) {
+                // The kernel may be copying the unit into a huge page: no other fault shall wait for that.
+                Touch::Aside => {
+                    vm.count(Served::Later, 1);
+                    return false;
+                }
+                Touch::Mapped => return settle(vm, &region, page, waiting, Ok(Served::Mapped)).is_some(),
+                Touch::Serve { tracked, around } => touch = Some((tracked, around)),
+            }
         }
         let (granule, key) = (region.granule(page), region.key(page));
         let near = vm.stores.near();
-        let (memory, near) = (times.memory(&memory), times.stores(&near));
-        let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &near, ballast_heat::touched);
+        let (timed, near) = (times.memory(&memory), times.stores(&near));
+        let (rescued, served) = serve(granule, key, waiting.fault.kind, &timed, &near, ballast_heat::touched);
         vm.count_rescued(rescued, granule.pages());
         if matches!(served, Ok(Served::Later)) && vm.stores.file.is_some() && granule.is_in_file() {
             vm.slow.take(vm, self.view, *waiting);
@@ -120,6 +128,10 @@ impl FaultLane<'_> {
         let settled = settle(vm, &region, page, waiting, served);
         if settled == Some(Served::Restored) {
             times.restored(vm.stats(), waiting.since);
+        }
+        if let Some((tracked, around)) = touch.filter(|_| settled.is_some()) {
+            let around = around && settled == Some(Served::Mapped);
+            touch::served(vm, &region, &memory, page, waiting, (tracked, around));
         }
         if settled == Some(Served::Restored) && granule.pages() == 1 {
             for pages in self.company.restored(&region, page, Instant::now()) {
@@ -130,8 +142,8 @@ impl FaultLane<'_> {
     }
 }
 
-/// The granule a fault is about, by its first page. `None` if it was unplugged while the fault was under way; then its thread has been woken
-/// and faults on whatever is there now.
+/// The granule a fault is about, by its first page. `None` if it was unplugged while the fault was under way; then its
+/// thread has been woken and faults on whatever is there now.
 pub(crate) fn target<'a>(vm: &Vm, view: &'a View, waiting: &Waiting) -> Option<(Arc<Region>, PageIdx, RegionView<'a>)> {
     let addr = waiting.fault.addr;
     let target = view.find(addr).and_then(|(number, page)| {

@@ -159,7 +159,8 @@ impl Lane<'_> {
 
     /// Nothing is to be reclaimed: let go of what need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
-        if self.vm.stats().get(Counter::RegisteredBytes) > 0 {
+        // Tracking sees touches only of what is registered.
+        if self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.is_tracked() {
             let _layout = self.vm.layout();
             for region in self.vm.regions() {
                 self.vm.unregister_settled(&region)?;
@@ -269,7 +270,7 @@ impl Lane<'_> {
             return Ok(());
         }
         let mut picked = Vec::new();
-        self.source.pick(&Table { vm, regions: vm.regions() }, want, pick, &mut picked);
+        self.source.pick(&Table::of(vm), want, pick, &mut picked);
         let ticket = vm.ticket();
         let mut marked: Vec<ColdRun> = Vec::with_capacity(picked.len());
         for run in picked {
@@ -361,9 +362,15 @@ impl Lane<'_> {
 }
 
 /// The VM's pages as heat sees them.
-struct Table<'a> {
+pub(crate) struct Table<'a> {
     vm: &'a Vm,
     regions: Vec<std::sync::Arc<crate::region::Region>>,
+}
+
+impl<'a> Table<'a> {
+    pub fn of(vm: &'a Vm) -> Self {
+        Self { vm, regions: vm.regions() }
+    }
 }
 
 impl Pages for Table<'_> {

@@ -71,7 +71,6 @@ impl Region {
             }
             _ => None,
         };
-        let units = Units::new(if huge.is_some() { PageCount(0) } else { record.pages });
         Ok(Self {
             number,
             granule: if huge.is_some() { PAGES_PER_UNIT } else { 1 },
@@ -81,7 +80,7 @@ impl Region {
             file_id,
             file_offset: record.file_offset,
             table,
-            units,
+            units: Units::new(record.pages),
             removed: AtomicBool::new(record.removed),
         })
     }
@@ -141,9 +140,9 @@ impl Region {
         &self.units
     }
 
-    /// Do its units begin at multiples of 2 MiB in the file?
+    /// May its units be mapped huge by the kernel's choice: base pages, and units at multiples of 2 MiB in the file?
     pub fn is_unit_aligned(&self) -> bool {
-        self.file_offset.0.is_multiple_of(HUGE_SIZE as u64)
+        self.granule == 1 && self.file_offset.0.is_multiple_of(HUGE_SIZE as u64)
     }
 
     /// A page's name in stores.

@@ -1,6 +1,7 @@
 //! Unit: one atomic byte per 2 MiB of a region, by which a whole unit may be mapped at once without its pages' locks.
 //!
-//! Before: reclaim zaps single pages of a unit that was mapped huge. After: [`crate::coalesce`] maps it huge again.
+//! Before: reclaim zaps single pages of a unit that was mapped huge, or tracking zaps all of it. After: `coalesce`, or the
+//! fault that says "touched", maps it huge again.
 //! Threads: any; every move is one compare-exchange. In the engine's memory: a successor begins with all units Plain.
 //! Promise: from the acknowledgement of a zap for quarantine on, no page that is still in Quarantine becomes mapped.
 //!
@@ -46,6 +47,13 @@ const HUGE: u8 = 1 << 2;
 const BROKEN: u8 = 1 << 3;
 /// It was whole when it was last looked at, and not disturbed since.
 const WHOLE: u8 = 1 << 4;
+
+/// It is watched in the cycle that runs: touches are remembered.
+const TRACKED: u8 = 1 << 5;
+/// And was touched in it.
+const TOUCHED: u8 = 1 << 6;
+/// Its base pages were zapped to watch them: a touch may map its neighbours, too.
+const ZAPPED: u8 = 1 << 7;
 
 /// The units of one region, counted from its start.
 #[derive(Debug)]
@@ -130,6 +138,11 @@ impl<'a> Unit<'a> {
         }
     }
 
+    /// Is there nothing that a fault on it must look at?
+    pub fn is_quiet(self) -> bool {
+        self.load() & (STAGE | TRACKED | ZAPPED) == 0
+    }
+
     /// Is every page of it being mapped just now?
     pub fn is_mapping(self) -> bool {
         self.stage() == Stage::Mapping
@@ -137,7 +150,51 @@ impl<'a> Unit<'a> {
 
     /// It is mapped huge.
     pub fn seen_huge(self) {
-        self.flag(HUGE, BROKEN | WHOLE);
+        self.flag(HUGE, BROKEN | WHOLE | ZAPPED);
+    }
+
+    /// Is it mapped huge, as far as is known, or was until tracking zapped it?
+    pub fn is_huge(self) -> bool {
+        self.load() & (HUGE | BROKEN) == HUGE
+    }
+
+    /// It is not mapped huge any more, and its pages are not mapped at all.
+    pub fn tear(self) {
+        self.flag(BROKEN | ZAPPED, WHOLE);
+    }
+
+    /// Its base pages are about to be zapped to watch them.
+    pub fn zap(self) {
+        self.flag(ZAPPED, 0);
+    }
+
+    /// Were they, and may some be unmapped still?
+    pub fn is_zapped(self) -> bool {
+        self.load() & ZAPPED != 0
+    }
+
+    /// Begin to remember touches of it.
+    pub fn track(self) {
+        self.flag(TRACKED, TOUCHED);
+    }
+
+    /// Are touches of it remembered?
+    pub fn is_tracked(self) -> bool {
+        self.load() & TRACKED != 0
+    }
+
+    /// It is touched.
+    pub fn touch(self) {
+        if self.load() & TOUCHED == 0 {
+            self.flag(TOUCHED, 0);
+        }
+    }
+
+    /// No longer remember; answers whether it was touched.
+    pub fn untrack(self) -> bool {
+        let touched = self.load() & TOUCHED != 0;
+        self.flag(0, TRACKED);
+        touched
     }
 
     /// Was it once mapped huge, and has been zapped in part since?
@@ -163,10 +220,12 @@ impl<'a> Unit<'a> {
     pub fn disturb(self, pause: impl Fn()) {
         loop {
             let byte = self.load();
+            // The zap of one page unmaps all of a huge mapping.
+            let unmapped = if byte & (HUGE | BROKEN) == HUGE { ZAPPED } else { 0 };
             // Written also where nothing changes: see the file's head.
             if byte & STAGE == Stage::Mapping as u8 {
                 pause();
-            } else if self.swap(byte, byte & !(STAGE | WHOLE) | BROKEN) {
+            } else if self.swap(byte, byte & !(STAGE | WHOLE) | BROKEN | unmapped) {
                 return;
             }
         }
@@ -175,6 +234,24 @@ impl<'a> Unit<'a> {
     /// Plain to Mapping, if `is_resident` then finds all its words Resident.
     pub fn map(self, is_resident: impl FnOnce() -> bool) -> Option<Mapping<'a>> {
         self.arm(Stage::Mapping, is_resident).then(|| Mapping(self))
+    }
+
+    /// Plain to Watched, if `is_resident` then finds all its words Resident. The caller zaps it next.
+    pub fn watch(self, is_resident: impl FnOnce() -> bool) -> bool {
+        self.arm(Stage::Watched, is_resident)
+    }
+
+    /// Watched to Mapping: it was touched, or is watched no longer.
+    pub fn enter(self) -> Option<Mapping<'a>> {
+        loop {
+            let byte = self.load();
+            if byte & STAGE != Stage::Watched as u8 {
+                return None;
+            }
+            if self.swap(byte, byte | STAGE) {
+                return Some(Mapping(self));
+            }
+        }
     }
 
     fn arm(self, to: Stage, is_resident: impl FnOnce() -> bool) -> bool {

@@ -213,6 +213,27 @@ impl RegionView<'_> {
     }
 }
 
+impl RegionView<'_> {
+    /// Map those of `count` base pages that are in the file. The caller holds their locks.
+    pub(crate) fn map_run(&self, first: PageIdx, count: u64) -> io::Result<()> {
+        /// The address space changes: whoever wants the pages will fault.
+        const TRIES: u32 = 8;
+        let (mut done, mut tries) = (0, 0);
+        while done < count && tries < TRIES {
+            let at = PageIdx(first.0 + done);
+            let (mapped, outcome) = self.view.uffd.map_run(self.addr(at), count - done)?;
+            done += mapped;
+            match outcome {
+                FillOutcome::Done | FillOutcome::Gone => break,
+                FillOutcome::AlreadyThere | FillOutcome::NotInFile => done += 1,
+                FillOutcome::Retry if mapped == 0 => tries += 1,
+                FillOutcome::Retry => {}
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Mapped for RegionView<'_> {
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
         debug_assert_eq!(size_of_val(bytes) as u64, self.granule);

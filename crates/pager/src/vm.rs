@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -28,6 +28,8 @@ use crate::spill::{self, Spill};
 use crate::state_file::{StateError, StateFile};
 use crate::stats::{Counter, Pressure, Stats};
 use crate::stores::Stores;
+use crate::touch::Touches;
+use crate::track::{self, Track};
 use crate::view::View;
 use crate::{coalesce, lane, prefetch, reclaim};
 
@@ -47,6 +49,10 @@ pub struct Tuning {
     pub spill_after: Option<Duration>,
     /// Pause between two looks for memory that can be mapped huge again.
     pub coalesce_every: Duration,
+    /// When to find out who is hot; [`Vm::set_track`] changes it.
+    pub track: Track,
+    /// How.
+    pub heat: Settings,
 }
 
 impl Default for Tuning {
@@ -56,6 +62,8 @@ impl Default for Tuning {
             direct_quarantine: Duration::from_millis(20),
             spill_after: None,
             coalesce_every: coalesce::PASS,
+            track: Track::Auto,
+            heat: Settings::default(),
         }
     }
 }
@@ -101,6 +109,9 @@ pub struct Vm {
     pub pressure: Pressure,
     /// Who is hot.
     pub heat: Arc<VmHeat>,
+    /// What fault lanes tell the tracker.
+    pub(crate) touches: Touches,
+    track: AtomicU8,
     /// What to bring back unasked.
     pub(crate) prefetch: Prefetch,
     /// Faults that wait for a disk.
@@ -143,7 +154,9 @@ impl Vm {
             stores,
             tuning,
             pressure,
-            heat: Arc::new(VmHeat::new(Settings::default(), epoch)),
+            heat: Arc::new(VmHeat::new(tuning.heat, epoch)),
+            touches: Touches::default(),
+            track: AtomicU8::new(tuning.track as u8),
             prefetch: Prefetch::default(),
             slow: Slow::default(),
             spill: Spill::default(),
@@ -210,8 +223,8 @@ impl Vm {
 
     /// Begin serving: the lanes of the VM, then whatever views are there. `view`s added later start their own lanes.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
-        let lanes = [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run), ("coalesce", coalesce::run)];
-        for (kind, body) in lanes {
+        let own = [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run)];
+        for (kind, body) in own.into_iter().chain([("coalesce", coalesce::run as fn(&Vm)), ("track", track::run)]) {
             let vm = self.clone();
             self.start_lane(kind, move || vm.run_lane(kind, Serves::Nobody, || body(&vm)))?;
         }
@@ -367,6 +380,21 @@ impl Vm {
     /// Is it held for this kind of reason?
     pub fn is_held_for(&self, kind: Hold) -> bool {
         self.holds.lock().expect("no panic while held")[kind as usize].is_some()
+    }
+
+    /// When to find out who is hot, from now on.
+    pub fn set_track(&self, track: Track) {
+        self.track.store(track as u8, Ordering::Release);
+    }
+
+    /// Is somebody finding out who is hot? Never while the VM is held: then it is left alone.
+    pub fn is_tracked(&self) -> bool {
+        let wanted = match self.track.load(Ordering::Acquire) {
+            track if track == Track::Off as u8 => false,
+            track if track == Track::On as u8 => true,
+            _ => self.effective_limit().is_some(),
+        };
+        wanted && !self.is_stopping() && self.held().is_none()
     }
 
     /// Is the class of this VM *pinned*?
@@ -536,6 +564,8 @@ impl Vm {
         let mut not_healed = None;
         for first in (first..end).step_by(BATCH as usize) {
             let run = (PageIdx(first), BATCH.min(end - first));
+            // A punch tears what is mapped huge. Nothing waits for the discard of what has not been punched.
+            region.units().disturb(run.0, run.1, std::thread::yield_now);
             let granule_of = |page| region.granule(page);
             let done = discard(region.number, run, granule_of, region, &self.stores, std::thread::yield_now, heal)?;
             stats.add(Counter::Discarded, done.counts.iter().sum());

@@ -12,33 +12,18 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
-use ballast_sys::Remote;
-use ballast_sys::remote::Collapsed;
 use common::{Finally, Rig, random, until};
 
 const RAM: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 const QUICK: Duration = Duration::from_millis(5);
 
-/// Bytes of the guest's RAM that are mapped huge.
 fn huge(rig: &Rig) -> Bytes {
-    let remote = Remote::open(std::process::id()).expect("own process");
-    let found = remote.huge(Hva(rig.guest.addr() as u64), RAM.0).expect("scan");
-    Bytes(found.iter().map(|(start, end)| end.0 - start.0).sum())
+    rig.mapped_huge()
 }
 
-/// A guest whose RAM is filled and mapped huge; `None`, aloud, where nothing can be.
 fn huge_rig(quarantine: Duration) -> Option<Rig> {
-    let rig = Rig::new(RAM, AMPLE, quarantine);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
-    let remote = Remote::open(std::process::id()).expect("own process");
-    let outcome = remote.collapse(Hva(rig.guest.addr() as u64), RAM.0);
-    if !matches!(outcome, Ok(Collapsed::Done)) || remote.huge(Hva(0), 0).is_err() {
-        eprintln!("SKIP needs=collapse: {outcome:?}");
-        return None;
-    }
-    assert_eq!(huge(&rig), RAM);
-    Some(rig)
+    Rig::coalesced(RAM, AMPLE, quarantine)
 }
 
 fn squeeze(rig: &Rig, limit: Bytes) {

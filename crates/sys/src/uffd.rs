@@ -269,6 +269,20 @@ impl Uffd {
         self.fill(UFFDIO_CONTINUE, dst, len)
     }
 
+    /// Map the base pages of a range that are in the file; wake the waiters. Answers how many were mapped, from the first on,
+    /// and what came of the one after them: `Retry` says to ask on from there, `Done` if there is none.
+    pub fn map_run(&self, dst: Hva, pages: u64) -> io::Result<(u64, FillOutcome)> {
+        let len = pages * PAGE_SIZE as u64;
+        let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };
+        let answer = self.ioctl(UFFDIO_CONTINUE, &mut arg);
+        if answer.is_ok() {
+            return Ok((pages, FillOutcome::Done));
+        }
+        // The bytes that were mapped, or what the first page met.
+        let mapped = u64::try_from(arg.done).unwrap_or(0) / PAGE_SIZE as u64;
+        if mapped > 0 { Ok((mapped, FillOutcome::Retry)) } else { Ok((0, outcome(answer, arg.done)?)) }
+    }
+
     /// Make touches of these pages a memory error (Linux 6.6).
     pub fn poison(&self, dst: Hva, len: u64) -> io::Result<FillOutcome> {
         self.fill(UFFDIO_POISON, dst, len)

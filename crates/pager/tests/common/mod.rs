@@ -13,6 +13,7 @@ use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId}
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stores::Stores;
+use ballast_pager::track::Track;
 use ballast_pager::view::View;
 use ballast_pager::vm::{Tuning, Vm};
 use ballast_store::{
@@ -20,7 +21,8 @@ use ballast_store::{
     StoreUsage,
 };
 use ballast_sys::hugetlb::PoolLoan;
-use ballast_sys::{Mapping, Uffd, memfd, scm, uffd};
+use ballast_sys::remote::Collapsed;
+use ballast_sys::{Mapping, Remote, Uffd, memfd, scm, uffd};
 
 /// A VM and its guest side.
 pub struct Rig {
@@ -84,6 +86,28 @@ impl Rig {
         None
     }
 
+    /// A VM whose RAM is filled and mapped huge by the kernel's choice; `None`, aloud, where nothing can be.
+    pub fn coalesced(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
+        let rig = Self::new(ram, store_budget, quarantine);
+        (0..rig.pages).for_each(|page| rig.fill(page, 1));
+        let remote = Remote::open(std::process::id()).expect("own process");
+        let outcome = remote.collapse(Hva(rig.guest.addr() as u64), ram.0);
+        if !matches!(outcome, Ok(Collapsed::Done)) || remote.huge(Hva(0), 0).is_err() {
+            assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("collapse")), "REQUIRE: {outcome:?}");
+            println!("SKIP needs=collapse: {outcome:?}");
+            return None;
+        }
+        assert_eq!(rig.mapped_huge(), ram);
+        Some(rig)
+    }
+
+    /// Bytes of the guest's RAM that are mapped huge.
+    pub fn mapped_huge(&self) -> Bytes {
+        let remote = Remote::open(std::process::id()).expect("own process");
+        let found = remote.huge(Hva(self.guest.addr() as u64), self.guest.len() as u64).expect("scan");
+        Bytes(found.iter().map(|(start, end)| end.0 - start.0).sum())
+    }
+
     /// With a file store, to which pages go after that time.
     pub fn spilling(
         ram: Bytes,
@@ -121,7 +145,15 @@ impl Rig {
         let (far, spill_after) = spill.map_or((None, None), |(far, after)| (Some(far), Some(after)));
         let stores = Stores { ram: Arc::new(store), file: far };
         let coalesce_every = Duration::from_millis(5);
-        let tuning = Tuning { quarantine, spill_after, coalesce_every, ..Tuning::default() };
+        // Nobody is tracked but where a test says so; then as often as it goes.
+        let heat = ballast_heat::Settings {
+            period: Duration::from_millis(40),
+            longest_period: Duration::from_millis(100),
+            fine_window: Duration::from_millis(5),
+            ..Default::default()
+        };
+        let track = Track::Off;
+        let tuning = Tuning { quarantine, spill_after, coalesce_every, track, heat, ..Tuning::default() };
         let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report));
         vm.open_region(file).expect("region");
         vm.start().expect("start");
@@ -182,6 +214,11 @@ impl Rig {
         let gauges = [Counter::Far, Counter::Zero, Counter::Poisoned].map(|counter| stats.get(counter));
         assert_eq!(gauges, [census.far.0, census.zero.0, census.poisoned.0], "gauges against {census:?}");
         assert_eq!(self.vm.resident().expect("stat"), census.resident);
+    }
+
+    /// The client answers no more.
+    pub fn break_client(&self) {
+        let _ = rustix::net::shutdown(&self.hang_up, rustix::net::Shutdown::Both);
     }
 
     pub fn reported(&self, kind: &str) -> bool {

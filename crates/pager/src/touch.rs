@@ -1,0 +1,218 @@
+//! Touch: what a fault tells the tracker, and how a unit that was zapped to be watched is mapped again.
+//!
+//! Before: [`crate::zap_scan`] zapped units and flagged them. After: the fault lane marks what is touched, and maps a huge
+//! unit as a whole, some base pages as one run, so that watching leaves nothing slow.
+//! Threads: fault lanes mark, one tracker reads; atomics only. Units: pages of a region; nanoseconds.
+//! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_heat::{PageMap, UnitId};
+use ballast_sys::remote::Collapsed;
+use ballast_sys::uffd::FaultKind;
+
+use crate::coalesce::unit_addr;
+use crate::lane::Waiting;
+use crate::page_state::State;
+use crate::region::Region;
+use crate::unit::{Mapping, Stage, Unit};
+use crate::view::{RegionView, View};
+use crate::vm::Vm;
+
+/// Units that can be watched page by page at a time.
+pub const FINE_UNITS: usize = 64;
+/// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us.
+const AROUND: u64 = 64;
+/// What a waiting thread loses before its fault is read and after it is answered, on the CPU of the lane (design §4: 3.6 us
+/// in all, less what the lane itself sees).
+const UNSEEN: Duration = Duration::from_micros(2);
+
+/// What fault lanes tell the tracker of one VM.
+#[derive(Debug)]
+pub(crate) struct Touches {
+    /// Slots in use.
+    fine: AtomicUsize,
+    slots: Box<[Slot]>,
+    faults: AtomicU64,
+    waited_ns: AtomicU64,
+}
+
+/// One unit that is watched page by page.
+#[derive(Debug, Default)]
+struct Slot {
+    unit: AtomicU64,
+    pages: [AtomicU64; PAGES_PER_UNIT as usize / 64],
+}
+
+fn number(unit: UnitId) -> u64 {
+    u64::from(unit.region) << 32 | u64::from(unit.unit)
+}
+
+impl Default for Touches {
+    fn default() -> Self {
+        Self {
+            fine: AtomicUsize::new(0),
+            slots: (0..FINE_UNITS).map(|_| Slot::default()).collect(),
+            faults: AtomicU64::new(0),
+            waited_ns: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Touches {
+    /// Watch these units page by page from now on, at most [`FINE_UNITS`].
+    pub fn begin(&self, fine: impl Iterator<Item = UnitId>) {
+        self.fine.store(0, Ordering::Release);
+        let mut count = 0;
+        for (slot, unit) in self.slots.iter().zip(fine) {
+            slot.pages.iter().for_each(|pages| pages.store(0, Ordering::Relaxed));
+            slot.unit.store(number(unit), Ordering::Relaxed);
+            count += 1;
+        }
+        self.fine.store(count, Ordering::Release);
+        self.faults.store(0, Ordering::Relaxed);
+        self.waited_ns.store(0, Ordering::Relaxed);
+    }
+
+    fn slot(&self, unit: UnitId) -> Option<&Slot> {
+        let used = &self.slots[..self.fine.load(Ordering::Acquire)];
+        used.iter().find(|slot| slot.unit.load(Ordering::Relaxed) == number(unit))
+    }
+
+    /// The pages of a unit touched since [`Touches::begin`].
+    pub fn pages(&self, unit: UnitId) -> PageMap {
+        let Some(slot) = self.slot(unit) else { return PageMap::NONE };
+        PageMap(std::array::from_fn(|word| slot.pages[word].load(Ordering::Relaxed)))
+    }
+
+    /// Faults since then, and how long threads waited for them.
+    pub fn cost(&self) -> (u64, Duration) {
+        let waited = Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed));
+        (self.faults.load(Ordering::Relaxed), waited)
+    }
+
+    fn mark(&self, unit: UnitId, page: PageIdx) -> bool {
+        let Some(slot) = self.slot(unit) else { return false };
+        let page = page.0 % PAGES_PER_UNIT;
+        slot.pages[page as usize / 64].fetch_or(1 << (page % 64), Ordering::Relaxed);
+        true
+    }
+
+    fn paid(&self, waiting: &Waiting) {
+        let waited = waiting.since.elapsed() + UNSEEN;
+        self.faults.fetch_add(1, Ordering::Relaxed);
+        self.waited_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
+    }
+}
+
+/// What the lane does with a fault on a unit that is not quiet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Touch {
+    /// Put it aside: the unit is just being mapped.
+    Aside,
+    /// The whole unit is mapped and whoever waited was woken.
+    Mapped,
+    /// Serve the page, then call [`served`].
+    Serve {
+        /// It is watched: what it cost counts.
+        tracked: bool,
+        /// Its neighbours were zapped only to be watched: map them, too.
+        around: bool,
+    },
+}
+
+/// A page of the unit was touched.
+pub(crate) fn touched(
+    vm: &Vm,
+    view: &View,
+    region: &Region,
+    page: PageIdx,
+    unit: Unit<'_>,
+    waiting: &Waiting,
+) -> Touch {
+    if unit.is_mapping() {
+        return Touch::Aside;
+    }
+    let id = UnitId { region: region.number, unit: page.unit() as u32 };
+    let (mut fine, tracked) = (false, unit.is_tracked());
+    if tracked {
+        fine = vm.touches.mark(id, page);
+        // Before the unit is mapped: from then on nobody would see a touch.
+        unit.touch();
+    }
+    if unit.stage() == Stage::Watched
+        && waiting.fault.kind == FaultKind::Minor
+        && let Some(mapping) = unit.enter()
+    {
+        if map_huge(view, region, &[(page.unit(), mapping)]) {
+            vm.touches.paid(waiting);
+            return Touch::Mapped;
+        }
+        unit.tear();
+    }
+    Touch::Serve { tracked, around: unit.is_zapped() && !fine && region.granule_pages() == 1 }
+}
+
+/// The page is served.
+pub(crate) fn served(
+    vm: &Vm,
+    region: &Region,
+    memory: &RegionView<'_>,
+    page: PageIdx,
+    waiting: &Waiting,
+    (tracked, around): (bool, bool),
+) {
+    if around && let Err(error) = map_around(region, memory, page) {
+        // Whoever wants them will fault, and the lane will say what is wrong.
+        tracing::debug!(vm = vm.state.name(), "Mapping pages around page {page}: {error}");
+    }
+    if tracked {
+        vm.touches.paid(waiting);
+    }
+}
+
+/// Map neighbouring units huge in one view, and wake who waits there. Answers whether that was done.
+pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)]) -> bool {
+    let Some((first, _)) = units.first() else { return true };
+    let Some((remote, addr)) = view.remote().zip(unit_addr(view, region, *first)) else { return false };
+    let len = (units.len() * HUGE_SIZE) as u64;
+    let done = remote.collapse(addr, len).is_ok_and(|outcome| outcome == Collapsed::Done);
+    if done {
+        units.iter().for_each(|(_, mapping)| mapping.done());
+        let _ = view.uffd().wake(addr, len);
+    }
+    done
+}
+
+/// Map the pages around one that was touched, as far as they are Resident.
+pub(crate) fn map_around(region: &Region, memory: &RegionView<'_>, page: PageIdx) -> std::io::Result<()> {
+    let first = page.0 - page.0 % AROUND;
+    map_resident(region, memory, first..(first + AROUND).min(region.pages().0))
+}
+
+/// Map those pages of a range that are Resident, under their locks. Base pages only. Never waits for a lock.
+pub(crate) fn map_resident(
+    region: &Region,
+    memory: &RegionView<'_>,
+    pages: std::ops::Range<u64>,
+) -> std::io::Result<()> {
+    let mut at = pages.start;
+    while at < pages.end {
+        let first = at;
+        let mut locks = Vec::with_capacity((pages.end - at) as usize);
+        while at < pages.end {
+            let cell = region.granule(PageIdx(at)).cell();
+            let word = cell.load();
+            let free = word.state() == State::Resident && !word.is_locked();
+            let Some(lock) = free.then(|| cell.lock(word, word)).flatten() else { break };
+            locks.push(lock);
+            at += 1;
+        }
+        memory.map_run(PageIdx(first), locks.len() as u64)?;
+        // Past the one that is not ours to map.
+        at += 1;
+    }
+    Ok(())
+}

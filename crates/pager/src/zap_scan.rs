@@ -1,0 +1,292 @@
+//! Zap scan: finds out what a guest touches by unmapping it and looking who faults.
+//!
+//! Before: heat's tracker says which units to watch. After: which of them, or which of their pages, were touched.
+//! Threads: one tracking lane per VM; it waits for the client's zaps, and no fault waits for it.
+//! Units: 2 MiB, and pages. Promise: no byte changes. Words stay Resident all the time, so an engine that dies in the
+//! middle of a cycle leaves minor faults and nothing else.
+//!
+//! | What is watched | A touch | At the end of the cycle |
+//! |---|---|---|
+//! | a unit mapped huge, as a whole | maps it huge again, one fault for all of it (5.6 us) | whatever was not touched is mapped huge |
+//! | the same, page by page | maps that page; the huge page itself is never split | the unit is mapped huge, nothing is copied |
+//! | a unit of base pages, or with pages away | maps up to 64 pages | what was not touched stays unmapped: its next touch does the same |
+//! | a huge page of hugetlbfs | maps it | the same as mapped huge |
+//!
+//! That a unit may be mapped as a whole without its pages' locks is kept by `unit.rs`: a watched unit that reclaim or a
+//! discard takes pages of is Plain again, and then its touches are served page by page.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::Range;
+use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_heat::source::{Ability, Cost, CostClass, Granularity};
+use ballast_heat::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::coalesce::is_resident;
+use crate::memory::Mapped;
+use crate::page_state::State;
+use crate::region::Region;
+use crate::touch::{FINE_UNITS, map_huge, map_resident};
+use crate::unit::{Mapping, Unit};
+use crate::vm::Vm;
+
+/// Units mapped huge by one call at the end of a cycle: faults on them are put aside for some 100 us.
+const RUN: usize = 32;
+
+/// See above.
+#[derive(Debug)]
+pub struct ZapScan<'a> {
+    vm: &'a Vm,
+    running: Option<Cycle>,
+}
+
+/// One unit under watch.
+#[derive(Debug)]
+struct Watched {
+    id: UnitId,
+    region: Arc<Region>,
+    /// It was mapped huge.
+    huge: bool,
+    /// The pages that are watched; `None` if the unit is watched as a whole.
+    pages: Option<PageMap>,
+}
+
+impl Watched {
+    fn unit(&self) -> Unit<'_> {
+        self.region.units().get(u64::from(self.id.unit)).expect("looked at when it was chosen")
+    }
+
+    fn number(&self) -> u64 {
+        u64::from(self.id.unit)
+    }
+
+    fn first(&self) -> PageIdx {
+        PageIdx::first_of_unit(self.number())
+    }
+}
+
+/// A cycle that runs.
+#[derive(Debug)]
+struct Cycle {
+    began: Instant,
+    cpu: Duration,
+    units: Vec<Watched>,
+}
+
+impl<'a> ZapScan<'a> {
+    /// For this VM. No cycle runs.
+    pub fn new(vm: &'a Vm) -> Self {
+        Self { vm, running: None }
+    }
+
+    /// The units of a watch that can be watched, registered and flagged.
+    fn choose(&self, watch: &Watch) -> io::Result<Vec<Watched>> {
+        let fine = watch.fine.iter().take(FINE_UNITS).map(|fine| (fine.unit, Some(fine.pages)));
+        let mut chosen = Vec::with_capacity(watch.coarse.len() + watch.fine.len());
+        for (id, pages) in watch.coarse.iter().map(|id| (*id, None)).chain(fine) {
+            let Some(region) = self.vm.region(id.region).filter(|region| !region.is_removed()) else { continue };
+            let first = PageIdx::first_of_unit(u64::from(id.unit));
+            // Of a part of a unit at a region's end nothing is learned.
+            if region.units().get(u64::from(id.unit)).is_none() {
+                continue;
+            }
+            // Before it is zapped: what is not registered is mapped again by the kernel, and nobody knows.
+            self.vm.register(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
+            let huge = region.units().get(u64::from(id.unit)).is_some_and(Unit::is_huge);
+            // A huge page of hugetlbfs is touched as a whole.
+            let pages = pages.filter(|_| region.granule_pages() == 1);
+            chosen.push(Watched { id, region, huge, pages });
+        }
+        Ok(chosen)
+    }
+
+    fn begin(&self, units: &[Watched]) -> io::Result<()> {
+        let vm = self.vm;
+        let views = vm.views();
+        vm.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
+        for watched in units {
+            let unit = watched.unit();
+            unit.track();
+            let whole = watched.huge && watched.pages.is_none();
+            if whole && !unit.watch(|| is_resident(&watched.region, watched.number())) {
+                // Pages of it are away, or reclaim is about to take some.
+                unit.tear();
+            } else if !watched.huge && watched.region.granule_pages() == 1 {
+                unit.zap();
+            }
+        }
+        for view in &views {
+            let mut ranges: Vec<Range> = Vec::new();
+            for watched in units {
+                let Some(base) = view.base(watched.id.region) else { continue };
+                let start = base + watched.first().offset();
+                match ranges.last_mut() {
+                    Some((first, len)) if *first + *len == start => *len += HUGE_SIZE as u64,
+                    _ => ranges.push((start, HUGE_SIZE as u64)),
+                }
+            }
+            view.zap(&ranges)?;
+        }
+        // Held from here on so that no region is unplugged meanwhile.
+        let _layout = vm.layout();
+        for watched in units {
+            let Some(pages) = watched.pages.filter(|pages| *pages != PageMap::ALL) else { continue };
+            // The others need not fault.
+            for view in &views {
+                let Some(memory) = view.of_region(&watched.region).filter(|_| !watched.region.is_removed()) else {
+                    continue;
+                };
+                for (first, count) in PageMap::ALL.without(pages).runs() {
+                    let first = watched.first().0 + first;
+                    map_resident(&watched.region, &memory, first..first + count)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Map what was mapped huge again, and forget the watch. Answers what was seen.
+    fn finish(&self, units: &[Watched]) -> Vec<(UnitId, Seen)> {
+        let _layout = self.vm.layout();
+        let mut seen = Vec::with_capacity(units.len());
+        let mut run: Vec<(u64, Mapping<'_>)> = Vec::with_capacity(RUN);
+        let mut of: Option<&Watched> = None;
+        for watched in units {
+            let unit = watched.unit();
+            let mapping = match watched.pages {
+                Some(_) if watched.huge => {
+                    let mapping = unit.map(|| is_resident(&watched.region, watched.number()));
+                    if mapping.is_none() {
+                        unit.tear();
+                    }
+                    mapping
+                }
+                Some(_) => {
+                    unit.zap();
+                    None
+                }
+                None => unit.enter(),
+            };
+            let touched = unit.untrack();
+            seen.push((watched.id, self.seen(watched, touched)));
+            if watched.region.granule_pages() > 1 && !touched {
+                self.map_granule(watched);
+            }
+            let Some(mapping) = mapping else { continue };
+            let follows = of.is_some_and(|last| last.id.region == watched.id.region)
+                && run.last().is_some_and(|(last, _)| last + 1 == watched.number());
+            if !follows || run.len() == RUN {
+                self.map_run(of, &mut run);
+            }
+            of = Some(watched);
+            run.push((watched.number(), mapping));
+        }
+        self.map_run(of, &mut run);
+        self.vm.touches.begin(std::iter::empty());
+        seen
+    }
+
+    fn seen(&self, watched: &Watched, touched: bool) -> Seen {
+        match watched.pages {
+            None => Seen::Coarse { touched, written: None },
+            Some(pages) => {
+                let touched = self.vm.touches.pages(watched.id).and(pages);
+                Seen::Fine { watched: pages, touched, written: None }
+            }
+        }
+    }
+
+    /// Map neighbouring units huge wherever they are mapped.
+    fn map_run(&self, of: Option<&Watched>, run: &mut Vec<(u64, Mapping<'_>)>) {
+        let Some(region) = of.map(|watched| &watched.region).filter(|region| !region.is_removed()) else {
+            return run.clear();
+        };
+        for view in self.vm.views().iter().filter(|view| view.base(region.number).is_some()) {
+            if map_huge(view, region, run) {
+                continue;
+            }
+            // One of them cannot be: find out which.
+            for one in run.chunks(1).filter(|one| !map_huge(view, region, one)) {
+                if let Some(unit) = region.units().get(one[0].0) {
+                    unit.tear();
+                }
+            }
+        }
+        run.clear();
+    }
+
+    /// Map a huge page of hugetlbfs that nobody touched.
+    fn map_granule(&self, watched: &Watched) {
+        let cell = watched.region.granule(watched.first()).cell();
+        let word = cell.load();
+        let free = word.state() == State::Resident && !word.is_locked() && !watched.region.is_removed();
+        let Some(_lock) = free.then(|| cell.lock(word, word)).flatten() else { return };
+        for view in self.vm.views() {
+            if let Some(memory) = view.of_region(&watched.region) {
+                // Whatever it says, a touch will find out.
+                let _ = memory.map(watched.first());
+            }
+        }
+    }
+}
+
+impl AccessSource for ZapScan<'_> {
+    fn ability(&self) -> Ability {
+        Ability {
+            name: "zap-scan",
+            granularity: Granularity::Page,
+            reads: true,
+            writes: false,
+            cost: CostClass::FaultServed,
+        }
+    }
+
+    fn start(&mut self, watch: &Watch) -> io::Result<()> {
+        if self.running.is_some() {
+            return Err(io::Error::other("Starting to watch touches: a cycle is running already"));
+        }
+        let before = cpu_time();
+        let units = {
+            let _layout = self.vm.layout();
+            self.choose(watch)?
+        };
+        let begun = self.begin(&units);
+        if begun.is_err() {
+            self.finish(&units);
+            return begun;
+        }
+        self.running = Some(Cycle { began: Instant::now(), cpu: cpu_time().saturating_sub(before), units });
+        Ok(())
+    }
+
+    fn end(&mut self) -> io::Result<Report> {
+        let Some(cycle) = self.running.take() else {
+            return Err(io::Error::other("Ending to watch touches: no cycle is running"));
+        };
+        let (before, length) = (cpu_time(), cycle.began.elapsed());
+        let (faults, waited) = self.vm.touches.cost();
+        let mut units = self.finish(&cycle.units);
+        units.sort_unstable_by_key(|(unit, _)| *unit);
+        // While a thread waits for its fault, the lane works on it.
+        let cpu = cycle.cpu + cpu_time().saturating_sub(before) + waited;
+        Ok(Report { units, length, cost: Cost { cpu, guest: waited, faults } })
+    }
+}
+
+impl Drop for ZapScan<'_> {
+    /// Also when the lane panics in the middle of a cycle.
+    fn drop(&mut self) {
+        if let Some(cycle) = self.running.take() {
+            self.finish(&cycle.units);
+        }
+    }
+}
+
+/// CPU time of the calling thread.
+fn cpu_time() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}

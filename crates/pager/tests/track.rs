@@ -1,0 +1,305 @@
+//! What a guest touches is found out, exactly, and its memory is left as it was: against the real kernel, with a guest
+//! that is threads of this test. Needs root (userfaultfd); most need `MADV_COLLAPSE`.
+
+#![cfg(not(loom))]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_heat::source::FineWatch;
+use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
+use ballast_pager::page_state::Word;
+use ballast_pager::stats::Counter;
+use ballast_pager::track::Track;
+use ballast_pager::vm::Hold;
+use ballast_pager::zap_scan::ZapScan;
+use common::{Finally, Rig, random, until};
+
+const UNITS: u64 = 8;
+const RAM: Bytes = Bytes(UNITS * 2 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+const QUICK: Duration = Duration::from_millis(5);
+
+fn unit(unit: u64) -> UnitId {
+    UnitId { region: 0, unit: unit as u32 }
+}
+
+fn all() -> Watch {
+    Watch { coarse: (0..UNITS).map(unit).collect(), fine: Vec::new() }
+}
+
+fn fine(units: &[(u64, PageMap)]) -> Watch {
+    let fine = units.iter().map(|(number, pages)| FineWatch { unit: unit(*number), pages: *pages }).collect();
+    Watch { coarse: Vec::new(), fine }
+}
+
+fn pages(pages: impl IntoIterator<Item = u64>) -> PageMap {
+    let mut map = PageMap::NONE;
+    pages.into_iter().for_each(|page| map.set(page));
+    map
+}
+
+/// The units that a cycle saw touched.
+fn touched(seen: &[(UnitId, Seen)]) -> Vec<u64> {
+    seen.iter().filter(|(_, seen)| seen.touched()).map(|(unit, _)| u64::from(unit.unit)).collect()
+}
+
+/// The pages of each unit that a cycle saw touched.
+fn pages_of(seen: &[(UnitId, Seen)]) -> Vec<(u64, PageMap)> {
+    let of = |(unit, seen): &(UnitId, Seen)| match seen {
+        Seen::Fine { touched, .. } => (u64::from(unit.unit), *touched),
+        Seen::Coarse { .. } => panic!("{unit:?} was watched as a whole"),
+    };
+    seen.iter().map(of).collect()
+}
+
+fn minor_faults(rig: &Rig) -> u64 {
+    rig.vm.stats().get(Counter::FaultMinor)
+}
+
+fn check_bytes(rig: &Rig) {
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn exactly_the_units_that_were_touched_are_reported_for_one_fault_each_and_all_are_huge_again() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = ZapScan::new(&rig.vm);
+    for of_cycle in [vec![], vec![0], vec![1, 2, 7], vec![], (0..UNITS).collect::<Vec<_>>()] {
+        let before = minor_faults(&rig);
+        source.start(&all()).expect("start");
+        assert_eq!(rig.mapped_huge(), Bytes(0), "all of it is zapped");
+        for unit in &of_cycle {
+            // Reads and writes, many pages of each.
+            for page in (0..PAGES_PER_UNIT).step_by(37) {
+                rig.fill(unit * PAGES_PER_UNIT + page, 1);
+                assert!(rig.holds(unit * PAGES_PER_UNIT + (page + 5) % PAGES_PER_UNIT, 1));
+            }
+        }
+        assert_eq!(rig.mapped_huge().0, of_cycle.len() as u64 * HUGE_SIZE as u64, "a touched unit is huge at once");
+        let report = source.end().expect("end");
+        assert_eq!(report.units.len() as u64, UNITS);
+        assert_eq!(touched(&report.units), of_cycle);
+        assert_eq!(report.cost.faults, of_cycle.len() as u64);
+        assert_eq!(minor_faults(&rig) - before, of_cycle.len() as u64);
+        assert_eq!(rig.mapped_huge(), RAM);
+    }
+    check_bytes(&rig);
+}
+
+#[test]
+fn exactly_the_pages_that_were_touched_are_reported_and_the_units_are_huge_again() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = ZapScan::new(&rig.vm);
+    let some = pages([0, 1, 2, 63, 64, 200, 511]);
+    for _ in 0..3 {
+        source.start(&fine(&[(1, PageMap::ALL), (2, PageMap::ALL), (6, PageMap::ALL)])).expect("start");
+        assert_eq!(rig.mapped_huge().0, RAM.0 - 3 * HUGE_SIZE as u64, "the others are left alone");
+        for page in some.iter() {
+            assert!(rig.holds(PAGES_PER_UNIT + page, 1));
+        }
+        rig.fill(6 * PAGES_PER_UNIT + 77, 1);
+        assert!(rig.holds(3 * PAGES_PER_UNIT, 1), "not watched");
+        let report = source.end().expect("end");
+        assert_eq!(pages_of(&report.units), [(1, some), (2, PageMap::NONE), (6, pages([77]))]);
+        assert_eq!(report.cost.faults, some.count() + 1);
+        assert_eq!(rig.mapped_huge(), RAM);
+    }
+    check_bytes(&rig);
+}
+
+#[test]
+fn of_a_sample_only_its_pages_cost_a_fault() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = ZapScan::new(&rig.vm);
+    let sample = pages((0..PAGES_PER_UNIT).step_by(16));
+    source.start(&fine(&[(4, sample)])).expect("start");
+    let before = minor_faults(&rig);
+    assert!((0..PAGES_PER_UNIT / 2).all(|page| rig.holds(4 * PAGES_PER_UNIT + page, 1)));
+    let report = source.end().expect("end");
+    assert_eq!(pages_of(&report.units), [(4, pages((0..PAGES_PER_UNIT / 2).step_by(16)))]);
+    assert_eq!(minor_faults(&rig) - before, sample.count() / 2);
+    assert_eq!(rig.mapped_huge(), RAM);
+}
+
+#[test]
+fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    let mut source = ZapScan::new(&rig.vm);
+    for _ in 0..2 {
+        source.start(&all()).expect("start");
+        assert!((0..PAGES_PER_UNIT).all(|page| rig.holds(3 * PAGES_PER_UNIT + page, 1)));
+        let report = source.end().expect("end");
+        assert_eq!(touched(&report.units), [3]);
+        assert!(report.cost.faults <= 8, "{} faults", report.cost.faults);
+        source.start(&fine(&[(3, PageMap::ALL)])).expect("start");
+        assert!([5, 6, 400].iter().all(|page| rig.holds(3 * PAGES_PER_UNIT + page, 1)));
+        assert_eq!(pages_of(&source.end().expect("end").units), [(3, pages([5, 6, 400]))]);
+    }
+    // What nobody touched is unmapped still; a touch outside of any cycle maps its neighbours, too.
+    let before = minor_faults(&rig);
+    check_bytes(&rig);
+    assert!(minor_faults(&rig) - before <= UNITS * 8);
+}
+
+#[test]
+fn huge_pages_of_hugetlbfs_are_tracked_as_wholes() {
+    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    let mut source = ZapScan::new(&rig.vm);
+    let mut watch = all();
+    watch.fine = vec![FineWatch { unit: watch.coarse.pop().expect("the last"), pages: PageMap::ALL }];
+    source.start(&watch).expect("start");
+    assert!(rig.holds(PAGES_PER_UNIT + 9, 1) && rig.holds((UNITS - 1) * PAGES_PER_UNIT, 1));
+    assert_eq!(touched(&source.end().expect("end").units), [1, UNITS - 1]);
+    let before = minor_faults(&rig);
+    check_bytes(&rig);
+    assert_eq!(minor_faults(&rig), before, "all of it is mapped again");
+}
+
+#[test]
+fn a_unit_that_loses_pages_in_a_cycle_is_tracked_on_and_its_bytes_are_right() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = ZapScan::new(&rig.vm);
+    source.start(&all()).expect("start");
+    let at = Hva(rig.guest.addr() as u64 + 2 * HUGE_SIZE as u64 + PAGE_SIZE as u64);
+    rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+    let hole = 2 * PAGES_PER_UNIT + 1;
+    assert_eq!(rig.word(hole).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
+    assert!(rig.holds(hole + 1, 1));
+    let report = source.end().expect("end");
+    assert_eq!(touched(&report.units), [2]);
+    assert_eq!(rig.mapped_huge().0, RAM.0 - HUGE_SIZE as u64);
+    rig.fill(hole, 1);
+    check_bytes(&rig);
+    until("it is huge again when it is whole", || rig.mapped_huge() == RAM);
+}
+
+#[test]
+fn a_cycle_that_nobody_ends_leaves_every_word_resident_and_every_byte() {
+    // What an engine killed in the middle of a cycle leaves behind.
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = ZapScan::new(&rig.vm);
+    let mut watch = all();
+    watch.fine = fine(&[(7, PageMap::ALL)]).fine;
+    watch.coarse.pop();
+    source.start(&watch).expect("start");
+    std::mem::forget(source);
+    let region = rig.vm.region(0).expect("region");
+    assert!((0..rig.pages).all(|page| region.word(ballast_base::PageIdx(page)) == Word::INITIAL));
+    check_bytes(&rig);
+}
+
+#[test]
+fn a_cycle_whose_zaps_fail_is_undone() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = ZapScan::new(&rig.vm);
+    rig.view.disconnect();
+    rig.break_client();
+    assert!(source.start(&all()).is_err());
+    assert_eq!(rig.mapped_huge(), RAM);
+    assert!(source.end().is_err(), "no cycle runs");
+    check_bytes(&rig);
+}
+
+#[test]
+fn a_vm_is_tracked_when_asked_and_left_alone_while_it_is_held() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    assert_eq!(rig.vm.heat.source(), None);
+    rig.vm.set_track(Track::On);
+    until("three cycles", || {
+        check_bytes(&rig);
+        rig.vm.heat.lock().cycles().0 >= 3
+    });
+    assert_eq!(rig.vm.heat.source().map(|source| source.name), Some("zap-scan"));
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    until("it is left alone", || rig.vm.heat.source().is_none());
+    assert_eq!(rig.mapped_huge(), RAM);
+    let (cycles, faults) = (rig.vm.heat.lock().cycles(), minor_faults(&rig));
+    check_bytes(&rig);
+    assert_eq!((rig.vm.heat.lock().cycles(), minor_faults(&rig)), (cycles, faults));
+    rig.vm.hold(Hold::Shared, None);
+    until("it is tracked again", || rig.vm.heat.lock().cycles().0 > cycles.0);
+}
+
+#[test]
+fn reclaim_takes_what_tracking_found_cold() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    rig.vm.set_track(Track::On);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                // The guest's hot set: the first three units.
+                assert!((0..3 * PAGES_PER_UNIT).step_by(8).all(|page| rig.word(page).load(Ordering::Relaxed) != 1));
+                std::thread::yield_now();
+            }
+        });
+        let _end = Finally(|| done.store(true, Ordering::Relaxed));
+        until("its heat is known", || rig.vm.heat.lock().cycles().0 >= 5);
+        rig.set_limit(Some(Bytes(RAM.0 / 2)));
+        until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
+        let far = rig.vm.stats().get(Counter::Far);
+        let of_hot =
+            (0..3 * PAGES_PER_UNIT).filter(|page| rig.state_of(*page) != ballast_pager::page_state::State::Resident);
+        assert!(far > 0);
+        // Half of RAM is colder than the hot set: none of it need go, but for a page met at the wrong moment.
+        assert!(of_hot.count() as u64 <= far / 8, "hot pages went first");
+    });
+    check_bytes(&rig);
+}
+
+#[test]
+fn a_guest_that_writes_while_it_is_tracked_squeezed_and_discards_reads_what_it_wrote() {
+    const EVICTED: u64 = 10_000;
+    const CYCLES: u64 = 60;
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, Duration::from_millis(1)) else { return };
+    (0..rig.pages).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
+    rig.vm.set_track(Track::On);
+    let stats = rig.vm.stats();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..2u64 {
+            let (rig, done) = (&rig, &done);
+            scope.spawn(move || {
+                let mut versions = vec![0u64; rig.pages as usize];
+                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+                let mut step = 0u64;
+                while !done.load(Ordering::Relaxed) {
+                    step += 1;
+                    // Each thread owns every second page: its words are its alone. Rounds of a hot unit now and then.
+                    let range = if step % 4096 < 2048 { rig.pages / 2 } else { PAGES_PER_UNIT / 2 };
+                    let page = random(&state) % range * 2 + thread;
+                    let expected = versions[page as usize];
+                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
+                    versions[page as usize] = step << 16 | page;
+                    if step.is_multiple_of(1024) {
+                        let at = Hva((rig.guest.addr() + page as usize * PAGE_SIZE) as u64);
+                        rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
+                        assert_eq!(rig.word(page).load(Ordering::Relaxed), 0, "a discarded page reads zeros");
+                    }
+                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+                }
+                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(2) {
+                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+                }
+            });
+        }
+        // Also when a wait panics: the scope joins the guest's threads either way.
+        let _end = Finally(|| done.store(true, Ordering::Relaxed));
+        let cycles = || rig.vm.heat.lock().cycles();
+        while stats.get(Counter::Evicted) < EVICTED || cycles().0 < CYCLES || cycles().1 < CYCLES {
+            let before = cycles().0;
+            rig.set_limit(Some(Bytes(RAM.0 * 3 / 4)));
+            until("the limit is kept", || rig.resident().0 <= RAM.0 * 3 / 4);
+            rig.set_limit(None);
+            until("another cycle", || cycles().0 > before);
+        }
+    });
+    assert!(!rig.reported("lane-panic") && !rig.reported("page-lost"));
+}
