@@ -20,7 +20,10 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-use crate::{DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, VmHeat, VmPatch, VmStat};
+use crate::{
+    DecisionRecord, Event, HeatPatch, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, Track, VmHeat, VmPatch,
+    VmStat,
+};
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const RETRY_FOR: Duration = Duration::from_secs(5);
@@ -106,6 +109,13 @@ impl Client {
     /// How hot its memory is, with a strip of so many cells.
     pub fn heat(&self, name: &str, cells: usize) -> Result<VmHeat, ClientError> {
         self.get(&format!("{}/heat?cells={cells}", vm_path(name)))
+    }
+
+    /// Say when it is tracked. Answers its heat.
+    pub fn set_track(&self, name: &str, track: Track) -> Result<VmHeat, ClientError> {
+        // Serialising a word has no way to fail.
+        let body = serde_json::to_vec(&HeatPatch { track: Some(track) }).expect("a patch serialises");
+        self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body)
     }
 
     /// Its access cycles after number `after`, as a recording. They are kept from the first call on.

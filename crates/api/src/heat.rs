@@ -4,6 +4,7 @@
 //! Units: in the field names; an age is the time since the last touch that was seen.
 //! Promise: the ages add up to `present_bytes`, and so do the generations.
 
+use std::fmt;
 use std::time::Duration;
 
 use ballast_heat::ages::{BUCKETS_S, PERCENTS};
@@ -17,11 +18,45 @@ pub const MAX_CELLS: usize = 4096;
 /// Cells of a strip unless asked otherwise.
 pub const DEFAULT_CELLS: usize = 64;
 
+/// When a VM is tracked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Track {
+    /// While it has a limit below its size: then reclaim wants to know.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+impl fmt::Display for Track {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::On => "on",
+            Self::Off => "off",
+        })
+    }
+}
+
+/// A change to how a VM is tracked. Only the keys that are present change anything; unknown keys are refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct HeatPatch {
+    /// When to track it, until its engine is replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub track: Option<Track>,
+}
+
 /// How hot a VM's memory is. Only memory that is in DRAM counts; what is far has left these figures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmHeat {
     /// The VM.
     pub name: String,
+    /// When it is tracked.
+    pub track: Track,
     /// Who tells what is touched; null while nobody tracks this VM.
     pub source: Option<HeatSource>,
     /// Cycles over all memory so far; with 0 the figures below mean nothing yet.
@@ -102,7 +137,7 @@ pub struct HeatCell {
 
 impl VmHeat {
     /// What heat drew up, for a VM of that name.
-    pub fn new(name: String, source: Option<Ability>, heat: &Heat) -> Self {
+    pub fn new(name: String, track: Track, source: Option<Ability>, heat: &Heat) -> Self {
         let seconds = |time: Duration| time.as_secs_f64();
         // What only looks like precision is cut off, to keep the JSON of a long strip short.
         let rounded = |share: f64| (share * 1e4).round() / 1e4;
@@ -114,6 +149,7 @@ impl VmHeat {
         let ends = BUCKETS_S.iter().map(|end| Some(*end)).chain([None]);
         Self {
             name,
+            track,
             source: source.map(|ability| HeatSource {
                 name: ability.name.to_owned(),
                 granularity_bytes: match ability.granularity {
@@ -161,7 +197,7 @@ mod tests {
             strip: vec![ages::Cell { present: 0.5, hot: 1.0 / 3.0, age: Some(Duration::from_millis(1500)) }],
             ..Heat::default()
         };
-        let heat = VmHeat::new("web".into(), None, &drawn);
+        let heat = VmHeat::new("web".into(), Track::On, None, &drawn);
         assert_eq!((heat.ages.len(), heat.ages[0].up_to_s, heat.ages[11].up_to_s), (12, Some(1), None));
         assert_eq!(heat.strip[0], HeatCell { present: 0.5, hot: 0.3333, age_s: Some(1.5) });
         let text = serde_json::to_string(&heat).expect("serialise");

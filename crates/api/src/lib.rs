@@ -15,7 +15,7 @@ mod types;
 pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
 pub use control::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
-pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatSource, MAX_CELLS, VmHeat};
+pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
 pub use openapi::{document, document_json};
 pub use problem::Problem;
 pub use types::{

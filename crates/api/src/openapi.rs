@@ -12,12 +12,15 @@ use utoipa::{OpenApi, ToSchema};
 
 use ballast_policy::{Plan, Snapshot};
 
-use crate::{DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, VmHeat, VmPatch, VmStat};
+use crate::{
+    DecisionRecord, Event, HeatPatch, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, VmHeat, VmPatch, VmStat,
+};
 
 #[derive(OpenApi)]
 #[openapi(components(schemas(
     VmStat,
     VmHeat,
+    HeatPatch,
     HostStat,
     Event,
     VmPatch,
@@ -161,6 +164,11 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
         ("/v1/vms/{name}/heat", Get, {
             let heat = operation("getVmHeat", "How hot its memory is", Answer::One("VmHeat"), &[bad_query, missing]);
             with_number(with_name(heat), "cells", "Pieces of the strip: 1 to 4096, by default 64").build()
+        }),
+        ("/v1/vms/{name}/heat", Patch, {
+            let summary = "Change how a VM is tracked; answers its heat";
+            let heat = operation("patchVmHeat", summary, Answer::One("VmHeat"), &refused);
+            with_name(heat).request_body(body("HeatPatch")).build()
         }),
         ("/v1/vms/{name}/heat/cycles", Get, {
             let summary = "The last access cycles as a recording; they are kept while somebody asks";

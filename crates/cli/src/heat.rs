@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, DEFAULT_CELLS, HeatCell, VmHeat};
+use ballast_api::{Client, DEFAULT_CELLS, HeatCell, Track, VmHeat};
 use ballast_base::Bytes;
 use ballast_heat::record::{Frame, Recording, header};
 use ballast_heat::{Heat, Settings};
@@ -38,9 +38,17 @@ pub struct HeatArgs {
     /// Draw a heat map over time to this .png or .svg file, from the recording or by watching for --seconds
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+    /// First say when to track this VM, until its engine is replaced: auto (while it has a limit), on or off
+    #[arg(long, value_name = "auto|on|off", conflicts_with = "replay", value_parser = track)]
+    pub track: Option<Track>,
     /// How long to watch
     #[arg(long, default_value = "60", value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub seconds: u64,
+}
+
+fn track(text: &str) -> Result<Track, String> {
+    let known = [Track::Auto, Track::On, Track::Off];
+    known.into_iter().find(|track| track.to_string() == text).ok_or_else(|| "write auto, on or off".into())
 }
 
 /// Most a recording may hold: it is read into memory.
@@ -57,6 +65,9 @@ pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
             (replayed(file, &recording), Some(recording))
         }
         (None, Some(name)) => {
+            if let Some(track) = args.track {
+                client.set_track(name, track).map_err(|error| explain(client, name, error))?;
+            }
             let recording = match args.record.is_some() || args.out.is_some() {
                 true => Some(watch(client, name, args.record.as_deref(), Duration::from_secs(args.seconds))?),
                 false => None,
@@ -73,7 +84,7 @@ pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
         let bytes = map.draw(format)?;
         std::fs::write(out, bytes).with_context(|| format!("Writing the heat map to {}", out.display()))?;
     }
-    if json { show::json(&heat) } else { Ok(show::print(&screen(&heat))?) }
+    if json { show::json(&heat) } else { Ok(show::print(&screen(&heat, args.replay.is_some()))?) }
 }
 
 fn read(file: &Path) -> Result<Recording> {
@@ -93,7 +104,7 @@ fn replayed(file: &Path, recording: &Recording) -> VmHeat {
     let end = recording.cycles().next_back().map_or(Duration::ZERO, |cycle| cycle.ended);
     let heat: Heat = ballast_heat::heat(&tracker, end, DEFAULT_CELLS);
     let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy().into_owned();
-    VmHeat::new(name, None, &heat)
+    VmHeat::new(name, Track::Off, None, &heat)
 }
 
 /// Ask for cycles each second; write them to the file, if there is one, as they come.
@@ -105,7 +116,9 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
     let mut whole = ask(0)?;
     let mut after = whole.cycles().next_back().map_or(0, |cycle| cycle.number);
     if client.heat(name, 1)?.source.is_none() {
-        bail!("Recording VM {name}: nobody tracks what it touches, so there would be nothing in the recording");
+        bail!(
+            "Recording VM {name}: nobody tracks what it touches, so there would be nothing in the recording; `--track on` does"
+        );
     }
     whole.frames.clear();
     let writing = || format!("Writing the recording {}", file.unwrap_or(Path::new("")).display());
@@ -134,7 +147,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
 }
 
 /// Everything on one screen.
-fn screen(heat: &VmHeat) -> String {
+fn screen(heat: &VmHeat, is_recording: bool) -> String {
     let mut text = String::new();
     // Writing to a String has no way to fail.
     if let Some(source) = &heat.source {
@@ -151,7 +164,11 @@ fn screen(heat: &VmHeat) -> String {
             heat.guest_percent,
         );
     } else {
-        let _ = writeln!(text, "{}: {} cycles; nobody tracks it now", heat.name, show::grouped(heat.cycles));
+        let now = match is_recording {
+            true => "a recording".to_owned(),
+            false => format!("nobody tracks it now (track {})", heat.track),
+        };
+        let _ = writeln!(text, "{}: {} cycles; {now}", heat.name, show::grouped(heat.cycles));
     }
     if heat.cycles == 0 {
         text += "No cycle has ended yet, so nothing is known of its memory.\n";

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
 use ballast_api::{
-    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, PolicyPatch, PolicyStat, RegionStat, VmHeat,
+    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, PolicyPatch, PolicyStat, RegionStat, Track, VmHeat,
     VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
@@ -64,7 +64,10 @@ impl Backend for Canned {
         let tracker = recording.replay(Settings::default(), |_, _| ());
         let source = Scripted::default().ability();
         let heat = ballast_heat::heat(&tracker, Duration::from_secs(30), cells);
-        self.vm(name).map(|vm| VmHeat::new(vm.name, Some(source).filter(|_| name == "web-1"), &heat))
+        self.vm(name).map(|vm| VmHeat::new(vm.name, Track::Auto, Some(source).filter(|_| name == "web-1"), &heat))
+    }
+    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat> {
+        self.heat(name, 64).map(|heat| VmHeat { track, ..heat })
     }
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
         self.vm(name).map(|_| cycles(after))
@@ -462,7 +465,11 @@ fn vm_heat_shows_working_set_ages_and_strip() {
     let heat: VmHeat = serde_json::from_str(&fine(&daemon.socket, &["--json", "vm", "heat", "web-1"])).expect("JSON");
     assert_eq!((heat.cycles, heat.wss_bytes, heat.strip.len()), (3, 2 * MIB, 64));
     assert_eq!(heat.ages.iter().map(|bucket| bucket.bytes).sum::<u64>(), heat.present_bytes);
-    assert!(fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; nobody tracks it now\n"));
+    assert!(
+        fine(&daemon.socket, &["vm", "heat", "db"]).starts_with("db: 3 cycles; nobody tracks it now (track auto)\n")
+    );
+    fine(&daemon.socket, &["vm", "heat", "db", "--track", "off"]);
+    assert_eq!(ballast(&daemon.socket, &["vm", "heat", "db", "--track", "maybe"]).0, 2);
     assert_eq!(ballast(&daemon.socket, &["vm", "heat", "web"]).0, 3);
 }
 
@@ -475,7 +482,7 @@ fn a_recording_is_written_replayed_and_drawn_and_a_damaged_one_is_refused() {
     fine(&daemon.socket, &["vm", "heat", "web-1", "--record", &file, "--seconds", "1", "--out", &png]);
     let nobody = Path::new("/nonexistent");
     let screen = fine(nobody, &["vm", "heat", "--replay", &file, "--out", &svg]);
-    assert!(screen.starts_with("web.heat: 1 cycles; nobody tracks it now\n"), "{screen}");
+    assert!(screen.starts_with("web.heat: 1 cycles; a recording\n"), "{screen}");
     assert_eq!(&std::fs::read(&png).expect("png")[..4], b"\x89PNG");
     assert!(std::fs::read_to_string(&svg).expect("svg").contains("1 cycles of scripted"));
 

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
-    DecisionRecord, Event, FaultCounts, HostStat, Latency, PlanRequest, PolicyPatch, PolicyStat, Psi, ReclaimCounts,
-    RegionStat, RestoreStages, Stall, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
+    DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, HostStat, Latency, PlanRequest, PolicyPatch, PolicyStat, Psi,
+    ReclaimCounts, RegionStat, RestoreStages, Stall, Track, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
 };
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
@@ -27,6 +27,7 @@ use crate::engine::workers::Jobs;
 use crate::events::Events;
 use crate::http::{self, Backend, ChangeError, Histogram};
 use crate::orders::Begin;
+use crate::tracking;
 
 /// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
 pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
@@ -187,8 +188,14 @@ impl Backend for Host {
 
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat> {
         let served = self.by_name(name)?;
-        let heat = &served.vm.heat;
-        Some(VmHeat::new(name.to_owned(), heat.source(), &heat.heat(cells)))
+        let (vm, heat) = (&served.vm, &served.vm.heat);
+        Some(VmHeat::new(name.to_owned(), tracking::from_pager(vm.track()), heat.source(), &heat.heat(cells)))
+    }
+
+    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat> {
+        self.by_name(name)?.vm.set_track(tracking::to_pager(track));
+        self.events.add(Some(name.to_owned()), "track", format!("{name} is tracked: {track}"));
+        self.heat(name, DEFAULT_CELLS)
     }
 
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {

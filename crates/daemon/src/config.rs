@@ -12,6 +12,8 @@ use ballast_base::units::{GIB, MIB};
 use ballast_policy::{Kind, Params, Setup};
 use serde::{Deserialize, Serialize};
 
+use crate::tracking::Tracking;
+
 /// How far pages are compressed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -45,6 +47,8 @@ pub struct Config {
     /// A file store for pages that have been far for long; without it they stay in the compressed store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spill: Option<Spill>,
+    /// When VMs are tracked.
+    pub heat: Tracking,
     /// Who decides how much memory each VM may have.
     pub policy: Policy,
 }
@@ -127,6 +131,7 @@ impl Default for Config {
             reader_gid: None,
             attach_gid: None,
             spill: None,
+            heat: Tracking::default(),
             policy: Policy::default(),
         }
     }
@@ -150,6 +155,7 @@ impl Config {
             "quarantine_ms = {} is out of range: 1 to 60000",
             self.quarantine_ms
         );
+        self.heat.validate()?;
         self.policy.setup().check().map_err(|why| anyhow::anyhow!("policy: {why}"))?;
         self.spill.as_ref().map_or(Ok(()), Spill::validate)
     }
@@ -259,6 +265,9 @@ mod tests {
             ("quarantine_ms = 0", "quarantine_ms"),
             ("compression = \"lzo\"", "lzo"),
             ("runtime_dir = \"x\"", "runtime_dir"),
+            ("[heat]\ntrack = \"sometimes\"", "sometimes"),
+            ("[heat]\ncost_percent = nan", "heat.cost_percent"),
+            ("[heat]\ncost_percent = 0.0", "heat.cost_percent"),
             ("[spill]\ndir = \"x\"\nbudget = \"1G\"", "spill.dir"),
             ("[spill]\ndir = \"/x\"", "budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1M\"", "spill.budget"),

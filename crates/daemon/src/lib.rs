@@ -20,4 +20,5 @@ pub mod events;
 pub mod http;
 pub mod keeper;
 pub mod orders;
+pub mod tracking;
 pub mod watch;

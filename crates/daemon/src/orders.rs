@@ -9,6 +9,7 @@ use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Compression;
+use crate::tracking::Tracking;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,6 +30,8 @@ pub struct Begin {
     pub reader_gid: Option<u32>,
     /// File stores.
     pub spill: Option<Spilling>,
+    /// When VMs are tracked.
+    pub heat: Tracking,
     /// The control loop.
     pub policy: Setup,
 }

@@ -387,12 +387,21 @@ impl Vm {
         self.track.store(track as u8, Ordering::Release);
     }
 
+    /// When to find out who is hot.
+    pub fn track(&self) -> Track {
+        match self.track.load(Ordering::Acquire) {
+            track if track == Track::Off as u8 => Track::Off,
+            track if track == Track::On as u8 => Track::On,
+            _ => Track::Auto,
+        }
+    }
+
     /// Is somebody finding out who is hot? Never while the VM is held: then it is left alone.
     pub fn is_tracked(&self) -> bool {
-        let wanted = match self.track.load(Ordering::Acquire) {
-            track if track == Track::Off as u8 => false,
-            track if track == Track::On as u8 => true,
-            _ => self.effective_limit().is_some(),
+        let wanted = match self.track() {
+            Track::Off => false,
+            Track::On => true,
+            Track::Auto => self.effective_limit().is_some(),
         };
         wanted && !self.is_stopping() && self.held().is_none()
     }

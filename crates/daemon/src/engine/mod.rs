@@ -29,6 +29,7 @@ use crate::events::Events;
 use crate::http::{self, PeerPolicy};
 use crate::keeper::fence::Process;
 use crate::orders::{Begin, Order, Report};
+use crate::tracking;
 use control::Control;
 use workers::Workers;
 
@@ -337,6 +338,8 @@ impl Engine {
         let tuning = Tuning {
             quarantine: Duration::from_millis(self.begin.quarantine_ms),
             spill_after: self.begin.spill.filter(|_| file.is_open()).map(|spill| Duration::from_secs(spill.after_s)),
+            track: tracking::to_pager(self.begin.heat.track),
+            heat: self.begin.heat.settings(),
             ..Tuning::default()
         };
         let stores = Stores { ram: store.clone(), file: file.store() };

@@ -13,7 +13,7 @@ mod routes;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_api::{Event, HostStat, VmHeat, VmPatch, VmStat};
+use ballast_api::{Event, HostStat, Track, VmHeat, VmPatch, VmStat};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
@@ -30,6 +30,8 @@ pub trait Backend: Control + Send + Sync + 'static {
     fn vm(&self, name: &str) -> Option<VmStat>;
     /// How hot its memory is, with a strip of so many cells.
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
+    /// Say when it is tracked; answers its heat.
+    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
     /// Its access cycles after that number, as a recording.
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
     /// Change what the operator says of a VM, all of it or nothing; answers its state after the change.

@@ -15,7 +15,7 @@ use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use ballast_api::{DEFAULT_CELLS, MAX_BODY_BYTES, MAX_CELLS, Problem, VmPatch};
+use ballast_api::{DEFAULT_CELLS, HeatPatch, MAX_BODY_BYTES, MAX_CELLS, Problem, VmPatch};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -56,7 +56,7 @@ pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Durat
     Router::new()
         .route("/v1/vms", get(vms))
         .route("/v1/vms/{name}", get(vm).patch(patch_vm))
-        .route("/v1/vms/{name}/heat", get(heat))
+        .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
         .merge(control::routes())
         .route("/v1/host", get(host))
@@ -141,6 +141,30 @@ async fn heat(State(connection): State<Connection>, name: Result<Path<String>, P
     json(&heat.ok_or_else(|| no_such_vm(&name))?)
 }
 
+async fn patch_heat(
+    State(connection): State<Connection>,
+    name: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let body = read_body(request.into_body(), connection.body_time).await?;
+    let patch: HeatPatch = object(&body, "a change to how a VM is tracked")?;
+    let asked = name.clone();
+    let heat = ask(&connection, move |backend| match patch.track {
+        Some(track) => backend.set_track(&asked, track),
+        None => backend.heat(&asked, DEFAULT_CELLS),
+    });
+    json(&heat.await?.ok_or_else(|| no_such_vm(&name))?)
+}
+
+/// A JSON object. serde alone would also take an array as the fields in order.
+fn object<T: DeserializeOwned>(body: &[u8], what: &str) -> Result<T, Refusal> {
+    if body.trim_ascii_start().first() != Some(&b'{') {
+        return Err(bad_request(format!("The body is not {what}: a JSON object is needed")));
+    }
+    serde_json::from_slice(body).map_err(|error| bad_request(format!("The body is not {what}: {error}")))
+}
+
 async fn heat_cycles(
     State(connection): State<Connection>,
     name: Result<Path<String>, PathRejection>,
@@ -161,7 +185,7 @@ async fn patch_vm(
 ) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let body = read_body(request.into_body(), connection.body_time).await?;
-    let patch: VmPatch = parse(&body, "a change to a VM")?;
+    let patch: VmPatch = object(&body, "a change to a VM")?;
     let asked = name.clone();
     if patch == VmPatch::default() {
         let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;

@@ -46,6 +46,9 @@ impl Backend for Canned {
         let ages = vec![ballast_api::AgeBucket { up_to_s: None, bytes: 7 }];
         self.vm(name).map(|vm| VmHeat { name: vm.name, source, cycles: 3, ages, strip, ..VmHeat::default() })
     }
+    fn set_track(&self, name: &str, track: ballast_api::Track) -> Option<VmHeat> {
+        self.heat(name, 0).map(|heat| VmHeat { track, ..heat })
+    }
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>> {
         self.vm(name).map(|_| after.to_string().into_bytes())
     }
@@ -141,6 +144,8 @@ fn what_the_backend_says_is_what_the_client_reads() {
     assert_eq!(client.host().expect("host"), canned.host());
     assert_eq!(client.events().expect("events"), canned.events());
     assert_eq!(client.heat("web", 7).expect("heat"), canned.heat("web", 7).expect("web"));
+    let on = ballast_api::Track::On;
+    assert_eq!(client.set_track("web", on).expect("track"), canned.set_track("web", on).expect("web"));
     assert_eq!(client.heat_cycles("web", 41).expect("cycles"), b"41");
     assert_eq!(client.set_limit("web", Some(MIB)).expect("limit").limit_bytes, Some(MIB));
     assert_eq!(client.vm("web").expect("vm").limit_bytes, Some(MIB));
@@ -187,6 +192,8 @@ fn a_refusal_is_a_problem_that_says_what_was_wrong() {
         (413, patch("/v1/vms/web", &long), "65536 bytes"),
         (404, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "openapi.json"),
         (404, b"GET /v1/vms/a/b HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "Nothing is at"),
+        (400, patch("/v1/vms/web/heat", r#"{"track":"maybe"}"#), "maybe"),
+        (400, patch("/v1/vms/web/heat", r#"{"tracks":"on"}"#), "unknown field"),
         (404, b"GET /v1/vms/nobody/heat HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "nobody"),
         (400, b"GET /v1/vms/web/heat?cells=0 HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "1 to 4096"),
         (400, b"GET /v1/vms/web/heat?cells=x HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(), "whole number"),

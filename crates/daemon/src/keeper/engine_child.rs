@@ -171,6 +171,7 @@ impl Keeper {
             compression: self.config.compression,
             quarantine_ms: self.config.quarantine_ms,
             reader_gid: self.config.reader_gid,
+            heat: self.config.heat,
             spill: self.config.spill.as_ref().map(|spill| Spilling {
                 budget: spill.budget(),
                 after_s: spill.after_s,

@@ -1,0 +1,71 @@
+//! When VMs are tracked, and what that may cost: the table `[heat]` of the settings.
+//!
+//! Before: `config` reads it, the keeper passes it on in `Begin`. After: the engine opens each VM with it; an operator may
+//! set another `track` for a VM through the API, which holds until the VM's engine is replaced.
+
+use anyhow::ensure;
+use ballast_api::Track;
+use ballast_heat::Settings;
+use ballast_heat::pace::Budget;
+use serde::{Deserialize, Serialize};
+
+/// See above.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tracking {
+    /// When to find out who is hot.
+    pub track: Track,
+    /// What it may cost, in percent of one CPU, and again of the time guest threads wait.
+    pub cost_percent: f64,
+}
+
+impl Default for Tracking {
+    fn default() -> Self {
+        Self { track: Track::Auto, cost_percent: 3.0 }
+    }
+}
+
+impl Tracking {
+    /// Is every value in its range?
+    pub fn validate(&self) -> anyhow::Result<()> {
+        let cost = self.cost_percent;
+        ensure!((0.01..=100.0).contains(&cost), "heat.cost_percent = {cost} is out of range: 0.01 to 100");
+        Ok(())
+    }
+
+    /// The same for a tracker. Each of its two phases gets half.
+    pub fn settings(&self) -> Settings {
+        let each = self.cost_percent / 100.0 / 2.0;
+        Settings { budget: Budget { cpu: each, guest: each }, ..Settings::default() }
+    }
+}
+
+/// The API's word as the pager's.
+pub fn to_pager(track: Track) -> ballast_pager::track::Track {
+    use ballast_pager::track::Track as Pager;
+    match track {
+        Track::Auto => Pager::Auto,
+        Track::On => Pager::On,
+        Track::Off => Pager::Off,
+    }
+}
+
+/// And back.
+pub fn from_pager(track: ballast_pager::track::Track) -> Track {
+    use ballast_pager::track::Track as Pager;
+    match track {
+        Pager::Auto => Track::Auto,
+        Pager::On => Track::On,
+        Pager::Off => Track::Off,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_of_the_settings_file_is_that_of_the_tracker() {
+        assert_eq!(Tracking::default().settings(), Settings::default());
+    }
+}
