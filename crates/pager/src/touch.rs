@@ -5,7 +5,7 @@
 //! Threads: fault lanes mark, one tracker reads; atomics only. Units: pages of a region; nanoseconds.
 //! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx};
@@ -32,6 +32,8 @@ const UNSEEN: Duration = Duration::from_micros(2);
 /// What fault lanes tell the tracker of one VM.
 #[derive(Debug)]
 pub(crate) struct Touches {
+    /// A cycle runs.
+    running: AtomicBool,
     /// Slots in use.
     fine: AtomicUsize,
     slots: Box<[Slot]>,
@@ -53,6 +55,7 @@ fn number(unit: UnitId) -> u64 {
 impl Default for Touches {
     fn default() -> Self {
         Self {
+            running: AtomicBool::new(false),
             fine: AtomicUsize::new(0),
             slots: (0..FINE_UNITS).map(|_| Slot::default()).collect(),
             faults: AtomicU64::new(0),
@@ -74,6 +77,16 @@ impl Touches {
         self.fine.store(count, Ordering::Release);
         self.faults.store(0, Ordering::Relaxed);
         self.waited_ns.store(0, Ordering::Relaxed);
+    }
+
+    /// A cycle begins or is over.
+    pub fn set_running(&self, running: bool) {
+        self.running.store(running, Ordering::Release);
+    }
+
+    /// Does one run?
+    pub fn is_running(&self) -> bool {
+        self.running.load(Ordering::Acquire)
     }
 
     fn slot(&self, unit: UnitId) -> Option<&Slot> {
@@ -102,7 +115,6 @@ impl Touches {
 
     fn paid(&self, waiting: &Waiting) {
         let waited = waiting.since.elapsed() + UNSEEN;
-        self.faults.fetch_add(1, Ordering::Relaxed);
         self.waited_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
     }
 }
@@ -141,6 +153,7 @@ pub(crate) fn touched(
         fine = vm.touches.mark(id, page);
         // Before the unit is mapped: from then on nobody would see a touch.
         unit.touch();
+        vm.touches.faults.fetch_add(1, Ordering::Relaxed);
     }
     if unit.stage() == Stage::Watched
         && waiting.fault.kind == FaultKind::Minor

@@ -134,6 +134,8 @@ pub struct Vm {
     bell: Condvar,
     /// Where lanes wait that have time.
     dozing: (Mutex<()>, Condvar),
+    /// Held by whoever registers memory with userfaultfd or gives it back.
+    registering: Mutex<()>,
     /// Held shared by whoever moves pages of a region, exclusively by an unplug.
     layout: RwLock<()>,
     report: Report,
@@ -172,6 +174,7 @@ impl Vm {
             rung: Mutex::default(),
             bell: Condvar::new(),
             dozing: Default::default(),
+            registering: Mutex::default(),
             layout: RwLock::default(),
             report,
         }
@@ -634,6 +637,10 @@ impl Vm {
             if flag.load(Ordering::Acquire) != 0 {
                 continue;
             }
+            let _one = self.registering.lock().expect("no panic while held");
+            if flag.load(Ordering::Acquire) != 0 {
+                continue;
+            }
             let len = PageCount(count).bytes();
             let views = self.views();
             let bases: Vec<_> = views.iter().filter_map(|view| Some((view, view.base(region.number)?))).collect();
@@ -652,6 +659,8 @@ impl Vm {
 
     /// Give a chunk without far, zero or quarantined pages back to the kernel. Answers whether it was given back.
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
+        // What the kernel has registered and what the flags say change together.
+        let _one = self.registering.lock().expect("no panic while held");
         for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
             if flag.load(Ordering::Acquire) == 0 {
                 continue;

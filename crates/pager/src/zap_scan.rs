@@ -186,6 +186,7 @@ impl<'a> ZapScan<'a> {
         }
         self.map_run(of, &mut run);
         self.vm.touches.begin(std::iter::empty());
+        self.vm.touches.set_running(false);
         seen
     }
 
@@ -249,9 +250,10 @@ impl AccessSource for ZapScan<'_> {
             return Err(io::Error::other("Starting to watch touches: a cycle is running already"));
         }
         let before = cpu_time();
+        self.vm.touches.set_running(true);
         let units = {
             let _layout = self.vm.layout();
-            self.choose(watch)?
+            self.choose(watch).inspect_err(|_| self.vm.touches.set_running(false))?
         };
         let begun = self.begin(&units);
         if begun.is_err() {
