@@ -304,3 +304,16 @@ fn a_guest_that_writes_while_it_is_tracked_squeezed_and_discards_reads_what_it_w
     });
     assert!(!rig.reported("lane-panic") && !rig.reported("page-lost"));
 }
+
+#[test]
+fn memory_that_reclaim_tore_is_huge_again_though_the_vm_is_tracked() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    rig.set_limit(Some(Bytes(RAM.0 / 2)));
+    until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
+    rig.vm.set_track(Track::On);
+    until("it is tracked", || rig.vm.heat.lock().cycles().0 > 0);
+    rig.set_limit(None);
+    check_bytes(&rig);
+    until("all of it is mapped huge between two cycles", || rig.mapped_huge() == RAM);
+    check_bytes(&rig);
+}
