@@ -213,7 +213,8 @@ impl Strip {
 
     fn finish(self, density: f64) -> Vec<Cell> {
         let pages = self.total() as f64 / self.cells.len().max(1) as f64;
-        let share = |value: f64| (value / pages).clamp(0.0, 1.0);
+        // With no region yet there is no memory to share.
+        let share = |value: f64| if pages > 0.0 { (value / pages).clamp(0.0, 1.0) } else { 0.0 };
         let cell = |cell: StripCell| Cell {
             present: share(cell.present),
             hot: share(cell.hot + cell.unknown * density),
@@ -247,6 +248,7 @@ mod tests {
             .present()
             .map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit), written: None }))
             .collect();
+        tracker.set_begun(Duration::from_secs(at_s - 1));
         tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &Report { units, ..Report::default() });
     }
 
@@ -274,6 +276,12 @@ mod tests {
         assert_eq!(heat.strip[0], Cell { present: 1.0, hot: 0.125, age: Some(Duration::ZERO) });
         assert_eq!(heat.strip[3], Cell { present: 1.0, hot: 0.0, age: Some(Duration::from_secs(100)) });
         assert_eq!(heat.wss_span, Duration::from_secs(3));
+    }
+
+    #[test]
+    fn a_vm_of_which_nothing_is_known_has_a_strip_of_nothing() {
+        let heat = heat(&Tracker::new(Settings::default(), 1), Duration::from_secs(5), 3);
+        assert_eq!((heat.strip, heat.present_bytes, heat.known_share), (vec![Cell::default(); 3], 0, 1.0));
     }
 
     proptest! {

@@ -213,7 +213,7 @@ pub enum CostClass {
     FaultInKernel,
     /// Walking page tables, whatever was touched.
     Walk,
-    /// Somebody else did the work.
+    /// Somebody else did the work, such as an agent in the guest.
     Reported,
 }
 

@@ -103,8 +103,8 @@ pub struct Tracker {
     next_fine: Duration,
     /// When the running cycle began.
     begun: Duration,
-    /// Ends of the last coarse cycles, the newest last; at most [`RECENT`] + 1.
-    ends: Vec<Duration>,
+    /// Begin and end of the last coarse cycles, the newest last; at most [`RECENT`].
+    recent: VecDeque<(Duration, Duration)>,
     cycles: u64,
     fine_cycles: u64,
     /// Fine cycles there had been at the last coarse cycle and the one before.
@@ -156,7 +156,7 @@ impl Tracker {
             next_coarse: Duration::ZERO,
             next_fine: Duration::ZERO,
             begun: Duration::ZERO,
-            ends: Vec::new(),
+            recent: VecDeque::new(),
             cycles: 0,
             fine_cycles: 0,
             fine_before: [0; 2],
@@ -231,9 +231,11 @@ impl Tracker {
             Phase::Coarse => {
                 self.cycles += 1;
                 self.fine_before = [self.fine_cycles, self.fine_before[0]];
-                self.ends.push(now);
-                if self.ends.len() > RECENT as usize + 1 {
-                    self.ends.remove(0);
+                // Tracking may have rested for long.
+                self.recent.retain(|(_, end)| self.begun.saturating_sub(*end) <= STALE);
+                self.recent.push_back((self.begun, now));
+                if self.recent.len() > RECENT as usize {
+                    self.recent.pop_front();
                 }
                 self.coarse.paid(report.cost);
                 self.next_coarse = (self.begun + self.coarse.period()).max(now);
@@ -354,7 +356,7 @@ impl Tracker {
 
     /// Is what is known still news?
     pub fn is_fresh(&self, now: Duration) -> bool {
-        self.ends.last().is_some_and(|end| now.saturating_sub(*end) <= STALE.max(self.coarse.period() * 4))
+        self.recent.back().is_some_and(|(_, end)| now.saturating_sub(*end) <= STALE)
     }
 
     /// Coarse and fine cycles so far.
@@ -401,11 +403,10 @@ impl Tracker {
         Budget { cpu: coarse.cpu + fine.cpu, guest: coarse.guest + fine.guest }
     }
 
-    /// The time that the last [`RECENT`] coarse cycles took, from the end before them.
+    /// From the begin of the last [`RECENT`] coarse cycles to their end.
     pub fn recent_span(&self) -> Duration {
-        match (self.ends.first(), self.ends.last()) {
-            (Some(first), Some(last)) if self.ends.len() > RECENT as usize => *last - *first,
-            (Some(_), Some(last)) => *last,
+        match (self.recent.front(), self.recent.back()) {
+            (Some((first, _)), Some((_, last))) => *last - *first,
             _ => Duration::ZERO,
         }
     }
