@@ -1,7 +1,7 @@
 //! Host states: high, clear, soft, hard, low.
 //!
 //! Before: every snapshot. After: the frame divides less in `hard`, and still less in `low`; a change is an event.
-//! Units: bytes, milliseconds. Promise: worse at once, better only after a while and by a margin.
+//! Units: bytes, milliseconds. Promise: worse at once, better only by a margin that has lasted a while.
 //!
 //! The words and the fractions of `min_free` are those that operators know from ESX. Because reclaim takes time, free
 //! memory alone would be too late: each state also has a *time to exhaustion*, free memory by the rate at which it
@@ -63,8 +63,10 @@ const STEPS: [(HostState, f64, u64); 4] = [
 ];
 /// To come out of a state, it must be so much better than to come in.
 const MARGIN: f64 = 1.25;
-/// And the state must have lasted so long.
+/// And it must have been better for so long, without a break.
 const DWELL_MS: u64 = 5_000;
+/// What is farther away than this is no news.
+const SAID_UP_TO_MS: u64 = 3_600_000;
 /// The rate is averaged over about this time.
 const RATE_OVER_MS: f64 = 3_000.0;
 
@@ -73,8 +75,8 @@ const RATE_OVER_MS: f64 = 3_000.0;
 pub struct Ladder {
     /// The state now.
     pub state: HostState,
-    /// Since when.
-    pub since_ms: u64,
+    /// Since when it has been better than this state, if it is.
+    better_since_ms: Option<u64>,
     /// Free memory at the last look, and when that was.
     last: Option<(u64, u64)>,
     /// Bytes that become used in a second, on average.
@@ -91,17 +93,18 @@ impl Ladder {
                 let keep = (-elapsed / RATE_OVER_MS).exp();
                 self.rate = self.rate * keep + now * (1.0 - keep);
             }
-        } else {
-            self.since_ms = at_ms;
         }
         self.last = Some((host.free_bytes, at_ms));
-        let exhaustion_ms = (self.rate >= 1.0).then(|| (host.free_bytes as f64 / self.rate * 1e3) as u64);
+        let left = (self.rate > 0.0).then(|| (host.free_bytes as f64 / self.rate * 1e3) as u64);
+        let exhaustion_ms = left.filter(|left| *left <= SAID_UP_TO_MS);
         let entered = level(host, exhaustion_ms, 1.0);
         let left = level(host, exhaustion_ms, MARGIN);
-        if entered > self.state {
-            (self.state, self.since_ms) = (entered, at_ms);
-        } else if left < self.state && at_ms.saturating_sub(self.since_ms) >= DWELL_MS {
-            (self.state, self.since_ms) = (left, at_ms);
+        if entered >= self.state || left >= self.state {
+            self.better_since_ms = None;
+            self.state = self.state.max(entered);
+        } else if at_ms.saturating_sub(*self.better_since_ms.get_or_insert(at_ms)) >= DWELL_MS {
+            self.better_since_ms = None;
+            self.state = left;
         }
         (self.state, exhaustion_ms)
     }
@@ -156,12 +159,17 @@ mod tests {
         assert_eq!(ladder.look(&host(900 * MIB), 1_000).0, HostState::Clear);
         // Above the way in, below the way out.
         assert_eq!(ladder.look(&host(1100 * MIB), 20_000).0, HostState::Clear);
-        assert_eq!(ladder.look(&host(2 * GIB), 21_000).0, HostState::High);
+        // Better, but it must last, without a break.
+        assert_eq!(ladder.look(&host(2 * GIB), 21_000).0, HostState::Clear);
+        assert_eq!(ladder.look(&host(1100 * MIB), 24_000).0, HostState::Clear);
         ladder.last = None;
-        assert_eq!(ladder.look(&host(100 * MIB), 22_000).0, HostState::Low);
-        // Good again at once, but it has not lasted.
-        assert_eq!(ladder.look(&host(60 * GIB), 23_000).0, HostState::Low);
-        assert_eq!(ladder.look(&host(60 * GIB), 27_000).0, HostState::High);
+        assert_eq!(ladder.look(&host(2 * GIB), 25_000).0, HostState::Clear);
+        assert_eq!(ladder.look(&host(2 * GIB), 29_999).0, HostState::Clear);
+        assert_eq!(ladder.look(&host(2 * GIB), 30_000).0, HostState::High);
+        ladder.last = None;
+        assert_eq!(ladder.look(&host(100 * MIB), 31_000).0, HostState::Low);
+        assert_eq!(ladder.look(&host(60 * GIB), 32_000).0, HostState::Low);
+        assert_eq!(ladder.look(&host(60 * GIB), 37_000).0, HostState::High);
     }
 
     #[test]
