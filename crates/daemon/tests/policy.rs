@@ -202,6 +202,7 @@ fn the_pressure_policy_takes_what_an_idle_vm_does_not_touch_and_leaves_what_is_p
         .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
         .attach()
         .expect("attach");
+    until("the engine knows the VM", || daemon.api.vm("idle").is_ok());
     let protect = VmPatch { protect_bytes: Some(Some(10 * MIB)), ..VmPatch::default() };
     daemon.api.patch_vm("idle", &protect).expect("protect");
     until("it is down to what is protected", || {

@@ -9,6 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use ballast_base::wire::VmId;
 use ballast_base::{GIB, PAGE_SIZE, PageCount};
 use ballast_pager::stats::Counter;
+use ballast_pager::vm::Vm;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
 
 use super::{kernel_stall, words};
@@ -128,13 +129,22 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
         target_bytes: vm.state.target().map(|target| target.0),
         settings,
         held: vm.held().or_else(no_process),
-        working_set: Some(estimate(resident_bytes, came_back.saturating_mul(page_bytes), size_bytes)),
+        working_set: measured(vm, page_bytes)
+            .or_else(|| Some(estimate(resident_bytes, came_back.saturating_mul(page_bytes), size_bytes))),
         page_bytes,
         restores,
         stall,
         kernel_stall,
     };
     (sample, now)
+}
+
+/// The working set as tracking measured it, if it did: in whole huge pages where the VM is paged so.
+fn measured(vm: &Vm, page_bytes: u64) -> Option<WorkingSet> {
+    vm.heat.source()?;
+    let heat = vm.heat.heat(1);
+    let bytes = if page_bytes > PAGE_SIZE as u64 { heat.wss_huge_bytes } else { heat.wss_bytes };
+    (heat.cycles > 0).then_some(WorkingSet { bytes, estimated: false })
 }
 
 /// The working set where nobody measures it: what is resident, and what had to come back in the window.
