@@ -149,6 +149,9 @@ fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
     wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    // Pages that are far in RAM now must not go to the file while they are looked at.
+    faults.fail_puts(Some(PutFault::Busy));
+    count_exactly(&rig);
     let away: Vec<u64> = (0..rig.pages).filter(|page| in_file(&rig, *page)).take(2).collect();
     faults.stall_gets();
     std::thread::scope(|scope| {
