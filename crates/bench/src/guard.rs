@@ -76,7 +76,7 @@ pub(crate) fn run() -> Result<()> {
                 (Box::new(swap), Answer::Path(path))
             }
             Order::HugePages(pages) => {
-                let loan = PoolLoan::new(pages).context("Raising nr_overcommit_hugepages")?;
+                let loan = PoolLoan::reserved(pages).context("Raising nr_hugepages")?;
                 (Box::new(loan), Answer::Done)
             }
             Order::Cgroup(name) => {
@@ -127,7 +127,7 @@ impl Guard {
         self.path(&Order::Cgroup(format!("ballast-bench-{}-{}", std::process::id(), self.cgroups)))
     }
 
-    /// So many huge pages more that may be taken from the host, until the end.
+    /// So many huge pages more in the host's pool, until the end.
     pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
         self.worker.ask(&Order::HugePages(pages)).map(drop)
     }

@@ -21,7 +21,7 @@ pub struct Tracking {
 
 impl Default for Tracking {
     fn default() -> Self {
-        Self { track: Track::Auto, cost_percent: 3.0 }
+        Self { track: Track::Off, cost_percent: 3.0 }
     }
 }
 

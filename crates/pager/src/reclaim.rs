@@ -16,6 +16,7 @@
 //! everything: so a VM whose working set is larger than its limit is held to it, at the price of restores.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ballast_base::units::{GIB, MIB};
@@ -38,8 +39,9 @@ const DIRECT: Duration = Duration::from_millis(2);
 /// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most one
 /// punch of this size, some 20 us.
 const EVICT_RUN: u64 = 64;
-/// Pages put into quarantine in one round: 128 MiB, some 3 ms of zapping.
-const TOP_UP: u64 = Bytes(128 * MIB).pages_floor().0;
+/// Pages put into quarantine in one round: 32 MiB, some milliseconds of picking and zapping. While the first of them wait for
+/// T, more are picked.
+const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
 /// The same while the guest touches everything faster than that: 1 ms of evicting, so that the last page of a batch was
 /// zapped hardly longer ago than the first.
 const TOP_UP_HURRIED: u64 = 256;
@@ -129,6 +131,7 @@ impl Lane<'_> {
             return Ok(IDLE);
         }
         let resident = vm.resident()?.bytes().0;
+        vm.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
         let low = limit.0.saturating_sub(margin);
         if resident <= low {

@@ -128,6 +128,8 @@ pub struct Vm {
     holds: Mutex<[Option<String>; Hold::COUNT]>,
     /// May something write to its memory without faulting, for a while?
     may_pin: AtomicBool,
+    /// Was it above its limit when the reclaim lane last looked?
+    pub(crate) over_limit: AtomicBool,
     /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
     generation: AtomicU64,
     rung: Mutex<bool>,
@@ -170,6 +172,7 @@ impl Vm {
             stopping: AtomicBool::new(false),
             holds: Mutex::default(),
             may_pin: AtomicBool::new(false),
+            over_limit: AtomicBool::new(false),
             generation: AtomicU64::new(0),
             rung: Mutex::default(),
             bell: Condvar::new(),
@@ -404,7 +407,8 @@ impl Vm {
         let wanted = match self.track() {
             Track::Off => false,
             Track::On => true,
-            Track::Auto => self.effective_limit().is_some(),
+            // Over its limit a VM loses whatever it has, and the CPU is reclaim's.
+            Track::Auto => self.effective_limit().is_some() && !self.over_limit.load(Ordering::Relaxed),
         };
         wanted && !self.is_stopping() && self.held().is_none()
     }

@@ -56,36 +56,56 @@ impl Presence {
 /// More huge pages for the host's pool while this lives: what tests and benches need, put back afterwards.
 #[derive(Debug)]
 pub struct PoolLoan {
+    setting: &'static str,
     pages: u64,
 }
 
 impl PoolLoan {
-    /// How many pages the pool may take from the host beyond those it has reserved.
-    const SETTING: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
+    /// How many pages the pool has reserved, and how many it may take from the host beyond those.
+    const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+    const SURPLUS: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
     /// Let `pages` more be taken as they are touched. They go back to the host as they are freed.
     ///
     /// # Errors
     /// If this user may not, or the kernel has no huge pages.
     pub fn new(pages: u64) -> io::Result<Self> {
-        Self::change(|now| now + pages)?;
-        Ok(Self { pages })
+        Self::of(Self::SURPLUS, pages)
     }
 
-    fn change(to: impl Fn(u64) -> u64) -> io::Result<()> {
-        let setting = std::fs::File::options().read(true).write(true).open(Self::SETTING)?;
+    /// Reserve `pages` more now. They go back to the pool as they are freed, so that later touches find used memory.
+    ///
+    /// # Errors
+    /// The same, or if the host has not so many.
+    pub fn reserved(pages: u64) -> io::Result<Self> {
+        let loan = Self::of(Self::RESERVED, pages)?;
+        if Self::read(Self::RESERVED)? < pages {
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, format!("the host has not {pages} huge pages")));
+        }
+        Ok(loan)
+    }
+
+    fn of(setting: &'static str, pages: u64) -> io::Result<Self> {
+        Self::change(setting, |now| now + pages)?;
+        Ok(Self { setting, pages })
+    }
+
+    fn read(setting: &str) -> io::Result<u64> {
+        std::fs::read_to_string(setting)?.trim().parse().map_err(io::Error::other)
+    }
+
+    fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<()> {
+        let file = std::fs::File::options().read(true).write(true).open(setting)?;
         // Several test programs may do so at once; the lock goes with the descriptor.
-        rustix::fs::flock(&setting, rustix::fs::FlockOperation::LockExclusive)?;
-        let now = std::fs::read_to_string(Self::SETTING)?;
-        let now: u64 = now.trim().parse().map_err(io::Error::other)?;
-        std::fs::write(Self::SETTING, to(now).to_string())
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
+        std::fs::write(setting, to(Self::read(setting)?).to_string())
     }
 }
 
 impl Drop for PoolLoan {
     fn drop(&mut self) {
-        if let Err(error) = Self::change(|now| now.saturating_sub(self.pages)) {
-            eprintln!("Putting back {}: {error}", Self::SETTING);
+        if let Err(error) = Self::change(self.setting, |now| now.saturating_sub(self.pages)) {
+            eprintln!("Putting back {}: {error}", self.setting);
         }
     }
 }
