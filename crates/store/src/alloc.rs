@@ -8,6 +8,7 @@
 //! Promise: every slab that is not FREE is charged exactly once; nothing is charged when the budget refuses.
 
 use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -46,7 +47,8 @@ pub(crate) struct Allocator {
     with_room: Vec<Mutex<Vec<u32>>>,
     /// Slabs known to be FREE. May be incomplete: another process frees slabs too.
     free: Mutex<Vec<u32>>,
-    /// RETIRING slabs that `settle` is to punch, and how many may wait for it; none if they are punched at once.
+    /// RETIRING slabs that `settle` is to punch, and how many may wait for it when the budget is short; none if all are
+    /// punched at once.
     to_punch: Mutex<VecDeque<u32>>,
     to_punch_max: usize,
     punch_failures: AtomicU64,
@@ -279,37 +281,44 @@ impl Allocator {
         true
     }
 
-    /// Have a RETIRING slab punched by the next `settle`, if that is wanted and not too many wait for it.
+    /// Have a RETIRING slab punched by the next `settle`, if that is wanted and others do not need the budget meanwhile.
     fn put_off(&self, number: u32) {
+        let most = if self.to_punch_max == 0 || self.is_short() { self.to_punch_max } else { usize::MAX };
         let surplus = {
             let mut to_punch = lock(&self.to_punch);
             to_punch.push_back(number);
-            if to_punch.len() > self.to_punch_max { to_punch.pop_front() } else { None }
+            if to_punch.len() > most { to_punch.pop_front() } else { None }
         };
         if let Some(number) = surplus {
-            self.retire(number);
+            self.retire(number..number + 1);
         }
     }
 
     /// Punch what was emptied, if that was put off, but for the last `keep`: those are quicker to use again as they are.
     pub(crate) fn settle(&self, keep: usize) {
-        let emptied: Vec<u32> = {
+        let mut emptied: Vec<u32> = {
             let mut to_punch = lock(&self.to_punch);
             let surplus = to_punch.len().saturating_sub(keep);
             to_punch.drain(..surplus).collect()
         };
-        for slab in emptied {
-            self.retire(slab);
+        emptied.sort_unstable();
+        let runs: Vec<Range<u32>> =
+            emptied.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[0] + run.len() as u32).collect();
+        if runs.len() > 1 {
+            self.arena.unmap(&runs);
+        }
+        for run in runs {
+            self.retire(run);
         }
     }
 
-    /// Punch a RETIRING slab and make it FREE. If the kernel refuses, the slab stays as it is, and charged.
-    fn retire(&self, number: u32) {
-        if self.arena.punch(number).is_err() {
-            self.punch_failures.fetch_add(1, Ordering::Relaxed);
+    /// Punch RETIRING slabs and make them FREE. If the kernel refuses, they stay as they are, and charged.
+    fn retire(&self, run: Range<u32>) {
+        if self.arena.punch(&run).is_err() {
+            self.punch_failures.fetch_add(run.len() as u64, Ordering::Relaxed);
             return;
         }
-        self.make_free(number);
+        run.for_each(|number| self.make_free(number));
     }
 
     fn make_free(&self, number: u32) {
@@ -344,7 +353,7 @@ impl Allocator {
                 continue;
             }
             // A FREE slab is punched too: a late reader may have made one of its pages present.
-            if self.arena.punch(number).is_err() {
+            if self.arena.punch(&(number..number + 1)).is_err() {
                 self.punch_failures.fetch_add(1, Ordering::Relaxed);
                 held += u32::from(!free_before);
                 continue;

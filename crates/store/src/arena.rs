@@ -14,6 +14,7 @@
 //! ```
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -221,12 +222,20 @@ impl Arena {
         let _ = self.map.populate(self.offset(slab, 0), self.shape.slab_bytes);
     }
 
-    /// Give the memory of a slab back to the host; it reads as zeros afterwards.
-    pub(crate) fn punch(&self, slab: u32) -> io::Result<()> {
+    /// Unmap runs of slabs from this process. A punch would do it as well, but interrupt the other CPUs for each run.
+    /// Only a matter of speed: what the kernel declines, the punch does.
+    pub(crate) fn unmap(&self, runs: &[Range<u32>]) {
+        let in_bytes = |run: &Range<u32>| (self.offset(run.start, 0), run.len() * self.shape.slab_bytes);
+        let _ = self.map.zap_all(&runs.iter().map(in_bytes).collect::<Vec<_>>());
+    }
+
+    /// Give the memory of a run of slabs back to the host; it reads as zeros afterwards.
+    pub(crate) fn punch(&self, run: &Range<u32>) -> io::Result<()> {
+        let slabs = run.len() as u64;
         if let Some(disk) = &self.disk {
-            memfd::punch(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes)?;
+            memfd::punch(disk, u64::from(run.start) * self.shape.charge_bytes, slabs * self.shape.charge_bytes)?;
         }
-        memfd::punch(&self.fd, self.offset(slab, 0) as u64, self.shape.slab_bytes as u64)
+        memfd::punch(&self.fd, self.offset(run.start, 0) as u64, slabs * self.shape.slab_bytes as u64)
     }
 
     /// Slabs below this number were used at least once.

@@ -34,12 +34,13 @@ pub struct RamOptions {
     /// Slabs of 64 KiB a *new* arena has room for. The file is sparse, so the largest costs nothing; an arena that
     /// exists keeps its own number.
     pub max_slabs: u32,
-    /// Give memory back in `tidy` and `usage`, and not in the `free` of a slab's last page: that takes 10 us, and a fault
-    /// lane is who frees. What waits is charged and used again first; beyond 16 MiB `free` gives back all the same.
+    /// Give memory back in `tidy` and `usage`, and not in the `free` of a slab's last page: that takes 10 us and interrupts
+    /// every CPU on which a thread of this process runs, and a fault lane is who frees. What waits is charged and used
+    /// again first; when the budget is short, not more than 16 MiB wait.
     pub punch_later: bool,
 }
 
-/// Slabs that may wait for `tidy`: 16 MiB.
+/// Slabs that may wait for `tidy` when the budget is short: 16 MiB.
 const PUNCH_LATER_MAX: usize = 256;
 
 impl RamOptions {
