@@ -4,7 +4,8 @@
 //! Zero; or the guest touched first and nothing happened.
 //! Threads: reclaim lanes; discard comes from the control lane. Waits for the store, never for a fault.
 //! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch happens
-//! under the page's lock (invariants 2 and 3).
+//! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if reclaim
+//! insists ([`Hold::Copy`]).
 
 use std::io;
 
@@ -22,6 +23,15 @@ pub type Run = (PageIdx, u64);
 /// The first pages of the granules of a run.
 fn firsts(run: Run, granule: u64) -> impl Iterator<Item = PageIdx> {
     (run.0.0..run.0.0 + run.1).step_by(granule as usize).map(PageIdx)
+}
+
+/// When a page on its way out is locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// For its punch: whoever touches it before that keeps it, and waits for nothing.
+    Punch,
+    /// From before it is copied: it goes, and whoever touches it meanwhile waits for the run and brings it back.
+    Copy,
 }
 
 /// What became of a batch of pages that went through [`evict`].
@@ -70,7 +80,9 @@ pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Gra
 }
 
 /// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many pages at a
-/// time as it holds (at least one). All locks of the run are held while it is punched. Whatever fails, nothing is lost.
+/// time as it holds (at least one). All locks of the run are held while it is punched, and if `hold` says so, while it is
+/// copied. Whatever fails, nothing is lost.
+#[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
     region: u32,
     run: Run,
@@ -79,34 +91,57 @@ pub fn evict<'a>(
     backing: &impl Backing,
     (store_number, store): (u8, &dyn Store),
     buffer: &mut [PageBytes],
+    hold: Hold,
 ) -> Evicted {
     let mut result = Evicted::default();
     let size = granule_of(run.0).pages();
-    // From here on a touch is seen: the word changes, and the commit below fails.
-    let mut claimed: Vec<(PageIdx, Word)> = Vec::with_capacity((run.1 / size) as usize);
+    // From here on a touch is seen: it finds the lock, or the word changes and the commit below fails.
+    let mut claimed: Vec<Claim<'a>> = Vec::with_capacity((run.1 / size) as usize);
     for page in firsts(run, size) {
         let cell = granule_of(page).cell();
         let word = cell.load();
+        let evicting = word.in_state(State::Evicting);
         // Not in this quarantine any more: the guest touched it, and the fault that rescued it has counted it.
-        if word == Word::quarantine(ticket, word.age()) && cell.swap(word, word.in_state(State::Evicting)) {
-            claimed.push((page, word.in_state(State::Evicting)));
+        if word != Word::quarantine(ticket, word.age()) {
+            continue;
+        }
+        match hold {
+            Hold::Punch if cell.swap(word, evicting) => claimed.push(Claim { page, evicting, lock: None }),
+            Hold::Punch => {}
+            Hold::Copy => {
+                let lock = cell.lock(word, evicting);
+                claimed.extend(lock.map(|lock| Claim { page, evicting, lock: Some(lock) }));
+            }
         }
     }
     let (copies, all_zero) =
         copy_out(region, &claimed, &granule_of, backing, (store_number, store), buffer, &mut result);
     // Only now, all at once: whoever touches a page of the run waits for its punch, not for the copying of the others.
     let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
-    for (index, (page, evicting)) in claimed.iter().enumerate() {
-        let (granule, key) = (granule_of(*page), PageKey { region, page: *page });
+    for (index, Claim { page, evicting, lock }) in claimed.into_iter().enumerate() {
+        let (granule, key) = (granule_of(page), PageKey { region, page });
         let words = copies.chunks(size as usize).nth(index).unwrap_or_default();
         if words.len() < size as usize {
             free_copies(store, key, words.iter().copied());
             let resident = Word::new(State::Resident, evicting.age());
-            result.refused += size * u64::from(granule.cell().swap(*evicting, resident));
+            let given_back = match lock {
+                Some(mut lock) => {
+                    lock.set(resident);
+                    true
+                }
+                None => granule.cell().swap(evicting, resident),
+            };
+            result.refused += size * u64::from(given_back);
             continue;
         }
         let to = if all_zero[index] { Word::new(State::Zero, evicting.age()) } else { words[0] };
-        let lock = granule.cell().lock(*evicting, to);
+        let lock = match lock {
+            Some(mut lock) => {
+                lock.publish(to);
+                Some(lock)
+            }
+            None => granule.cell().lock(evicting, to),
+        };
         if lock.is_none() || all_zero[index] {
             free_copies(store, key, words.iter().copied());
         } else {
@@ -147,25 +182,25 @@ pub fn evict<'a>(
 /// pages are to say, page after page (the last granule's may be incomplete), and which granules are all zero.
 fn copy_out<'a>(
     region: u32,
-    claimed: &[(PageIdx, Word)],
+    claimed: &[Claim<'_>],
     granule_of: &impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
     (store_number, store): (u8, &dyn Store),
     buffer: &mut [PageBytes],
     result: &mut Evicted,
 ) -> (Vec<Word>, Vec<bool>) {
-    let size = claimed.first().map_or(1, |(page, _)| granule_of(*page).pages()) as usize;
+    let size = claimed.first().map_or(1, |claim| granule_of(claim.page).pages()) as usize;
     let mut copies: Vec<Word> = Vec::with_capacity(claimed.len() * size);
     let mut all_zero = vec![true; claimed.len()];
-    while let Some((first, evicting)) = claimed.get(copies.len() / size) {
+    while let Some(Claim { page: first, evicting, lock }) = claimed.get(copies.len() / size) {
         let done = copies.len() % size;
-        if done > 0 && granule_of(*first).cell().load() != *evicting {
+        if done > 0 && lock.is_none() && granule_of(*first).cell().load() != *evicting {
             // Touched: the rest of a huge page need not be copied. It will not be committed.
             copies.resize(copies.len() - done + size, Word::INITIAL);
             continue;
         }
         let granules = claimed[copies.len() / size..].iter().zip((first.0..).step_by(size));
-        let adjacent = granules.take_while(|((page, _), expected)| page.0 == *expected).count() * size;
+        let adjacent = granules.take_while(|(claim, expected)| claim.page.0 == *expected).count() * size;
         let stretch = (adjacent - done).min(buffer.len());
         if let Err(error) = backing.read(PageIdx(first.0 + done as u64), &mut buffer[..stretch]) {
             result.failed = Some(error);
@@ -173,7 +208,7 @@ fn copy_out<'a>(
         }
         for bytes in &buffer[..stretch] {
             let index = copies.len() / size;
-            let (page, evicting) = claimed[index];
+            let Claim { page, evicting, .. } = claimed[index];
             let key = PageKey { region, page: PageIdx(page.0 + (copies.len() % size) as u64) };
             let zero = is_zero(bytes);
             all_zero[index] &= zero;
@@ -193,6 +228,13 @@ fn copy_out<'a>(
         }
     }
     (copies, all_zero)
+}
+
+/// A granule on its way out; locked if it is held from its copying on.
+struct Claim<'a> {
+    page: PageIdx,
+    evicting: Word,
+    lock: Option<Locked<'a>>,
 }
 
 /// What became of a granule that did not go together with others.
@@ -393,16 +435,18 @@ mod tests {
 
     #[test]
     fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
-        let ticket = Ticket::new(1, 1);
-        let words: [AtomicU64; 4] = Default::default();
-        let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
-        let cell_of = |page: PageIdx| granule_of(page).cell();
-        assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
-        let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
-        let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, (1, &store), &mut buffer);
-        assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
-        assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
-        let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());
-        assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
+        for hold in [Hold::Punch, Hold::Copy] {
+            let ticket = Ticket::new(1, 1);
+            let words: [AtomicU64; 4] = Default::default();
+            let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
+            let cell_of = |page: PageIdx| granule_of(page).cell();
+            assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
+            let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
+            let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, (1, &store), &mut buffer, hold);
+            assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
+            assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
+            let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());
+            assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
 //! Threads: one lane per VM. It may wait for the store and for the client; no fault ever waits for it, but for the pages
-//! of the one run it is punching.
+//! of the one run it is punching (and copying, if it insists: see below).
 //! Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing back but ends reclaim at once.
 //!
 //! ```text
@@ -25,7 +25,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_heat::{ColdRun, ColdSource, HeatSource, Pages, Pick};
 use ballast_store::PageBytes;
 
-use crate::evict::{evict, quarantine, release};
+use crate::evict::{Hold, evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
 use crate::state_file::StateError;
 use crate::stats::Counter;
@@ -69,6 +69,8 @@ struct Lane<'a> {
     batches: VecDeque<Batch>,
     /// T when over the limit, where T is no safety matter.
     patience: Duration,
+    /// Even with no T at all the guest touched nearly everything before it was copied: now pages are locked for that.
+    insists: bool,
     rest_until: Option<Instant>,
     store_was_full: bool,
     /// Pages on their way to the store: 64 KiB, so that they are still in the CPU's cache when they are compressed.
@@ -87,6 +89,7 @@ pub fn run(vm: &Vm) {
         source: HeatSource::new(vm.heat.clone()),
         batches: VecDeque::new(),
         patience: vm.tuning.direct_quarantine,
+        insists: false,
         rest_until: None,
         store_was_full: false,
         buffer: Box::new([[0; PAGE_SIZE]; _]),
@@ -145,6 +148,7 @@ impl Lane<'_> {
         let over_limit = resident > limit.0;
         if !over_limit {
             self.patience = (self.patience * 2).clamp(SHORTEST, vm.tuning.direct_quarantine);
+            self.insists = false;
         }
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0;
@@ -212,7 +216,8 @@ impl Lane<'_> {
             let store = (RAM_STORE, &*vm.stores.ram);
             let ticket = batch.ticket;
             let granule_of = |page| region.granule(page);
-            let evicted = evict(region.number, part, granule_of, ticket, &*region, store, &mut self.buffer[..]);
+            let hold = if over_limit && self.insists { Hold::Copy } else { Hold::Punch };
+            let evicted = evict(region.number, part, granule_of, ticket, &*region, store, &mut self.buffer[..], hold);
             let stats = vm.stats();
             stats.add(Counter::Evicted, evicted.far);
             stats.add(Counter::Far, evicted.far);
@@ -239,6 +244,7 @@ impl Lane<'_> {
         }
         if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
             // The guest touches nearly all of it sooner.
+            self.insists |= self.patience.is_zero();
             let half = self.patience / 2;
             self.patience = if half < SHORTEST { Duration::ZERO } else { half };
         }

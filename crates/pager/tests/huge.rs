@@ -16,7 +16,7 @@ use ballast_pager::recover::recover;
 use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
 use ballast_store::{Budget, FileOptions, FileStore, NullStore, Store};
-use common::{Rig, random, until};
+use common::{Rig, hammer, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(48 * MIB);
@@ -130,6 +130,16 @@ fn a_guest_that_writes_and_discards_huge_pages_all_the_time_reads_what_it_wrote(
     rig.set_limit(Some(LIMIT));
     let gone = || rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::EvictedZero);
     churn(&rig, true, || gone() > 200 * PAGES_PER_UNIT);
+    count_exactly(&rig);
+}
+
+#[test]
+fn a_vm_that_uses_all_its_huge_pages_is_held_to_its_limit() {
+    let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_secs(1), None) else { return };
+    (0..rig.pages).for_each(|page| rig.word(page).store(page, Ordering::Relaxed));
+    rig.set_limit(Some(LIMIT));
+    hammer(&rig, || rig.resident() <= LIMIT);
+    assert!((0..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) & 0xFFFF_FFFF == page));
     count_exactly(&rig);
 }
 

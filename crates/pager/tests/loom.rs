@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_pager::evict::{discard, evict, quarantine};
+use ballast_pager::evict::{Hold, discard, evict, quarantine};
 use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Mapped, Punched};
@@ -236,9 +236,22 @@ impl World {
         self.evict(ticket);
     }
 
+    /// The same of a lane that insists.
+    fn reclaim_firmly(&self, ticket: Ticket) {
+        if quarantine(self.cell(), ticket) {
+            self.kernel.lock().unwrap().mapped = false;
+        }
+        self.evict_and(ticket, Hold::Copy);
+    }
+
     fn evict(&self, ticket: Ticket) {
+        self.evict_and(ticket, Hold::Punch);
+    }
+
+    fn evict_and(&self, ticket: Ticket, hold: Hold) {
         let mut buffer = [[0; _]];
-        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, (RAM_STORE, &self.ram), &mut buffer);
+        let store: (u8, &dyn Store) = (RAM_STORE, &self.ram);
+        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, store, &mut buffer, hold);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
     }
 
@@ -304,6 +317,41 @@ fn a_guest_that_writes_while_its_page_is_evicted_reads_its_last_write() {
         });
         world.write(2);
         assert_eq!(world.read(), 2);
+        world.write(3);
+        reclaim.join().unwrap();
+        assert_eq!(world.read(), 3);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_guest_that_writes_while_reclaim_insists_waits_and_reads_its_last_write() {
+    for pages in [1, 2] {
+        explore(move || {
+            let world = World::granule(pages, 1);
+            let reclaim = thread::spawn({
+                let world = world.clone();
+                move || world.reclaim_firmly(Ticket::new(1, 0))
+            });
+            world.write(2);
+            assert_eq!(world.read(), 2);
+            reclaim.join().unwrap();
+            assert_eq!(world.read(), 2);
+            world.check_settled();
+        });
+    }
+}
+
+#[test]
+fn a_discard_and_a_reclaim_that_insists_leave_zeros_or_what_was_written_since() {
+    explore(|| {
+        let world = World::resident(1);
+        let reclaim = thread::spawn({
+            let world = world.clone();
+            move || world.reclaim_firmly(Ticket::new(1, 0))
+        });
+        world.discard();
+        assert_eq!(world.read(), 0);
         world.write(3);
         reclaim.join().unwrap();
         assert_eq!(world.read(), 3);

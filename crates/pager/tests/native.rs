@@ -13,7 +13,7 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::page_state::State;
 use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
-use common::{Finally, Rig, random, until};
+use common::{Rig, hammer, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);
@@ -287,17 +287,18 @@ fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
     assert_eq!(rig.vm.stats().get(Counter::Evicted), 0);
 }
 
-/// Threads that touch every page over and over, each access checked.
 #[test]
 fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, Bytes(2 * MIB));
-    rig.set_limit(None);
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     let stats = rig.vm.stats();
-    let (restored, prefetched) = (stats.get(Counter::FaultRestore), stats.get(Counter::Prefetched));
-    assert!(prefetched > 0, "none of {} pages came back unasked", restored);
+    // On a busy machine the guest may be through before the prefetch lane has run at all.
+    until("some page came back unasked", || {
+        wait_for_limit(&rig, Bytes(2 * MIB));
+        rig.set_limit(None);
+        assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+        stats.get(Counter::Prefetched) > 0
+    });
     assert_eq!(stats.get(Counter::Far), 0);
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     until("quarantine is empty", || stats.get(Counter::Quarantined) == 0);
@@ -343,26 +344,6 @@ fn an_unplugged_region_is_not_counted_as_registered() {
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0);
     rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
-}
-
-fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
-    let done = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        for thread in 0..2 {
-            let done = &done;
-            scope.spawn(move || {
-                while !done.load(Ordering::Relaxed) {
-                    for page in (thread..rig.pages).step_by(2) {
-                        let seen = rig.word(page).fetch_add(1 << 32, Ordering::Relaxed);
-                        assert_eq!(seen & 0xFFFF_FFFF, page, "page {page}");
-                    }
-                }
-            });
-        }
-        // Also when the wait panics: the scope joins the guest's threads either way.
-        let _end = Finally(|| done.store(true, Ordering::Relaxed));
-        until("what the test waits for", &until_done);
-    });
 }
 
 #[test]

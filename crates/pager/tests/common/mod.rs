@@ -308,6 +308,28 @@ impl<F: FnMut()> Drop for Finally<F> {
     }
 }
 
+/// Two guest threads add to every page in turn, without a pause, until something becomes true; the lower half of a page's
+/// first word must stay its number.
+pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
+    let done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let done = &done;
+            scope.spawn(move || {
+                while !done.load(Ordering::Relaxed) {
+                    for page in (thread..rig.pages).step_by(2) {
+                        let seen = rig.word(page).fetch_add(1 << 32, Ordering::Relaxed);
+                        assert_eq!(seen & 0xFFFF_FFFF, page, "page {page}");
+                    }
+                }
+            });
+        }
+        // Also when the wait panics: the scope joins the guest's threads either way.
+        let _end = Finally(|| done.store(true, Ordering::Relaxed));
+        until("what the test waits for", &until_done);
+    });
+}
+
 /// Wait until something becomes true. Panics after a minute: then it never will.
 pub fn until(what: &str, condition: impl Fn() -> bool) {
     let start = std::time::Instant::now();
