@@ -120,6 +120,10 @@ pub struct FaultCounts {
     pub fresh: u64,
     /// Met a busy page or store and was put back to be served again.
     pub deferred: u64,
+    /// Of all faults, those that waited for room because the VM was above its limit.
+    pub throttled: u64,
+    /// How long those waited for it, all together.
+    pub throttled_us: u64,
 }
 
 impl FaultCounts {

@@ -224,6 +224,10 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
         pairs(&kinds),
         show::grouped(faults.deferred)
     );
+    if faults.throttled > 0 {
+        let seconds = faults.throttled_us as f64 / 1e6;
+        let _ = writeln!(text, "  throttled: {} waited {seconds:.1} s for room", show::grouped(faults.throttled));
+    }
     let mut taken = vec![
         ("zapped", reclaim.zapped_pages),
         ("evicted", reclaim.evicted_pages),

@@ -44,7 +44,16 @@ fn canned_vms() -> Vec<VmStat> {
         untouched_bytes: 248 * MIB,
         store_bytes: 200 * MIB,
         registered_bytes: GIB,
-        faults: FaultCounts { minor: 1500, restore: 1_234_567, file: 7, zero: 10, fresh: 3, deferred: 1 },
+        faults: FaultCounts {
+            minor: 1500,
+            restore: 1_234_567,
+            file: 7,
+            zero: 10,
+            fresh: 3,
+            deferred: 1,
+            throttled: 42,
+            throttled_us: 1_260_000,
+        },
         restore_latency: Latency { count: 1_234_567, p50_us: 4.25, p90_us: 9.0, p99_us: 38.1, max_us: 412.0 },
         regions: vec![region(0, 500 * MIB), region(1, 400 * MIB)],
         ..VmStat::default()
@@ -225,6 +234,7 @@ fn vm_stat_shows_on_one_screen_that_the_parts_make_the_size() {
         "size = resident + far + zero + untouched: 2,097,152 = 921,600 + 819,200 + 102,400 + 253,952 KiB",
         "far pages occupy 200 MiB of store (4.0 to 1); 50.0 % of the size is under userfaultfd",
         "FAULTS 1,236,080: minor 1,500  restore 1,234,567  zero 10  fresh 3  (from disk: 7; put back and served later: 1)",
+        "  throttled: 42 waited 1.3 s for room",
         "some avg10=0.00 avg60=0.00 avg300=0.00 total=0",
     ];
     for line in expected {

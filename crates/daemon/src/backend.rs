@@ -355,6 +355,8 @@ fn stat(served: &Served) -> VmStat {
             zero: stats.get(Counter::FaultZero),
             fresh: stats.get(Counter::FaultFresh),
             deferred: stats.get(Counter::FaultDeferred),
+            throttled: stats.get(Counter::Throttled),
+            throttled_us: stats.get(Counter::ThrottledNs) / 1000,
         },
         reclaim: ReclaimCounts {
             zapped_pages: stats.get(Counter::Zapped),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_sys::scm;
-use ballast_sys::uffd::Fault;
+use ballast_sys::uffd::{Fault, FaultKind};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fault::{Served, serve};
@@ -39,6 +39,8 @@ const RETRY: Duration = Duration::from_micros(50);
 pub(crate) struct Waiting {
     pub fault: Fault,
     pub since: Instant,
+    /// It waits until pages have gone.
+    pub gated: bool,
 }
 
 /// Serve faults until the view's process is gone or the VM is stopped.
@@ -61,10 +63,11 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
         }
         let now = Instant::now();
         let newest = read.last().map(|fault| fault.thread);
-        lane.waiting.extend(read.drain(..).map(|fault| Waiting { fault, since: now }));
+        lane.waiting.extend(read.drain(..).map(|fault| Waiting { fault, since: now, gated: false }));
         lane.tell_stall();
         let served = lane.serve_round();
-        if !served && lane.waiting.iter().all(|waiting| now.saturating_duration_since(waiting.since) > EAGER) {
+        let may_nap = |waiting: &Waiting| waiting.gated || now.saturating_duration_since(waiting.since) > EAGER;
+        if !served && lane.waiting.iter().all(may_nap) {
             sleep_until_readable(view.uffd(), RETRY);
         } else if !served {
             std::thread::yield_now();
@@ -97,14 +100,14 @@ impl FaultLane<'_> {
     fn serve_round(&mut self) -> bool {
         let before = self.waiting.len();
         let mut still = std::mem::take(&mut self.waiting);
-        still.retain(|waiting| !self.serve_one(waiting));
+        still.retain_mut(|waiting| !self.serve_one(waiting));
         let served = still.len() < before;
         self.waiting = still;
         served
     }
 
     /// Serve one fault; false if it must be tried again.
-    fn serve_one(&mut self, waiting: &Waiting) -> bool {
+    fn serve_one(&mut self, waiting: &mut Waiting) -> bool {
         let (vm, times) = (self.vm, self.watch.start());
         let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
         let mut touch = None;
@@ -120,6 +123,17 @@ impl FaultLane<'_> {
             }
         }
         let (granule, key) = (region.granule(page), region.key(page));
+        let is_missing = waiting.fault.kind == FaultKind::Missing;
+        if is_missing && !vm.gate.admits(granule.pages(), || waiting.since.elapsed()) {
+            if !std::mem::replace(&mut waiting.gated, true) {
+                vm.ring();
+            }
+            return false;
+        }
+        if std::mem::take(&mut waiting.gated) {
+            vm.stats().add(Counter::Throttled, 1);
+            vm.stats().add(Counter::ThrottledNs, waiting.since.elapsed().as_nanos() as u64);
+        }
         let near = vm.stores.near();
         let (timed, near) = (times.memory(&memory), times.stores(&near));
         let (rescued, served) = serve(granule, key, waiting.fault.kind, &timed, &near, ballast_heat::touched);
@@ -178,6 +192,10 @@ pub(crate) fn settle(
             vm.count(served, region.granule_pages());
             let took = waiting.since.elapsed();
             vm.stats().record(Latency::Fault, took);
+            match served {
+                Served::Restored | Served::Zeroed | Served::Fresh => vm.gate.came(region.granule_pages()),
+                _ => {}
+            }
             match served {
                 Served::Restored => vm.stats().record(Latency::Restore, took),
                 Served::Poisoned { newly: true } => vm.report_lost(region.number, page),

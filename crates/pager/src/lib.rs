@@ -18,6 +18,7 @@
 
 pub mod evict;
 pub mod fault;
+pub mod gate;
 pub mod granule;
 pub mod memory;
 pub mod page_state;

@@ -106,6 +106,7 @@ pub fn run(vm: &Vm) {
             Ok(pause) => pause,
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
+                vm.gate.open();
                 lane.release_all();
                 if let Err(error) = lane.forget_quarantine() {
                     tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
@@ -114,6 +115,7 @@ pub fn run(vm: &Vm) {
             }
         };
     }
+    vm.gate.open();
     lane.release_all();
 }
 
@@ -122,20 +124,30 @@ impl Lane<'_> {
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm;
         let Some(limit) = vm.effective_limit() else {
+            vm.gate.open();
             self.release_all();
             return self.settle();
         };
         if vm.held().is_some() || vm.views().is_empty() {
+            vm.gate.open();
             self.release_all();
             return Ok(IDLE);
         }
         let now = Instant::now();
         if self.rest_until.is_some_and(|until| now < until) {
+            vm.gate.open();
             return Ok(IDLE);
         }
         let resident = vm.resident()?.bytes().0;
         vm.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
+        if vm.may_pin() {
+            // Its pages must stay in quarantine for T, however long its faults would wait.
+            vm.gate.open();
+        } else {
+            let ceiling = Bytes(limit.0 + margin).pages_floor().0;
+            vm.gate.look(Bytes(resident).pages_floor().0, ceiling);
+        }
         let low = limit.0.saturating_sub(margin);
         if resident <= low {
             if resident + 2 * margin <= low {
@@ -145,8 +157,12 @@ impl Lane<'_> {
             return Ok(IDLE);
         }
         let excess = Bytes(resident - low).pages_floor().0;
-        let over_limit = resident > limit.0;
-        if !over_limit {
+        // A fault that waits for room is as urgent, and what it waits for is T.
+        let is_wanted = vm.gate.was_wanted();
+        let over_limit = resident > limit.0 || is_wanted;
+        if is_wanted {
+            self.hurry();
+        } else if !over_limit {
             self.patience = (self.patience * 2).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.insists = false;
         }
@@ -229,6 +245,7 @@ impl Lane<'_> {
             stats.add(Counter::Failed, evicted.stuck);
             stats.add(Counter::Poisoned, evicted.lost);
             gone += evicted.far + evicted.zero;
+            vm.gate.went(evicted.far + evicted.zero);
             if let Some(error) = evicted.failed {
                 stats.sub(Counter::Quarantined, release(part, ticket, granule_of));
                 stats.add(Counter::Failed, evicted.refused);
@@ -245,10 +262,15 @@ impl Lane<'_> {
         if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
             // The guest touches nearly all of it sooner.
             self.insists |= self.patience.is_zero();
-            let half = self.patience / 2;
-            self.patience = if half < SHORTEST { Duration::ZERO } else { half };
+            self.hurry();
         }
         Ok(gone)
+    }
+
+    /// Halve the T of direct reclaim.
+    fn hurry(&mut self) {
+        let half = self.patience / 2;
+        self.patience = if half < SHORTEST { Duration::ZERO } else { half };
     }
 
     /// The store would not take a page: rest, and say so once.

@@ -68,8 +68,12 @@ pub enum Counter {
     Coalesced,
     /// Times the kernel would not do that.
     CoalesceRefused,
+    /// Faults that waited for room: the VM was above its limit.
+    Throttled,
+    /// How long they waited for it, nanoseconds.
+    ThrottledNs,
 }
-const _: () = assert!((Counter::CoalesceRefused as usize) < COUNTERS);
+const _: () = assert!((Counter::ThrottledNs as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,6 +19,7 @@ use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::evict::{discard, expel_left};
 use crate::fault::{Served, serve};
+use crate::gate::Gate;
 use crate::memory::{Backing, Mapped};
 use crate::page_state::{State, Ticket, Word};
 use crate::prefetch::Prefetch;
@@ -130,6 +131,8 @@ pub struct Vm {
     may_pin: AtomicBool,
     /// Was it above its limit when the reclaim lane last looked?
     pub(crate) over_limit: AtomicBool,
+    /// How fast pages may come in while it is above its limit.
+    pub(crate) gate: Gate,
     /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
     generation: AtomicU64,
     rung: Mutex<bool>,
@@ -173,6 +176,7 @@ impl Vm {
             holds: Mutex::default(),
             may_pin: AtomicBool::new(false),
             over_limit: AtomicBool::new(false),
+            gate: Gate::default(),
             generation: AtomicU64::new(0),
             rung: Mutex::default(),
             bell: Condvar::new(),
@@ -425,10 +429,15 @@ impl Vm {
         drop(self.layout.write().expect("no panic while held"));
     }
 
+    /// May something, so that even above its limit T is no shorter?
+    pub(crate) fn may_pin(&self) -> bool {
+        self.may_pin.load(Ordering::Acquire)
+    }
+
     /// How long a page must have been zapped before it may go, now: T, or what direct reclaim would rather have where T
     /// is no safety matter.
     pub(crate) fn quarantine(&self, direct: Option<Duration>) -> Duration {
-        let direct = direct.filter(|_| !self.may_pin.load(Ordering::Acquire));
+        let direct = direct.filter(|_| !self.may_pin());
         direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))
     }
 

@@ -167,6 +167,12 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_coalesce_refusals_total", Kind::Counter, "Times the kernel would not map it huge.", |vm| {
         one(vm.reclaim.coalesce_refused)
     }),
+    metric("ballast_vm_throttled_faults_total", Kind::Counter, "Faults that waited for room.", |vm| {
+        one(vm.faults.throttled)
+    }),
+    metric("ballast_vm_throttled_seconds_total", Kind::Counter, "How long they waited for it.", |vm| {
+        vec![(Vec::new(), vm.faults.throttled_us as f64 / 1e6)]
+    }),
     metric("ballast_vm_faults_total", Kind::Counter, "Faults served, by what the page was.", |vm| {
         let faults = &vm.faults;
         let kinds =
