@@ -209,7 +209,7 @@ impl Guest {
 }
 
 /// Guest RAM of this process, as others can open it.
-fn own_file(ram: &GuestRam) -> PathBuf {
+pub(crate) fn own_file(ram: &GuestRam) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), ram.memfd().as_raw_fd()).into()
 }
 

@@ -15,9 +15,11 @@
 //! In phase 3 both are slower by it, so the yardstick is as it was in 1: a machine that drifts evenly changes nothing.
 
 use anyhow::{Context, Result, bail};
+use ballast_base::Bytes;
+use ballast_testvm::{Spec, Workload};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::order::{Answer, GuestKind, Order, Role, WorkloadConfig};
+use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
 use crate::report::Row;
 use crate::stats::median;
 use crate::worker::Worker;
@@ -81,8 +83,9 @@ impl Pair {
 fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) -> Result<Pair> {
     let mut start = || {
         bench.names += 1;
-        let attach = (bench.daemon.attach_socket(), format!("bench-{}", bench.names));
-        Contestant::start(WorkloadConfig { zipf, kvm: bench.options.is(GuestKind::Kvm), ram_bytes, attach })
+        let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: format!("bench-{}", bench.names) };
+        let spec = Spec::new(if zipf { Workload::Zipf } else { Workload::Hotset }, Bytes(ram_bytes));
+        Contestant::start(WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing })
     };
     let (mut first, mut second) = (start()?, start()?);
     let mut pair = Pair { ratio: [[0.0; 2]; 4], attached_ops_per_s: 0.0 };

@@ -7,6 +7,7 @@
 
 use std::path::PathBuf;
 
+use ballast_testvm::Spec;
 use serde::{Deserialize, Serialize};
 
 use crate::stats::Summary;
@@ -145,14 +146,12 @@ pub enum Pattern {
 /// A workload VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct WorkloadConfig {
-    /// Zipf, or hot set.
-    pub zipf: bool,
+    /// What it does; its operations have no end.
+    pub spec: Spec,
     /// In a KVM guest.
     pub kvm: bool,
-    /// Size of RAM.
-    pub ram_bytes: u64,
-    /// What [`Order::Attach`] needs: the attach socket and the VM's name.
-    pub attach: (PathBuf, String),
+    /// Who may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
+    pub backing: Backing,
 }
 
 /// How pages are touched.
@@ -196,7 +195,7 @@ pub enum Order {
     Storm,
     /// End the storm; answers how many touches there were.
     Pause,
-    /// Compare every byte.
+    /// Compare every byte. A workload ends with it.
     Verify,
     /// QEMU: stand still until the next order.
     Hold,
@@ -207,7 +206,7 @@ pub enum Order {
         /// How long.
         ms: u64,
     },
-    /// Attach the workload's VM, as it is.
+    /// Attach the workload's VM, as it is: before it is filled, or later.
     Attach,
     /// Run the workload for this long.
     Slice {

@@ -46,11 +46,12 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
             })
         }
         Role::Workload(config) => {
-            let mut runner = Runner::new(config);
+            let mut runner = Runner::new(config)?;
             obey(|order| match order {
                 Order::Fill => runner.fill(),
                 Order::Attach => runner.attach(),
                 Order::Slice { ms } => runner.slice(ms),
+                Order::Verify => runner.verify(),
                 other => bail!("a workload cannot do {other:?}"),
             })
         }

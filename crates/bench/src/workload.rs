@@ -1,78 +1,113 @@
 //! A VM of `testvm` that runs a workload without end, measured slice by slice.
 //!
-//! Before: the bench stops (`SIGSTOP`) and continues this process, so that VMs take turns. After: operations per slice.
-//! Threads: the VM's, and this one, which sleeps during a slice. Units: operations. Promise: the same seed and size on
-//! every side; all words are checked as they are read, and a wrong one makes the slice an error.
+//! Before: the bench says what it runs and who may take its memory. After: operations per slice, and whether every word
+//! is right. A bench may stop (`SIGSTOP`) and continue this process between orders, so that VMs take turns.
+//! Threads: the VM's, and this one, which sleeps during a slice. Units: operations. Promise: the same spec on every side;
+//! all words are checked as they are read, and a wrong one makes the slice an error. A workload of the kernel's side is
+//! in its memory cgroup before it has any memory.
+//!
+//! ```text
+//! Ballast:  [Attach] Fill [Attach] Slice Slice ... [Verify]      attached from the start, or later, or never
+//! kernel:            Fill          Slice Slice ... [Verify]
+//! ```
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ballast_base::Bytes;
-use ballast_testvm::{GuestKind, Moment, Spec, Vm, Workload};
+use ballast_testvm::{GuestKind, Moment, Vm};
 
 use crate::cpu;
-use crate::guest::Pager;
+use crate::guest::{Pager, enter, own_file};
 use crate::order::{Answer, Backing, WorkloadConfig};
 
 pub(crate) struct Runner {
     config: WorkloadConfig,
+    vm: Option<Arc<Vm>>,
+    pager: Option<Pager>,
     running: Option<Running>,
 }
 
 struct Running {
-    vm: Arc<Vm>,
-    pager: Option<Pager>,
+    /// Every word was compared once more after the run.
+    verified: Receiver<()>,
+    /// Why it is over.
     ended: Receiver<String>,
 }
 
 impl Runner {
-    pub(crate) fn new(config: WorkloadConfig) -> Self {
-        Self { config, running: None }
+    pub(crate) fn new(config: WorkloadConfig) -> Result<Self> {
+        enter(&config.backing)?;
+        Ok(Self { config, vm: None, pager: None, running: None })
+    }
+
+    fn vm(&mut self) -> Result<Arc<Vm>> {
+        if let Some(vm) = &self.vm {
+            return Ok(vm.clone());
+        }
+        let mut spec = self.config.spec.clone();
+        (spec.ops, spec.report_every) = (u64::MAX, u64::MAX);
+        let kind = if self.config.kvm { GuestKind::Kvm } else { GuestKind::Native };
+        Ok(self.vm.insert(Arc::new(Vm::new(&spec, kind)?)).clone())
     }
 
     /// Fill the VM's memory and let it run.
     pub(crate) fn fill(&mut self) -> Result<Answer> {
-        let workload = if self.config.zipf { Workload::Zipf } else { Workload::Hotset };
-        let mut spec = Spec::new(workload, Bytes(self.config.ram_bytes));
-        (spec.ops, spec.report_every) = (u64::MAX, u64::MAX);
-        let vm = Arc::new(Vm::new(&spec, if self.config.kvm { GuestKind::Kvm } else { GuestKind::Native })?);
-        let ((filled, is_filled), (end, ended)) = (channel(), channel());
-        let runner = vm.clone();
+        ensure!(self.running.is_none(), "the VM has started already");
+        let vm = self.vm()?;
+        let ram = own_file(vm.ram());
+        let ((filled, is_filled), (verify, verified), (end, ended)) = (channel(), channel(), channel());
         std::thread::Builder::new().name("vm".into()).spawn(move || {
-            let outcome = runner.run(&|moment, _| {
-                if moment == Moment::Run {
-                    let _ = filled.send(());
-                }
+            let outcome = vm.run(&|moment, _| {
+                let _ = match moment {
+                    Moment::Run => filled.send(()),
+                    Moment::End => verify.send(()),
+                    _ => Ok(()),
+                };
             });
             let _ = end.send(outcome.map_or_else(|error| error.to_string(), |_| "it ended".into()));
         })?;
-        let running = Running { vm, pager: None, ended };
         if is_filled.recv().is_err() {
-            bail!("the workload VM ended: {}", running.ended.recv().unwrap_or_default());
+            bail!("the workload VM ended: {}", ended.recv().unwrap_or_default());
         }
-        self.running = Some(running);
-        Ok(Answer::Filled { ram: None, vmm: None })
+        self.running = Some(Running { verified, ended });
+        Ok(Answer::Filled { ram: Some(ram), vmm: None })
     }
 
     /// From now on the daemon could take its memory.
     pub(crate) fn attach(&mut self) -> Result<Answer> {
-        let running = self.running.as_mut().context("the VM has not started")?;
-        ensure!(running.pager.is_none(), "the VM is attached already");
-        let (socket, name) = self.config.attach.clone();
-        running.pager = Some(Pager::attach(&Backing::Ballast { socket, name }, running.vm.ram())?);
+        ensure!(matches!(self.config.backing, Backing::Ballast { .. }), "this VM's memory is not for a ballastd");
+        ensure!(self.pager.is_none(), "the VM is attached already");
+        let vm = self.vm()?;
+        self.pager = Some(Pager::attach(&self.config.backing, vm.ram())?);
         Ok(Answer::Done)
     }
 
     pub(crate) fn slice(&mut self, ms: u64) -> Result<Answer> {
-        let running = self.running.as_ref().context("the VM has not started")?;
-        let (start, before, cpu_us) = (Instant::now(), running.vm.progress(), cpu::of_process()?);
+        let (vm, running) = self.running()?;
+        let (start, before, cpu_us) = (Instant::now(), vm.progress(), cpu::of_process()?);
         if let Ok(why) = running.ended.recv_timeout(Duration::from_millis(ms)) {
             bail!("the workload VM ended: {why}");
         }
-        let (after, wall_us) = (running.vm.progress(), start.elapsed().as_secs_f64() * 1e6);
+        let (after, wall_us) = (vm.progress(), start.elapsed().as_secs_f64() * 1e6);
         ensure!(after.wrong_bytes == 0, "WRONG DATA: {} bytes in a workload VM", after.wrong_bytes);
         Ok(Answer::Sliced { ops: after.ops - before.ops, wall_us, cpu_us: cpu::of_process()? - cpu_us })
+    }
+
+    /// End the run and compare every word of RAM. Nothing runs afterwards.
+    pub(crate) fn verify(&mut self) -> Result<Answer> {
+        let (vm, running) = self.running()?;
+        vm.stop();
+        if running.verified.recv().is_err() {
+            bail!("the workload VM ended: {}", running.ended.recv().unwrap_or_default());
+        }
+        let wrong = vm.progress().wrong_bytes;
+        ensure!(wrong == 0, "WRONG DATA: {wrong} bytes in a workload VM");
+        Ok(Answer::Done)
+    }
+
+    fn running(&self) -> Result<(&Vm, &Running)> {
+        self.vm.as_deref().zip(self.running.as_ref()).context("the VM has not started")
     }
 }

@@ -5,12 +5,12 @@
 //! Promise: a plan depends on the spec alone, so the same spec gives the same operations in every kind of guest.
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PageIdx};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::guest::{self, Params};
 
 /// Which memory the operations take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Workload {
     /// One cell after the other, from the start again at the end.
@@ -28,7 +28,7 @@ pub enum Workload {
 }
 
 /// How hot cells lie in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Placement {
     /// Side by side.
@@ -38,7 +38,7 @@ pub enum Placement {
 }
 
 /// A workload and its parameters. All fields may be set freely; [`Spec::validate`] says what is wrong.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Spec {
     /// The pattern.
     pub workload: Workload,
