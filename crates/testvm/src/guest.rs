@@ -1,10 +1,15 @@
 //! The workload itself: fill, run, verify. The same source runs in native threads and, compiled again, in KVM vCPUs.
 //!
+//! What some workloads do is in `programs`, a child of this module.
+//!
 //! Before: `vm` lays out a [`Job`] per worker. After: the job's results; events on the way through a [`Port`].
 //! Threads: one worker per job; workers own disjoint cells. The host reads a job's atomics at any time.
 //! Units: a *cell* is the piece of guest RAM that is checked and updated as one: a page, or a key-value slot.
 //! Promise: every word is compared with what it must be before it is replaced; guest RAM is touched only by volatile
 //! 8-byte accesses; nothing outside `core` is used and nothing can panic.
+
+#[path = "programs.rs"]
+pub mod programs;
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
@@ -45,6 +50,14 @@ pub const KIND_HOTSET: u32 = 2;
 pub const KIND_ZIPF: u32 = 3;
 /// No operations.
 pub const KIND_IDLE: u32 = 4;
+/// Every cell by a bell curve over all cells, then every cell alike, then one after the other; `move_at` operations each.
+pub const KIND_STORE: u32 = 5;
+/// From here on, programs: a graph search,
+pub const KIND_GRAPH: u32 = 6;
+/// a matrix product,
+pub const KIND_MATRIX: u32 = 7;
+/// and a table scan.
+pub const KIND_SCAN: u32 = 8;
 
 /// Set in a cell's version word when an operation (read or write) touched the cell.
 pub const TOUCHED: u32 = 1 << 31;
@@ -93,7 +106,7 @@ pub struct Params {
     pub hot_below: u64,
     /// Cells in the hot set.
     pub hot_cells: u64,
-    /// Operation at which the hot set moves by half of the worker's cells.
+    /// Operation at which the hot set moves by half of the worker's cells; or operations with each pattern.
     pub move_at: u64,
     /// Rank to cell: `rank * stride % cells`; coprime with `cells`. 1 keeps the order.
     pub stride: u64,
@@ -107,6 +120,8 @@ pub struct Params {
     pub thorough: u32,
     /// Nonzero: measure every operation.
     pub latency: u32,
+    /// Rounds of computing before each operation.
+    pub think: u64,
 }
 
 /// One wrong word.
@@ -174,6 +189,12 @@ pub fn next_random(state: &mut u64) -> u64 {
 #[inline]
 pub const fn below(random: u64, bound: u64) -> u64 {
     ((random as u128 * bound as u128) >> 64) as u64
+}
+
+/// The sum of the four quarters of a word: 18 bits.
+#[inline]
+const fn quarters(word: u64) -> u64 {
+    (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
 }
 
 /// Fold one word into a checksum.
@@ -245,6 +266,12 @@ impl Params {
                 }
                 low
             }
+            KIND_STORE => match op / self.move_at.max(1) % 3 {
+                // The sum of four numbers of 16 bits: deviates by a seventh of the cells, in the middle of them.
+                0 => below(quarters(place) << 46, self.cells),
+                1 => below(place, self.cells),
+                _ => op % self.cells.max(1),
+            },
             _ => below(place, self.cells),
         };
         (rank.wrapping_mul(self.stride) % self.cells.max(1), write)
@@ -375,20 +402,30 @@ impl<P: Port> Worker<'_, P> {
     /// # Safety
     /// As for [`run`].
     unsafe fn operations(&mut self) {
-        let job = self.job;
-        let params = &job.params;
+        let params = &self.job.params;
         let mut random = params.pick_seed;
-        let mut until_report = params.report_every;
-        let mut op = 0;
-        while op < params.ops && job.stop.load(Relaxed) == 0 {
+        self.repeat(|worker, op| {
             let (local, write) = params.pick(&mut random, op, |i| {
                 let entry = (params.weights as *const u64).wrapping_add(i as usize);
                 // SAFETY: asked for `i < cells` only, and a zipf job has that many weights, which nobody writes now.
                 unsafe { entry.read_volatile() }
             });
-            let start = if params.latency != 0 { ticks() } else { 0 };
             // SAFETY: `pick` answers a cell below `cells`.
-            unsafe { self.operation(local, write) };
+            unsafe { worker.operation(local, write) };
+        });
+    }
+
+    /// Do all operations, and count them.
+    #[inline]
+    fn repeat(&mut self, mut operation: impl FnMut(&mut Self, u64)) {
+        let job = self.job;
+        let params = &job.params;
+        let mut until_report = params.report_every;
+        let mut op = 0;
+        while op < params.ops && job.stop.load(Relaxed) == 0 {
+            think(params.think);
+            let start = if params.latency != 0 { ticks() } else { 0 };
+            operation(self, op);
             if params.latency != 0 {
                 self.record(op, ticks().wrapping_sub(start));
             }
@@ -411,6 +448,22 @@ impl<P: Port> Worker<'_, P> {
         if ticks > self.job.longest.load(Relaxed) {
             self.job.longest.store(ticks, Relaxed);
             self.job.longest_op.store(op, Relaxed);
+        }
+    }
+
+    /// One phase of a program.
+    ///
+    /// # Safety
+    /// As for [`run`].
+    unsafe fn program(&mut self, program: &mut programs::Program) {
+        let params = &self.job.params;
+        match self.phase {
+            PHASE_FILL => program.fill(self, params),
+            PHASE_RUN => self.repeat(|worker, _| program.step(worker, params)),
+            _ => program.verify(self, params),
+        }
+        if self.phase != PHASE_RUN {
+            self.job.cells_done.store(params.cells, Relaxed);
         }
     }
 
@@ -438,6 +491,41 @@ impl<P: Port> Worker<'_, P> {
     }
 }
 
+/// A worker's share of guest RAM, its version words and its table. All places come from `programs`, which stays within
+/// what the job's cells are enough for: see `run`.
+impl<P: Port> programs::Memory for Worker<'_, P> {
+    #[inline]
+    fn read(&mut self, word: u64, expected: u64) {
+        // SAFETY: a word of the job's cells.
+        unsafe { self.check(self.job.params.first_cell, word, expected) };
+    }
+
+    #[inline]
+    fn write(&mut self, word: u64, value: u64) {
+        // SAFETY: a word of the job's cells, inside guest RAM and aligned.
+        unsafe { self.address(self.job.params.first_cell, word).write_volatile(value) };
+    }
+
+    #[inline]
+    fn version(&mut self, slot: u64) -> u32 {
+        // SAFETY: fewer slots than cells, each of which has a version word private to this worker.
+        unsafe { Worker::version(self, slot).read_volatile() & !TOUCHED }
+    }
+
+    #[inline]
+    fn set_version(&mut self, slot: u64, version: u32) {
+        // SAFETY: as above.
+        unsafe { Worker::version(self, slot).write_volatile(version | TOUCHED) };
+    }
+
+    #[inline]
+    fn weight(&mut self, index: u64) -> u64 {
+        let entry = (self.job.params.weights as *const u64).wrapping_add(index as usize);
+        // SAFETY: an entry of the table that `Spec::weights` made for this program, which nobody writes now.
+        unsafe { entry.read_volatile() }
+    }
+}
+
 /// The time-stamp counter.
 #[inline]
 pub fn ticks() -> u64 {
@@ -448,19 +536,30 @@ pub fn ticks() -> u64 {
     0
 }
 
+/// Compute for so many rounds of some 2 ns each: what a request costs besides its memory.
+#[inline]
+fn think(rounds: u64) {
+    let mut thought = rounds;
+    for _ in 0..rounds {
+        thought = core::hint::black_box(mix(thought));
+    }
+}
+
 /// Do a whole job, arriving at the port before each phase.
 ///
 /// # Safety
 /// In the caller's address space, from now until the return: `params.ram` is 8-byte aligned guest RAM that holds the
 /// job's cells; `params.versions` is `cells` words used by nobody else; for a zipf job, `params.weights` is `cells`
-/// words that nobody writes. Every cell has at least [`SAMPLES`] words in use.
+/// words that nobody writes, for a program the words it asks for. Every cell has at least [`SAMPLES`] words in use.
 pub unsafe fn run<P: Port>(job: &Job, port: &P) {
     let mut worker = Worker { job, port, checksum: 0, phase: PHASE_FILL };
+    let mut program = programs::Program::new(&job.params);
     while port.tell(EVENT_ARRIVE | worker.phase) {
         job.cells_done.store(0, Relaxed);
         // SAFETY: the caller's promise.
         unsafe {
             match worker.phase {
+                PHASE_FILL | PHASE_RUN | PHASE_VERIFY if job.params.kind >= KIND_GRAPH => worker.program(&mut program),
                 PHASE_FILL => worker.fill(),
                 PHASE_RUN if job.params.kind == KIND_IDLE => {
                     port.tell(EVENT_IDLE);

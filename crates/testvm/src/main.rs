@@ -62,9 +62,13 @@ struct Args {
     /// Where hot cells are [default: contiguous, zipf scattered]
     #[arg(long, value_enum)]
     placement: Option<Placement>,
-    /// `phase`: the operation at which the hot set moves [default: the middle]
+    /// `phase`: the operation at which the hot set moves [default: the middle]; `store`: operations with each pattern
+    /// [default: a third]
     #[arg(long)]
     move_at: Option<u64>,
+    /// Rounds of computing, some 2 ns each, before each operation
+    #[arg(long, default_value_t = 0)]
+    think: u64,
     /// Measure every operation and report percentiles and the longest stall
     #[arg(long)]
     latency: bool,
@@ -104,6 +108,7 @@ impl Args {
         spec.thorough = self.thorough;
         spec.move_at = self.move_at;
         spec.latency = self.latency;
+        spec.think = self.think;
         if let Some(cell) = self.cell {
             spec.cell = cell;
         }

@@ -3,10 +3,13 @@
 //! Before: `workload` plans. After: `vm` compares what the workers report with this.
 //! Threads: one per worker, so that a long run is modelled as fast as it ran.
 //! Promise: nothing here reads guest RAM or a worker's version words; contents and choices come from the formulas, and
-//! the order of reads is written down a second time on purpose.
+//! the order of reads is written down a second time on purpose (but for programs).
 
 use std::collections::HashMap;
 
+use ballast_base::PageIdx;
+
+use crate::guest::programs::{Memory, Program};
 use crate::guest::{self, Params};
 use crate::workload::{PageSet, Spec};
 
@@ -46,7 +49,10 @@ pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
 }
 
 fn expect_worker(spec: &Spec, params: &Params, ops: u64) -> Expected {
-    let weights = spec.weights(params.cells);
+    if params.kind >= guest::KIND_GRAPH {
+        return expect_program(spec, params, ops);
+    }
+    let weights = spec.weights(params);
     let mut versions: HashMap<u64, u32> = HashMap::new();
     let mut touched = PageSet::new(spec.ram);
     let mut random = params.pick_seed;
@@ -86,4 +92,66 @@ fn expect_worker(spec: &Spec, params: &Params, ops: u64) -> Expected {
         checksum = image.into_iter().fold(checksum, guest::fold);
     }
     Expected { checksum, touched_cells: versions.len() as u64, touched }
+}
+
+/// Memory that is right: what is read is what it must be.
+struct Right {
+    first_word: u64,
+    checksum: u64,
+    versions: Vec<u32>,
+    weights: Vec<u64>,
+    touched: PageSet,
+}
+
+impl Right {
+    fn new(spec: &Spec, params: &Params) -> Self {
+        Self {
+            first_word: params.first_cell * params.cell_words,
+            checksum: 0,
+            versions: vec![0; params.cells as usize],
+            weights: spec.weights(params),
+            touched: PageSet::new(spec.ram),
+        }
+    }
+}
+
+impl Memory for Right {
+    fn read(&mut self, word: u64, expected: u64) {
+        self.touched.insert(PageIdx::containing((self.first_word + word) * 8));
+        self.checksum = guest::fold(self.checksum, expected);
+    }
+
+    fn write(&mut self, word: u64, _: u64) {
+        self.touched.insert(PageIdx::containing((self.first_word + word) * 8));
+    }
+
+    fn version(&mut self, slot: u64) -> u32 {
+        self.versions[slot as usize] & !guest::TOUCHED
+    }
+
+    fn set_version(&mut self, slot: u64, version: u32) {
+        self.versions[slot as usize] = version | guest::TOUCHED;
+    }
+
+    fn weight(&mut self, index: u64) -> u64 {
+        self.weights[index as usize]
+    }
+}
+
+/// The pages a program fills.
+pub fn filled(spec: &Spec, params: &Params) -> PageSet {
+    let mut memory = Right::new(spec, params);
+    Program::new(params).fill(&mut memory, params);
+    memory.touched
+}
+
+/// A program has no second version of its own: it is run over memory that cannot be wrong.
+fn expect_program(spec: &Spec, params: &Params, ops: u64) -> Expected {
+    let mut memory = Right::new(spec, params);
+    let mut program = Program::new(params);
+    (0..ops).for_each(|_| program.step(&mut memory, params));
+    let touched = std::mem::replace(&mut memory.touched, PageSet::new(spec.ram));
+    program.verify(&mut memory, params);
+    let touched_cells = memory.versions.iter().filter(|version| **version & guest::TOUCHED != 0).count() as u64;
+    Expected { checksum: memory.checksum, touched_cells, touched }
 }

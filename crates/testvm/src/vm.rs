@@ -198,10 +198,11 @@ impl Vm {
         let mut machine = if kind == GuestKind::Kvm { Some(Machine::new()?) } else { None };
         let make_ram = if spec.huge_pages { GuestRam::huge } else { GuestRam::new };
         let ram = make_ram(spec.ram).map_err(memory("guest RAM", spec.ram.0))?;
-        let per_cell = if plan.iter().any(|params| params.kind == guest::KIND_ZIPF) { 12 } else { 4 };
         let per_worker = size_of::<Job>() + STACK_LEN + 5 * PAGE_SIZE;
+        let tables: Vec<Vec<u64>> = plan.iter().map(|params| spec.weights(params)).collect();
+        let words: usize = tables.iter().map(Vec::len).sum();
         let cells: u64 = plan.iter().map(|params| params.cells).sum();
-        let size = (cells as usize * per_cell + plan.len() * per_worker + Machine::private_len(spec.ram))
+        let size = (cells as usize * 4 + words * 8 + plan.len() * per_worker + Machine::private_len(spec.ram))
             .next_multiple_of(PAGE_SIZE);
         let mut private = Private::new(size, kind).map_err(memory("private memory", size as u64))?;
         let ram_address = match &mut machine {
@@ -209,11 +210,10 @@ impl Vm {
             Some(machine) => machine.lay_out(&mut private, &ram)?,
         };
         let mut places = Vec::new();
-        for params in &mut plan {
+        for (params, weights) in plan.iter_mut().zip(tables) {
             let job = private.take(size_of::<Job>());
             let versions = private.take((params.cells as usize * 4).next_multiple_of(8));
             let stack = private.take(STACK_LEN);
-            let weights = spec.weights(params.cells);
             let table = private.take(weights.len() * 8);
             private
                 .map

@@ -7,6 +7,7 @@
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PageIdx};
 use serde::{Deserialize, Serialize};
 
+use crate::guest::programs::{Graph, Matrix};
 use crate::guest::{self, Params};
 
 /// Which memory the operations take.
@@ -25,6 +26,14 @@ pub enum Workload {
     Phase,
     /// Fill, then wait to be stopped.
     Idle,
+    /// Key-value store under changing load: keys by a bell curve, then all alike, then in order.
+    Store,
+    /// Breadth-first searches and shortest paths in a graph with few vertices of many edges (graph500 style).
+    Graph,
+    /// Dense matrix products, in tiles.
+    Matrix,
+    /// Queries that scan a table, its recent quarter most often, and add up groups in a small hash table.
+    Scan,
 }
 
 /// How hot cells lie in memory.
@@ -70,7 +79,8 @@ pub struct Spec {
     pub hot_weight: f64,
     /// The exponent of `zipf`.
     pub zipf_exponent: f64,
-    /// `phase`: the operation, over all workers, at which the hot set moves; `None` for the middle.
+    /// `phase`: the operation, over all workers, at which the hot set moves; `None` for the middle. `store`: operations
+    /// with each pattern; `None` for a third.
     pub move_at: Option<u64>,
     /// Where hot cells are.
     pub placement: Placement,
@@ -78,6 +88,8 @@ pub struct Spec {
     pub report_every: u64,
     /// Measure every operation.
     pub latency: bool,
+    /// Rounds of computing, of some 2 ns each, before each operation: what a request costs besides its memory.
+    pub think: u64,
 }
 
 /// A spec that makes no sense. Caused by the operator.
@@ -94,6 +106,13 @@ impl Spec {
     /// The defaults of a workload on `ram` bytes: a million operations, one worker, half of them writes.
     pub fn new(workload: Workload, ram: Bytes) -> Self {
         let zipf = workload == Workload::Zipf;
+        let values = matches!(workload, Workload::Zipf | Workload::Store);
+        // Programs: as many version words as they need.
+        let cell = match workload {
+            Workload::Zipf | Workload::Store | Workload::Matrix | Workload::Scan => 1024,
+            Workload::Graph => 128,
+            _ => PAGE_SIZE as u64,
+        };
         Self {
             workload,
             ram,
@@ -102,8 +121,8 @@ impl Spec {
             threads: 1,
             seed: 1,
             write_fraction: 0.5,
-            cell: Bytes(if zipf { 1024 } else { PAGE_SIZE as u64 }),
-            min_value: zipf.then_some(Bytes(64)),
+            cell: Bytes(cell),
+            min_value: values.then_some(Bytes(64)),
             half_compressible: true,
             zero_fraction: 0.0,
             thorough: false,
@@ -114,6 +133,7 @@ impl Spec {
             placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
             report_every: 1 << 16,
             latency: false,
+            think: 0,
         }
     }
 
@@ -160,8 +180,22 @@ impl Spec {
         if self.report_every == 0 {
             return wrong("report_every", "must be at least 1".to_owned());
         }
-        if self.workload == Workload::Phase && self.ops == u64::MAX && self.move_at.is_none() {
-            return wrong("move_at", "operations without end have no middle: say when the hot set moves".to_owned());
+        if let Some((most, least)) = match self.workload {
+            Workload::Graph => Some((128, Bytes(64 << 10))),
+            Workload::Matrix | Workload::Scan => Some((1024, Bytes(128 << 10))),
+            _ => None,
+        } {
+            // Its version words and tables are as many as its cells.
+            if cell > most {
+                return wrong("cell", format!("{cell} bytes are too large for this workload: {most} at most"));
+            }
+            if self.ram.0 / (self.threads as u64) < least.0 {
+                return wrong("ram", format!("less than {least} for each worker"));
+            }
+        }
+        if matches!(self.workload, Workload::Phase | Workload::Store) && self.ops == u64::MAX && self.move_at.is_none()
+        {
+            return wrong("move_at", "operations without end have no middle: say when the pattern changes".to_owned());
         }
         Ok(())
     }
@@ -179,7 +213,8 @@ impl Spec {
         let plan = (0..threads).map(|worker| {
             let cells = start(worker + 1) - start(worker);
             let ops = share(self.ops, worker);
-            let middle = self.move_at.map_or(ops / 2, |at| share(at, worker));
+            let parts = if self.workload == Workload::Store { 3 } else { 2 };
+            let change = self.move_at.map_or(ops / parts, |at| share(at, worker));
             Params {
                 first_cell: start(worker),
                 cells,
@@ -192,7 +227,10 @@ impl Spec {
                 zero_below: threshold(self.zero_fraction),
                 hot_below: threshold(self.hot_weight),
                 hot_cells: ((cells as f64 * self.hot_fraction) as u64).clamp(1, cells),
-                move_at: if self.workload == Workload::Phase { middle } else { u64::MAX },
+                move_at: match self.workload {
+                    Workload::Phase | Workload::Store => change,
+                    _ => u64::MAX,
+                },
                 stride: if self.placement == Placement::Scattered { stride(cells) } else { 1 },
                 report_every: self.report_every,
                 kind: match self.workload {
@@ -201,21 +239,41 @@ impl Spec {
                     Workload::Hotset | Workload::Phase => guest::KIND_HOTSET,
                     Workload::Zipf => guest::KIND_ZIPF,
                     Workload::Idle => guest::KIND_IDLE,
+                    Workload::Store => guest::KIND_STORE,
+                    Workload::Graph => guest::KIND_GRAPH,
+                    Workload::Matrix => guest::KIND_MATRIX,
+                    Workload::Scan => guest::KIND_SCAN,
                 },
                 half: self.half_compressible.into(),
                 thorough: self.thorough.into(),
                 latency: self.latency.into(),
+                think: self.think,
                 ..Params::default()
             }
         });
         Ok(plan.collect())
     }
 
-    /// Cumulative weights of the ranks of a worker with `cells` cells, scaled to 64 bits; empty unless zipf.
-    pub(crate) fn weights(&self, cells: u64) -> Vec<u64> {
-        if self.workload != Workload::Zipf {
-            return Vec::new();
+    /// The table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`); offsets of vertices (`graph`);
+    /// sums of so many tiles (`matrix`); else empty.
+    pub(crate) fn weights(&self, params: &Params) -> Vec<u64> {
+        let cumulate = |parts: &mut dyn Iterator<Item = u64>| {
+            let sums = parts.scan(0u64, |sum, part| {
+                *sum = sum.wrapping_add(part);
+                Some(*sum)
+            });
+            std::iter::once(0).chain(sums).collect()
+        };
+        match params.kind {
+            guest::KIND_GRAPH => {
+                let graph = Graph::new(params);
+                return cumulate(&mut (0..graph.vertices()).map(|vertex| graph.degree(vertex)));
+            }
+            guest::KIND_MATRIX => return cumulate(&mut (0..Matrix::new(params).tiles()).map(Matrix::part)),
+            guest::KIND_ZIPF => {}
+            _ => return Vec::new(),
         }
+        let cells = params.cells;
         let mut sum = 0.0;
         let sums: Vec<f64> = (1..=cells)
             .map(|rank| {
@@ -228,17 +286,21 @@ impl Spec {
     }
 
     /// The pages that are hot by construction: before the hot set moves, or after (`moved`, `phase` only). All pages
-    /// in use for `sequential` and `uniform`, none for `idle`; for `zipf`, the pages with the keys that together take
+    /// in use for `sequential`, `uniform`, `store` and the programs, none for `idle`; for `zipf`, the pages with the keys that together take
     /// `hot_weight` of the accesses.
     pub fn hot_pages(&self, moved: bool) -> Result<PageSet, SpecError> {
         let mut pages = PageSet::new(self.ram);
         for params in self.plan()? {
+            if params.kind >= guest::KIND_GRAPH {
+                pages.union(&crate::model::filled(self, &params));
+                continue;
+            }
             let ranks = match params.kind {
                 guest::KIND_IDLE => 0,
                 guest::KIND_HOTSET => params.hot_cells,
                 guest::KIND_ZIPF => {
                     let limit = (self.hot_weight * 18_446_744_073_709_551_616.0) as u64;
-                    (self.weights(params.cells).partition_point(|sum| *sum < limit) as u64 + 1).min(params.cells)
+                    (self.weights(&params).partition_point(|sum| *sum < limit) as u64 + 1).min(params.cells)
                 }
                 _ => params.cells,
             };
@@ -255,6 +317,10 @@ impl Spec {
     pub fn filled_pages(&self) -> Result<PageSet, SpecError> {
         let mut pages = PageSet::new(self.ram);
         for params in self.plan()? {
+            if params.kind >= guest::KIND_GRAPH {
+                pages.union(&crate::model::filled(self, &params));
+                continue;
+            }
             (0..params.cells).for_each(|local| pages.insert_cell(&params, params.first_cell + local));
         }
         Ok(pages)

@@ -14,7 +14,18 @@ use ballast_sys::{Uffd, memfd};
 use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload, kvm_missing};
 use rustix::event::{PollFd, PollFlags};
 
-const ALL: [Workload; 5] = [Workload::Sequential, Workload::Uniform, Workload::Hotset, Workload::Zipf, Workload::Phase];
+const ALL: [Workload; 9] = [
+    Workload::Sequential,
+    Workload::Uniform,
+    Workload::Hotset,
+    Workload::Zipf,
+    Workload::Phase,
+    Workload::Store,
+    Workload::Graph,
+    Workload::Matrix,
+    Workload::Scan,
+];
+const PROGRAMS: [Workload; 3] = [Workload::Graph, Workload::Matrix, Workload::Scan];
 
 /// The kinds of guest this machine can run. Says aloud when KVM is not among them.
 fn kinds() -> Vec<GuestKind> {
@@ -126,6 +137,49 @@ fn a_page_that_lost_its_contents_is_wrong_in_every_word() {
 }
 
 #[test]
+fn a_byte_that_changed_under_a_program_is_seen_wherever_it_is() {
+    for (kind, workload) in kinds().into_iter().flat_map(|kind| PROGRAMS.map(|workload| (kind, workload))) {
+        let spec = Spec { zero_fraction: 0.0, ..spec(workload, 1) };
+        let filled = spec.filled_pages().expect("filled");
+        for (when, page) in [Moment::Run, Moment::Verify].into_iter().zip(filled.iter().skip(3).step_by(517)) {
+            let vm = Vm::new(&spec, kind).expect("vm");
+            let flip = |moment, ram: &GuestRam| {
+                if moment == when {
+                    ram.word(page.offset() as usize + 8).fetch_xor(1 << 60, Relaxed);
+                }
+            };
+            let outcome = vm.run(&flip).expect("run");
+            assert!(outcome.wrong_bytes >= 1 && !outcome.is_right(), "{page:?} {outcome:?}");
+            assert!(outcome.wrong.iter().all(|wrong| wrong.page == page.0), "{outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn old_contents_of_a_page_of_a_program_are_wrong_contents() {
+    for (kind, workload) in kinds().into_iter().flat_map(|kind| PROGRAMS.map(|workload| (kind, workload))) {
+        // What is written most: a vertex's state, the first piece of C, a slot of the hash table.
+        let spec = Spec { zero_fraction: 0.0, ..spec(workload, 1) };
+        let n = 384;
+        let first = if workload == Workload::Matrix { 2 * n * n * 8 / PAGE_SIZE } else { 2 };
+        let words = || (first * PAGE_SIZE..(first + 1) * PAGE_SIZE).step_by(8);
+        let saved = Mutex::new(Vec::new());
+        let vm = Vm::new(&spec, kind).expect("vm");
+        let outcome = vm
+            .run(&|moment, ram| match moment {
+                Moment::Run => *saved.lock().expect("lock") = words().map(|at| ram.word(at).load(Relaxed)).collect(),
+                Moment::Verify => {
+                    let saved = saved.lock().expect("lock");
+                    words().zip(saved.iter()).for_each(|(at, old)| ram.word(at).store(*old, Relaxed));
+                }
+                _ => {}
+            })
+            .expect("run");
+        assert!(outcome.wrong_words >= 8 && outcome.wrong[0].page == first as u64, "{workload:?}: {outcome:?}");
+    }
+}
+
+#[test]
 fn old_contents_of_a_single_page_are_wrong_contents() {
     for kind in kinds() {
         // Every page is written once or more; page 8 goes back to what the fill wrote.
@@ -223,8 +277,13 @@ fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result
 
 #[test]
 fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
-    for kind in kinds() {
-        let spec = Spec { ops: 2_000, ..spec(Workload::Uniform, 2) };
+    // Programs do their first operations in few pages.
+    let long = PROGRAMS.map(|workload| (workload, if workload == Workload::Graph { 400_000 } else { 4_000 }));
+    for (kind, (workload, ops)) in kinds()
+        .into_iter()
+        .flat_map(|kind| [(kind, (Workload::Uniform, 2_000))].into_iter().chain(long.map(|of| (kind, of))))
+    {
+        let spec = Spec { ops, ..spec(workload, 2) };
         let vm = Vm::new(&spec, kind).expect("vm");
         let (uffd, granted) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd (needs root or /dev/userfaultfd)");
         assert_eq!(granted, REQUIRED_FEATURES, "this kernel lacks a required userfaultfd feature");
@@ -245,8 +304,8 @@ fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
             (outcome.expect("run"), pager.join().expect("pager").expect("paging"))
         });
         assert!(outcome.is_right(), "{outcome:?}");
-        assert!(restored > 500, "only {restored} pages came back");
-        println!("{kind:?}: {restored} pages went out and came back");
+        assert!(restored > 500, "{workload:?}: only {restored} pages came back");
+        println!("{kind:?}, {workload:?}: {restored} pages went out and came back");
     }
 }
 
@@ -288,6 +347,12 @@ fn the_truth_about_pages_fits_the_workload() {
     let touched = spec.touched_pages(&[10]).expect("touched");
     assert_eq!(touched.iter().collect::<Vec<_>>(), (0..10).map(PageIdx).collect::<Vec<_>>());
 
+    for workload in PROGRAMS {
+        let spec = Spec { workload, ..Spec::new(workload, Bytes(4 * MIB)) };
+        let filled = spec.filled_pages().expect("filled");
+        assert!(filled.len() > pages * 8 / 10, "{workload:?} uses {} pages of {pages}", filled.len());
+    }
+
     // What an operation touches can be seen from outside: punch everything, do the operations, look at the file.
     let mut spec = Spec::new(Workload::Zipf, Bytes(4 * MIB));
     (spec.ops, spec.threads) = (300, 2);
@@ -319,6 +384,9 @@ fn nonsense_is_refused_with_the_name_of_the_field() {
         ("hot_fraction", Spec { hot_fraction: 1.5, ..good.clone() }),
         ("min_value", Spec { min_value: Some(Bytes(8)), ..good.clone() }),
         ("move_at", Spec { ops: u64::MAX, ..good.clone() }),
+        ("move_at", Spec { workload: Workload::Store, ops: u64::MAX, ..good.clone() }),
+        ("cell", Spec { workload: Workload::Graph, ..good.clone() }),
+        ("ram", Spec { threads: 40, ..spec(Workload::Matrix, 1) }),
     ];
     for (field, spec) in refused {
         match Vm::new(&spec, GuestKind::Native) {
