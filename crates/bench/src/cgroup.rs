@@ -79,6 +79,14 @@ pub fn limit(cgroup: &Path, bytes: u64) -> Result<()> {
     fs::write(&file, bytes.to_string()).with_context(|| format!("Writing {bytes} to {}", file.display()))
 }
 
+/// Memory charged to a cgroup made by [`Cgroup::new`].
+pub fn usage(cgroup: &Path) -> Result<u64> {
+    let (_, file) = root()?;
+    let file = cgroup.join(if file == "memory.max" { "memory.current" } else { "memory.usage_in_bytes" });
+    let text = fs::read_to_string(&file).with_context(|| format!("Reading {}", file.display()))?;
+    text.trim().parse().with_context(|| format!("{} says {text:?}", file.display()))
+}
+
 /// Have the kernel reclaim what it can of a cgroup. It answers with an error if that was not all, which it never is.
 pub fn empty(cgroup: &Path) {
     // Version 2 has the one, version 1 the other.
@@ -129,6 +137,7 @@ mod tests {
         };
         let path = cgroup.path().to_owned();
         limit(&path, 64 << 20).expect("limit");
+        assert_eq!(usage(&path).expect("usage"), 0);
         assert!(path.exists());
         drop(cgroup);
         assert!(!path.exists());

@@ -14,6 +14,7 @@
 //! ```
 
 mod attach;
+mod balance;
 mod cgroup;
 mod cpu;
 mod daemon;
@@ -74,6 +75,8 @@ pub enum Which {
     Spill,
     /// 4 KiB against 2 MiB.
     Huge,
+    /// Many VMs in less memory than they want.
+    Balance,
 }
 
 /// How to measure it.
@@ -174,6 +177,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Spill => spill::run(&mut bench, &mut each),
         Which::Huge => huge::run(&mut bench, &mut each),
+        Which::Balance => balance::run(&mut bench, &mut each),
     };
     if result.is_err() {
         eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());

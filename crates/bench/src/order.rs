@@ -213,6 +213,8 @@ pub enum Order {
         /// How long.
         ms: u64,
     },
+    /// From now on the workload computes for so many rounds of some 3 ns before each operation.
+    Think(u64),
     /// Guard: a zram device of our own as the only swap.
     Swap,
     /// Guard: a swap file of ours in this directory as the only swap.

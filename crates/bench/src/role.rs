@@ -52,6 +52,7 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
                 Order::Attach => runner.attach(),
                 Order::Slice { ms } => runner.slice(ms),
                 Order::Verify => runner.verify(),
+                Order::Think(rounds) => runner.think(rounds),
                 other => bail!("a workload cannot do {other:?}"),
             })
         }

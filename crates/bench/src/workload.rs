@@ -95,6 +95,12 @@ impl Runner {
         Ok(Answer::Sliced { ops: after.ops - before.ops, wall_us, cpu_us: cpu::of_process()? - cpu_us })
     }
 
+    /// From now on it is this busy.
+    pub(crate) fn think(&self, rounds: u64) -> Result<Answer> {
+        self.running()?.0.think(rounds);
+        Ok(Answer::Done)
+    }
+
     /// End the run and compare every word of RAM. Nothing runs afterwards.
     pub(crate) fn verify(&mut self) -> Result<Answer> {
         let (vm, running) = self.running()?;

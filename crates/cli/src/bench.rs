@@ -44,6 +44,8 @@ enum What {
     Spill,
     /// What a guest on 2 MiB pages gains and loses against 4 KiB
     Huge,
+    /// How eight VMs fare in less memory than they want, by policy and by the kernel
+    Balance,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -71,6 +73,7 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
         What::Storm => Which::Storm,
         What::Spill => Which::Spill,
         What::Huge => Which::Huge,
+        What::Balance => Which::Balance,
     };
     let guest = match args.guest {
         Guest::Native => GuestKind::Native,

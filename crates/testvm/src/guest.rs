@@ -120,8 +120,6 @@ pub struct Params {
     pub thorough: u32,
     /// Nonzero: measure every operation.
     pub latency: u32,
-    /// Rounds of computing before each operation.
-    pub think: u64,
 }
 
 /// One wrong word.
@@ -148,6 +146,8 @@ pub struct Job {
     pub params: Params,
     /// Set by the host: end the run phase.
     pub stop: AtomicU32,
+    /// Set by the host at any time: rounds of computing before each operation.
+    pub think: AtomicU64,
     /// Operations done so far.
     pub ops_done: AtomicU64,
     /// Cells filled or verified in the current phase so far.
@@ -423,7 +423,7 @@ impl<P: Port> Worker<'_, P> {
         let mut until_report = params.report_every;
         let mut op = 0;
         while op < params.ops && job.stop.load(Relaxed) == 0 {
-            think(params.think);
+            think(job.think.load(Relaxed));
             let start = if params.latency != 0 { ticks() } else { 0 };
             operation(self, op);
             if params.latency != 0 {
@@ -536,7 +536,7 @@ pub fn ticks() -> u64 {
     0
 }
 
-/// Compute for so many rounds of some 2 ns each: what a request costs besides its memory.
+/// Compute for so many rounds of some 3 ns each: what a request costs besides its memory.
 #[inline]
 fn think(rounds: u64) {
     let mut thought = rounds;

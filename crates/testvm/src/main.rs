@@ -66,7 +66,7 @@ struct Args {
     /// [default: a third]
     #[arg(long)]
     move_at: Option<u64>,
-    /// Rounds of computing, some 2 ns each, before each operation
+    /// Rounds of computing, some 3 ns each, before each operation
     #[arg(long, default_value_t = 0)]
     think: u64,
     /// Measure every operation and report percentiles and the longest stall

@@ -234,7 +234,9 @@ impl Vm {
             machine.add_vcpus(&private, &places)?;
         }
         let (gate, turn, events) = Default::default();
-        Ok(Self { spec: spec.clone(), kind, machine, plan, places, private, ram, gate, turn, events })
+        let vm = Self { spec: spec.clone(), kind, machine, plan, places, private, ram, gate, turn, events };
+        vm.think(spec.think);
+        Ok(vm)
     }
 
     /// Guest RAM: its memory file and where it is mapped.
@@ -254,6 +256,11 @@ impl Vm {
             cells: sum.cells + job.cells_done.load(Relaxed),
             wrong_bytes: sum.wrong_bytes + job.wrong_bytes.load(Relaxed),
         })
+    }
+
+    /// Compute for so many rounds before each operation from now on: how busy the VM is.
+    pub fn think(&self, rounds: u64) {
+        self.jobs().for_each(|job| job.think.store(rounds, Relaxed));
     }
 
     /// End the run phase after the operations in flight; RAM is still verified.

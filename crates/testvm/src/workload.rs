@@ -88,7 +88,8 @@ pub struct Spec {
     pub report_every: u64,
     /// Measure every operation.
     pub latency: bool,
-    /// Rounds of computing, of some 2 ns each, before each operation: what a request costs besides its memory.
+    /// Rounds of computing, of some 3 ns each, before each operation, to begin with: what a request costs besides its
+    /// memory.
     pub think: u64,
 }
 
@@ -247,7 +248,6 @@ impl Spec {
                 half: self.half_compressible.into(),
                 thorough: self.thorough.into(),
                 latency: self.latency.into(),
-                think: self.think,
                 ..Params::default()
             }
         });

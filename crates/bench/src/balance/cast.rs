@@ -1,0 +1,271 @@
+//! The VMs of this bench: what they run, and how they are started, held to an amount of memory and measured, all at once.
+//!
+//! Before: a list of workloads and a side. After: operations per second of each VM, and what all of them together held
+//! meanwhile. Threads: the caller's; each VM is a process.
+//! Units: bytes; operations per second. Promise: both sides run the same programs with the same seeds; a side that is not
+//! measured stands still, and takes no CPU time from the other.
+//!
+//! | VM | what it does | what it needs |
+//! |---|---|---|
+//! | store | 4.5 us of computing and one value: keys by a bell curve, then any, then in order | two thirds of RAM, then all |
+//! | graph | searches over the whole graph, an edge in some 20 ns | all, the states of vertices most |
+//! | matrix | products in tiles: one matrix is swept again and again | a third |
+//! | scan | a page in some 4.5 us, of the last quarter three times out of four; a hash table beside it | a third |
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_api::PolicyPatch;
+use ballast_base::Bytes;
+use ballast_policy::Kind;
+use ballast_sys::memfd;
+use ballast_testvm::{Spec, Workload};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use crate::worker::Worker;
+use crate::{Bench, cgroup, cpu, zram};
+
+/// Between two looks at what the VMs hold.
+const LOOK: Duration = Duration::from_millis(200);
+/// How long taking memory away may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// More than any bench uses.
+const UNLIMITED: u64 = 1 << 50;
+
+/// Who balances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    /// Ballast, by a policy.
+    Ballast,
+    /// The kernel: all VMs are in one memory cgroup.
+    Kernel,
+}
+
+/// The word for a workload in keys.
+pub(super) fn word(workload: Workload) -> &'static str {
+    match workload {
+        Workload::Store => "store",
+        Workload::Graph => "graph",
+        Workload::Matrix => "matrix",
+        Workload::Scan => "scan",
+        Workload::Uniform => "uniform",
+        _ => "hotset",
+    }
+}
+
+/// What a VM of the cast runs. `store_ops`: operations with each pattern of the store.
+pub(super) fn spec(workload: Workload, ram_bytes: u64, seed: u64, store_ops: u64) -> Spec {
+    let mut spec = Spec::new(workload, Bytes(ram_bytes));
+    spec.seed = seed;
+    match workload {
+        // A request and a page of rows cost more than reading their bytes.
+        Workload::Store => (spec.think, spec.write_fraction, spec.move_at) = (1500, 0.1, Some(store_ops)),
+        Workload::Scan => spec.think = 1000,
+        _ => {}
+    }
+    spec
+}
+
+/// One VM.
+pub(super) struct Vm {
+    pub spec: Spec,
+    /// Its name at the daemon; empty on the kernel's side.
+    pub name: String,
+    pub worker: Worker,
+    ram: File,
+}
+
+/// The VMs of one side.
+pub(super) struct Cast {
+    pub vms: Vec<Vm>,
+    pub side: Side,
+    cgroup: PathBuf,
+    /// Kernel: what the processes need besides guest RAM.
+    pub own_bytes: u64,
+}
+
+/// What was seen in a window of time.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Window {
+    /// Of each VM.
+    pub ops_per_s: Vec<f64>,
+    /// Guest RAM of all VMs, on average and at most.
+    pub resident_bytes: f64,
+    pub most_bytes: f64,
+    /// What their far memory occupies, at the end.
+    pub far_bytes: f64,
+    /// Ballast: limits changed, decisions, CPU time of the control thread and of the whole engine.
+    pub changed: u64,
+    pub ticks: u64,
+    pub control_us: f64,
+    pub engine_us: f64,
+    pub seconds: f64,
+}
+
+impl Cast {
+    /// Start all VMs and have them fill their memory.
+    pub fn start(bench: &mut Bench, side: Side, specs: &[Spec]) -> Result<Self> {
+        let cgroup = if side == Side::Kernel { bench.guard.cgroup()? } else { PathBuf::new() };
+        let kvm = bench.options.is(GuestKind::Kvm);
+        let mut workers = Vec::new();
+        for spec in specs {
+            let mut name = String::new();
+            let backing = if side == Side::Kernel {
+                Backing::Kernel { procs: cgroup.join("cgroup.procs") }
+            } else {
+                bench.names += 1;
+                name = format!("{}-{}", word(spec.workload), bench.names);
+                Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() }
+            };
+            let config = WorkloadConfig { spec: spec.clone(), kvm, backing };
+            let mut worker = Worker::start(&Role::Workload(config))?;
+            if side == Side::Ballast {
+                worker.ask(&Order::Attach)?;
+                bench.daemon.wait_for_vm(&name)?;
+            }
+            worker.tell(&Order::Fill)?;
+            workers.push((spec.clone(), name, worker));
+        }
+        let mut vms = Vec::new();
+        for (spec, name, mut worker) in workers {
+            let Answer::Filled { ram: Some(ram), .. } = worker.answer()? else {
+                bail!("a VM does not fill its memory")
+            };
+            let ram = File::open(&ram).with_context(|| format!("Opening {}", ram.display()))?;
+            vms.push(Vm { spec, name, worker, ram });
+        }
+        let mut cast = Self { vms, side, cgroup, own_bytes: 0 };
+        if side == Side::Kernel {
+            cast.own_bytes = cgroup::usage(&cast.cgroup)?.saturating_sub(cast.resident()?);
+        }
+        Ok(cast)
+    }
+
+    /// RAM of all VMs.
+    pub fn size_bytes(&self) -> u64 {
+        self.vms.iter().map(|vm| vm.spec.ram.0).sum()
+    }
+
+    /// Guest RAM that all VMs hold. The size of a memory file counts what the kernel swapped, so there the cgroup is asked.
+    pub fn resident(&self) -> Result<u64> {
+        if self.side == Side::Kernel && self.own_bytes > 0 {
+            return Ok(cgroup::usage(&self.cgroup)?.saturating_sub(self.own_bytes));
+        }
+        self.vms.iter().map(|vm| Ok(memfd::resident(&vm.ram)?.bytes().0)).sum()
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        self.vms.iter().try_for_each(|vm| {
+            let pid = Pid::from_raw(vm.worker.pid().cast_signed()).context("a VM has no process id")?;
+            kill_process(pid, signal).context("Stopping or continuing a VM")
+        })
+    }
+
+    /// Stand still, with as much memory as there is.
+    pub fn rest(&self, bench: &Bench) -> Result<()> {
+        self.hold_to(bench, Kind::None, None)?;
+        let start = Instant::now();
+        // A process that stands still cannot answer reclaim.
+        loop {
+            let vms = bench.daemon.api().vms()?;
+            let busy = |vm: &ballast_api::VmStat| vm.target_bytes.is_some() || vm.quarantine_bytes > 0;
+            if self.side == Side::Kernel || !vms.iter().any(busy) {
+                break;
+            }
+            ensure!(start.elapsed() < PATIENCE, "reclaim does not come to rest");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.signal(Signal::STOP)
+    }
+
+    /// Go on.
+    pub fn wake(&self) -> Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    /// From now on all together may have this much, running or not. They run afterwards.
+    pub fn begin_to_hold(&self, bench: &Bench, policy: Kind, bytes: u64) -> Result<()> {
+        if self.side == Side::Kernel {
+            // While VMs run, all their pages are young, and the kernel refuses a limit that it cannot keep at once.
+            self.signal(Signal::STOP)?;
+            self.hold_to(bench, policy, Some(bytes))?;
+            return self.wake();
+        }
+        self.wake()?;
+        self.hold_to(bench, policy, Some(bytes))
+    }
+
+    /// All together may have this much, which a policy divides.
+    fn hold_to(&self, bench: &Bench, policy: Kind, bytes: Option<u64>) -> Result<()> {
+        if self.side == Side::Ballast {
+            let biggest = self.vms.iter().map(|vm| vm.spec.ram.0).max().unwrap_or(0);
+            let patch = PolicyPatch {
+                policy: Some(policy),
+                budget_bytes: Some(bytes),
+                // The default is made for VMs of some GiB.
+                watermark_bytes: Some(biggest / 32),
+                ..PolicyPatch::default()
+            };
+            bench.daemon.api().patch_policy(&patch)?;
+            return Ok(());
+        }
+        let bytes = bytes.map_or(UNLIMITED, |bytes| bytes + self.own_bytes);
+        let start = Instant::now();
+        // The kernel takes away what is above the limit before it accepts it, and gives up sooner than we do.
+        while let Err(error) = cgroup::limit(&self.cgroup, bytes) {
+            if start.elapsed() > PATIENCE {
+                return Err(error);
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Let all run for a while and look on.
+    pub fn window(&mut self, bench: &Bench, length: Duration) -> Result<Window> {
+        let engine = bench.engine_pid()?;
+        let cpu_us =
+            || anyhow::Ok((cpu::of_threads(engine, |name| name == "control")?, cpu::of_threads(engine, |_| true)?));
+        let (policy, (control_us, engine_us)) = (bench.daemon.api().policy()?, cpu_us()?);
+        let start = Instant::now();
+        let order = Order::Slice { ms: length.as_millis() as u64 };
+        self.vms.iter_mut().try_for_each(|vm| vm.worker.tell(&order))?;
+        let mut held = Vec::new();
+        while start.elapsed() + LOOK < length {
+            std::thread::sleep(LOOK);
+            held.push(self.resident()? as f64);
+        }
+        let mut window = Window::default();
+        for vm in &mut self.vms {
+            let Answer::Sliced { ops, wall_us, .. } = vm.worker.answer()? else { bail!("a VM stands") };
+            // A VM that did nothing at all is as slow as one that did one thing.
+            window.ops_per_s.push(ops.max(1) as f64 * 1e6 / wall_us);
+        }
+        let (after, (control_after, engine_after)) = (bench.daemon.api().policy()?, cpu_us()?);
+        window.seconds = start.elapsed().as_secs_f64();
+        window.changed = after.changed_limits - policy.changed_limits;
+        window.ticks = after.ticks - policy.ticks;
+        (window.control_us, window.engine_us) = (control_after - control_us, engine_after - engine_us);
+        window.resident_bytes = held.iter().sum::<f64>() / held.len().max(1) as f64;
+        window.most_bytes = held.iter().copied().fold(0.0, f64::max);
+        window.far_bytes = match (self.side, &bench.kernel) {
+            (Side::Ballast, _) => bench.daemon.api().host()?.store_bytes as f64,
+            (Side::Kernel, Ok(device)) => zram::used(device)?.0 as f64,
+            _ => 0.0,
+        };
+        Ok(window)
+    }
+
+    /// Compare every word, without a limit, and end.
+    pub fn verify(mut self, bench: &Bench) -> Result<()> {
+        self.hold_to(bench, Kind::None, None)?;
+        self.vms.iter_mut().try_for_each(|vm| vm.worker.tell(&Order::Verify))?;
+        self.vms.iter_mut().try_for_each(|vm| vm.worker.answer().map(drop))?;
+        let names: Vec<String> = self.vms.iter().map(|vm| vm.name.clone()).collect();
+        drop(self);
+        names.iter().filter(|name| !name.is_empty()).try_for_each(|name| bench.daemon.wait_until_gone(name))
+    }
+}

@@ -1,0 +1,126 @@
+//! A VM whose demand jumps: how soon it runs as fast as it will.
+//!
+//! Before: four VMs share less memory than they have; one of them is nearly idle, and its memory has gone to the others.
+//! After: it is as busy as the others, and its speed was followed.
+//! Units: seconds; a speed is steady in the last third. Promise: the steady speed is given against that without pressure,
+//! so that a VM that soon runs as slowly as it will is not taken for one that was helped.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use ballast_policy::Kind;
+use ballast_testvm::{Spec, Workload};
+
+use super::Scale;
+use super::cast::{Cast, Side, spec};
+use crate::Bench;
+use crate::order::{Answer, Order};
+use crate::report::Row;
+use crate::stats::median;
+
+/// Rounds of computing before an operation: 3 us, and 100 ms.
+const BUSY: u64 = 1000;
+const IDLE: u64 = 30_000_000;
+/// Of the RAM of all four: the one that jumps can have nearly all of its own, and each other one three fifths.
+const LEVEL_PCT: u64 = 68;
+
+pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let mut row = Row::new("balance", bench.options.guest(), "a VM whose demand jumps");
+    row.fact("vms", 4);
+    row.fact("level_pct", LEVEL_PCT);
+    row.fact("vm_bytes", scale.ram_bytes);
+    let mut specs = vec![spec(Workload::Uniform, scale.ram_bytes, 1, 0)];
+    for seed in 2..=4 {
+        let mut hotset = spec(Workload::Hotset, scale.ram_bytes, seed, 0);
+        (hotset.hot_fraction, hotset.hot_weight, hotset.think) = (0.5, 0.999, BUSY);
+        specs.push(hotset);
+    }
+    specs[0].think = BUSY;
+    for (side, prefix) in [(Side::Ballast, ""), (Side::Kernel, "kernel_")] {
+        let result = match (side, &bench.kernel) {
+            (Side::Kernel, Err(why)) => Err(anyhow::anyhow!("{why}")),
+            _ => jump(bench, side, &specs, scale),
+        };
+        match (side, result) {
+            (_, Ok(jump)) => {
+                row.figure(&format!("{prefix}converge_s"), &[jump.converge_s]);
+                row.figure(&format!("{prefix}steady_slowdown"), &[jump.steady_slowdown]);
+                row.figure(&format!("{prefix}others_slowdown"), &jump.others_slowdown);
+                if side == Side::Ballast {
+                    row.figure("limit_changes_per_min", &[jump.changes_per_min]);
+                }
+            }
+            (Side::Kernel, Err(error)) => {
+                row.because(&format!("the kernel: {error:#}"));
+                row.figure("kernel_converge_s", &[]);
+            }
+            (Side::Ballast, Err(error)) => return Err(error),
+        }
+    }
+    each(row)
+}
+
+struct Jump {
+    converge_s: f64,
+    steady_slowdown: f64,
+    others_slowdown: Vec<f64>,
+    changes_per_min: f64,
+}
+
+fn jump(bench: &mut Bench, side: Side, specs: &[Spec], scale: Scale) -> Result<Jump> {
+    let mut cast = Cast::start(bench, side, specs)?;
+    cast.window(bench, scale.settle / 2)?;
+    let before = cast.window(bench, scale.settle)?.ops_per_s;
+    let bytes = cast.size_bytes() * LEVEL_PCT / 100;
+    cast.vms[0].worker.ask(&Order::Think(IDLE))?;
+    cast.begin_to_hold(bench, Kind::Maestro, bytes)?;
+    cast.window(bench, scale.settle * 2)?;
+
+    let length = scale.window + scale.settle * 2;
+    let slice = Order::Slice { ms: (length.as_millis() / 150) as u64 };
+    let (start, mut speeds) = (Instant::now(), Vec::new());
+    cast.vms[0].worker.ask(&Order::Think(BUSY))?;
+    let mut changed = None;
+    while start.elapsed() < length {
+        if changed.is_none() && start.elapsed() > length * 2 / 3 {
+            changed = Some((bench.daemon.api().policy()?.changed_limits, Instant::now()));
+        }
+        let Answer::Sliced { ops, wall_us, .. } = cast.vms[0].worker.ask(&slice)? else { bail!("a VM stands") };
+        speeds.push((start.elapsed().as_secs_f64(), ops as f64 * 1e6 / wall_us));
+    }
+    let now = bench.daemon.api().policy()?.changed_limits;
+    let changes_per_min = changed.map_or(0.0, |(then, at)| (now - then) as f64 * 60.0 / at.elapsed().as_secs_f64());
+    let after = cast.window(bench, scale.settle)?.ops_per_s;
+    cast.verify(bench)?;
+    let last: Vec<f64> = speeds[speeds.len() * 2 / 3..].iter().map(|(_, speed)| *speed).collect();
+    let steady = median(&last).unwrap_or(0.0);
+    Ok(Jump {
+        converge_s: converged(&speeds, steady * 0.9).unwrap_or(length).as_secs_f64(),
+        steady_slowdown: before[0] / steady,
+        others_slowdown: (1..before.len()).map(|vm| before[vm] / after[vm]).collect(),
+        changes_per_min,
+    })
+}
+
+/// From when on the median of five slices is fast enough.
+fn converged(speeds: &[(f64, f64)], enough: f64) -> Option<Duration> {
+    let fast = |five: &&[(f64, f64)]| median(&five.iter().map(|(_, speed)| *speed).collect::<Vec<_>>()) >= Some(enough);
+    speeds.windows(5).find(fast).map(|five| Duration::from_secs_f64(five[2].0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_speed_has_converged_when_most_of_a_few_slices_are_fast() {
+        let speeds: Vec<(f64, f64)> = [1.0, 9.0, 1.0, 2.0, 8.0, 9.0, 10.0, 10.0, 1.0, 10.0]
+            .into_iter()
+            .enumerate()
+            .map(|(at, speed)| (at as f64, speed))
+            .collect();
+        assert_eq!(converged(&speeds, 8.0), Some(Duration::from_secs(5)));
+        assert_eq!(converged(&speeds, 20.0), None);
+        assert_eq!(converged(&[], 0.0), None);
+    }
+}

@@ -1,0 +1,167 @@
+//! Maestro's experiment: eight VMs, two of each workload, at falling levels of memory.
+//!
+//! Before: eight VMs of each side have filled their memory and run without pressure. After: a row for each level.
+//! Units: slowdowns; a level is in percent of the RAM of all VMs. Promise: the speed without pressure is measured on each
+//! side by itself, twice, and the difference of the two is the noise; no VM's slowdown is left out.
+
+use anyhow::Result;
+use ballast_policy::Kind;
+use serde_json::json;
+
+use super::cast::{Cast, Side, Window, spec, word};
+use super::{CAST, Scale};
+use crate::Bench;
+use crate::report::Row;
+use crate::stats::median;
+
+/// Percent of all RAM.
+const LEVELS: [u64; 4] = [100, 75, 60, 45];
+/// A quick look has these.
+const QUICK: [u64; 2] = [100, 60];
+/// At these, other policies are measured, too.
+const SHORT: [u64; 2] = [60, 45];
+
+/// Speed of each VM without pressure: the mean over all windows.
+pub(super) fn speeds(windows: &[Window]) -> Vec<f64> {
+    let vms = windows.first().map_or(0, |window| window.ops_per_s.len());
+    (0..vms).map(|vm| windows.iter().map(|window| window.ops_per_s[vm]).sum::<f64>() / windows.len() as f64).collect()
+}
+
+/// How many times slower each VM is in a window.
+pub(super) fn slowdowns(before: &[f64], window: &Window) -> Vec<f64> {
+    before.iter().zip(&window.ops_per_s).map(|(before, now)| before / now).collect()
+}
+
+pub(super) fn geomean(values: &[f64]) -> f64 {
+    (values.iter().map(|value| value.ln()).sum::<f64>() / values.len().max(1) as f64).exp()
+}
+
+/// Settle, then look on. The VMs stand still before and after.
+pub(super) fn measure(
+    bench: &Bench,
+    cast: &mut Cast,
+    policy: Kind,
+    bytes: Option<u64>,
+    scale: Scale,
+    windows: usize,
+) -> Result<Vec<Window>> {
+    match bytes {
+        Some(bytes) => cast.begin_to_hold(bench, policy, bytes)?,
+        None => cast.wake()?,
+    }
+    cast.window(bench, scale.settle)?;
+    let seen = (0..windows).map(|_| cast.window(bench, scale.window)).collect::<Result<_>>()?;
+    cast.rest(bench)?;
+    Ok(seen)
+}
+
+/// One side without pressure.
+pub(super) struct Alone {
+    pub cast: Cast,
+    pub speeds: Vec<f64>,
+    /// Slowdown of a second look against the first: the noise.
+    aa: Vec<f64>,
+}
+
+impl Alone {
+    pub fn start(bench: &mut Bench, side: Side, specs: &[ballast_testvm::Spec], scale: Scale) -> Result<Self> {
+        let mut cast = Cast::start(bench, side, specs)?;
+        cast.rest(bench)?;
+        let windows = measure(bench, &mut cast, Kind::None, None, scale, scale.windows * 2)?;
+        let (first, second) = windows.split_at(scale.windows);
+        let aa = second.iter().map(|window| geomean(&slowdowns(&speeds(first), window))).collect();
+        Ok(Self { cast, speeds: speeds(&windows), aa })
+    }
+}
+
+pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let mut specs = Vec::new();
+    for seed in 1..=2 {
+        specs.extend(CAST.map(|workload| spec(workload, scale.ram_bytes, seed, scale.store_ops)));
+    }
+    let mut ours = Alone::start(bench, Side::Ballast, &specs, scale)?;
+    let mut theirs = match bench.kernel.clone() {
+        Ok(_) => Alone::start(bench, Side::Kernel, &specs, scale).map_err(|error| format!("{error:#}")),
+        Err(why) => Err(why),
+    };
+    for level in LEVELS.into_iter().filter(|level| !bench.options.quick || QUICK.contains(level)) {
+        let bytes = ours.cast.size_bytes() * level / 100;
+        let mut row = Row::new("balance", bench.options.guest(), &format!("eight VMs, {level} % of their memory"));
+        row.fact("vms", specs.len());
+        row.fact("level_pct", level);
+        row.fact("level_bytes", bytes);
+        row.fact("vm_bytes", scale.ram_bytes);
+        row.fact("policy", Kind::Maestro.word());
+        row.figure("aa_geomean_slowdown", &ours.aa);
+        let seen = measure(bench, &mut ours.cast, Kind::Maestro, Some(bytes), scale, scale.windows)?;
+        let us = report(&mut row, "", &ours, &seen);
+        let per_minute = |window: &Window| window.changed as f64 * 60.0 / window.seconds;
+        row.figure("limit_changes_per_min", &seen.iter().map(per_minute).collect::<Vec<_>>());
+        let per_tick = |window: &Window| window.control_us / window.ticks.max(1) as f64;
+        row.figure("control_cpu_us_per_tick", &seen.iter().map(per_tick).collect::<Vec<_>>());
+        let engine = |window: &Window| window.engine_us / window.seconds / 1e4;
+        row.figure("engine_cpu_pct", &seen.iter().map(engine).collect::<Vec<_>>());
+        for policy in [Kind::Pressure, Kind::Ratio].into_iter().filter(|_| SHORT.contains(&level)) {
+            let seen = measure(bench, &mut ours.cast, policy, Some(bytes), scale, scale.windows)?;
+            let slow: Vec<f64> = seen.iter().map(|window| geomean(&slowdowns(&ours.speeds, window))).collect();
+            row.figure(&format!("{policy}_geomean_slowdown"), &slow);
+            row.figure(&format!("{policy}_resident_bytes"), &seen.iter().map(|w| w.resident_bytes).collect::<Vec<_>>());
+        }
+        let kernel = theirs.as_mut().map_err(|why| why.clone()).and_then(|theirs| {
+            let seen = measure(bench, &mut theirs.cast, Kind::None, Some(bytes), scale, scale.windows);
+            let seen = seen.map_err(|error| format!("{error:#}"))?;
+            row.fact("kernel_own_bytes", theirs.cast.own_bytes);
+            row.figure("kernel_aa_geomean_slowdown", &theirs.aa);
+            Ok(report(&mut row, "kernel_", theirs, &seen))
+        });
+        match kernel {
+            Ok(kernel) => {
+                // How much faster: the kernel's time over ours, less one.
+                let faster = us.iter().zip(&kernel).map(|(us, kernel)| (kernel / us - 1.0) * 100.0);
+                row.difference("improvement_pct", &faster.collect::<Vec<_>>());
+            }
+            Err(why) => {
+                ["kernel_geomean_slowdown", "improvement_pct"].iter().for_each(|key| row.figure(key, &[]));
+                row.because(&format!("the kernel at {level} %: {why}"));
+                // A VM that was killed does not come back.
+                theirs = Err(why);
+            }
+        }
+        each(row)?;
+    }
+    ours.cast.wake()?;
+    ours.cast.verify(bench)?;
+    if let Ok(theirs) = theirs {
+        theirs.cast.wake()?;
+        theirs.cast.verify(bench)?;
+    }
+    Ok(())
+}
+
+/// One side's figures at a level; answers the geometric mean of each window.
+fn report(row: &mut Row, prefix: &str, side: &Alone, seen: &[Window]) -> Vec<f64> {
+    let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&side.speeds, window)).collect();
+    let means: Vec<f64> = slow.iter().map(|window| geomean(window)).collect();
+    row.figure(&format!("{prefix}geomean_slowdown"), &means);
+    row.figure(
+        &format!("{prefix}resident_bytes"),
+        &seen.iter().map(|window| window.resident_bytes).collect::<Vec<_>>(),
+    );
+    row.figure(
+        &format!("{prefix}most_resident_bytes"),
+        &seen.iter().map(|window| window.most_bytes).collect::<Vec<_>>(),
+    );
+    let stored = if prefix.is_empty() { "store_bytes" } else { "zram_bytes" };
+    row.figure(stored, &seen.iter().map(|window| window.far_bytes).collect::<Vec<_>>());
+    let mut worst = (0.0, String::new());
+    for (at, vm) in side.cast.vms.iter().enumerate() {
+        let of: Vec<f64> = slow.iter().map(|window| window[at]).collect();
+        let name = format!("{}_{}", word(vm.spec.workload), vm.spec.seed);
+        if let Some(slow) = median(&of).filter(|slow| *slow > worst.0) {
+            worst = (slow, name.clone());
+        }
+        row.figure(&format!("{prefix}slowdown_{name}"), &of);
+    }
+    row.fact(&format!("{prefix}worst_vm"), json!(worst.1));
+    means
+}

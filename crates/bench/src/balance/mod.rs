@@ -1,0 +1,60 @@
+//! Many VMs in less memory than they want: Ballast's policies against the kernel, which balances one memory cgroup.
+//!
+//! Before: Maestro's experiment and Blowfish's (5.2), scaled to this machine. After: by how much VMs get slower at each
+//! level of memory, in pairs, and how soon a VM whose demand jumps has what it needs.
+//! Threads: the caller's. Units: a slowdown is operations per second without pressure over those with it, of the same VM
+//! beside the same others: how many VMs share a CPU is the same above and below the line.
+//! Promise: the sides take turns at each level and never run at once; what VMs hold is looked at while they run, and the
+//! compressed bytes of either side are on top of it and reported.
+
+mod cast;
+mod converge;
+mod levels;
+mod pairs;
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use ballast_base::MIB;
+use ballast_testvm::Workload;
+
+use crate::Bench;
+use crate::order::GuestKind;
+use crate::report::Row;
+
+/// The four workloads.
+const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
+
+/// How large and how long.
+#[derive(Clone, Copy, Debug)]
+struct Scale {
+    /// RAM of a VM.
+    ram_bytes: u64,
+    /// From a change of limits until VMs are measured, and for how long, and how often.
+    settle: Duration,
+    window: Duration,
+    windows: usize,
+    /// Operations of the store with each pattern: some seconds among eight VMs on two CPUs.
+    store_ops: u64,
+}
+
+impl Scale {
+    fn of(bench: &Bench) -> Self {
+        let s = Duration::from_secs;
+        if bench.options.quick {
+            Self { ram_bytes: 32 * MIB, settle: s(1), window: s(1), windows: 2, store_ops: 10_000 }
+        } else {
+            Self { ram_bytes: 64 * MIB, settle: s(5), window: s(8), windows: 2, store_ops: 100_000 }
+        }
+    }
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    if bench.options.is(GuestKind::Qemu) {
+        bail!("this bench has native and KVM guests alone");
+    }
+    let scale = Scale::of(bench);
+    levels::run(bench, scale, each)?;
+    converge::run(bench, scale, each)?;
+    pairs::run(bench, scale, each)
+}

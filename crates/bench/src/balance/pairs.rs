@@ -1,0 +1,68 @@
+//! Blowfish, section 5.2: VMs in pairs, with half of the memory that both together use at their peak.
+//!
+//! Before: two VMs of different workloads have filled their memory. After: a row for each pair.
+//! Units: slowdowns against the same pair without pressure. Promise: every pair of the four workloads is there.
+
+use anyhow::Result;
+use ballast_policy::Kind;
+
+use super::cast::{Side, spec, word};
+use super::levels::{Alone, geomean, measure, slowdowns};
+use super::{CAST, Scale};
+use crate::Bench;
+use crate::report::Row;
+
+pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let scale = Scale { settle: scale.settle / 2, window: scale.window / 2, ..scale };
+    let firsts = if bench.options.quick { 1 } else { CAST.len() };
+    for (at, first) in CAST.into_iter().enumerate().take(firsts) {
+        for second in CAST[at + 1..].iter().take(if bench.options.quick { 1 } else { CAST.len() }) {
+            let pair = format!("{}+{}", word(first), word(*second));
+            let mut row = Row::new("balance", bench.options.guest(), &format!("{pair}, half of their peak"));
+            row.fact("vms", 2);
+            row.fact("pair", pair);
+            let specs = [first, *second].map(|workload| spec(workload, scale.ram_bytes, 1, scale.store_ops));
+            for (side, prefix) in [(Side::Ballast, ""), (Side::Kernel, "kernel_")] {
+                if let (Side::Kernel, Err(why)) = (side, &bench.kernel) {
+                    row.because(why);
+                    row.figure("kernel_pair_slowdown", &[]);
+                    continue;
+                }
+                let result = one(bench, side, &specs, scale, prefix, &mut row);
+                if let (Side::Kernel, Err(error)) = (side, &result) {
+                    row.because(&format!("the kernel: {error:#}"));
+                    row.figure("kernel_pair_slowdown", &[]);
+                } else {
+                    result?;
+                }
+            }
+            each(row)?;
+        }
+    }
+    Ok(())
+}
+
+fn one(
+    bench: &mut Bench,
+    side: Side,
+    specs: &[ballast_testvm::Spec],
+    scale: Scale,
+    prefix: &str,
+    row: &mut Row,
+) -> Result<()> {
+    let Alone { mut cast, speeds, .. } = Alone::start(bench, side, specs, Scale { windows: 1, ..scale })?;
+    let half = cast.size_bytes() / 2;
+    let seen = measure(bench, &mut cast, Kind::Maestro, Some(half), scale, scale.windows)?;
+    let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&speeds, window)).collect();
+    row.figure(&format!("{prefix}pair_slowdown"), &slow.iter().map(|window| geomean(window)).collect::<Vec<_>>());
+    for (at, spec) in specs.iter().enumerate() {
+        let of: Vec<f64> = slow.iter().map(|window| window[at]).collect();
+        row.figure(&format!("{prefix}slowdown_{}", word(spec.workload)), &of);
+    }
+    row.figure(
+        &format!("{prefix}resident_bytes"),
+        &seen.iter().map(|window| window.resident_bytes).collect::<Vec<_>>(),
+    );
+    cast.wake()?;
+    cast.verify(bench)
+}
