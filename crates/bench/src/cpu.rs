@@ -34,6 +34,30 @@ pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64>
     Ok(sum)
 }
 
+/// Of everything that runs on this machine.
+pub(crate) fn of_machine() -> Result<f64> {
+    let text = fs::read_to_string("/proc/stat").context("Reading /proc/stat")?;
+    busy_us(&text).context("/proc/stat does not begin with the time of all CPUs")
+}
+
+/// User, nice and system time, in hundredths of a second; what interrupts take is nobody's.
+fn busy_us(stat: &str) -> Option<f64> {
+    let mut words = stat.lines().next()?.strip_prefix("cpu ")?.split_ascii_whitespace();
+    (0..3).map(|_| words.next()?.parse::<f64>().ok()).sum::<Option<f64>>().map(|ticks| ticks * 1e4)
+}
+
+/// Faults of a process for which pages had to be read from somewhere, a compressed device included.
+pub(crate) fn major_faults(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/stat");
+    let text = fs::read_to_string(&path).with_context(|| format!("Reading {path}"))?;
+    majflt(&text).with_context(|| format!("{path} says {text:?}"))
+}
+
+/// The twelfth word; the second is a name in parentheses, which may hold anything.
+fn majflt(stat: &str) -> Option<u64> {
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(9)?.parse().ok()
+}
+
 /// The first number of `schedstat` is nanoseconds on a CPU.
 fn run_us(schedstat: &str) -> Option<f64> {
     Some(schedstat.split_ascii_whitespace().next()?.parse::<u64>().ok()? as f64 / 1e3)
@@ -66,6 +90,14 @@ impl Drop for Stay {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_of_the_machine_and_faults_of_a_process_are_read_from_the_right_words() {
+        assert_eq!(busy_us("cpu  10 2 30 400 5 0 0 0 0 0\ncpu0 1 1 1"), Some(420_000.0));
+        assert_eq!(majflt("7 (a ) b) S 1 7 7 0 -1 4194304 11 22 33 44 55 66 0 0 20"), Some(33));
+        assert!(of_machine().expect("machine") > 0.0);
+        major_faults(std::process::id()).expect("this process");
+    }
 
     #[test]
     fn work_shows_as_cpu_time_of_thread_and_process() {

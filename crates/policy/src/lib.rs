@@ -195,12 +195,29 @@ pub struct State {
 pub struct VmState {
     /// Restores so far, at times, oldest first: at most one window of them.
     pub restores: Vec<(u64, u64)>,
+    /// The target at the last decision.
+    #[serde(default)]
+    pub target_bytes: Option<u64>,
+    /// What an unmeasured VM is taken to need.
+    #[serde(default)]
+    pub need: Option<Need>,
     /// Until when the pressure policy takes nothing after it had to give back.
     pub pause_until_ms: u64,
     /// How long the last such pause was.
     pub pause_ms: u64,
     /// When the pressure policy last gave back.
     pub raised_at_ms: u64,
+}
+
+/// What Maestro takes a VM to need, where nobody measures its working set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Need {
+    /// When.
+    pub at_ms: u64,
+    /// How much.
+    pub bytes: u64,
+    /// Restores by then.
+    pub restores: u64,
 }
 
 impl State {

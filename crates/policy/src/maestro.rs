@@ -7,15 +7,28 @@
 //! A working set cannot be measured often, so faults stand in for what changed since: equations 4 to 6 are a PID
 //! controller over a window W, all coefficients 1, whose error is how many pages came back since the window began. Its
 //! sum, times the size of a page, is added to the working set. The larger the pages, the more each fault says.
+//!
+//! Three things are not the paper's. A working set that nobody measures is remembered, not taken from what is resident:
+//! a VM that has more holds more, so every division of memory would confirm itself; see [`VmState::need`]. No VM is taken
+//! to need more than it holds and what came back to it. And a raise begins the window anew, or the loop would sway, with
+//! a window's length of delay in it.
 
 use crate::frame::Frame;
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot, VmSample};
 use crate::solve::weight;
-use crate::{Policy, State, VmState};
+use crate::{Need, Policy, State, VmState};
 
 /// Samples of a window kept at most; with more, the oldest go, and the window is shorter.
 const MOST_SAMPLES: usize = 4096;
+
+/// An unmeasured working set shrinks to a third in this time if nothing comes back. A limit may fall faster, so it is
+/// this that decides how soon memory moves to who needs it. In half the time, memory sways in the model of
+/// `tests/closed_loop.rs`.
+const FORGOTTEN_AFTER_MS: f64 = 20_000.0;
+
+/// A raise by one part in this many begins a new window.
+const RAISED_BY: u64 = 64;
 
 /// The policy.
 #[derive(Clone, Copy, Debug)]
@@ -36,17 +49,25 @@ impl Policy for Maestro {
             let vm = part.vm;
             let memory = state.vm(&vm.id);
             remember(memory, snapshot.at_ms, vm.restores, self.window_ms);
+            memory.forget_what_was_answered(vm.target_bytes);
             let window = Window::of(&memory.restores, snapshot.at_ms, self.window_ms);
             let fault_weight = window.control() * vm.page_bytes as f64;
-            let headroom_bytes = headroom(vm);
-            // No VM needs more than all its memory, however often it faults.
-            let demand = vm.working_set_bytes() as f64 + headroom_bytes as f64 + fault_weight;
-            let demand = demand.min(vm.size_bytes as f64);
+            let measured = vm.working_set.filter(|set| !set.estimated);
+            let working_set_bytes = match measured {
+                Some(_) => vm.working_set_bytes(),
+                None => memory.need(vm, snapshot.at_ms),
+            };
+            let headroom_bytes = percent(working_set_bytes, vm.settings.headroom_percent);
+            // No VM needs more than it holds and what came back to it, nor more than all its memory, however often it
+            // faults: one that lacks a little is given a little.
+            let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
+            let most = known.max(vm.resident_bytes as f64 + window.restored * vm.page_bytes as f64);
+            let demand = (known + fault_weight).min(most).min(vm.size_bytes as f64);
             let shares = vm.settings.effective_shares();
             weights.push(weight(shares, demand / ballast_base::PAGE_SIZE as f64));
             part.reasons.push(Reason::Need {
-                working_set_bytes: vm.working_set_bytes(),
-                estimated: vm.working_set.is_none_or(|set| set.estimated),
+                working_set_bytes,
+                estimated: measured.is_none(),
                 headroom_bytes,
                 fault_weight_bytes: fault_weight as u64,
                 restores: window.restored as u64,
@@ -59,7 +80,41 @@ impl Policy for Maestro {
 
 /// What the operator wants a VM to have beyond its working set.
 pub(crate) fn headroom(vm: &VmSample) -> u64 {
-    (vm.working_set_bytes() as f64 * f64::from(vm.settings.headroom_percent) / 100.0) as u64
+    percent(vm.working_set_bytes(), vm.settings.headroom_percent)
+}
+
+fn percent(of: u64, percent: u32) -> u64 {
+    (of as f64 * f64::from(percent) / 100.0) as u64
+}
+
+impl VmState {
+    /// Faults under a smaller limit say nothing of this one: since a raise, only what came back after it counts. Were
+    /// the whole window to count, a VM would be given more for as long as the window is, whatever it needed.
+    fn forget_what_was_answered(&mut self, target_bytes: Option<u64>) {
+        let before = std::mem::replace(&mut self.target_bytes, target_bytes);
+        if let (Some(before), Some(now)) = (before, target_bytes)
+            && now > before.saturating_add(before / RAISED_BY)
+        {
+            // The last two bound the time since the decision that raised it.
+            self.restores.drain(..self.restores.len().saturating_sub(2));
+        }
+    }
+
+    /// The working set of a VM that nobody measures. What is resident says little of what is used, so it is taken to
+    /// need less and less, until pages come back.
+    fn need(&mut self, vm: &VmSample, at_ms: u64) -> u64 {
+        let restored = |before: u64| vm.restores.saturating_sub(before).saturating_mul(vm.page_bytes);
+        let guess = vm.working_set_bytes();
+        let need = match self.need {
+            Some(Need { at_ms: then, bytes, restores }) if then <= at_ms && restores <= vm.restores => {
+                let kept = (-((at_ms - then) as f64) / FORGOTTEN_AFTER_MS).exp();
+                ((bytes as f64 * kept) as u64).saturating_add(restored(restores)).min(vm.size_bytes)
+            }
+            _ => guess,
+        };
+        self.need = Some(Need { at_ms, bytes: need, restores: vm.restores });
+        need
+    }
 }
 
 fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
@@ -138,6 +193,33 @@ mod tests {
         let late = Window::of(&samples, 4000, 2500);
         assert!((late.restored - 25.0).abs() < 1e-9 && (late.integral - 31.25).abs() < 1e-9, "{late:?}");
         assert_eq!(Window::of(&[], 0, 1000).control(), 0.0);
+    }
+
+    #[test]
+    fn an_unmeasured_vm_is_taken_to_need_less_and_less_until_pages_come_back() {
+        let mut memory = VmState::default();
+        let mut vm =
+            VmSample { size_bytes: GIB, resident_bytes: GIB / 2, page_bytes: 4096, restores: 7, ..VmSample::default() };
+        assert_eq!(memory.need(&vm, 1000), GIB / 2, "at first all that is resident");
+        let needs: Vec<u64> = (2..22).map(|second| memory.need(&vm, second * 1000)).collect();
+        assert!(needs.is_sorted_by(|a, b| a > b) && needs[19] < GIB / 5 && needs[19] > GIB / 6, "{needs:?}");
+        vm.restores += 10_000;
+        assert!(memory.need(&vm, 22_000).abs_diff(needs[19] + 10_000 * 4096) < 16 * MIB, "what came back was needed");
+        // A counter that went back begins anew.
+        vm.restores = 3;
+        assert_eq!(memory.need(&vm, 23_000), GIB / 2);
+    }
+
+    #[test]
+    fn a_raise_begins_the_window_anew_and_a_cut_does_not() {
+        let mut memory = VmState::default();
+        let mut window = |second: u64, target: u64| {
+            remember(&mut memory, second * 1000, second * 100, 10_000);
+            memory.forget_what_was_answered(Some(target));
+            Window::of(&memory.restores, second * 1000, 10_000).restored
+        };
+        assert_eq!([window(0, GIB), window(1, GIB), window(2, GIB), window(3, GIB - MIB)], [0.0, 100.0, 200.0, 300.0]);
+        assert_eq!([window(4, GIB), window(5, 2 * GIB), window(6, 2 * GIB)], [400.0, 100.0, 200.0]);
     }
 
     #[test]

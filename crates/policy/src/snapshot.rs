@@ -28,7 +28,7 @@ pub struct Snapshot {
 pub struct HostSample {
     /// DRAM that all guests together may use: what limits must sum up to at most.
     pub budget_bytes: u64,
-    /// DRAM that new work may take now: what is left of the budget, or what the host really has if that is less.
+    /// DRAM that the host has left for new work of any kind.
     pub free_bytes: u64,
     /// Free memory below which the host is short; host states are fractions of it.
     pub min_free_bytes: u64,

@@ -95,6 +95,10 @@ pub(super) struct Window {
     /// Guest RAM of all VMs, on average and at most.
     pub resident_bytes: f64,
     pub most_bytes: f64,
+    /// Touches of memory that was out, by each VM, in a thousand of its operations.
+    pub misses_per_kop: Vec<f64>,
+    /// Time that other programs than VMs and Ballast used, in percent of one CPU.
+    pub others_cpu_pct: f64,
     /// What their far memory occupies, at the end.
     pub far_bytes: f64,
     /// Ballast: limits changed, decisions, CPU time of the control thread and of the whole engine.
@@ -155,6 +159,15 @@ impl Cast {
             return Ok(cgroup::usage(&self.cgroup)?.saturating_sub(self.own_bytes));
         }
         self.vms.iter().map(|vm| Ok(memfd::resident(&vm.ram)?.bytes().0)).sum()
+    }
+
+    /// Touches of memory that was out, by each VM so far: restores, or the kernel's major faults.
+    fn misses(&self, bench: &Bench) -> Result<Vec<u64>> {
+        let of = |vm: &Vm| match self.side {
+            Side::Ballast => Ok(bench.daemon.api().vm(&vm.name)?.faults.restore),
+            Side::Kernel => cpu::major_faults(vm.worker.pid()),
+        };
+        self.vms.iter().map(of).collect()
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
@@ -230,6 +243,7 @@ impl Cast {
         let cpu_us =
             || anyhow::Ok((cpu::of_threads(engine, |name| name == "control")?, cpu::of_threads(engine, |_| true)?));
         let (policy, (control_us, engine_us)) = (bench.daemon.api().policy()?, cpu_us()?);
+        let (misses, all_us) = (self.misses(bench)?, cpu::of_machine()?);
         let start = Instant::now();
         let order = Order::Slice { ms: length.as_millis() as u64 };
         self.vms.iter_mut().try_for_each(|vm| vm.worker.tell(&order))?;
@@ -239,8 +253,11 @@ impl Cast {
             held.push(self.resident()? as f64);
         }
         let mut window = Window::default();
+        let (mut all_ops, mut vms_us) = (Vec::new(), 0.0);
         for vm in &mut self.vms {
-            let Answer::Sliced { ops, wall_us, .. } = vm.worker.answer()? else { bail!("a VM stands") };
+            let Answer::Sliced { ops, wall_us, cpu_us } = vm.worker.answer()? else { bail!("a VM stands") };
+            vms_us += cpu_us;
+            all_ops.push(ops.max(1) as f64);
             // A VM that did nothing at all is as slow as one that did one thing.
             window.ops_per_s.push(ops.max(1) as f64 * 1e6 / wall_us);
         }
@@ -249,6 +266,10 @@ impl Cast {
         window.changed = after.changed_limits - policy.changed_limits;
         window.ticks = after.ticks - policy.ticks;
         (window.control_us, window.engine_us) = (control_after - control_us, engine_after - engine_us);
+        let others_us = cpu::of_machine()? - all_us - vms_us - window.engine_us;
+        window.others_cpu_pct = (others_us / window.seconds / 1e4).max(0.0);
+        let missed = self.misses(bench)?.into_iter().zip(misses).map(|(after, before)| (after - before) as f64 * 1e3);
+        window.misses_per_kop = missed.zip(all_ops).map(|(missed, ops)| missed / ops).collect();
         window.resident_bytes = held.iter().sum::<f64>() / held.len().max(1) as f64;
         window.most_bytes = held.iter().copied().fold(0.0, f64::max);
         window.far_bytes = match (self.side, &bench.kernel) {

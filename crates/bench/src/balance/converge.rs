@@ -69,14 +69,14 @@ struct Jump {
 
 fn jump(bench: &mut Bench, side: Side, specs: &[Spec], scale: Scale) -> Result<Jump> {
     let mut cast = Cast::start(bench, side, specs)?;
-    cast.window(bench, scale.settle / 2)?;
-    let before = cast.window(bench, scale.settle)?.ops_per_s;
+    cast.window(bench, scale.window / 4)?;
+    let before = cast.window(bench, scale.window)?.ops_per_s;
     let bytes = cast.size_bytes() * LEVEL_PCT / 100;
     cast.vms[0].worker.ask(&Order::Think(IDLE))?;
     cast.begin_to_hold(bench, Kind::Maestro, bytes)?;
-    cast.window(bench, scale.settle * 2)?;
+    cast.window(bench, scale.settle)?;
 
-    let length = scale.window + scale.settle * 2;
+    let length = scale.window * 2 + scale.settle;
     let slice = Order::Slice { ms: (length.as_millis() / 150) as u64 };
     let (start, mut speeds) = (Instant::now(), Vec::new());
     cast.vms[0].worker.ask(&Order::Think(BUSY))?;
@@ -90,7 +90,7 @@ fn jump(bench: &mut Bench, side: Side, specs: &[Spec], scale: Scale) -> Result<J
     }
     let now = bench.daemon.api().policy()?.changed_limits;
     let changes_per_min = changed.map_or(0.0, |(then, at)| (now - then) as f64 * 60.0 / at.elapsed().as_secs_f64());
-    let after = cast.window(bench, scale.settle)?.ops_per_s;
+    let after = cast.window(bench, scale.window)?.ops_per_s;
     cast.verify(bench)?;
     let last: Vec<f64> = speeds[speeds.len() * 2 / 3..].iter().map(|(_, speed)| *speed).collect();
     let steady = median(&last).unwrap_or(0.0);
@@ -119,7 +119,7 @@ mod tests {
             .enumerate()
             .map(|(at, speed)| (at as f64, speed))
             .collect();
-        assert_eq!(converged(&speeds, 8.0), Some(Duration::from_secs(5)));
+        assert_eq!(converged(&speeds, 8.0), Some(Duration::from_secs(3)));
         assert_eq!(converged(&speeds, 20.0), None);
         assert_eq!(converged(&[], 0.0), None);
     }

@@ -18,8 +18,8 @@ use crate::stats::median;
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
 /// A quick look has these.
 const QUICK: [u64; 2] = [100, 60];
-/// At these, other policies are measured, too.
-const SHORT: [u64; 2] = [60, 45];
+/// At this one, other policies are measured, too.
+const SHORT: u64 = 60;
 
 /// Speed of each VM without pressure: the mean over all windows.
 pub(super) fn speeds(windows: &[Window]) -> Vec<f64> {
@@ -67,7 +67,8 @@ impl Alone {
     pub fn start(bench: &mut Bench, side: Side, specs: &[ballast_testvm::Spec], scale: Scale) -> Result<Self> {
         let mut cast = Cast::start(bench, side, specs)?;
         cast.rest(bench)?;
-        let windows = measure(bench, &mut cast, Kind::None, None, scale, scale.windows * 2)?;
+        let soon = Scale { settle: scale.window / 4, ..scale };
+        let windows = measure(bench, &mut cast, Kind::None, None, soon, scale.windows * 2)?;
         let (first, second) = windows.split_at(scale.windows);
         let aa = second.iter().map(|window| geomean(&slowdowns(&speeds(first), window))).collect();
         Ok(Self { cast, speeds: speeds(&windows), aa })
@@ -101,7 +102,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.figure("control_cpu_us_per_tick", &seen.iter().map(per_tick).collect::<Vec<_>>());
         let engine = |window: &Window| window.engine_us / window.seconds / 1e4;
         row.figure("engine_cpu_pct", &seen.iter().map(engine).collect::<Vec<_>>());
-        for policy in [Kind::Pressure, Kind::Ratio].into_iter().filter(|_| SHORT.contains(&level)) {
+        for policy in [Kind::Pressure, Kind::Ratio].into_iter().filter(|_| level == SHORT) {
             let seen = measure(bench, &mut ours.cast, policy, Some(bytes), scale, scale.windows)?;
             let slow: Vec<f64> = seen.iter().map(|window| geomean(&slowdowns(&ours.speeds, window))).collect();
             row.figure(&format!("{policy}_geomean_slowdown"), &slow);
@@ -153,6 +154,16 @@ fn report(row: &mut Row, prefix: &str, side: &Alone, seen: &[Window]) -> Vec<f64
     );
     let stored = if prefix.is_empty() { "store_bytes" } else { "zram_bytes" };
     row.figure(stored, &seen.iter().map(|window| window.far_bytes).collect::<Vec<_>>());
+    let others: Vec<f64> = seen.iter().map(|window| window.others_cpu_pct).collect();
+    row.figure(&format!("{prefix}others_cpu_pct"), &others);
+    for workload in CAST {
+        let of = |window: &Window| {
+            let vms = side.cast.vms.iter().zip(&window.misses_per_kop);
+            vms.filter(|(vm, _)| vm.spec.workload == workload).map(|(_, misses)| misses / 2.0).sum::<f64>()
+        };
+        let key = format!("{prefix}misses_per_kop_{}", word(workload));
+        row.figure(&key, &seen.iter().map(of).collect::<Vec<_>>());
+    }
     let mut worst = (0.0, String::new());
     for (at, vm) in side.cast.vms.iter().enumerate() {
         let of: Vec<f64> = slow.iter().map(|window| window[at]).collect();

@@ -13,7 +13,7 @@ use crate::Bench;
 use crate::report::Row;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let scale = Scale { settle: scale.settle / 2, window: scale.window / 2, ..scale };
+    let scale = Scale { settle: scale.settle / 2, window: scale.window * 2 / 3, ..scale };
     let firsts = if bench.options.quick { 1 } else { CAST.len() };
     for (at, first) in CAST.into_iter().enumerate().take(firsts) {
         for second in CAST[at + 1..].iter().take(if bench.options.quick { 1 } else { CAST.len() }) {

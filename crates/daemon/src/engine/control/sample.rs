@@ -68,13 +68,11 @@ fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
     let sum = |of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
     let resident = sum(|vm| vm.resident_bytes);
     let available = meminfo("MemAvailable").unwrap_or(0);
-    let whole = setup.budget_bytes.or_else(|| meminfo("MemTotal")).unwrap_or(0);
-    let min_free_bytes = (whole / FREE_PART).min(MOST_FREE);
-    let (budget_bytes, free_bytes) = match setup.budget_bytes {
-        Some(budget) => (budget, budget.saturating_sub(resident).min(available)),
-        // What the kernel calls available also counts what other programs would give up.
-        None => ((resident + available).saturating_sub(min_free_bytes), available),
-    };
+    let min_free_bytes = (meminfo("MemTotal").unwrap_or(0) / FREE_PART).min(MOST_FREE);
+    // What the kernel calls available also counts what other programs would give up. A budget that was set is there to
+    // be used up: that nothing of it is left does not make the host short of memory.
+    let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
+    let free_bytes = available;
     let far_in_ram = sum(|vm| vm.far_bytes);
     let (used, room) = (host.budget.used().0, host.budget.limit().0);
     let ratio = if used == 0 { 1.0 } else { (far_in_ram as f64 / used as f64).clamp(1.0, BEST_RATIO) };
