@@ -5,7 +5,7 @@
 #   BENCH_ARGS=--quick         fewer pages and rounds: a look at whether all of it runs
 #   SPILL_DIR=/var/tmp         the disk that `spill` measures: a directory on ext4, XFS or btrfs
 #
-# Root, on a machine that does nothing else: some ten minutes. A guest that cannot run here is said and left out.
+# Root, on a machine that does nothing else: some half an hour. A guest that cannot run here is said and left out.
 # Exit code: 0, or 1 if a bench failed (the others are measured all the same).
 set -u
 cd "$(dirname "$0")/.."
@@ -40,6 +40,8 @@ table() {
         if (value("data") != "") title = title ", " value("data")
         if (value("workload") != "") title = title ", " value("workload")
         if (value("vms") != "") title = title ", " value("vms") " VMs"
+        if (value("level_pct") != "") title = title ", " value("level_pct") " % of their memory"
+        if (value("pair") != "") title = title ", " value("pair") ", half of their memory"
         printf "\n**%s**\n\n| Figure | median | lowest | highest | A/A %% or 95 %% range |\n|---|---|---|---|---|\n", title
         for (i = 1; i <= count; i++) {
             key = order[i]
@@ -53,7 +55,7 @@ table() {
             sub(/_(min|max|aa_pct|ci95_low|ci95_high)$/, "", base)
             if ((base "_min") in values) continue
             if (value(key) == "null") print "| `" key "` | not measured | | | |"
-            else if (key !~ /^(bench|guest|data|workload)$/) facts = facts ", " key " " value(key)
+            else if (key !~ /^(bench|guest|data|workload|pair)$/) facts = facts ", " key " " value(key)
         }
         if (facts != "") print "\n" substr(facts, 3)
         if (missing != "") print "\nNot measured: " missing
@@ -82,6 +84,7 @@ for guest in native kvm qemu; do
     "$ballast" bench storm --guest "$guest" --quick >/dev/null || { echo "== no $guest guest here"; continue; }
     for what in restore reclaim idle; do measure $guest $what; done
     [ $guest = qemu ] || measure $guest scale
+    [ $guest = qemu ] || measure $guest balance
 done
 measure native storm
 measure native spill --dir "${SPILL_DIR:-/var/tmp}"

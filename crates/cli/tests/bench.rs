@@ -157,6 +157,36 @@ fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
 }
 
 #[test]
+fn balance_has_levels_a_jump_and_a_pair_and_keeps_every_byte() {
+    if skip() {
+        return;
+    }
+    let before = machine();
+    let rows = rows(&["balance"]);
+    let levels: Vec<u64> =
+        rows.iter().filter(|row| row["vms"] == 8).filter_map(|row| row["level_pct"].as_u64()).collect();
+    assert_eq!(levels, [100, 60]);
+    let (eight, rest) = rows.split_at(2);
+    for row in eight {
+        for key in ["geomean_slowdown", "resident_bytes", "slowdown_store_1", "slowdown_scan_2", "engine_cpu_pct"] {
+            assert_figure(row, key);
+        }
+        // Short of memory, the kernel may have ended one of its VMs.
+        let measured = row["not_measured"].is_null();
+        for key in ["kernel_geomean_slowdown", "improvement_pct"] {
+            assert_eq!(row[key].is_number(), measured, "{key} in {row}");
+        }
+        assert!(row["worst_vm"].is_string() && row["store_bytes"].is_number(), "{row}");
+    }
+    assert_figure(&eight[1], "ratio_geomean_slowdown");
+    let [jump, pair] = rest else { panic!("{rest:?}") };
+    assert!(jump["converge_s"].is_number() && jump["limit_changes_per_min"].is_number(), "{jump}");
+    assert_eq!(pair["pair"], "store+graph");
+    assert_figure(pair, "pair_slowdown");
+    assert_eq!(machine(), before);
+}
+
+#[test]
 fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
     if skip() {
         return;
