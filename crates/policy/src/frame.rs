@@ -18,9 +18,9 @@ use crate::snapshot::{Action, Decision, Plan, Snapshot, VmSample};
 use crate::solve::{Part, solve};
 use crate::words::{Class, sum};
 
-/// A plan in which no limit moves by more than one part in this many changes nothing, so that a steady host is left in
-/// peace. Well below reclaim's own margin, which is one part in 32.
-const SETTLED_WITHIN: u64 = 64;
+/// A limit that would move by no more than one part in this many stays, so that a VM whose need is steady is left in
+/// peace. It is reclaim's own margin: a VM hardly feels the difference.
+const SETTLED_WITHIN: u64 = 32;
 
 /// A VM loses at most one part in this many of its limit in one decision, if the budget can be kept so. What is known
 /// of needs is noisy: who is cut too far should show it before it is cut again.
@@ -150,12 +150,8 @@ impl<'a> Frame<'a> {
             .map(|((part, lo), weight)| Part { lo: *lo, hi: part.hi, weight: *weight })
             .collect();
         let mut limits = solve(&parts, self.budget);
-        if settle
-            && most_bytes > budget_bytes
-            && let Some(old) = self.settled(&limits)
-        {
-            limits = old;
-            self.common.insert(0, Reason::Settled { one_in: SETTLED_WITHIN });
+        if settle && most_bytes > budget_bytes {
+            self.settle(&mut limits);
         }
         self.plan.divided_bytes = budget_bytes;
         for ((part, limit), floor) in self.managed.into_iter().zip(limits).zip(floors) {
@@ -189,15 +185,25 @@ impl<'a> Frame<'a> {
         self.managed.iter().map(|part| part.lo).collect()
     }
 
-    /// The limits there are, if they may stay and the new ones are hardly others.
-    fn settled(&self, limits: &[u64]) -> Option<Vec<u64>> {
-        let old: Option<Vec<u64>> = self.managed.iter().map(|part| part.vm.target_bytes.map(pages)).collect();
-        let old = old?;
-        let near = |(part, (old, new)): (&Managed<'_>, (&u64, &u64))| {
-            (part.lo..=part.hi).contains(old) && old.abs_diff(*new) <= old / SETTLED_WITHIN
-        };
-        let stays = self.managed.iter().zip(old.iter().zip(limits)).all(near);
-        (stays && old != limits && sum(old.iter().copied()) <= self.budget).then_some(old)
+    /// Leave limits as they are that would hardly move: small raises are not made, and with what that saves, small cuts
+    /// are not made either, as far as it goes.
+    fn settle(&mut self, limits: &mut [u64]) {
+        for raises in [true, false] {
+            for (at, part) in self.managed.iter_mut().enumerate() {
+                let Some(old) = part.vm.target_bytes.map(pages) else { continue };
+                let new = limits[at];
+                let near = old.abs_diff(new) <= old / SETTLED_WITHIN && (part.lo..=part.hi).contains(&old);
+                if !near || old == new || (old < new) != raises {
+                    continue;
+                }
+                limits[at] = old;
+                if raises || sum(limits.iter().copied()) <= self.budget {
+                    part.reasons.push(Reason::Settled { one_in: SETTLED_WITHIN });
+                } else {
+                    limits[at] = new;
+                }
+            }
+        }
     }
 }
 

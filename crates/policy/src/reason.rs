@@ -124,7 +124,7 @@ pub enum Reason {
         /// So much less.
         by_bytes: u64,
     },
-    /// No limit would have changed by more than this share of it, so none does.
+    /// Its limit would have changed by no more than this share of it, so it stays.
     Settled {
         /// One part in so many.
         one_in: u64,
@@ -216,7 +216,7 @@ impl fmt::Display for Reason {
                 write!(f, "the host is in state {state}: {} of the budget are kept back", size(by_bytes))
             }
             Self::Settled { one_in } => {
-                write!(f, "no limit would have changed by more than one part in {one_in}, so none does")
+                write!(f, "its limit would have changed by no more than one part in {one_in}, so it stays")
             }
             Self::Gently { one_in } => write!(f, "it would lose more, but loses one part in {one_in} at a time"),
             Self::External { policy } => write!(f, "the program {policy} decided"),
