@@ -112,6 +112,8 @@ pub struct Params {
     pub stride: u64,
     /// Tell the host every so many operations.
     pub report_every: u64,
+    /// Compute for so many TSC ticks after each operation.
+    pub think_ticks: u64,
     /// One of the `KIND_` constants.
     pub kind: u32,
     /// Nonzero: every second 64 bytes of a cell repeat one word, so that the data compresses to about half.
@@ -168,6 +170,9 @@ pub struct Job {
     pub histogram: [AtomicU64; BUCKETS],
 }
 
+/// Random numbers that choosing one operation takes.
+pub const ROLLS: u64 = 2;
+
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// A bijective hash in which every input bit reaches every output bit.
@@ -183,6 +188,12 @@ pub const fn mix(mut x: u64) -> u64 {
 pub fn next_random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(GOLDEN);
     mix(*state)
+}
+
+/// The state of a random sequence after `count` numbers.
+#[inline]
+pub const fn skip_random(state: u64, count: u64) -> u64 {
+    state.wrapping_add(GOLDEN.wrapping_mul(count))
 }
 
 /// `random` scaled to `0..bound`.
@@ -428,6 +439,12 @@ impl<P: Port> Worker<'_, P> {
             operation(self, op);
             if params.latency != 0 {
                 self.record(op, ticks().wrapping_sub(start));
+            }
+            if params.think_ticks != 0 {
+                let since = ticks();
+                while ticks().wrapping_sub(since) < params.think_ticks {
+                    core::hint::spin_loop();
+                }
             }
             op = op.wrapping_add(1);
             job.ops_done.store(op, Relaxed);

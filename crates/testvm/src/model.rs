@@ -6,6 +6,7 @@
 //! the order of reads is written down a second time on purpose (but for programs).
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use ballast_base::PageIdx;
 
@@ -46,6 +47,24 @@ pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
         touched_cells: parts.iter().map(|part| part.touched_cells).sum(),
         touched,
     }
+}
+
+/// How often each page is touched while the one worker does these operations.
+pub fn touches(spec: &Spec, params: &Params, ops: Range<u64>) -> Vec<u32> {
+    let weights = spec.weights(params.cells);
+    let mut counts = vec![0u32; spec.ram.pages_floor().0 as usize];
+    let mut random = guest::skip_random(params.pick_seed, guest::ROLLS * ops.start);
+    let ops = if params.kind == guest::KIND_IDLE { 0..0 } else { ops };
+    for op in ops {
+        let (local, _) = params.pick(&mut random, op, |rank| weights[rank as usize]);
+        let mut last = None;
+        params.pages_of_operation(params.first_cell + local, |page| {
+            if last.replace(page) != Some(page) {
+                counts[page.0 as usize] = counts[page.0 as usize].saturating_add(1);
+            }
+        });
+    }
+    counts
 }
 
 fn expect_worker(spec: &Spec, params: &Params, ops: u64) -> Expected {

@@ -86,6 +86,8 @@ pub struct Spec {
     pub placement: Placement,
     /// A worker reports progress every so many of its operations (a KVM exit; the operation counter is always live).
     pub report_every: u64,
+    /// A worker computes for so many TSC ticks after each operation, as a program does between its accesses.
+    pub think_ticks: u64,
     /// Measure every operation.
     pub latency: bool,
     /// Rounds of computing, of some 3 ns each, before each operation, to begin with: what a request costs besides its
@@ -133,6 +135,7 @@ impl Spec {
             move_at: None,
             placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
             report_every: 1 << 16,
+            think_ticks: 0,
             latency: false,
             think: 0,
         }
@@ -234,6 +237,7 @@ impl Spec {
                 },
                 stride: if self.placement == Placement::Scattered { stride(cells) } else { 1 },
                 report_every: self.report_every,
+                think_ticks: self.think_ticks,
                 kind: match self.workload {
                     Workload::Sequential => guest::KIND_SEQUENTIAL,
                     Workload::Uniform => guest::KIND_UNIFORM,
@@ -333,6 +337,17 @@ impl Spec {
     }
 }
 
+impl Spec {
+    /// How often the run phase touches each page while its one worker does the operations `ops`.
+    pub fn touches(&self, ops: std::ops::Range<u64>) -> Result<Vec<u32>, SpecError> {
+        let plan = self.plan()?;
+        let [params] = &plan[..] else {
+            return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
+        };
+        Ok(crate::model::touches(self, params, ops))
+    }
+}
+
 /// A fraction as a bound on 32 random bits.
 fn threshold(fraction: f64) -> u64 {
     (fraction * 4_294_967_296.0) as u64
@@ -398,13 +413,18 @@ impl PageSet {
 
     /// Add the pages an operation on a cell touches.
     pub(crate) fn insert_operation(&mut self, params: &Params, cell: u64) {
-        if params.thorough != 0 {
-            return self.insert_cell(params, cell);
+        params.pages_of_operation(cell, |page| self.insert(page));
+    }
+}
+
+impl Params {
+    /// The pages an operation on a cell touches, ascending; some more than once.
+    pub(crate) fn pages_of_operation(&self, cell: u64, mut each: impl FnMut(PageIdx)) {
+        let (words, first) = (self.words_of(cell), cell * self.cell_words);
+        if self.thorough != 0 {
+            let last = (first + words) * 8 - 1;
+            return (PageIdx::containing(first * 8).0..=PageIdx::containing(last).0).map(PageIdx).for_each(each);
         }
-        let words = params.words_of(cell);
-        for i in 0..guest::SAMPLES {
-            let word = cell * params.cell_words + guest::sample(i, words);
-            self.insert(PageIdx::containing(word * 8));
-        }
+        (0..guest::SAMPLES).for_each(|i| each(PageIdx::containing((first + guest::sample(i, words)) * 8)));
     }
 }

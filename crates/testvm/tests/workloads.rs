@@ -373,6 +373,25 @@ fn the_truth_about_pages_fits_the_workload() {
 }
 
 #[test]
+fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_pages() {
+    for workload in [Workload::Sequential, Workload::Uniform, Workload::Hotset, Workload::Zipf, Workload::Phase] {
+        let spec = Spec { think_ticks: 100, ..Spec { ops: 3000, threads: 1, ..Spec::new(workload, Bytes(4 * MIB)) } };
+        let touches = |ops| spec.touches(ops).expect("touches");
+        let (first, second, both) = (touches(0..1000), touches(1000..3000), touches(0..3000));
+        let sum: Vec<u32> = first.iter().zip(&second).map(|(first, second)| first + second).collect();
+        assert_eq!(sum, both, "{workload:?}");
+        let touched = spec.touched_pages(&[]).expect("touched");
+        let pages = (0..).map(PageIdx).zip(&both);
+        assert!(pages.into_iter().all(|(page, count)| touched.contains(page) == (*count > 0)), "{workload:?}");
+        // Thinking changes nothing of it.
+        assert!(Vm::new(&spec, GuestKind::Native).expect("vm").run(&|_, _| ()).expect("run").is_right());
+    }
+    assert_eq!(Spec::new(Workload::Idle, Bytes(MIB)).touches(0..9).expect("touches"), [0; 256]);
+    let two = Spec { threads: 2, ..Spec::new(Workload::Zipf, Bytes(MIB)) };
+    assert_eq!(two.touches(0..9).expect_err("whose").field, "threads");
+}
+
+#[test]
 fn nonsense_is_refused_with_the_name_of_the_field() {
     let good = spec(Workload::Phase, 1);
     let refused = [
