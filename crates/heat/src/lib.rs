@@ -23,6 +23,7 @@ mod entry;
 pub mod generations;
 pub mod pace;
 mod pick;
+mod quota;
 pub mod record;
 pub mod sample;
 pub mod scripted;

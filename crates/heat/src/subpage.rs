@@ -1,13 +1,14 @@
 //! The subpage tracker: which hot units to look into next (Blowfish §4.3.2).
 //!
-//! Before: a coarse cycle sorted the units into generations. After: small batches of hot units are watched page by page
-//! for a moment each; those of which hardly anything was touched are *hot-bloated*, and their cold pages can go.
-//! Units: shares of 1. Promise: pure; at most one batch per interval, at most so many units each; backs off while it
-//! finds nothing.
+//! Before: a coarse cycle sorted the units into generations. After: batches of hot units are watched page by page; those of
+//! which hardly anything was touched are *hot-bloated*, and their cold pages can go.
+//! Units: shares of 1. Promise: pure; at most one batch per interval, of no more units than are allowed in the time it is
+//! watched; backs off while it finds nothing.
 //!
-//! A round is taken from the second-youngest generation, where units with a few hot pages gather under fair promotion,
-//! then from the youngest, where those that are touched in every cycle end. A unit is first sampled; only if skew cannot
-//! be ruled out is it scanned in full. A balanced unit (nearly everything touched) is left out of the next round.
+//! A round is taken from the units looked into longest ago: first those that never were, and of them the second-youngest
+//! generation, where units with a few hot pages gather under fair promotion, before the youngest, where those that are
+//! touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out, or it was bloated before, is it
+//! scanned in full. A balanced unit (nearly everything touched) is left out of the next round.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -20,12 +21,15 @@ pub const BLOATED_BELOW: f64 = 0.2;
 /// More than this, and it is balanced.
 pub const BALANCED_ABOVE: f64 = 0.8;
 
+/// Units in a batch that are looked into whatever that costs: nothing would ever be found otherwise.
+const LEAST: usize = 4;
+
 /// How it works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Units in one batch.
+    /// Units that may be looked into in each of these times.
     pub batch: usize,
-    /// From one batch to the next, at least.
+    /// Such a time; and from one batch to the next, at least.
     pub every: Duration,
     /// The same, at most, when nothing is found.
     pub at_most: Duration,
@@ -60,8 +64,8 @@ pub struct Subpages {
     dice: Dice,
     /// To be scanned in full.
     suspects: VecDeque<UnitId>,
-    /// To be looked into first.
-    round: VecDeque<UnitId>,
+    /// To be looked into first: sampled, or at once in full where that is worth it.
+    round: VecDeque<(UnitId, bool)>,
     balanced: HashSet<UnitId>,
     interval: Duration,
     found: bool,
@@ -74,15 +78,13 @@ impl Subpages {
         Self { limits, dice, suspects, round, balanced, interval: limits.every, found: false }
     }
 
-    /// Begin a round with these units, in this order. What the last round had not come to is dropped, but not a suspect.
-    pub fn begin_round(&mut self, units: impl Iterator<Item = UnitId>) {
+    /// Begin a round with these units, in this order: those looked into longest ago come first, since a round may be cut
+    /// short. With each, whether it was bloated when it was last scanned: then a sample would only say so again. What the last
+    /// round had not come to is dropped, but not a suspect.
+    pub fn begin_round(&mut self, units: impl Iterator<Item = (UnitId, bool)>) {
         let skip = std::mem::take(&mut self.balanced);
-        self.round = units.filter(|unit| !skip.contains(unit) && !self.suspects.contains(unit)).collect();
-        // Begun at another place each time: a round that is cut short must not see the same units for ever.
-        if self.round.len() > self.limits.batch {
-            let turn = self.dice.below(self.round.len() as u64) as usize;
-            self.round.rotate_left(turn);
-        }
+        let suspects: HashSet<UnitId> = self.suspects.iter().copied().collect();
+        self.round = units.filter(|(unit, _)| !skip.contains(unit) && !suspects.contains(unit)).collect();
     }
 
     /// Is there anything to look into?
@@ -95,17 +97,34 @@ impl Subpages {
         self.interval
     }
 
-    /// The next batch, ascending. `pages_of` answers how many pages a unit has, 0 if it is gone.
-    pub fn batch(&mut self, pages_of: impl Fn(UnitId) -> u64) -> Vec<FineWatch> {
+    /// The next batch, ascending, to be watched for `window`. `pages_of` answers how many pages a unit has, 0 if it is gone;
+    /// `pay` whether there is still enough to pay for watching so many pages of one.
+    pub fn batch(
+        &mut self,
+        window: Duration,
+        pages_of: impl Fn(UnitId) -> u64,
+        mut pay: impl FnMut(UnitId, u64) -> bool,
+    ) -> Vec<FineWatch> {
         let mut batch: Vec<FineWatch> = Vec::new();
-        while batch.len() < self.limits.batch {
-            let full = self.suspects.pop_front();
-            let Some(unit) = full.or_else(|| self.round.pop_front()) else { break };
+        let times = window.as_millis() / self.limits.every.as_millis().max(1);
+        let most = self.limits.batch * (times as usize).max(1);
+        while batch.len() < most {
+            let suspect = self.suspects.pop_front().map(|unit| (unit, true));
+            let Some((unit, full)) = suspect.or_else(|| self.round.pop_front()) else { break };
             let pages = match (pages_of(unit), self.limits.sample) {
                 (0, _) => continue,
-                (of, Some(sample)) if full.is_none() => self.dice.pages(sample, of),
+                (of, Some(sample)) if !full => self.dice.pages(sample, of),
                 (of, _) => PageMap::first(of),
             };
+            if !pay(unit, pages.count()) && batch.len() >= LEAST {
+                // Its turn comes first next time.
+                if suspect.is_some() {
+                    self.suspects.push_front(unit);
+                } else {
+                    self.round.push_front((unit, full));
+                }
+                break;
+            }
             batch.push(FineWatch { unit, pages });
         }
         batch.sort_unstable_by_key(|watch| watch.unit);
@@ -144,15 +163,22 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// One batch fits.
+    const WINDOW: Duration = Duration::from_millis(100);
+
     fn unit(unit: u32) -> UnitId {
         UnitId { region: 0, unit }
+    }
+
+    fn sampled(number: u32) -> (UnitId, bool) {
+        (unit(number), false)
     }
 
     /// Run batches until nothing is left; answers which units were called bloated, and how many pages were watched.
     fn run(tracker: &mut Subpages, touched_of: &dyn Fn(UnitId) -> PageMap) -> (Vec<UnitId>, u64) {
         let (mut bloated, mut watched) = (Vec::new(), 0);
         while !tracker.is_idle() {
-            for watch in tracker.batch(|_| 512) {
+            for watch in tracker.batch(WINDOW, |_| 512, |_, _| true) {
                 watched += watch.pages.count();
                 let touched = watch.pages.and(touched_of(watch.unit)).count();
                 if tracker.judge(watch.unit, touched, watch.pages.count(), 512) == Verdict::Bloated {
@@ -169,7 +195,7 @@ mod tests {
     fn every_bloated_unit_is_found_and_evenly_hot_ones_are_only_sampled() {
         let touched_of = |id: UnitId| if id.unit < 10 { PageMap::first(8) } else { PageMap::ALL };
         let mut tracker = Subpages::new(Limits::default(), Dice::new(1));
-        tracker.begin_round((0..100).map(unit));
+        tracker.begin_round((0..100).map(sampled));
         let (bloated, watched) = run(&mut tracker, &touched_of);
         assert_eq!(bloated, (0..10).map(unit).collect::<Vec<_>>());
         assert_eq!(watched, 100 * 32 + 10 * 512);
@@ -179,8 +205,8 @@ mod tests {
     fn a_balanced_unit_is_skipped_for_one_round() {
         let mut tracker = Subpages::new(Limits::default(), Dice::new(1));
         for (round, expected) in [(0, 3), (1, 1), (2, 3)] {
-            tracker.begin_round((0..3).map(unit));
-            let batch = tracker.batch(|_| 512);
+            tracker.begin_round((0..3).map(sampled));
+            let batch = tracker.batch(WINDOW, |_| 512, |_, _| true);
             assert_eq!(batch.len(), expected, "round {round}");
             for watch in batch {
                 let touched = if watch.unit == unit(0) { watch.pages.count() / 2 } else { watch.pages.count() };
@@ -191,12 +217,33 @@ mod tests {
     }
 
     #[test]
+    fn a_round_that_is_cut_short_by_its_price_is_gone_on_with_where_it_was_cut() {
+        let mut tracker = Subpages::new(Limits::default(), Dice::new(1));
+        tracker.begin_round((0..10).map(|number| (unit(number), number == 5)));
+        let mut seen = Vec::new();
+        while !tracker.is_idle() {
+            let mut left = 0..6;
+            let batch = tracker.batch(WINDOW, |_| 512, |_, _| left.next().is_some());
+            assert!(batch.len() <= 6, "{batch:?}");
+            seen.extend(batch.iter().map(|watch| (watch.unit.unit, watch.pages.count())));
+            for watch in &batch {
+                tracker.judge(watch.unit, 512, 512, 512);
+            }
+            tracker.end_batch();
+        }
+        assert_eq!(seen, (0..10).map(|number| (number, if number == 5 { 512 } else { 32 })).collect::<Vec<_>>());
+        // A price that nothing can pay still lets a few through.
+        tracker.begin_round((10..20).map(sampled));
+        assert_eq!(tracker.batch(WINDOW, |_| 512, |_, _| false).len(), LEAST);
+    }
+
+    #[test]
     fn it_backs_off_while_nothing_is_found_and_returns_at_once_when_something_is() {
         let limits = Limits { sample: None, batch: 1, ..Limits::default() };
         let mut tracker = Subpages::new(limits, Dice::new(1));
         for (touched, expected) in [(400, 200), (400, 400), (400, 800), (10, 100), (400, 200)] {
-            tracker.begin_round([unit(0)].into_iter());
-            let watch = tracker.batch(|_| 512)[0];
+            tracker.begin_round([sampled(0)].into_iter());
+            let watch = tracker.batch(WINDOW, |_| 512, |_, _| true)[0];
             assert_eq!(watch.pages, PageMap::ALL);
             tracker.judge(watch.unit, touched, 512, 512);
             tracker.end_batch();
@@ -212,9 +259,9 @@ mod tests {
         ) {
             let mut tracker = Subpages::new(Limits { batch, ..Limits::default() }, Dice::new(3));
             for (units, heat) in rounds {
-                tracker.begin_round(units.iter().copied().map(unit));
+                tracker.begin_round(units.iter().copied().map(sampled));
                 for _ in 0..3 {
-                    let watches = tracker.batch(|id| if id.unit % 7 == 0 { 0 } else { 512 });
+                    let watches = tracker.batch(WINDOW, |id| if id.unit % 7 == 0 { 0 } else { 512 }, |_, _| true);
                     prop_assert!(watches.len() <= batch);
                     prop_assert!(watches.is_sorted_by(|a, b| a.unit < b.unit));
                     for watch in watches {

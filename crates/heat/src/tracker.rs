@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! |<---------------- period, adapts ---------------->|
-//! | coarse window: all units | fine | fine |  rest   | coarse ...
+//! | coarse window: all units | fine: chosen ones |   | coarse ...
 //! ```
 
 use std::collections::VecDeque;
@@ -17,6 +17,7 @@ use std::time::Duration;
 use crate::Pages;
 use crate::generations::{GENERATIONS, Generations, Promotion};
 use crate::pace::{Budget, Pace};
+use crate::quota::Quota;
 use crate::record::{self, Frame};
 use crate::sample::{Dice, Estimate};
 use crate::size_policy::Candidate;
@@ -40,8 +41,8 @@ pub struct Settings {
     pub longest_period: Duration,
     /// Part of the period in which all units are watched coarsely; fine batches fit into the rest.
     pub coarse_share: f64,
-    /// How long a fine batch is watched.
-    pub fine_window: Duration,
+    /// Part of the period in which chosen units are watched finely, after that.
+    pub fine_share: f64,
     /// Which units are watched finely, and how many at a time.
     pub subpages: Limits,
     /// What the coarse phase may cost, and the fine phase again.
@@ -51,13 +52,15 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// A cycle each 2 s where that is cheap. Budgets: half of HugeScope's 3 % for each phase. Windows: Blowfish's 100 ms.
+    /// A cycle each 2 s where that is cheap. Budgets: half of HugeScope's 3 % for each phase. A unit's pages are watched about
+    /// as long as the unit was when it was found hot: in Blowfish's 100 ms, a unit of which every page is touched once a
+    /// second looks like one that is nearly all cold.
     fn default() -> Self {
         Self {
             period: Duration::from_secs(2),
             longest_period: Duration::from_secs(60),
             coarse_share: 0.5,
-            fine_window: Duration::from_millis(100),
+            fine_share: 0.4,
             subpages: Limits::default(),
             budget: Budget { cpu: 0.015, guest: 0.015 },
             promotion: Promotion::Fair,
@@ -99,6 +102,8 @@ pub struct Tracker {
     subpages: Subpages,
     coarse: Pace,
     fine: Pace,
+    /// What fine cycles cost.
+    quota: Quota,
     next_coarse: Duration,
     next_fine: Duration,
     /// When the running cycle began.
@@ -152,7 +157,8 @@ impl Tracker {
             generations: Generations::new(settings.promotion),
             subpages: Subpages::new(settings.subpages, Dice::new(seed)),
             coarse: pace(settings.period, settings.longest_period),
-            fine: pace(settings.subpages.every, settings.longest_period),
+            fine: pace(settings.period, settings.longest_period),
+            quota: Quota::default(),
             next_coarse: Duration::ZERO,
             next_fine: Duration::ZERO,
             begun: Duration::ZERO,
@@ -185,12 +191,17 @@ impl Tracker {
                 }
             };
         }
-        let window = self.settings.fine_window;
+        let window = self.coarse.period().mul_f64(self.settings.fine_share);
         // No later than the next coarse cycle, with which it must not overlap.
         let fits = |at: Duration| at + window <= self.next_coarse;
         if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
             let units = &self.units;
-            let fine = self.subpages.batch(|unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 });
+            let mut purse = self.quota.purse(self.settings.budget, self.coarse.period());
+            let pages_of = |unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 };
+            let fine = self.subpages.batch(window, pages_of, |unit, watched| {
+                // Of a unit that was never looked into, everything may be touched.
+                purse.pay(watched as f64 * units.inside(unit).map_or(1.0, |inside| inside.share().share))
+            });
             if !fine.is_empty() {
                 self.begun = now;
                 return Step::Watch { phase: Phase::Fine, watch: Watch { coarse: Vec::new(), fine }, window };
@@ -240,10 +251,11 @@ impl Tracker {
                 self.coarse.paid(report.cost);
                 self.next_coarse = (self.begun + self.coarse.period()).max(now);
                 self.units.forget_old(at, KEEP_INSIDE);
-                self.begin_round(at);
+                self.begin_round();
             }
             Phase::Fine => {
                 self.fine_cycles += 1;
+                self.quota.learn(report);
                 self.subpages.end_batch();
                 self.fine.paid(report.cost);
                 self.next_fine = (self.begun + self.fine.period().max(self.subpages.interval())).max(now);
@@ -285,22 +297,22 @@ impl Tracker {
         }
     }
 
-    /// After a coarse cycle: which hot units to look into, the second-youngest generation first.
-    fn begin_round(&mut self, now: Moment) {
-        // Not what was scanned since the last coarse cycle but one: news of it would hardly be news.
-        let fresh = self.coarse.period();
-        let mut hot: [Vec<UnitId>; 2] = Default::default();
+    /// After a coarse cycle: which hot units to look into.
+    fn begin_round(&mut self) {
+        let mut hot = Vec::new();
         for unit in self.units.present() {
             let generation = self.units.birth(unit).map_or(GENERATIONS, |birth| self.generations.of(birth));
             // One that is young only because it is new, or cools down, has nothing hot inside.
             let touched = self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
-            let known = self.units.inside(unit).is_some_and(|inside| now.since(inside.last()) < fresh);
-            if generation < hot.len() && touched && !known {
-                hot[generation].push(unit);
+            if generation < 2 && touched {
+                let inside = self.units.inside(unit);
+                let bloated = matches!(inside, Some(Inside::Scanned(scanned)) if scanned.bloated);
+                // The one looked into longest ago comes first, and of those that never were the second-youngest generation's.
+                hot.push((inside.map(Inside::last), generation == 0, unit, bloated));
             }
         }
-        let [youngest, second] = hot;
-        self.subpages.begin_round(second.into_iter().chain(youngest));
+        hot.sort_unstable();
+        self.subpages.begin_round(hot.into_iter().map(|(_, _, unit, bloated)| (unit, bloated)));
     }
 
     /// The generation of a unit with pages in memory: 0 is the youngest.
@@ -486,6 +498,31 @@ mod tests {
         let plan = crate::size_policy::plan(16 * 512, 8 * 512, &tracker.size_candidates(|_| true));
         assert_eq!(plan.split.len(), 8, "{plan:?}");
         assert!(plan.split.iter().all(|split| split.unit >= 8));
+    }
+
+    #[test]
+    fn pages_are_watched_about_as_long_as_units_are_and_no_longer_than_until_the_next_cycle() {
+        let guest = Guest(8);
+        let mut source = Scripted::default();
+        (0..8).for_each(|index| source.touch(unit(index), PageMap::first(9)));
+        let mut tracker = Tracker::new(Settings::default(), 1);
+        let (mut now, mut begun, mut coarse, mut looks) = (Duration::ZERO, Duration::ZERO, Duration::ZERO, 0);
+        while looks < 5 {
+            match tracker.next(now, &guest) {
+                Step::Rest(pause) => now += pause,
+                Step::Watch { phase, watch, window } => {
+                    if phase == Phase::Coarse {
+                        (coarse, begun) = (window, now);
+                    } else {
+                        assert!(window >= coarse / 2 && now + window <= begun + coarse * 2, "{window:?}");
+                        looks += 1;
+                    }
+                    source.start(&watch).expect("start");
+                    now += window;
+                    tracker.absorb(now, phase, &source.end().expect("end"));
+                }
+            }
+        }
     }
 
     #[test]

@@ -13,7 +13,7 @@ use ballast_base::PAGES_PER_UNIT;
 use crate::generations::{self, GENERATIONS};
 use crate::sample::Estimate;
 use crate::source::{PageMap, UnitId};
-use crate::{Entry, Pages};
+use crate::{Entry, Pages, RECENT};
 
 /// A moment: tenths of a second since tracking began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -286,9 +286,11 @@ impl Units {
         }
     }
 
-    /// Some of its pages were watched. What a full scan found stays worth more.
+    /// Some of its pages were watched. What a full scan found stays worth more, unless it cannot be true any more.
     pub fn push_sample(&mut self, unit: UnitId, now: Moment, estimate: Estimate) {
-        let scanned = matches!(self.inside.get(&unit), Some(Inside::Scanned(_)));
+        let of = self.pages_of(unit).max(1) as f64;
+        let holds = |scanned: &Scanned| scanned.touched_within(RECENT).count() as f64 / of >= estimate.low;
+        let scanned = matches!(self.inside.get(&unit), Some(Inside::Scanned(scanned)) if holds(scanned));
         if !scanned && self.column(unit, |_, _| ()).is_some() {
             self.inside.insert(unit, Inside::Sampled(estimate, now));
         }
@@ -403,6 +405,16 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|page| scanned.seen(page)), [30, 20, 10, 10].map(Moment));
         assert_eq!(scanned.touched_within(2), PageMap::first(2));
         assert_eq!(scanned.cold(), PageMap::ALL.without(PageMap::first(3)));
+    }
+
+    #[test]
+    fn a_sample_that_finds_more_than_the_scans_knew_takes_their_place() {
+        let mut units = units(1);
+        units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(10), PageMap::NONE);
+        units.push_sample(UNIT, Moment(6), Estimate::new(1, 32, 512));
+        assert!(matches!(units.inside(UNIT), Some(Inside::Scanned(_))), "what a scan knows is more");
+        units.push_sample(UNIT, Moment(7), Estimate::new(31, 32, 512));
+        assert!(matches!(units.inside(UNIT), Some(Inside::Sampled(estimate, Moment(7))) if estimate.share > 0.9));
     }
 
     #[test]

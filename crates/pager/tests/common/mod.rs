@@ -149,7 +149,6 @@ impl Rig {
         let heat = ballast_heat::Settings {
             period: Duration::from_millis(40),
             longest_period: Duration::from_millis(100),
-            fine_window: Duration::from_millis(5),
             ..Default::default()
         };
         let track = Track::Off;
