@@ -38,6 +38,7 @@ mod spill;
 mod stats;
 mod storm;
 mod subject;
+mod track;
 mod vcpu;
 mod worker;
 mod workload;
@@ -77,6 +78,8 @@ pub enum Which {
     Huge,
     /// Many VMs in less memory than they want.
     Balance,
+    /// Who is hot: how well that is known, and what knowing costs.
+    Track,
 }
 
 /// How to measure it.
@@ -127,7 +130,7 @@ impl Bench {
         guard.remove_dir(daemon.dir().to_owned())?;
         guard.end_process(daemon.keeper_pid())?;
         let kernel = match options.which {
-            Which::Idle => Err(String::new()),
+            Which::Idle | Which::Track => Err(String::new()),
             Which::Spill => guard.swap_file(options.dir.clone(), spill::SWAP).map_err(|error| format!("{error:#}")),
             _ => guard.swap().map_err(|error| format!("{error:#}")),
         };
@@ -178,6 +181,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Spill => spill::run(&mut bench, &mut each),
         Which::Huge => huge::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),
+        Which::Track => track::run(&mut bench, &mut each),
     };
     if result.is_err() {
         eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());

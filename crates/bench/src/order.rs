@@ -208,6 +208,10 @@ pub enum Order {
     },
     /// Attach the workload's VM, as it is: before it is filled, or later.
     Attach,
+    /// Map all of the workload's RAM huge, in whole units.
+    MapHuge,
+    /// How many operations the workload has done so far.
+    Progress,
     /// Run the workload for this long.
     Slice {
         /// How long.
@@ -258,6 +262,11 @@ pub enum Answer {
         wall_us: f64,
         /// What all threads of the helper used meanwhile.
         cpu_us: f64,
+    },
+    /// So many operations were done.
+    Progress {
+        /// Over all workers.
+        ops: u64,
     },
     /// A sparse guest is attached.
     Attached {

@@ -50,6 +50,8 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
             obey(|order| match order {
                 Order::Fill => runner.fill(),
                 Order::Attach => runner.attach(),
+                Order::MapHuge => runner.map_huge(),
+                Order::Progress => runner.progress(),
                 Order::Slice { ms } => runner.slice(ms),
                 Order::Verify => runner.verify(),
                 Order::Think(rounds) => runner.think(rounds),

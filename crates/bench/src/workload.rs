@@ -16,11 +16,16 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use ballast_base::Hva;
+use ballast_sys::remote::{Collapsed, Remote};
 use ballast_testvm::{GuestKind, Moment, Vm};
 
 use crate::cpu;
 use crate::guest::{Pager, enter, own_file};
 use crate::order::{Answer, Backing, WorkloadConfig};
+
+/// Attempts to map RAM huge while its pages are used.
+const MAP_HUGE_TRIES: u32 = 100;
 
 pub(crate) struct Runner {
     config: WorkloadConfig,
@@ -82,6 +87,27 @@ impl Runner {
         let vm = self.vm()?;
         self.pager = Some(Pager::attach(&self.config.backing, vm.ram())?);
         Ok(Answer::Done)
+    }
+
+    /// Map whole units of RAM by one entry each.
+    pub(crate) fn map_huge(&mut self) -> Result<Answer> {
+        let vm = self.vm()?;
+        let remote = Remote::open(std::process::id()).context("Opening this process")?;
+        let start = Hva(vm.ram().addr() as u64);
+        // Pages that are touched just now are busy: ask again.
+        for _ in 0..MAP_HUGE_TRIES {
+            match remote.collapse(start, vm.ram().len() as u64).context("Mapping guest RAM huge")? {
+                Collapsed::Done => return Ok(Answer::Done),
+                Collapsed::Busy => {}
+                other => bail!("guest RAM cannot be mapped huge: {other:?}"),
+            }
+        }
+        bail!("guest RAM cannot be mapped huge: its pages are always busy")
+    }
+
+    pub(crate) fn progress(&self) -> Result<Answer> {
+        let (vm, _) = self.running()?;
+        Ok(Answer::Progress { ops: vm.progress().ops })
     }
 
     pub(crate) fn slice(&mut self, ms: u64) -> Result<Answer> {

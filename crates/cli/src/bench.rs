@@ -46,6 +46,8 @@ enum What {
     Huge,
     /// How eight VMs fare in less memory than they want, by policy and by the kernel
     Balance,
+    /// How well it is known who is hot, and what knowing costs
+    Track,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -74,6 +76,7 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
         What::Spill => Which::Spill,
         What::Huge => Which::Huge,
         What::Balance => Which::Balance,
+        What::Track => Which::Track,
     };
     let guest = match args.guest {
         Guest::Native => GuestKind::Native,

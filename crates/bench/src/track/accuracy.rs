@@ -1,0 +1,175 @@
+//! How well the hot set is known page by page after three cycles.
+//!
+//! Before: a guest runs a workload whose every operation can be computed again. After: precision, recall and F1 of the pages
+//! that the tracker calls hot.
+//! Units: shares of 1. Promise: two truths, neither of which knows anything of tracking. *Touched*: the pages that the guest
+//! touched from the begin of the first cycle to the end of the last (HugeScope §4.2.2 measures by it). *By weight*: the
+//! pages that take nine tenths of all accesses.
+//!
+//! The other ways of tracking are fed from the same recording: *huge only* hears of no look into a unit, so that one touch
+//! makes 512 pages hot; *sampled* hears of those into one unit in twenty, as Thermostat splits 5 % of the huge pages.
+
+use anyhow::Result;
+use ballast_base::{Bytes, MIB, PAGES_PER_UNIT, PageIdx};
+use ballast_heat::record::{Frame, Recording};
+use ballast_heat::{Phase, Settings, UnitId};
+use ballast_testvm::{PageSet, Placement, Spec, Workload};
+
+use super::THINK_TICKS;
+use super::guest::{Tracked, Watched};
+use crate::Bench;
+use crate::report::Row;
+
+/// Sizes of RAM, and after how many cycles the hot set is looked at: also where the budget is too small to look into all
+/// huge pages within three cycles.
+const SIZES: [(u64, usize); 3] = [(128 * MIB, 3), (512 * MIB, 3), (512 * MIB, 10)];
+/// One unit in so many is sampled.
+const SAMPLED: u32 = 20;
+
+type Hears = fn(UnitId) -> bool;
+
+/// A key for each way, and what it hears of looks into a unit.
+const WAYS: [(&str, Hears); 3] =
+    [("4k", |_| true), ("huge_only", |_| false), ("sampled_5pct", |unit| unit.unit % SAMPLED == SAMPLED / 2)];
+
+pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (sizes, repetitions) = if bench.options.quick { (&SIZES[..1], 1) } else { (&SIZES[..], 3) };
+    for workload in [Workload::Hotset, Workload::Zipf] {
+        for (ram, cycles) in sizes {
+            let spec = spec(workload, Bytes(*ram));
+            let what = format!("the hot set after {cycles} cycles, {}, {} MiB", name(workload), ram / MIB);
+            let mut row = Row::new("track", bench.options.guest(), &what);
+            row.fact("measures", "accuracy");
+            row.fact("workload", name(workload));
+            row.fact("ram_bytes", *ram);
+            row.fact("cycles", *cycles);
+            row.fact("repetitions", repetitions);
+            let mut scores = Scores::default();
+            for _ in 0..repetitions {
+                let mut guest = Tracked::start(bench, spec.clone())?;
+                scores.add(&spec, &guest.watch(bench, *cycles)?)?;
+            }
+            scores.finish(&mut row);
+            each(row)?;
+        }
+    }
+    Ok(())
+}
+
+/// A tenth of memory is hot, and in every huge page; nothing else is touched (HugeScope §2.2). Or every page has a
+/// popularity of its own.
+fn spec(workload: Workload, ram: Bytes) -> Spec {
+    let mut spec = Spec::new(workload, ram);
+    (spec.placement, spec.think_ticks) = (Placement::Scattered, THINK_TICKS);
+    if workload == Workload::Hotset {
+        spec.hot_weight = 1.0;
+    }
+    spec
+}
+
+fn name(workload: Workload) -> &'static str {
+    if workload == Workload::Zipf { "zipf" } else { "hotset" }
+}
+
+/// The figures of a row.
+#[derive(Default)]
+struct Scores {
+    /// Of each way: precision, recall, F1 against what was touched; F1 by weight.
+    ways: [[Vec<f64>; 4]; WAYS.len()],
+    seconds: Vec<f64>,
+    ops_per_s: Vec<f64>,
+    /// Pages, and how many of them were touched.
+    pages: (u64, u64),
+    guest_pct: Vec<f64>,
+}
+
+impl Scores {
+    fn add(&mut self, spec: &Spec, watched: &Watched) -> Result<()> {
+        let (recording, begin, end) = watched.whole_cycles()?;
+        let ops = watched.ops_at(begin)..watched.ops_at(end);
+        let seconds = (end - begin).as_secs_f64();
+        self.seconds.push(seconds);
+        self.ops_per_s.push((ops.end - ops.start) as f64 / seconds);
+        let waited: f64 = recording.cycles().map(|cycle| cycle.cost.guest.as_secs_f64()).sum();
+        self.guest_pct.push(100.0 * waited / seconds);
+        let by_weight = if spec.workload == Workload::Zipf {
+            spec.hot_pages(false)?
+        } else {
+            // All its accesses are to the hot set, whatever their share would be.
+            Spec { hot_weight: 0.9, ..spec.clone() }.hot_pages(false)?
+        };
+        let mut touched = PageSet::new(spec.ram);
+        let touches = spec.touches(ops)?;
+        let pages = (0..).map(PageIdx).zip(&touches);
+        pages.filter(|(_, count)| **count > 0).for_each(|(page, _)| touched.insert(page));
+        self.pages = (touches.len() as u64, touched.len());
+        for ((_, hears), figures) in WAYS.iter().zip(&mut self.ways) {
+            let found = hot(&recording, *hears, spec.ram);
+            let [precision, recall, f1] = score(&found, &touched);
+            let all = [precision, recall, f1, score(&found, &by_weight)[2]];
+            figures.iter_mut().zip(all).for_each(|(figures, figure)| figures.push(figure));
+        }
+        Ok(())
+    }
+
+    fn finish(&self, row: &mut Row) {
+        row.fact("pages", self.pages.0);
+        row.fact("pages_touched", self.pages.1);
+        for ((way, _), [precision, recall, f1, by_weight]) in WAYS.iter().zip(&self.ways) {
+            row.figure(&format!("f1_{way}"), f1);
+            row.figure(&format!("precision_{way}"), precision);
+            row.figure(&format!("recall_{way}"), recall);
+            row.figure(&format!("f1_by_weight_{way}"), by_weight);
+        }
+        row.figure("cycles_s", &self.seconds);
+        row.figure("ops_per_s", &self.ops_per_s);
+        row.figure("guest_waited_pct", &self.guest_pct);
+    }
+}
+
+/// The hot set of a tracker that heard only of such looks into units.
+fn hot(recording: &Recording, hears: impl Fn(UnitId) -> bool, ram: Bytes) -> PageSet {
+    let mut recording = recording.clone();
+    for frame in &mut recording.frames {
+        if let Frame::Cycle(cycle) = frame
+            && cycle.phase == Phase::Fine
+        {
+            cycle.lines.retain(|line| hears(line.unit));
+        }
+    }
+    let mut pages = PageSet::new(ram);
+    for (unit, map) in recording.replay(Settings::default(), |_, _| ()).hot_pages() {
+        map.iter().for_each(|page| pages.insert(PageIdx(u64::from(unit.unit) * PAGES_PER_UNIT + page)));
+    }
+    pages
+}
+
+/// Precision, recall and F1.
+fn score(found: &PageSet, truth: &PageSet) -> [f64; 3] {
+    let both = found.iter().filter(|page| truth.contains(*page)).count() as f64;
+    let of = |pages: u64| if pages == 0 { 0.0 } else { both / pages as f64 };
+    let (precision, recall) = (of(found.len()), of(truth.len()));
+    let f1 = if both == 0.0 { 0.0 } else { 2.0 * precision * recall / (precision + recall) };
+    [precision, recall, f1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pages(numbers: std::ops::Range<u64>) -> PageSet {
+        let mut pages = PageSet::new(Bytes(MIB));
+        numbers.for_each(|page| pages.insert(PageIdx(page)));
+        pages
+    }
+
+    #[test]
+    fn a_score_is_one_for_the_truth_itself_and_zero_for_what_has_nothing_of_it() {
+        assert_eq!(score(&pages(0..10), &pages(0..10)), [1.0, 1.0, 1.0]);
+        assert_eq!(score(&pages(0..10), &pages(10..20)), [0.0, 0.0, 0.0]);
+        assert_eq!(score(&pages(0..0), &pages(0..0)), [0.0, 0.0, 0.0]);
+        let [precision, recall, f1] = score(&pages(0..100), &pages(0..50));
+        assert_eq!((precision, recall), (0.5, 1.0));
+        assert!((f1 - 2.0 / 3.0).abs() < 1e-9, "{f1}");
+    }
+}

@@ -1,0 +1,107 @@
+//! A workload guest that is tracked, and the recording of its access cycles.
+//!
+//! Before: a daemon. After: a VM that runs its workload, attached, with its memory mapped huge; its cycles as the API gives
+//! them, and how many operations it had done at any time of the tracker's.
+//! Threads: the bench's one. Units: operations, time since tracking of the VM began. Promise: nothing is asked of the
+//! guest but the number of its operations.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_api::Track;
+use ballast_heat::Phase;
+use ballast_heat::record::{Frame, Recording};
+use ballast_testvm::Spec;
+
+use crate::Bench;
+use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use crate::worker::Worker;
+
+/// Between two looks at the tracker.
+const LOOK: Duration = Duration::from_millis(20);
+/// Cycles that take longer have failed.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A VM that runs and is attached.
+pub(super) struct Tracked {
+    worker: Worker,
+    pub name: String,
+}
+
+/// What was recorded, and when the guest had done how much.
+pub(super) struct Watched {
+    pub recording: Recording,
+    /// When, on the tracker's clock; and operations so far.
+    progress: Vec<(Duration, u64)>,
+}
+
+impl Tracked {
+    pub(super) fn start(bench: &mut Bench, spec: Spec) -> Result<Self> {
+        bench.names += 1;
+        let name = format!("bench-{}", bench.names);
+        let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
+        let config = WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing };
+        let mut worker = Worker::start(&Role::Workload(config))?;
+        worker.ask(&Order::Fill)?;
+        worker.ask(&Order::MapHuge)?;
+        worker.ask(&Order::Attach)?;
+        bench.daemon.wait_for_vm(&name)?;
+        Ok(Self { worker, name })
+    }
+
+    pub(super) fn progress(&mut self) -> Result<u64> {
+        let Answer::Progress { ops } = self.worker.ask(&Order::Progress)? else { bail!("a guest has no progress") };
+        Ok(ops)
+    }
+
+    /// Track it until so many cycles and one coarse phase more were recorded.
+    pub(super) fn watch(&mut self, bench: &Bench, cycles: usize) -> Result<Watched> {
+        let api = bench.daemon.api();
+        // From the first call on they are kept.
+        api.heat_cycles(&self.name, 0)?;
+        api.set_track(&self.name, Track::On)?;
+        let (start, mut after, mut seen) = (Instant::now(), 0, 0);
+        let mut recording: Option<Recording> = None;
+        let mut samples = Vec::new();
+        // By how much the bench's clock is ahead of the tracker's, at most.
+        let mut ahead = Duration::MAX;
+        while seen <= cycles {
+            ensure!(start.elapsed() < PATIENCE, "{} s are not enough for {cycles} cycles", PATIENCE.as_secs());
+            std::thread::sleep(LOOK);
+            samples.push((start.elapsed(), self.progress()?));
+            let news = Recording::decode(&api.heat_cycles(&self.name, after)?)?;
+            let now = start.elapsed();
+            for cycle in news.cycles() {
+                after = cycle.number;
+                seen += usize::from(cycle.phase == Phase::Coarse);
+                ahead = ahead.min(now.saturating_sub(cycle.ended));
+            }
+            match &mut recording {
+                Some(recording) => recording.frames.extend(news.frames),
+                None => recording = Some(news),
+            }
+        }
+        api.set_track(&self.name, Track::Off)?;
+        let progress = samples.into_iter().map(|(at, ops)| (at.saturating_sub(ahead), ops)).collect();
+        Ok(Watched { recording: recording.context("no cycle was recorded")?, progress })
+    }
+}
+
+impl Watched {
+    /// The recording without the last coarse cycle, and when the first cycle began and the last one did.
+    pub(super) fn whole_cycles(&self) -> Result<(Recording, Duration, Duration)> {
+        let coarse = |frame: &&Frame| matches!(frame, Frame::Cycle(cycle) if cycle.phase == Phase::Coarse);
+        let mut frames = self.recording.frames.clone();
+        let last = self.recording.frames.iter().rposition(|frame| coarse(&frame)).context("no cycle was recorded")?;
+        let Some(Frame::Cycle(end)) = self.recording.frames.get(last) else { bail!("no cycle was recorded") };
+        let begin = self.recording.cycles().next().context("no cycle was recorded")?.begun;
+        frames.truncate(last);
+        Ok((Recording { source: self.recording.source.clone(), frames }, begin, end.begun))
+    }
+
+    /// Operations the guest had done by then.
+    pub(super) fn ops_at(&self, time: Duration) -> u64 {
+        let after = self.progress.partition_point(|(at, _)| *at < time);
+        self.progress.get(after).or(self.progress.last()).map_or(0, |(_, ops)| *ops)
+    }
+}

@@ -1,0 +1,35 @@
+//! Who is hot: how well Ballast knows it, and what knowing costs. `ballast bench track`.
+//!
+//! Before: a daemon; guests attach with their memory mapped huge and run workloads of `testvm`, whose truth is known.
+//! After: a row for each question.
+//! Threads: the bench's one; guests are processes. Units: in every key. Promise: everything goes the way it goes for users:
+//! client, keeper, engine, API. What other ways of tracking would have found is replayed from the same recording.
+//!
+//! | Row | File |
+//! |---|---|
+//! | the hot set page by page against the truth; huge pages alone; a sample of 5 % | `accuracy` |
+//! | what tracking costs the guest | `overhead` |
+//! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
+//! | working set, and how soon a change is seen | `phase` |
+
+mod accuracy;
+mod guest;
+
+use anyhow::Result;
+
+use crate::Bench;
+use crate::order::GuestKind;
+use crate::report::Row;
+
+/// Computing after each operation, in ticks of the TSC: some 10 us, so that a guest does some 100,000 operations a second,
+/// as a key-value store does on one CPU, and not the millions of a loop that does nothing but touch memory.
+const THINK_TICKS: u64 = 25_000;
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    if bench.options.is(GuestKind::Qemu) {
+        let mut row = Row::new("track", "qemu", "everything");
+        row.because("no row of this bench has a qemu guest: what is hot inside one is not known page by page");
+        return each(row);
+    }
+    accuracy::run(bench, each)
+}
