@@ -30,10 +30,11 @@ const FIRST_ATTACHED: usize = 2;
 const BOTH_ATTACHED: usize = 3;
 
 /// A VM that stands still except in its turn.
-struct Contestant(Worker);
+pub(crate) struct Contestant(Worker);
 
 impl Contestant {
-    fn start(config: WorkloadConfig) -> Result<Self> {
+    /// Fill its memory.
+    pub(crate) fn start(config: WorkloadConfig) -> Result<Self> {
         let mut worker = Worker::start(&Role::Workload(config))?;
         worker.ask(&Order::Fill)?;
         let contestant = Self(worker);
@@ -47,7 +48,7 @@ impl Contestant {
     }
 
     /// Obey one order, and stand still again.
-    fn turn(&mut self, order: &Order) -> Result<Answer> {
+    pub(crate) fn turn(&mut self, order: &Order) -> Result<Answer> {
         self.signal(Signal::CONT)?;
         let answer = self.0.ask(order);
         self.signal(Signal::STOP)?;
@@ -55,7 +56,7 @@ impl Contestant {
     }
 
     /// Operations per second, and per second of CPU time.
-    fn speed(&mut self, ms: u64) -> Result<[f64; 2]> {
+    pub(crate) fn speed(&mut self, ms: u64) -> Result<[f64; 2]> {
         let Answer::Sliced { ops, wall_us, cpu_us } = self.turn(&Order::Slice { ms })? else { bail!("a VM stands") };
         Ok([ops as f64 * 1e6 / wall_us, ops as f64 * 1e6 / cpu_us])
     }

@@ -38,6 +38,7 @@ mod spill;
 mod stats;
 mod storm;
 mod subject;
+mod sweep;
 mod track;
 mod vcpu;
 mod worker;
@@ -135,6 +136,20 @@ impl Bench {
             _ => guard.swap().map_err(|error| format!("{error:#}")),
         };
         Ok(Self { options, daemon, kernel, names: 0, guard })
+    }
+
+    /// Do something with a daemon that has other settings, in the place of the bench's own.
+    fn with_settings<T>(&mut self, settings: &str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let daemon = Daemon::with_settings(settings)?;
+        self.guard.remove_dir(daemon.dir().to_owned())?;
+        self.guard.end_process(daemon.keeper_pid())?;
+        let own = std::mem::replace(&mut self.daemon, daemon);
+        let result = work(self);
+        if result.is_err() {
+            eprintln!("ballast bench: the log of the daemon with other settings:\n{}", self.daemon.log());
+        }
+        self.daemon = own;
+        result
     }
 
     fn engine_pid(&self) -> Result<u32> {

@@ -6,6 +6,7 @@
 use anyhow::ensure;
 use ballast_api::Track;
 use ballast_heat::Settings;
+use ballast_heat::generations::Promotion;
 use ballast_heat::pace::Budget;
 use serde::{Deserialize, Serialize};
 
@@ -17,11 +18,15 @@ pub struct Tracking {
     pub track: Track,
     /// What it may cost, in percent of one CPU, and again of the time guest threads wait.
     pub cost_percent: f64,
+    /// Look into hot huge pages, for those of their pages that are cold.
+    pub look_inside: bool,
+    /// A huge page that was touched becomes one generation younger; otherwise youngest at once, as a base page does.
+    pub fair: bool,
 }
 
 impl Default for Tracking {
     fn default() -> Self {
-        Self { track: Track::Off, cost_percent: 3.0 }
+        Self { track: Track::Off, cost_percent: 3.0, look_inside: true, fair: true }
     }
 }
 
@@ -36,7 +41,13 @@ impl Tracking {
     /// The same for a tracker. Each of its two phases gets half.
     pub fn settings(&self) -> Settings {
         let each = self.cost_percent / 100.0 / 2.0;
-        Settings { budget: Budget { cpu: each, guest: each }, ..Settings::default() }
+        let whole = Settings::default();
+        Settings {
+            budget: Budget { cpu: each, guest: each },
+            fine_share: if self.look_inside { whole.fine_share } else { 0.0 },
+            promotion: if self.fair { Promotion::Fair } else { Promotion::Classic },
+            ..whole
+        }
     }
 }
 

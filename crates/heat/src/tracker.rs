@@ -41,7 +41,7 @@ pub struct Settings {
     pub longest_period: Duration,
     /// Part of the period in which all units are watched coarsely; fine batches fit into the rest.
     pub coarse_share: f64,
-    /// Part of the period in which chosen units are watched finely, after that.
+    /// Part of the period in which chosen units are watched finely, after that. 0: none are.
     pub fine_share: f64,
     /// Which units are watched finely, and how many at a time.
     pub subpages: Limits,
@@ -193,7 +193,7 @@ impl Tracker {
         }
         let window = self.coarse.period().mul_f64(self.settings.fine_share);
         // No later than the next coarse cycle, with which it must not overlap.
-        let fits = |at: Duration| at + window <= self.next_coarse;
+        let fits = |at: Duration| !window.is_zero() && at + window <= self.next_coarse;
         if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
             let units = &self.units;
             let mut purse = self.quota.purse(self.settings.budget, self.coarse.period());
@@ -523,6 +523,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_tracker_that_does_not_look_inside_knows_units_only() {
+        let mut source = Scripted::default();
+        source.touch(unit(0), PageMap::first(5));
+        let mut tracker = Tracker::new(Settings { fine_share: 0.0, ..Settings::default() }, 1);
+        drive(&mut tracker, &mut source, &Guest(4), &mut Duration::ZERO.clone(), Duration::from_secs(20));
+        assert!(tracker.cycles().0 >= 4 && tracker.cycles().1 == 0, "{:?}", tracker.cycles());
+        assert_eq!(tracker.hot_pages().collect::<Vec<_>>(), [(unit(0), PageMap::ALL)]);
     }
 
     #[test]

@@ -110,6 +110,10 @@ pub struct Params {
     pub move_at: u64,
     /// Rank to cell: `rank * stride % cells`; coprime with `cells`. 1 keeps the order.
     pub stride: u64,
+    /// Hot cells that lie side by side, at the start; the others are `gap` cells apart.
+    pub solid: u64,
+    /// 0: `stride` alone says where cells are.
+    pub gap: u64,
     /// Tell the host every so many operations.
     pub report_every: u64,
     /// Compute for so many TSC ticks after each operation.
@@ -285,7 +289,20 @@ impl Params {
             },
             _ => below(place, self.cells),
         };
-        (rank.wrapping_mul(self.stride) % self.cells.max(1), write)
+        (self.place(rank), write)
+    }
+
+    /// The cell (counted from the worker's first) with this rank.
+    #[inline]
+    pub fn place(&self, rank: u64) -> u64 {
+        let local = if self.gap == 0 {
+            rank.wrapping_mul(self.stride)
+        } else if rank < self.solid {
+            rank
+        } else {
+            self.solid.wrapping_add(rank.wrapping_sub(self.solid).wrapping_mul(self.gap))
+        };
+        local % self.cells.max(1)
     }
 }
 

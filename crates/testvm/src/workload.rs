@@ -84,6 +84,9 @@ pub struct Spec {
     pub move_at: Option<u64>,
     /// Where hot cells are.
     pub placement: Placement,
+    /// `hotset` of which nothing else is touched: this fraction of the hot cells is spread over the memory beyond the others,
+    /// which lie side by side. `None`: as `placement` says.
+    pub spread: Option<f64>,
     /// A worker reports progress every so many of its operations (a KVM exit; the operation counter is always live).
     pub report_every: u64,
     /// A worker computes for so many TSC ticks after each operation, as a program does between its accesses.
@@ -134,6 +137,7 @@ impl Spec {
             zipf_exponent: 0.99,
             move_at: None,
             placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
+            spread: None,
             report_every: 1 << 16,
             think_ticks: 0,
             latency: false,
@@ -181,6 +185,12 @@ impl Spec {
         if !(self.zipf_exponent > 0.0 && self.zipf_exponent <= 4.0) {
             return wrong("zipf_exponent", format!("{} is not above 0 and at most 4", self.zipf_exponent));
         }
+        if self.spread.is_some_and(|spread| !(0.0..=1.0).contains(&spread)) {
+            return wrong("spread", "is not between 0 and 1".to_owned());
+        }
+        if self.spread.is_some() && (self.workload != Workload::Hotset || self.hot_weight < 1.0) {
+            return wrong("spread", "only of a hot set with a hot_weight of 1".to_owned());
+        }
         if self.report_every == 0 {
             return wrong("report_every", "must be at least 1".to_owned());
         }
@@ -216,6 +226,9 @@ impl Spec {
         };
         let plan = (0..threads).map(|worker| {
             let cells = start(worker + 1) - start(worker);
+            let hot_cells = ((cells as f64 * self.hot_fraction) as u64).clamp(1, cells);
+            let solid = (hot_cells as f64 * (1.0 - self.spread.unwrap_or(0.0))) as u64;
+            let gap = self.spread.map_or(0, |_| ((cells - solid) / (hot_cells - solid).max(1)).max(1));
             let ops = share(self.ops, worker);
             let parts = if self.workload == Workload::Store { 3 } else { 2 };
             let change = self.move_at.map_or(ops / parts, |at| share(at, worker));
@@ -230,7 +243,9 @@ impl Spec {
                 write_below: threshold(self.write_fraction),
                 zero_below: threshold(self.zero_fraction),
                 hot_below: threshold(self.hot_weight),
-                hot_cells: ((cells as f64 * self.hot_fraction) as u64).clamp(1, cells),
+                hot_cells,
+                solid,
+                gap,
                 move_at: match self.workload {
                     Workload::Phase | Workload::Store => change,
                     _ => u64::MAX,
@@ -310,7 +325,7 @@ impl Spec {
             };
             let base = if moved && params.move_at != u64::MAX { params.cells / 2 } else { 0 };
             for rank in 0..ranks {
-                let local = (base + rank) % params.cells * params.stride % params.cells;
+                let local = params.place((base + rank) % params.cells);
                 pages.insert_cell(&params, params.first_cell + local);
             }
         }

@@ -392,6 +392,22 @@ fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_p
 }
 
 #[test]
+fn a_spread_part_of_the_hot_set_is_in_every_huge_page_and_the_rest_in_as_few_as_can_be() {
+    for (spread, units) in [(0.0, 2), (0.5, 16), (1.0, 16)] {
+        let spec =
+            Spec { hot_weight: 1.0, spread: Some(spread), ops: 20_000, ..Spec::new(Workload::Hotset, Bytes(32 * MIB)) };
+        let hot = spec.hot_pages(false).expect("hot");
+        assert_eq!(hot.len(), 819);
+        let of: std::collections::BTreeSet<u64> = hot.iter().map(|page| page.0 / 512).collect();
+        assert_eq!(of.len(), units, "{spread}");
+        assert!(spec.touched_pages(&[]).expect("touched").iter().all(|page| hot.contains(page)), "{spread}");
+        assert!(Vm::new(&spec, GuestKind::Native).expect("vm").run(&|_, _| ()).expect("run").is_right());
+    }
+    let wrong = Spec { spread: Some(0.5), ..Spec::new(Workload::Hotset, Bytes(MIB)) };
+    assert_eq!(wrong.validate().expect_err("weight").field, "spread");
+}
+
+#[test]
 fn nonsense_is_refused_with_the_name_of_the_field() {
     let good = spec(Workload::Phase, 1);
     let refused = [

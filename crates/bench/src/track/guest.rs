@@ -54,6 +54,12 @@ impl Tracked {
         Ok(ops)
     }
 
+    /// Operations per second, over so long.
+    pub(super) fn speed(&mut self, ms: u64) -> Result<f64> {
+        let Answer::Sliced { ops, wall_us, .. } = self.worker.ask(&Order::Slice { ms })? else { bail!("a VM stands") };
+        Ok(ops as f64 * 1e6 / wall_us)
+    }
+
     /// Track it until so many cycles and one coarse phase more were recorded.
     pub(super) fn watch(&mut self, bench: &Bench, cycles: usize) -> Result<Watched> {
         let api = bench.daemon.api();
@@ -97,6 +103,11 @@ impl Watched {
         let begin = self.recording.cycles().next().context("no cycle was recorded")?.begun;
         frames.truncate(last);
         Ok((Recording { source: self.recording.source.clone(), frames }, begin, end.begun))
+    }
+
+    /// When the guest had done so many operations; `None` if it never had.
+    pub(super) fn time_of(&self, ops: u64) -> Option<Duration> {
+        self.progress.get(self.progress.partition_point(|(_, done)| *done < ops)).map(|(at, _)| *at)
     }
 
     /// Operations the guest had done by then.

@@ -10,10 +10,15 @@
 //! | the hot set page by page against the truth; huge pages alone; a sample of 5 % | `accuracy` |
 //! | what tracking costs the guest | `overhead` |
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
+//! | what can be taken from a guest with hot bloat | `bloat` |
 //! | working set, and how soon a change is seen | `phase` |
 
 mod accuracy;
+mod bloat;
 mod guest;
+mod overhead;
+mod phase;
+mod units;
 
 use anyhow::Result;
 
@@ -31,5 +36,9 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         row.because("no row of this bench has a qemu guest: what is hot inside one is not known page by page");
         return each(row);
     }
-    accuracy::run(bench, each)
+    accuracy::run(bench, each)?;
+    units::run(bench, each)?;
+    phase::run(bench, each)?;
+    overhead::run(bench, each)?;
+    bloat::run(bench, each)
 }

@@ -1,0 +1,198 @@
+//! How much of a guest's memory can be taken before it is slower than allowed.
+//!
+//! Before: a spec, and who takes the memory: Ballast by its limit, the kernel by a memory cgroup and the swap there is.
+//! After: the largest part of RAM that was taken while the guest lost no more speed than that.
+//! Units: parts of 1 of the guest's RAM; percent of its speed. Promise: the yardstick is a second guest with the same spec
+//! that nobody squeezes; the two run in short turns, never at once, so that whatever else the machine does hits both alike.
+//! What they differ by without a squeeze is measured first and taken out. Nothing is measured before the guest has settled,
+//! and a limit that is not kept does not count as taken.
+//!
+//! ```text
+//! warm up | base: both free | bisection: limit, settle, slices in turns | ... | every word is compared
+//! ```
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use ballast_api::Track;
+use ballast_testvm::Spec;
+
+use crate::idle::Contestant;
+use crate::order::{Answer, Backing, GuestKind, Order, WorkloadConfig};
+use crate::stats::median;
+use crate::{Bench, cgroup};
+
+/// Who takes the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Ballast, by its limit.
+    Ballast,
+    /// The kernel: a memory cgroup and swap. The bench must have taken the swap ([`crate::guard::Guard::swap`]).
+    Kernel,
+}
+
+/// How to look.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// Before the first limit: also what a tracker has to get to know the guest.
+    pub warm_ms: u64,
+    /// From a new limit until the first slice.
+    pub settle_ms: u64,
+    /// Length of a slice.
+    pub slice_ms: u64,
+    /// Slices of each guest; their median counts.
+    pub slices: usize,
+    /// Limits that are tried: the answer is exact to `1 / 2^steps` of RAM.
+    pub steps: u32,
+    /// The guest may be slower by this.
+    pub allowed_pct: f64,
+}
+
+impl Plan {
+    /// Some 25 s a sweep.
+    pub(crate) const FULL: Self =
+        Self { warm_ms: 8000, settle_ms: 2000, slice_ms: 150, slices: 7, steps: 5, allowed_pct: 5.0 };
+    /// Some 5 s, and exact to an eighth.
+    pub(crate) const QUICK: Self =
+        Self { warm_ms: 2000, settle_ms: 500, slice_ms: 50, slices: 3, steps: 3, allowed_pct: 5.0 };
+}
+
+/// A sweep.
+#[derive(Clone, Debug)]
+pub(crate) struct Sweep {
+    /// What both guests do; without an end.
+    pub spec: Spec,
+    /// Who takes the memory of one of them.
+    pub side: Side,
+    /// RAM is mapped huge once it is filled.
+    pub huge: bool,
+    /// Ballast tracks the guest all the time.
+    pub track: bool,
+    /// How to look.
+    pub plan: Plan,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Found {
+    /// This part of RAM was taken.
+    pub taken: f64,
+    /// By so many percent the guest was slower then.
+    pub slowdown_pct: f64,
+    /// By so many percent the two differ though nobody is squeezed: the noise.
+    pub noise_pct: f64,
+}
+
+/// The guest whose memory is taken, and the one beside it.
+struct Pair {
+    guest: Contestant,
+    yardstick: Contestant,
+    held: Held,
+    ram: u64,
+}
+
+/// How its memory is taken.
+enum Held {
+    Ballast { name: String },
+    Kernel { cgroup: PathBuf, unlimited: u64 },
+}
+
+impl Sweep {
+    /// Do it.
+    pub(crate) fn run(&self, bench: &mut Bench) -> Result<Found> {
+        let mut pair = self.start(bench)?;
+        let plan = self.plan;
+        pair.yardstick.speed(plan.settle_ms)?;
+        // Last, since a guest that stands still looks cold.
+        pair.guest.speed(plan.warm_ms)?;
+        let base = pair.ratio(plan)?;
+        let mut found = Found { noise_pct: (1.0 - pair.ratio(plan)? / base).abs() * 100.0, ..Found::default() };
+        let (mut least, mut most) = (0.0, 1.0);
+        for _ in 0..plan.steps {
+            let taken = f64::midpoint(least, most);
+            let outcome = pair.squeeze(bench, taken, plan);
+            let (ratio, is_kept) = match outcome {
+                Ok(outcome) => outcome,
+                // The kernel ends who it cannot squeeze; nothing more can be asked of it then.
+                Err(_) if self.side == Side::Kernel => return Ok(found),
+                Err(error) => return Err(error),
+            };
+            let slowdown_pct = (1.0 - ratio / base) * 100.0;
+            if is_kept && slowdown_pct <= plan.allowed_pct {
+                (least, found.taken, found.slowdown_pct) = (taken, taken, slowdown_pct);
+            } else {
+                most = taken;
+            }
+        }
+        pair.guest.turn(&Order::Verify)?;
+        Ok(found)
+    }
+
+    fn start(&self, bench: &mut Bench) -> Result<Pair> {
+        let start = |backing: Backing| -> Result<Contestant> {
+            let config = WorkloadConfig { spec: self.spec.clone(), kvm: bench.options.is(GuestKind::Kvm), backing };
+            let mut guest = Contestant::start(config)?;
+            if self.huge {
+                guest.turn(&Order::MapHuge)?;
+            }
+            Ok(guest)
+        };
+        let yardstick = start(Backing::Floor)?;
+        let ram = self.spec.ram.0;
+        if self.side == Side::Kernel {
+            let cgroup = bench.guard.cgroup()?;
+            let guest = start(Backing::Kernel { procs: cgroup.join("cgroup.procs") })?;
+            let unlimited = cgroup::usage(&cgroup)?;
+            return Ok(Pair { guest, yardstick, held: Held::Kernel { cgroup, unlimited }, ram });
+        }
+        bench.names += 1;
+        let name = format!("bench-{}", bench.names);
+        let mut guest = start(Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() })?;
+        guest.turn(&Order::Attach)?;
+        bench.daemon.wait_for_vm(&name)?;
+        if self.track {
+            bench.daemon.api().set_track(&name, Track::On)?;
+        }
+        Ok(Pair { guest, yardstick, held: Held::Ballast { name }, ram })
+    }
+}
+
+impl Pair {
+    /// The guest's speed over the yardstick's.
+    fn ratio(&mut self, plan: Plan) -> Result<f64> {
+        let mut ratios = Vec::new();
+        for slice in 0..plan.slices {
+            let (guest, yardstick) = if slice % 2 == 0 {
+                let guest = self.guest.speed(plan.slice_ms)?;
+                (guest, self.yardstick.speed(plan.slice_ms)?)
+            } else {
+                let yardstick = self.yardstick.speed(plan.slice_ms)?;
+                (self.guest.speed(plan.slice_ms)?, yardstick)
+            };
+            ratios.push(guest[0] / yardstick[0]);
+        }
+        median(&ratios).context("there are slices")
+    }
+
+    /// Take a part of RAM; answers the speed, and whether the limit is kept.
+    fn squeeze(&mut self, bench: &Bench, taken: f64, plan: Plan) -> Result<(f64, bool)> {
+        let taken = (self.ram as f64 * taken) as u64;
+        match &self.held {
+            Held::Ballast { name } => bench.daemon.api().set_limit(name, Some(self.ram - taken)).map(drop)?,
+            Held::Kernel { cgroup, unlimited } => {
+                // The kernel refuses a limit that it cannot get to at once, or gets there while it is written.
+                let Ok(()) = cgroup::limit(cgroup, unlimited.saturating_sub(taken)) else { return Ok((0.0, false)) };
+            }
+        }
+        let Answer::Sliced { .. } = self.guest.turn(&Order::Slice { ms: plan.settle_ms })? else {
+            bail!("a VM stands")
+        };
+        let ratio = self.ratio(plan)?;
+        // A little above it is where reclaim begins.
+        let kept = match &self.held {
+            Held::Ballast { name } => bench.daemon.api().vm(name)?.resident_bytes <= self.ram - taken + self.ram / 64,
+            Held::Kernel { .. } => true,
+        };
+        Ok((ratio, kept))
+    }
+}

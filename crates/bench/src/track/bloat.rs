@@ -1,0 +1,52 @@
+//! Hot bloat (HugeScope §2.2, scaled down): how much memory can be taken from a guest whose hot pages lie alone in huge
+//! pages, with looks into huge pages and without.
+//!
+//! Before: a guest in huge pages that touched all its memory, and then uses a tenth of it. After: for each share of the hot
+//! pages that is spread over all huge pages, the part of RAM that can be taken while the guest is at most 5 % slower.
+//! Units: percent of RAM. Promise: both are the same daemon with the same settings but one: `look_inside`.
+
+use anyhow::Result;
+use ballast_base::{Bytes, MIB};
+use ballast_testvm::{Spec, Workload};
+
+use super::THINK_TICKS;
+use crate::Bench;
+use crate::order::GuestKind;
+use crate::report::Row;
+use crate::sweep::{Plan, Side, Sweep};
+
+const RAM: u64 = 256 * MIB;
+/// Settings of each side, and what its keys end with.
+const SIDES: [(&str, &str); 2] =
+    [("fine", "[heat]\nlook_inside = true\n"), ("coarse", "[heat]\nlook_inside = false\n")];
+
+pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let mut row = Row::new("track", bench.options.guest(), "hot bloat: what can be taken at 5 % slowdown");
+    row.fact("measures", "bloat");
+    let (shares, plan, ram): (&[u32], _, _) = if bench.options.quick {
+        (&[100], Plan::QUICK, RAM / 4)
+    } else {
+        (&[0, 25, 50, 75, 100], Plan { warm_ms: 6000, steps: 4, slices: 5, slice_ms: 100, ..Plan::FULL }, RAM)
+    };
+    row.fact("ram_bytes", ram);
+    for (side, settings) in SIDES {
+        if !bench.options.is(GuestKind::Native) {
+            row.because("native guests alone: what is taken does not depend on who touches the memory");
+        }
+        let mut noise = Vec::new();
+        for share in shares {
+            let mut found = Vec::new();
+            if bench.options.is(GuestKind::Native) {
+                let mut spec = Spec::new(Workload::Hotset, Bytes(ram));
+                (spec.hot_weight, spec.think_ticks, spec.spread) = (1.0, THINK_TICKS, Some(f64::from(*share) / 100.0));
+                let sweep = Sweep { spec, side: Side::Ballast, huge: true, track: true, plan };
+                let outcome = bench.with_settings(settings, |bench| sweep.run(bench))?;
+                found.push(100.0 * outcome.taken);
+                noise.push(outcome.noise_pct);
+            }
+            row.figure(&format!("reclaimable_pct_{side}_{share}"), &found);
+        }
+        row.figure(&format!("noise_pct_{side}"), &noise);
+    }
+    each(row)
+}

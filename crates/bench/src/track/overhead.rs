@@ -1,0 +1,102 @@
+//! What tracking costs the guest.
+//!
+//! Before: a guest that works. After: by how many percent it is slower while it is tracked, on 10 s of every 20 (HugeScope
+//! §4.2.1), for a small guest and for large working sets.
+//! Units: percent of its operations. Promise: the same guest in the same memory, tracked and not in turns; the two halves of
+//! the time in which it is not are compared with each other, and that is the noise.
+//!
+//! ```text
+//! off, a half | off, a half | on |    on | off, a half | off, a half |    off ...     half = 5 s, on = 10 s
+//! ```
+
+use anyhow::{Context, Result};
+use ballast_api::Track;
+use ballast_base::{Bytes, MIB};
+use ballast_testvm::{Spec, Workload};
+
+use super::THINK_TICKS;
+use super::guest::Tracked;
+use crate::Bench;
+use crate::report::Row;
+
+/// One guest: its workload, MiB of RAM, pairs of off and on.
+const GUESTS: [(Workload, u64, usize); 5] = [
+    (Workload::Hotset, 64, 3),
+    (Workload::Zipf, 64, 2),
+    (Workload::Sequential, 2048, 1),
+    (Workload::Sequential, 4096, 1),
+    (Workload::Sequential, 8192, 1),
+];
+/// Memory the machine must have besides the guest's: collapsing takes new huge pages before it frees the old ones.
+const SPARE: u64 = 4096 * MIB;
+
+pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let (guests, half_ms) = if bench.options.quick { (&GUESTS[..2], 500) } else { (&GUESTS[..], 5000) };
+    for (workload, mib, pairs) in guests {
+        let name = format!("{workload:?}").to_lowercase();
+        let mut row = Row::new("track", bench.options.guest(), &format!("what tracking costs, {name}, {mib} MiB"));
+        row.fact("measures", "overhead");
+        row.fact("workload", name);
+        row.fact("ram_bytes", mib * MIB);
+        row.fact("on_ms", 2 * half_ms);
+        row.fact("pairs", *pairs);
+        let free = available()?;
+        if free < mib * MIB + SPARE {
+            row.figure("overhead_pct", &[]);
+            row.because(&format!(
+                "{} MiB of memory are free, too little for this guest and {} more",
+                free / MIB,
+                SPARE / MIB
+            ));
+            each(row)?;
+            continue;
+        }
+        let mut spec = Spec::new(*workload, Bytes(mib * MIB));
+        if *workload != Workload::Sequential {
+            spec.think_ticks = THINK_TICKS;
+        }
+        measure(bench, spec, *pairs, half_ms, &mut row)?;
+        each(row)?;
+    }
+    Ok(())
+}
+
+fn measure(bench: &mut Bench, spec: Spec, pairs: usize, half_ms: u64, row: &mut Row) -> Result<()> {
+    let mut guest = Tracked::start(bench, spec)?;
+    let name = guest.name.clone();
+    let track = |bench: &Bench, track| bench.daemon.api().set_track(&name, track).map(drop);
+    track(bench, Track::Off)?;
+    guest.speed(half_ms)?;
+    let (mut overhead, mut noise, mut speeds, mut waited) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for pair in 0..pairs.max(2) {
+        let mut off = [0.0; 2];
+        let mut on = 0.0;
+        // The other way round each time: a guest that gets faster with time must not seem to gain by tracking.
+        for is_on in if pair % 2 == 0 { [false, true] } else { [true, false] } {
+            if is_on {
+                track(bench, Track::On)?;
+                on = guest.speed(2 * half_ms)?;
+                waited.push(bench.daemon.api().heat(&name, 1)?.guest_percent);
+                track(bench, Track::Off)?;
+            } else {
+                off = [guest.speed(half_ms)?, guest.speed(half_ms)?];
+            }
+        }
+        let free = f64::midpoint(off[0], off[1]);
+        overhead.push(100.0 * (1.0 - on / free));
+        noise.push(100.0 * (1.0 - off[1] / off[0]));
+        speeds.push(free);
+    }
+    row.difference("overhead_pct", &overhead);
+    row.difference("overhead_aa_pct", &noise);
+    row.figure("guest_waited_pct", &waited);
+    row.figure("ops_per_s", &speeds);
+    Ok(())
+}
+
+/// Memory that could be had.
+fn available() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;
+    let kib = |line: &str| line.strip_prefix("MemAvailable:")?.split_ascii_whitespace().next()?.parse::<u64>().ok();
+    text.lines().find_map(kib).map(|kib| kib * 1024).context("/proc/meminfo has no MemAvailable")
+}

@@ -1,0 +1,91 @@
+//! How large the working set is said to be, and how soon a change of it is seen.
+//!
+//! Before: a guest whose hot set moves to another place at a known operation. After: the error of the working set before
+//! that, and the time from the move until the new hot set is known and the old one forgotten.
+//! Units: percent of the truth; seconds. Promise: the truth of the working set is what the guest touched in just the time
+//! that the tracker's answer is about.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use ballast_base::{Bytes, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_heat::{Phase, Settings, Tracker};
+use ballast_testvm::{PageSet, Spec, Workload};
+
+use super::THINK_TICKS;
+use super::guest::Tracked;
+use crate::Bench;
+use crate::report::Row;
+
+/// Most of the new hot set is known when this part is; the old one is forgotten when no more than the rest of it is hot.
+const MOST: f64 = 0.9;
+/// The first cycles, of which the working set means nothing yet.
+const WARM: u64 = 3;
+
+pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    // The move is some 7 or 12 s after the start, at 100,000 operations a second.
+    let (ram, move_at, cycles, repetitions) =
+        if bench.options.quick { (64 * MIB, 700_000, 9, 1) } else { (128 * MIB, 1_200_000, 12, 3) };
+    let mut spec = Spec::new(Workload::Phase, Bytes(ram));
+    (spec.hot_weight, spec.think_ticks, spec.move_at) = (1.0, THINK_TICKS, Some(move_at));
+    spec.ops = u64::MAX;
+    let mut row = Row::new("track", bench.options.guest(), "the working set, and a move of it");
+    row.fact("measures", "phase");
+    row.fact("ram_bytes", ram);
+    row.fact("repetitions", repetitions);
+    let (mut errors, mut delays, mut forgets) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..repetitions {
+        let mut guest = Tracked::start(bench, spec.clone())?;
+        let watched = guest.watch(bench, cycles)?;
+        // A slow guest: nothing can be said of the move, but of the time before it.
+        let moved = watched.time_of(move_at).unwrap_or(Duration::MAX);
+        let (before, after) = (spec.hot_pages(false)?, spec.hot_pages(true)?);
+        let (mut known, mut forgotten) = (None, None);
+        let mut sizes = Vec::new();
+        watched.recording.replay(Settings::default(), |tracker, cycle| {
+            if cycle.ended < moved {
+                let span = tracker.recent_span();
+                if cycle.phase == Phase::Fine && tracker.cycles().0 >= WARM {
+                    let heat = ballast_heat::heat(tracker, cycle.ended, 0);
+                    sizes.push((cycle.ended, span, heat.wss_bytes));
+                }
+                return;
+            }
+            let since = (cycle.ended - moved).as_secs_f64();
+            if share(tracker, &after) >= MOST {
+                known.get_or_insert(since);
+            }
+            if share(tracker, &before) <= 1.0 - MOST {
+                forgotten.get_or_insert(since);
+            }
+        });
+        for (end, span, said) in sizes {
+            // From the begin of the first cycle it is about; the pages were looked at until now.
+            let from = end.saturating_sub(span.max(Duration::from_secs(1)));
+            let touches = spec.touches(watched.ops_at(from)..watched.ops_at(end))?;
+            let truth = PageCount(touches.iter().filter(|count| **count > 0).count() as u64).bytes().0 as f64;
+            errors.push(100.0 * (said as f64 / truth - 1.0).abs());
+        }
+        delays.extend(known);
+        forgets.extend(forgotten);
+    }
+    row.figure("wss_error_pct", &errors);
+    row.figure("phase_delay_s", &delays);
+    row.figure("phase_forget_s", &forgets);
+    if delays.len() < repetitions || forgets.len() < repetitions {
+        row.because("the move was not seen to its end in every repetition");
+    }
+    each(row)
+}
+
+/// Part of a set that the tracker calls hot.
+fn share(tracker: &Tracker, set: &PageSet) -> f64 {
+    let hot: u64 = tracker
+        .hot_pages()
+        .map(|(unit, map)| {
+            let first = u64::from(unit.unit) * PAGES_PER_UNIT;
+            map.iter().filter(|page| set.contains(PageIdx(first + page))).count() as u64
+        })
+        .sum();
+    hot as f64 / set.len().max(1) as f64
+}

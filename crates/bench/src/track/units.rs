@@ -1,0 +1,161 @@
+//! Splitting and coalescing one unit of 2 MiB: its mapping alone, as tracking does, against the huge page itself, as the
+//! kernel does.
+//!
+//! Before: memory of this process in huge pages. After: microseconds per unit.
+//! Threads: the caller's. Units: microseconds. Promise: both sides work on the same kind of memory file, one unit at a time,
+//! in turns; after each split every page is mapped by 4 KiB, and after each coalesce the unit is mapped huge, which is looked
+//! at and not assumed.
+//!
+//! | | split | coalesce |
+//! |---|---|---|
+//! | ours | drop the huge mapping, map 512 pages (`UFFDIO_CONTINUE`); the huge page stays whole | map it huge again (`MADV_COLLAPSE`): nothing is copied |
+//! | the kernel's | split the huge page into 512 (debugfs `split_huge_pages`), map all by touching them | `MADV_COLLAPSE` copies 512 pages into a new huge page |
+//!
+//! Where there is no debugfs, one page is punched out of the huge page, which since Linux 6.15 splits it into as few pieces
+//! as that takes. The row says which it was.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
+use ballast_sys::remote::{Collapsed, Remote};
+use ballast_sys::uffd::REQUIRED_FEATURES;
+use ballast_sys::{Uffd, memfd};
+use ballast_testvm::GuestRam;
+use rustix::fs::{Mode, OFlags, openat};
+
+use crate::Bench;
+use crate::order::GuestKind;
+use crate::report::Row;
+use crate::stats::median;
+
+const UNITS: usize = 32;
+
+pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let mut row = Row::new("track", bench.options.guest(), "splitting and coalescing one unit");
+    row.fact("measures", "units");
+    let keys = ["split_us_per_unit", "coalesce_us_per_unit", "kernel_split_us", "kernel_collapse_us"];
+    let mut figures: [Vec<f64>; 4] = Default::default();
+    if bench.options.is(GuestKind::Native) {
+        let repetitions = if bench.options.quick { 2 } else { 10 };
+        let memory = Memory::new()?;
+        let how = if memory.splitter.is_some() { "debugfs split_huge_pages" } else { "punching one page out of it" };
+        row.fact("kernel_split", how);
+        // Round 0 warms up.
+        for round in 0..=repetitions {
+            let ours = memory.ours()?;
+            let kernels = memory.kernels()?;
+            for (figure, value) in figures.iter_mut().zip(ours.into_iter().chain(kernels)).filter(|_| round > 0) {
+                figure.push(value);
+            }
+        }
+    } else {
+        row.because("a unit's mapping is split and coalesced in the VMM's page tables, whatever the guest: see native");
+    }
+    for (key, values) in keys.iter().zip(&figures) {
+        row.figure(key, values);
+    }
+    row.ratio("ratio_split", &figures[0], &figures[2]);
+    row.ratio("ratio_coalesce", &figures[1], &figures[3]);
+    each(row)
+}
+
+struct Memory {
+    ram: GuestRam,
+    uffd: Uffd,
+    remote: Remote,
+    /// The kernel's file that splits huge pages, if it can be had.
+    splitter: Option<File>,
+}
+
+/// debugfs is mounted nowhere for it, so that there is nothing to put back.
+fn splitter() -> rustix::io::Result<File> {
+    use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
+    let context = fsopen("debugfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_create(context.as_fd())?;
+    let root = fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
+    Ok(openat(root, "split_huge_pages", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?.into())
+}
+
+/// Microseconds since.
+fn us(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1e6
+}
+
+impl Memory {
+    fn new() -> Result<Self> {
+        let ram = GuestRam::new(Bytes((UNITS * HUGE_SIZE) as u64)).context("Allocating memory")?;
+        let (uffd, _) = Uffd::create(REQUIRED_FEATURES).context("Creating a userfaultfd")?;
+        let remote = Remote::open(std::process::id()).context("Opening this process")?;
+        let memory = Self { ram, uffd, remote, splitter: splitter().ok() };
+        (0..UNITS).for_each(|unit| memory.touch(unit));
+        for unit in 0..UNITS {
+            memory.coalesce(unit)?;
+        }
+        Ok(memory)
+    }
+
+    fn at(&self, unit: usize) -> Hva {
+        Hva((self.ram.addr() + unit * HUGE_SIZE) as u64)
+    }
+
+    fn touch(&self, unit: usize) {
+        for page in 0..PAGES_PER_UNIT as usize {
+            self.ram.word(unit * HUGE_SIZE + page * PAGE_SIZE).fetch_add(1, Relaxed);
+        }
+    }
+
+    fn is_huge(&self, unit: usize) -> Result<bool> {
+        let pieces = self.remote.huge(self.at(unit), HUGE_SIZE as u64).context("Looking for huge mappings")?;
+        Ok(!pieces.is_empty())
+    }
+
+    fn coalesce(&self, unit: usize) -> Result<f64> {
+        let start = Instant::now();
+        let outcome = self.remote.collapse(self.at(unit), HUGE_SIZE as u64).context("MADV_COLLAPSE")?;
+        let took = us(start);
+        ensure!(outcome == Collapsed::Done && self.is_huge(unit)?, "a unit cannot be mapped huge: {outcome:?}");
+        Ok(took)
+    }
+
+    /// Medians over all units: split, coalesce.
+    fn ours(&self) -> Result<[f64; 2]> {
+        let (mut split, mut coalesce) = (Vec::new(), Vec::new());
+        for unit in 0..UNITS {
+            self.uffd.register(self.at(unit), HUGE_SIZE as u64).context("Registering memory")?;
+            let start = Instant::now();
+            self.ram.zap(unit * HUGE_SIZE, HUGE_SIZE).context("MADV_DONTNEED")?;
+            let (mapped, outcome) = self.uffd.map_run(self.at(unit), PAGES_PER_UNIT).context("UFFDIO_CONTINUE")?;
+            split.push(us(start));
+            ensure!(mapped == PAGES_PER_UNIT && !self.is_huge(unit)?, "{mapped} pages were mapped: {outcome:?}");
+            coalesce.push(self.coalesce(unit)?);
+            self.uffd.unregister(self.at(unit), HUGE_SIZE as u64).context("Unregistering memory")?;
+        }
+        Ok([median(&split).unwrap_or_default(), median(&coalesce).unwrap_or_default()])
+    }
+
+    /// The same of the kernel's own ways.
+    fn kernels(&self) -> Result<[f64; 2]> {
+        let (mut split, mut collapse) = (Vec::new(), Vec::new());
+        for unit in 0..UNITS {
+            let start = Instant::now();
+            if let Some(mut splitter) = self.splitter.as_ref() {
+                let (from, to) = (self.at(unit).0, self.at(unit).0 + HUGE_SIZE as u64);
+                let order = format!("{},{from:#x},{to:#x}", std::process::id());
+                splitter.write_all(order.as_bytes()).context("Writing to split_huge_pages")?;
+            } else {
+                let offset = (unit * HUGE_SIZE) as u64;
+                memfd::punch(self.ram.memfd(), offset, PAGE_SIZE as u64).context("Punching a page")?;
+            }
+            self.touch(unit);
+            split.push(us(start));
+            ensure!(!self.is_huge(unit)?, "a unit that the kernel split is still mapped huge");
+            collapse.push(self.coalesce(unit)?);
+        }
+        Ok([median(&split).unwrap_or_default(), median(&collapse).unwrap_or_default()])
+    }
+}
