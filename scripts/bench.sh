@@ -5,7 +5,8 @@
 #   BENCH_ARGS=--quick         fewer pages and rounds: a look at whether all of it runs
 #   SPILL_DIR=/var/tmp         the disk that `spill` measures: a directory on ext4, XFS or btrfs
 #
-# Root, on a machine that does nothing else: some half an hour. A guest that cannot run here is said and left out.
+# Root, on a machine that does nothing else: some three quarters of an hour. A guest that cannot run here is said and left
+# out.
 # Exit code: 0, or 1 if a bench failed (the others are measured all the same).
 set -u
 cd "$(dirname "$0")/.."
@@ -39,6 +40,9 @@ table() {
         title = value("bench") ", " value("guest") " guest"
         if (value("data") != "") title = title ", " value("data")
         if (value("workload") != "") title = title ", " value("workload")
+        if (value("measures") != "") title = title ", " value("measures")
+        if (value("measures") != "" && value("ram_bytes") != "") title = title ", " value("ram_bytes") / 1048576 " MiB"
+        if (value("cycles") != "") title = title ", " value("cycles") " cycles"
         if (value("vms") != "") title = title ", " value("vms") " VMs"
         if (value("level_pct") != "") title = title ", " value("level_pct") " % of their memory"
         if (value("pair") != "") title = title ", " value("pair") ", half of their memory"
@@ -85,6 +89,7 @@ for guest in native kvm qemu; do
     for what in restore reclaim idle; do measure $guest $what; done
     [ $guest = qemu ] || measure $guest scale
     [ $guest = qemu ] || measure $guest balance
+    [ $guest = qemu ] || measure $guest track
 done
 measure native storm
 measure native spill --dir "${SPILL_DIR:-/var/tmp}"

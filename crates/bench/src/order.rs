@@ -208,8 +208,11 @@ pub enum Order {
     },
     /// Attach the workload's VM, as it is: before it is filled, or later.
     Attach,
-    /// Map all of the workload's RAM huge, in whole units.
-    MapHuge,
+    /// Map the workload's RAM huge, in whole units.
+    MapHuge {
+        /// So much of it, from its start.
+        percent: u32,
+    },
     /// How many operations the workload has done so far.
     Progress,
     /// Run the workload for this long.

@@ -50,7 +50,7 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
             obey(|order| match order {
                 Order::Fill => runner.fill(),
                 Order::Attach => runner.attach(),
-                Order::MapHuge => runner.map_huge(),
+                Order::MapHuge { percent } => runner.map_huge(percent),
                 Order::Progress => runner.progress(),
                 Order::Slice { ms } => runner.slice(ms),
                 Order::Verify => runner.verify(),

@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use ballast_base::Hva;
+use ballast_base::{HUGE_SIZE, Hva};
 use ballast_sys::remote::{Collapsed, Remote};
 use ballast_testvm::{GuestKind, Moment, Vm};
 
@@ -90,13 +90,14 @@ impl Runner {
     }
 
     /// Map whole units of RAM by one entry each.
-    pub(crate) fn map_huge(&mut self) -> Result<Answer> {
+    pub(crate) fn map_huge(&mut self, percent: u32) -> Result<Answer> {
         let vm = self.vm()?;
         let remote = Remote::open(std::process::id()).context("Opening this process")?;
         let start = Hva(vm.ram().addr() as u64);
+        let units = vm.ram().len() as u64 / HUGE_SIZE as u64 * u64::from(percent) / 100;
         // Pages that are touched just now are busy: ask again.
         for _ in 0..MAP_HUGE_TRIES {
-            match remote.collapse(start, vm.ram().len() as u64).context("Mapping guest RAM huge")? {
+            match remote.collapse(start, units * HUGE_SIZE as u64).context("Mapping guest RAM huge")? {
                 Collapsed::Done => return Ok(Answer::Done),
                 Collapsed::Busy => {}
                 other => bail!("guest RAM cannot be mapped huge: {other:?}"),

@@ -132,6 +132,34 @@ fn scale_has_two_vms_ten_vms_and_the_memory_of_the_engine() {
 }
 
 #[test]
+fn track_has_a_row_for_each_question_and_each_row_its_keys() {
+    if skip() {
+        return;
+    }
+    let before = machine();
+    let rows = rows(&["track"]);
+    let of = |what: &str| rows.iter().filter(|row| row["measures"] == what).collect::<Vec<_>>();
+    for (what, count, keys) in [
+        ("accuracy", 2, &["f1_4k", "precision_4k", "recall_4k", "f1_huge_only", "f1_sampled_5pct", "cycles_s"][..]),
+        ("units", 1, &["split_us_per_unit", "coalesce_us_per_unit", "kernel_split_us", "kernel_collapse_us"]),
+        ("phase", 1, &["wss_error_pct"]),
+        ("overhead", 2, &["overhead_pct", "overhead_aa_pct", "guest_waited_pct"]),
+        ("bloat", 1, &["reclaimable_pct_fine_100", "reclaimable_pct_coarse_100"]),
+        ("fair", 1, &["reclaim_ratio_fair", "reclaim_ratio_classic"]),
+    ] {
+        let rows = of(what);
+        assert_eq!(rows.len(), count, "{what}");
+        for (row, key) in rows.iter().flat_map(|row| keys.iter().map(move |key| (row, key))) {
+            assert!(row[key].is_number(), "{key} in {row}");
+        }
+    }
+    for row in of("accuracy") {
+        assert!((0.0..=1.0).contains(&row["f1_4k"].as_f64().expect("a number")), "{row}");
+    }
+    assert_eq!(machine(), before);
+}
+
+#[test]
 fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
     if skip() {
         return;

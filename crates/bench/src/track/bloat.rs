@@ -39,7 +39,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             if bench.options.is(GuestKind::Native) {
                 let mut spec = Spec::new(Workload::Hotset, Bytes(ram));
                 (spec.hot_weight, spec.think_ticks, spec.spread) = (1.0, THINK_TICKS, Some(f64::from(*share) / 100.0));
-                let sweep = Sweep { spec, side: Side::Ballast, huge: true, track: true, plan };
+                let sweep = Sweep { spec, side: Side::Ballast, huge_pct: 100, track: true, plan };
                 let outcome = bench.with_settings(settings, |bench| sweep.run(bench))?;
                 found.push(100.0 * outcome.taken);
                 noise.push(outcome.noise_pct);

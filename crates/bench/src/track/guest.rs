@@ -43,7 +43,7 @@ impl Tracked {
         let config = WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing };
         let mut worker = Worker::start(&Role::Workload(config))?;
         worker.ask(&Order::Fill)?;
-        worker.ask(&Order::MapHuge)?;
+        worker.ask(&Order::MapHuge { percent: 100 })?;
         worker.ask(&Order::Attach)?;
         bench.daemon.wait_for_vm(&name)?;
         Ok(Self { worker, name })

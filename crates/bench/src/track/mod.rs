@@ -11,10 +11,12 @@
 //! | what tracking costs the guest | `overhead` |
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
 //! | what can be taken from a guest with hot bloat | `bloat` |
+//! | fair against classic generations | `fair` |
 //! | working set, and how soon a change is seen | `phase` |
 
 mod accuracy;
 mod bloat;
+mod fair;
 mod guest;
 mod overhead;
 mod phase;
@@ -40,5 +42,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     units::run(bench, each)?;
     phase::run(bench, each)?;
     overhead::run(bench, each)?;
-    bloat::run(bench, each)
+    bloat::run(bench, each)?;
+    fair::run(bench, each)
 }

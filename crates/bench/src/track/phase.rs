@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use ballast_base::{Bytes, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
-use ballast_heat::{Phase, Settings, Tracker};
+use ballast_heat::{Settings, Tracker};
 use ballast_testvm::{PageSet, Spec, Workload};
 
 use super::THINK_TICKS;
@@ -44,10 +44,9 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let mut sizes = Vec::new();
         watched.recording.replay(Settings::default(), |tracker, cycle| {
             if cycle.ended < moved {
-                let span = tracker.recent_span();
-                if cycle.phase == Phase::Fine && tracker.cycles().0 >= WARM {
+                if tracker.cycles().0 >= WARM {
                     let heat = ballast_heat::heat(tracker, cycle.ended, 0);
-                    sizes.push((cycle.ended, span, heat.wss_bytes));
+                    sizes.push((cycle.ended, heat.wss_span, heat.wss_bytes));
                 }
                 return;
             }
@@ -60,9 +59,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             }
         });
         for (end, span, said) in sizes {
-            // From the begin of the first cycle it is about; the pages were looked at until now.
-            let from = end.saturating_sub(span.max(Duration::from_secs(1)));
-            let touches = spec.touches(watched.ops_at(from)..watched.ops_at(end))?;
+            let touches = spec.touches(watched.ops_at(end.saturating_sub(span))..watched.ops_at(end))?;
             let truth = PageCount(touches.iter().filter(|count| **count > 0).count() as u64).bytes().0 as f64;
             errors.push(100.0 * (said as f64 / truth - 1.0).abs());
         }

@@ -9,14 +9,11 @@
 //! | | split | coalesce |
 //! |---|---|---|
 //! | ours | drop the huge mapping, map 512 pages (`UFFDIO_CONTINUE`); the huge page stays whole | map it huge again (`MADV_COLLAPSE`): nothing is copied |
-//! | the kernel's | split the huge page into 512 (debugfs `split_huge_pages`), map all by touching them | `MADV_COLLAPSE` copies 512 pages into a new huge page |
+//! | the kernel's | punch one page out of the huge page, which splits it; touch all 512, which maps them | `MADV_COLLAPSE` copies 512 pages into a new huge page |
 //!
-//! Where there is no debugfs, one page is punched out of the huge page, which since Linux 6.15 splits it into as few pieces
-//! as that takes. The row says which it was.
+//! Of the ways to have the kernel split a huge page, punching is the one that needs no debugfs, which a locked-down kernel
+//! denies to root. Since Linux 6.15 it splits into as few pieces as that takes, so that it is quicker than a split into 512.
 
-use std::fs::File;
-use std::io::Write;
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
@@ -26,7 +23,6 @@ use ballast_sys::remote::{Collapsed, Remote};
 use ballast_sys::uffd::REQUIRED_FEATURES;
 use ballast_sys::{Uffd, memfd};
 use ballast_testvm::GuestRam;
-use rustix::fs::{Mode, OFlags, openat};
 
 use crate::Bench;
 use crate::order::GuestKind;
@@ -38,13 +34,12 @@ const UNITS: usize = 32;
 pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let mut row = Row::new("track", bench.options.guest(), "splitting and coalescing one unit");
     row.fact("measures", "units");
+    row.fact("kernel_split", "punching one page out of it");
     let keys = ["split_us_per_unit", "coalesce_us_per_unit", "kernel_split_us", "kernel_collapse_us"];
     let mut figures: [Vec<f64>; 4] = Default::default();
     if bench.options.is(GuestKind::Native) {
         let repetitions = if bench.options.quick { 2 } else { 10 };
         let memory = Memory::new()?;
-        let how = if memory.splitter.is_some() { "debugfs split_huge_pages" } else { "punching one page out of it" };
-        row.fact("kernel_split", how);
         // Round 0 warms up.
         for round in 0..=repetitions {
             let ours = memory.ours()?;
@@ -68,17 +63,6 @@ struct Memory {
     ram: GuestRam,
     uffd: Uffd,
     remote: Remote,
-    /// The kernel's file that splits huge pages, if it can be had.
-    splitter: Option<File>,
-}
-
-/// debugfs is mounted nowhere for it, so that there is nothing to put back.
-fn splitter() -> rustix::io::Result<File> {
-    use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
-    let context = fsopen("debugfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-    fsconfig_create(context.as_fd())?;
-    let root = fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?;
-    Ok(openat(root, "split_huge_pages", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?.into())
 }
 
 /// Microseconds since.
@@ -91,7 +75,7 @@ impl Memory {
         let ram = GuestRam::new(Bytes((UNITS * HUGE_SIZE) as u64)).context("Allocating memory")?;
         let (uffd, _) = Uffd::create(REQUIRED_FEATURES).context("Creating a userfaultfd")?;
         let remote = Remote::open(std::process::id()).context("Opening this process")?;
-        let memory = Self { ram, uffd, remote, splitter: splitter().ok() };
+        let memory = Self { ram, uffd, remote };
         (0..UNITS).for_each(|unit| memory.touch(unit));
         for unit in 0..UNITS {
             memory.coalesce(unit)?;
@@ -143,14 +127,7 @@ impl Memory {
         let (mut split, mut collapse) = (Vec::new(), Vec::new());
         for unit in 0..UNITS {
             let start = Instant::now();
-            if let Some(mut splitter) = self.splitter.as_ref() {
-                let (from, to) = (self.at(unit).0, self.at(unit).0 + HUGE_SIZE as u64);
-                let order = format!("{},{from:#x},{to:#x}", std::process::id());
-                splitter.write_all(order.as_bytes()).context("Writing to split_huge_pages")?;
-            } else {
-                let offset = (unit * HUGE_SIZE) as u64;
-                memfd::punch(self.ram.memfd(), offset, PAGE_SIZE as u64).context("Punching a page")?;
-            }
+            memfd::punch(self.ram.memfd(), (unit * HUGE_SIZE) as u64, PAGE_SIZE as u64).context("Punching a page")?;
             self.touch(unit);
             split.push(us(start));
             ensure!(!self.is_huge(unit)?, "a unit that the kernel split is still mapped huge");
