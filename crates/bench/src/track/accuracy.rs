@@ -20,9 +20,9 @@ use super::guest::{Tracked, Watched};
 use crate::Bench;
 use crate::report::Row;
 
-/// Sizes of RAM, and after how many cycles the hot set is looked at: also where the budget is too small to look into all
-/// huge pages within three cycles.
-const SIZES: [(u64, usize); 3] = [(128 * MIB, 3), (512 * MIB, 3), (512 * MIB, 10)];
+/// Sizes of RAM, after how many cycles the hot set is looked at, and repetitions. The budget is too small to look into all
+/// huge pages of the larger one within three cycles.
+const SIZES: [(u64, usize, usize); 2] = [(128 * MIB, 3, 3), (512 * MIB, 10, 1)];
 /// One unit in so many is sampled.
 const SAMPLED: u32 = 20;
 
@@ -33,9 +33,10 @@ const WAYS: [(&str, Hears); 3] =
     [("4k", |_| true), ("huge_only", |_| false), ("sampled_5pct", |unit| unit.unit % SAMPLED == SAMPLED / 2)];
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (sizes, repetitions) = if bench.options.quick { (&SIZES[..1], 1) } else { (&SIZES[..], 3) };
+    let quick = bench.options.quick;
     for workload in [Workload::Hotset, Workload::Zipf] {
-        for (ram, cycles) in sizes {
+        for (ram, cycles, repetitions) in if quick { &SIZES[..1] } else { &SIZES[..] } {
+            let repetitions = if quick { 1 } else { *repetitions };
             let spec = spec(workload, Bytes(*ram));
             let what = format!("the hot set after {cycles} cycles, {}, {} MiB", name(workload), ram / MIB);
             let mut row = Row::new("track", bench.options.guest(), &what);

@@ -19,27 +19,31 @@ use super::guest::Tracked;
 use crate::Bench;
 use crate::report::Row;
 
-/// One guest: its workload, MiB of RAM, pairs of off and on.
-const GUESTS: [(Workload, u64, usize); 5] = [
-    (Workload::Hotset, 64, 3),
-    (Workload::Zipf, 64, 2),
-    (Workload::Sequential, 2048, 1),
-    (Workload::Sequential, 4096, 1),
-    (Workload::Sequential, 8192, 1),
+/// One guest: its workload, MiB of RAM, and milliseconds of half the time without tracking. Large ones take long to fill.
+const GUESTS: [(Workload, u64, u64); 5] = [
+    (Workload::Hotset, 64, 5000),
+    (Workload::Zipf, 64, 5000),
+    (Workload::Sequential, 2048, 2500),
+    (Workload::Sequential, 4096, 2500),
+    (Workload::Sequential, 8192, 2500),
 ];
+/// Off and on, so often.
+const PAIRS: usize = 2;
+const QUICK_HALF_MS: u64 = 500;
 /// Memory the machine must have besides the guest's: collapsing takes new huge pages before it frees the old ones.
 const SPARE: u64 = 4096 * MIB;
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let (guests, half_ms) = if bench.options.quick { (&GUESTS[..2], 500) } else { (&GUESTS[..], 5000) };
-    for (workload, mib, pairs) in guests {
+    let quick = bench.options.quick;
+    for (workload, mib, half_ms) in if quick { &GUESTS[..2] } else { &GUESTS[..] } {
+        let half_ms = if quick { QUICK_HALF_MS } else { *half_ms };
         let name = format!("{workload:?}").to_lowercase();
         let mut row = Row::new("track", bench.options.guest(), &format!("what tracking costs, {name}, {mib} MiB"));
         row.fact("measures", "overhead");
         row.fact("workload", name);
         row.fact("ram_bytes", mib * MIB);
         row.fact("on_ms", 2 * half_ms);
-        row.fact("pairs", *pairs);
+        row.fact("pairs", PAIRS);
         let free = available()?;
         if free < mib * MIB + SPARE {
             row.figure("overhead_pct", &[]);
@@ -55,20 +59,20 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         if *workload != Workload::Sequential {
             spec.think_ticks = THINK_TICKS;
         }
-        measure(bench, spec, *pairs, half_ms, &mut row)?;
+        measure(bench, spec, half_ms, &mut row)?;
         each(row)?;
     }
     Ok(())
 }
 
-fn measure(bench: &mut Bench, spec: Spec, pairs: usize, half_ms: u64, row: &mut Row) -> Result<()> {
+fn measure(bench: &mut Bench, spec: Spec, half_ms: u64, row: &mut Row) -> Result<()> {
     let mut guest = Tracked::start(bench, spec)?;
     let name = guest.name.clone();
     let track = |bench: &Bench, track| bench.daemon.api().set_track(&name, track).map(drop);
     track(bench, Track::Off)?;
     guest.speed(half_ms)?;
     let (mut overhead, mut noise, mut speeds, mut waited) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for pair in 0..pairs.max(2) {
+    for pair in 0..PAIRS {
         let mut off = [0.0; 2];
         let mut on = 0.0;
         // The other way round each time: a guest that gets faster with time must not seem to gain by tracking.

@@ -25,7 +25,7 @@ const WARM: u64 = 3;
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     // The move is some 7 or 12 s after the start, at 100,000 operations a second.
     let (ram, move_at, cycles, repetitions) =
-        if bench.options.quick { (64 * MIB, 700_000, 9, 1) } else { (128 * MIB, 1_200_000, 12, 3) };
+        if bench.options.quick { (64 * MIB, 700_000, 9, 1) } else { (128 * MIB, 1_200_000, 12, 2) };
     let mut spec = Spec::new(Workload::Phase, Bytes(ram));
     (spec.hot_weight, spec.think_ticks, spec.move_at) = (1.0, THINK_TICKS, Some(move_at));
     spec.ops = u64::MAX;
