@@ -93,17 +93,20 @@ impl Runner {
     pub(crate) fn map_huge(&mut self, percent: u32) -> Result<Answer> {
         let vm = self.vm()?;
         let remote = Remote::open(std::process::id()).context("Opening this process")?;
-        let start = Hva(vm.ram().addr() as u64);
-        let units = vm.ram().len() as u64 / HUGE_SIZE as u64 * u64::from(percent) / 100;
-        // Pages that are touched just now are busy: ask again.
-        for _ in 0..MAP_HUGE_TRIES {
-            match remote.collapse(start, units * HUGE_SIZE as u64).context("Mapping guest RAM huge")? {
-                Collapsed::Done => return Ok(Answer::Done),
-                Collapsed::Busy => {}
-                other => bail!("guest RAM cannot be mapped huge: {other:?}"),
+        let units = vm.ram().len() / HUGE_SIZE * percent as usize / 100;
+        // One at a time: a page that is touched just now is busy, and ends the call.
+        for unit in 0..units {
+            let start = Hva((vm.ram().addr() + unit * HUGE_SIZE) as u64);
+            let mut outcome = Collapsed::Busy;
+            for _ in 0..MAP_HUGE_TRIES {
+                outcome = remote.collapse(start, HUGE_SIZE as u64).context("Mapping guest RAM huge")?;
+                if outcome != Collapsed::Busy {
+                    break;
+                }
             }
+            ensure!(outcome == Collapsed::Done, "guest RAM cannot be mapped huge: {outcome:?} at 2 MiB number {unit}");
         }
-        bail!("guest RAM cannot be mapped huge: its pages are always busy")
+        Ok(Answer::Done)
     }
 
     pub(crate) fn progress(&self) -> Result<Answer> {

@@ -1,10 +1,10 @@
-//! How well the hot set is known page by page after three cycles.
+//! How well the hot set is known page by page.
 //!
 //! Before: a guest runs a workload whose every operation can be computed again. After: precision, recall and F1 of the pages
 //! that the tracker calls hot.
 //! Units: shares of 1. Promise: two truths, neither of which knows anything of tracking. *Touched*: the pages that the guest
-//! touched from the begin of the first cycle to the end of the last (HugeScope §4.2.2 measures by it). *By weight*: the
-//! pages that take nine tenths of all accesses.
+//! touched from the begin of the third last cycle to the end of the last (HugeScope §4.2.2 measures by such a truth).
+//! *By weight*: the pages that take nine tenths of all accesses.
 //!
 //! The other ways of tracking are fed from the same recording: *huge only* hears of no look into a unit, so that one touch
 //! makes 512 pages hot; *sampled* hears of those into one unit in twenty, as Thermostat splits 5 % of the huge pages.

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::Track;
-use ballast_heat::Phase;
 use ballast_heat::record::{Frame, Recording};
+use ballast_heat::{Phase, RECENT};
 use ballast_testvm::Spec;
 
 use crate::Bench;
@@ -94,14 +94,20 @@ impl Tracked {
 }
 
 impl Watched {
-    /// The recording without the last coarse cycle, and when the first cycle began and the last one did.
+    /// The recording without the last coarse cycle, when that began, and when the [`RECENT`] cycles before it did: what a
+    /// tracker calls hot is what was touched in those.
     pub(super) fn whole_cycles(&self) -> Result<(Recording, Duration, Duration)> {
         let coarse = |frame: &&Frame| matches!(frame, Frame::Cycle(cycle) if cycle.phase == Phase::Coarse);
         let mut frames = self.recording.frames.clone();
         let last = self.recording.frames.iter().rposition(|frame| coarse(&frame)).context("no cycle was recorded")?;
         let Some(Frame::Cycle(end)) = self.recording.frames.get(last) else { bail!("no cycle was recorded") };
-        let begin = self.recording.cycles().next().context("no cycle was recorded")?.begun;
         frames.truncate(last);
+        let coarse = |frame: &Frame| match frame {
+            Frame::Cycle(cycle) if cycle.phase == Phase::Coarse => Some(cycle.begun),
+            _ => None,
+        };
+        let recent = frames.iter().rev().filter_map(coarse).take(RECENT as usize);
+        let begin = recent.last().context("no cycle was recorded")?;
         Ok((Recording { source: self.recording.source.clone(), frames }, begin, end.begun))
     }
 
