@@ -91,7 +91,8 @@ impl Scores {
         let seconds = (end - begin).as_secs_f64();
         self.seconds.push(seconds);
         self.ops_per_s.push((ops.end - ops.start) as f64 / seconds);
-        let waited: f64 = recording.cycles().map(|cycle| cycle.cost.guest.as_secs_f64()).sum();
+        let recent = recording.cycles().filter(|cycle| cycle.begun >= begin);
+        let waited: f64 = recent.map(|cycle| cycle.cost.guest.as_secs_f64()).sum();
         self.guest_pct.push(100.0 * waited / seconds);
         let by_weight = if spec.workload == Workload::Zipf {
             spec.hot_pages(false)?
