@@ -51,7 +51,7 @@ pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
 
 /// How often each page is touched while the one worker does these operations.
 pub fn touches(spec: &Spec, params: &Params, ops: Range<u64>) -> Vec<u32> {
-    let weights = spec.weights(params.cells);
+    let weights = spec.weights(params);
     let mut counts = vec![0u32; spec.ram.pages_floor().0 as usize];
     let mut random = guest::skip_random(params.pick_seed, guest::ROLLS * ops.start);
     let ops = if params.kind == guest::KIND_IDLE { 0..0 } else { ops };

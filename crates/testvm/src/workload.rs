@@ -359,6 +359,9 @@ impl Spec {
         let [params] = &plan[..] else {
             return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
         };
+        if params.kind >= guest::KIND_GRAPH {
+            return Err(SpecError { field: "workload", problem: "a program's operations are not counted".to_owned() });
+        }
         Ok(crate::model::touches(self, params, ops))
     }
 }

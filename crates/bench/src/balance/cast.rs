@@ -52,6 +52,7 @@ pub(super) fn word(workload: Workload) -> &'static str {
         Workload::Matrix => "matrix",
         Workload::Scan => "scan",
         Workload::Uniform => "uniform",
+        Workload::Zipf => "zipf",
         _ => "hotset",
     }
 }

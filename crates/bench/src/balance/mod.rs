@@ -1,7 +1,7 @@
 //! Many VMs in less memory than they want: Ballast's policies against the kernel, which balances one memory cgroup.
 //!
 //! Before: Maestro's experiment and Blowfish's (5.2), scaled to this machine. After: by how much VMs get slower at each
-//! level of memory, in pairs, and how soon a VM whose demand jumps has what it needs.
+//! level of memory, in pairs, how soon a VM whose demand jumps has what it needs, and how much can be taken for 5 %.
 //! Threads: the caller's. Units: a slowdown is operations per second without pressure over those with it, of the same VM
 //! beside the same others: how many VMs share a CPU is the same above and below the line.
 //! Promise: the sides take turns at each level and never run at once; what VMs hold is looked at while they run, and the
@@ -11,6 +11,7 @@ mod cast;
 mod converge;
 mod levels;
 mod pairs;
+mod ratio;
 
 use std::time::Duration;
 
@@ -56,5 +57,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let scale = Scale::of(bench);
     levels::run(bench, scale, each)?;
     converge::run(bench, scale, each)?;
-    pairs::run(bench, scale, each)
+    pairs::run(bench, scale, each)?;
+    ratio::run(bench, scale, each)
 }
