@@ -27,6 +27,8 @@ pub struct Gate {
     is_over: AtomicBool,
     /// Pages that may come in, times [`PRICE`].
     room: AtomicI64,
+    /// The margin: how far the ceiling is above the limit.
+    margin: AtomicI64,
     /// Some fault was not let in.
     is_wanted: AtomicBool,
 }
@@ -37,8 +39,10 @@ impl Gate {
         self.is_limited.store(false, Ordering::Release);
     }
 
-    /// The VM holds so many pages now, and may hold so many.
-    pub fn look(&self, resident: u64, ceiling: u64) {
+    /// The VM holds so many pages now; its limit, and how far above that the ceiling is.
+    pub fn look(&self, resident: u64, limit: u64, margin: u64) {
+        let ceiling = limit + margin;
+        self.margin.store(margin as i64, Ordering::Relaxed);
         let was_over = self.is_limited.load(Ordering::Relaxed) && self.is_over.load(Ordering::Relaxed);
         let is_over = resident > ceiling;
         self.is_over.store(is_over, Ordering::Relaxed);
@@ -71,6 +75,12 @@ impl Gate {
         admits
     }
 
+    /// How many pages may come in that nobody asked for: up to the limit. `None` if the VM has no limit that faults feel.
+    pub fn spare(&self) -> Option<i64> {
+        let spare = || self.room.load(Ordering::Relaxed) / PRICE - self.margin.load(Ordering::Relaxed);
+        self.is_limited.load(Ordering::Acquire).then(spare)
+    }
+
     /// Was any fault not let in since this was asked last?
     pub fn was_wanted(&self) -> bool {
         self.is_wanted.swap(false, Ordering::Relaxed)
@@ -88,15 +98,16 @@ mod tests {
     #[test]
     fn below_the_ceiling_pages_come_in_until_there_is_no_room_and_then_one_for_each_that_goes() {
         let gate = Gate::default();
-        assert!(gate.admits(512, now), "open at first");
-        gate.look(90, 100);
+        assert!(gate.admits(512, now) && gate.spare().is_none(), "open at first");
+        gate.look(90, 96, 4);
         assert!(gate.admits(10, now) && !gate.was_wanted());
+        assert_eq!(gate.spare(), Some(6), "nobody asked: not above the limit");
         assert!(!gate.admits(11, now) && gate.was_wanted() && !gate.was_wanted());
         gate.came(10);
         assert!(!gate.admits(1, now));
         gate.went(1);
         assert!(gate.admits(1, now) && !gate.admits(2, now));
-        gate.look(95, 100);
+        gate.look(95, 96, 4);
         assert!(gate.admits(5, now) && !gate.admits(6, now), "a look counts anew");
         gate.open();
         assert!(gate.admits(512, now));
@@ -105,11 +116,11 @@ mod tests {
     #[test]
     fn above_the_ceiling_a_page_comes_in_for_two_that_went_or_after_a_long_wait() {
         let gate = Gate::default();
-        gate.look(0, 1000);
-        gate.look(200, 100);
+        gate.look(0, 900, 100);
+        gate.look(200, 90, 10);
         assert!(!gate.admits(1, now), "what was free before does not count");
         gate.went(1);
-        gate.look(199, 100);
+        gate.look(199, 90, 10);
         assert!(!gate.admits(1, now));
         gate.went(1);
         assert!(gate.admits(1, now) && !gate.admits(2, now), "what was earned does");

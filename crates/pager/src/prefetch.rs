@@ -256,15 +256,20 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, pages: Range<u64>, room: &m
     // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
-    if let Some(limit) = vm.effective_limit()
-        && (vm.resident()? + PageCount(WINDOW)).bytes() > limit
+    let most = pages.end - pages.start;
+    if vm.gate.spare().is_none()
+        && let Some(limit) = vm.effective_limit()
+        && (vm.resident()? + PageCount(most)).bytes() > limit
     {
         return Ok(());
     }
     let mut next = pages.start;
-    while let Some(first) = (next..pages.end).map(PageIdx).find(|page| is_far(region, *page)) {
+    while vm.gate.spare().is_none_or(|spare| spare >= RUN as i64)
+        && let Some(first) = (next..pages.end).map(PageIdx).find(|page| is_far(region, *page))
+    {
         let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
         let back = restore_run(region.key(first), cells, &memory, &vm.stores.near(), room)?;
+        vm.gate.came(back);
         vm.stats().add(Counter::Prefetched, back);
         vm.stats().sub(Counter::Far, back);
         // None: somebody else was quicker, or it cannot be had now, and whoever wants it will fault.

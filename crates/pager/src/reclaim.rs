@@ -45,6 +45,8 @@ const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
 /// The same while the guest touches everything faster than that: 1 ms of evicting, so that the last page of a batch was
 /// zapped hardly longer ago than the first.
 const TOP_UP_HURRIED: u64 = 256;
+/// One part in this many of what a VM may hold is in quarantine at most because faults wait for room.
+const SUPPLY_PART: u64 = 4;
 /// Below this a shortened T is none at all.
 const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
@@ -69,6 +71,8 @@ struct Lane<'a> {
     batches: VecDeque<Batch>,
     /// T when over the limit, where T is no safety matter.
     patience: Duration,
+    /// Pages in quarantine beyond those of the margin, while faults wait for room.
+    supply: u64,
     /// Even with no T at all the guest touched nearly everything before it was copied: now pages are locked for that.
     insists: bool,
     rest_until: Option<Instant>,
@@ -89,6 +93,7 @@ pub fn run(vm: &Vm) {
         source: HeatSource::new(vm.heat.clone()),
         batches: VecDeque::new(),
         patience: vm.tuning.direct_quarantine,
+        supply: 0,
         insists: false,
         rest_until: None,
         store_was_full: false,
@@ -145,8 +150,8 @@ impl Lane<'_> {
             // Its pages must stay in quarantine for T, however long its faults would wait.
             vm.gate.open();
         } else {
-            let ceiling = Bytes(limit.0 + margin).pages_floor().0;
-            vm.gate.look(Bytes(resident).pages_floor().0, ceiling);
+            let pages = |bytes| Bytes(bytes).pages_floor().0;
+            vm.gate.look(pages(resident), pages(limit.0), pages(margin));
         }
         let low = limit.0.saturating_sub(margin);
         if resident <= low {
@@ -157,17 +162,23 @@ impl Lane<'_> {
             return Ok(IDLE);
         }
         let excess = Bytes(resident - low).pages_floor().0;
-        // A fault that waits for room is as urgent, and what it waits for is T.
+        // A fault that waits for room is as urgent.
         let is_wanted = vm.gate.was_wanted();
         let over_limit = resident > limit.0 || is_wanted;
         if is_wanted {
-            self.hurry();
+            // More in quarantine at a time, which still tells hot pages from cold ones; if that is not enough, a shorter T.
+            let most = limit.pages_floor().0 / SUPPLY_PART;
+            if self.supply >= most {
+                self.hurry();
+            }
+            self.supply = (self.supply * 2).clamp(TOP_UP_HURRIED.min(most), most);
         } else if !over_limit {
+            self.supply -= self.supply.div_ceil(8);
             self.patience = (self.patience * 2).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.insists = false;
         }
         let evicted = self.drain(excess, over_limit, now)?;
-        let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0;
+        let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
         if watched < wanted {
             let most = if self.patience < vm.tuning.direct_quarantine { TOP_UP_HURRIED } else { TOP_UP };
