@@ -174,7 +174,8 @@ impl Lane<'_> {
             self.supply = (self.supply * 2).clamp(TOP_UP_HURRIED.min(most), most);
         } else if !over_limit {
             self.supply -= self.supply.div_ceil(8);
-            self.patience = (self.patience * 2).clamp(SHORTEST, vm.tuning.direct_quarantine);
+            // Slowly: while faults wait now and then, it stays near what served them.
+            self.patience = (self.patience + self.patience / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.insists = false;
         }
         let evicted = self.drain(excess, over_limit, now)?;
