@@ -68,7 +68,7 @@ pub struct VmSample {
     pub working_set: Option<WorkingSet>,
     /// Bytes that one restore brings: 4 KiB, or 2 MiB where huge pages are paged as one.
     pub page_bytes: u64,
-    /// Touches of far memory that brought it back, since the VM attached.
+    /// How often far memory came back, touched or expected to be, since the VM attached.
     pub restores: u64,
     /// Share of the time since the last snapshot in which some thread of it waited for its memory, 0 to 1.
     pub stall: f64,
