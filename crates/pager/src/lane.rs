@@ -2,7 +2,8 @@
 //!
 //! Before: [`crate::vm::Vm::add_view`] starts both. After: they end when the view's process or the engine does.
 //! Threads: one each per view. The fault lane waits for nothing but faults: a page another lane holds, or one whose store
-//! is busy, is put aside and tried again while others are served; one whose bytes are on a disk goes to the `slow` lanes.
+//! is busy, or for which there is no room below the limit (`gate`), is put aside and tried again while others are served; one
+//! whose bytes are on a disk goes to the `slow` lanes.
 //! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake.
 
 use std::collections::HashSet;
@@ -192,9 +193,8 @@ pub(crate) fn settle(
             vm.count(served, region.granule_pages());
             let took = waiting.since.elapsed();
             vm.stats().record(Latency::Fault, took);
-            match served {
-                Served::Restored | Served::Zeroed | Served::Fresh => vm.gate.came(region.granule_pages()),
-                _ => {}
+            if matches!(served, Served::Restored | Served::Zeroed | Served::Fresh) {
+                vm.gate.came(region.granule_pages());
             }
             match served {
                 Served::Restored => vm.stats().record(Latency::Restore, took),

@@ -19,8 +19,9 @@
 //! | State | In the file | Mapped | Who moves it on, holding what | A guest touch |
 //! |---|---|---|---|---|
 //! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS | runs on; if unmapped, the fault lane maps it under the lock |
-//! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T | faults; mapped again, Resident |
+//! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T (with the lock, if it insists) | faults; mapped again, Resident |
 //! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket | faults; mapped again, Resident; the copy is dropped |
+//! | Evicting(ticket), locked by reclaim | yes | no | reclaim, which insists: to Far or Zero, still locked; unlocks as Resident if it cannot be read or stored | waits for this page |
 //! | Far, locked by reclaim | being punched | no | reclaim: unlocks when the punch is done | waits for this page |
 //! | Far | no | no | fault: to Restoring with the lock. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
 //! | Far, locked by spill | no | no | spill: unlocks as Far, in the old store or the new one | waits for this page |

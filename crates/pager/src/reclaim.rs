@@ -13,7 +13,10 @@
 //! Above *low* the lane works in the background: it keeps a supply of pages in quarantine and evicts those that stayed
 //! untouched for T until resident is at low again. Above *limit* it does the same without pauses, takes warm pages, too,
 //! and (unless something may have pages pinned) waits only a short T, halved as long as the guest rescues nearly
-//! everything: so a VM whose working set is larger than its limit is held to it, at the price of restores.
+//! everything. If it does so even with no T at all, the lane *insists*: pages are locked before they are copied. And from a
+//! margin above the limit on, a page comes in only when one has gone (`gate`); a fault that waits for that first has more
+//! pages kept in quarantine, then T halved. So a VM whose working set is larger than its limit is held to it, at the price
+//! of restores.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;

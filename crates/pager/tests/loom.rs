@@ -230,18 +230,14 @@ impl World {
 
     /// One round of a reclaim lane: quarantine, zap, evict.
     fn reclaim(&self, ticket: Ticket) {
-        if quarantine(self.cell(), ticket) {
-            self.kernel.lock().unwrap().mapped = false;
-        }
-        self.evict(ticket);
+        self.reclaim_and(ticket, Hold::Punch);
     }
 
-    /// The same of a lane that insists.
-    fn reclaim_firmly(&self, ticket: Ticket) {
+    fn reclaim_and(&self, ticket: Ticket, hold: Hold) {
         if quarantine(self.cell(), ticket) {
             self.kernel.lock().unwrap().mapped = false;
         }
-        self.evict_and(ticket, Hold::Copy);
+        self.evict_and(ticket, hold);
     }
 
     fn evict(&self, ticket: Ticket) {
@@ -331,7 +327,7 @@ fn a_guest_that_writes_while_reclaim_insists_waits_and_reads_its_last_write() {
             let world = World::granule(pages, 1);
             let reclaim = thread::spawn({
                 let world = world.clone();
-                move || world.reclaim_firmly(Ticket::new(1, 0))
+                move || world.reclaim_and(Ticket::new(1, 0), Hold::Copy)
             });
             world.write(2);
             assert_eq!(world.read(), 2);
@@ -348,7 +344,7 @@ fn a_discard_and_a_reclaim_that_insists_leave_zeros_or_what_was_written_since() 
         let world = World::resident(1);
         let reclaim = thread::spawn({
             let world = world.clone();
-            move || world.reclaim_firmly(Ticket::new(1, 0))
+            move || world.reclaim_and(Ticket::new(1, 0), Hold::Copy)
         });
         world.discard();
         assert_eq!(world.read(), 0);

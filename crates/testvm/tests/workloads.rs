@@ -155,6 +155,21 @@ fn a_byte_that_changed_under_a_program_is_seen_wherever_it_is() {
     }
 }
 
+/// Run a VM, and before the final check put a page back as it was after the fill.
+fn run_and_put_back(vm: &Vm, page: usize) -> Outcome {
+    let words = || (page * PAGE_SIZE..(page + 1) * PAGE_SIZE).step_by(8);
+    let saved = Mutex::new(Vec::new());
+    vm.run(&|moment, ram| match moment {
+        Moment::Run => *saved.lock().expect("lock") = words().map(|at| ram.word(at).load(Relaxed)).collect(),
+        Moment::Verify => {
+            let saved = saved.lock().expect("lock");
+            words().zip(saved.iter()).for_each(|(at, old)| ram.word(at).store(*old, Relaxed));
+        }
+        _ => {}
+    })
+    .expect("run")
+}
+
 #[test]
 fn old_contents_of_a_page_of_a_program_are_wrong_contents() {
     for (kind, workload) in kinds().into_iter().flat_map(|kind| PROGRAMS.map(|workload| (kind, workload))) {
@@ -162,19 +177,8 @@ fn old_contents_of_a_page_of_a_program_are_wrong_contents() {
         let spec = Spec { zero_fraction: 0.0, ..spec(workload, 1) };
         let n = 384;
         let first = if workload == Workload::Matrix { 2 * n * n * 8 / PAGE_SIZE } else { 2 };
-        let words = || (first * PAGE_SIZE..(first + 1) * PAGE_SIZE).step_by(8);
-        let saved = Mutex::new(Vec::new());
         let vm = Vm::new(&spec, kind).expect("vm");
-        let outcome = vm
-            .run(&|moment, ram| match moment {
-                Moment::Run => *saved.lock().expect("lock") = words().map(|at| ram.word(at).load(Relaxed)).collect(),
-                Moment::Verify => {
-                    let saved = saved.lock().expect("lock");
-                    words().zip(saved.iter()).for_each(|(at, old)| ram.word(at).store(*old, Relaxed));
-                }
-                _ => {}
-            })
-            .expect("run");
+        let outcome = run_and_put_back(&vm, first);
         assert!(outcome.wrong_words >= 8 && outcome.wrong[0].page == first as u64, "{workload:?}: {outcome:?}");
     }
 }
@@ -184,19 +188,8 @@ fn old_contents_of_a_single_page_are_wrong_contents() {
     for kind in kinds() {
         // Every page is written once or more; page 8 goes back to what the fill wrote.
         let spec = Spec { write_fraction: 1.0, ops: 1024, zero_fraction: 0.0, ..spec(Workload::Sequential, 1) };
-        let saved = Mutex::new(Vec::new());
-        let words = || (8 * PAGE_SIZE..9 * PAGE_SIZE).step_by(8);
         let vm = Vm::new(&spec, kind).expect("vm");
-        let outcome = vm
-            .run(&|moment, ram| match moment {
-                Moment::Run => *saved.lock().expect("lock") = words().map(|at| ram.word(at).load(Relaxed)).collect(),
-                Moment::Verify => {
-                    let saved = saved.lock().expect("lock");
-                    words().zip(saved.iter()).for_each(|(at, old)| ram.word(at).store(*old, Relaxed));
-                }
-                _ => {}
-            })
-            .expect("run");
+        let outcome = run_and_put_back(&vm, 8);
         // Eight sampled words were rewritten by the one operation; the other words are those of the fill.
         assert_eq!((outcome.wrong_words, outcome.wrong[0].page), (8, 8), "{outcome:?}");
     }
