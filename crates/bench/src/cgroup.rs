@@ -15,6 +15,9 @@ use crate::guard::warn;
 /// How long its processes may take to end.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How the names of a bench's cgroups begin; its process id comes next.
+pub(crate) const NAME: &str = "ballast-bench-";
+
 /// A cgroup; removed when dropped.
 #[derive(Debug)]
 pub struct Cgroup {
@@ -30,6 +33,11 @@ fn root() -> Result<(PathBuf, &'static str)> {
         fs::read_to_string(path.join("cgroup.controllers"))
             .is_ok_and(|text| text.split(' ').any(|w| w.trim() == "memory"))
     })
+}
+
+/// Where memory cgroups are.
+pub(crate) fn mounted() -> Result<PathBuf> {
+    Ok(root()?.0)
 }
 
 fn root_in(mounts: &str, has_memory: impl Fn(&Path) -> bool) -> Result<(PathBuf, &'static str)> {

@@ -13,7 +13,7 @@ use ballast_sys::hugetlb::PoolLoan;
 use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::cgroup::Cgroup;
+use crate::cgroup::{self, Cgroup};
 use crate::order::{Answer, Order, Role};
 use crate::role::obey;
 use crate::worker::Worker;
@@ -124,7 +124,7 @@ impl Guard {
     /// A memory cgroup, until the end.
     pub fn cgroup(&mut self) -> Result<PathBuf> {
         self.cgroups += 1;
-        self.path(&Order::Cgroup(format!("ballast-bench-{}-{}", std::process::id(), self.cgroups)))
+        self.path(&Order::Cgroup(format!("{}{}-{}", cgroup::NAME, std::process::id(), self.cgroups)))
     }
 
     /// So many huge pages more in the host's pool, until the end.

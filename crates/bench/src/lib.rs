@@ -23,6 +23,7 @@ mod guest;
 mod huge;
 mod idle;
 mod idle_qemu;
+mod leftover;
 mod machine;
 mod many;
 mod order;
@@ -59,6 +60,12 @@ pub use worker::ROLE_COMMAND;
 
 use guard::Guard;
 use subject::{Subject, Way};
+
+/// Wait until no bench runs, and put back what one left that was killed together with its guard.
+pub fn put_back_leftovers() -> Result<()> {
+    let _held = zram::lock()?;
+    leftover::put_back()
+}
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 //!
 //! Before: root, an unused zram device, no other swap. After: everything is as it was.
 //! Threads: one. Units: bytes. Promise: a device that is in use is never touched, and what was changed is put back when
-//! [`Swap`] is dropped, in reverse order. Two benches do not disturb each other: the second waits for the first.
+//! [`Swap`] is dropped, in reverse order. Two benches do not disturb each other: the second waits for the first. What a
+//! bench left that was killed together with its guard is put back by the next ([`crate::leftover`]).
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -15,10 +16,13 @@ use ballast_sys::swap;
 use rustix::fs::{FallocateFlags, FlockOperation, flock};
 
 use crate::guard::warn;
+use crate::leftover;
 
 /// Address space of the device; memory is used as pages arrive.
 const SIZE: Bytes = Bytes(8 * GIB);
 const BLOCK: &str = "/sys/block";
+pub(crate) const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
+pub(crate) const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
 
 /// A setting that has its old value again when this is dropped.
 #[derive(Debug)]
@@ -40,6 +44,18 @@ impl Setting {
     }
 }
 
+impl Setting {
+    /// One that was changed before, by a bench that did not live to put it back.
+    pub fn changed(path: PathBuf, before: String) -> Self {
+        Self { path, before }
+    }
+
+    /// Where it is, and its old value.
+    pub fn before(&self) -> (&Path, &str) {
+        (&self.path, &self.before)
+    }
+}
+
 impl Drop for Setting {
     fn drop(&mut self) {
         warn(
@@ -49,7 +65,7 @@ impl Drop for Setting {
     }
 }
 
-fn read(path: &Path) -> Result<String> {
+pub(crate) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))
 }
 
@@ -61,7 +77,7 @@ fn selected(text: &str) -> &str {
 
 /// A sized zram device: empty and without memory again when dropped.
 #[derive(Debug)]
-struct Sized(PathBuf);
+pub(crate) struct Sized(pub PathBuf);
 
 impl Drop for Sized {
     fn drop(&mut self) {
@@ -71,7 +87,7 @@ impl Drop for Sized {
 
 /// An active swap device.
 #[derive(Debug)]
-struct Active(PathBuf);
+pub(crate) struct Active(pub PathBuf);
 
 impl Drop for Active {
     fn drop(&mut self) {
@@ -102,7 +118,8 @@ impl Swap {
         let disksize = block.join("disksize");
         fs::write(&disksize, SIZE.0.to_string()).with_context(|| format!("Writing {}", disksize.display()))?;
         let sized = Sized(block);
-        swap::sign(&device, SIZE).with_context(|| format!("Writing a swap header to {}", device.display()))?;
+        swap::sign(&device, SIZE, &leftover::note(&settings))
+            .with_context(|| format!("Writing a swap header to {}", device.display()))?;
         swap::on(&device, swap::TOP_PRIORITY).with_context(|| format!("Swapping to {}", device.display()))?;
         Ok(Self { active: Active(device), _sized: sized, _settings: settings, _lock: lock })
     }
@@ -135,7 +152,8 @@ impl SwapFile {
         // All of it, since a swap file has no holes.
         rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size.0)
             .with_context(|| format!("Allocating {size} for {}", path.display()))?;
-        swap::sign(&path, size).with_context(|| format!("Writing a swap header to {}", path.display()))?;
+        swap::sign(&path, size, &leftover::note(&settings))
+            .with_context(|| format!("Writing a swap header to {}", path.display()))?;
         swap::on(&path, swap::TOP_PRIORITY).with_context(|| format!("Swapping to {}", path.display()))?;
         Ok(Self { active: Active(path), _named: named, _settings: settings, _lock: lock })
     }
@@ -148,7 +166,7 @@ impl SwapFile {
 
 /// A file that is removed when this is dropped.
 #[derive(Debug)]
-struct Named(PathBuf);
+pub(crate) struct Named(pub PathBuf);
 
 impl Drop for Named {
     fn drop(&mut self) {
@@ -158,51 +176,64 @@ impl Drop for Named {
 
 /// Wait for other benches, and make sure that there is no other swap.
 fn alone() -> Result<File> {
-    ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
-    let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-        eprintln!("ballast bench: waiting for another bench to end");
-        flock(&lock, FlockOperation::LockExclusive).context("Waiting for another bench")?;
-    }
+    let lock = lock()?;
+    leftover::put_back()?;
     if let Some(other) = swaps()?.first() {
         bail!("another swap device is active ({other}): what it takes could not be told apart (swapoff {other})");
     }
     Ok(lock)
 }
 
+/// Held by whoever changes the machine.
+pub(crate) fn lock() -> Result<File> {
+    ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
+    let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
+    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        eprintln!("ballast bench: waiting for another bench to end");
+        flock(&lock, FlockOperation::LockExclusive).context("Waiting for another bench")?;
+    }
+    Ok(lock)
+}
+
 /// One page at a time, as Ballast; and no compressed pool in front of the device.
 fn plainly(settings: &mut Vec<Setting>) -> Result<()> {
-    settings.extend(Setting::change("/proc/sys/vm/page-cluster", "0")?);
-    let zswap = Path::new("/sys/module/zswap/parameters/enabled");
+    settings.extend(Setting::change(PAGE_CLUSTER, "0")?);
+    let zswap = Path::new(ZSWAP);
     if zswap.exists() {
         settings.extend(Setting::change(zswap, "N")?);
     }
     Ok(())
 }
 
-/// A zram device nobody uses: its directory in sysfs and its node.
-fn unused() -> Result<(PathBuf, PathBuf)> {
-    let mut found = 0;
+/// The zram devices: their directories in sysfs, their nodes, and whether somebody uses them.
+pub(crate) fn devices() -> Result<Vec<(PathBuf, PathBuf, bool)>> {
+    let mut devices = Vec::new();
     for entry in fs::read_dir(BLOCK).with_context(|| format!("Reading {BLOCK}"))? {
         let block = entry?.path();
         let Some(name) = block.file_name().and_then(|name| name.to_str()).filter(|name| name.starts_with("zram"))
         else {
             continue;
         };
-        found += 1;
         let device = Path::new("/dev").join(name);
-        if read(&block.join("disksize"))?.trim() == "0" && device.exists() {
-            return Ok((block.clone(), device));
-        }
+        let used = read(&block.join("disksize"))?.trim() != "0";
+        devices.push((block.clone(), device, used));
     }
-    match found {
-        0 => bail!("the kernel has no zram device (modprobe zram)"),
-        _ => bail!("all {found} zram devices are in use (one more: cat /sys/class/zram-control/hot_add)"),
+    Ok(devices)
+}
+
+/// A zram device nobody uses: its directory in sysfs and its node.
+fn unused() -> Result<(PathBuf, PathBuf)> {
+    let devices = devices()?;
+    let found = devices.len();
+    match devices.into_iter().find(|(_, device, used)| !used && device.exists()) {
+        Some((block, device, _)) => Ok((block, device)),
+        None if found == 0 => bail!("the kernel has no zram device (modprobe zram)"),
+        None => bail!("all {found} zram devices are in use (one more: cat /sys/class/zram-control/hot_add)"),
     }
 }
 
 /// The active swap devices.
-fn swaps() -> Result<Vec<String>> {
+pub(crate) fn swaps() -> Result<Vec<String>> {
     let text = read(Path::new("/proc/swaps"))?;
     Ok(text.lines().skip(1).filter_map(|line| line.split_ascii_whitespace().next()).map(str::to_owned).collect())
 }
@@ -239,10 +270,13 @@ mod tests {
     #[test]
     fn the_swap_is_the_only_one_while_it_lives_and_every_setting_is_put_back() {
         // Taken before the look at the machine, so that a bench that runs meanwhile is waited for.
-        let lock = File::open(BLOCK).expect("sysfs");
-        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        let held = match lock() {
+            Ok(lock) => lock,
+            Err(error) => return println!("SKIP needs=root: {error:#}"),
+        };
+        leftover::put_back().expect("what another left");
         let before = machine();
-        drop(lock);
+        drop(held);
         let swap = match Swap::new() {
             Ok(swap) => swap,
             Err(error) => return println!("SKIP needs=zram: {error:#}"),
@@ -253,17 +287,19 @@ mod tests {
         used(swap.device()).expect("statistics");
         // The lock of a swap that is being dropped is given up last.
         drop(swap);
-        let lock = File::open(BLOCK).expect("sysfs");
-        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        let _held = lock().expect("lock");
         assert_eq!(machine(), before);
     }
 
     #[test]
     fn a_swap_file_is_the_only_swap_while_it_lives_and_leaves_nothing() {
-        let lock = File::open(BLOCK).expect("sysfs");
-        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        let held = match lock() {
+            Ok(lock) => lock,
+            Err(error) => return println!("SKIP needs=root: {error:#}"),
+        };
+        leftover::put_back().expect("what another left");
         let before = machine();
-        drop(lock);
+        drop(held);
         let dir = tempfile::tempdir().expect("a directory");
         let swap = match SwapFile::new(dir.path(), Bytes(16 << 20)) {
             Ok(swap) => swap,
@@ -271,8 +307,38 @@ mod tests {
         };
         assert_eq!(swaps().expect("swaps"), [swap.path().to_string_lossy()]);
         drop(swap);
-        let lock = File::open(BLOCK).expect("sysfs");
-        flock(&lock, FlockOperation::LockExclusive).expect("lock");
+        let _held = lock().expect("lock");
+        assert_eq!(machine(), before);
+        assert_eq!(fs::read_dir(dir.path()).expect("read").count(), 0);
+    }
+
+    #[test]
+    fn what_a_bench_left_that_died_with_its_guard_is_put_back_by_the_next() {
+        let held = match lock() {
+            Ok(lock) => lock,
+            Err(error) => return println!("SKIP needs=zram: {error:#}"),
+        };
+        leftover::put_back().expect("nothing, or what another left");
+        let before = machine();
+        drop(held);
+        let dir = tempfile::tempdir().expect("a directory");
+        match Swap::new() {
+            // What a killed process leaves: everything but its lock.
+            Ok(Swap { active, _sized, _settings, _lock }) => {
+                std::mem::forget((active, _sized, _settings));
+                drop(_lock);
+            }
+            Err(error) => return println!("SKIP needs=zram: {error:#}"),
+        }
+        match SwapFile::new(dir.path(), Bytes(16 << 20)) {
+            Ok(SwapFile { active, _named, _settings, _lock }) => {
+                std::mem::forget((active, _named, _settings));
+                drop(_lock);
+            }
+            Err(error) => println!("SKIP needs=swapfile: {error:#}"),
+        }
+        let _held = lock().expect("lock");
+        leftover::put_back().expect("put back");
         assert_eq!(machine(), before);
         assert_eq!(fs::read_dir(dir.path()).expect("read").count(), 0);
     }

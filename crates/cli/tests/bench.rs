@@ -29,13 +29,23 @@ fn skip() -> bool {
     true
 }
 
-/// What a bench may change, looked at while none runs: each holds this lock as long as anything is changed.
+/// What a bench may change, looked at while none runs: each holds this lock as long as anything is changed. How much of
+/// a swap is used is not the bench's: whoever has one active uses more of it meanwhile.
 fn machine() -> String {
     let lock = File::open("/sys/block").expect("sysfs");
     flock(&lock, FlockOperation::LockExclusive).expect("lock");
     let zram = ["/sys/block/zram0/disksize", "/sys/block/zram0/comp_algorithm"];
-    let files = zram.iter().chain(&["/proc/sys/vm/page-cluster", "/proc/swaps"]);
-    files.map(|path| std::fs::read_to_string(path).unwrap_or_default()).collect()
+    let files = zram.iter().chain(&["/proc/sys/vm/page-cluster"]);
+    let settings: String = files.map(|path| std::fs::read_to_string(path).unwrap_or_default()).collect();
+    let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
+    let names = swaps.lines().filter_map(|line| line.split_ascii_whitespace().next());
+    settings + &names.collect::<Vec<_>>().join(" ")
+}
+
+/// The machine before a bench, without what one left that was killed together with its guard.
+fn machine_before() -> String {
+    ballast_bench::put_back_leftovers().expect("put back");
+    machine()
 }
 
 /// The rows of a bench in haste.
@@ -69,7 +79,7 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
         );
         return;
     }
-    let before = machine();
+    let before = machine_before();
     let restore = rows(&["restore", "--guest", "qemu"]);
     for row in &restore {
         assert_eq!((row["bench"].as_str(), row["guest"].as_str()), (Some("restore"), Some("qemu")));
@@ -93,7 +103,7 @@ fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
     if skip() {
         return;
     }
-    let before = machine();
+    let before = machine_before();
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     if let Err(error) = ballast_sys::direct::create_unnamed(dir.path(), ballast_base::Bytes(4096)) {
         println!("SKIP needs=o_direct: {error}");
@@ -136,7 +146,7 @@ fn track_has_a_row_for_each_question_and_each_row_its_keys() {
     if skip() {
         return;
     }
-    let before = machine();
+    let before = machine_before();
     let rows = rows(&["track"]);
     let of = |what: &str| rows.iter().filter(|row| row["measures"] == what).collect::<Vec<_>>();
     for (what, count, keys) in [
@@ -164,7 +174,7 @@ fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
     if skip() {
         return;
     }
-    let before = machine();
+    let before = machine_before();
     let rows = rows(&["restore"]);
     let data: Vec<&str> = rows.iter().filter_map(|row| row["data"].as_str()).collect();
     assert_eq!(data, ["half_compressible", "incompressible"]);
@@ -189,7 +199,7 @@ fn balance_has_levels_a_jump_and_a_pair_and_keeps_every_byte() {
     if skip() {
         return;
     }
-    let before = machine();
+    let before = machine_before();
     let rows = rows(&["balance"]);
     let levels: Vec<u64> =
         rows.iter().filter(|row| row["vms"] == 8).filter_map(|row| row["level_pct"].as_u64()).collect();
@@ -221,7 +231,7 @@ fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
     if skip() {
         return;
     }
-    let before = machine();
+    let before = machine_before();
     let mut bench = Command::new(BALLAST)
         .args(["bench", "reclaim", "--json"])
         .stdout(Stdio::piped())

@@ -1,4 +1,5 @@
-//! Swap devices: sign one, switch it on and off; and have another process's memory swapped.
+//! Swap devices: sign one, with a note to whoever finds it, switch it on and off; and have another process's memory
+//! swapped.
 //!
 //! Before: `bench` has a zram device of its own. After: the kernel swaps to it, and does not any more.
 //! Threads: any. Units: bytes. Promise: `sign` writes the first page of what it is given and nothing else.
@@ -19,10 +20,16 @@ pub const TOP_PRIORITY: u16 = 0x7FFF;
 
 const SWAP_FLAG_PREFER: i32 = 0x8000;
 
-/// Write the header of an empty swap area of `size` bytes (`union swap_header`, version 1).
-pub fn sign(device: &Path, size: Bytes) -> io::Result<()> {
-    const BOOT_BITS: usize = 1024;
+/// What the kernel leaves alone at the beginning of a swap header: room for a boot loader, or for a note.
+const BOOT_BITS: usize = 1024;
+
+/// Write the header of an empty swap area of `size` bytes (`union swap_header`, version 1) with a note of up to 1 KiB.
+pub fn sign(device: &Path, size: Bytes, note: &str) -> io::Result<()> {
     let mut page = [0; PAGE_SIZE];
+    if note.len() >= BOOT_BITS {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the note is longer than 1 KiB"));
+    }
+    page[..note.len()].copy_from_slice(note.as_bytes());
     let last_page = u32::try_from(size.pages_floor().0.saturating_sub(1)).map_err(io::Error::other)?;
     page[BOOT_BITS..BOOT_BITS + 4].copy_from_slice(&1u32.to_ne_bytes());
     page[BOOT_BITS + 4..BOOT_BITS + 8].copy_from_slice(&last_page.to_ne_bytes());
@@ -30,6 +37,14 @@ pub fn sign(device: &Path, size: Bytes) -> io::Result<()> {
     let file = File::options().write(true).open(device)?;
     file.write_all_at(&page, 0)?;
     file.sync_all()
+}
+
+/// The note in the header of a swap area, also of one in use; empty if there is none.
+pub fn note(device: &Path) -> io::Result<String> {
+    let mut page = [0; BOOT_BITS];
+    File::open(device)?.read_exact_at(&mut page, 0)?;
+    let len = page.iter().position(|byte| *byte == 0).unwrap_or(BOOT_BITS);
+    Ok(String::from_utf8_lossy(&page[..len]).into_owned())
 }
 
 /// Let the kernel swap to a signed device, with this priority.
