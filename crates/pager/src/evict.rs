@@ -34,6 +34,17 @@ pub enum Hold {
     Copy,
 }
 
+/// Where pages go.
+#[derive(Clone, Copy, Debug)]
+pub struct To<'a> {
+    /// The store's number in words.
+    pub number: u8,
+    /// The store.
+    pub store: &'a dyn Store,
+    /// When: their words say so, in the age byte (see `away`).
+    pub since: u8,
+}
+
 /// What became of a batch of pages that went through [`evict`].
 #[derive(Debug, Default)]
 pub struct Evicted {
@@ -89,10 +100,11 @@ pub fn evict<'a>(
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
     ticket: Ticket,
     backing: &impl Backing,
-    (store_number, store): (u8, &dyn Store),
+    to: To<'_>,
     buffer: &mut [PageBytes],
     hold: Hold,
 ) -> Evicted {
+    let store = to.store;
     let mut result = Evicted::default();
     let size = granule_of(run.0).pages();
     // From here on a touch is seen: it finds the lock, or the word changes and the commit below fails.
@@ -114,8 +126,7 @@ pub fn evict<'a>(
             }
         }
     }
-    let (copies, all_zero) =
-        copy_out(region, &claimed, &granule_of, backing, (store_number, store), buffer, &mut result);
+    let (copies, all_zero) = copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
     // Only now, all at once: whoever touches a page of the run waits for its punch, not for the copying of the others.
     let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
     for (index, Claim { page, evicting, lock }) in claimed.into_iter().enumerate() {
@@ -134,13 +145,13 @@ pub fn evict<'a>(
             result.refused += size * u64::from(given_back);
             continue;
         }
-        let to = if all_zero[index] { Word::new(State::Zero, evicting.age()) } else { words[0] };
+        let gone = if all_zero[index] { Word::new(State::Zero, to.since) } else { words[0] };
         let lock = match lock {
             Some(mut lock) => {
-                lock.publish(to);
+                lock.publish(gone);
                 Some(lock)
             }
-            None => granule.cell().lock(evicting, to),
+            None => granule.cell().lock(evicting, gone),
         };
         if lock.is_none() || all_zero[index] {
             free_copies(store, key, words.iter().copied());
@@ -166,7 +177,7 @@ pub fn evict<'a>(
                 // Nothing is lost: the bytes are still in the file, and a page in its file is the one that counts.
                 for Committed { key, granule, lock } in group {
                     let word = lock.word();
-                    lock.publish(Word::new(State::Resident, word.age()));
+                    lock.publish(Word::new(State::Resident, 0));
                     let rest = granule.take_rest();
                     free_copies(store, *key, std::iter::once(word).chain(rest));
                 }
@@ -185,7 +196,7 @@ fn copy_out<'a>(
     claimed: &[Claim<'_>],
     granule_of: &impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
-    (store_number, store): (u8, &dyn Store),
+    to: To<'_>,
     buffer: &mut [PageBytes],
     result: &mut Evicted,
 ) -> (Vec<Word>, Vec<bool>) {
@@ -208,16 +219,16 @@ fn copy_out<'a>(
         }
         for bytes in &buffer[..stretch] {
             let index = copies.len() / size;
-            let Claim { page, evicting, .. } = claimed[index];
+            let page = claimed[index].page;
             let key = PageKey { region, page: PageIdx(page.0 + (copies.len() % size) as u64) };
             let zero = is_zero(bytes);
             all_zero[index] &= zero;
             copies.push(if zero && size == 1 {
-                Word::new(State::Zero, evicting.age())
+                Word::new(State::Zero, to.since)
             } else {
                 // Zeros within a huge page are an object, too: one that takes no room.
-                match store.put(key, bytes) {
-                    PutOutcome::Stored(handle) => Word::far(store_number, handle, evicting.age()),
+                match to.store.put(key, bytes) {
+                    PutOutcome::Stored(handle) => Word::far(to.number, handle, to.since),
                     refused => {
                         result.store_full |= refused == PutOutcome::Full;
                         result.store_busy |= refused == PutOutcome::Busy;
@@ -286,7 +297,7 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, store: &dyn Store) -> 
     match expelled {
         Expelled::Gone => {}
         Expelled::Kept => {
-            lock.publish(Word::new(State::Resident, word.age()));
+            lock.publish(Word::new(State::Resident, 0));
             let rest = granule.take_rest();
             free_copies(store, *key, std::iter::once(word).chain(rest));
         }
@@ -442,7 +453,8 @@ mod tests {
             let cell_of = |page: PageIdx| granule_of(page).cell();
             assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
             let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
-            let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, (1, &store), &mut buffer, hold);
+            let to = To { number: 1, store: &store, since: 7 };
+            let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, to, &mut buffer, hold);
             assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
             assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
             let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());

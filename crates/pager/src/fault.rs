@@ -74,7 +74,7 @@ pub fn serve(
                 let Some(mut lock) = cell.lock(word, word) else { continue };
                 let filled = memory.install_zero(key.page).and_then(|outcome| fill_hole(outcome, key.page, memory));
                 if matches!(filled, Ok(Filled::Yes)) {
-                    lock.set(resident);
+                    lock.set(Word::new(State::Resident, 0));
                 }
                 return (false, filled.map(|filled| filled.or(Served::Zeroed)));
             }
@@ -123,7 +123,7 @@ fn restore(
     }
     let filled = fill_hole(memory.install(key.page, room)?, key.page, memory)?;
     if filled == Filled::Yes {
-        lock.set(Word::new(State::Resident, word.age()));
+        lock.set(Word::new(State::Resident, 0));
         free_copies(lock, word, granule, key, stores);
     }
     Ok(filled.or(Served::Restored))
@@ -207,7 +207,7 @@ pub fn restore_run<'a>(
     let filled = memory.install_run(first.page, &room[..held.len()])?;
     for (key, store, mut lock) in held.into_iter().take(filled) {
         let word = lock.word();
-        lock.set(Word::new(State::Resident, word.age()));
+        lock.set(Word::new(State::Resident, 0));
         drop(lock);
         store.free(key, word.handle());
     }

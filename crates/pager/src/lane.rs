@@ -18,6 +18,7 @@ use ballast_sys::scm;
 use ballast_sys::uffd::{Fault, FaultKind};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use crate::away;
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
 use crate::prefetch::Company;
@@ -135,6 +136,7 @@ impl FaultLane<'_> {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, waiting.since.elapsed().as_nanos() as u64);
         }
+        let was = granule.cell().load();
         let near = vm.stores.near();
         let (timed, near) = (times.memory(&memory), times.stores(&near));
         let (rescued, served) = serve(granule, key, waiting.fault.kind, &timed, &near, ballast_heat::touched);
@@ -146,13 +148,15 @@ impl FaultLane<'_> {
         let settled = settle(vm, &region, page, waiting, served);
         if settled == Some(Served::Restored) {
             times.restored(vm.stats(), waiting.since);
+            vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
         }
         if let Some((tracked, around)) = touch.filter(|_| settled.is_some()) {
             let around = around && settled == Some(Served::Mapped);
             touch::served(vm, &region, &memory, page, waiting, (tracked, around));
         }
         if settled == Some(Served::Restored) && granule.pages() == 1 {
-            for pages in self.company.restored(&region, page, Instant::now()) {
+            let away = Duration::from_millis(away::between_ms(was.age(), away::stamp()));
+            for pages in self.company.restored(&region, page, away, Instant::now()) {
                 vm.prefetch.want(self.view, region.number, pages);
             }
         }

@@ -28,6 +28,8 @@ pub mod sync;
 pub mod unit;
 
 #[cfg(not(loom))]
+pub mod away;
+#[cfg(not(loom))]
 pub mod coalesce;
 #[cfg(not(loom))]
 pub mod follow;
@@ -35,6 +37,8 @@ pub mod follow;
 pub mod lane;
 #[cfg(not(loom))]
 pub mod prefetch;
+#[cfg(not(loom))]
+pub mod recent;
 #[cfg(not(loom))]
 pub mod reclaim;
 #[cfg(not(loom))]

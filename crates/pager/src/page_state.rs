@@ -9,7 +9,7 @@
 //! bit   4      lock: one lane is working on this page; everybody else comes back later
 //! bit   5      mark: the spill lane saw the page Far in RAM, under this handle, on an earlier pass (Far, Restoring)
 //! bits  6..8   reserved, zero
-//! bits  8..16  age, opaque to the pager (heat gives it its meaning)
+//! bits  8..16  age, opaque to the pager (heat gives it its meaning); while Far or Zero, since when (`away`); 0 when it comes back
 //! bits 16..24  store number (Far, Restoring)
 //! bits 24..64  handle in that store (Far, Restoring) or ticket of the batch (Quarantine, Evicting)
 //! ```

@@ -7,9 +7,13 @@
 //! invariant 1 decides. They stay within the limit, and only the newest guesses are kept.
 //!
 //! Pages are evicted in runs, so neighbours left together. Whether they are *wanted* together is measured all the time:
-//! some windows are left alone after their first restore, and what is then restored in them within a second is what a
-//! prefetch would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
+//! some windows are left alone after their first restore, and what is then restored in them soon is what a prefetch
+//! would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
 //! where most of those are wanted, all 2 MiB come back. The order of the touches plays no part.
+//!
+//! *Soon* is much sooner than pages come back anyway, a second at most: in a VM at its limit each page that comes drives
+//! out another. One that touches its memory at random wants all of every window again within a second or so, and would
+//! only exchange one page for the next.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -29,10 +33,15 @@ use crate::vm::Vm;
 
 /// Pages of a window: 64 KiB.
 pub const WINDOW: u64 = 16;
-/// Share of a window's far pages that must be wanted within [`HORIZON`] for prefetch to pay: bringing one back in a row
-/// costs about a quarter of a fault.
+/// Share of a window's far pages that must be wanted soon for prefetch to pay: bringing one back in a row costs about a
+/// quarter of a fault.
 const PAYS: f64 = 0.25;
+/// Soon is this part of the time for which pages are away, and between these two.
+const SOON_PART: u32 = 8;
+const SOONEST: Duration = Duration::from_millis(5);
 const HORIZON: Duration = Duration::from_secs(1);
+/// The time for which pages are away is averaged over about so many.
+const AWAY_OVER: f64 = 64.0;
 /// Every so many windows one is left alone, to see; at first all are.
 const TRY_EVERY: u64 = 16;
 const TRY_AT_FIRST: u64 = 16;
@@ -72,8 +81,8 @@ struct Gain {
 impl Gain {
     /// A page of this window was restored. Answers whether to prefetch the others, or nothing if that was asked just now.
     /// `far` counts those that are far.
-    fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, now: Instant) -> Option<bool> {
-        self.close_trials(now);
+    fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, soon: Duration, now: Instant) -> Option<bool> {
+        self.close_trials(soon, now);
         if let Some(trial) = self.trials.iter_mut().find(|trial| trial.window == window) {
             trial.hits += 1;
             return None;
@@ -94,11 +103,11 @@ impl Gain {
         Some(self.share >= PAYS)
     }
 
-    /// A trial ends after the horizon, or when it is clear that all the window was wanted.
-    fn close_trials(&mut self, now: Instant) {
+    /// A trial ends when it is not soon any more, or when it is clear that all the window was wanted.
+    fn close_trials(&mut self, soon: Duration, now: Instant) {
         let share = &mut self.share;
         self.trials.retain(|trial| {
-            let over = trial.hits >= trial.far || now.saturating_duration_since(trial.since) > HORIZON;
+            let over = trial.hits >= trial.far || now.saturating_duration_since(trial.since) > soon;
             if over {
                 *share += (trial.hits.min(trial.far) as f64 / trial.far as f64 - *share) / 8.0;
             }
@@ -108,25 +117,35 @@ impl Gain {
 }
 
 /// Does prefetching pay in this VM, and how far?
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Company {
     near: Gain,
     /// The same of the windows of whole 2 MiB.
     wide: Gain,
+    /// For how long pages are away, in seconds.
+    away_s: f64,
+}
+
+impl Default for Company {
+    fn default() -> Self {
+        Self { near: Gain::default(), wide: Gain::default(), away_s: (HORIZON * SOON_PART).as_secs_f64() }
+    }
 }
 
 impl Company {
-    /// A page was restored. Answers what to bring back besides, the most urgent last.
-    pub fn restored(&mut self, region: &Region, page: PageIdx, now: Instant) -> Vec<Range<u64>> {
+    /// A page was restored that had been away for so long. Answers what to bring back besides, the most urgent last.
+    pub fn restored(&mut self, region: &Region, page: PageIdx, away: Duration, now: Instant) -> Vec<Range<u64>> {
+        self.away_s += (away.as_secs_f64() - self.away_s) / AWAY_OVER;
+        let soon = Duration::from_secs_f64(self.away_s.max(0.0) / f64::from(SOON_PART)).clamp(SOONEST, HORIZON);
         let window = page.0 / WINDOW;
         let near = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
         let far = || far_pages(region, near.clone()).count() as u64;
         // Of the 2 MiB each window counts once, however many of its pages are wanted.
-        let Some(pays) = self.near.restored((region.number, window), far, now) else { return Vec::new() };
+        let Some(pays) = self.near.restored((region.number, window), far, soon, now) else { return Vec::new() };
         let unit = page.0 / PAGES_PER_UNIT;
         let all = unit * PAGES_PER_UNIT..((unit + 1) * PAGES_PER_UNIT).min(region.pages().0);
         let windows = || all.clone().step_by(WINDOW as usize).filter(|page| is_far(region, PageIdx(*page))).count();
-        let wide = self.wide.restored((region.number, unit), || windows() as u64, now) == Some(true);
+        let wide = self.wide.restored((region.number, unit), || windows() as u64, soon, now) == Some(true);
         match (pays, wide) {
             (true, true) => vec![all.start..near.start, near.end..all.end, near],
             (true, false) => vec![near],
@@ -268,8 +287,10 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, pages: Range<u64>, room: &m
         && let Some(first) = (next..pages.end).map(PageIdx).find(|page| is_far(region, *page))
     {
         let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
+        let were: Vec<u8> = (first.0..pages.end).take(RUN).map(|page| region.word(PageIdx(page)).age()).collect();
         let back = restore_run(region.key(first), cells, &memory, &vm.stores.near(), room)?;
         vm.gate.came(back);
+        vm.came_back(region, first, 1, were.into_iter().take(back as usize));
         vm.stats().add(Counter::Prefetched, back);
         vm.stats().sub(Counter::Far, back);
         // None: somebody else was quicker, or it cannot be had now, and whoever wants it will fault.
@@ -287,7 +308,7 @@ mod tests {
         let mut now = Instant::now();
         for window in 0..windows {
             for _ in 0..=touches {
-                let _ = gain.restored((0, window), || WINDOW - 1, now);
+                let _ = gain.restored((0, window), || WINDOW - 1, HORIZON, now);
             }
             now += HORIZON / 8;
         }
@@ -298,15 +319,15 @@ mod tests {
     fn nothing_is_prefetched_until_windows_that_were_left_alone_were_wanted() {
         let mut gain = Gain::default();
         let now = Instant::now();
-        assert!((0..TRY_AT_FIRST + 8).all(|window| gain.restored((0, window), || 15, now) != Some(true)));
+        assert!((0..TRY_AT_FIRST + 8).all(|window| gain.restored((0, window), || 15, HORIZON, now) != Some(true)));
         let (mut gain, now) = gain_after(64, WINDOW - 1);
-        assert_eq!(gain.restored((0, 1001), || 15, now), Some(true), "all of each window was wanted");
+        assert_eq!(gain.restored((0, 1001), || 15, HORIZON, now), Some(true), "all of each window was wanted");
     }
 
     #[test]
     fn a_guest_that_wants_one_page_of_each_window_gets_no_prefetch() {
         let (mut gain, now) = gain_after(64, 0);
-        assert!((1001..1033).all(|window| gain.restored((0, window), || 15, now) != Some(true)));
+        assert!((1001..1033).all(|window| gain.restored((0, window), || 15, HORIZON, now) != Some(true)));
     }
 
     #[test]
@@ -314,17 +335,17 @@ mod tests {
         let (mut gain, mut now) = gain_after(64, WINDOW - 1);
         let mut prefetched = 0;
         for window in 10_000..11_000 {
-            prefetched += u64::from(gain.restored((0, window), || 15, now) == Some(true));
+            prefetched += u64::from(gain.restored((0, window), || 15, HORIZON, now) == Some(true));
             now += HORIZON / 8;
         }
         assert!(prefetched < 500, "{prefetched} of 1000 windows were prefetched for nothing");
-        assert_ne!(gain.restored((0, 20_001), || 15, now), Some(true));
+        assert_ne!(gain.restored((0, 20_001), || 15, HORIZON, now), Some(true));
     }
 
     #[test]
     fn a_window_without_other_far_pages_is_no_trial_and_no_prefetch() {
         let mut gain = Gain::default();
-        assert_eq!(gain.restored((0, 1), || 0, Instant::now()), None);
+        assert_eq!(gain.restored((0, 1), || 0, HORIZON, Instant::now()), None);
         assert!(gain.trials.is_empty() && gain.windows == 0);
     }
 }

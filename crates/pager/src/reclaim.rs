@@ -17,6 +17,9 @@
 //! margin above the limit on, a page comes in only when one has gone (`gate`); a fault that waits for that first has more
 //! pages kept in quarantine, then T halved. So a VM whose working set is larger than its limit is held to it, at the price
 //! of restores.
+//!
+//! *What* goes are two guesses: what heat offers (a clock hand, or tracking's oldest), and what came back of late (`recent`,
+//! which learns which of the two stays away longer). Either has to stay untouched in quarantine.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -28,8 +31,10 @@ use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_heat::{ColdRun, ColdSource, HeatSource, Pages, Pick};
 use ballast_store::PageBytes;
 
-use crate::evict::{Hold, evict, quarantine, release};
+use crate::away;
+use crate::evict::{Hold, To, evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
+use crate::recent::{Guess, Returned};
 use crate::state_file::StateError;
 use crate::stats::Counter;
 use crate::stores::RAM_STORE;
@@ -64,13 +69,14 @@ struct Batch {
     /// The VM's views when it was zapped.
     generation: u64,
     zapped_at: Instant,
-    runs: Vec<ColdRun>,
+    runs: Vec<(Guess, ColdRun)>,
 }
 
 /// What the lane keeps between rounds.
 struct Lane<'a> {
     vm: &'a Vm,
     source: HeatSource,
+    returned: Returned,
     batches: VecDeque<Batch>,
     /// T when over the limit, where T is no safety matter.
     patience: Duration,
@@ -94,6 +100,7 @@ pub fn run(vm: &Vm) {
     let mut lane = Lane {
         vm,
         source: HeatSource::new(vm.heat.clone()),
+        returned: Returned::default(),
         batches: VecDeque::new(),
         patience: vm.tuning.direct_quarantine,
         supply: 0,
@@ -181,12 +188,14 @@ impl Lane<'_> {
             self.patience = (self.patience + self.patience / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.insists = false;
         }
+        self.returned.take_note(&vm.recent, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
         if watched < wanted {
             let most = if self.patience < vm.tuning.direct_quarantine { TOP_UP_HURRIED } else { TOP_UP };
-            self.top_up((wanted - watched).min(most), if over_limit { Pick::Any } else { Pick::Cold })?;
+            let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
+            self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
         }
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,
@@ -225,12 +234,12 @@ impl Lane<'_> {
             if now.saturating_duration_since(batch.zapped_at) < vm.quarantine(over_limit.then_some(self.patience)) {
                 break;
             }
-            let Some(run) = batch.runs.pop() else {
+            let Some((guess, run)) = batch.runs.pop() else {
                 self.batches.pop_front();
                 continue;
             };
             if vm.held().is_some() {
-                batch.runs.push(run);
+                batch.runs.push((guess, run));
                 break;
             }
             let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
@@ -240,15 +249,16 @@ impl Lane<'_> {
             let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
             let count = run.count.min(most).min(PAGES_PER_UNIT - place);
             if run.count > count {
-                batch.runs.push(ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run });
+                let rest = ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run };
+                batch.runs.push((guess, rest));
             }
             tried += count;
             let part = (run.first, count);
-            let store = (RAM_STORE, &*vm.stores.ram);
+            let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: away::stamp() };
             let ticket = batch.ticket;
             let granule_of = |page| region.granule(page);
             let hold = if over_limit && self.insists { Hold::Copy } else { Hold::Punch };
-            let evicted = evict(region.number, part, granule_of, ticket, &*region, store, &mut self.buffer[..], hold);
+            let evicted = evict(region.number, part, granule_of, ticket, &*region, to, &mut self.buffer[..], hold);
             let stats = vm.stats();
             stats.add(Counter::Evicted, evicted.far);
             stats.add(Counter::Far, evicted.far);
@@ -259,6 +269,9 @@ impl Lane<'_> {
                 .sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck + evicted.lost);
             stats.add(Counter::Failed, evicted.stuck);
             stats.add(Counter::Poisoned, evicted.lost);
+            if evicted.far == count {
+                self.returned.guesses.went(guess, (region.number, run.first), Instant::now());
+            }
             gone += evicted.far + evicted.zero;
             vm.gate.went(evicted.far + evicted.zero);
             if let Some(error) = evicted.failed {
@@ -308,19 +321,26 @@ impl Lane<'_> {
         self.release_all();
     }
 
-    /// Put up to about `want` more pages into quarantine.
-    fn top_up(&mut self, want: u64, pick: Pick) -> std::io::Result<()> {
+    /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are.
+    fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<()> {
         let vm = self.vm;
         let layout = vm.layout();
         let (views, generation) = (vm.views(), vm.generation());
         if views.is_empty() || vm.held().is_some() {
             return Ok(());
         }
+        let table = Table::of(vm);
+        let asked = self.returned.guesses.recent(want, Instant::now());
+        let recent = self.returned.pick(&table, asked);
+        let found = recent.iter().map(|run| run.count).sum::<u64>().min(asked);
+        // What is missing of those the hand makes up for, but only as far as room is short now.
+        let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
         let mut picked = Vec::new();
-        self.source.pick(&Table::of(vm), want, pick, &mut picked);
+        self.source.pick(&table, want - asked + more, pick, &mut picked);
         let ticket = vm.ticket();
-        let mut marked: Vec<ColdRun> = Vec::with_capacity(picked.len());
-        for run in picked {
+        let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.len() + recent.len());
+        let recent = recent.into_iter().map(|run| (Guess::Recent, run));
+        for (guess, run) in picked.into_iter().map(|run| (Guess::Hand, run)).chain(recent) {
             let Some(region) = vm.region(run.region) else { continue };
             // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
             if let Err(error) = vm.register(&region, run.first, PageIdx(run.first.0 + run.count)) {
@@ -333,21 +353,23 @@ impl Lane<'_> {
                     continue;
                 }
                 match marked.last_mut() {
-                    Some(last) if last.region == run.region && last.first.0 + last.count == page.0 => {
+                    Some((same, last))
+                        if *same == guess && last.region == run.region && last.first.0 + last.count == page.0 =>
+                    {
                         last.count += count
                     }
-                    _ => marked.push(ColdRun { region: run.region, first: page, count }),
+                    _ => marked.push((guess, ColdRun { region: run.region, first: page, count })),
                 }
                 vm.stats().add(Counter::Quarantined, count);
             }
         }
-        let pages: u64 = marked.iter().map(|run| run.count).sum();
+        let pages: u64 = marked.iter().map(|(_, run)| run.count).sum();
         vm.stats().add(Counter::Zapped, pages);
         // Not held while we wait for clients: the lane that takes their answers may need it, too. Whatever changes
         // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
         drop(layout);
         // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
-        for run in &marked {
+        for (_, run) in &marked {
             if let Some(region) = vm.region(run.region) {
                 region.units().disturb(run.first, run.count, std::thread::yield_now);
             }
@@ -355,7 +377,7 @@ impl Lane<'_> {
         for view in views {
             let ranges: Vec<Range> = marked
                 .iter()
-                .filter_map(|run| Some((view.base(run.region)? + run.first.offset(), PageIdx(run.count).offset())))
+                .filter_map(|(_, run)| Some((view.base(run.region)? + run.first.offset(), PageIdx(run.count).offset())))
                 .collect();
             if let Err(error) = view.zap(&ranges) {
                 vm.stats().add(Counter::Failed, pages);
@@ -372,8 +394,8 @@ impl Lane<'_> {
     }
 
     /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
-    fn unmark(&self, runs: &[ColdRun], ticket: Ticket) {
-        for run in runs {
+    fn unmark(&self, runs: &[(Guess, ColdRun)], ticket: Ticket) {
+        for (_, run) in runs {
             if let Some(region) = self.vm.region(run.region) {
                 let released = release((run.first, run.count), ticket, |page| region.granule(page));
                 self.vm.stats().sub(Counter::Quarantined, released);

@@ -85,7 +85,7 @@ fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
     let times = Times::start();
     let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
     let (granule, key) = (region.granule(page), region.key(page));
-    let from_file = granule.is_in_file();
+    let (from_file, was) = (granule.is_in_file(), granule.cell().load());
     let (memory, stores) = (times.memory(&memory), times.stores(&vm.stores));
     let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &stores, ballast_heat::touched);
     vm.count_rescued(rescued, granule.pages());
@@ -95,6 +95,7 @@ fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
     let settled = settle(vm, &region, page, waiting, served);
     if settled == Some(Served::Restored) {
         times.restored(vm.stats(), waiting.since);
+        vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
     }
     settled.is_some()
 }

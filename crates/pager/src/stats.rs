@@ -72,8 +72,10 @@ pub enum Counter {
     Throttled,
     /// How long they waited for it, nanoseconds.
     ThrottledNs,
+    /// For how long all pages that came back had been far, milliseconds.
+    AwayMs,
 }
-const _: () = assert!((Counter::ThrottledNs as usize) < COUNTERS);
+const _: () = assert!((Counter::AwayMs as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

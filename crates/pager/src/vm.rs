@@ -23,6 +23,7 @@ use crate::gate::Gate;
 use crate::memory::{Backing, Mapped};
 use crate::page_state::{State, Ticket, Word};
 use crate::prefetch::Prefetch;
+use crate::recent::Recent;
 use crate::region::Region;
 use crate::slow::{self, Slow};
 use crate::spill::{self, Spill};
@@ -32,7 +33,7 @@ use crate::stores::Stores;
 use crate::touch::Touches;
 use crate::track::{self, Track};
 use crate::view::View;
-use crate::{coalesce, lane, prefetch, reclaim};
+use crate::{away, coalesce, lane, prefetch, reclaim};
 
 /// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
 /// computes. No lane goes after it: each holds locks of pages now and then that a fault may want.
@@ -133,6 +134,8 @@ pub struct Vm {
     pub(crate) over_limit: AtomicBool,
     /// How fast pages may come in while it is above its limit.
     pub(crate) gate: Gate,
+    /// What came back of late.
+    pub(crate) recent: Recent,
     /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
     generation: AtomicU64,
     rung: Mutex<bool>,
@@ -177,6 +180,7 @@ impl Vm {
             may_pin: AtomicBool::new(false),
             over_limit: AtomicBool::new(false),
             gate: Gate::default(),
+            recent: Recent::default(),
             generation: AtomicU64::new(0),
             rung: Mutex::default(),
             bell: Condvar::new(),
@@ -490,7 +494,7 @@ impl Vm {
                 }
                 if word.state() == State::Zero && !word.is_locked() {
                     // A hole in the file is what zeros look like to everybody else, too.
-                    if granule.cell().swap(word, Word::new(State::Resident, word.age())) {
+                    if granule.cell().swap(word, Word::new(State::Resident, 0)) {
                         self.stats().sub(Counter::Zero, granule.pages());
                     }
                     continue;
@@ -519,6 +523,16 @@ impl Vm {
             self.stats().add(Counter::Rescued, pages);
             self.stats().sub(Counter::Quarantined, pages);
         }
+    }
+
+    /// These granules, from this one on, are back. Their words had these stamps of when they went.
+    pub(crate) fn came_back(&self, region: &Region, first: PageIdx, granule: u64, since: impl Iterator<Item = u8>) {
+        let now = away::stamp();
+        let away = since.enumerate().map(|(at, since)| {
+            self.recent.push((region.number, PageIdx(first.0 + at as u64 * granule)));
+            away::between_ms(since, now)
+        });
+        self.stats().add(Counter::AwayMs, away.sum());
     }
 
     /// Count a served fault, and keep the gauges, which count the pages of its granule.
@@ -685,7 +699,7 @@ impl Vm {
                 // A zero page is a hole, and an unregistered hole reads as zeros.
                 if word.state() == State::Zero
                     && !word.is_locked()
-                    && granule.cell().swap(word, Word::new(State::Resident, word.age()))
+                    && granule.cell().swap(word, Word::new(State::Resident, 0))
                 {
                     self.stats().sub(Counter::Zero, granule.pages());
                 } else if word.state() != State::Resident || word.is_locked() {

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_pager::evict::{Hold, discard, evict, quarantine};
+use ballast_pager::evict::{Hold, To, discard, evict, quarantine};
 use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Mapped, Punched};
@@ -246,8 +246,8 @@ impl World {
 
     fn evict_and(&self, ticket: Ticket, hold: Hold) {
         let mut buffer = [[0; _]];
-        let store: (u8, &dyn Store) = (RAM_STORE, &self.ram);
-        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, store, &mut buffer, hold);
+        let to = To { number: RAM_STORE, store: &self.ram, since: 7 };
+        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, to, &mut buffer, hold);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
     }
 
