@@ -43,7 +43,7 @@ pub enum Command {
     Policy(PolicyCommand),
     /// Show what the policy, or another one, would change now; does nothing
     Plan {
-        /// Another policy: fixed, ratio, maestro or pressure
+        /// Another policy: fixed, ratio, maestro, pressure or gain
         #[arg(long)]
         policy: Option<Kind>,
     },
@@ -154,7 +154,7 @@ pub enum PolicyCommand {
     Show,
     /// Change it, until ballastd is restarted; what is not named stays
     Set {
-        /// none, fixed, ratio, maestro or pressure
+        /// none, fixed, ratio, maestro, pressure or gain
         name: Kind,
         /// Milliseconds between decisions
         #[arg(long)]
@@ -202,7 +202,7 @@ pub struct RecordArgs {
 pub struct ReplayArgs {
     /// A file that `ballast record` wrote
     pub file: PathBuf,
-    /// fixed, ratio, maestro or pressure
+    /// fixed, ratio, maestro, pressure or gain
     #[arg(long)]
     pub policy: Kind,
     /// maestro: seconds over which faults count

@@ -322,7 +322,7 @@ fn policy_plan_and_explain_speak_in_sentences_and_in_the_apis_json() {
             1,
             "Setting the policy maestro: a tick of 1 ms is out of range",
         ),
-        (&["policy", "set", "best"], 2, "there are none, fixed, ratio, maestro and pressure"),
+        (&["policy", "set", "best"], 2, "there are none, fixed, ratio, maestro, pressure and gain"),
     ] {
         let (found, _, err) = ballast(&daemon.socket, args);
         assert!(found == code && err.contains(text), "{args:?}: {found} {err}");

@@ -7,7 +7,7 @@
 //!
 //! A reader's way through it: [`words`] (what operators say of a VM), [`snapshot`] (what goes in and comes out),
 //! [`reason`] (why, as data), [`solve`](mod@solve) (dividing a budget exactly), `frame` (what all policies share), then
-//! [`Maestro`], [`Pressure`], [`Fixed`], [`Ratio`], and [`replay`] (a recording under another policy).
+//! [`Maestro`], [`Gain`], [`Pressure`], [`Fixed`], [`Ratio`], and [`replay`] (a recording under another policy).
 //!
 //! Before: the daemon samples all VMs. After: it sets one limit per VM and nothing else.
 //! Threads: none. Units: in the names; memory is in bytes, and every limit is a whole number of pages.
@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod frame;
+mod gain;
 pub mod ladder;
 mod maestro;
 mod pressure;
@@ -34,6 +35,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 pub use frame::{External, check_external};
+pub use gain::{Gain, Sums};
 pub use ladder::{HostState, Ladder};
 pub use maestro::Maestro;
 pub use pressure::Pressure;
@@ -67,11 +69,13 @@ pub enum Kind {
     Maestro,
     /// As little as the stall of each VM allows.
     Pressure,
+    /// Where a byte more saves most waiting.
+    Gain,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::None, Self::Fixed, Self::Ratio, Self::Maestro, Self::Pressure];
+    pub const ALL: [Self; 6] = [Self::None, Self::Fixed, Self::Ratio, Self::Maestro, Self::Pressure, Self::Gain];
 
     /// The word operators type.
     pub const fn word(self) -> &'static str {
@@ -81,6 +85,7 @@ impl Kind {
             Self::Ratio => "ratio",
             Self::Maestro => "maestro",
             Self::Pressure => "pressure",
+            Self::Gain => "gain",
         }
     }
 
@@ -94,6 +99,7 @@ impl Kind {
             Self::Pressure => {
                 Box::new(Pressure { threshold: params.threshold, watermark_bytes: params.watermark_bytes })
             }
+            Self::Gain => Box::new(Gain),
         })
     }
 }
@@ -109,7 +115,7 @@ impl FromStr for Kind {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.word() == text);
-        found.ok_or_else(|| format!("{text:?} is no policy; there are none, fixed, ratio, maestro and pressure"))
+        found.ok_or_else(|| format!("{text:?} is no policy; there are none, fixed, ratio, maestro, pressure and gain"))
     }
 }
 
@@ -201,6 +207,9 @@ pub struct VmState {
     /// What an unmeasured VM is taken to need.
     #[serde(default)]
     pub need: Option<Need>,
+    /// What the gain policy remembers.
+    #[serde(default)]
+    pub gain: Sums,
     /// Until when the pressure policy takes nothing after it had to give back.
     pub pause_until_ms: u64,
     /// How long the last such pause was.

@@ -70,6 +70,9 @@ pub struct VmSample {
     pub page_bytes: u64,
     /// How often far memory came back, touched or expected to be, since the VM attached.
     pub restores: u64,
+    /// For how long what came back had been away, all together: pages (of `page_bytes`) times milliseconds.
+    #[serde(default)]
+    pub away_page_ms: u64,
     /// Share of the time since the last snapshot in which some thread of it waited for its memory, 0 to 1.
     pub stall: f64,
     /// The same as the kernel says, where the VM has a cgroup of its own.

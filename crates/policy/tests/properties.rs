@@ -10,7 +10,7 @@ use ballast_policy::{
 use proptest::prelude::*;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-const DECIDERS: [Kind; 4] = [Kind::Fixed, Kind::Ratio, Kind::Maestro, Kind::Pressure];
+const DECIDERS: [Kind; 5] = [Kind::Fixed, Kind::Ratio, Kind::Maestro, Kind::Pressure, Kind::Gain];
 
 fn policy(kind: Kind) -> Box<dyn Policy> {
     kind.policy(Params::default()).expect("it decides")
@@ -117,7 +117,7 @@ proptest! {
 
     #[test]
     fn the_same_snapshot_and_state_give_the_same_plan_also_after_a_trip_through_json(
-        snapshot in any_snapshot(), restored in proptest::collection::vec(0u64..10_000, 9), kind in 0usize..4,
+        snapshot in any_snapshot(), restored in proptest::collection::vec(0u64..10_000, 9), kind in 0usize..5,
     ) {
         let policy = policy(DECIDERS[kind]);
         let mut state = State::default();
@@ -126,6 +126,7 @@ proptest! {
         later.at_ms += 1000;
         for (vm, more) in later.vms.iter_mut().zip(restored) {
             vm.restores += more;
+            vm.away_page_ms += more * 300;
         }
         let mut copy: State = serde_json::from_str(&serde_json::to_string(&state).expect("write")).expect("read");
         let read: Snapshot = serde_json::from_str(&serde_json::to_string(&later).expect("write")).expect("read");
@@ -196,8 +197,36 @@ proptest! {
     }
 
     #[test]
+    fn more_waiting_or_more_shares_never_mean_less_memory_under_gain_and_more_of_it_away_never_more(
+        snapshot in any_snapshot(), at in 0usize..9, away in proptest::collection::vec(0u64..1 << 30, 9), more in 1u32..5000,
+    ) {
+        prop_assume!(!snapshot.vms.is_empty());
+        let at = at % snapshot.vms.len();
+        let mut snapshot = snapshot;
+        for vm in &mut snapshot.vms { vm.target_bytes = None; }
+        let after = |change: &dyn Fn(&mut VmSample)| {
+            let (policy, mut state) = (policy(Kind::Gain), State::default());
+            policy.decide(&snapshot, &mut state);
+            let mut later = snapshot.clone();
+            later.at_ms += 1000;
+            for (vm, away) in later.vms.iter_mut().zip(&away) { vm.away_page_ms += away; }
+            change(&mut later.vms[at]);
+            limit_of(&policy.decide(&later, &mut state), at)
+        };
+        let [waiting, lots] = [0.1, 0.8].map(|stall| after(&|vm| vm.stall = stall));
+        prop_assert!(lots.map(|lots| lots + PAGE) >= waiting, "waiting: {:?} {:?}", waiting, lots);
+        let shares = snapshot.vms[at].settings.effective_shares();
+        if shares > 0 {
+            let [few, many] = [shares, shares + more].map(|shares| after(&|vm| vm.settings.shares = Some(shares)));
+            prop_assert!(many.map(|many| many + PAGE) >= few, "shares: {:?} {:?}", few, many);
+        }
+        let [little, much] = [1, 1 << 30].map(|more| after(&|vm| vm.away_page_ms += more));
+        prop_assert!(little.map(|little| little + PAGE) >= much, "away: {:?} {:?}", little, much);
+    }
+
+    #[test]
     fn scaling_all_memory_scales_the_plan(snapshot in any_snapshot(), by in 2u64..40) {
-        for kind in [Kind::Fixed, Kind::Ratio, Kind::Maestro, Kind::Pressure] {
+        for kind in DECIDERS {
             // What is small beside a page is rounded: begin with VMs of some MiB at least.
             let scaled = |by: u64| {
                 let mut snapshot = snapshot.clone();

@@ -8,11 +8,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use ballast_policy::Kind;
 use ballast_testvm::{Spec, Workload};
 
-use super::Scale;
 use super::cast::{Cast, Side, spec};
+use super::{POLICY, Scale};
 use crate::Bench;
 use crate::order::{Answer, Order};
 use crate::report::Row;
@@ -73,7 +72,7 @@ fn jump(bench: &mut Bench, side: Side, specs: &[Spec], scale: Scale) -> Result<J
     let before = cast.window(bench, scale.window)?.ops_per_s;
     let bytes = cast.size_bytes() * LEVEL_PCT / 100;
     cast.vms[0].worker.ask(&Order::Think(IDLE))?;
-    cast.begin_to_hold(bench, Kind::Maestro, bytes)?;
+    cast.begin_to_hold(bench, POLICY, bytes)?;
     cast.window(bench, scale.settle)?;
 
     let length = scale.window * 2 + scale.settle;

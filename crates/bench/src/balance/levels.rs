@@ -9,7 +9,7 @@ use ballast_policy::Kind;
 use serde_json::json;
 
 use super::cast::{Cast, Side, Window, spec, word};
-use super::{CAST, Scale};
+use super::{CAST, POLICY, Scale};
 use crate::Bench;
 use crate::report::Row;
 use crate::stats::median;
@@ -18,7 +18,7 @@ use crate::stats::median;
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
 /// A quick look has these.
 const QUICK: [u64; 2] = [100, 60];
-/// At this one, other policies are measured, too.
+/// At this one, all policies are measured; where memory is short otherwise, Maestro's beside ours.
 const SHORT: u64 = 60;
 
 /// Speed of each VM without pressure: the mean over all windows.
@@ -92,9 +92,9 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.fact("level_pct", level);
         row.fact("level_bytes", bytes);
         row.fact("vm_bytes", scale.ram_bytes);
-        row.fact("policy", Kind::Maestro.word());
+        row.fact("policy", POLICY.word());
         row.figure("aa_geomean_slowdown", &ours.aa);
-        let seen = measure(bench, &mut ours.cast, Kind::Maestro, Some(bytes), scale, scale.windows)?;
+        let seen = measure(bench, &mut ours.cast, POLICY, Some(bytes), scale, scale.windows)?;
         let us = report(&mut row, "", &ours, &seen);
         let per_minute = |window: &Window| window.changed as f64 * 60.0 / window.seconds;
         row.figure("limit_changes_per_min", &seen.iter().map(per_minute).collect::<Vec<_>>());
@@ -102,7 +102,12 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.figure("control_cpu_us_per_tick", &seen.iter().map(per_tick).collect::<Vec<_>>());
         let engine = |window: &Window| window.engine_us / window.seconds / 1e4;
         row.figure("engine_cpu_pct", &seen.iter().map(engine).collect::<Vec<_>>());
-        for policy in [Kind::Pressure, Kind::Ratio].into_iter().filter(|_| level == SHORT) {
+        let others: &[Kind] = match level {
+            100 => &[],
+            SHORT => &[Kind::Maestro, Kind::Pressure, Kind::Ratio],
+            _ => &[Kind::Maestro],
+        };
+        for policy in others.iter().copied() {
             let seen = measure(bench, &mut ours.cast, policy, Some(bytes), scale, scale.windows)?;
             let slow: Vec<f64> = seen.iter().map(|window| geomean(&slowdowns(&ours.speeds, window))).collect();
             row.figure(&format!("{policy}_geomean_slowdown"), &slow);

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use ballast_base::MIB;
+use ballast_policy::Kind;
 use ballast_testvm::Workload;
 
 use crate::Bench;
@@ -25,6 +26,9 @@ use crate::report::Row;
 
 /// The four workloads.
 const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
+
+/// What divides the memory on Ballast's side, unless a key names another policy.
+const POLICY: Kind = Kind::Gain;
 
 /// How large and how long.
 #[derive(Clone, Copy, Debug)]

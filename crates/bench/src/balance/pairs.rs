@@ -4,11 +4,10 @@
 //! Units: slowdowns against the same pair without pressure. Promise: every pair of the four workloads is there.
 
 use anyhow::Result;
-use ballast_policy::Kind;
 
 use super::cast::{Side, spec, word};
 use super::levels::{Alone, geomean, measure, slowdowns};
-use super::{CAST, Scale};
+use super::{CAST, POLICY, Scale};
 use crate::Bench;
 use crate::report::Row;
 
@@ -52,7 +51,7 @@ fn one(
 ) -> Result<()> {
     let Alone { mut cast, speeds, .. } = Alone::start(bench, side, specs, Scale { windows: 1, ..scale })?;
     let half = cast.size_bytes() / 2;
-    let seen = measure(bench, &mut cast, Kind::Maestro, Some(half), scale, scale.windows)?;
+    let seen = measure(bench, &mut cast, POLICY, Some(half), scale, scale.windows)?;
     let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&speeds, window)).collect();
     row.figure(&format!("{prefix}pair_slowdown"), &slow.iter().map(|window| geomean(window)).collect::<Vec<_>>());
     for (at, spec) in specs.iter().enumerate() {

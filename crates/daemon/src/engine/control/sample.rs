@@ -132,6 +132,7 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
             .or_else(|| Some(estimate(resident_bytes, came_back.saturating_mul(page_bytes), size_bytes))),
         page_bytes,
         restores,
+        away_page_ms: stats.get(Counter::AwayMs),
         stall,
         kernel_stall,
     };

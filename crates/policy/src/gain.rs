@@ -1,0 +1,194 @@
+//! Gain: memory goes where a byte more saves most waiting.
+//!
+//! Before: the frame's bounds. After: each VM gains or loses a part of what it has, by how much it would have waited less
+//! with a byte more, compared with the others. Units: bytes and seconds.
+//! Promise: all that it remembers are three sums per VM, in the state, forgotten over [`REMEMBERED_MS`].
+//!
+//! Not from the papers. Maestro weighs how much a VM uses and how often it faults, and so gives much to those who use much,
+//! whatever that helps. This asks what the next byte would do. Time that a VM waits for its memory in a second,
+//! over how much of what comes back is away at a time, is what a byte saves on average: *waits / wanted*. What is away and
+//! never comes back is not in it. How much is wanted is known without a list of pages: what comes back in a second times how
+//! long it was away (Little's law).
+//!
+//! Taken alone that would sacrifice the VM that is slowest already, where two use their memory alike: a slow VM comes back to
+//! its memory less often. So what a VM saves counts more the slower it is, by the square of its slowdown: that is the
+//! gradient of the sum of squared slowdowns.
+//!
+//! *Who has all it wants* waits for nothing, and more would save it nothing. If others need memory, a little is taken from it
+//! (a 64th at a time, and more as more of it stays away unmissed). What it comes back to makes it wait, and that is
+//! remembered.
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::{Frame, Managed, bytes, pages};
+use crate::reason::Reason;
+use crate::snapshot::{Plan, Snapshot, VmSample};
+use crate::{Policy, State};
+
+/// Sums shrink to a third in this time.
+const REMEMBERED_MS: f64 = 5_000.0;
+/// A VM that saves e times as much as the average gains one part in this many of what it has, and so on.
+const STEP: f64 = 1.0 / 8.0;
+/// Nobody more than doubles.
+const MOST: f64 = 1.0;
+/// A VM of which little is away loses no more than one part in this many at a time,
+const PROBE: u64 = 64;
+/// another one no more than one part in this many of what is away.
+const MORE: u64 = 4;
+/// One part in this many of what a VM has is taken to be wanted besides, so that few pages say little.
+const DOUBT: u64 = 256;
+/// No VM is taken to wait longer than this share of the time.
+const WAITS_AT_MOST: f64 = 0.9;
+
+/// The policy.
+#[derive(Clone, Copy, Debug)]
+pub struct Gain;
+
+/// Sums of one VM, of the past, forgotten exponentially.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sums {
+    /// When.
+    pub at_ms: u64,
+    /// For how long restored pages had been away by then, since the VM attached, in page-milliseconds.
+    pub away_page_ms: u64,
+    /// Time, in seconds.
+    pub time_s: f64,
+    /// Of that, waiting.
+    pub waited_s: f64,
+    /// Bytes that came back, times how long they were away, in byte-seconds.
+    pub away_byte_s: f64,
+}
+
+impl Sums {
+    /// Add what happened since the last time.
+    fn add(&mut self, vm: &VmSample, at_ms: u64) {
+        let before = std::mem::replace(self, Self { at_ms, away_page_ms: vm.away_page_ms, ..*self });
+        if before.at_ms == 0 || before.at_ms > at_ms || before.away_page_ms > vm.away_page_ms {
+            // The first look, or another life of the VM.
+            (self.time_s, self.waited_s, self.away_byte_s) = (0.0, 0.0, 0.0);
+            return;
+        }
+        let elapsed_ms = (at_ms - before.at_ms) as f64;
+        let kept = (-elapsed_ms / REMEMBERED_MS).exp();
+        let away = (vm.away_page_ms - before.away_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
+        self.time_s = before.time_s * kept + elapsed_ms / 1e3;
+        self.waited_s = before.waited_s * kept + vm.worst_stall() * elapsed_ms / 1e3;
+        self.away_byte_s = before.away_byte_s * kept + away;
+    }
+
+    /// Share of the time it waited.
+    fn waits(&self) -> f64 {
+        if self.time_s > 0.0 { (self.waited_s / self.time_s).min(WAITS_AT_MOST) } else { 0.0 }
+    }
+
+    /// How much of what is away is wanted.
+    fn wanted_bytes(&self) -> f64 {
+        if self.time_s > 0.0 { self.away_byte_s / self.time_s } else { 0.0 }
+    }
+
+    /// Share of the time that a byte more saves, if it has so much now.
+    fn saves(&self, has_bytes: u64) -> f64 {
+        let doubt = (has_bytes / DOUBT).max(1) as f64 * self.time_s.max(f64::MIN_POSITIVE);
+        self.waited_s / (self.away_byte_s + doubt)
+    }
+}
+
+/// What a VM has: its limit, or what it holds and a little if that is much less.
+fn has(part: &Managed<'_>) -> u64 {
+    let vm = part.vm;
+    let holds = vm.resident_bytes.saturating_add(vm.resident_bytes / 8);
+    pages(vm.target_bytes.unwrap_or(vm.resident_bytes).min(holds)).clamp(part.lo, part.hi).max(1)
+}
+
+impl Policy for Gain {
+    fn name(&self) -> &'static str {
+        "gain"
+    }
+
+    fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan {
+        let mut frame = Frame::new(self.name(), snapshot, state);
+        let seen: Vec<(u64, f64, Sums)> = (frame.managed.iter())
+            .map(|part| {
+                let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);
+                sums.add(vm, snapshot.at_ms);
+                let fair = (1.0 - sums.waits()).powi(2);
+                let shares = f64::from(vm.settings.effective_shares()) / 1000.0;
+                let has = has(part);
+                (has, shares * sums.saves(bytes(has)) / fair, *sums)
+            })
+            .collect();
+        let all = seen.iter().map(|(has, ..)| *has as f64).sum::<f64>();
+        let average = seen.iter().map(|(has, worth, _)| *has as f64 * worth).sum::<f64>() / all.max(1.0);
+        let mut weights = Vec::with_capacity(seen.len());
+        for (part, (has, worth, sums)) in frame.managed.iter_mut().zip(seen) {
+            let wants = wants(has, pages(part.vm.far_bytes), worth / average);
+            weights.push(wants);
+            part.reasons.push(Reason::Gain {
+                waits: sums.waits(),
+                wanted_bytes: sums.wanted_bytes() as u64,
+                worth_us_per_mib: worth * ballast_base::MIB as f64 * 1e6,
+                average_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
+                shares: part.vm.settings.effective_shares(),
+            });
+        }
+        frame.divide(&weights, true)
+    }
+}
+
+/// What a VM should have that has so many pages, with so many far, if a page is worth so much more to it than to the average.
+fn wants(has: u64, far: u64, worth: f64) -> f64 {
+    let now = has as f64;
+    // Not a number: nobody waits.
+    if worth.is_nan() {
+        return now;
+    }
+    let times = worth.ln();
+    if times > 0.0 {
+        return now * (1.0 + (STEP * times * times.max(1.0)).min(MOST));
+    }
+    let most = (has / PROBE).max(far / MORE) as f64;
+    now - (now * STEP * (-times).min(1.0)).min(most)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::MIB;
+
+    fn vm(stall: f64, away_page_ms: u64) -> VmSample {
+        VmSample { page_bytes: 4096, stall, away_page_ms, ..VmSample::default() }
+    }
+
+    #[test]
+    fn what_is_wanted_of_what_is_away_is_what_comes_back_in_a_second_times_how_long_it_was_away() {
+        let mut sums = Sums::default();
+        // 1000 pages a second come back, each after 2 s: 2000 are away at a time.
+        (0..60).for_each(|second| sums.add(&vm(0.25, second * 1000 * 2000), second * 1000 + 1));
+        assert!((sums.wanted_bytes() / 4096.0 - 2000.0).abs() < 1.0, "{sums:?}");
+        assert!((sums.waits() - 0.25).abs() < 1e-9, "{sums:?}");
+        let saves = sums.saves(64 * MIB) * 4096.0;
+        // A quarter of the time over 2000 pages, and 64 more for doubt.
+        assert!((saves - 0.25 / 2064.0).abs() < 1e-6, "{saves}");
+    }
+
+    #[test]
+    fn a_counter_or_clock_that_went_back_begins_anew_and_the_past_is_forgotten() {
+        let mut sums = Sums::default();
+        (0..10).for_each(|second| sums.add(&vm(0.5, second * 1_000_000), second * 1000 + 1));
+        let before = sums.saves(64 * MIB);
+        (10..40).for_each(|second| sums.add(&vm(0.0, 9_000_000), second * 1000 + 1));
+        assert!(sums.saves(64 * MIB) < before / 10.0, "it has not waited for long");
+        sums.add(&vm(0.5, 3), 40_001);
+        assert_eq!((sums.time_s, sums.waited_s, sums.away_byte_s), (0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn who_saves_more_gains_who_saves_less_loses_gently_and_nobody_moves_while_nobody_waits() {
+        assert_eq!(wants(6400, 0, 1.0), 6400.0);
+        assert_eq!(wants(6400, 0, f64::NAN), 6400.0);
+        assert_eq!(wants(6400, 0, 1e9), 12_800.0, "no more than double");
+        assert_eq!(wants(6400, 0, 0.0), 6300.0, "a 64th, as long as little is away");
+        assert_eq!(wants(6400, 6400, 0.0), 5600.0, "an eighth");
+        assert!(wants(6400, 6400, 0.9) > 6300.0);
+    }
+}
