@@ -6,12 +6,15 @@
 
 use anyhow::Result;
 
-use crate::order::{GuestKind, Out, Pace};
+use crate::order::{Data, GuestKind, Out, Pace};
 use crate::report::Row;
 use crate::subject::{Subject, Way, out, touch};
 use crate::{Bench, qemu};
 
 const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
+
+/// Pages of a guest of 2 GiB: what is looked at for each page that goes must not grow with the guest.
+const LARGE: u64 = 524_288;
 
 /// How long it leaves a page there when the VMM may pin memory, as one whose guest does I/O does: the setting
 /// `quarantine_ms`.
@@ -57,8 +60,13 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         (false, GuestKind::Kvm) => (16_384, 4),
         (false, GuestKind::Qemu) => (8192, 4),
     };
-    for data in bench.options.data() {
-        let mut row = Row::new("reclaim", bench.options.guest(), data.name());
+    let mut rows: Vec<_> = bench.options.data().into_iter().map(|data| (data, pages, repetitions)).collect();
+    if !bench.options.quick && bench.options.is(GuestKind::Native) {
+        rows.push((Data::HalfCompressible, LARGE, 3));
+    }
+    for (data, pages, repetitions) in rows {
+        let title = if pages == LARGE { "half_compressible, a large guest" } else { data.name() };
+        let mut row = Row::new("reclaim", bench.options.guest(), title);
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);

@@ -70,8 +70,8 @@ pub trait Pages {
         1
     }
 
-    /// The first run of pages at or after `from` that are in the file, as `(first, end)`.
-    fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)>;
+    /// The first run of pages in `from..until` that are in the file, as `(first, end)`, cut at `until`.
+    fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)>;
 
     /// The age byte of a page that is Resident and free to take; `None` for any other page.
     fn age(&self, region: u32, page: PageIdx) -> Option<u8>;

@@ -72,17 +72,12 @@ impl HeatSource {
     fn make_round(&mut self, tracker: &Tracker, pages: &dyn Pages, tracked: bool) {
         self.round.clear();
         for region in 0..pages.regions() {
-            let mut last = None;
-            let mut at = PageIdx(0);
-            while let Some((first, end)) = pages.next_present(region, at).filter(|(_, end)| end.0 > at.0) {
-                for unit in first.unit()..PageIdx(end.0 - 1).unit() + 1 {
-                    if last != Some(unit) {
-                        let unit = UnitId { region, unit: unit as u32 };
-                        offer(tracker, unit, tracked, pages.granule(region), &mut self.round);
-                    }
-                    last = Some(unit);
+            for unit in 0..pages.len(region).div_ceil(PAGES_PER_UNIT) {
+                let end = PageIdx::first_of_unit(unit + 1);
+                if pages.next_present(region, PageIdx::first_of_unit(unit), end).is_some() {
+                    let unit = UnitId { region, unit: unit as u32 };
+                    offer(tracker, unit, tracked, pages.granule(region), &mut self.round);
                 }
-                at = end;
             }
         }
         self.round.sort_unstable_by(|a, b| b.cmp(a));
@@ -162,8 +157,8 @@ fn sweep(
     let stop = pages.len(region).min(base + PAGES_PER_UNIT);
     let granule = pages.granule(region);
     let mut at = base + u64::from(from);
-    while let Some((first, end)) = pages.next_present(region, PageIdx(at)).filter(|(first, _)| first.0 < stop) {
-        for page in (first.0.next_multiple_of(granule)..end.0.min(stop)).step_by(granule as usize) {
+    while let Some((first, end)) = pages.next_present(region, PageIdx(at), PageIdx(stop)) {
+        for page in (first.0.next_multiple_of(granule)..end.0).step_by(granule as usize) {
             if *left == 0 {
                 let next = (page - base) as u16;
                 let pages = match offer.pages {
@@ -178,7 +173,7 @@ fn sweep(
                 push(out, region, PageIdx(page), granule);
             }
         }
-        if end.0 >= stop || end.0 <= at {
+        if end.0 <= at {
             break;
         }
         at = end.0;
@@ -224,10 +219,11 @@ mod tests {
         fn len(&self, region: u32) -> u64 {
             self.0[region as usize].borrow().len() as u64
         }
-        fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
             let pages = self.0[region as usize].borrow();
-            let first = (from.0 as usize..pages.len()).find(|page| pages[*page].is_some())?;
-            let end = (first..pages.len()).find(|page| pages[*page].is_none()).unwrap_or(pages.len());
+            let until = pages.len().min(until.0 as usize);
+            let first = (from.0 as usize..until).find(|page| pages[*page].is_some())?;
+            let end = (first..until).find(|page| pages[*page].is_none()).unwrap_or(until);
             Some((PageIdx(first as u64), PageIdx(end as u64)))
         }
         fn age(&self, region: u32, page: PageIdx) -> Option<u8> {

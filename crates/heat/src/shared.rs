@@ -107,8 +107,9 @@ mod tests {
         fn len(&self, _: u32) -> u64 {
             512
         }
-        fn next_present(&self, _: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
-            (from.0 < 512).then_some((from, PageIdx(512)))
+        fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+            let until = until.min(PageIdx(512));
+            (from < until).then_some((from, until))
         }
         fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
             Some(0)

@@ -443,8 +443,9 @@ mod tests {
         fn len(&self, _: u32) -> u64 {
             self.0 * PAGES_PER_UNIT
         }
-        fn next_present(&self, _: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
-            (from.0 < self.len(0)).then_some((from, PageIdx(self.len(0))))
+        fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+            let until = until.min(PageIdx(self.len(0)));
+            (from < until).then_some((from, until))
         }
         fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
             Some(0)

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use ballast_base::PAGES_PER_UNIT;
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
 use crate::generations::{self, GENERATIONS};
 use crate::sample::Estimate;
@@ -166,20 +166,16 @@ impl Units {
         self.layout((0..pages.regions()).map(|region| pages.len(region)).collect::<Vec<_>>().into_iter());
         for number in 0..self.regions.len() {
             let mut present = vec![0u16; self.regions[number].present.len()];
-            let mut at = ballast_base::PageIdx(0);
-            while let Some((first, end)) = pages.next_present(number as u32, at) {
-                let end = end.0.min(self.regions[number].pages);
-                let mut page = first.0;
-                while page < end {
-                    let unit = page / PAGES_PER_UNIT;
-                    let stop = end.min((unit + 1) * PAGES_PER_UNIT);
-                    present[unit as usize] += (stop - page) as u16;
-                    page = stop;
+            for (unit, present) in present.iter_mut().enumerate() {
+                let mut at = unit as u64 * PAGES_PER_UNIT;
+                let stop = self.regions[number].pages.min(at + PAGES_PER_UNIT);
+                while let Some((first, end)) = pages.next_present(number as u32, PageIdx(at), PageIdx(stop)) {
+                    *present += (end.0 - first.0) as u16;
+                    if end.0 <= at {
+                        break;
+                    }
+                    at = end.0;
                 }
-                if end <= at.0 {
-                    break;
-                }
-                at = ballast_base::PageIdx(end);
             }
             for (unit, count) in present.into_iter().enumerate() {
                 self.set_present(UnitId { region: number as u32, unit: unit as u32 }, count, now, birth);

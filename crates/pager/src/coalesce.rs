@@ -83,7 +83,8 @@ fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Col
     let _layout = vm.layout();
     let first = PageIdx(number * PAGES_PER_UNIT);
     let Some(unit) = region.units().get(number).filter(|_| !region.is_removed()) else { return Ok(None) };
-    if !region.next_present(first)?.is_some_and(|run| run.0 == first && run.1.0 >= first.0 + PAGES_PER_UNIT) {
+    let end = PageIdx(first.0 + PAGES_PER_UNIT);
+    if region.next_present(first, end)? != Some((first, end)) {
         return Ok(None);
     }
     let Some(mapping) = unit.map(|| is_resident(region, number)) else { return Ok(None) };

@@ -151,17 +151,12 @@ impl Returned {
         picked.sort_unstable();
         picked.dedup();
         let mut runs: Vec<ColdRun> = Vec::new();
-        let mut present = (0, PageIdx(0)..PageIdx(0));
         for (region, first) in picked {
+            let count = pages.granule(region);
             // What was discarded meanwhile is Resident, too, but there is nothing of it to take.
-            if present.0 != region || first >= present.1.end {
-                let Some((from, to)) = pages.next_present(region, first) else { continue };
-                present = (region, from..to);
-            }
-            if first < present.1.start {
+            if pages.next_present(region, first, PageIdx(first.0 + 1)).is_none() {
                 continue;
             }
-            let count = pages.granule(region);
             match runs.last_mut() {
                 Some(run) if run.region == region && run.first.0 + run.count == first.0 => run.count += count,
                 _ => runs.push(ColdRun { region, first, count }),

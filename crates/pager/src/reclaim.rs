@@ -451,8 +451,8 @@ impl Pages for Table<'_> {
         self.regions[region as usize].pages().0
     }
 
-    fn next_present(&self, region: u32, from: PageIdx) -> Option<(PageIdx, PageIdx)> {
-        self.regions[region as usize].next_present(from).unwrap_or_else(|error| {
+    fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        self.regions[region as usize].next_present(from, until).unwrap_or_else(|error| {
             tracing::warn!(vm = self.vm.state.name(), region, "Looking for present pages: {error}");
             None
         })

@@ -158,24 +158,23 @@ impl Region {
         memfd::is_present(&self.file, self.file_offset.0 + page.offset())
     }
 
-    /// The first run of pages at or after `from` that are in the file, as `(first, end)`.
-    pub fn next_present(&self, from: PageIdx) -> io::Result<Option<(PageIdx, PageIdx)>> {
-        if from.0 >= self.pages().0 {
+    /// The first run of pages in `from..until` that are in the file, as `(first, end)`, cut at `until`.
+    pub fn next_present(&self, from: PageIdx, until: PageIdx) -> io::Result<Option<(PageIdx, PageIdx)>> {
+        let until = until.min(PageIdx(self.pages.0));
+        if from >= until {
             return Ok(None);
         }
         if self.huge.is_some() {
-            for page in self.granules(self.first_of(from).0..self.pages.0) {
+            for page in self.granules(self.first_of(from).0..until.0) {
                 if self.is_present(page)? {
-                    return Ok(Some((from.max(page), PageIdx(page.0 + self.granule))));
+                    return Ok(Some((from.max(page), until.min(PageIdx(page.0 + self.granule)))));
                 }
             }
             return Ok(None);
         }
         let base = self.file_offset.0;
-        let run = memfd::next_data(&self.file, base + from.offset())?;
-        Ok(run.map(|(start, end)| {
-            (PageIdx::containing(start - base), PageIdx(PageIdx::containing(end - base).0.min(self.pages.0)))
-        }))
+        let run = memfd::next_data_within(&self.file, base + from.offset(), base + until.offset())?;
+        Ok(run.map(|(start, end)| (PageIdx::containing(start - base), PageIdx::containing(end - base))))
     }
 
     /// The chunks, as page ranges, that `first..end` touches, with their registration flags.
