@@ -15,7 +15,7 @@
 //! gradient of the sum of squared slowdowns.
 //!
 //! *Who has all it wants* waits for nothing, and more would save it nothing. If others need memory, a little is taken from it
-//! (a 64th at a time, and more as more of it stays away unmissed). What it comes back to makes it wait, and that is
+//! (a 32nd at a time, and more as more of it stays away unmissed). What it comes back to makes it wait, and that is
 //! remembered.
 
 use serde::{Deserialize, Serialize};
@@ -26,13 +26,14 @@ use crate::snapshot::{Plan, Snapshot, VmSample};
 use crate::{Policy, State};
 
 /// Sums shrink to a third in this time.
-const REMEMBERED_MS: f64 = 5_000.0;
-/// A VM that saves e times as much as the average gains one part in this many of what it has, and so on.
+const REMEMBERED_MS: f64 = 3_000.0;
+/// A VM to which a byte is worth e times as much as to the others gains one part in this many of what it has, and so on.
 const STEP: f64 = 1.0 / 8.0;
-/// Nobody more than doubles.
+/// Nobody more than doubles, or gains more than so many times what it wants.
 const MOST: f64 = 1.0;
+const MARGIN: f64 = 1.25;
 /// A VM of which little is away loses no more than one part in this many at a time,
-const PROBE: u64 = 64;
+const PROBE: u64 = 32;
 /// another one no more than one part in this many of what is away.
 const MORE: u64 = 4;
 /// One part in this many of what a VM has is taken to be wanted besides, so that few pages say little.
@@ -51,6 +52,8 @@ pub struct Sums {
     pub at_ms: u64,
     /// For how long restored pages had been away by then, since the VM attached, in page-milliseconds.
     pub away_page_ms: u64,
+    /// What was away.
+    pub far_bytes: u64,
     /// Time, in seconds.
     pub time_s: f64,
     /// Of that, waiting.
@@ -62,7 +65,8 @@ pub struct Sums {
 impl Sums {
     /// Add what happened since the last time.
     fn add(&mut self, vm: &VmSample, at_ms: u64) {
-        let before = std::mem::replace(self, Self { at_ms, away_page_ms: vm.away_page_ms, ..*self });
+        let now = Self { at_ms, away_page_ms: vm.away_page_ms, far_bytes: vm.far_bytes, ..*self };
+        let before = std::mem::replace(self, now);
         if before.at_ms == 0 || before.at_ms > at_ms || before.away_page_ms > vm.away_page_ms {
             // The first look, or another life of the VM.
             (self.time_s, self.waited_s, self.away_byte_s) = (0.0, 0.0, 0.0);
@@ -71,9 +75,11 @@ impl Sums {
         let elapsed_ms = (at_ms - before.at_ms) as f64;
         let kept = (-elapsed_ms / REMEMBERED_MS).exp();
         let away = (vm.away_page_ms - before.away_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
+        // A VM that was idle comes back to what has been away for long: no more is wanted than was away.
+        let most = before.far_bytes.max(vm.far_bytes) as f64 * elapsed_ms / 1e3;
         self.time_s = before.time_s * kept + elapsed_ms / 1e3;
         self.waited_s = before.waited_s * kept + vm.worst_stall() * elapsed_ms / 1e3;
-        self.away_byte_s = before.away_byte_s * kept + away;
+        self.away_byte_s = before.away_byte_s * kept + away.min(most);
     }
 
     /// Share of the time it waited.
@@ -88,8 +94,7 @@ impl Sums {
 
     /// Share of the time that a byte more saves, if it has so much now.
     fn saves(&self, has_bytes: u64) -> f64 {
-        let doubt = (has_bytes / DOUBT).max(1) as f64 * self.time_s.max(f64::MIN_POSITIVE);
-        self.waited_s / (self.away_byte_s + doubt)
+        self.waits() / (self.wanted_bytes() + (has_bytes / DOUBT).max(1) as f64)
     }
 }
 
@@ -117,17 +122,20 @@ impl Policy for Gain {
                 (has, shares * sums.saves(bytes(has)) / fair, *sums)
             })
             .collect();
-        let all = seen.iter().map(|(has, ..)| *has as f64).sum::<f64>();
-        let average = seen.iter().map(|(has, worth, _)| *has as f64 * worth).sum::<f64>() / all.max(1.0);
+        let sum = |of: fn(&(u64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
+        let (all, total) = (sum(|vm| vm.0 as f64), sum(|vm| vm.0 as f64 * vm.1));
         let mut weights = Vec::with_capacity(seen.len());
         for (part, (has, worth, sums)) in frame.managed.iter_mut().zip(seen) {
-            let wants = wants(has, pages(part.vm.far_bytes), worth / average);
+            // Of the others: one that alone lacks memory would otherwise be compared with itself.
+            let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
+            let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
+            let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average);
             weights.push(wants);
             part.reasons.push(Reason::Gain {
                 waits: sums.waits(),
                 wanted_bytes: sums.wanted_bytes() as u64,
                 worth_us_per_mib: worth * ballast_base::MIB as f64 * 1e6,
-                average_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
+                others_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
                 shares: part.vm.settings.effective_shares(),
             });
         }
@@ -135,8 +143,8 @@ impl Policy for Gain {
     }
 }
 
-/// What a VM should have that has so many pages, with so many far, if a page is worth so much more to it than to the average.
-fn wants(has: u64, far: u64, worth: f64) -> f64 {
+/// What a VM should have that has so many pages, with so many far, of which so many are wanted, if a page is worth so much more to it than to the others.
+fn wants(has: u64, far: u64, wanted: f64, worth: f64) -> f64 {
     let now = has as f64;
     // Not a number: nobody waits.
     if worth.is_nan() {
@@ -144,7 +152,8 @@ fn wants(has: u64, far: u64, worth: f64) -> f64 {
     }
     let times = worth.ln();
     if times > 0.0 {
-        return now * (1.0 + (STEP * times * times.max(1.0)).min(MOST));
+        let most = wanted * MARGIN + now / PROBE as f64;
+        return now + (now * (STEP * times * times.max(1.0)).min(MOST)).min(most);
     }
     let most = (has / PROBE).max(far / MORE) as f64;
     now - (now * STEP * (-times).min(1.0)).min(most)
@@ -156,7 +165,7 @@ mod tests {
     use ballast_base::MIB;
 
     fn vm(stall: f64, away_page_ms: u64) -> VmSample {
-        VmSample { page_bytes: 4096, stall, away_page_ms, ..VmSample::default() }
+        VmSample { page_bytes: 4096, far_bytes: 64 * MIB, stall, away_page_ms, ..VmSample::default() }
     }
 
     #[test]
@@ -169,6 +178,9 @@ mod tests {
         let saves = sums.saves(64 * MIB) * 4096.0;
         // A quarter of the time over 2000 pages, and 64 more for doubt.
         assert!((saves - 0.25 / 2064.0).abs() < 1e-6, "{saves}");
+        // No more than was away, however long that was.
+        sums.add(&vm(0.25, 1 << 50), 60_001);
+        assert!(sums.wanted_bytes() < (64 * MIB) as f64, "{sums:?}");
     }
 
     #[test]
@@ -184,11 +196,12 @@ mod tests {
 
     #[test]
     fn who_saves_more_gains_who_saves_less_loses_gently_and_nobody_moves_while_nobody_waits() {
-        assert_eq!(wants(6400, 0, 1.0), 6400.0);
-        assert_eq!(wants(6400, 0, f64::NAN), 6400.0);
-        assert_eq!(wants(6400, 0, 1e9), 12_800.0, "no more than double");
-        assert_eq!(wants(6400, 0, 0.0), 6300.0, "a 64th, as long as little is away");
-        assert_eq!(wants(6400, 6400, 0.0), 5600.0, "an eighth");
-        assert!(wants(6400, 6400, 0.9) > 6300.0);
+        assert_eq!(wants(6400, 0, 0.0, 1.0), 6400.0);
+        assert_eq!(wants(6400, 0, 0.0, f64::NAN), 6400.0);
+        assert_eq!(wants(6400, 0, 1e6, 1e9), 12_800.0, "no more than double");
+        assert_eq!(wants(6400, 0, 800.0, 1e9), 7600.0, "a little more than it wants");
+        assert_eq!(wants(6400, 0, 0.0, 0.0), 6200.0, "a 32nd, as long as little is away");
+        assert_eq!(wants(6400, 6400, 0.0, 0.0), 5600.0, "an eighth");
+        assert!(wants(6400, 6400, 0.0, 0.9) > 6300.0);
     }
 }

@@ -65,7 +65,7 @@ pub enum Reason {
         /// Its shares.
         shares: u32,
     },
-    /// Gain: what a MiB more would save it, and the average VM.
+    /// Gain: what a MiB more would save it, and the others.
     Gain {
         /// Share of the time it waits for its memory.
         waits: f64,
@@ -73,8 +73,8 @@ pub enum Reason {
         wanted_bytes: u64,
         /// Microseconds in a second that a MiB more is worth, which counts more the slower the VM is.
         worth_us_per_mib: f64,
-        /// The same of the average VM.
-        average_us_per_mib: f64,
+        /// The same of the others, on average.
+        others_us_per_mib: f64,
         /// Its shares.
         shares: u32,
     },
@@ -191,14 +191,14 @@ impl fmt::Display for Reason {
                 }
                 write!(f, "; it has {shares} shares")
             }
-            Self::Gain { waits, wanted_bytes, worth_us_per_mib, average_us_per_mib, shares } => write!(
+            Self::Gain { waits, wanted_bytes, worth_us_per_mib, others_us_per_mib, shares } => write!(
                 f,
                 "it waited {:.2} % of the time for its memory, of which it wants {} that are away; another MiB is worth {:.0} us \
-                 in a second to it, and {:.0} us to the average VM; it has {shares} shares",
+                 in a second to it, and {:.0} us to the others; it has {shares} shares",
                 percent(waits),
                 size(wanted_bytes),
                 worth_us_per_mib,
-                average_us_per_mib
+                others_us_per_mib
             ),
             Self::Part { by_size, shares } => {
                 let how = if *by_size { "in proportion to their size" } else { "in equal parts" };
