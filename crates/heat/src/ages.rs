@@ -9,9 +9,10 @@ use std::time::Duration;
 use ballast_base::{PAGES_PER_UNIT, PageCount};
 
 use crate::generations::GENERATIONS;
+use crate::inside::Inside;
 use crate::source::UnitId;
 use crate::tracker::{RECENT, Tracker};
-use crate::units::{Inside, Moment};
+use crate::units::Moment;
 
 /// Upper ends of the age buckets, in seconds. What is older than the last is in one more bucket.
 pub const BUCKETS_S: [u64; 11] = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];

@@ -18,9 +18,11 @@
 
 mod age;
 pub mod ages;
+pub mod chance;
 pub mod damon;
 mod entry;
 pub mod generations;
+pub mod inside;
 pub mod pace;
 mod pick;
 mod quota;

@@ -21,10 +21,11 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
 use crate::age::Age;
 use crate::generations::GENERATIONS;
+use crate::inside::Inside;
 use crate::shared::VmHeat;
 use crate::source::{PageMap, UnitId};
 use crate::tracker::Tracker;
-use crate::units::{Inside, Moment};
+use crate::units::Moment;
 use crate::{ColdRun, ColdSource, Pages, Pick};
 
 const OLDEST: u8 = 0;

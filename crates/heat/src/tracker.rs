@@ -15,15 +15,17 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::Pages;
+use crate::chance::Counts;
 use crate::generations::{GENERATIONS, Generations, Promotion};
+use crate::inside::{Inside, Scanned};
 use crate::pace::{Budget, Pace};
 use crate::quota::Quota;
 use crate::record::{self, Frame};
-use crate::sample::{Dice, Estimate};
+use crate::sample::Dice;
 use crate::size_policy::Candidate;
 use crate::source::{PageMap, Report, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
-use crate::units::{Inside, Moment, Units};
+use crate::units::{Moment, Units};
 
 /// Scans and cycles that count as "recent": those of the working set and of a unit's skew.
 pub const RECENT: u32 = 3;
@@ -108,6 +110,10 @@ pub struct Tracker {
     next_fine: Duration,
     /// When the running cycle began.
     begun: Duration,
+    /// What looks into the same units saw of pages that looks before had missed.
+    counts: Counts,
+    /// How long the last fine cycle took.
+    look: Duration,
     /// Begin and end of the last coarse cycles, the newest last; at most [`RECENT`].
     recent: VecDeque<(Duration, Duration)>,
     cycles: u64,
@@ -162,6 +168,8 @@ impl Tracker {
             next_coarse: Duration::ZERO,
             next_fine: Duration::ZERO,
             begun: Duration::ZERO,
+            counts: Counts::default(),
+            look: Duration::ZERO,
             recent: VecDeque::new(),
             cycles: 0,
             fine_cycles: 0,
@@ -225,6 +233,10 @@ impl Tracker {
         if phase == Phase::Coarse {
             self.generations.advance();
         }
+        if phase == Phase::Fine {
+            self.counts.fade();
+            self.look = now.saturating_sub(self.begun);
+        }
         let mut reported = report.units.iter().map(|(unit, _)| *unit).peekable();
         if phase == Phase::Coarse {
             // What the cycle learned nothing of stays in its generation.
@@ -285,10 +297,13 @@ impl Tracker {
         let of = self.units.pages_of(unit);
         let here = PageMap::first(of);
         let (watched, touched) = (watched.and(here), touched.and(watched).and(here));
+        if let Some(inside) = self.units.inside(unit) {
+            watched.iter().for_each(|page| self.counts.push(inside.misses(page), touched.get(page)));
+        }
         if watched == here && of > 0 {
             self.units.push_scan(unit, at, watched, touched, written.unwrap_or_default().and(watched));
         } else if !watched.is_empty() {
-            self.units.push_sample(unit, at, Estimate::new(touched.count(), watched.count(), of));
+            self.units.push_sample(unit, at, watched, touched);
         }
         // In a coarse cycle a source may give pages for free, and then the verdict is free as well.
         let verdict = self.subpages.judge(unit, touched.count(), watched.count(), of);
@@ -336,13 +351,31 @@ impl Tracker {
     }
 
     /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A unit
-    /// that was not scanned, because it was not looked into yet or is evenly hot, counts with all its pages.
+    /// that was not scanned, because it was not looked into yet or is evenly hot, counts with all its pages, and so does one
+    /// whose other pages are more likely than not to be touched as well in the time of the recent cycles: scans are short.
     pub fn hot_pages(&self) -> impl Iterator<Item = (UnitId, PageMap)> {
         let hot = |unit: &UnitId| self.units.entry(*unit).is_some_and(|entry| entry.age() < RECENT);
-        self.units.present().filter(hot).map(|unit| match self.units.inside(unit) {
-            Some(Inside::Scanned(scanned)) => (unit, scanned.touched_within(RECENT)),
-            _ => (unit, PageMap::first(self.units.pages_of(unit))),
+        self.units.present().filter(hot).map(|unit| {
+            let of = self.units.pages_of(unit);
+            match self.units.inside(unit) {
+                Some(Inside::Scanned(scanned)) if self.unseen(scanned, of) < 0.5 => {
+                    (unit, scanned.touched_within(RECENT))
+                }
+                _ => (unit, PageMap::first(of)),
+            }
         })
+    }
+
+    /// The chance that a page that none of the recent scans of its unit saw touched is touched in the time of the recent
+    /// cycles.
+    fn unseen(&self, scanned: &Scanned, of: u64) -> f64 {
+        let (scans, _) = scanned.share_within(RECENT, of);
+        self.counts.chances().of_unit(scanned.counts(of)).after_misses(scans, self.span_in_looks())
+    }
+
+    /// The time of the recent cycles, in looks.
+    fn span_in_looks(&self) -> f64 {
+        if self.look.is_zero() { 1.0 } else { self.recent_span().as_secs_f64() / self.look.as_secs_f64() }
     }
 
     /// Candidates for the page-size policy: units that were touched of late and of whose inside something is known. `huge`
@@ -359,11 +392,15 @@ impl Tracker {
         candidates
     }
 
+    /// So many of its pages are touched in the time of the recent cycles, as far as is known.
     pub(crate) fn touched_pages(&self, unit: UnitId, inside: &Inside) -> u64 {
-        match inside {
-            Inside::Scanned(scanned) => scanned.touched_within(RECENT).count(),
-            Inside::Sampled(estimate, _) => (estimate.share * self.units.pages_of(unit) as f64).round() as u64,
-        }
+        let of = self.units.pages_of(unit);
+        let chances = self.counts.chances();
+        let (chances, share) = match inside {
+            Inside::Scanned(scanned) => (chances.of_unit(scanned.counts(of)), scanned.share_within(RECENT, of).1),
+            Inside::Sampled(sampled) => (chances, sampled.estimate.share),
+        };
+        (chances.within(share, self.span_in_looks()) * of as f64).round() as u64
     }
 
     /// Is what is known still news?
@@ -534,6 +571,31 @@ mod tests {
         drive(&mut tracker, &mut source, &Guest(4), &mut Duration::ZERO.clone(), Duration::from_secs(20));
         assert!(tracker.cycles().0 >= 4 && tracker.cycles().1 == 0, "{:?}", tracker.cycles());
         assert_eq!(tracker.hot_pages().collect::<Vec<_>>(), [(unit(0), PageMap::ALL)]);
+    }
+
+    #[test]
+    fn pages_that_scans_missed_are_hot_where_each_scan_sees_others_and_cold_where_all_see_the_same() {
+        let guest = Guest(4);
+        let mut tracker = Tracker::new(Settings::default(), 1);
+        let _ = tracker.next(Duration::ZERO, &guest);
+        let fifth = |number: u64| PageMap::first((number + 1) * 102).without(PageMap::first(number * 102));
+        let of = |index: u32, number: u64| if index < 2 { fifth(number) } else { fifth(0) };
+        for number in 0..3 {
+            let start = Duration::from_secs(number * 2);
+            let units = (0..4).map(|index| (unit(index), Seen::Coarse { touched: true, written: None })).collect();
+            tracker.set_begun(start);
+            tracker.absorb(start + Duration::from_secs(1), Phase::Coarse, &Report { units, ..Report::default() });
+            let seen = |index| Seen::Fine { watched: PageMap::ALL, touched: of(index, number), written: None };
+            let units = (0..4).map(|index| (unit(index), seen(index))).collect();
+            tracker.set_begun(start + Duration::from_secs(1));
+            tracker.absorb(start + Duration::from_millis(1500), Phase::Fine, &Report { units, ..Report::default() });
+        }
+        let hot: Vec<_> = tracker.hot_pages().map(|(_, pages)| pages).collect();
+        assert_eq!(hot, [PageMap::ALL, PageMap::ALL, fifth(0), fifth(0)]);
+        let touched =
+            tracker.size_candidates(|_| true).into_iter().map(|candidate| candidate.touched).collect::<Vec<_>>();
+        assert!(touched[..2].iter().all(|pages| *pages > 400), "{touched:?}");
+        assert!(touched[2..].iter().all(|pages| *pages < 200), "{touched:?}");
     }
 
     #[test]

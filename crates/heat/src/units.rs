@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
-use crate::generations::{self, GENERATIONS};
+use crate::inside::{Inside, Sampled, Scanned};
 use crate::sample::Estimate;
 use crate::source::{PageMap, UnitId};
 use crate::{Entry, Pages, RECENT};
@@ -28,98 +28,6 @@ impl Moment {
     /// From an earlier moment to this one.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_millis(u64::from(self.0.saturating_sub(earlier.0)) * 100)
-    }
-}
-
-/// Scans of one unit whose times are remembered.
-const SCANS: usize = 4;
-
-/// The pages of a unit that was scanned.
-#[derive(Clone, Debug)]
-pub struct Scanned {
-    entries: Box<[Entry; PAGES_PER_UNIT as usize]>,
-    /// When, the last one first; the first of all in the places not used yet.
-    at: [Moment; SCANS],
-    /// Scans so far, at most [`SCANS`] counted.
-    scans: usize,
-    /// The last scan found it bloated: its cold pages are candidates.
-    pub bloated: bool,
-}
-
-impl Scanned {
-    fn new(at: Moment) -> Self {
-        Self { entries: Box::new([Entry::default(); _]), at: [at; SCANS], scans: 0, bloated: false }
-    }
-
-    fn push(&mut self, at: Moment, watched: PageMap, touched: PageMap, written: PageMap) {
-        for page in watched.iter() {
-            self.entries[page as usize].push(touched.get(page), written.get(page));
-        }
-        self.at.rotate_right(1);
-        self.at[0] = at;
-        self.scans = (self.scans + 1).min(SCANS);
-    }
-
-    /// The history of one page.
-    ///
-    /// # Panics
-    /// If `page` is not below 512.
-    pub fn entry(&self, page: u64) -> Entry {
-        self.entries[page as usize]
-    }
-
-    /// When it was last scanned.
-    pub fn last(&self) -> Moment {
-        self.at[0]
-    }
-
-    /// The pages that one of the last `scans` scans saw touched.
-    pub fn touched_within(&self, scans: u32) -> PageMap {
-        self.pages(|entry| entry.age() < scans)
-    }
-
-    /// The pages in the oldest generation.
-    pub fn cold(&self) -> PageMap {
-        self.pages(|entry| generations::of_page(entry) == GENERATIONS - 1)
-    }
-
-    fn pages(&self, wanted: impl Fn(Entry) -> bool) -> PageMap {
-        let mut map = PageMap::NONE;
-        (0..PAGES_PER_UNIT).filter(|page| wanted(self.entries[*page as usize])).for_each(|page| map.set(page));
-        map
-    }
-
-    /// When a page was last seen touched; the first scan that is remembered if none saw it.
-    pub fn seen(&self, page: u64) -> Moment {
-        let age = self.entry(page).age() as usize;
-        self.at[age.min(self.scans.saturating_sub(1))]
-    }
-}
-
-/// What is known of the inside of a unit.
-#[derive(Clone, Debug)]
-pub enum Inside {
-    /// A random few of its pages were watched.
-    Sampled(Estimate, Moment),
-    /// Every page was.
-    Scanned(Scanned),
-}
-
-impl Inside {
-    /// When that was.
-    pub fn last(&self) -> Moment {
-        match self {
-            Self::Sampled(_, at) => *at,
-            Self::Scanned(scanned) => scanned.last(),
-        }
-    }
-
-    /// Share of the pages that are touched.
-    pub fn share(&self) -> Estimate {
-        match self {
-            Self::Sampled(estimate, _) => *estimate,
-            Self::Scanned(scanned) => Estimate::new(scanned.touched_within(1).count(), PAGES_PER_UNIT, PAGES_PER_UNIT),
-        }
     }
 }
 
@@ -283,12 +191,14 @@ impl Units {
     }
 
     /// Some of its pages were watched. What a full scan found stays worth more, unless it cannot be true any more.
-    pub fn push_sample(&mut self, unit: UnitId, now: Moment, estimate: Estimate) {
-        let of = self.pages_of(unit).max(1) as f64;
-        let holds = |scanned: &Scanned| scanned.touched_within(RECENT).count() as f64 / of >= estimate.low;
+    pub fn push_sample(&mut self, unit: UnitId, now: Moment, watched: PageMap, touched: PageMap) {
+        let of = self.pages_of(unit);
+        let estimate = Estimate::new(touched.count(), watched.count(), of);
+        let holds =
+            |scanned: &Scanned| scanned.touched_within(RECENT).count() as f64 / of.max(1) as f64 >= estimate.low;
         let scanned = matches!(self.inside.get(&unit), Some(Inside::Scanned(scanned)) if holds(scanned));
         if !scanned && self.column(unit, |_, _| ()).is_some() {
-            self.inside.insert(unit, Inside::Sampled(estimate, now));
+            self.inside.insert(unit, Inside::Sampled(Sampled { estimate, at: now, watched, touched }));
         }
     }
 
@@ -392,25 +302,15 @@ mod tests {
     }
 
     #[test]
-    fn a_page_touched_in_a_past_scan_has_the_age_of_that_scan() {
-        let mut units = units(1);
-        for (at, touched) in [(10, 3), (20, 2), (30, 1)] {
-            units.push_scan(UNIT, Moment(at), PageMap::ALL, PageMap::first(touched), PageMap::NONE);
-        }
-        let Some(Inside::Scanned(scanned)) = units.inside(UNIT) else { panic!("scanned") };
-        assert_eq!([0, 1, 2, 3].map(|page| scanned.seen(page)), [30, 20, 10, 10].map(Moment));
-        assert_eq!(scanned.touched_within(2), PageMap::first(2));
-        assert_eq!(scanned.cold(), PageMap::ALL.without(PageMap::first(3)));
-    }
-
-    #[test]
     fn a_sample_that_finds_more_than_the_scans_knew_takes_their_place() {
         let mut units = units(1);
         units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(10), PageMap::NONE);
-        units.push_sample(UNIT, Moment(6), Estimate::new(1, 32, 512));
+        let sample = PageMap::first(32);
+        units.push_sample(UNIT, Moment(6), sample, PageMap::first(1));
         assert!(matches!(units.inside(UNIT), Some(Inside::Scanned(_))), "what a scan knows is more");
-        units.push_sample(UNIT, Moment(7), Estimate::new(31, 32, 512));
-        assert!(matches!(units.inside(UNIT), Some(Inside::Sampled(estimate, Moment(7))) if estimate.share > 0.9));
+        units.push_sample(UNIT, Moment(7), sample, PageMap::first(31));
+        let Some(Inside::Sampled(sampled)) = units.inside(UNIT) else { panic!("sampled") };
+        assert!(sampled.at == Moment(7) && sampled.estimate.share > 0.9, "{sampled:?}");
     }
 
     #[test]

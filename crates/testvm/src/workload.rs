@@ -364,6 +364,40 @@ impl Spec {
         }
         Ok(crate::model::touches(self, params, ops))
     }
+
+    /// How often each page is touched per operation, in the long run and before the hot set moves, by the law its one worker
+    /// picks cells by. Of workloads that pick at random.
+    pub fn touch_rates(&self) -> Result<Vec<f64>, SpecError> {
+        let plan = self.plan()?;
+        let [params] = &plan[..] else {
+            return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
+        };
+        let weights = self.weights(params);
+        let (hot, cells) = (params.hot_cells, params.cells);
+        let chance = |rank: u64| match params.kind {
+            guest::KIND_UNIFORM => Some(1.0 / cells as f64),
+            guest::KIND_HOTSET if rank < hot => Some(self.hot_weight / hot as f64),
+            guest::KIND_HOTSET => Some((1.0 - self.hot_weight) / (cells - hot) as f64),
+            guest::KIND_ZIPF => {
+                let below = if rank == 0 { 0 } else { weights[rank as usize - 1] };
+                Some((weights[rank as usize] - below) as f64 / 18_446_744_073_709_551_616.0)
+            }
+            _ => None,
+        };
+        let mut rates = vec![0.0; self.ram.pages_floor().0 as usize];
+        for rank in 0..cells {
+            let Some(chance) = chance(rank) else {
+                return Err(SpecError { field: "workload", problem: "does not pick at random".to_owned() });
+            };
+            let mut last = None;
+            params.pages_of_operation(params.first_cell + params.place(rank), |page| {
+                if last.replace(page) != Some(page) {
+                    rates[page.0 as usize] += chance;
+                }
+            });
+        }
+        Ok(rates)
+    }
 }
 
 /// A fraction as a bound on 32 random bits.

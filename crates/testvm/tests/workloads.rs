@@ -385,6 +385,21 @@ fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_p
 }
 
 #[test]
+fn pages_are_touched_as_often_as_the_law_of_the_workload_says() {
+    for workload in [Workload::Uniform, Workload::Hotset, Workload::Zipf] {
+        let spec = Spec { threads: 1, ops: u64::MAX, ..Spec::new(workload, Bytes(2 * MIB)) };
+        let (rates, ops) = (spec.touch_rates().expect("rates"), 400_000u32);
+        for (page, (rate, count)) in rates.iter().zip(spec.touches(0..ops.into()).expect("touches")).enumerate() {
+            let (expected, count) = (rate * f64::from(ops), f64::from(count));
+            // Six deviations.
+            assert!((count - expected).abs() <= 6.0 * expected.sqrt() + 1.0, "{workload:?} {page}: {count} {expected}");
+        }
+    }
+    let ordered = Spec { threads: 1, ..Spec::new(Workload::Sequential, Bytes(MIB)) };
+    assert_eq!(ordered.touch_rates().expect_err("in order").field, "workload");
+}
+
+#[test]
 fn a_spread_part_of_the_hot_set_is_in_every_huge_page_and_the_rest_in_as_few_as_can_be() {
     for (spread, units) in [(0.0, 2), (0.5, 16), (1.0, 16)] {
         let spec =

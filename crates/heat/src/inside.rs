@@ -1,0 +1,183 @@
+//! What is known of the pages inside one unit.
+//!
+//! Before: a look into the unit, at some of its pages or all. After: which of them were touched of late and which not, and
+//! what that says of the others.
+//! Units: shares of 1; a page is one of the unit's 512. Promise: pure; 4 KiB and a little for a unit that was scanned.
+
+use ballast_base::PAGES_PER_UNIT;
+
+use crate::Entry;
+use crate::chance::Counts;
+use crate::generations::{self, GENERATIONS};
+use crate::sample::Estimate;
+use crate::source::PageMap;
+use crate::units::Moment;
+
+/// Scans of one unit whose times are remembered.
+const SCANS: usize = 4;
+
+/// The pages of a unit that was scanned.
+#[derive(Clone, Debug)]
+pub struct Scanned {
+    entries: Box<[Entry; PAGES_PER_UNIT as usize]>,
+    /// When, the last one first; the first of all in the places not used yet.
+    at: [Moment; SCANS],
+    /// Scans so far, at most [`SCANS`] counted.
+    scans: usize,
+    /// The last scan found it bloated: its cold pages are candidates.
+    pub bloated: bool,
+}
+
+impl Scanned {
+    pub(crate) fn new(at: Moment) -> Self {
+        Self { entries: Box::new([Entry::default(); _]), at: [at; SCANS], scans: 0, bloated: false }
+    }
+
+    pub(crate) fn push(&mut self, at: Moment, watched: PageMap, touched: PageMap, written: PageMap) {
+        for page in watched.iter() {
+            self.entries[page as usize].push(touched.get(page), written.get(page));
+        }
+        self.at.rotate_right(1);
+        self.at[0] = at;
+        self.scans = (self.scans + 1).min(SCANS);
+    }
+
+    /// The history of one page.
+    ///
+    /// # Panics
+    /// If `page` is not below 512.
+    pub fn entry(&self, page: u64) -> Entry {
+        self.entries[page as usize]
+    }
+
+    /// When it was last scanned.
+    pub fn last(&self) -> Moment {
+        self.at[0]
+    }
+
+    /// The pages that one of the last `scans` scans saw touched.
+    pub fn touched_within(&self, scans: u32) -> PageMap {
+        self.pages(|entry| entry.age() < scans)
+    }
+
+    /// How many of the last `scans` there were, and the share of a unit of `of` pages that they saw touched, on average.
+    pub fn share_within(&self, scans: u32, of: u64) -> (u32, f64) {
+        let scans = scans.min(self.scans as u32);
+        let mask = u32::MAX.checked_shr(Entry::CYCLES - scans).unwrap_or(0);
+        let seen: u32 = self.entries.iter().map(|entry| (entry.touches() & mask).count_ones()).sum();
+        (scans, f64::from(seen) / (f64::from(scans) * of as f64).max(1.0))
+    }
+
+    /// How many looks in a row missed a page, up to the last.
+    fn misses(&self, page: u64) -> u32 {
+        self.entry(page).age().min(self.scans as u32)
+    }
+
+    /// What the last scan counted of pages that those before had missed, of a unit of `of` pages.
+    pub fn counts(&self, of: u64) -> Counts {
+        let mut counts = Counts::default();
+        let before = (self.scans as u32).saturating_sub(1);
+        for entry in self.entries.iter().take(of as usize).filter(|_| before > 0) {
+            counts.push((entry.touches() >> 1).trailing_zeros().min(before), entry.age() == 0);
+        }
+        counts
+    }
+
+    /// The pages in the oldest generation.
+    pub fn cold(&self) -> PageMap {
+        self.pages(|entry| generations::of_page(entry) == GENERATIONS - 1)
+    }
+
+    fn pages(&self, wanted: impl Fn(Entry) -> bool) -> PageMap {
+        let mut map = PageMap::NONE;
+        (0..PAGES_PER_UNIT).filter(|page| wanted(self.entries[*page as usize])).for_each(|page| map.set(page));
+        map
+    }
+
+    /// When a page was last seen touched; the first scan that is remembered if none saw it.
+    pub fn seen(&self, page: u64) -> Moment {
+        let age = self.entry(page).age() as usize;
+        self.at[age.min(self.scans.saturating_sub(1))]
+    }
+}
+
+/// A unit of which a random few pages were watched.
+#[derive(Clone, Copy, Debug)]
+pub struct Sampled {
+    /// What they say of all.
+    pub estimate: Estimate,
+    /// When.
+    pub at: Moment,
+    /// Which they were.
+    pub watched: PageMap,
+    /// Those of them that were touched.
+    pub touched: PageMap,
+}
+
+/// What is known of the inside of a unit.
+#[derive(Clone, Debug)]
+pub enum Inside {
+    /// A random few of its pages were watched.
+    Sampled(Sampled),
+    /// Every page was.
+    Scanned(Scanned),
+}
+
+impl Inside {
+    /// When that was.
+    pub fn last(&self) -> Moment {
+        match self {
+            Self::Sampled(sampled) => sampled.at,
+            Self::Scanned(scanned) => scanned.last(),
+        }
+    }
+
+    /// How many of the looks that are remembered, up to the last, missed a page; 0 if they did not watch it.
+    pub fn misses(&self, page: u64) -> u32 {
+        match self {
+            Self::Sampled(sampled) => u32::from(sampled.watched.without(sampled.touched).get(page)),
+            Self::Scanned(scanned) => scanned.misses(page),
+        }
+    }
+
+    /// Share of the pages that are touched.
+    pub fn share(&self) -> Estimate {
+        match self {
+            Self::Sampled(sampled) => sampled.estimate,
+            Self::Scanned(scanned) => Estimate::new(scanned.touched_within(1).count(), PAGES_PER_UNIT, PAGES_PER_UNIT),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_touched_in_a_past_scan_has_the_age_of_that_scan() {
+        let mut scanned = Scanned::new(Moment(10));
+        for (at, touched) in [(10, 3), (20, 2), (30, 1)] {
+            scanned.push(Moment(at), PageMap::ALL, PageMap::first(touched), PageMap::NONE);
+        }
+        assert_eq!([0, 1, 2, 3].map(|page| scanned.seen(page)), [30, 20, 10, 10].map(Moment));
+        assert_eq!(scanned.touched_within(2), PageMap::first(2));
+        assert_eq!(scanned.cold(), PageMap::ALL.without(PageMap::first(3)));
+        assert_eq!(scanned.share_within(2, 512), (2, 3.0 / 1024.0));
+    }
+
+    #[test]
+    fn misses_are_counted_in_looks_that_watched_the_page_and_the_last_scan_tells_what_came_of_them() {
+        let (watched, touched) = (PageMap::first(3), PageMap::first(1));
+        let sampled = Inside::Sampled(Sampled { estimate: Estimate::new(1, 3, 512), at: Moment(1), watched, touched });
+        assert_eq!([0, 1, 2, 3].map(|page| sampled.misses(page)), [0, 1, 1, 0]);
+        let mut scanned = Scanned::new(Moment(10));
+        for touched in [1, 0, 3] {
+            scanned.push(Moment(10), PageMap::ALL, PageMap::first(touched), PageMap::NONE);
+        }
+        let mut expected = Counts::default();
+        expected.push(1, true);
+        [true, true, false].into_iter().for_each(|touched| expected.push(2, touched));
+        assert_eq!(scanned.counts(4), expected);
+        assert_eq!([0, 3].map(|page| Inside::Scanned(scanned.clone()).misses(page)), [0, 3]);
+    }
+}
