@@ -24,7 +24,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let (ram, plan, repetitions) = if bench.options.quick {
         (64 * MIB, Plan::QUICK, 1)
     } else {
-        (256 * MIB, Plan { warm_ms: 6000, slices: 5, slice_ms: 100, ..Plan::FULL }, 1)
+        (256 * MIB, Plan { warm_ms: 6000, slices: 5, slice_ms: 100, ..Plan::FULL }, 3)
     };
     row.fact("ram_bytes", ram);
     row.fact("huge_pct", HUGE_PCT);
