@@ -89,7 +89,7 @@ for guest in native kvm qemu; do
     for what in restore reclaim idle; do measure $guest $what; done
     [ $guest = qemu ] || measure $guest scale
     [ $guest = qemu ] || measure $guest balance
-    [ $guest = qemu ] || measure $guest track
+    measure $guest track
 done
 measure native storm
 measure native spill --dir "${SPILL_DIR:-/var/tmp}"

@@ -91,6 +91,10 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
     for row in &idle {
         assert!(row["idle_overhead_pct"].is_number() && row["idle_aa_pct"].is_number(), "{row}");
     }
+    let [redis] = &rows(&["track", "--guest", "qemu"])[..] else { panic!("one row") };
+    for key in ["overhead_pct", "overhead_aa_pct", "ops_per_s", "wss_bytes", "used_data_bytes", "cycles"] {
+        assert!(redis[key].is_number() && redis["not_measured"].is_array(), "{key} in {redis}");
+    }
     for (bench, key) in [("scale", "scale_2_threads"), ("storm", "storm_victim_p99_ratio")] {
         let rows = rows(&[bench, "--guest", "qemu"]);
         assert!(rows.iter().all(|row| row[key].is_null() && row["not_measured"].is_array()), "{rows:?}");
@@ -150,7 +154,21 @@ fn track_has_a_row_for_each_question_and_each_row_its_keys() {
     let rows = rows(&["track"]);
     let of = |what: &str| rows.iter().filter(|row| row["measures"] == what).collect::<Vec<_>>();
     for (what, count, keys) in [
-        ("accuracy", 2, &["f1_4k", "precision_4k", "recall_4k", "f1_huge_only", "f1_sampled_5pct", "cycles_s"][..]),
+        (
+            "accuracy",
+            2,
+            &[
+                "f1_4k",
+                "precision_4k",
+                "recall_4k",
+                "f1_huge_only",
+                "f1_sampled_5pct",
+                "f1_by_rate_4k",
+                "f1_knowing_rates",
+                "wss_error_pct",
+                "cycles_s",
+            ][..],
+        ),
         ("units", 1, &["split_us_per_unit", "coalesce_us_per_unit", "kernel_split_us", "kernel_collapse_us"]),
         ("phase", 1, &["wss_error_pct"]),
         ("overhead", 2, &["overhead_pct", "overhead_aa_pct", "guest_waited_pct"]),

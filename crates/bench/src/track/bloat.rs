@@ -26,7 +26,11 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let (shares, plan, ram): (&[u32], _, _) = if bench.options.quick {
         (&[100], Plan::QUICK, RAM / 4)
     } else {
-        (&[0, 25, 50, 75, 100], Plan { warm_ms: 6000, settle_ms: 1500, steps: 4, slices: 5, slice_ms: 100, ..Plan::FULL }, RAM)
+        (
+            &[0, 25, 50, 75, 100],
+            Plan { warm_ms: 6000, settle_ms: 1500, steps: 4, slices: 5, slice_ms: 100, ..Plan::FULL },
+            RAM,
+        )
     };
     row.fact("ram_bytes", ram);
     for (side, settings) in SIDES {

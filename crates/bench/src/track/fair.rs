@@ -29,14 +29,16 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.fact("ram_bytes", ram);
     row.fact("huge_pct", HUGE_PCT);
     row.fact("repetitions", repetitions);
-    let mut ratios = [const { Vec::new() }; 3];
+    let (mut ratios, mut noise) = ([const { Vec::new() }; 3], Vec::new());
     if bench.options.is(GuestKind::Native) {
         let mut spec = Spec::new(Workload::Zipf, Bytes(ram));
         (spec.think_ticks, spec.placement) = (THINK_TICKS, Placement::Contiguous);
         let sweep = |side| Sweep { spec: spec.clone(), side, huge_pct: HUGE_PCT, track: true, plan };
         for _ in 0..repetitions {
             for (settings, ratios) in ["[heat]\nfair = true\n", "[heat]\nfair = false\n"].into_iter().zip(&mut ratios) {
-                ratios.push(bench.with_settings(settings, |bench| sweep(Side::Ballast).run(bench))?.taken);
+                let outcome = bench.with_settings(settings, |bench| sweep(Side::Ballast).run(bench))?;
+                ratios.push(outcome.taken);
+                noise.push(outcome.noise_pct);
             }
         }
         // Of all rows this one alone needs the machine's swap, for which benches wait for each other.
@@ -54,6 +56,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.figure("reclaim_ratio_fair", &ratios[0]);
     row.figure("reclaim_ratio_classic", &ratios[1]);
     row.figure("reclaim_ratio_kernel", &ratios[2]);
+    row.figure("noise_pct", &noise);
     row.ratio("ratio_fair_classic", &ratios[0], &ratios[1]);
     each(row)
 }
