@@ -81,6 +81,12 @@ impl Gate {
         self.is_limited.load(Ordering::Acquire).then(spare)
     }
 
+    /// Is the VM near its limit, so that what comes in drives out something else?
+    pub fn is_tight(&self) -> bool {
+        let near = || self.room.load(Ordering::Relaxed) < 2 * PRICE * self.margin.load(Ordering::Relaxed);
+        self.is_limited.load(Ordering::Acquire) && near()
+    }
+
     /// Was any fault not let in since this was asked last?
     pub fn was_wanted(&self) -> bool {
         self.is_wanted.swap(false, Ordering::Relaxed)
@@ -98,7 +104,11 @@ mod tests {
     #[test]
     fn below_the_ceiling_pages_come_in_until_there_is_no_room_and_then_one_for_each_that_goes() {
         let gate = Gate::default();
-        assert!(gate.admits(512, now) && gate.spare().is_none(), "open at first");
+        assert!(gate.admits(512, now) && gate.spare().is_none() && !gate.is_tight(), "open at first");
+        gate.look(91, 96, 4);
+        assert!(!gate.is_tight());
+        gate.look(93, 96, 4);
+        assert!(gate.is_tight(), "less than the margin below the limit");
         gate.look(90, 96, 4);
         assert!(gate.admits(10, now) && !gate.was_wanted());
         assert_eq!(gate.spare(), Some(6), "nobody asked: not above the limit");

@@ -156,7 +156,7 @@ impl FaultLane<'_> {
         }
         if settled == Some(Served::Restored) && granule.pages() == 1 {
             let away = Duration::from_millis(away::between_ms(was.age(), away::stamp()));
-            for pages in self.company.restored(&region, page, away, Instant::now()) {
+            for pages in self.company.restored(&region, page, (away, vm.gate.is_tight()), Instant::now()) {
                 vm.prefetch.want(self.view, region.number, pages);
             }
         }

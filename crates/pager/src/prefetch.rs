@@ -11,9 +11,9 @@
 //! would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
 //! where most of those are wanted, all 2 MiB come back. The order of the touches plays no part.
 //!
-//! *Soon* is much sooner than pages come back anyway, a second at most: in a VM at its limit each page that comes drives
-//! out another. One that touches its memory at random wants all of every window again within a second or so, and would
-//! only exchange one page for the next.
+//! *Soon* is within a second. In a VM near its limit, where each page that comes drives out another, it is much sooner than
+//! pages come back anyway: one that touches its memory at random wants all of every window again within a second or so,
+//! and would only exchange one page for the next.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -36,7 +36,7 @@ pub const WINDOW: u64 = 16;
 /// Share of a window's far pages that must be wanted soon for prefetch to pay: bringing one back in a row costs about a
 /// quarter of a fault.
 const PAYS: f64 = 0.25;
-/// Soon is this part of the time for which pages are away, and between these two.
+/// Near the limit, soon is this part of the time for which pages are away, and between these two; else the latter.
 const SOON_PART: u32 = 8;
 const SOONEST: Duration = Duration::from_millis(5);
 const HORIZON: Duration = Duration::from_secs(1);
@@ -133,10 +133,18 @@ impl Default for Company {
 }
 
 impl Company {
-    /// A page was restored that had been away for so long. Answers what to bring back besides, the most urgent last.
-    pub fn restored(&mut self, region: &Region, page: PageIdx, away: Duration, now: Instant) -> Vec<Range<u64>> {
+    /// A page was restored that had been away for so long, in a VM near its limit (`tight`) or not. Answers what to bring back
+    /// besides, the most urgent last.
+    pub fn restored(
+        &mut self,
+        region: &Region,
+        page: PageIdx,
+        (away, tight): (Duration, bool),
+        now: Instant,
+    ) -> Vec<Range<u64>> {
         self.away_s += (away.as_secs_f64() - self.away_s) / AWAY_OVER;
-        let soon = Duration::from_secs_f64(self.away_s.max(0.0) / f64::from(SOON_PART)).clamp(SOONEST, HORIZON);
+        let part = Duration::from_secs_f64(self.away_s.max(0.0) / f64::from(SOON_PART));
+        let soon = if tight { part.clamp(SOONEST, HORIZON) } else { HORIZON };
         let window = page.0 / WINDOW;
         let near = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
         let far = || far_pages(region, near.clone()).count() as u64;
