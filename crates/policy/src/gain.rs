@@ -26,7 +26,7 @@ use crate::snapshot::{Plan, Snapshot, VmSample};
 use crate::{Policy, State};
 
 /// Sums shrink to a third in this time.
-const REMEMBERED_MS: f64 = 3_000.0;
+const REMEMBERED_MS: f64 = 5_000.0;
 /// A VM to which a byte is worth e times as much as to the others gains one part in this many of what it has, and so on.
 const STEP: f64 = 1.0 / 8.0;
 /// Nobody more than doubles, or gains more than so many times what it wants.
