@@ -49,7 +49,7 @@ pub(crate) fn put_back() -> Result<()> {
         drop(Sized(block));
         found.push(settings);
     }
-    for path in zram::swaps()?.iter().map(Path::new).filter(|path| !path.starts_with("/dev")) {
+    for path in active.iter().map(Path::new).filter(|path| !path.starts_with("/dev")) {
         let Some(settings) = ours(path) else { continue };
         eprintln!("ballast bench: removing {}, which a bench that was killed had left", path.display());
         drop(Active(path.to_owned()));

@@ -267,16 +267,23 @@ mod tests {
         vec![zram("disksize"), zram("comp_algorithm"), page_cluster, format!("{:?}", swaps().expect("swaps"))]
     }
 
+    /// The same while no bench runs, without what one left. `None`, said aloud, if that cannot be had.
+    fn machine_before() -> Option<Vec<String>> {
+        let _held = match lock() {
+            Ok(lock) => lock,
+            Err(error) => {
+                println!("SKIP needs=root: {error:#}");
+                return None;
+            }
+        };
+        leftover::put_back().expect("what another left");
+        Some(machine())
+    }
+
     #[test]
     fn the_swap_is_the_only_one_while_it_lives_and_every_setting_is_put_back() {
         // Taken before the look at the machine, so that a bench that runs meanwhile is waited for.
-        let held = match lock() {
-            Ok(lock) => lock,
-            Err(error) => return println!("SKIP needs=root: {error:#}"),
-        };
-        leftover::put_back().expect("what another left");
-        let before = machine();
-        drop(held);
+        let Some(before) = machine_before() else { return };
         let swap = match Swap::new() {
             Ok(swap) => swap,
             Err(error) => return println!("SKIP needs=zram: {error:#}"),
@@ -293,13 +300,7 @@ mod tests {
 
     #[test]
     fn a_swap_file_is_the_only_swap_while_it_lives_and_leaves_nothing() {
-        let held = match lock() {
-            Ok(lock) => lock,
-            Err(error) => return println!("SKIP needs=root: {error:#}"),
-        };
-        leftover::put_back().expect("what another left");
-        let before = machine();
-        drop(held);
+        let Some(before) = machine_before() else { return };
         let dir = tempfile::tempdir().expect("a directory");
         let swap = match SwapFile::new(dir.path(), Bytes(16 << 20)) {
             Ok(swap) => swap,
@@ -314,13 +315,7 @@ mod tests {
 
     #[test]
     fn what_a_bench_left_that_died_with_its_guard_is_put_back_by_the_next() {
-        let held = match lock() {
-            Ok(lock) => lock,
-            Err(error) => return println!("SKIP needs=zram: {error:#}"),
-        };
-        leftover::put_back().expect("nothing, or what another left");
-        let before = machine();
-        drop(held);
+        let Some(before) = machine_before() else { return };
         let dir = tempfile::tempdir().expect("a directory");
         match Swap::new() {
             // What a killed process leaves: everything but its lock.

@@ -42,7 +42,7 @@ use ballast_base::PageIdx;
 pub use age::{Age, touched};
 pub use ages::{Heat, heat};
 pub use entry::{Entry, psr};
-pub use pick::HeatSource;
+pub use pick::{HeatSource, push_run};
 pub use shared::VmHeat;
 pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
 pub use tracker::{Phase, RECENT, Settings, Step, Tracker};

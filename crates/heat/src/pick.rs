@@ -171,7 +171,7 @@ fn sweep(
             }
             if wanted.get(page - base) && is_takeable(pages, region, PageIdx(page), pick) {
                 *left = left.saturating_sub(granule);
-                push(out, region, PageIdx(page), granule);
+                push_run(out, region, PageIdx(page), granule);
             }
         }
         if end.0 <= at {
@@ -193,7 +193,8 @@ fn is_takeable(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> boo
     true
 }
 
-fn push(out: &mut Vec<ColdRun>, region: u32, first: PageIdx, count: u64) {
+/// Add pages to runs, to the last one if they follow it.
+pub fn push_run(out: &mut Vec<ColdRun>, region: u32, first: PageIdx, count: u64) {
     match out.last_mut() {
         Some(run) if run.region == region && run.first.0 + run.count == first.0 => run.count += count,
         _ => out.push(ColdRun { region, first, count }),

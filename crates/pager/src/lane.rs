@@ -18,7 +18,6 @@ use ballast_sys::scm;
 use ballast_sys::uffd::{Fault, FaultKind};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::away;
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
 use crate::prefetch::Company;
@@ -148,16 +147,18 @@ impl FaultLane<'_> {
         let settled = settle(vm, &region, page, waiting, served);
         if settled == Some(Served::Restored) {
             times.restored(vm.stats(), waiting.since);
-            vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
         }
         if let Some((tracked, around)) = touch.filter(|_| settled.is_some()) {
             let around = around && settled == Some(Served::Mapped);
             touch::served(vm, &region, &memory, page, waiting, (tracked, around));
         }
-        if settled == Some(Served::Restored) && granule.pages() == 1 {
-            let away = Duration::from_millis(away::between_ms(was.age(), away::stamp()));
-            for pages in self.company.restored(&region, page, (away, vm.gate.is_tight()), Instant::now()) {
-                vm.prefetch.want(self.view, region.number, pages);
+        if settled == Some(Served::Restored) {
+            let away_ms = vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
+            if granule.pages() == 1 {
+                let known = (Duration::from_millis(away_ms), vm.gate.is_tight());
+                for pages in self.company.restored(&region, page, known, Instant::now()) {
+                    vm.prefetch.want(self.view, region.number, pages);
+                }
             }
         }
         settled.is_some()

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::PageIdx;
-use ballast_heat::{ColdRun, Pages};
+use ballast_heat::{ColdRun, Pages, push_run};
 
 /// Pages on their way to the reclaim lane at most: 64 MiB of them, in 128 KiB.
 const UNDER_WAY: u64 = 1 << 14;
@@ -157,10 +157,7 @@ impl Returned {
             if pages.next_present(region, first, PageIdx(first.0 + 1)).is_none() {
                 continue;
             }
-            match runs.last_mut() {
-                Some(run) if run.region == region && run.first.0 + run.count == first.0 => run.count += count,
-                _ => runs.push(ColdRun { region, first, count }),
-            }
+            push_run(&mut runs, region, first, count);
         }
         runs
     }

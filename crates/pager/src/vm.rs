@@ -525,14 +525,23 @@ impl Vm {
         }
     }
 
-    /// These granules, from this one on, are back. Their words had these stamps of when they went.
-    pub(crate) fn came_back(&self, region: &Region, first: PageIdx, granule: u64, since: impl Iterator<Item = u8>) {
+    /// These granules, from this one on, are back. Their words had these stamps of when they went. Answers for how many
+    /// milliseconds they were away, all together.
+    pub(crate) fn came_back(
+        &self,
+        region: &Region,
+        first: PageIdx,
+        granule: u64,
+        since: impl Iterator<Item = u8>,
+    ) -> u64 {
         let now = away::stamp();
         let away = since.enumerate().map(|(at, since)| {
             self.recent.push((region.number, PageIdx(first.0 + at as u64 * granule)));
             away::between_ms(since, now)
         });
-        self.stats().add(Counter::AwayMs, away.sum());
+        let away_ms = away.sum();
+        self.stats().add(Counter::AwayMs, away_ms);
+        away_ms
     }
 
     /// Count a served fault, and keep the gauges, which count the pages of its granule.

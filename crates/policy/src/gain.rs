@@ -143,7 +143,8 @@ impl Policy for Gain {
     }
 }
 
-/// What a VM should have that has so many pages, with so many far, of which so many are wanted, if a page is worth so much more to it than to the others.
+/// What a VM should have that has so many pages, with so many far, of which so many are wanted, if a page is worth so much
+/// more to it than to the others.
 fn wants(has: u64, far: u64, wanted: f64, worth: f64) -> f64 {
     let now = has as f64;
     // Not a number: nobody waits.
