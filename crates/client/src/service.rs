@@ -275,30 +275,21 @@ impl Service<'_> {
     }
 }
 
-/// Drop the page-table entries of these ranges. Answers the first errno. A range that is not announced RAM is EINVAL and
-/// is left alone; the others are zapped all the same.
+/// Drop the page-table entries of these ranges. Answers an errno if one could not be. A range that is not announced RAM is
+/// EINVAL and is left alone; the others are zapped all the same.
 fn zap(shared: &Shared, ranges: &[wire::Range]) -> Option<i32> {
     if ranges.len() > MAX_RANGES {
         return Some(libc::EINVAL);
     }
-    let mut first = None;
     let table = lock(&shared.table);
-    for &range in ranges {
-        let error = if table.allows(range) {
-            let (hva, len) = range;
-            // SAFETY: the range is page-aligned and whole inside announced RAM, which was checked to be a MAP_SHARED
-            // mapping of its file when announced and has not been unmapped since (the table's lock is held, and
-            // unmapping takes the range off the table first). So the bytes stay in the file.
-            let answer = unsafe {
-                rustix::mm::madvise(hva.0 as *mut std::ffi::c_void, len as usize, rustix::mm::Advice::LinuxDontNeed)
-            };
-            answer.err().map(rustix::io::Errno::raw_os_error)
-        } else {
-            Some(libc::EINVAL)
-        };
-        first = first.or(error);
-    }
-    first
+    let (ours, others): (Vec<_>, Vec<_>) = ranges.iter().partition(|range| table.allows(**range));
+    let ours: Vec<_> = ours.into_iter().map(|(hva, len)| (hva.0 as usize, len as usize)).collect();
+    // SAFETY: each range is page-aligned and whole inside announced RAM, which was checked to be a MAP_SHARED mapping of
+    // its file when announced and has not been unmapped since (the table's lock is held, and unmapping takes the range off
+    // the table first). So the bytes stay in the file.
+    let zapped = unsafe { ballast_sys::zap::zap(&ours) };
+    let error = zapped.err().map(|error| error.raw_os_error().unwrap_or(libc::EIO));
+    if others.is_empty() { error } else { Some(libc::EINVAL) }
 }
 
 fn timespec(duration: Duration) -> Timespec {

@@ -16,6 +16,7 @@ pub mod ring;
 pub mod scm;
 pub mod swap;
 pub mod uffd;
+pub mod zap;
 
 pub use anon::Anon;
 pub use mapping::Mapping;

@@ -12,7 +12,6 @@ use std::sync::atomic::{AtomicU8, AtomicU64};
 
 use ballast_base::{HUGE_SIZE, PAGE_SIZE};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 /// An owned `MAP_SHARED` mapping; unmapped when dropped.
 #[derive(Debug)]
@@ -155,32 +154,14 @@ impl Mapping {
         Ok(())
     }
 
-    /// The same for many ranges `(offset, len)`, with one interruption of the other CPUs for a thousand of them instead of
-    /// one each (Linux 6.16). Each costs some 15 us of whoever runs there, in a virtual machine.
-    ///
-    /// # Errors
-    /// Before Linux 6.13 the call is refused.
+    /// The same for many ranges `(offset, len)`, with few interruptions of the other CPUs (see [`crate::zap`]).
     ///
     /// # Panics
     /// If a range is not inside the mapping.
     pub fn zap_all(&self, ranges: &[(usize, usize)]) -> io::Result<()> {
-        const MOST: usize = libc::UIO_MAXIOV as usize;
-        let this = pidfd_open(getpid(), PidfdFlags::empty())?;
-        for some in ranges.chunks(MOST) {
-            let vectors: Vec<libc::iovec> = some
-                .iter()
-                .map(|&(offset, len)| libc::iovec { iov_base: self.ptr(offset, len).cast(), iov_len: len })
-                .collect();
-            // SAFETY: as in `zap`, for each range; `vectors` is alive and only read.
-            let answer = unsafe {
-                let (this, first) = (this.as_raw_fd(), vectors.as_ptr());
-                libc::syscall(libc::SYS_process_madvise, this, first, vectors.len(), libc::MADV_DONTNEED, 0u32)
-            };
-            if answer < 0 {
-                return Err(io::Error::last_os_error());
-            }
-        }
-        Ok(())
+        let ranges: Vec<_> = ranges.iter().map(|&(offset, len)| (self.ptr(offset, len) as usize, len)).collect();
+        // SAFETY: as in `zap`, for each range.
+        unsafe { crate::zap::zap(&ranges) }
     }
 }
 
@@ -238,9 +219,7 @@ mod tests {
         let word = |page: usize| &map.words(page * PAGE_SIZE, 1)[0];
         (0..PAGES).for_each(|page| word(page).store(page as u64, Ordering::Release));
         let ranges: Vec<_> = (0..PAGES).step_by(2).map(|page| (page * PAGE_SIZE, PAGE_SIZE)).collect();
-        if let Err(error) = map.zap_all(&ranges) {
-            eprintln!("SKIP needs=Linux 6.13: zapping many ranges at once: {error}");
-        }
+        map.zap_all(&ranges).expect("zap");
         assert!((0..PAGES).all(|page| word(page).load(Ordering::Acquire) == page as u64));
     }
 

@@ -1,0 +1,97 @@
+//! Zap: drop this process's page-table entries of many ranges, with few interruptions of the other CPUs.
+//!
+//! Before: somebody chose pages to unmap. After: their bytes are where they were, in their files, and a touch faults.
+//! Threads: any; threads that touch the ranges meanwhile fault or do not, each for itself. Units: addresses and bytes.
+//! Promise: when a call returns, no CPU uses an old translation any more.
+//!
+//! Each `madvise` of a range that was mapped ends in a flush of its translations on every CPU on which the process runs, and
+//! the caller waits for all of them: some 15 us in a virtual machine, whoever runs there pays as well. Linux 6.16 does one
+//! flush for all ranges of one `process_madvise`.
+
+use std::io;
+use std::os::fd::AsRawFd;
+
+use rustix::mm::Advice;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+/// Drop the entries of all these ranges, `(address, bytes)`. All are tried; the first error is answered.
+///
+/// # Safety
+/// Each range is inside mappings that are `MAP_SHARED` and stay mapped during the call, so that nothing is lost.
+///
+/// # Errors
+/// A range is not mapped, or not aligned to pages.
+pub unsafe fn zap(ranges: &[(usize, usize)]) -> io::Result<()> {
+    const MOST: usize = libc::UIO_MAXIOV as usize;
+    let mut result = Ok(());
+    for some in ranges.chunks(MOST) {
+        // SAFETY: the caller's promise, twice: zapping again what is zapped changes nothing.
+        unsafe {
+            if some.len() > 1 && together(some) {
+                continue;
+            }
+            for range in some {
+                result = result.and(alone(*range));
+            }
+        }
+    }
+    result
+}
+
+/// All in one call. False if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
+///
+/// # Safety
+/// As [`zap`].
+unsafe fn together(ranges: &[(usize, usize)]) -> bool {
+    // Opened anew each time: one that was kept would be another process's in a fork.
+    let Ok(this) = pidfd_open(getpid(), PidfdFlags::empty()) else { return false };
+    let vectors: Vec<libc::iovec> =
+        ranges.iter().map(|&(start, len)| libc::iovec { iov_base: start as *mut _, iov_len: len }).collect();
+    // SAFETY: the advice takes no content away, as the caller promised; `vectors` is alive and only read.
+    let done = unsafe {
+        let (this, first) = (this.as_raw_fd(), vectors.as_ptr());
+        libc::syscall(libc::SYS_process_madvise, this, first, vectors.len(), libc::MADV_DONTNEED, 0u32)
+    };
+    usize::try_from(done).is_ok_and(|done| done == ranges.iter().map(|range| range.1).sum())
+}
+
+/// One range.
+///
+/// # Safety
+/// As [`zap`].
+unsafe fn alone((start, len): (usize, usize)) -> io::Result<()> {
+    // SAFETY: the caller's promise.
+    Ok(unsafe { rustix::mm::madvise(start as *mut _, len, Advice::LinuxDontNeed)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use ballast_base::{Bytes, PAGE_SIZE};
+
+    use super::*;
+    use crate::Mapping;
+
+    #[test]
+    fn what_can_be_zapped_is_and_the_first_error_is_told() {
+        let fd = crate::memfd::create("ballast-test", Bytes(3 * PAGE_SIZE as u64)).expect("memfd");
+        let map = Mapping::shared(&fd, 0, 3 * PAGE_SIZE).expect("map");
+        let words = [0, 1, 2].map(|page| &map.words(page * PAGE_SIZE, 1)[0]);
+        words.iter().zip(1..).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
+        let start = map.addr() as usize;
+        let is_mapped = || {
+            let remote = crate::Remote::open(std::process::id()).expect("this process");
+            let mapped = remote.mapped(ballast_base::Hva(start as u64), 3 * PAGE_SIZE as u64).expect("pagemap");
+            mapped.into_iter().map(|(from, to)| (to.0 - from.0) / PAGE_SIZE as u64).sum::<u64>()
+        };
+        assert_eq!(is_mapped(), 3);
+        // The second is not aligned.
+        let ranges = [(start, PAGE_SIZE), (start + 1, PAGE_SIZE), (start + 2 * PAGE_SIZE, PAGE_SIZE)];
+        // SAFETY: all are inside `map`, which is a shared mapping of a file.
+        let error = unsafe { zap(&ranges) }.expect_err("not aligned");
+        assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
+        assert_eq!(is_mapped(), 1);
+        assert_eq!(words.map(|word| word.load(Ordering::Relaxed)), [1, 2, 3]);
+    }
+}
