@@ -1,8 +1,8 @@
 //! The messages that cross a process border between a VMM (client) and Ballast (keeper, engine).
 //!
 //! Two `SOCK_SEQPACKET` sockets per VMM process, one message per datagram:
-//! * *attach socket*, client to keeper: who I am, my userfaultfd, my RAM. Its end-of-file tells each side that the other
-//!   process died, because neither end is ever handed on.
+//! * *attach socket*, client to keeper: who I am, my userfaultfds, my RAM. Its end-of-file tells each side that the
+//!   other process died, because neither end is ever handed on.
 //! * *control socket*, client to engine: zaps one way, discards the other. The client makes the pair and sends one end
 //!   with [`Attach`]; the keeper gives a duplicate to each engine it starts, so it outlives engines.
 //!
@@ -14,12 +14,14 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
-/// Version of every message here. Version 2: file stores in escrow.
-pub const VERSION: u16 = 2;
+/// Version of every message here. Version 2: file stores in escrow. Version 3: several userfaultfds.
+pub const VERSION: u16 = 3;
 /// First bytes of every message.
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
+/// Most userfaultfds of one process; each has a lane of the engine. (An attach message has 45 descriptors at most.)
+pub const MAX_SHARDS: usize = 8;
 /// Most ranges in one [`EngineToClient::Zap`] or [`ClientToEngine::Discard`].
 pub const MAX_RANGES: usize = 1024;
 /// Fewest and most files in escrow: state and arena, and with a file store its file and index.
@@ -100,9 +102,9 @@ pub struct RegionInfo {
 
 /// What a VMM says to be managed.
 ///
-/// Descriptors beside it, in this order: the userfaultfd; the engine's end of the control socket; one RAM file per
-/// region; and when `resume` is set, the escrow of the earlier attachment: state file, arena file, and if `has_file` is
-/// set, the file of the file store and its index.
+/// Descriptors beside it, in this order: the userfaultfds, whose order is the same each time; the engine's end of the
+/// control socket; one RAM file per region; and when `resume` is set, the escrow of the earlier attachment: state file,
+/// arena file, and if `has_file` is set, the file of the file store and its index.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attach {
     /// What operators call the VM: letters, digits, `.`, `_`, `-`.
@@ -111,8 +113,10 @@ pub struct Attach {
     pub limit: Option<Bytes>,
     /// The VMM program, for display.
     pub vmm: String,
-    /// userfaultfd features the descriptor was enabled with.
+    /// userfaultfd features the descriptors were enabled with.
     pub uffd_features: u64,
+    /// How many userfaultfds there are, for good: which page belongs to which of them follows from it.
+    pub shards: u8,
     /// Why this memory must never be reclaimed (VFIO, locked memory); `None` if it may be.
     pub pinned: Option<String>,
     /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT,
@@ -127,9 +131,6 @@ pub struct Attach {
 }
 
 impl Attach {
-    /// Descriptors before the RAM files: userfaultfd and control socket.
-    pub const FIXED_FDS: usize = 2;
-
     /// How many files the earlier attachment had in escrow.
     pub fn escrow_count(&self) -> usize {
         if self.has_file { MAX_ESCROW } else { MIN_ESCROW }
@@ -137,7 +138,7 @@ impl Attach {
 
     /// How many descriptors must travel beside this message.
     pub fn fd_count(&self) -> usize {
-        Self::FIXED_FDS + self.regions.len() + if self.resume.is_some() { self.escrow_count() } else { 0 }
+        usize::from(self.shards) + 1 + self.regions.len() + if self.resume.is_some() { self.escrow_count() } else { 0 }
     }
 
     /// Check everything that can be checked without looking at the descriptors. The error says what is wrong.
@@ -145,6 +146,9 @@ impl Attach {
         check_name(&self.name)?;
         if self.vmm.len() > 256 || self.pinned.as_ref().is_some_and(|reason| reason.len() > 256) {
             return Err("the VMM name or the pinned reason is longer than 256 bytes".into());
+        }
+        if self.shards == 0 || usize::from(self.shards) > MAX_SHARDS {
+            return Err(format!("{} userfaultfds announced; 1 to {MAX_SHARDS} are allowed", self.shards));
         }
         if self.regions.is_empty() || self.regions.len() > MAX_REGIONS {
             return Err(format!("{} RAM regions given; 1 to {MAX_REGIONS} are allowed", self.regions.len()));
@@ -286,6 +290,7 @@ mod tests {
             limit: Some(Bytes(512 * MIB)),
             vmm: "qemu-system-x86_64".into(),
             uffd_features: 0x520,
+            shards: 1,
             pinned: None,
             may_pin: false,
             regions: vec![RegionInfo { hva: Hva(0x7f00_0000_0000), len: Bytes(GIB), file_offset: Bytes(0) }],
@@ -315,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn overlapping_unaligned_empty_and_wrapping_regions_are_refused() {
+    fn wrong_regions_names_and_numbers_of_userfaultfds_are_refused() {
         assert_eq!(attach().validate(), Ok(()));
         let region = attach().regions[0];
         let wrong = [
@@ -328,6 +333,9 @@ mod tests {
         for second in wrong {
             let attach = Attach { regions: vec![region, second], ..attach() };
             assert!(attach.validate().is_err(), "{second:?} was accepted");
+        }
+        for shards in [0, MAX_SHARDS as u8 + 1, u8::MAX] {
+            assert!(Attach { shards, ..attach() }.validate().is_err(), "{shards} userfaultfds were accepted");
         }
         for name in ["", "a/b", "..", "-x", "é", &"x".repeat(65)] {
             assert!(Attach { name: name.into(), ..attach() }.validate().is_err(), "{name:?} was accepted");

@@ -1,6 +1,6 @@
 //! What a VMM links (or preloads) so that Ballast can take its cold guest memory and give it back on touch.
 //!
-//! Before: the VMM maps guest RAM as shared memory. After: keeper and engine hold its userfaultfd and RAM files.
+//! Before: the VMM maps guest RAM as shared memory. After: keeper and engine hold its userfaultfds and RAM files.
 //! Threads: one, `ballast-client`, started by [`Builder::attach`]; everything public may be called from any thread.
 //! Units: addresses are host virtual addresses of this process, lengths are bytes.
 //! Promise: no panic leaves the C functions, nothing but announced RAM is ever zapped, and a keeper or an engine that dies
@@ -21,8 +21,8 @@
 //! ```
 //!
 //! There is no detach: pages may be far, and only the engine can bring them back. A client stays attached until its
-//! process exits; dropping a [`Client`] changes nothing (the userfaultfd must stay open, because the kernel answers faults
-//! of a closed one with zeros).
+//! process exits; dropping a [`Client`] changes nothing (the userfaultfds must stay open, because the kernel answers
+//! faults of a closed one with zeros).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -36,6 +36,7 @@ use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 mod control;
 mod error;
 pub mod ffi;
+mod lanes;
 mod link;
 mod regions;
 mod service;
@@ -47,6 +48,7 @@ pub use ballast_base::{Bytes, Hva};
 pub use ballast_sys::memfd::FileId;
 pub use control::DiscardError;
 pub use error::{AttachError, RequestError, chain};
+pub use lanes::VARIABLE as LANES_VARIABLE;
 
 use link::Asked;
 use regions::{Region, Table};
@@ -92,7 +94,8 @@ pub(crate) struct Shared {
     name: String,
     limit: Option<u64>,
     vmm: String,
-    uffd: Uffd,
+    /// At each attach in the same order: a page belongs to one of them for good.
+    uffds: Vec<Uffd>,
     features: u64,
     table: Mutex<Table>,
     link: link::Link,
@@ -126,6 +129,7 @@ pub struct Builder {
     vmm: String,
     pinned: Option<String>,
     may_pin: bool,
+    fault_lanes: Option<usize>,
     regions: Vec<(OwnedFd, RegionInfo)>,
     fail_stop: FailStop,
     timing: Timing,
@@ -170,6 +174,13 @@ impl Builder {
         self
     }
 
+    /// How many threads of the engine serve this process's faults, 1 to 8. Default: `$BALLAST_FAULT_LANES`, else one
+    /// for each 8 CPUs the process may use, but no more than one for each 16 GiB of RAM it attaches with.
+    pub fn fault_lanes(mut self, lanes: usize) -> Self {
+        self.fault_lanes = Some(lanes);
+        self
+    }
+
     /// A piece of guest RAM: `len` bytes of `fd` from `file_offset`, mapped `MAP_SHARED` at `hva`.
     pub fn region(mut self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Self {
         self.regions.push((fd, RegionInfo { hva, len, file_offset }));
@@ -189,7 +200,7 @@ impl Builder {
         self
     }
 
-    /// Make the userfaultfd, start the service thread, and tell the keeper. Returns when the keeper has answered.
+    /// Make the userfaultfds, start the service thread, and tell the keeper. Returns when the keeper has answered.
     pub fn attach(self) -> Result<Client, AttachError> {
         let _quiet = visit::enter();
         wire::check_name(&self.name).map_err(AttachError::Config)?;
@@ -203,7 +214,14 @@ impl Builder {
             table.push(Region::checked(fd, info).map_err(AttachError::Config)?);
         }
         let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON;
-        let (uffd, features) = Uffd::create(wanted).map_err(AttachError::Userfault)?;
+        let variable = std::env::var(LANES_VARIABLE).ok();
+        let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+        let lanes = lanes::count(self.fault_lanes, variable.as_deref(), cpus, table.total().0);
+        let made: Vec<(Uffd, u64)> = (0..lanes.map_err(AttachError::Config)?)
+            .map(|_| Uffd::create(wanted))
+            .collect::<Result<_, _>>()
+            .map_err(AttachError::Userfault)?;
+        let features = made.iter().fold(wanted, |features, (_, granted)| features & granted);
         let huge = table.iter().any(regions::Region::is_huge);
         let required = REQUIRED_FEATURES | if huge { HUGETLB_FEATURES } else { 0 };
         if features & required != required {
@@ -214,7 +232,7 @@ impl Builder {
             name: self.name,
             limit: self.limit,
             vmm: cut(self.vmm),
-            uffd,
+            uffds: made.into_iter().map(|(uffd, _)| uffd).collect(),
             features,
             table: Mutex::new(table),
             link: link::Link::new(self.pinned.map(cut), self.may_pin),
@@ -288,6 +306,7 @@ impl Client {
             vmm: vmm.unwrap_or_else(|| "unknown".into()),
             pinned: None,
             may_pin: true,
+            fault_lanes: None,
             regions: Vec::new(),
             fail_stop: Arc::new(|reason| {
                 announce(&format!("the guest's memory cannot be kept right: {reason}. Stopping the VM"));

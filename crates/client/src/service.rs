@@ -135,6 +135,7 @@ impl Service<'_> {
             limit: shared.limit.map(Bytes),
             vmm: shared.vmm.clone(),
             uffd_features: shared.features,
+            shards: shared.uffds.len() as u8,
             pinned: link.pinned.clone(),
             may_pin: link.may_pin,
             regions: table.infos(),
@@ -142,7 +143,7 @@ impl Service<'_> {
             has_file: link.escrow.as_ref().is_some_and(|escrow| escrow.len() == MAX_ESCROW),
         };
         message.validate().map_err(AttachError::Config)?;
-        let mut fds = vec![shared.uffd.as_fd(), pair.theirs.as_fd()];
+        let mut fds: Vec<_> = shared.uffds.iter().map(AsFd::as_fd).chain([pair.theirs.as_fd()]).collect();
         fds.extend(table.iter().map(|region| region.fd.as_fd()));
         if let (Some(_), Some(escrow)) = (link.vm, &link.escrow) {
             fds.extend(escrow.iter().map(AsFd::as_fd));

@@ -285,6 +285,42 @@ fn resumes_with(files: usize) {
 }
 
 #[test]
+fn several_userfaultfds_come_back_in_the_same_order_and_each_is_one_of_its_own() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let ids = |session: &Session| {
+        let all = std::iter::once(&session.uffd).chain(&session.more_uffds);
+        all.map(|uffd| memfd::file_id(uffd).expect("stat").ino).collect::<Vec<_>>()
+    };
+    let three = impatient(builder(&keeper, &fd, &map)).fault_lanes(3);
+    let (client, (before, whole)) = attach_with(three, &keeper, |keeper| {
+        let session = keeper.client();
+        session.accept();
+        assert_eq!(session.attach.shards, 3);
+        // A part of RAM each.
+        let whole = session.whole(0);
+        session.more_uffds[1].register(whole.0, pages(4)).expect("register");
+        (ids(&session), whole)
+    });
+    let _client = client.expect("attach");
+    assert_eq!(before.iter().collect::<std::collections::HashSet<_>>().len(), 3, "{before:?}");
+    let keeper = Keeper::restart(keeper.die());
+    let session = keeper.client();
+    session.accept();
+    assert_eq!(ids(&session), before);
+    session.more_uffds[1].register(whole.0, pages(4)).expect("what it registered before is still its own");
+    session.more_uffds[0].register(whole.0, pages(4)).expect_err("another one's");
+
+    for lanes in [0, 9] {
+        let refused = builder(&keeper, &fd, &map).fault_lanes(lanes).attach();
+        assert!(matches!(&refused, Err(AttachError::Config(why)) if why.contains("fault lanes")), "{refused:?}");
+    }
+}
+
+#[test]
 fn a_refused_resume_is_tried_again_until_it_is_taken() {
     if !have_uffd() {
         return;

@@ -4,6 +4,7 @@
 //! Promise: nothing a client sends makes us map a file it could shrink under us, or use a descriptor as what it is not.
 //! What a descriptor is, is asked only in ways that cannot wait: `fstat` on a file of a FUSE server that is gone would.
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use ballast_base::wire::{Attach, RegionInfo};
@@ -19,8 +20,8 @@ use crate::keeper::SentFd;
 /// The descriptors of an admitted attach.
 #[derive(Debug)]
 pub struct Admitted {
-    /// The userfaultfd, non-blocking.
-    pub uffd: SentFd,
+    /// The userfaultfds, non-blocking, no two the same.
+    pub uffds: Vec<SentFd>,
     /// The engine's end of the control socket.
     pub control: SentFd,
     /// One RAM file per region.
@@ -49,13 +50,14 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
     let missing = uffd::REQUIRED_FEATURES & !attach.uffd_features;
     if missing != 0 {
         return Err(format!(
-            "the userfaultfd lacks features {missing:#x}; the host kernel must be Linux 5.14 or newer (try `ballast doctor`)"
+            "its userfaultfds lack features {missing:#x}; the kernel must be Linux 5.14 or newer (try `ballast doctor`)"
         ));
     }
     let mut fds = fds.into_iter();
     let mut next = || fds.next().expect("counted above");
-    let (uffd, control) = (next(), next());
-    check_uffd(uffd.as_fd())?;
+    let uffds: Vec<SentFd> = (0..attach.shards).map(|_| next()).collect();
+    check_uffds(&uffds)?;
+    let control = next();
     check_socket(control.as_fd())?;
     let ram = attach
         .regions
@@ -81,7 +83,7 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
         }
         None => None,
     };
-    Ok(Admitted { uffd, control, ram, resumed })
+    Ok(Admitted { uffds, control, ram, resumed })
 }
 
 /// Do two regions of one file share bytes of it? Two tables over the same bytes would each evict under the other's feet.
@@ -123,10 +125,23 @@ pub fn check_ram(region: &RegionInfo, file: SentFd, uffd_features: u64) -> Resul
     Ok((file, id))
 }
 
-fn check_uffd(fd: BorrowedFd<'_>) -> Result<(), String> {
+fn check_uffds(fds: &[SentFd]) -> Result<(), String> {
+    let mut seen = HashSet::new();
+    for (index, fd) in fds.iter().enumerate() {
+        check_uffd(index + 1, fd.as_fd())?;
+        // Each has an inode of its own since Linux 5.12. Two lanes that read one would get each other's faults.
+        let id = memfd::file_id(fd).map_err(|error| format!("Looking at userfaultfd {}: {error}", index + 1))?;
+        if !seen.insert(id) {
+            return Err(format!("descriptor {} is a userfaultfd that came before", index + 1));
+        }
+    }
+    Ok(())
+}
+
+fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> Result<(), String> {
     let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap_or_default();
     if target.as_os_str() != "anon_inode:[userfaultfd]" {
-        return Err(format!("the first descriptor is {target:?}, not a userfaultfd"));
+        return Err(format!("descriptor {number} is {target:?}, not a userfaultfd"));
     }
     // A blocking one polls as an error, and a lane that reads it would never notice that it should stop.
     let nonblocking = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
@@ -142,7 +157,7 @@ fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
 fn check_socket(fd: BorrowedFd<'_>) -> Result<(), String> {
     let is_local = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
     if !is_local || sockopt::socket_type(fd) != Ok(SocketType::SEQPACKET) {
-        return Err("the second descriptor is not a sequenced-packet Unix socket".into());
+        return Err("the descriptor after the userfaultfds is not a sequenced-packet Unix socket".into());
     }
     Ok(())
 }

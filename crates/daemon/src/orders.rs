@@ -66,7 +66,7 @@ pub enum Order {
         /// It has a file store.
         has_file: bool,
     },
-    /// Serve the faults of this process. Descriptors: userfaultfd, control socket.
+    /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
     AddView {
         /// The VM.
         vm: VmId,

@@ -89,6 +89,41 @@ fn keeper_and_engine_killed_together_lose_no_byte() {
 }
 
 #[test]
+fn a_vm_of_three_fault_lanes_loses_no_byte_whoever_is_killed() {
+    let mut daemon = Daemon::start(QUICK);
+    let args = "--workload uniform --ram 112M --limit 24M --threads 4 --zero-fraction 0.1";
+    let guest = Guest::start_with(&daemon, "victim", args, &[("BALLAST_FAULT_LANES", "3")]);
+    for round in 0..kills() / 4 {
+        evicting(&daemon, "victim");
+        let engine = daemon.engine_pid().expect("an engine");
+        until("all lanes run", || threads(engine, "fault/victim") == 3);
+        std::thread::sleep(moment(round));
+        // The engine alone; the keeper alone, whose engine is ended by the next; both.
+        if round % 3 != 0 {
+            daemon.kill_keeper();
+        }
+        if round % 3 != 1 {
+            common::kill(engine);
+        }
+        if round % 3 != 0 {
+            daemon.restart_keeper();
+        }
+        daemon.wait_for_engine_after(engine);
+        until("the guest is attached", || daemon.api.vm("victim").is_ok());
+    }
+    guest.finish();
+}
+
+/// Threads of a process with this name.
+fn threads(pid: u32, name: &str) -> usize {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
+    let named = |task: &std::fs::DirEntry| {
+        std::fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.trim_end() == name)
+    };
+    tasks.flatten().filter(named).count()
+}
+
+#[test]
 fn an_engine_stopped_before_it_opened_its_vms_is_ended_by_the_next_keeper() {
     let mut daemon = Daemon::start(QUICK);
     let guest = Guest::start(&daemon, "victim", BUSY);

@@ -8,13 +8,14 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_api::VmStatus;
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, RegionInfo};
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, MAX_SHARDS, RegionInfo};
 use ballast_base::{Bytes, Hva};
-use ballast_sys::{memfd, scm};
-use common::raw::{Ram, RawClient, connect, hear, no_uffd};
+use ballast_sys::{Uffd, memfd, scm};
+use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
 use common::{Daemon, until};
 use rustix::process::Signal;
 
@@ -112,6 +113,7 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
                 _ => ClientToKeeper::Attach(wire::Attach {
                     resume: [None, Some(wire::VmId([7; 16]))][dice.roll(2)],
                     has_file: dice.roll(2) == 0,
+                    shards: [1, 1, 0, 2, 9, 255][dice.roll(6)],
                     ..client.message(regions)
                 }),
             };
@@ -149,6 +151,83 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
     until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
     until("the keeper has closed everything", || descriptors(keeper) <= before[0]);
     until("the engine has closed everything", || descriptors(engine) <= before[1]);
+}
+
+#[test]
+fn userfaultfds_that_are_none_too_many_twice_the_same_or_something_else_are_refused() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let before = descriptors(daemon.keeper_pid());
+    let ram = Ram::new(16);
+    let of = |uffds: Vec<Uffd>| {
+        let mut client = RawClient::new(&daemon.attach_socket(), "web");
+        client.uffds = uffds;
+        client
+    };
+    let made = |count: usize| (0..count).map(|_| userfaultfd()).collect::<Vec<Uffd>>();
+    let twice = {
+        let mut uffds = made(2);
+        uffds.push(uffds[0].try_clone().expect("dup"));
+        uffds
+    };
+    let (packets, _other) = scm::pair().expect("pair");
+    let wrong = [
+        (of(Vec::new()), "0 userfaultfds announced"),
+        (of(made(MAX_SHARDS + 1)), "9 userfaultfds announced"),
+        (of(twice), "descriptor 3 is a userfaultfd that came before"),
+        (of(vec![userfaultfd(), packets.into()]), "descriptor 2 is"),
+    ];
+    for (mut client, why) in wrong {
+        let answer = client.attach(&[&ram]);
+        assert!(matches!(&answer, Some(KeeperToClient::Refused(text)) if text.contains(why)), "{why}: {answer:?}");
+    }
+    // Fewer, and more, than it says.
+    for (shards, count) in [(3, 2), (1, 2)] {
+        let client = of(made(count));
+        let message = wire::Attach { shards, ..client.message(vec![ram.info()]) };
+        let socket = connect(&daemon.attach_socket()).expect("connect");
+        let bytes = wire::encode(&ClientToKeeper::Attach(message));
+        scm::send(&socket, &bytes, &client.descriptors(&[&ram])).expect("send");
+        let answer = hear(&socket).map(|(answer, _)| answer);
+        assert!(
+            matches!(&answer, Some(KeeperToClient::Refused(why)) if why.contains("descriptors came")),
+            "{answer:?}"
+        );
+    }
+    let mut most = of(made(MAX_SHARDS));
+    assert!(attaches(&mut most, &[&ram]), "{}", daemon.log());
+    until("it is served", || daemon.api.vm("web").is_ok_and(|vm| vm.status == VmStatus::Running));
+    most.hang_up();
+    until("the keeper has closed everything", || descriptors(daemon.keeper_pid()) <= before);
+}
+
+#[test]
+fn a_client_that_comes_back_with_its_userfaultfds_in_another_order_loses_its_limit_and_nothing_else() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let ram = Ram::new(16 << 10);
+    for page in 0..16 << 10 {
+        ram.map.words(page * 4096, 1)[0].store(page as u64 + 1, Ordering::Relaxed);
+    }
+    let mut client = RawClient::new(&daemon.attach_socket(), "confused");
+    client.uffds.push(userfaultfd());
+    assert!(attaches(&mut client, &[&ram]), "{}", daemon.log());
+    until("it is served", || daemon.api.vm("confused").is_ok());
+    // It answers no zap, so nothing is taken; what is about to be is registered all the same.
+    daemon.api.set_limit("confused", Some(1 << 20)).expect("limit");
+    until("memory is registered", || daemon.vm("confused").registered_bytes > 0);
+    client.hang_up();
+    client.uffds.reverse();
+    until("it is attached again", || attaches(&mut client, &[&ram]));
+    let incomplete = || daemon.api.events().is_ok_and(|all| all.iter().any(|event| event.kind == "view-incomplete"));
+    until("the kernel refuses the other userfaultfd", incomplete);
+    until("nothing is taken", || daemon.api.vm("confused").is_ok_and(|vm| vm.status == VmStatus::Blocked));
+    let other = Ram::new(16);
+    drop(attached(&daemon, "good", &[&other]));
 }
 
 #[test]

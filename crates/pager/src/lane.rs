@@ -1,9 +1,9 @@
-//! The lanes of one view: the fault lane serves its faults, the control lane listens to its client.
+//! The lanes of one view: a fault lane for each userfaultfd serves its faults, the control lane listens to its client.
 //!
-//! Before: [`crate::vm::Vm::add_view`] starts both. After: they end when the view's process or the engine does.
-//! Threads: one each per view. The fault lane waits for nothing but faults: a page another lane holds, or one whose store
-//! is busy, or for which there is no room below the limit (`gate`), is put aside and tried again while others are served; one
-//! whose bytes are on a disk goes to the `slow` lanes.
+//! Before: [`crate::vm::Vm::add_view`] starts them. After: they end when the view's process or the engine does.
+//! Threads: one each; a page's faults always come to the same one (`shard`). A fault lane waits for nothing but faults:
+//! a page another lane holds, or one whose store is busy, or for which there is no room below the limit (`gate`), is
+//! put aside and tried again while others are served; one whose bytes are on a disk goes to the `slow` lanes.
 //! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake.
 
 use std::collections::HashSet;
@@ -44,17 +44,19 @@ pub(crate) struct Waiting {
     pub gated: bool,
 }
 
-/// Serve faults until the view's process is gone or the VM is stopped.
-pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
-    let mut lane = FaultLane { vm, view, waiting: Vec::new(), watch: Watch::default(), company: Company::default() };
+/// Serve the faults of one userfaultfd until the view's process is gone or the VM is stopped.
+pub fn serve_faults(vm: &Vm, view: &Arc<View>, shard: usize) {
+    let uffd = view.shards().get(shard);
+    let mut lane =
+        FaultLane { vm, view, shard, waiting: Vec::new(), watch: Watch::default(), company: Company::default() };
     let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
         // Without a read first: whom it just woke runs when this lane sleeps, so a call saved is saved twice.
-        if lane.waiting.is_empty() && !sleep_until_readable(view.uffd(), NAP) {
+        if lane.waiting.is_empty() && !sleep_until_readable(uffd, NAP) {
             continue;
         }
-        if let Err(error) = view.uffd().read_faults(&mut read) {
+        if let Err(error) = uffd.read_faults(&mut read) {
             // The address space is gone: so are its threads.
             tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
             return;
@@ -69,7 +71,7 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
         let served = lane.serve_round();
         let may_nap = |waiting: &Waiting| waiting.gated || now.saturating_duration_since(waiting.since) > EAGER;
         if !served && lane.waiting.iter().all(may_nap) {
-            sleep_until_readable(view.uffd(), RETRY);
+            sleep_until_readable(uffd, RETRY);
         } else if !served {
             std::thread::yield_now();
         }
@@ -84,6 +86,7 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>) {
 struct FaultLane<'a> {
     vm: &'a Vm,
     view: &'a Arc<View>,
+    shard: usize,
     waiting: Vec<Waiting>,
     watch: Watch,
     company: Company,
@@ -92,7 +95,7 @@ struct FaultLane<'a> {
 impl FaultLane<'_> {
     fn tell_stall(&self) {
         self.view.stall.update(self.vm, |waiters| {
-            waiters.here = self.waiting.len();
+            waiters.here[self.shard] = self.waiting.len();
             waiters.know(self.waiting.iter().map(|waiting| waiting.fault.thread));
         });
     }
@@ -175,7 +178,7 @@ pub(crate) fn target<'a>(vm: &Vm, view: &'a View, waiting: &Waiting) -> Option<(
         Some((region.first_of(page), memory, region))
     });
     let Some((page, memory, region)) = target else {
-        let _ = view.uffd().wake(addr, PAGE_SIZE as u64);
+        let _ = view.wake(addr, PAGE_SIZE as u64);
         return None;
     };
     Some((region, page, memory))
@@ -228,8 +231,8 @@ pub(crate) struct Waiters {
     /// Threads that ever faulted here: what "all" means.
     threads: HashSet<u32>,
     since: Instant,
-    /// Faults that wait with the fault lane, and with the slow lanes.
-    pub here: usize,
+    /// Faults that wait with each fault lane, and with the slow lanes.
+    pub here: Vec<usize>,
     pub slow: usize,
 }
 
@@ -245,8 +248,8 @@ impl Waiters {
 }
 
 impl Stall {
-    pub fn new() -> Self {
-        Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: 0, slow: 0 }))
+    pub fn new(lanes: usize) -> Self {
+        Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: vec![0; lanes], slow: 0 }))
     }
 
     /// Count the time since the last change, then change who waits.
@@ -254,7 +257,7 @@ impl Stall {
         let mut waiters = self.0.lock().expect("no panic while held");
         let now = Instant::now();
         let elapsed = now.saturating_duration_since(waiters.since).as_nanos() as u64;
-        let waiting = waiters.here + waiters.slow;
+        let waiting = waiters.here.iter().sum::<usize>() + waiters.slow;
         if waiting > 0 {
             vm.stats().add(Counter::StallSomeNs, elapsed);
             if waiting >= waiters.threads.len() {

@@ -9,9 +9,10 @@
 //!
 //! A reader's way through it: [`page_state`] (the word and its truth table), [`fault`] and [`evict`] (the moves),
 //! [`memory`] (what they ask of the kernel), [`stores`] and [`shift`] (where far pages are, and their way from RAM to a
-//! file), then `region`, `view` and `vm` (the real thing), `lane` and `reclaim` (the two loops that drive it), `prefetch`
-//! (what comes back unasked), `track`, `zap_scan` and `touch` (who is hot), [`unit`] and `coalesce` (what is mapped huge
-//! again), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` and `stages` (what operators see).
+//! file), then `region`, `shard`, `view` and `vm` (the real thing), `lane` and `reclaim` (the two loops that drive it),
+//! `prefetch` (what comes back unasked), `track`, `zap_scan` and `touch` (who is hot), [`unit`] and `coalesce` (what is
+//! mapped huge again), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` and `stages` (what
+//! operators see).
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
@@ -45,6 +46,8 @@ pub mod reclaim;
 pub mod recover;
 #[cfg(not(loom))]
 pub mod region;
+#[cfg(not(loom))]
+pub mod shard;
 #[cfg(not(loom))]
 pub mod slow;
 #[cfg(not(loom))]

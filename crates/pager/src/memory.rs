@@ -36,8 +36,8 @@ pub trait Mapped {
     /// Fill the hole with these bytes, a whole granule's, and map it.
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome>;
 
-    /// The same with a run of granules of one page each, as one if the kernel can. Answers how many were filled, from the
-    /// first on.
+    /// The same with a run of granules of one page each, all in one unit, as one if the kernel can. Answers how many
+    /// were filled, from the first on.
     fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
         for (done, page) in (first.0..first.0 + bytes.len() as u64).map(PageIdx).enumerate() {
             if self.install(page, &bytes[done..=done])? != FillOutcome::Done {

@@ -10,17 +10,18 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_store::{PageBytes, PageKey};
-use ballast_sys::Uffd;
 use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
 use crate::granule::Granule;
 use crate::memory::{Backing, Punched};
 use crate::page_state::Word;
+use crate::shard::Stripes;
 use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
 use crate::unit::Units;
+use crate::view::RegionView;
 
 const HUGE: u64 = HUGE_SIZE as u64;
 
@@ -187,11 +188,14 @@ impl Region {
         })
     }
 
-    /// What is registered for one view must be registered for all, before any page of it can be far for this one, which
-    /// maps the region at `base`.
-    pub fn register_as_flagged(&self, uffd: &Uffd, base: Hva) -> io::Result<()> {
-        self.registered_chunks()
-            .try_for_each(|(first, count, _)| uffd.register(base + first.offset(), PageCount(count).bytes().0))
+    /// How it is divided among so many userfaultfds: by the length it has had from the start.
+    pub(crate) fn stripes(&self, shards: usize) -> Stripes {
+        Stripes::new(self.pages, shards)
+    }
+
+    /// What is registered for one view must be registered for all, before any page of it can be far for this one.
+    pub fn register_as_flagged(&self, view: &RegionView<'_>) -> io::Result<()> {
+        self.registered_chunks().try_for_each(|(first, count, _)| view.register(first, count))
     }
 
     /// The chunks that are registered.

@@ -195,7 +195,8 @@ pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)
     let done = remote.collapse(addr, len).is_ok_and(|outcome| outcome == Collapsed::Done);
     if done {
         units.iter().for_each(|(_, mapping)| mapping.done());
-        let _ = view.uffd().wake(addr, len);
+        let pages = units.len() as u64 * PAGES_PER_UNIT;
+        let _ = view.of_region(region).map(|memory| memory.wake_run(PageIdx::first_of_unit(*first), pages));
     }
     done
 }

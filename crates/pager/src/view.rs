@@ -1,4 +1,4 @@
-//! A view: one process's mapping of a VM's RAM, its userfaultfd, and the control socket to the client inside it.
+//! A view: one process's mapping of a VM's RAM, its userfaultfds, and the control socket to the client inside it.
 //!
 //! Before: the keeper hands over the descriptors. After: fault lanes read and resolve its faults; reclaim zaps through it.
 //! Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
@@ -13,7 +13,7 @@ use std::sync::{Condvar, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
-use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
@@ -21,6 +21,7 @@ use ballast_sys::{Remote, Uffd, scm};
 use crate::lane::Stall;
 use crate::memory::Mapped;
 use crate::region::Region;
+use crate::shard::{Shards, Stripes};
 
 /// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
 const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -30,7 +31,7 @@ const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct View {
     /// The process.
     pub pid: u32,
-    uffd: Uffd,
+    shards: Shards,
     can_poison: bool,
     remote: OnceLock<Option<Remote>>,
     control: OwnedFd,
@@ -53,14 +54,16 @@ pub struct RegionView<'a> {
     base: Hva,
     /// Bytes paged as one.
     granule: u64,
+    stripes: Stripes,
 }
 
 impl View {
     /// A view of process `pid`. `epoch` makes the sequence numbers differ from those of earlier engines.
-    pub fn new(pid: u32, uffd: Uffd, uffd_features: u64, control: OwnedFd, epoch: u64) -> Self {
+    pub fn new(pid: u32, shards: Shards, uffd_features: u64, control: OwnedFd, epoch: u64) -> Self {
         Self {
             pid,
-            uffd,
+            stall: Stall::new(shards.count()),
+            shards,
             can_poison: uffd_features & feature::POISON != 0,
             remote: OnceLock::new(),
             control,
@@ -68,15 +71,14 @@ impl View {
             next_seq: AtomicU64::new(epoch << 32),
             zaps: Mutex::default(),
             answered: Condvar::new(),
-            stall: Stall::new(),
             disconnected: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }
     }
 
-    /// The userfaultfd.
-    pub fn uffd(&self) -> &Uffd {
-        &self.uffd
+    /// The userfaultfds.
+    pub fn shards(&self) -> &Shards {
+        &self.shards
     }
 
     /// The process's page tables; `None` if it is gone or the kernel does not let us.
@@ -124,14 +126,24 @@ impl View {
 
     /// This view of one region; `None` if the region is not mapped here.
     pub fn of_region(&self, region: &Region) -> Option<RegionView<'_>> {
+        self.base(region.number).map(|base| self.at(region, base))
+    }
+
+    /// The same of a region that is, or is going to be, mapped at `base`.
+    pub fn at(&self, region: &Region, base: Hva) -> RegionView<'_> {
         let granule = PageIdx(region.granule_pages()).offset();
-        self.base(region.number).map(|base| RegionView { view: self, base, granule })
+        RegionView { view: self, base, granule, stripes: region.stripes(self.shards.count()) }
+    }
+
+    /// Wake whoever waits in a range, whatever is mapped there.
+    pub(crate) fn wake(&self, start: Hva, len: u64) -> io::Result<()> {
+        self.shards.iter().try_for_each(|uffd| uffd.wake(start, len))
     }
 
     /// Wake whoever waits anywhere in this view: they fault again, on an engine that listens.
     pub fn wake_all(&self) -> io::Result<()> {
         let spans = self.spans.read().expect("no panic while held");
-        spans.iter().try_for_each(|(start, end, _)| self.uffd.wake(*start, end.0 - start.0))
+        spans.iter().try_for_each(|(start, end, _)| self.wake(*start, end.0 - start.0))
     }
 
     /// Tell the client something. Never waits: a client that does not read its socket fails its own VM's requests only.
@@ -211,17 +223,44 @@ impl RegionView<'_> {
     pub fn addr(&self, page: PageIdx) -> Hva {
         self.base + page.offset()
     }
-}
 
-impl RegionView<'_> {
-    /// Map those of `count` base pages that are in the file. The caller holds their locks.
+    /// The userfaultfd that a page's faults come through: only this one can wake who waits for the page.
+    fn uffd(&self, page: PageIdx) -> &Uffd {
+        self.view.shards.get(self.stripes.shard(page))
+    }
+
+    /// The same for a range of pages, part by part: userfaultfd, start and length.
+    fn parts(&self, first: PageIdx, count: u64) -> impl Iterator<Item = (&Uffd, Hva, u64)> {
+        let split = self.stripes.split(first.0..first.0 + count);
+        split.map(|(shard, part)| {
+            let len = PageCount(part.end - part.start).bytes().0;
+            (self.view.shards.get(shard), self.addr(PageIdx(part.start)), len)
+        })
+    }
+
+    /// From now on faults on these pages come to us. Doing it again changes nothing.
+    pub fn register(&self, first: PageIdx, count: u64) -> io::Result<()> {
+        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.register(start, len))
+    }
+
+    /// From now on the kernel serves them.
+    pub(crate) fn unregister(&self, first: PageIdx, count: u64) -> io::Result<()> {
+        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.unregister(start, len))
+    }
+
+    /// Wake whoever waits for these pages.
+    pub(crate) fn wake_run(&self, first: PageIdx, count: u64) -> io::Result<()> {
+        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
+    }
+
+    /// Map those of `count` base pages of one unit that are in the file. The caller holds their locks.
     pub(crate) fn map_run(&self, first: PageIdx, count: u64) -> io::Result<()> {
         /// The address space changes: whoever wants the pages will fault.
         const TRIES: u32 = 8;
         let (mut done, mut tries) = (0, 0);
         while done < count && tries < TRIES {
             let at = PageIdx(first.0 + done);
-            let (mapped, outcome) = self.view.uffd.map_run(self.addr(at), count - done)?;
+            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), count - done)?;
             done += mapped;
             match outcome {
                 FillOutcome::Done | FillOutcome::Gone => break,
@@ -237,30 +276,30 @@ impl RegionView<'_> {
 impl Mapped for RegionView<'_> {
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
         debug_assert_eq!(size_of_val(bytes) as u64, self.granule);
-        self.view.uffd.copy(self.addr(page), bytes.as_flattened())
+        self.uffd(page).copy(self.addr(page), bytes.as_flattened())
     }
 
     fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
         debug_assert_eq!(self.granule, PAGE_SIZE as u64);
-        Ok(self.view.uffd.copy_pages(self.addr(first), bytes)?.0)
+        Ok(self.uffd(first).copy_pages(self.addr(first), bytes)?.0)
     }
 
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
         /// The kernel has no zero page for hugetlbfs. Never written, so it takes no memory.
         static ZEROS: [u8; HUGE_SIZE] = [0; HUGE_SIZE];
         if self.granule == PAGE_SIZE as u64 {
-            return self.view.uffd.zero_page(self.addr(page));
+            return self.uffd(page).zero_page(self.addr(page));
         }
-        self.view.uffd.copy(self.addr(page), &ZEROS[..self.granule as usize])
+        self.uffd(page).copy(self.addr(page), &ZEROS[..self.granule as usize])
     }
 
     fn map(&self, page: PageIdx) -> io::Result<FillOutcome> {
-        self.view.uffd.map_existing(self.addr(page), self.granule)
+        self.uffd(page).map_existing(self.addr(page), self.granule)
     }
 
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome> {
         if self.view.can_poison {
-            let outcome = self.view.uffd.poison(self.addr(page), self.granule)?;
+            let outcome = self.uffd(page).poison(self.addr(page), self.granule)?;
             if outcome == FillOutcome::AlreadyThere {
                 self.wake(page)?;
             }
@@ -272,6 +311,6 @@ impl Mapped for RegionView<'_> {
     }
 
     fn wake(&self, page: PageIdx) -> io::Result<()> {
-        self.view.uffd.wake(self.addr(page), self.granule)
+        self.uffd(page).wake(self.addr(page), self.granule)
     }
 }

@@ -311,10 +311,14 @@ impl Vm {
         self.views.write().expect("no panic while held").push(view.clone());
         self.generation.fetch_add(1, Ordering::AcqRel);
         drop(layout);
-        for (kind, body) in [("fault", lane::serve_faults as fn(&Vm, &Arc<View>)), ("control", lane::serve_control)] {
+        for shard in 0..view.shards().count() {
             let (vm, view) = (self.clone(), view.clone());
-            self.start_lane(kind, move || vm.run_lane(kind, Serves::View(&view), || body(&vm, &view)))?;
+            let body = move || vm.run_lane("fault", Serves::View(&view), || lane::serve_faults(&vm, &view, shard));
+            self.start_lane("fault", body)?;
         }
+        let (vm, of) = (self.clone(), view.clone());
+        let body = move || vm.run_lane("control", Serves::View(&of), || lane::serve_control(&vm, &of));
+        self.start_lane("control", body)?;
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
     }
@@ -679,13 +683,13 @@ impl Vm {
             }
             let len = PageCount(count).bytes();
             let views = self.views();
-            let bases: Vec<_> = views.iter().filter_map(|view| Some((view, view.base(region.number)?))).collect();
-            if bases.is_empty() {
+            let mapped: Vec<_> = views.iter().filter_map(|view| Some((view, view.of_region(region)?))).collect();
+            if mapped.is_empty() {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
-            for (view, base) in bases {
+            for (view, memory) in mapped {
                 coalesce::learn(view, region, first, count);
-                view.uffd().register(base + first.offset(), len.0)?;
+                memory.register(first, count)?;
             }
             flag.store(1, Ordering::Release);
             self.stats().add(Counter::RegisteredBytes, len.0);
@@ -722,8 +726,8 @@ impl Vm {
                 flag.store(0, Ordering::Release);
                 self.stats().sub(Counter::RegisteredBytes, len.0);
                 for view in self.views() {
-                    if let Some(base) = view.base(region.number) {
-                        view.uffd().unregister(base + first.offset(), len.0)?;
+                    if let Some(memory) = view.of_region(region) {
+                        memory.unregister(first, count)?;
                     }
                 }
             }
@@ -787,7 +791,7 @@ impl Vm {
 }
 
 fn register_as_flagged(region: &Region, view: &View) -> io::Result<()> {
-    view.base(region.number).map_or(Ok(()), |base| region.register_as_flagged(view.uffd(), base))
+    view.of_region(region).map_or(Ok(()), |memory| region.register_as_flagged(&memory))
 }
 
 /// Where every page of a VM is. See [`Vm::census`].

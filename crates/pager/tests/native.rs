@@ -325,8 +325,9 @@ fn a_region_that_one_process_unmaps_stays_for_the_others() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
     let (control, _theirs) = ballast_sys::scm::pair().expect("socketpair");
-    let uffd = rig.view.uffd().try_clone().expect("dup");
-    let other = std::sync::Arc::new(ballast_pager::view::View::new(1, uffd, 0, control, 1));
+    let uffd = rig.view.shards().get(0).try_clone().expect("dup");
+    let shards = ballast_pager::shard::Shards::new(vec![uffd]).expect("one");
+    let other = std::sync::Arc::new(ballast_pager::view::View::new(1, shards, 0, control, 1));
     // Where the other process maps it does not matter: it touches nothing.
     let elsewhere = Hva(0x10_0000_0000);
     let info = ballast_base::wire::RegionInfo { hva: elsewhere, len: RAM, file_offset: Bytes(0) };

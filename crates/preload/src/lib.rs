@@ -40,7 +40,8 @@
 //!
 //! # Environment
 //!
-//! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_REQUIRE=1` (no keeper: exit before the guest starts).
+//! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_LANES` (1 to 8), `BALLAST_REQUIRE=1`
+//! (no keeper: exit before the guest starts).
 //! The library takes itself out of `LD_PRELOAD` at start, so programs started by the VMM do not load it.
 
 mod decide;

@@ -55,6 +55,7 @@ fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped()
     assert_eq!(session.attach.name, "preload-test");
     let info = session.attach.regions[0];
     assert_eq!((session.attach.regions.len(), info.len, info.file_offset), (1, Bytes(5 * GIB), Bytes(0)));
+    assert_eq!(session.attach.shards, 1, "a VM of this size needs no more, on however many CPUs");
     assert!(!session.attach.may_pin, "it has no disk; its io_uring rings watch descriptors only");
     assert!(info.hva.0.is_multiple_of(HUGE_SIZE as u64), "{} can have no huge pages", info.hva);
     session.accept();
@@ -92,9 +93,11 @@ fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
         backend("n0", "128M"),
         backend("n1", "64M")
     );
-    let mut qemu = Driven::start(qemu(&keeper, &words));
+    let mut command = qemu(&keeper, &words);
+    command.env("BALLAST_FAULT_LANES", "2");
+    let mut qemu = Driven::start(command);
     let session = keeper.client();
-    assert_eq!(session.attach.regions[0].len, Bytes(128 * MIB));
+    assert_eq!((session.attach.regions[0].len, session.attach.shards), (Bytes(128 * MIB), 2));
     session.accept();
     assert_eq!(accept_region(&session).0, Bytes(64 * MIB));
     qemu.qmp_start();

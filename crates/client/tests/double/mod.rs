@@ -82,9 +82,10 @@ impl Keeper {
         assert_eq!(fds.len(), attach.fd_count(), "descriptors beside the attach message");
         let mut fds = fds.into_iter();
         let uffd = Uffd::from(fds.next().expect("uffd"));
+        let more_uffds = fds.by_ref().take(usize::from(attach.shards) - 1).map(Uffd::from).collect();
         let control = fds.next().expect("control");
         let ram = fds.by_ref().take(attach.regions.len()).collect();
-        Session { socket, attach, uffd, control, ram, escrow: fds.collect() }
+        Session { socket, attach, uffd, more_uffds, control, ram, escrow: fds.collect() }
     }
 }
 
@@ -106,6 +107,7 @@ pub struct Session {
     pub socket: OwnedFd,
     pub attach: Attach,
     pub uffd: Uffd,
+    pub more_uffds: Vec<Uffd>,
     pub control: OwnedFd,
     pub ram: Vec<OwnedFd>,
     pub escrow: Vec<OwnedFd>,

@@ -404,7 +404,7 @@ impl Engine {
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
         served.vm.hold(Hold::Unchecked, Some("nobody has looked yet who else maps its RAM".into()));
-        views::add(served, pid, uffd_features, views::two(fds)?, spans)?;
+        views::add(served, pid, uffd_features, views::descriptors(fds)?, spans)?;
         if let Some(since_ns) = unserved_since_ns {
             let gap = Duration::from_nanos(monotonic_ns().saturating_sub(since_ns));
             served.vm.stats().raise(Counter::LongestGapNs, gap.as_nanos() as u64);

@@ -1,6 +1,6 @@
 //! Views: a process whose faults are to be served, also when not all of its RAM can be.
 //!
-//! Before: the keeper handed over a userfaultfd and a control socket. After: its faults are served; of a region that the
+//! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served; of a region that the
 //! kernel would not register (the VMM unmapped it without a word) they cannot be, and the VM is not reclaimed from.
 //! Threads: the VM's worker.
 //! Promise: what can be served is served. One region that cannot costs an event and the limit, not the other regions.
@@ -9,7 +9,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use anyhow::Context;
 use ballast_base::wire::RegionInfo;
+use ballast_pager::shard::Shards;
 use ballast_pager::view::View;
 use ballast_pager::vm::{Hold, Vm};
 use ballast_sys::Uffd;
@@ -21,14 +23,13 @@ pub fn add(
     served: &Arc<Served>,
     pid: u32,
     uffd_features: u64,
-    [uffd, control]: [OwnedFd; 2],
+    (shards, control): (Shards, OwnedFd),
     spans: &[(RegionInfo, u32)],
 ) -> io::Result<()> {
     let vm = &served.vm;
     let epoch = vm.state.epoch();
-    let uffd = Uffd::from(uffd);
-    let (good, bad) = split(vm, &uffd, spans);
-    let view = Arc::new(View::new(pid, uffd, uffd_features, control, epoch));
+    let view = Arc::new(View::new(pid, shards, uffd_features, control, epoch));
+    let (good, bad) = split(vm, &view, spans);
     if !bad.is_empty() {
         let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();
         let reason = format!("RAM that process {pid} said it maps cannot be watched there ({})", what.join("; "));
@@ -52,11 +53,11 @@ type Split = (Vec<(RegionInfo, u32)>, Vec<(u32, io::Error)>);
 
 /// Which spans can be registered where they must be, because pages there may be away? Registering what is registered
 /// already changes nothing.
-fn split(vm: &Vm, uffd: &Uffd, spans: &[(RegionInfo, u32)]) -> Split {
+fn split(vm: &Vm, view: &View, spans: &[(RegionInfo, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
     for (info, number) in spans {
         let region = vm.region(*number);
-        match region.map_or(Ok(()), |region| region.register_as_flagged(uffd, info.hva)) {
+        match region.map_or(Ok(()), |region| region.register_as_flagged(&view.at(&region, info.hva))) {
             Ok(()) => good.push((*info, *number)),
             Err(error) => bad.push((*number, error)),
         }
@@ -64,8 +65,9 @@ fn split(vm: &Vm, uffd: &Uffd, spans: &[(RegionInfo, u32)]) -> Split {
     (good, bad)
 }
 
-/// What an engine is given with a view.
-pub fn two(fds: Vec<OwnedFd>) -> anyhow::Result<[OwnedFd; 2]> {
-    let given = fds.len();
-    <[OwnedFd; 2]>::try_from(fds).map_err(|_| anyhow::anyhow!("a view needs two descriptors, {given} came"))
+/// What an engine is given with a view: userfaultfds, then the control socket.
+pub fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Shards, OwnedFd)> {
+    let control = fds.pop().context("a view needs descriptors, none came")?;
+    let shards = Shards::new(fds.into_iter().map(Uffd::from).collect());
+    Ok((shards.context("a view needs a userfaultfd, none came")?, control))
 }

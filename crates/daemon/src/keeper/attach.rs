@@ -34,7 +34,7 @@ impl Keeper {
             return Err("this process is attached already".into());
         }
         let (pid, uid) = (client.pid, client.uid);
-        let Admitted { uffd, control, ram, resumed } = admit::admit(attach, fds)?;
+        let Admitted { uffds, control, ram, resumed } = admit::admit(attach, fds)?;
         let known = match attach.resume {
             Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
             None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
@@ -91,7 +91,7 @@ impl Keeper {
         let name = entry.state.name();
         let view = ClientView {
             vm,
-            uffd: Arc::new(uffd),
+            uffds: uffds.into_iter().map(Arc::new).collect(),
             uffd_features: attach.uffd_features,
             control: Arc::new(control),
             spans,

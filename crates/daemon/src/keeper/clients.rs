@@ -54,7 +54,8 @@ pub struct Client {
 /// What a process attached with.
 pub struct ClientView {
     pub vm: VmId,
-    pub uffd: Arc<SentFd>,
+    /// In the client's order.
+    pub uffds: Vec<Arc<SentFd>>,
     pub uffd_features: u64,
     pub control: Arc<SentFd>,
     pub spans: Vec<(RegionInfo, u32)>,

@@ -322,7 +322,7 @@ fn spawn(program: &std::path::Path) -> anyhow::Result<Engine> {
 }
 
 /// The order that has a process served, and its descriptors.
-pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> (Order, [Arc<SentFd>; 2]) {
+pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> (Order, Vec<Arc<SentFd>>) {
     let order = Order::AddView {
         vm: view.vm,
         pid,
@@ -330,7 +330,7 @@ pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> 
         spans: view.spans.clone(),
         unserved_since_ns,
     };
-    (order, [view.uffd.clone(), view.control.clone()])
+    (order, view.uffds.iter().chain([&view.control]).cloned().collect())
 }
 
 #[cfg(test)]

@@ -28,6 +28,7 @@ fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
         limit: None,
         vmm,
         uffd_features: 0,
+        shards: 1,
         pinned: None,
         may_pin: false,
         regions: Vec::new(),

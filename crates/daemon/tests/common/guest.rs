@@ -22,10 +22,16 @@ pub struct Ended {
 impl Guest {
     /// Start one and wait until the daemon knows it; `args` are `ballast-testvm`'s own.
     pub fn start(daemon: &Daemon, name: &str, args: &str) -> Self {
+        Self::start_with(daemon, name, args, &[])
+    }
+
+    /// The same with these environment variables.
+    pub fn start_with(daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
         let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast-testvm");
         assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
         let child = Command::new(program)
             .args(args.split_ascii_whitespace())
+            .envs(variables.iter().copied())
             .args(["--attach", name, "--json", "--until-stdin", "--ops", "0", "--attach-socket"])
             .arg(daemon.attach_socket())
             .stdin(Stdio::piped())

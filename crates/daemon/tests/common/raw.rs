@@ -21,6 +21,11 @@ pub fn no_uffd() -> bool {
     skip("uffd", missing.map(|error| format!("no userfaultfd with shared-memory minor faults: {error}")))
 }
 
+/// One of this process's.
+pub fn userfaultfd() -> Uffd {
+    Uffd::create(REQUIRED_FEATURES).expect("userfaultfd").0
+}
+
 /// Guest RAM in a file, mapped here.
 pub struct Ram {
     pub fd: OwnedFd,
@@ -49,7 +54,7 @@ impl Ram {
 pub struct RawClient {
     path: PathBuf,
     name: String,
-    uffd: Uffd,
+    pub uffds: Vec<Uffd>,
     control: (OwnedFd, OwnedFd),
     socket: Option<OwnedFd>,
     /// After an attach: the VM, its state file and its arena.
@@ -58,9 +63,9 @@ pub struct RawClient {
 
 impl RawClient {
     pub fn new(path: &Path, name: &str) -> Self {
-        let (uffd, _) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd");
+        let uffds = vec![userfaultfd()];
         let control = scm::pair().expect("control sockets");
-        Self { path: path.to_owned(), name: name.to_owned(), uffd, control, socket: None, escrow: None }
+        Self { path: path.to_owned(), name: name.to_owned(), uffds, control, socket: None, escrow: None }
     }
 
     /// What it says to attach with this RAM; it resumes if it was attached.
@@ -70,6 +75,7 @@ impl RawClient {
             limit: None,
             vmm: "raw".into(),
             uffd_features: REQUIRED_FEATURES,
+            shards: self.uffds.len() as u8,
             pinned: None,
             may_pin: false,
             regions,
@@ -80,7 +86,7 @@ impl RawClient {
 
     /// The descriptors beside [`Self::message`].
     pub fn descriptors<'a>(&'a self, ram: &[&'a Ram]) -> Vec<BorrowedFd<'a>> {
-        let mut fds = vec![self.uffd.as_fd(), self.control.1.as_fd()];
+        let mut fds: Vec<_> = self.uffds.iter().map(AsFd::as_fd).chain([self.control.1.as_fd()]).collect();
         fds.extend(ram.iter().map(|ram| ram.fd.as_fd()));
         fds.extend(self.escrow.iter().flat_map(|(_, files)| files).map(AsFd::as_fd));
         fds

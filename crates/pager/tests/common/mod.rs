@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_pager::shard::Shards;
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stores::Stores;
 use ballast_pager::track::Track;
@@ -35,7 +36,7 @@ pub struct Rig {
     pub view: Arc<View>,
     pub pages: u64,
     /// Kept open as a client would: the last close would turn missing pages into zeros.
-    _uffd: Uffd,
+    _uffds: Vec<Uffd>,
     client: Option<JoinHandle<()>>,
     hang_up: OwnedFd,
     _loan: Option<PoolLoan>,
@@ -48,11 +49,20 @@ struct Setup {
     quarantine: Duration,
     spill: Option<(Arc<dyn Store>, Duration)>,
     huge: bool,
+    /// How many userfaultfds its process has.
+    shards: usize,
 }
 
 impl Rig {
     pub fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
         let rig = Self::without_view(ram, store_budget, quarantine);
+        rig.add_view();
+        rig
+    }
+
+    /// The same, whose process has so many userfaultfds.
+    pub fn sharded(ram: Bytes, store_budget: Bytes, quarantine: Duration, shards: usize) -> Self {
+        let rig = Self::open(Setup { ram, store_budget, quarantine, spill: None, huge: false, shards });
         rig.add_view();
         rig
     }
@@ -66,7 +76,7 @@ impl Rig {
 
     /// A VM that is open, and whose view nobody has told it of yet.
     pub fn without_view(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        Self::open(Setup { ram, store_budget, quarantine, spill: None, huge: false })
+        Self::open(Setup { ram, store_budget, quarantine, spill: None, huge: false, shards: 1 })
     }
 
     /// A VM whose RAM is of huge pages, spilling or not; `None`, aloud, where there are none to be had.
@@ -76,8 +86,19 @@ impl Rig {
         quarantine: Duration,
         spill: Option<(Arc<dyn Store>, Duration)>,
     ) -> Option<Self> {
+        Self::huge_sharded(ram, store_budget, quarantine, spill, 1)
+    }
+
+    /// The same, whose process has so many userfaultfds.
+    pub fn huge_sharded(
+        ram: Bytes,
+        store_budget: Bytes,
+        quarantine: Duration,
+        spill: Option<(Arc<dyn Store>, Duration)>,
+        shards: usize,
+    ) -> Option<Self> {
         let Err(why) = memfd::create_huge("ballast-test", Bytes(HUGE_SIZE as u64)) else {
-            let rig = Self::open(Setup { ram, store_budget, quarantine, spill, huge: true });
+            let rig = Self::open(Setup { ram, store_budget, quarantine, spill, huge: true, shards });
             rig.add_view();
             return Some(rig);
         };
@@ -88,17 +109,22 @@ impl Rig {
 
     /// A VM whose RAM is filled and mapped huge by the kernel's choice; `None`, aloud, where nothing can be.
     pub fn coalesced(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
-        let rig = Self::new(ram, store_budget, quarantine);
-        (0..rig.pages).for_each(|page| rig.fill(page, 1));
+        Self::new(ram, store_budget, quarantine).made_huge()
+    }
+
+    /// This one, filled and mapped huge.
+    pub fn made_huge(self) -> Option<Self> {
+        (0..self.pages).for_each(|page| self.fill(page, 1));
+        let ram = Bytes(self.guest.len() as u64);
         let remote = Remote::open(std::process::id()).expect("own process");
-        let outcome = remote.collapse(Hva(rig.guest.addr() as u64), ram.0);
+        let outcome = remote.collapse(Hva(self.guest.addr() as u64), ram.0);
         if !matches!(outcome, Ok(Collapsed::Done)) || remote.huge(Hva(0), 0).is_err() {
             assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("collapse")), "REQUIRE: {outcome:?}");
             println!("SKIP needs=collapse: {outcome:?}");
             return None;
         }
-        assert_eq!(rig.mapped_huge(), ram);
-        Some(rig)
+        assert_eq!(self.mapped_huge(), ram);
+        Some(self)
     }
 
     /// Bytes of the guest's RAM that are mapped huge.
@@ -116,20 +142,22 @@ impl Rig {
         file: Arc<dyn Store>,
         after: Duration,
     ) -> Self {
-        let rig = Self::open(Setup { ram, store_budget, quarantine, spill: Some((file, after)), huge: false });
+        let rig =
+            Self::open(Setup { ram, store_budget, quarantine, spill: Some((file, after)), huge: false, shards: 1 });
         rig.add_view();
         rig
     }
 
     fn open(setup: Setup) -> Self {
-        let Setup { ram, store_budget, quarantine, spill, huge } = setup;
+        let Setup { ram, store_budget, quarantine, spill, huge, shards } = setup;
         // What the pool lends must cover all of RAM.
         let loan = huge.then(|| PoolLoan::new(ram.0 / HUGE_SIZE as u64).expect("huge pages"));
         let create = if huge { memfd::create_huge } else { memfd::create };
         let file = create("ballast-test-ram", ram).expect("memfd");
         let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
         let features = uffd::REQUIRED_FEATURES | uffd::HUGETLB_FEATURES | uffd::feature::POISON;
-        let (uffd, granted) = Uffd::create(features).expect("userfaultfd");
+        let made: Vec<_> = (0..shards).map(|_| Uffd::create(features).expect("userfaultfd")).collect();
+        let (uffds, granted): (Vec<Uffd>, Vec<u64>) = made.into_iter().unzip();
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
         state.add_region(memfd::file_id(&file).expect("stat"), Bytes(0), ram.pages_floor()).expect("region");
         let epoch = state.take_over(std::process::id(), 1);
@@ -160,7 +188,8 @@ impl Rig {
         let hang_up = ours.try_clone().expect("dup");
         let mapping = guest.clone();
         let client = std::thread::spawn(move || serve_zaps(&ours, &mapping));
-        let view = Arc::new(View::new(std::process::id(), uffd.try_clone().expect("dup"), granted, theirs, epoch));
+        let shards = Shards::new(uffds.iter().map(|uffd| uffd.try_clone().expect("dup")).collect()).expect("some");
+        let view = Arc::new(View::new(std::process::id(), shards, granted[0], theirs, epoch));
         let pages = ram.pages_floor().0;
         Self {
             vm,
@@ -170,7 +199,7 @@ impl Rig {
             reports,
             view,
             pages,
-            _uffd: uffd,
+            _uffds: uffds,
             client: Some(client),
             hang_up,
             _loan: loan,

@@ -1,0 +1,128 @@
+//! Shards: which of a process's userfaultfds a page's faults come through.
+//!
+//! Before: the client made one or several userfaultfds. After: each has a fault lane of its own, so that a VM with many
+//! vCPUs is not served by one thread.
+//! Threads: any; nothing here changes. Units: pages from the start of a region.
+//! Promise: a page has one and the same userfaultfd as long as its process lives, whichever engine asks: the kernel
+//! lets no second one register it. So [`Stripes`] may change only together with `wire::VERSION`, which keeps a client
+//! of another rule from being taken over.
+//!
+//! A region is cut into stripes that go round the userfaultfds. A stripe is made of whole chunks, which are what is
+//! registered as one, and so of whole units of 2 MiB: all faults on a page, and on its unit, come to one lane as if
+//! it were the only one. It is short, so that threads that work side by side meet different lanes.
+
+use std::ops::Range;
+
+use ballast_base::{PageCount, PageIdx};
+use ballast_sys::Uffd;
+
+use crate::state_file::PAGES_PER_CHUNK;
+
+/// Stripes of a region at most. The kernel keeps neighbours that are registered with different userfaultfds as mappings
+/// of their own, of which a process may have 65530: 32 regions of so many stripes make half of them.
+const MOST_STRIPES: u64 = 1024;
+
+/// How a region is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stripes {
+    /// Pages of a stripe.
+    pages: u64,
+    shards: u64,
+}
+
+impl Stripes {
+    /// Of a region of this length, in a process with so many userfaultfds.
+    pub fn new(region: PageCount, shards: usize) -> Self {
+        // With one, all is one stripe.
+        let even = region.0.div_ceil(MOST_STRIPES).max(1).next_multiple_of(PAGES_PER_CHUNK);
+        Self { pages: if shards <= 1 { u64::MAX } else { even }, shards: shards.max(1) as u64 }
+    }
+
+    /// Which userfaultfd a page belongs to.
+    pub fn shard(self, page: PageIdx) -> usize {
+        (page.0 / self.pages % self.shards) as usize
+    }
+
+    /// The parts of a range of pages that belong to one userfaultfd each.
+    pub fn split(self, pages: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
+        let mut next = pages.start;
+        std::iter::from_fn(move || {
+            let first = next;
+            next = (first / self.pages).saturating_add(1).saturating_mul(self.pages).min(pages.end);
+            (first < pages.end).then(|| (self.shard(PageIdx(first)), first..next))
+        })
+    }
+}
+
+/// The userfaultfds of one process, in the client's order.
+#[derive(Debug)]
+pub struct Shards(Vec<Uffd>);
+
+impl Shards {
+    /// `None` if there is none.
+    pub fn new(uffds: Vec<Uffd>) -> Option<Self> {
+        (!uffds.is_empty()).then_some(Self(uffds))
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// One of them.
+    pub fn get(&self, shard: usize) -> &Uffd {
+        &self.0[shard]
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = &Uffd> {
+        self.0.iter()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use ballast_base::{GIB, MIB, PAGES_PER_UNIT};
+    use proptest::prelude::*;
+
+    const fn pages(bytes: u64) -> u64 {
+        bytes / 4096
+    }
+
+    #[test]
+    fn stripes_of_32_mib_go_round_and_large_regions_have_longer_ones() {
+        let small = Stripes::new(PageCount(pages(GIB)), 3);
+        let of = |stripes: Stripes, bytes| stripes.shard(PageIdx(pages(bytes)));
+        assert_eq!([0, 31, 32, 64, 96, 128].map(|at| of(small, at * MIB)), [0, 0, 1, 2, 0, 1]);
+        let large = Stripes::new(PageCount(pages(1024 * GIB)), 3);
+        assert_eq!([0, 1023, 1024, 2048, 3072].map(|at| of(large, at * MIB)), [0, 0, 1, 2, 0]);
+        assert_eq!(Stripes::new(PageCount(0), 2).shard(PageIdx(0)), 0);
+    }
+
+    #[test]
+    fn with_one_userfaultfd_nothing_is_split() {
+        let all = 0..pages(4 * GIB);
+        assert_eq!(Stripes::new(PageCount(all.end), 1).split(all.clone()).collect::<Vec<_>>(), [(0, all)]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_range_is_split_into_parts_of_one_userfaultfd_each_and_no_unit_is_split(
+            region in 1..1u64 << 33, shards in 1usize..9, first in 0..1u64 << 33, len in 0..1u64 << 20,
+        ) {
+            let stripes = Stripes::new(PageCount(region), shards);
+            let (first, end) = (first % region, (first % region + len).min(region));
+            let mut next = first;
+            let mut count = 0;
+            for (shard, part) in stripes.split(first..end) {
+                prop_assert!(part.start == next && part.end > part.start && shard < shards);
+                prop_assert_eq!(stripes.shard(PageIdx(part.start)), shard);
+                prop_assert_eq!(stripes.shard(PageIdx(part.end - 1)), shard);
+                prop_assert!(part.end == end || part.end.is_multiple_of(PAGES_PER_UNIT));
+                (next, count) = (part.end, count + 1);
+            }
+            prop_assert!(next == end.max(first) && count <= MOST_STRIPES);
+        }
+    }
+}
