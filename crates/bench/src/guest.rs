@@ -22,6 +22,7 @@ use ballast_sys::{Anon, memfd};
 use ballast_testvm::GuestRam;
 
 use crate::cpu;
+use crate::lanes::touch_together;
 use crate::order::{Answer, Backing, FAULT_NS, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Touched};
 use crate::plain::Handler;
 use crate::qemu::Vmm;
@@ -30,7 +31,7 @@ use crate::vcpu::Vcpu;
 
 /// Memory that may go out.
 #[derive(Debug)]
-enum Ram {
+pub(crate) enum Ram {
     /// A shared memory file, as guest RAM is.
     Shared(GuestRam),
     /// Ordinary memory: what the kernel swaps best.
@@ -38,7 +39,7 @@ enum Ram {
 }
 
 impl Ram {
-    fn word(&self, offset: usize) -> &AtomicU64 {
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
         match self {
             Self::Shared(ram) => ram.word(offset),
             Self::Private(ram) => ram.word(offset),
@@ -61,11 +62,17 @@ pub(crate) enum Pager {
 impl Pager {
     /// Hand over RAM; for the kernel, move this process into its memory cgroup before it has any.
     pub(crate) fn attach(backing: &Backing, ram: &GuestRam) -> Result<Self> {
+        Self::attach_with(backing, ram, None)
+    }
+
+    /// The same with so many fault lanes.
+    fn attach_with(backing: &Backing, ram: &GuestRam, lanes: Option<usize>) -> Result<Self> {
         let hva = Hva(ram.addr() as u64);
         Ok(match backing {
             Backing::Ballast { socket, name } => {
                 // Nothing but the guest touches this memory, so the short quarantine is right.
                 let builder = Client::builder().name(name).socket(socket).may_pin(false);
+                let builder = lanes.into_iter().fold(builder, ballast_client::Builder::fault_lanes);
                 let memory = ram.memfd().try_clone_to_owned().context("Duplicating the memory file")?;
                 let client = builder.region(memory, hva, Bytes(ram.len() as u64), Bytes(0)).attach();
                 Self::Ballast(client.map_err(|error| anyhow!("Attaching {name}: {}", ballast_client::chain(&error)))?)
@@ -190,7 +197,7 @@ impl Guest {
         } else {
             let make = if config.huge { GuestRam::huge } else { GuestRam::new };
             let ram = make(Bytes(len)).context("Allocating guest RAM")?;
-            let pager = Pager::attach(&config.backing, &ram)?;
+            let pager = Pager::attach_with(&config.backing, &ram, config.lanes)?;
             (Ram::Shared(ram), pager)
         };
         let mut expected = Vec::with_capacity(config.pages as usize);
@@ -262,7 +269,12 @@ impl Native {
         let mut order = self.out(config.pages)?;
         shuffle(&mut order, seed);
         order.truncate(usize::try_from(pace.most).unwrap_or(usize::MAX));
-        self.touch_these(&order, pace)
+        if pace.threads < 2 {
+            return self.touch_these(&order, pace);
+        }
+        let touched = touch_together(&self.ram, &self.expected, &order, pace.threads as usize);
+        order.iter().for_each(|page| self.expected[*page as usize] = self.expected[*page as usize].wrapping_add(1));
+        Ok(touched)
     }
 
     fn touch_these(&mut self, order: &[u64], pace: Pace) -> Result<Touched> {

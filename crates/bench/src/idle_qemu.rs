@@ -21,7 +21,8 @@ fn speed(worker: &mut Worker, zipf: bool, ms: u64) -> Result<[f64; 2]> {
 }
 
 fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
-    let config = GuestConfig { backing, kind: GuestKind::Qemu, pages, data: Data::HalfCompressible, huge: false };
+    let config =
+        GuestConfig { backing, kind: GuestKind::Qemu, pages, data: Data::HalfCompressible, huge: false, lanes: None };
     let mut worker = Worker::start(&Role::Guest(config))?;
     worker.ask(&Order::Fill)?;
     if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }

@@ -23,6 +23,7 @@ mod guest;
 mod huge;
 mod idle;
 mod idle_qemu;
+mod lanes;
 mod leftover;
 mod machine;
 mod many;

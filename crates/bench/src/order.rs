@@ -128,6 +128,8 @@ pub struct GuestConfig {
     pub data: Data,
     /// RAM of huge pages (native guests alone).
     pub huge: bool,
+    /// Fault lanes; `None`: as many as the client makes (native guests alone).
+    pub lanes: Option<usize>,
 }
 
 /// In which order pages are touched, wherever they are.
@@ -163,11 +165,13 @@ pub struct Pace {
     pub think_us: u32,
     /// The thread stays on the CPU it is on, as a pinned vCPU does.
     pub pinned: bool,
+    /// Threads that share them (native guests alone); more than one neither think nor are pinned.
+    pub threads: u32,
 }
 
 impl Pace {
     /// All of them, as fast as possible.
-    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false };
+    pub const ALL: Self = Self { most: u64::MAX, think_us: 0, pinned: false, threads: 1 };
 }
 
 /// What to do.

@@ -16,7 +16,7 @@ const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
 /// A pinned vCPU, as fast as it can: what the first figures are of.
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 /// With computing in between, so that whoever serves the touches has gone to sleep.
-const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true };
+const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true, ..Pace::ALL };
 /// A thread that the scheduler moves about.
 const MOVING: Pace = Pace { most: 2000, ..Pace::ALL };
 

@@ -11,7 +11,7 @@ use crate::order::{Data, GuestKind, Pace};
 use crate::reclaim::rate;
 use crate::report::Row;
 use crate::subject::{Subject, Way, out, touch};
-use crate::{Bench, attach, many, overhead, qemu};
+use crate::{Bench, attach, lanes, many, overhead, qemu};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
 /// The figures that are looked for first.
@@ -95,6 +95,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)?;
     if bench.options.is(GuestKind::Native) {
         many::run(bench, each)?;
+        lanes::run(bench, each)?;
         overhead::run(bench, each)?;
     }
     Ok(())

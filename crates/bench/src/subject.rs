@@ -71,6 +71,11 @@ struct Squeeze {
 impl Subject {
     /// Make one. A native guest is filled at once, a KVM guest before each round.
     pub fn new(bench: &mut Bench, way: Way, pages: u64, data: Data) -> Result<Self> {
+        Self::with_lanes(bench, way, None, pages, data)
+    }
+
+    /// The same with so many fault lanes; `None`: as many as the client makes.
+    pub fn with_lanes(bench: &mut Bench, way: Way, lanes: Option<usize>, pages: u64, data: Data) -> Result<Self> {
         let cgroup = if way == Way::Kernel { Some(bench.guard.cgroup()?) } else { None };
         let backing = match (way, &cgroup) {
             (Way::Kernel, Some(cgroup)) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
@@ -78,7 +83,8 @@ impl Subject {
             (Way::Floor, _) => Backing::Floor,
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge: way == Way::Huge };
+        let huge = way == Way::Huge;
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge, lanes };
         let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
