@@ -86,8 +86,18 @@ pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
     for unit in units.present() {
         let present = units.present_pages(unit);
         let age = at.since(units.seen(unit).unwrap_or(at));
-        let generation = tracker.generation(unit).unwrap_or(0);
-        heat.generations[generation] += PageCount(present).bytes().0;
+        match units.blocks(unit) {
+            // Which of its pages are present is not known; generations are taken in proportion.
+            Some(blocks) => {
+                let mut pages = 0;
+                for (generation, bytes) in heat.generations.iter_mut().enumerate() {
+                    let before = present * pages / PAGES_PER_UNIT;
+                    pages += blocks.pages(generation).count();
+                    *bytes += PageCount(present * pages / PAGES_PER_UNIT - before).bytes().0;
+                }
+            }
+            None => heat.generations[tracker.generation(unit).unwrap_or(0)] += PageCount(present).bytes().0,
+        }
         let touched = units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
         let inside = units.inside(unit);
         let hot = match inside {
@@ -106,7 +116,7 @@ pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
         }
         match inside {
             Some(Inside::Scanned(scanned)) if units.pages_of(unit) > 0 => {
-                // Which of its pages are present is not known; their ages are taken in proportion.
+                // Their ages likewise.
                 let of = units.pages_of(unit);
                 for page in 0..of {
                     let weight = present * (page + 1) / of - present * page / of;
@@ -261,7 +271,7 @@ mod tests {
         }
         let full = |touched| Seen::Fine { watched: PageMap::ALL, touched, written: None };
         let report = Report { units: vec![(unit(0), full(PageMap::first(64)))], ..Report::default() };
-        tracker.absorb(Duration::from_secs(100), Phase::Fine, &report);
+        (0..2).for_each(|_| tracker.absorb(Duration::from_secs(100), Phase::Fine, &report));
         let heat = heat(&tracker, Duration::from_secs(100), 4);
         let unit_bytes = ballast_base::HUGE_SIZE as u64;
         assert_eq!(heat.present_bytes, 8 * unit_bytes);

@@ -3,15 +3,19 @@
 //! Before: a cycle said which units were touched. After: reclaim drains the oldest generation.
 //! Units: generation 0 is the youngest, 3 the oldest. Promise: pure; a cycle that ages everything costs one addition.
 //!
-//! A unit has 512 times the chances of a base page to be touched, so a touch must not mean as much. *Fair* promotion
-//! (Blowfish §4.3.1): a touched base page becomes youngest at once, a touched unit becomes one generation younger than it
-//! was; an untouched one becomes one older. A unit that is touched in most cycles climbs, one that is touched now and
-//! then drifts into the oldest generation. *Classic* makes a touched unit youngest as well.
+//! A huge page has 512 times the chances of a base page to be touched, so a touch must not mean as much. *Fair* promotion
+//! (Blowfish §4.3.1): a touched base page becomes youngest at once, a touched huge page becomes one generation younger than
+//! it was; an untouched one becomes one older. One that is touched in most cycles climbs, one that is touched now and
+//! then drifts into the oldest generation. *Classic* makes a touched huge page youngest as well.
+//!
+//! To see each base page touched would cost a fault for each. What a cycle sees for little are *blocks* of 64 base pages, so
+//! those have generations, and a base page has that of its block until a look into the unit told more.
 //!
 //! A thing's place is the number of the cycle in which it would have been youngest (its *birth*), so that everything ages
 //! when the current cycle's number grows.
 
 use crate::Entry;
+use crate::source::{BLOCK, PageMap};
 
 /// How many generations there are; the oldest is `GENERATIONS - 1`.
 pub const GENERATIONS: usize = 4;
@@ -71,6 +75,48 @@ impl Generations {
     }
 }
 
+/// The generations of the eight blocks of a unit that is not one huge page: by the rule of base pages, whatever the rule for
+/// huge ones.
+///
+/// For each block four bits: the last cycles that saw the unit, the newest in bit 0. The default has only oldest ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Blocks(u32);
+
+impl Blocks {
+    const COUNT: u64 = 8;
+
+    /// All in one generation.
+    pub fn all_in(generation: usize) -> Self {
+        Self(0x1111_1111 << generation.min(GENERATIONS - 1))
+    }
+
+    /// All one generation older.
+    #[must_use]
+    pub fn aged(self) -> Self {
+        // The oldest bit of a block is not the newest of the next.
+        Self(self.0 << 1 & 0xEEEE_EEEE)
+    }
+
+    /// These youngest.
+    #[must_use]
+    pub fn touched(self, touched: u8) -> Self {
+        let newest = (0..Self::COUNT).map(|block| u32::from(touched >> block & 1) << (block * 4));
+        Self(newest.fold(self.0, |bits, bit| bits | bit))
+    }
+
+    fn of(self, block: u64) -> usize {
+        ((self.0 >> (block * 4) & 0xF).trailing_zeros() as usize).min(GENERATIONS - 1)
+    }
+
+    /// The pages of the blocks in a generation.
+    pub fn pages(self, generation: usize) -> PageMap {
+        let blocks = (0..Self::COUNT).filter(|block| self.of(*block) == generation);
+        blocks.fold(PageMap::NONE, |pages, block| {
+            pages.or(PageMap::first((block + 1) * BLOCK).without(PageMap::first(block * BLOCK)))
+        })
+    }
+}
+
 /// The generation of a base page: youngest when the last scan of its unit saw it touched, one older with each that did
 /// not, oldest when none did.
 pub fn of_page(entry: Entry) -> usize {
@@ -123,6 +169,26 @@ mod tests {
                 step(&mut generations, &mut birth, Some(touched));
                 entry.push(touched, false);
                 prop_assert!(of_page(entry) <= generations.of(birth));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_touched_block_is_youngest_at_once_and_one_older_with_each_cycle_that_does_not_touch_it(
+            start in 0..GENERATIONS, history in proptest::collection::vec(any::<u8>(), 0..40),
+        ) {
+            let (mut blocks, mut expected) = (Blocks::all_in(start), [start; 8]);
+            for touched in history {
+                blocks = blocks.aged().touched(touched);
+                for (block, generation) in expected.iter_mut().enumerate() {
+                    *generation = if touched >> block & 1 == 1 { 0 } else { (*generation + 1).min(GENERATIONS - 1) };
+                }
+                for generation in 0..GENERATIONS {
+                    let pages = blocks.pages(generation);
+                    let of = |page: u64| expected[(page / BLOCK) as usize] == generation;
+                    prop_assert!((0..512).all(|page| pages.get(page) == of(page)));
+                }
             }
         }
     }

@@ -24,7 +24,7 @@ pub struct Scanned {
     at: [Moment; SCANS],
     /// Scans so far, at most [`SCANS`] counted.
     scans: usize,
-    /// The last scan found it bloated: its cold pages are candidates.
+    /// The last scan found it bloated: its cold pages are candidates, once two scans agree.
     pub bloated: bool,
 }
 

@@ -7,10 +7,12 @@
 //!
 //! | Order | What |
 //! |---|---|
-//! | 0 | units of the oldest generation, untouched for longest first |
+//! | 0 | what is of the oldest generation, untouched for longest first |
 //! | 1 | cold pages of hot-bloated units |
-//! | 2 | cold pages of other units that were scanned; units of the third generation |
+//! | 2 | cold pages of other units that were scanned; the third generation |
 //! | 3, 4 | the rest of the second and of the youngest generation |
+//!
+//! What has a generation is a unit, or where that is not one huge page each block of it.
 //!
 //! Cold is what has order 0 or 1. With tracking, a round is made once for each coarse cycle, because nothing else makes
 //! memory cold. Without it, everything has order 0, and rounds go through memory by address, as a clock hand does.
@@ -20,7 +22,7 @@ use std::sync::Arc;
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
 use crate::age::Age;
-use crate::generations::GENERATIONS;
+use crate::generations::{Blocks, GENERATIONS};
 use crate::inside::Inside;
 use crate::shared::VmHeat;
 use crate::source::{PageMap, UnitId};
@@ -40,18 +42,22 @@ struct Offer {
     /// Last touch seen.
     seen: Moment,
     unit: UnitId,
-    pages: Part,
+    part: Part,
+    /// What comes before this page of the unit was dealt with.
+    from: u16,
 }
 
 /// Which pages of the unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
-    /// All from this one on.
-    From(u16),
-    /// Those its last scans found cold, from this one on.
-    Cold(u16),
+    /// All.
+    All,
+    /// Those its last scans found cold.
+    Cold,
     /// Those they did not.
-    Warm(u16),
+    Warm,
+    /// The blocks of this generation, but for what is cold in a younger one.
+    Blocks(u8),
 }
 
 /// Proposes what tracking found cold.
@@ -85,24 +91,35 @@ impl HeatSource {
     }
 }
 
-/// Offer a unit, whole or in two parts.
+/// Offer a unit, whole or in parts.
 fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut Vec<Offer>) {
+    let mut push = |order, seen, part| out.push(Offer { order, seen, unit, part, from: 0 });
     if !tracked {
-        out.push(Offer { order: OLDEST, seen: Moment(0), unit, pages: Part::From(0) });
-        return;
+        return push(OLDEST, Moment(0), Part::All);
     }
+    let order = |generation| match GENERATIONS - 1 - generation {
+        0 => OLDEST,
+        younger => COLD_PART + younger as u8 - 1,
+    };
     let seen = tracker.units().seen(unit).unwrap_or(Moment(u32::MAX));
     // Memory that no cycle has watched yet is new, and so as young as can be.
     let generation = tracker.generation(unit).unwrap_or(0);
-    let order = COLD_PART + (GENERATIONS - 2).saturating_sub(generation) as u8;
-    match tracker.units().inside(unit) {
-        _ if generation == GENERATIONS - 1 => out.push(Offer { order: OLDEST, seen, unit, pages: Part::From(0) }),
-        Some(Inside::Scanned(scanned)) if granule == 1 => {
-            let cold = if scanned.bloated { BLOAT } else { COLD_PART };
-            out.push(Offer { order: cold, seen, unit, pages: Part::Cold(0) });
-            out.push(Offer { order, seen, unit, pages: Part::Warm(0) });
+    let scanned = match tracker.units().inside(unit) {
+        Some(Inside::Scanned(scanned)) if granule == 1 && generation < GENERATIONS - 1 => Some(scanned),
+        _ => None,
+    };
+    let scanned = scanned.filter(|_| tracker.cold_pages(unit).is_some());
+    if let Some(scanned) = scanned {
+        push(if scanned.bloated { BLOAT } else { COLD_PART }, seen, Part::Cold);
+    }
+    match tracker.units().blocks(unit) {
+        Some(blocks) => {
+            for generation in (0..GENERATIONS).filter(|generation| !blocks.pages(*generation).is_empty()) {
+                push(order(generation), tracker.seen_in(generation).min(seen), Part::Blocks(generation as u8));
+            }
         }
-        _ => out.push(Offer { order, seen, unit, pages: Part::From(0) }),
+        None if scanned.is_some() => push(order(generation), seen, Part::Warm),
+        None => push(order(generation), seen, Part::All),
     }
 }
 
@@ -144,30 +161,30 @@ fn sweep(
         return None;
     }
     let (cold, bloated) = match tracker.units().inside(offer.unit) {
-        Some(Inside::Scanned(scanned)) => (scanned.cold(), scanned.bloated),
+        Some(Inside::Scanned(scanned)) => (tracker.cold_pages(offer.unit).unwrap_or_default(), scanned.bloated),
         _ => (PageMap::NONE, false),
     };
-    let base = PageIdx::first_of_unit(offer.unit.unit.into()).0;
-    let (from, wanted) = match offer.pages {
-        Part::From(from) => (from, PageMap::ALL),
-        // Asked anew in each call, since scans go on meanwhile: what was touched since is not cold any more.
-        Part::Cold(from) if offer.order > BLOAT || bloated => (from, cold),
-        Part::Cold(from) => (from, PageMap::NONE),
-        Part::Warm(from) => (from, PageMap::ALL.without(cold)),
+    let blocks = tracker.units().blocks(offer.unit).unwrap_or_default();
+    let oldest = GENERATIONS - 1;
+    // Asked anew in each call, since scans go on meanwhile: what was touched since is not cold any more.
+    let wanted = match offer.part {
+        Part::All => PageMap::ALL,
+        Part::Cold if offer.order == BLOAT && !bloated => PageMap::NONE,
+        // The oldest blocks were offered already.
+        Part::Cold if blocks != Blocks::default() => cold.without(blocks.pages(oldest)),
+        Part::Cold => cold,
+        Part::Warm => PageMap::ALL.without(cold),
+        Part::Blocks(generation) if usize::from(generation) == oldest => blocks.pages(oldest),
+        Part::Blocks(generation) => blocks.pages(generation.into()).without(cold),
     };
+    let base = PageIdx::first_of_unit(offer.unit.unit.into()).0;
     let stop = pages.len(region).min(base + PAGES_PER_UNIT);
     let granule = pages.granule(region);
-    let mut at = base + u64::from(from);
+    let mut at = base + u64::from(offer.from);
     while let Some((first, end)) = pages.next_present(region, PageIdx(at), PageIdx(stop)) {
         for page in (first.0.next_multiple_of(granule)..end.0).step_by(granule as usize) {
             if *left == 0 {
-                let next = (page - base) as u16;
-                let pages = match offer.pages {
-                    Part::From(_) => Part::From(next),
-                    Part::Cold(_) => Part::Cold(next),
-                    Part::Warm(_) => Part::Warm(next),
-                };
-                return Some(Offer { pages, ..offer });
+                return Some(Offer { from: (page - base) as u16, ..offer });
             }
             if wanted.get(page - base) && is_takeable(pages, region, PageIdx(page), pick) {
                 *left = left.saturating_sub(granule);
@@ -302,9 +319,13 @@ mod tests {
         let mut source = source();
         track(&source, &table, &[0, 1]);
         scan(&source, unit(1), PageMap::first(5));
+        assert_eq!(pick(&mut source, &table, 100), [], "each look may see others");
+        scan(&source, unit(1), PageMap::first(5));
+        track(&source, &table, &[0, 1]);
         assert_eq!(pick(&mut source, &table, 100), [run(0, 512 + 5, 100)]);
         scan(&source, unit(1), PageMap::first(300));
         assert_eq!(pick(&mut source, &table, 1000), [], "not bloated any more");
+        scan(&source, unit(1), PageMap::first(300));
         track(&source, &table, &[0, 1]);
         let mut out = Vec::new();
         source.pick(&table, 4096, Pick::Any, &mut out);

@@ -11,8 +11,8 @@
 //! body    kind u8 (1 layout, 2 coarse, 3 fine) | numbers of 7 bits a byte, low first
 //! layout  regions | pages of each
 //! cycle   number | begun_ms | ended_ms | cpu_ns | guest_ns | faults | units | unit ...
-//! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | maps of 64 bytes
-//! flags   1 seen | 2 fine | 4 touched | 8 writes known | 16 written | 32 all pages watched
+//! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | maps of 64 bytes, or u8
+//! flags   1 seen | 2 fine | 4 touched | 8 writes known | 16 written | 32 all pages watched | 64 blocks, u8 follows
 //! ```
 //!
 //! All little-endian. A coarse cycle lists every unit in memory, also those of which nothing was learned.
@@ -28,7 +28,7 @@ use crate::units::Moment;
 
 const MAGIC: &[u8; 8] = b"BLSTHEAT";
 /// Of the file's layout.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// A frame's body: a cycle of a guest of 4 TiB fits.
 const MOST_BODY: usize = 64 << 20;
 /// A VM has a handful of regions.
@@ -42,6 +42,7 @@ const TOUCHED: u8 = 4;
 const WRITES_KNOWN: u8 = 8;
 const WRITTEN: u8 = 16;
 const ALL_WATCHED: u8 = 32;
+const BLOCKS: u8 = 64;
 
 /// A recording that is not one, or is damaged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -176,6 +177,7 @@ fn encode_line(body: &mut Vec<u8>, line: &Line, last: UnitId) {
                 | flag(WRITES_KNOWN, written.is_some())
                 | flag(WRITTEN, written.unwrap_or(false)),
         ),
+        Some(Seen::Blocks { touched }) => body.extend([SEEN | BLOCKS, touched]),
         Some(Seen::Fine { watched, touched, written }) => {
             let all = watched == PageMap::ALL;
             body.push(SEEN | FINE | flag(WRITES_KNOWN, written.is_some()) | flag(ALL_WATCHED, all));
@@ -364,8 +366,12 @@ fn read_line(body: &mut Reader<'_>, last: Option<UnitId>, layout: &[u64]) -> Res
     let [flags] = body.array()?;
     let has = |bit: u8| flags & bit != 0;
     let seen = match (has(SEEN), has(FINE)) {
-        _ if flags >= ALL_WATCHED * 2 => return Err(format!("the flags {flags:#x} are not known")),
+        _ if flags >= BLOCKS * 2 => return Err(format!("the flags {flags:#x} are not known")),
         (false, _) => None,
+        (true, false) if has(BLOCKS) => {
+            let [touched] = body.array()?;
+            Some(Seen::Blocks { touched })
+        }
         (true, false) => Some(Seen::Coarse { touched: has(TOUCHED), written: has(WRITES_KNOWN).then(|| has(WRITTEN)) }),
         (true, true) => Some(Seen::Fine {
             watched: if has(ALL_WATCHED) { PageMap::ALL } else { body.map()? },
@@ -430,6 +436,7 @@ mod tests {
         prop_oneof![
             Just(None),
             any::<(bool, Option<bool>)>().prop_map(|(touched, written)| Some(Seen::Coarse { touched, written })),
+            any::<u8>().prop_map(|touched| Some(Seen::Blocks { touched })),
             (watched, map(), proptest::option::of(map())).prop_map(|(watched, touched, written)| Some(Seen::Fine {
                 watched,
                 touched,
@@ -515,7 +522,7 @@ mod tests {
         assert!(error(b"NOT-HEAT-AT-ALL").contains("does not begin as one"));
         let mut bytes = header("x");
         bytes[8] = 9;
-        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 1");
+        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 2");
         let mut bytes = Recording { source: "x".into(), frames: vec![Frame::Layout(vec![7])] }.encode();
         bytes.pop();
         assert_eq!(error(&bytes), "Reading a heat recording: frame 0 (byte 13): it ends 1 bytes too early");

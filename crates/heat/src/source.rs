@@ -113,6 +113,9 @@ impl PageMap {
     }
 }
 
+/// Pages of a block: an eighth of a unit, 256 KiB.
+pub const BLOCK: u64 = PAGES_PER_UNIT / 8;
+
 /// A unit to be watched page by page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FineWatch {
@@ -141,6 +144,11 @@ pub enum Seen {
         /// Some page was written; `None` if the source cannot tell.
         written: Option<bool>,
     },
+    /// A unit that is not one huge page: by its eighths of [`BLOCK`] pages, the first in bit 0.
+    Blocks {
+        /// Some page of them was touched.
+        touched: u8,
+    },
     /// Page by page.
     Fine {
         /// The pages that were watched; of the others nothing is known.
@@ -157,6 +165,7 @@ impl Seen {
     pub fn touched(&self) -> bool {
         match self {
             Self::Coarse { touched, .. } => *touched,
+            Self::Blocks { touched } => *touched != 0,
             Self::Fine { touched, .. } => !touched.is_empty(),
         }
     }
@@ -165,6 +174,7 @@ impl Seen {
     pub fn written(&self) -> bool {
         match self {
             Self::Coarse { written, .. } => written.unwrap_or(false),
+            Self::Blocks { .. } => false,
             Self::Fine { written, .. } => written.is_some_and(|pages| !pages.is_empty()),
         }
     }

@@ -1,13 +1,13 @@
 //! The subpage tracker: which hot units to look into next (Blowfish §4.3.2).
 //!
 //! Before: a coarse cycle sorted the units into generations. After: batches of hot units are watched page by page; those of
-//! which hardly anything was touched are *hot-bloated*, and their cold pages can go.
+//! which hardly anything was touched are *hot-bloated*, and their cold pages can go once a second look agrees (`tracker`).
 //! Units: shares of 1. Promise: pure; at most one batch per interval, of no more units than are allowed in the time it is
 //! watched; backs off while it finds nothing.
 //!
-//! A round is taken from the units looked into longest ago: first those that never were, and of them the second-youngest
-//! generation, where units with a few hot pages gather under fair promotion, before the youngest, where those that are
-//! touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out, or it was bloated before, is it
+//! A round begins with those that wait for their second look, then come the units looked into longest ago: first those that
+//! never were, and of them the second-youngest generation, where units with a few hot pages gather under fair promotion,
+//! before the youngest, where those that are touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out, or it was bloated before, is it
 //! scanned in full. A balanced unit (nearly everything touched) is left out of the next round.
 
 use std::collections::{HashSet, VecDeque};
@@ -49,7 +49,7 @@ impl Default for Limits {
 pub enum Verdict {
     /// Sampled: skew cannot be ruled out, it will be scanned in full.
     Suspect,
-    /// Hardly anything was touched.
+    /// Hardly anything was touched. Whether what was not is colder than the rest, a second look will tell.
     Bloated,
     /// Neither.
     Mixed,

@@ -286,8 +286,13 @@ impl Tracker {
             if !self.units.push(unit, seen.touched(), seen.written(), at) {
                 return;
             }
-            if seen.touched() {
-                self.set_birth(unit, Generations::touched);
+            let blocks = if let Seen::Blocks { touched } = seen { Some(*touched) } else { None };
+            let generation = self.generation(unit).unwrap_or(0);
+            self.units.push_blocks(unit, blocks, generation);
+            match blocks {
+                _ if !seen.touched() => {}
+                Some(_) => self.set_birth(unit, |generations, _| generations.youngest()),
+                None => self.set_birth(unit, Generations::touched),
             }
         } else if seen.touched() {
             // Being watched more often than others must not make it younger: no entry, no promotion.
@@ -321,18 +326,30 @@ impl Tracker {
             let touched = self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
             if generation < 2 && touched {
                 let inside = self.units.inside(unit);
-                let bloated = matches!(inside, Some(Inside::Scanned(scanned)) if scanned.bloated);
+                let bloated = match inside {
+                    Some(Inside::Scanned(scanned)) if scanned.bloated => Some(scanned),
+                    _ => None,
+                };
+                // Half done: only a second look can tell a few hot pages from many that are lukewarm.
+                let is_done = bloated.is_none_or(|scanned| scanned.share_within(RECENT, 1).0 > 1);
                 // The one looked into longest ago comes first, and of those that never were the second-youngest generation's.
-                hot.push((inside.map(Inside::last), generation == 0, unit, bloated));
+                hot.push((is_done, inside.map(Inside::last), generation == 0, unit, bloated.is_some()));
             }
         }
         hot.sort_unstable();
-        self.subpages.begin_round(hot.into_iter().map(|(_, _, unit, bloated)| (unit, bloated)));
+        self.subpages.begin_round(hot.into_iter().map(|(.., unit, bloated)| (unit, bloated)));
     }
 
     /// The generation of a unit with pages in memory: 0 is the youngest.
     pub fn generation(&self, unit: UnitId) -> Option<usize> {
         self.units.birth(unit).map(|birth| self.generations.of(birth))
+    }
+
+    /// When what is in this generation by the rule of base pages was last seen touched; of the oldest, before when.
+    pub(crate) fn seen_in(&self, generation: usize) -> Moment {
+        let ends = self.recent.iter().rev().map(|(_, end)| *end);
+        let first = self.recent.front().map(|(begun, _)| *begun);
+        Moment::at(ends.chain(first).nth(generation).or(first).unwrap_or_default())
     }
 
     /// Entries, ages and what is known of the inside of units.
@@ -343,11 +360,23 @@ impl Tracker {
     /// The pages of a hot-bloated unit that can go.
     pub fn candidates(&self, unit: UnitId) -> Option<PageMap> {
         match self.units.inside(unit)? {
-            Inside::Scanned(scanned) if scanned.bloated => {
-                Some(scanned.cold().and(PageMap::first(self.units.pages_of(unit))))
-            }
+            Inside::Scanned(scanned) if scanned.bloated => self.cold_pages(unit),
             _ => None,
         }
+    }
+
+    /// The pages of a scanned unit that are colder than the unit is: its last scans did not see them touched, and in the time
+    /// of the recent cycles they are not half as likely to be touched as its pages are on average. `None` if there are
+    /// none, or one look is all there is: of a unit that is lukewarm all over it misses nearly all pages, which are as warm
+    /// as the others.
+    pub(crate) fn cold_pages(&self, unit: UnitId) -> Option<PageMap> {
+        let Inside::Scanned(scanned) = self.units.inside(unit)? else { return None };
+        let of = self.units.pages_of(unit);
+        let (chances, span) = (self.counts.chances().of_unit(scanned.counts(of)), self.span_in_looks());
+        let (scans, share) = scanned.share_within(RECENT, of);
+        let is_skewed =
+            scans > 1 && 2.0 * chances.after_misses(scans, span) < chances.within(share, span).max(f64::MIN_POSITIVE);
+        is_skewed.then(|| scanned.cold().and(PageMap::first(of)))
     }
 
     /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A unit
@@ -592,6 +621,8 @@ mod tests {
         }
         let hot: Vec<_> = tracker.hot_pages().map(|(_, pages)| pages).collect();
         assert_eq!(hot, [PageMap::ALL, PageMap::ALL, fifth(0), fifth(0)]);
+        let cold = PageMap::ALL.without(fifth(0));
+        assert_eq!([0, 1, 2, 3].map(|index| tracker.candidates(unit(index))), [None, None, Some(cold), Some(cold)]);
         let touched =
             tracker.size_candidates(|_| true).into_iter().map(|candidate| candidate.touched).collect::<Vec<_>>();
         assert!(touched[..2].iter().all(|pages| *pages > 400), "{touched:?}");

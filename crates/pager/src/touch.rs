@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_heat::source::BLOCK;
 use ballast_heat::{PageMap, UnitId};
 use ballast_sys::remote::Collapsed;
 use ballast_sys::uffd::FaultKind;
@@ -23,8 +24,9 @@ use crate::vm::Vm;
 
 /// Units that can be watched page by page at a time.
 pub const FINE_UNITS: usize = 512;
-/// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us.
-const AROUND: u64 = 64;
+/// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us. So which
+/// of these blocks were touched costs no more to know.
+const AROUND: u64 = BLOCK;
 /// What a waiting thread loses before its fault is read and after it is answered, on the CPU of the lane (design §4: 3.6 us
 /// in all, less what the lane itself sees).
 const UNSEEN: Duration = Duration::from_micros(2);
@@ -152,6 +154,7 @@ pub(crate) fn touched(
     let (mut fine, tracked) = (false, unit.is_tracked());
     if tracked {
         fine = vm.touches.mark(id, page);
+        region.units().touch_block(page);
         // Before the unit is mapped: from then on nobody would see a touch.
         unit.touch();
         vm.touches.faults.fetch_add(1, Ordering::Relaxed);

@@ -23,6 +23,7 @@
 //! changes nothing that the guest can see.
 
 use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_heat::source::BLOCK;
 
 use crate::sync::{AtomicU8, Ordering};
 
@@ -57,27 +58,47 @@ const ZAPPED: u8 = 1 << 7;
 
 /// The units of one region, counted from its start.
 #[derive(Debug)]
-pub struct Units(Box<[AtomicU8]>);
+pub struct Units {
+    bytes: Box<[AtomicU8]>,
+    /// The eighths of each that the cycle that runs saw touched, where pages are mapped one by one.
+    blocks: Box<[std::sync::atomic::AtomicU8]>,
+}
 
 impl Units {
     /// For a region of that many pages; a part of a unit at its end is none.
     pub fn new(pages: PageCount) -> Self {
-        Self((0..pages.0 / PAGES_PER_UNIT).map(|_| AtomicU8::new(0)).collect())
+        let units = || 0..pages.0 / PAGES_PER_UNIT;
+        Self {
+            bytes: units().map(|_| AtomicU8::new(0)).collect(),
+            blocks: units().map(|_| std::sync::atomic::AtomicU8::new(0)).collect(),
+        }
     }
 
     /// How many there are.
     pub fn len(&self) -> u64 {
-        self.0.len() as u64
+        self.bytes.len() as u64
     }
 
     /// Has the region no whole unit?
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.bytes.is_empty()
     }
 
     /// One unit.
     pub fn get(&self, unit: u64) -> Option<Unit<'_>> {
-        self.0.get(usize::try_from(unit).ok()?).map(Unit)
+        self.bytes.get(usize::try_from(unit).ok()?).map(Unit)
+    }
+
+    /// The block of a page is touched. To be seen by whoever sees that its unit is: call this first.
+    pub fn touch_block(&self, page: PageIdx) {
+        if let Some(blocks) = self.blocks.get(page.unit() as usize) {
+            blocks.fetch_or(1 << (page.0 % PAGES_PER_UNIT / BLOCK), Ordering::Relaxed);
+        }
+    }
+
+    /// The blocks of a unit that were touched since the last call.
+    pub fn take_blocks(&self, unit: u64) -> u8 {
+        self.blocks.get(unit as usize).map_or(0, |blocks| blocks.swap(0, Ordering::Relaxed))
     }
 
     /// The unit a page is in, unless it is in the part of one at the region's end.

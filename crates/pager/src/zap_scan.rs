@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | a unit mapped huge, as a whole | maps it huge again, one fault for all of it (5.6 us) | whatever was not touched is mapped huge |
 //! | the same, page by page | maps that page; the huge page itself is never split | the unit is mapped huge, nothing is copied |
-//! | a unit of base pages, or with pages away | maps up to 64 pages | what was not touched stays unmapped: its next touch does the same |
+//! | a unit of base pages, or with pages away | maps the block of 64 pages it is in, and is told as that | what was not touched stays unmapped: its next touch does the same |
 //! | a huge page of hugetlbfs | maps it | the same as mapped huge |
 //!
 //! That a unit may be mapped as a whole without its pages' locks is kept by `unit.rs`: a watched unit that reclaim or a
@@ -109,6 +109,7 @@ impl<'a> ZapScan<'a> {
         vm.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
         for watched in units {
             let unit = watched.unit();
+            watched.region.units().take_blocks(watched.number());
             unit.track();
             let whole = watched.huge && watched.pages.is_none();
             if whole && !unit.watch(|| is_resident(&watched.region, watched.number())) {
@@ -192,7 +193,9 @@ impl<'a> ZapScan<'a> {
 
     fn seen(&self, watched: &Watched, touched: bool) -> Seen {
         match watched.pages {
-            None => Seen::Coarse { touched, written: None },
+            // A unit that was mapped huge may have been touched all over without a fault for each block.
+            None if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched, written: None },
+            None => Seen::Blocks { touched: watched.region.units().take_blocks(watched.number()) },
             Some(pages) => {
                 let touched = self.vm.touches.pages(watched.id).and(pages);
                 Seen::Fine { watched: pages, touched, written: None }

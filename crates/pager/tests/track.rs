@@ -12,7 +12,7 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
-use ballast_pager::page_state::Word;
+use ballast_pager::page_state::{State, Word};
 use ballast_pager::stats::Counter;
 use ballast_pager::track::Track;
 use ballast_pager::vm::Hold;
@@ -52,7 +52,7 @@ fn touched(seen: &[(UnitId, Seen)]) -> Vec<u64> {
 fn pages_of(seen: &[(UnitId, Seen)]) -> Vec<(u64, PageMap)> {
     let of = |(unit, seen): &(UnitId, Seen)| match seen {
         Seen::Fine { touched, .. } => (u64::from(unit.unit), *touched),
-        Seen::Coarse { .. } => panic!("{unit:?} was watched as a whole"),
+        Seen::Coarse { .. } | Seen::Blocks { .. } => panic!("{unit:?} was watched as a whole"),
     };
     seen.iter().map(of).collect()
 }
@@ -137,6 +137,13 @@ fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
         let report = source.end().expect("end");
         assert_eq!(touched(&report.units), [3]);
         assert!(report.cost.faults <= 8, "{} faults", report.cost.faults);
+        source.start(&all()).expect("start");
+        assert!([0, 63, 64 * 6].iter().all(|page| rig.holds(2 * PAGES_PER_UNIT + page, 1)));
+        assert!(rig.holds(5 * PAGES_PER_UNIT + 511, 1));
+        let mut expected: Vec<_> = (0..UNITS).map(|number| (unit(number), Seen::Blocks { touched: 0 })).collect();
+        expected[2].1 = Seen::Blocks { touched: 0b100_0001 };
+        expected[5].1 = Seen::Blocks { touched: 0b1000_0000 };
+        assert_eq!(source.end().expect("end").units, expected);
         source.start(&fine(&[(3, PageMap::ALL)])).expect("start");
         assert!([5, 6, 400].iter().all(|page| rig.holds(3 * PAGES_PER_UNIT + page, 1)));
         assert_eq!(pages_of(&source.end().expect("end").units), [(3, pages([5, 6, 400]))]);
@@ -246,8 +253,7 @@ fn reclaim_takes_what_tracking_found_cold() {
         rig.set_limit(Some(Bytes(RAM.0 / 2)));
         until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
         let far = rig.vm.stats().get(Counter::Far);
-        let of_hot =
-            (0..3 * PAGES_PER_UNIT).filter(|page| rig.state_of(*page) != ballast_pager::page_state::State::Resident);
+        let of_hot = (0..3 * PAGES_PER_UNIT).filter(|page| rig.state_of(*page) != State::Resident);
         assert!(far > 0);
         // Half of RAM is colder than the hot set: none of it need go, but for a page met at the wrong moment.
         assert!(of_hot.count() as u64 <= far / 8, "hot pages went first");

@@ -1,0 +1,164 @@
+//! What fair promotion and blocks of base pages are worth (Blowfish §4.3.1), in a model: the real tracker and the real picking,
+//! over a guest whose pages are touched at random, each at a rate of its own.
+//!
+//! Before: a law of rates. After: which part of the touches missed while the guest was held to a part of its memory.
+//! Units: touches per second; shares of 1. Promise: no clock and no sleeping; the same seed gives the same answer.
+//!
+//! In the model pages go once in a cycle, quarantine tests nothing, and nothing is prefetched.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_heat::generations::Promotion;
+use ballast_heat::sample::Dice;
+use ballast_heat::source::BLOCK;
+use ballast_heat::{ColdSource, HeatSource, Pages, Phase, Pick, Report, Seen, Settings, Step, UnitId, VmHeat};
+
+const UNITS: usize = 64;
+const PAGES: usize = UNITS * PAGES_PER_UNIT as usize;
+/// Cycles before anything is taken, before it counts, and in all.
+const CYCLES: [u32; 3] = [8, 14, 34];
+
+/// Every second unit is a huge page, the others are base pages.
+fn is_huge(unit: usize) -> bool {
+    unit.is_multiple_of(2)
+}
+
+/// How base pages are told of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Base {
+    /// By 2 MiB, as huge pages are.
+    Units,
+    /// By 256 KiB.
+    Blocks,
+}
+
+struct Guest(RefCell<Vec<bool>>);
+
+impl Pages for Guest {
+    fn regions(&self) -> u32 {
+        1
+    }
+    fn len(&self, _: u32) -> u64 {
+        PAGES as u64
+    }
+    fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        let pages = self.0.borrow();
+        let until = pages.len().min(until.0 as usize);
+        let first = (from.0 as usize..until).find(|page| pages[*page])?;
+        let end = (first..until).find(|page| !pages[*page]).unwrap_or(until);
+        Some((PageIdx(first as u64), PageIdx(end as u64)))
+    }
+    fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
+        self.0.borrow()[page.0 as usize].then_some(0)
+    }
+    fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+}
+
+/// Which pages are touched in so long.
+fn touches(rates: &[f64], time: Duration, dice: &mut Dice) -> Vec<bool> {
+    let whole = 1u64 << 32;
+    let touched = |rate: &f64| (dice.below(whole) as f64) < (1.0 - (-rate * time.as_secs_f64()).exp()) * whole as f64;
+    rates.iter().map(touched).collect()
+}
+
+/// What is touched comes back; answers how much of it was away.
+fn restore(guest: &Guest, touched: &[bool]) -> usize {
+    let mut present = guest.0.borrow_mut();
+    let missed = (0..PAGES).filter(|page| touched[*page] && !present[*page]).collect::<Vec<_>>();
+    missed.iter().for_each(|page| present[*page] = true);
+    missed.len()
+}
+
+/// Hold the guest to `keep` of its memory; answers the part of the touches that missed.
+fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
+    // A unit's looks would tell of base pages what this is not about.
+    let settings = Settings { promotion, fine_share: 0.0, ..Settings::default() };
+    let heat = Arc::new(VmHeat::new(settings, 1));
+    let mut source = HeatSource::new(heat.clone());
+    let (guest, mut dice) = (Guest(RefCell::new(vec![true; PAGES])), Dice::new(7));
+    let (mut now, mut missed, mut cycle) = (Duration::ZERO, 0, 0);
+    while cycle < CYCLES[2] {
+        let step = heat.lock().next(now, &guest);
+        let time = match &step {
+            Step::Rest(pause) => *pause,
+            Step::Watch { window, .. } => *window,
+        };
+        now += time;
+        let touched = touches(rates, time, &mut dice);
+        let misses = restore(&guest, &touched);
+        missed += if cycle >= CYCLES[1] { misses } else { 0 };
+        let Step::Watch { watch, .. } = step else { continue };
+        let seen = |id: &UnitId| {
+            let unit = id.unit as usize;
+            let of = &touched[unit * PAGES_PER_UNIT as usize..][..PAGES_PER_UNIT as usize];
+            let any = |pages: &[bool]| pages.contains(&true);
+            let seen = if is_huge(unit) || base == Base::Units {
+                Seen::Coarse { touched: any(of), written: None }
+            } else {
+                let bits = of.chunks(BLOCK as usize).enumerate().map(|(block, pages)| u8::from(any(pages)) << block);
+                Seen::Blocks { touched: bits.sum() }
+            };
+            (*id, seen)
+        };
+        let units = watch.coarse.iter().map(seen).collect();
+        heat.lock().absorb(now, Phase::Coarse, &Report { units, length: time, ..Report::default() });
+        cycle += 1;
+        if cycle > CYCLES[0] {
+            let over = guest.0.borrow().iter().filter(|page| **page).count() as f64 - keep * PAGES as f64;
+            let mut picked = Vec::new();
+            source.pick(&guest, over.max(0.0) as u64, Pick::Any, &mut picked);
+            let mut present = guest.0.borrow_mut();
+            for run in picked {
+                (run.first.0..run.first.0 + run.count).for_each(|page| present[page as usize] = false);
+            }
+        }
+    }
+    let time = Settings::default().period.as_secs_f64() * f64::from(CYCLES[2] - CYCLES[1]);
+    missed as f64 / (rates.iter().sum::<f64>() * time)
+}
+
+/// Zipf's law over pages, popular ones side by side; so many touches in a second of all of them.
+fn zipf(per_s: f64) -> Vec<f64> {
+    let weights = (0..PAGES).map(|page| (page as f64 + 1.0).powf(-0.99)).collect::<Vec<_>>();
+    let sum: f64 = weights.iter().sum();
+    weights.iter().map(|weight| per_s * weight / sum).collect()
+}
+
+/// Classic and fair.
+fn both(per_s: f64, keep: f64, base: Base) -> [f64; 2] {
+    let rates = zipf(per_s);
+    let missed = [Promotion::Classic, Promotion::Fair].map(|promotion| missed(&rates, keep, promotion, base));
+    println!("{per_s} touches/s, {keep} kept, {base:?}: classic misses {:.3}, fair {:.3}", missed[0], missed[1]);
+    missed
+}
+
+/// The 2 MiB at the edge of what is kept are touched some once in two seconds, the 256 KiB some once in a quarter of a minute:
+/// a cycle sees a huge page touched that is used less, for its size, than base pages that it sees untouched.
+#[test]
+fn fair_promotion_misses_less_where_huge_pages_are_touched_in_some_cycles_only() {
+    let [classic, fair] = both(300.0, 0.3, Base::Blocks);
+    assert!(fair < 0.85 * classic, "{fair} {classic}");
+    let [classic, fair] = both(300.0, 0.5, Base::Blocks);
+    assert!(fair < 0.95 * classic, "{fair} {classic}");
+}
+
+#[test]
+fn where_every_huge_page_is_touched_in_every_cycle_or_the_coldest_in_none_there_is_nothing_to_be_fair_about() {
+    for (per_s, keep) in [(30.0, 0.7), (3000.0, 0.5)] {
+        let [classic, fair] = both(per_s, keep, Base::Blocks);
+        assert!((fair - classic).abs() < 0.01 * classic, "{fair} {classic}");
+    }
+}
+
+/// And none where base pages are told by 2 MiB as well, of which one is touched as soon as the other.
+#[test]
+fn base_pages_that_are_told_by_blocks_are_missed_less_where_every_unit_is_touched_in_every_cycle() {
+    for promotion in 0..2 {
+        let units = both(3000.0, 0.7, Base::Units)[promotion];
+        let blocks = both(3000.0, 0.7, Base::Blocks)[promotion];
+        assert!(blocks < 0.5 * units, "{blocks} {units}");
+    }
+}
