@@ -131,7 +131,7 @@ pub(crate) enum Touch {
     Mapped,
     /// Serve the page, then call [`served`].
     Serve {
-        /// It is watched: what it cost counts.
+        /// It faults because it is watched: what that cost counts.
         tracked: bool,
         /// Its neighbours were zapped only to be watched: map them, too.
         around: bool,
@@ -151,13 +151,16 @@ pub(crate) fn touched(
         return Touch::Aside;
     }
     let id = UnitId { region: region.number, unit: page.unit() as u32 };
-    let (mut fine, tracked) = (false, unit.is_tracked());
+    let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
         fine = vm.touches.mark(id, page);
         region.units().touch_block(page);
         // Before the unit is mapped: from then on nobody would see a touch.
         unit.touch();
-        vm.touches.faults.fetch_add(1, Ordering::Relaxed);
+        // What reclaim took or was about to take would have been a fault without us, too: a VM that misses much would seem dear
+        // to track, and then not be tracked, when it needs that most.
+        tracked = waiting.fault.kind == FaultKind::Minor && region.word(page).state() == State::Resident;
+        vm.touches.faults.fetch_add(u64::from(tracked), Ordering::Relaxed);
     }
     if unit.stage() == Stage::Watched
         && waiting.fault.kind == FaultKind::Minor

@@ -189,6 +189,29 @@ fn a_unit_that_loses_pages_in_a_cycle_is_tracked_on_and_its_bytes_are_right() {
 }
 
 #[test]
+fn what_reclaim_took_is_seen_touched_and_is_no_cost_of_watching() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.set_limit(Some(Bytes(RAM.0 / 2)));
+    until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
+    rig.set_limit(None);
+    until("nothing is on its way out", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    let far_of = |unit: u64| {
+        let mut pages = unit * PAGES_PER_UNIT..(unit + 1) * PAGES_PER_UNIT;
+        pages.find(|page| rig.state_of(*page) == State::Far)
+    };
+    let far: Vec<u64> = (0..UNITS).filter_map(far_of).collect();
+    assert!(!far.is_empty());
+    let mut source = ZapScan::new(&rig.vm);
+    source.start(&all()).expect("start");
+    assert!(far.iter().all(|page| rig.holds(*page, 1)));
+    let report = source.end().expect("end");
+    assert_eq!(touched(&report.units), far.iter().map(|page| page / PAGES_PER_UNIT).collect::<Vec<_>>());
+    assert_eq!((report.cost.faults, report.cost.guest), (0, Duration::ZERO));
+    check_bytes(&rig);
+}
+
+#[test]
 fn a_cycle_that_nobody_ends_leaves_every_word_resident_and_every_byte() {
     // What an engine killed in the middle of a cycle leaves behind.
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
