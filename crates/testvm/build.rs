@@ -9,7 +9,15 @@ use std::process::Command;
 use std::{env, fs};
 
 fn main() {
-    for input in ["build.rs", "guest/entry.rs", "guest/link.ld", "guest/linux.rs", "src/guest.rs", "src/programs.rs"] {
+    for input in [
+        "build.rs",
+        "guest/entry.rs",
+        "guest/link.ld",
+        "guest/linux.rs",
+        "src/guest.rs",
+        "src/law.rs",
+        "src/programs.rs",
+    ] {
         println!("cargo::rerun-if-changed={input}");
     }
     let out = PathBuf::from(var("OUT_DIR"));

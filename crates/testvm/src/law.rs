@@ -1,0 +1,160 @@
+//! What memory holds and which of it an operation takes: arithmetic that the guest and the model of its outcome share.
+//!
+//! Before: a worker's [`Params`]. After: contents of cells, cells of operations; hashes, random numbers, histogram buckets.
+//! Threads: none. Units: as in `guest`, of which this is a child. Promise: pure; nothing outside `core` is used and nothing can
+//! panic, in a KVM vCPU as well.
+
+use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
+
+/// Random numbers that choosing one operation takes.
+pub const ROLLS: u64 = 2;
+
+/// 2^64 over the golden ratio, odd.
+pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// A bijective hash in which every input bit reaches every output bit.
+#[inline]
+pub const fn mix(mut x: u64) -> u64 {
+    x = (x ^ (x >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    x = (x ^ (x >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    x ^ (x >> 32)
+}
+
+/// The next number of a random sequence.
+#[inline]
+pub fn next_random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(GOLDEN);
+    mix(*state)
+}
+
+/// The state of a random sequence after `count` numbers.
+#[inline]
+pub const fn skip_random(state: u64, count: u64) -> u64 {
+    state.wrapping_add(GOLDEN.wrapping_mul(count))
+}
+
+/// `random` scaled to `0..bound`.
+#[inline]
+pub const fn below(random: u64, bound: u64) -> u64 {
+    ((random as u128 * bound as u128) >> 64) as u64
+}
+
+/// The sum of the four quarters of a word: 18 bits.
+#[inline]
+const fn quarters(word: u64) -> u64 {
+    (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
+}
+
+/// Fold one word into a checksum.
+#[inline]
+pub const fn fold(checksum: u64, word: u64) -> u64 {
+    (checksum ^ word).wrapping_mul(GOLDEN).rotate_left(29)
+}
+
+/// The histogram bucket of a value: exact below 8, then eight buckets per power of two.
+#[inline]
+pub const fn bucket(value: u64) -> u64 {
+    if value < 8 {
+        return value;
+    }
+    let exponent = 63 - value.leading_zeros() as u64;
+    (exponent - 2) * 8 + ((value >> (exponent - 3)) & 7)
+}
+
+/// All words of one version of one cell.
+#[derive(Clone, Copy, Debug)]
+pub struct Contents {
+    key: u64,
+    zero: bool,
+    half: bool,
+}
+
+impl Params {
+    /// What `cell` (counted from the start of RAM) holds at `version`.
+    #[inline]
+    pub fn contents(&self, cell: u64, version: u32) -> Contents {
+        let key = mix(self.content_seed ^ mix((cell << 31) ^ version as u64));
+        Contents { key, zero: (mix(key ^ GOLDEN) >> 32) < self.zero_below, half: self.half != 0 }
+    }
+
+    /// Words of `cell` (counted from the start of RAM) that are used.
+    #[inline]
+    pub fn words_of(&self, cell: u64) -> u64 {
+        if self.min_words == 0 {
+            return self.cell_words;
+        }
+        let spread = self.cell_words.wrapping_sub(self.min_words).wrapping_add(1);
+        self.min_words.wrapping_add(below(mix(cell ^ self.content_seed.rotate_left(17)), spread))
+    }
+
+    /// The cell (counted from the worker's first) operation number `op` takes, and whether it writes. `weight(i)` is
+    /// entry `i` of the table of cumulative weights.
+    #[inline]
+    pub fn pick(&self, random: &mut u64, op: u64, weight: impl Fn(u64) -> u64) -> (u64, bool) {
+        let choice = next_random(random);
+        let place = next_random(random);
+        let write = (choice >> 32) < self.write_below;
+        let rank = match self.kind {
+            KIND_SEQUENTIAL => op % self.cells.max(1),
+            KIND_HOTSET => {
+                let base = if op < self.move_at { 0 } else { self.cells / 2 };
+                let rank = if (choice & 0xFFFF_FFFF) < self.hot_below {
+                    below(place, self.hot_cells)
+                } else {
+                    self.hot_cells.wrapping_add(below(place, self.cells.wrapping_sub(self.hot_cells)))
+                };
+                base.wrapping_add(rank) % self.cells.max(1)
+            }
+            KIND_ZIPF => {
+                // The first rank whose cumulative weight exceeds `place`.
+                let (mut low, mut high) = (0, self.cells.wrapping_sub(1));
+                while low < high {
+                    let middle = low.wrapping_add(high) / 2;
+                    if weight(middle) > place { high = middle } else { low = middle.wrapping_add(1) }
+                }
+                low
+            }
+            KIND_STORE => match op / self.move_at.max(1) % 3 {
+                // The sum of four numbers of 16 bits: deviates by a seventh of the cells, in the middle of them.
+                0 => below(quarters(place) << 46, self.cells),
+                1 => below(place, self.cells),
+                _ => op % self.cells.max(1),
+            },
+            _ => below(place, self.cells),
+        };
+        (self.place(rank), write)
+    }
+
+    /// The cell (counted from the worker's first) with this rank.
+    #[inline]
+    pub fn place(&self, rank: u64) -> u64 {
+        let local = if self.gap == 0 {
+            rank.wrapping_mul(self.stride)
+        } else if rank < self.solid {
+            rank
+        } else {
+            self.solid.wrapping_add(rank.wrapping_sub(self.solid).wrapping_mul(self.gap))
+        };
+        local % self.cells.max(1)
+    }
+}
+
+impl Contents {
+    /// Word number `index` of the cell.
+    #[inline]
+    pub fn word(&self, index: u64) -> u64 {
+        if self.zero {
+            0
+        } else if self.half && index & 8 != 0 {
+            self.key
+        } else {
+            mix(self.key.wrapping_add(index.wrapping_mul(GOLDEN)))
+        }
+    }
+}
+
+/// Word number of sample `i` in a cell of `words` words.
+#[inline]
+pub const fn sample(i: u64, words: u64) -> u64 {
+    i.wrapping_mul(words.wrapping_sub(1)) / (SAMPLES - 1)
+}
