@@ -35,6 +35,11 @@ impl Counts {
         }
     }
 
+    /// The share touched of the pages that the look before, or more, had missed; `None` if there were none.
+    pub fn of_missed(&self) -> Option<f64> {
+        (self.missed[0] > 0.0).then(|| self.seen[0] / self.missed[0])
+    }
+
     /// A cycle has passed: what is known grows old.
     pub fn fade(&mut self) {
         self.missed.iter_mut().chain(&mut self.seen).for_each(|count| *count *= KEPT);

@@ -365,18 +365,15 @@ impl Tracker {
         }
     }
 
-    /// The pages of a scanned unit that are colder than the unit is: its last scans did not see them touched, and in the time
-    /// of the recent cycles they are not half as likely to be touched as its pages are on average. `None` if there are
-    /// none, or one look is all there is: of a unit that is lukewarm all over it misses nearly all pages, which are as warm
-    /// as the others.
+    /// The pages of a scanned unit that are colder than the unit is: its last scans did not see them touched, and of such pages
+    /// the last look saw not half as many, in proportion, as looks see of all. `None` if there are none, or one look is all
+    /// there is: of a unit that is lukewarm all over it misses nearly all pages, which are as warm as the others.
     pub(crate) fn cold_pages(&self, unit: UnitId) -> Option<PageMap> {
         let Inside::Scanned(scanned) = self.units.inside(unit)? else { return None };
         let of = self.units.pages_of(unit);
-        let (chances, span) = (self.counts.chances().of_unit(scanned.counts(of)), self.span_in_looks());
         let (scans, share) = scanned.share_within(RECENT, of);
-        let is_skewed =
-            scans > 1 && 2.0 * chances.after_misses(scans, span) < chances.within(share, span).max(f64::MIN_POSITIVE);
-        is_skewed.then(|| scanned.cold().and(PageMap::first(of)))
+        let warmth = scanned.counts(of).of_missed()?;
+        (scans > 1 && (2.0 * warmth < share || share == 0.0)).then(|| scanned.cold().and(PageMap::first(of)))
     }
 
     /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A unit
