@@ -214,7 +214,7 @@ pub enum Order {
     Attach,
     /// Map the workload's RAM huge, in whole units.
     MapHuge {
-        /// So much of it, from its start.
+        /// So much of it, spread evenly.
         percent: u32,
     },
     /// How many operations the workload has done so far.

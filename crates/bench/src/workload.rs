@@ -89,13 +89,13 @@ impl Runner {
         Ok(Answer::Done)
     }
 
-    /// Map whole units of RAM by one entry each.
+    /// Map so much of RAM by one entry for each unit, spread evenly: of 50 %, every second unit.
     pub(crate) fn map_huge(&mut self, percent: u32) -> Result<Answer> {
         let vm = self.vm()?;
         let remote = Remote::open(std::process::id()).context("Opening this process")?;
-        let units = vm.ram().len() / HUGE_SIZE * percent as usize / 100;
+        let before = |unit: usize| unit * percent as usize / 100;
         // One at a time: a page that is touched just now is busy, and ends the call.
-        for unit in 0..units {
+        for unit in (0..vm.ram().len() / HUGE_SIZE).filter(|unit| before(unit + 1) > before(*unit)) {
             let start = Hva((vm.ram().addr() + unit * HUGE_SIZE) as u64);
             let mut outcome = Collapsed::Busy;
             for _ in 0..MAP_HUGE_TRIES {

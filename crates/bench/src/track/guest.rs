@@ -37,13 +37,18 @@ pub(super) struct Watched {
 
 impl Tracked {
     pub(super) fn start(bench: &mut Bench, spec: Spec) -> Result<Self> {
+        Self::start_mixed(bench, spec, 100)
+    }
+
+    /// With so much of its memory mapped huge, spread evenly.
+    pub(super) fn start_mixed(bench: &mut Bench, spec: Spec, percent: u32) -> Result<Self> {
         bench.names += 1;
         let name = format!("bench-{}", bench.names);
         let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
         let config = WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing };
         let mut worker = Worker::start(&Role::Workload(config))?;
         worker.ask(&Order::Fill)?;
-        worker.ask(&Order::MapHuge { percent: 100 })?;
+        worker.ask(&Order::MapHuge { percent })?;
         worker.ask(&Order::Attach)?;
         bench.daemon.wait_for_vm(&name)?;
         Ok(Self { worker, name })
