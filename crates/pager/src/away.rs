@@ -24,6 +24,12 @@ pub fn between_ms(from: u8, to: u8) -> u64 {
     u64::from(to.wrapping_sub(from)) * STEP_MS
 }
 
+/// How soon something came back that was away for so long (as told above): one over the time, in thousandths of 1/s.
+pub fn milli_hz(away_ms: u64) -> u64 {
+    // Within one step it was half of one, on average.
+    1_000_000 / away_ms.max(STEP_MS / 2)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -33,5 +39,10 @@ mod tests {
         assert_eq!(between_ms(3, 3), 0);
         assert_eq!(between_ms(250, 4), 2560);
         assert!(between_ms(stamp(), stamp()) <= STEP_MS);
+    }
+
+    #[test]
+    fn what_comes_back_sooner_weighs_more_and_at_once_is_half_a_step() {
+        assert_eq!([0, 128, 256, 1000, 60_000].map(milli_hz), [7812, 7812, 3906, 1000, 16]);
     }
 }

@@ -74,8 +74,10 @@ pub enum Counter {
     ThrottledNs,
     /// For how long all pages that came back had been far, milliseconds.
     AwayMs,
+    /// One over the time for which each of them had been far, all together: thousandths of 1/s.
+    BackMilliHz,
 }
-const _: () = assert!((Counter::AwayMs as usize) < COUNTERS);
+const _: () = assert!((Counter::BackMilliHz as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

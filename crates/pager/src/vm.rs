@@ -538,13 +538,15 @@ impl Vm {
         granule: u64,
         since: impl Iterator<Item = u8>,
     ) -> u64 {
-        let now = away::stamp();
-        let away = since.enumerate().map(|(at, since)| {
+        let (now, mut away_ms, mut back_milli_hz) = (away::stamp(), 0, 0);
+        for (at, since) in since.enumerate() {
             self.recent.push((region.number, PageIdx(first.0 + at as u64 * granule)));
-            away::between_ms(since, now)
-        });
-        let away_ms = away.sum();
+            let this_ms = away::between_ms(since, now);
+            away_ms += this_ms;
+            back_milli_hz += away::milli_hz(this_ms);
+        }
         self.stats().add(Counter::AwayMs, away_ms);
+        self.stats().add(Counter::BackMilliHz, back_milli_hz);
         away_ms
     }
 

@@ -69,6 +69,8 @@ pub enum Reason {
     Gain {
         /// Share of the time it waits for its memory.
         waits: f64,
+        /// Share of a CPU that the host works for what comes back to it.
+        works: f64,
         /// What is away of the memory it comes back to.
         wanted_bytes: u64,
         /// Microseconds in a second that a MiB more is worth, which counts more the slower the VM is.
@@ -191,11 +193,12 @@ impl fmt::Display for Reason {
                 }
                 write!(f, "; it has {shares} shares")
             }
-            Self::Gain { waits, wanted_bytes, worth_us_per_mib, others_us_per_mib, shares } => write!(
+            Self::Gain { waits, works, wanted_bytes, worth_us_per_mib, others_us_per_mib, shares } => write!(
                 f,
-                "it waited {:.2} % of the time for its memory, of which it wants {} that are away; another MiB is worth {:.0} us \
-                 in a second to it, and {:.0} us to the others; it has {shares} shares",
+                "it waited {:.2} % of the time for its memory, and the host worked {:.2} % of a CPU for it; it wants {} that are \
+                 away; another MiB is worth {:.0} us in a second to it, and {:.0} us to the others; it has {shares} shares",
                 percent(waits),
+                percent(works),
                 size(wanted_bytes),
                 worth_us_per_mib,
                 others_us_per_mib

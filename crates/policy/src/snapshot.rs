@@ -73,6 +73,9 @@ pub struct VmSample {
     /// For how long what came back had been away, all together: pages (of `page_bytes`) times milliseconds.
     #[serde(default)]
     pub away_page_ms: u64,
+    /// How soon it came back: one over the time for which each page had been away, all together, in thousandths of 1/s.
+    #[serde(default)]
+    pub back_milli_hz: u64,
     /// Share of the time since the last snapshot in which some thread of it waited for its memory, 0 to 1.
     pub stall: f64,
     /// The same as the kernel says, where the VM has a cgroup of its own.

@@ -40,6 +40,7 @@ impl Guest {
         vm.restores += (self.speed * misses) as u64;
         // Each hot page is touched as often: what comes back was away until its next turn.
         vm.away_page_ms += (self.speed * misses * (self.hot / PAGE) as f64 / self.speed * 1e3) as u64;
+        vm.back_milli_hz += (self.speed * misses * 1e3 * self.speed / (self.hot / PAGE) as f64) as u64;
         vm.stall = self.speed * misses * WAIT_S;
         // What was resident and is not hot stays until the limit takes it.
         vm.resident_bytes = limit.min(vm.resident_bytes.max(self.hot));

@@ -61,7 +61,8 @@ unsafe fn together(ranges: &[(usize, usize)]) -> bool {
 /// As [`zap`].
 unsafe fn alone((start, len): (usize, usize)) -> io::Result<()> {
     // SAFETY: the caller's promise.
-    Ok(unsafe { rustix::mm::madvise(start as *mut _, len, Advice::LinuxDontNeed)? })
+    unsafe { rustix::mm::madvise(start as *mut _, len, Advice::LinuxDontNeed)? };
+    Ok(())
 }
 
 #[cfg(test)]

@@ -133,6 +133,7 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
         page_bytes,
         restores,
         away_page_ms: stats.get(Counter::AwayMs),
+        back_milli_hz: stats.get(Counter::BackMilliHz),
         stall,
         kernel_stall,
     };
