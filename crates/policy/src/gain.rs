@@ -74,9 +74,6 @@ pub struct Sums {
     pub time_s: f64,
     /// Of that, waiting.
     pub waited_s: f64,
-    /// Of that, work of the host.
-    #[serde(default)]
-    pub worked_s: f64,
     /// How often something came back.
     #[serde(default)]
     pub returned: f64,
@@ -106,7 +103,6 @@ impl Sums {
         self.time_s = before.time_s * kept + elapsed_ms / 1e3;
         self.waited_s = before.waited_s * kept + vm.worst_stall() * elapsed_ms / 1e3;
         let returned = vm.restores.saturating_sub(before.restores) as f64;
-        self.worked_s = before.worked_s * kept + returned * (WORK_S + WORK_S_PER_BYTE * vm.page_bytes as f64);
         self.returned = before.returned * kept + returned;
         self.returned_hz = before.returned_hz * kept + back_milli_hz.saturating_sub(before.back_milli_hz) as f64 / 1e3;
         self.away_byte_s = before.away_byte_s * kept + away.min(most);
@@ -118,8 +114,9 @@ impl Sums {
     }
 
     /// Share of a CPU that the host worked for it.
-    fn works(&self) -> f64 {
-        if self.time_s > 0.0 { self.worked_s / self.time_s } else { 0.0 }
+    fn works(&self, page_bytes: u64) -> f64 {
+        let each_s = WORK_S + WORK_S_PER_BYTE * page_bytes as f64;
+        if self.time_s > 0.0 { self.returned * each_s / self.time_s } else { 0.0 }
     }
 
     /// How much of what is away is wanted.
@@ -141,7 +138,7 @@ impl Sums {
     fn saves(&self, has_bytes: u64, page_bytes: u64) -> f64 {
         let fair = (1.0 - self.waits()).powi(2);
         let wanted = self.wanted_soon_bytes(page_bytes);
-        (self.waits() / fair + self.works()) / (wanted + (has_bytes / DOUBT).max(1) as f64)
+        (self.waits() / fair + self.works(page_bytes)) / (wanted + (has_bytes / DOUBT).max(1) as f64)
     }
 }
 
@@ -179,7 +176,7 @@ impl Policy for Gain {
             weights.push(wants);
             part.reasons.push(Reason::Gain {
                 waits: sums.waits(),
-                works: sums.works(),
+                works: sums.works(part.vm.page_bytes),
                 wanted_bytes: sums.wanted_bytes() as u64,
                 worth_us_per_mib: worth * ballast_base::MIB as f64 * 1e6,
                 others_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
@@ -240,7 +237,7 @@ mod tests {
             busy.add(&sample(second * 1000), second * 1000 + 1);
         }
         assert_eq!(idle.saves(64 * MIB, 4096), 0.0);
-        assert!((busy.works() - 17.5e-3).abs() < 1e-6, "{busy:?}");
+        assert!((busy.works(4096) - 17.5e-3).abs() < 1e-6, "{busy:?}");
         assert!(busy.saves(64 * MIB, 4096) > 0.0);
     }
 
