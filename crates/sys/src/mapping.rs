@@ -147,11 +147,7 @@ impl Mapping {
 
     /// Drop this process's page-table entries of a range; the data stays in the file.
     pub fn zap(&self, offset: usize, len: usize) -> io::Result<()> {
-        let ptr = self.ptr(offset, len);
-        // SAFETY: the range is inside this shared file mapping, so its contents stay in the file and come back at the
-        // next touch.
-        unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed)? };
-        Ok(())
+        self.zap_all(&[(offset, len)])
     }
 
     /// The same for many ranges `(offset, len)`, with few interruptions of the other CPUs (see [`crate::zap`]).
@@ -160,7 +156,8 @@ impl Mapping {
     /// If a range is not inside the mapping.
     pub fn zap_all(&self, ranges: &[(usize, usize)]) -> io::Result<()> {
         let ranges: Vec<_> = ranges.iter().map(|&(offset, len)| (self.ptr(offset, len) as usize, len)).collect();
-        // SAFETY: as in `zap`, for each range.
+        // SAFETY: each range is inside this shared file mapping, so its contents stay in the file and come back at the next
+        // touch.
         unsafe { crate::zap::zap(&ranges) }
     }
 }
