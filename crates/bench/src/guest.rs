@@ -23,10 +23,10 @@ use ballast_testvm::GuestRam;
 
 use crate::cpu;
 use crate::lanes::touch_together;
-use crate::order::{Answer, Backing, FAULT_NS, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Touched};
+use crate::order::{Answer, Backing, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Touched};
 use crate::plain::Handler;
 use crate::qemu::Vmm;
-use crate::stats::{Summary, random, shuffle};
+use crate::stats::{random, shuffle};
 use crate::vcpu::Vcpu;
 
 /// Memory that may go out.
@@ -304,10 +304,7 @@ impl Native {
                 std::hint::spin_loop();
             }
         }
-        let wall_us = start.elapsed().as_secs_f64() * 1e6;
-        let summary = Summary::of(&mut times);
-        let mapped = times.partition_point(|time| *time < FAULT_NS);
-        Ok(Touched { summary, faults: Summary::of(&mut times[mapped..]), wall_us, wrong })
+        Ok(Touched::of(&mut times, start.elapsed(), wrong))
     }
 
     fn start_storm(&mut self) -> Result<()> {

@@ -15,10 +15,9 @@ use ballast_base::PAGE_SIZE;
 
 use crate::Bench;
 use crate::guest::Ram;
-use crate::order::{Data, FAULT_NS, Pace, Touched};
+use crate::order::{Data, Pace, Touched};
 use crate::report::Row;
-use crate::stats::Summary;
-use crate::subject::{Subject, Way, out, touch};
+use crate::subject::{Subject, Way, in_turn, out, touch};
 
 const TWO_THREADS: Pace = Pace { threads: 2, ..Pace::ALL };
 
@@ -52,11 +51,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let mut vms = [1, 2].into_iter().map(make).collect::<Result<Vec<_>>>()?;
     let mut series: [Series; 2] = Default::default();
     for round in 0..=repetitions {
-        let mut turns: Vec<_> = vms.iter_mut().zip(&mut series).collect();
-        if round % 2 == 1 {
-            turns.reverse();
-        }
-        for (vm, series) in turns {
+        for (vm, series) in in_turn(vms.iter_mut().zip(&mut series), round) {
             let mut warm_up = Series::default();
             let of = if round == 0 { &mut warm_up } else { series };
             of.round(bench, vm, round)?;
@@ -96,8 +91,5 @@ pub(crate) fn touch_together(ram: &Ram, expected: &[u64], order: &[u64], threads
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap_or(1)).sum()
     });
-    let wall_us = start.elapsed().as_secs_f64() * 1e6;
-    let summary = Summary::of(&mut times);
-    let mapped = times.partition_point(|time| *time < FAULT_NS);
-    Touched { summary, faults: Summary::of(&mut times[mapped..]), wall_us, wrong }
+    Touched::of(&mut times, start.elapsed(), wrong)
 }

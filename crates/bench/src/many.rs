@@ -13,7 +13,7 @@ use crate::order::{Data, Pace};
 use crate::reclaim::rate;
 use crate::report::Row;
 use crate::stats::median;
-use crate::subject::{Subject, Way, out, touch};
+use crate::subject::{Subject, Way, in_turn, out, touch};
 
 const VMS: usize = 10;
 
@@ -57,11 +57,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         sides.push((bench.subjects(&[way; VMS], pages, data, &mut row)?, Series::default()));
     }
     for round in 0..=repetitions {
-        let mut turns: Vec<_> = sides.iter_mut().filter(|(vms, _)| vms.len() == VMS).collect();
-        if round % 2 == 1 {
-            turns.reverse();
-        }
-        for (vms, series) in turns {
+        for (vms, series) in in_turn(sides.iter_mut().filter(|(vms, _)| vms.len() == VMS), round) {
             let mut warm_up = Series::default();
             let of = if round == 0 { &mut warm_up } else { series };
             of.round(bench, vms, round)?;

@@ -6,6 +6,7 @@
 //! reason.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use ballast_testvm::Spec;
 use serde::{Deserialize, Serialize};
@@ -313,4 +314,14 @@ pub struct Touched {
     pub wall_us: f64,
     /// Touches that found wrong bytes.
     pub wrong: u64,
+}
+
+impl Touched {
+    /// Of touches that took so many nanoseconds each, and so long all together.
+    pub fn of(times: &mut [u32], wall: Duration, wrong: u64) -> Self {
+        let summary = Summary::of(times);
+        // Sorted now.
+        let mapped = times.partition_point(|time| *time < FAULT_NS);
+        Self { summary, faults: Summary::of(&mut times[mapped..]), wall_us: wall.as_secs_f64() * 1e6, wrong }
+    }
 }

@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use crate::order::{Data, GuestKind, Out, Pace};
 use crate::report::Row;
-use crate::subject::{Subject, Way, out, touch};
+use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::{Bench, qemu};
 
 const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
@@ -80,11 +80,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
         let mut series: [Series; 3] = Default::default();
         for round in 0..=repetitions {
-            let mut turns: Vec<&mut Subject> = subjects.iter_mut().collect();
-            if round % 2 == 1 {
-                turns.reverse();
-            }
-            for subject in turns {
+            for subject in in_turn(&mut subjects, round) {
                 let out = out(bench, &mut [&mut *subject])?;
                 if round > 0 {
                     series[subject.way as usize].outs.push(out);

@@ -8,7 +8,7 @@ use ballast_api::RestoreStages;
 
 use crate::order::{GuestKind, Pace};
 use crate::report::{Row, rounded};
-use crate::subject::{Subject, Way, out, touch};
+use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::{Bench, machine, qemu, zram};
 
 const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
@@ -92,11 +92,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
         let mut series: [Series; 4] = Default::default();
         for round in 0..=repetitions {
-            let mut turns: Vec<&mut Subject> = subjects.iter_mut().collect();
-            if round % 2 == 1 {
-                turns.reverse();
-            }
-            for subject in turns {
+            for subject in in_turn(&mut subjects, round) {
                 // Round 0 warms up, into figures nobody looks at.
                 let mut warm_up = Series::default();
                 let of = if round == 0 { &mut warm_up } else { &mut series[subject.way as usize] };

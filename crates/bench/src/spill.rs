@@ -18,7 +18,7 @@ use ballast_sys::direct;
 use crate::order::{Answer, Data, GuestKind, Order, Pace, Touched};
 use crate::report::Row;
 use crate::stats::{Summary, shuffle};
-use crate::subject::{Subject, Way, out, touch};
+use crate::subject::{Subject, Way, in_turn, out, touch};
 use crate::{Bench, cgroup, cpu, restore};
 
 /// Size of the kernel's swap file.
@@ -189,11 +189,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let mut reads = Series::default();
         let mut series: [Series; 2] = Default::default();
         for round in 0..=repetitions {
-            let mut turns: Vec<&mut Subject> = subjects.iter_mut().collect();
-            if round % 2 == 1 {
-                turns.reverse();
-            }
-            for subject in turns {
+            for subject in in_turn(&mut subjects, round) {
                 // Round 0 warms up.
                 let mut warm_up = Series::default();
                 let of = if round == 0 { &mut warm_up } else { &mut series[subject.way as usize] };

@@ -225,6 +225,15 @@ pub fn walk(subject: &mut Subject, pattern: Pattern, seed: u64) -> Result<Touche
     Ok(touched)
 }
 
+/// The sides in the order of this round: forwards, backwards, forwards, ...
+pub fn in_turn<T>(sides: impl IntoIterator<Item = T>, round: u64) -> Vec<T> {
+    let mut turns: Vec<T> = sides.into_iter().collect();
+    if round % 2 == 1 {
+        turns.reverse();
+    }
+    turns
+}
+
 /// Put every page of these guests out, all at once: the sum of pages and CPU time, and the time until the last was
 /// done.
 pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
