@@ -158,8 +158,8 @@ impl FaultLane<'_> {
         if settled == Some(Served::Restored) {
             let away_ms = vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
             if granule.pages() == 1 {
-                let known = (Duration::from_millis(away_ms), vm.gate.is_tight());
-                for pages in self.company.restored(&region, page, known, Instant::now()) {
+                let (away, tight) = (Duration::from_millis(away_ms), vm.gate.is_tight());
+                for pages in self.company.restored(&region, page, away, tight, Instant::now()) {
                     vm.prefetch.want(self.view, region.number, pages);
                 }
             }

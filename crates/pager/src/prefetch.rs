@@ -139,7 +139,8 @@ impl Company {
         &mut self,
         region: &Region,
         page: PageIdx,
-        (away, tight): (Duration, bool),
+        away: Duration,
+        tight: bool,
         now: Instant,
     ) -> Vec<Range<u64>> {
         self.away_s += (away.as_secs_f64() - self.away_s) / AWAY_OVER;

@@ -27,8 +27,7 @@ fn huge_rig(quarantine: Duration) -> Option<Rig> {
 }
 
 fn squeeze(rig: &Rig, limit: Bytes) {
-    rig.set_limit(Some(limit));
-    until("resident is at the limit", || rig.resident() <= limit);
+    rig.squeeze(limit);
 }
 
 #[test]
@@ -108,7 +107,7 @@ fn nothing_is_mapped_huge_while_the_vm_is_held() {
     let Some(rig) = huge_rig(QUICK) else { return };
     squeeze(&rig, Bytes(2 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     let before = rig.vm.stats().get(Counter::Coalesced);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     assert_eq!(rig.vm.stats().get(Counter::Coalesced), before);

@@ -28,14 +28,13 @@ fn filled(rig: &Rig) {
 }
 
 fn wait_for_limit(rig: &Rig, limit: Bytes) {
-    rig.set_limit(Some(limit));
-    until("resident is at the limit", || rig.resident() <= limit);
+    rig.squeeze(limit);
 }
 
 /// Nothing is on its way any more.
 fn count_exactly(rig: &Rig) {
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.check_census();
 }
 
@@ -163,7 +162,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
     until("a huge page is in the file", || region.granules(0..rig.pages).any(|page| in_file(&page)));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     let copies = || rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages;
     until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
 }

@@ -25,8 +25,7 @@ fn filled(rig: &Rig) {
 }
 
 fn wait_for_limit(rig: &Rig, limit: Bytes) {
-    rig.set_limit(Some(limit));
-    until("resident is at the limit", || rig.resident() <= limit);
+    rig.squeeze(limit);
 }
 
 #[test]
@@ -52,7 +51,7 @@ fn every_page_is_in_exactly_one_place_and_the_gauges_agree() {
     rig.check_census();
     wait_for_limit(&rig, Bytes(2 * MIB));
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.check_census();
     let census = rig.vm.census().expect("census");
     assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
@@ -136,7 +135,7 @@ fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it()
     filled(&rig);
     wait_for_limit(&rig, LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).take(2).collect();
     // A system call that reads the page on the guest's behalf gets EFAULT where the guest itself would get SIGBUS.
     let read_by_kernel = |page: u64| {
@@ -176,7 +175,7 @@ fn discarded_pages_read_zeros_wherever_they_were_and_free_their_copies() {
     assert!(rig.holds(5, 2), "a write after a discard is kept");
     // A hold, not a removed limit: that would have the lane turn zero pages back while we count.
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.check_census();
 }
 
@@ -202,8 +201,7 @@ fn a_vm_without_pressure_has_nothing_registered() {
     let rig = Rig::new(Bytes(96 * MIB), AMPLE, QUICK);
     (0..rig.pages / 2).for_each(|page| rig.fill(page, 1));
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
-    rig.set_limit(Some(Bytes(44 * MIB)));
-    until("resident is at the limit", || rig.resident() <= Bytes(44 * MIB));
+    rig.squeeze(Bytes(44 * MIB));
     let registered = rig.vm.stats().get(Counter::RegisteredBytes);
     assert!(registered > 0 && registered < 96 * MIB, "{registered} bytes: memory never touched must stay unregistered");
     rig.set_limit(None);
@@ -218,7 +216,7 @@ fn raising_the_limit_stops_reclaim_and_restores_nothing() {
     filled(&rig);
     wait_for_limit(&rig, LIMIT);
     rig.set_limit(Some(Bytes(24 * MIB)));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     let (evicted, restored) = (rig.vm.stats().get(Counter::Evicted), rig.vm.stats().get(Counter::FaultRestore));
     assert_eq!(restored, 0);
     let far = rig.vm.stats().get(Counter::Far);
@@ -313,7 +311,7 @@ fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
     wait_for_limit(&rig, LIMIT);
     assert!(rig.reported("lane-panic"), "a put panicked");
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.panics.store(2, Ordering::Relaxed);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     assert_eq!(rig.panics.load(Ordering::Relaxed), 0, "gets panicked, too");

@@ -87,7 +87,7 @@ fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_lane_serves_th
     });
     assert!(discarded.load(Ordering::Relaxed) > 0);
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.check_census();
 }
 
@@ -95,8 +95,7 @@ fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_lane_serves_th
 fn two_lanes_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
     (0..rig.pages).for_each(|page| rig.fill(page, 1));
-    rig.set_limit(Some(Bytes(8 * MIB)));
-    until("resident is at the limit", || rig.resident() <= Bytes(8 * MIB));
+    rig.squeeze(Bytes(8 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let stripe = STRIPE.0 / PAGE_SIZE as u64;
     let far = [0, stripe].map(|first| {
@@ -151,8 +150,7 @@ fn huge_pages_of_all_stripes_go_far_and_come_back_to_several_threads() {
     let ram = Bytes(2 * STRIPE.0 + 2 * MIB);
     let Some(rig) = Rig::huge_sharded(ram, AMPLE, QUICK, None, 2) else { return };
     (0..rig.pages).for_each(|page| rig.fill(page, 1));
-    rig.set_limit(Some(Bytes(8 * MIB)));
-    until("resident is at the limit", || rig.resident() <= Bytes(8 * MIB));
+    rig.squeeze(Bytes(8 * MIB));
     std::thread::scope(|scope| {
         for thread in 0..2 {
             let rig = &rig;
@@ -164,7 +162,7 @@ fn huge_pages_of_all_stripes_go_far_and_come_back_to_several_threads() {
         }
     });
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.check_census();
 }
 
@@ -172,10 +170,9 @@ fn huge_pages_of_all_stripes_go_far_and_come_back_to_several_threads() {
 fn a_lane_that_panics_starts_again_and_the_others_go_on() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
     (0..rig.pages).for_each(|page| rig.fill(page, 1));
-    rig.set_limit(Some(Bytes(8 * MIB)));
-    until("resident is at the limit", || rig.resident() <= Bytes(8 * MIB));
+    rig.squeeze(Bytes(8 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     rig.panics.store(2, Ordering::Relaxed);
     std::thread::scope(|scope| {
         for part in 0..4 {

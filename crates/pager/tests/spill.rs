@@ -59,8 +59,7 @@ fn count_in_file(rig: &Rig) -> u64 {
 
 /// Everything that can be far is in the file.
 fn wait_until_spilled(rig: &Rig) {
-    rig.set_limit(Some(LIMIT));
-    until("resident is at the limit", || rig.resident() <= LIMIT);
+    rig.squeeze(LIMIT);
     until("what is far is in the file", || {
         let far = rig.vm.stats().get(Counter::Far);
         far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2 && count_in_file(rig) * 10 > far * 9
@@ -69,7 +68,7 @@ fn wait_until_spilled(rig: &Rig) {
 
 fn count_exactly(rig: &Rig) {
     rig.vm.hold(Hold::Shared, Some("counting".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     // A run that was on its way when the hold came is over when the copies add up.
     let copies = || rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages;
     until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
@@ -148,7 +147,7 @@ fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
     filled(&rig);
     wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     // Pages that are far in RAM now must not go to the file while they are looked at.
     faults.fail_puts(Some(PutFault::Busy));
     count_exactly(&rig);
@@ -190,8 +189,7 @@ fn a_file_store_that_refuses_leaves_pages_in_ram_and_says_so_once_until_it_takes
 fn a_full_ram_store_does_not_stop_reclaim_while_the_file_has_room() {
     let rig = Rig::spilling(RAM, Bytes(4 * MIB), QUICK, disk(), NEVER);
     filled(&rig);
-    rig.set_limit(Some(LIMIT));
-    until("resident is at the limit", || rig.resident() <= LIMIT);
+    rig.squeeze(LIMIT);
     assert!(count_in_file(&rig) > 0);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     count_exactly(&rig);
@@ -244,8 +242,7 @@ fn pages_of_one_repeated_word_stay_where_they_take_no_room() {
         let words = rig.guest.words(page as usize * PAGE_SIZE, PAGE_SIZE / 8);
         words.iter().for_each(|word| word.store(0x0101_0101_0101_0101, Ordering::Relaxed));
     }
-    rig.set_limit(Some(Bytes(2 * MIB)));
-    until("resident is at the limit", || rig.resident() <= Bytes(2 * MIB));
+    rig.squeeze(Bytes(2 * MIB));
     let other_far = || (0..rig.pages).step_by(2).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
     until("the others are in the file", || count_in_file(&rig) * 10 > other_far() * 9);
     assert!((0..rig.pages).skip(1).step_by(2).all(|page| !in_file(&rig, page)));
@@ -271,10 +268,9 @@ fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_e
 fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(AwayStore), NEVER);
     filled(&rig);
-    rig.set_limit(Some(LIMIT));
-    until("resident is at the limit", || rig.resident() <= LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
-    until("quarantine is empty", || rig.vm.stats().get(Counter::Quarantined) == 0);
+    rig.wait_for_quarantine();
     let region = rig.vm.region(0).expect("region");
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("a far page");
     let cell = region.granule(PageIdx(far)).cell();

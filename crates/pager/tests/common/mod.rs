@@ -13,6 +13,7 @@ use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId}
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::shard::Shards;
 use ballast_pager::state_file::StateFile;
+use ballast_pager::stats::Counter;
 use ballast_pager::stores::Stores;
 use ballast_pager::track::Track;
 use ballast_pager::view::View;
@@ -226,6 +227,17 @@ impl Rig {
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.vm.state.set_limit(limit);
         self.vm.ring();
+    }
+
+    /// Set a limit, and wait until no more than that is resident.
+    pub fn squeeze(&self, limit: Bytes) {
+        self.set_limit(Some(limit));
+        until("resident is at the limit", || self.resident() <= limit);
+    }
+
+    /// Wait until nothing is on its way out.
+    pub fn wait_for_quarantine(&self) {
+        until("quarantine is empty", || self.vm.stats().get(Counter::Quarantined) == 0);
     }
 
     pub fn resident(&self) -> Bytes {
