@@ -121,6 +121,11 @@ impl<'a> Frame<'a> {
         frame
     }
 
+    /// Pages to divide.
+    pub fn budget_pages(&self) -> u64 {
+        self.budget
+    }
+
     fn total(&self, of: impl Fn(&Managed<'_>) -> u64) -> u64 {
         sum(self.managed.iter().map(of))
     }

@@ -2,7 +2,7 @@
 //!
 //! Before: the frame's bounds. After: each VM gains or loses a part of what it has, by how much time a byte more would have
 //! saved, compared with the others. Units: bytes and seconds.
-//! Promise: all that it remembers are a few sums per VM, in the state, forgotten over [`REMEMBERED_MS`].
+//! Promise: all that it remembers are a few sums per VM, in the state, forgotten over [`REMEMBERED_MS`] or sooner.
 //!
 //! Not from the papers. Maestro weighs how much a VM uses and how often it faults, and so gives much to those who use much,
 //! whatever that helps. This asks what the next byte would do. A VM *waits* for what comes back; and the host *works* for it: a
@@ -22,7 +22,7 @@
 //!
 //! *Who has all it wants* waits for nothing, and more would save it nothing. If others need memory, a little is taken from it
 //! (a 32nd at a time, and more as more of it stays away unmissed). What it comes back to makes it wait, and that is
-//! remembered.
+//! remembered. Nor does anybody *have* what its limit leaves room for and it does not fill: that is lent to who gains most.
 
 use serde::{Deserialize, Serialize};
 
@@ -31,8 +31,11 @@ use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot, VmSample};
 use crate::{Policy, State};
 
-/// Sums shrink to a third in this time.
+/// Sums shrink to a third in this time, or sooner where they hold more than enough returns to be sure: then a VM whose
+/// demand jumps is not judged by the seconds before. Not much sooner, or each phase of a program would move limits.
 const REMEMBERED_MS: f64 = 5_000.0;
+const ENOUGH_RETURNS: f64 = 2_000.0;
+const REMEMBERED_AT_LEAST: f64 = 0.3;
 /// A VM to which a byte is worth e times as much as to the others gains one part in this many of what it has, and so on.
 const STEP: f64 = 1.0 / 5.0;
 /// Nobody more than doubles, or gains more than so many times what it wants.
@@ -42,8 +45,13 @@ const MARGIN: f64 = 1.25;
 const PROBE: u64 = 32;
 /// another one no more than one part in this many of what is away.
 const MORE: u64 = 4;
-/// One part in this many of what a VM has is taken to be wanted besides, so that few pages say little.
-const DOUBT: u64 = 256;
+/// One part in this many of what a VM has is taken to be wanted besides, so that few pages say little: in any VM some come
+/// back at once, because they went by mistake, and more memory would not save them.
+const DOUBT: u64 = 32;
+/// A VM below its limit has room for one part in this many of what it holds,
+const ROOM: u64 = 16;
+/// or for as much as it grew in this many ticks like the last one.
+const GROWS_FOR: u64 = 2;
 /// Seconds of a CPU for each time something comes back, and for each byte of it: measured in `bench balance` and `huge`, the
 /// eviction of what goes in its stead included.
 const WORK_S: f64 = 15e-6;
@@ -70,6 +78,12 @@ pub struct Sums {
     pub back_milli_hz: u64,
     /// What was away.
     pub far_bytes: u64,
+    /// What it held.
+    #[serde(default)]
+    pub resident_bytes: u64,
+    /// By how much that was more than before.
+    #[serde(default)]
+    pub grew_bytes: u64,
     /// Time, in seconds.
     pub time_s: f64,
     /// Of that, waiting.
@@ -87,16 +101,18 @@ pub struct Sums {
 impl Sums {
     /// Add what happened since the last time.
     fn add(&mut self, vm: &VmSample, at_ms: u64) {
-        let VmSample { away_page_ms, restores, back_milli_hz, far_bytes, .. } = *vm;
-        let now = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, ..*self };
+        let VmSample { away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, .. } = *vm;
+        let now = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, ..*self };
         let before = std::mem::replace(self, now);
         if before.at_ms == 0 || before.at_ms > at_ms || before.away_page_ms > vm.away_page_ms {
             // The first look, or another life of the VM.
-            *self = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, ..Self::default() };
+            *self = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, ..Self::default() };
             return;
         }
         let elapsed_ms = (at_ms - before.at_ms) as f64;
-        let kept = (-elapsed_ms / REMEMBERED_MS).exp();
+        let enough = (ENOUGH_RETURNS / before.returned.max(1.0)).clamp(REMEMBERED_AT_LEAST, 1.0);
+        let kept = (-elapsed_ms / (REMEMBERED_MS * enough)).exp();
+        self.grew_bytes = resident_bytes.saturating_sub(before.resident_bytes);
         let away = (vm.away_page_ms - before.away_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
         // A VM that was idle comes back to what has been away for long: no more is wanted than was away.
         let most = before.far_bytes.max(vm.far_bytes) as f64 * elapsed_ms / 1e3;
@@ -142,10 +158,11 @@ impl Sums {
     }
 }
 
-/// What a VM has: its limit, or what it holds and a little if that is much less.
-fn has(part: &Managed<'_>) -> u64 {
+/// What a VM has: its limit, or what it holds and some room if that is less.
+fn has(part: &Managed<'_>, grew_bytes: u64) -> u64 {
     let vm = part.vm;
-    let holds = vm.resident_bytes.saturating_add(vm.resident_bytes / 8);
+    let room = (vm.resident_bytes / ROOM).max(grew_bytes.saturating_mul(GROWS_FOR));
+    let holds = vm.resident_bytes.saturating_add(room);
     pages(vm.target_bytes.unwrap_or(vm.resident_bytes).min(holds)).clamp(part.lo, part.hi).max(1)
 }
 
@@ -161,19 +178,20 @@ impl Policy for Gain {
                 let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);
                 sums.add(vm, snapshot.at_ms);
                 let shares = f64::from(vm.settings.effective_shares()) / 1000.0;
-                let has = has(part);
+                let has = has(part, sums.grew_bytes);
                 (has, shares * sums.saves(bytes(has), vm.page_bytes), *sums)
             })
             .collect();
         let sum = |of: fn(&(u64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
         let (all, total) = (sum(|vm| vm.0 as f64), sum(|vm| vm.0 as f64 * vm.1));
-        let mut weights = Vec::with_capacity(seen.len());
+        let (mut weights, mut gaps) = (Vec::with_capacity(seen.len()), Vec::with_capacity(seen.len()));
         for (part, (has, worth, sums)) in frame.managed.iter_mut().zip(seen) {
             // Of the others: one that alone lacks memory would otherwise be compared with itself.
             let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
             let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
             let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average);
             weights.push(wants);
+            gaps.push(if worth > average { (has as f64 + wanted * MARGIN - wants).max(0.0) } else { 0.0 });
             part.reasons.push(Reason::Gain {
                 waits: sums.waits(),
                 works: sums.works(part.vm.page_bytes),
@@ -183,7 +201,17 @@ impl Policy for Gain {
                 shares: part.vm.settings.effective_shares(),
             });
         }
+        lend(&mut weights, &gaps, frame.budget_pages() as f64);
         frame.divide(&weights, true)
+    }
+}
+
+/// Give what nobody has to those who would gain from it, each a part of its gap.
+fn lend(weights: &mut [f64], gaps: &[f64], budget: f64) {
+    let (left, wanted) = (budget - weights.iter().sum::<f64>(), gaps.iter().sum::<f64>());
+    if left > 0.0 && wanted > 0.0 {
+        let part = (left / wanted).min(1.0);
+        weights.iter_mut().zip(gaps).for_each(|(weight, gap)| *weight += gap * part);
     }
 }
 
@@ -221,8 +249,8 @@ mod tests {
         assert!((sums.wanted_bytes() / 4096.0 - 2000.0).abs() < 1.0, "{sums:?}");
         assert!((sums.waits() - 0.25).abs() < 1e-9, "{sums:?}");
         let saves = sums.saves(64 * MIB, 4096) * 4096.0;
-        // A quarter of the time, sixteen ninths as bad for being as slow, over 2000 pages and 64 more for doubt.
-        assert!((saves - 0.25 / 0.5625 / 2064.0).abs() < 1e-6, "{saves}");
+        // A quarter of the time, sixteen ninths as bad for being as slow, over 2000 pages and 512 more for doubt.
+        assert!((saves - 0.25 / 0.5625 / 2512.0).abs() < 1e-6, "{saves}");
         // No more than was away, however long that was.
         sums.add(&vm(0.25, 1 << 50), 60_001);
         assert!(sums.wanted_bytes() < (64 * MIB) as f64, "{sums:?}");
@@ -258,7 +286,30 @@ mod tests {
         let pages = |sums: &Sums| (sums.wanted_bytes() / 4096.0, sums.wanted_soon_bytes(4096) / 4096.0);
         assert!((pages(&alike).0 - 2000.0).abs() < 1.0 && (pages(&alike).1 - 2000.0).abs() < 1.0, "{alike:?}");
         assert!((pages(&unlike).0 - 2237.5).abs() < 1.0 && (pages(&unlike).1 - 263.0).abs() < 1.0, "{unlike:?}");
-        assert!(unlike.saves(64 * MIB, 4096) > 5.0 * alike.saves(64 * MIB, 4096));
+        assert!(unlike.saves(64 * MIB, 4096) > 3.0 * alike.saves(64 * MIB, 4096));
+    }
+
+    #[test]
+    fn who_comes_back_often_is_judged_by_the_last_seconds_and_who_rarely_does_by_more() {
+        for (returns, least, most) in [(4000, 0.7, 0.8), (40, 0.3, 0.4)] {
+            let mut sums = Sums::default();
+            let sample = |second, stall| VmSample { restores: second * returns, ..vm(stall, second * 1_000_000) };
+            (0..60).for_each(|second| sums.add(&sample(second, 0.0), second * 1000 + 1));
+            (60..62).for_each(|second| sums.add(&sample(second, 1.0), second * 1000 + 1));
+            let share = sums.waited_s / sums.time_s;
+            assert!((least..most).contains(&share), "{returns} a second: {share} of the time, after two seconds of it");
+        }
+    }
+
+    #[test]
+    fn what_nobody_has_is_lent_to_who_gains_and_no_more_than_that() {
+        let mut weights = [100.0, 50.0, 10.0];
+        lend(&mut weights, &[0.0, 0.0, 80.0], 200.0);
+        assert_eq!(weights, [100.0, 50.0, 50.0]);
+        lend(&mut weights, &[30.0, 0.0, 20.0], 300.0);
+        assert_eq!(weights, [130.0, 50.0, 70.0], "the rest is for whoever divides");
+        lend(&mut weights, &[30.0, 0.0, 20.0], 250.0);
+        assert_eq!(weights, [130.0, 50.0, 70.0], "there is nothing left");
     }
 
     #[test]

@@ -152,6 +152,35 @@ fn a_vm_whose_demand_jumps_gets_its_memory_within_seconds_and_nobody_else_suffer
 }
 
 #[test]
+fn a_vm_whose_demand_jumps_is_lent_at_once_what_others_have_room_for_and_do_not_fill() {
+    let hot = [("idle", 8 * MIB), ("b", 100 * MIB), ("c", 100 * MIB), ("d", 100 * MIB)];
+    let mut host = Host::new(Kind::Gain, 544 * MIB, hot.map(|(name, hot)| Guest::new(name, hot)).into(), false);
+    for guest in &mut host.guests {
+        (guest.sample.size_bytes, guest.sample.resident_bytes) = (200 * MIB, 200 * MIB);
+    }
+    host.run(2);
+    let second = |host: &mut Host| {
+        for guest in &mut host.guests[1..] {
+            let vm = &mut guest.sample;
+            // What it hardly ever touches comes back slowly, whatever it is given; and some pages went by mistake.
+            vm.resident_bytes = vm.resident_bytes.min(140 * MIB) + MIB / 4;
+            vm.restores += 200;
+            vm.away_page_ms += 200 * 250;
+            vm.back_milli_hz += 200 * 4000;
+        }
+        host.run(1);
+    };
+    (0..40).for_each(|_| second(&mut host));
+    assert!(host.course.last().is_some_and(|limits| limits[0] < 20 * MIB), "it was idle");
+    host.guests[0].hot = 190 * MIB;
+    let seconds = (1..100).find(|_| {
+        second(&mut host);
+        host.speeds()[0] >= 0.9
+    });
+    assert!(seconds.is_some_and(|seconds| seconds <= 4), "{seconds:?} s");
+}
+
+#[test]
 fn where_memory_is_short_no_vm_is_sacrificed_and_limits_hardly_move() {
     for (kind, measured) in [(Kind::Maestro, true), (Kind::Maestro, false), (Kind::Pressure, true), (Kind::Gain, false)]
     {
