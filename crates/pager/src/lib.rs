@@ -31,6 +31,8 @@ pub mod unit;
 #[cfg(not(loom))]
 pub mod away;
 #[cfg(not(loom))]
+pub mod busy;
+#[cfg(not(loom))]
 pub mod coalesce;
 #[cfg(not(loom))]
 pub mod follow;

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use ballast_base::{Bytes, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_store::PageBytes;
 
+use crate::busy::Busy;
 use crate::fault::restore_run;
 use crate::page_state::State;
 use crate::region::Region;
@@ -52,7 +53,7 @@ const BUDGET: Bytes = Bytes(8 * MIB);
 /// Pages that come back as one: what a fault on one of them waits for, some 8 us.
 const RUN: usize = 8;
 /// Waking a thread costs the fault lane up to 30 us where CPUs sleep deeply. So the prefetch lane looks for wishes by
-/// itself, this often, until there was none for a while.
+/// itself, this often, until there was none for a while, or other threads want its CPU ([`Busy`]).
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 const LOOK_FOR: Duration = Duration::from_millis(50);
 
@@ -233,10 +234,10 @@ impl Prefetch {
     }
 
     /// The newest wish, at most a window of it; `None` when it is time to end. `served` is when the last one was.
-    fn next(&self, served: Option<Instant>) -> Option<Wish> {
+    fn next(&self, served: Option<Instant>, cpus: &mut Busy) -> Option<Wish> {
         loop {
             let mut queue = self.queue.lock().expect("no panic while held");
-            if served.is_none_or(|served| served.elapsed() > LOOK_FOR) {
+            if queue.wanted.is_empty() && (cpus.ran() || served.is_none_or(|served| served.elapsed() > LOOK_FOR)) {
                 queue.asleep = true;
                 let wait = self.bell.wait_while(queue, |queue| queue.wanted.is_empty() && !queue.ended);
                 queue = wait.expect("no panic while held");
@@ -267,9 +268,9 @@ fn far_pages(region: &Region, pages: Range<u64>) -> impl Iterator<Item = PageIdx
 
 /// Serve wishes until the VM is stopped.
 pub fn run(vm: &Vm) {
-    let mut served = None;
+    let (mut served, mut cpus) = (None, Busy::of_this_thread());
     let mut room = Box::new([[0; PAGE_SIZE]; RUN]);
-    while let Some(Wish { view, region: number, pages }) = vm.prefetch.next(served) {
+    while let Some(Wish { view, region: number, pages }) = vm.prefetch.next(served, &mut cpus) {
         served = Some(Instant::now());
         let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
         let first = pages.start;

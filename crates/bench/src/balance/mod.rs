@@ -49,7 +49,7 @@ impl Scale {
         if bench.options.quick {
             Self { ram_bytes: 32 * MIB, settle: s(2), window: s(1), windows: 2, store_ops: 10_000 }
         } else {
-            Self { ram_bytes: 64 * MIB, settle: s(12), window: s(6), windows: 2, store_ops: 100_000 }
+            Self { ram_bytes: 64 * MIB, settle: s(12), window: s(6), windows: 4, store_ops: 100_000 }
         }
     }
 }
