@@ -2,7 +2,8 @@
 //!
 //! Before: the fault lane read the fault from a userfaultfd. After: the page is Resident and mapped, or its word says
 //! why not.
-//! Threads: fault lanes, any number. Never waits for policy, logging, another VM or another page.
+//! Threads: any number: fault lanes, lanes that wait for a disk, prefetch, and whoever brings all back. Never waits for policy,
+//! logging, another VM or another page.
 //! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so.
 
 use std::io;

@@ -35,6 +35,11 @@ const NAP: Duration = Duration::from_millis(100);
 const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
+/// A fault that has waited for so long is told of, and so is another one after a minute: memory for its page cannot be had (a
+/// pool of huge pages or a file system of limited size is used up), or a store does not answer.
+const LONG: Duration = Duration::from_secs(5);
+const TOLD_EVERY: Duration = Duration::from_secs(60);
+
 /// A fault that was read and is not served yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Waiting {
@@ -47,8 +52,15 @@ pub(crate) struct Waiting {
 /// Serve the faults of one userfaultfd until the view's process is gone or the VM is stopped.
 pub fn serve_faults(vm: &Vm, view: &Arc<View>, shard: usize) {
     let uffd = view.shards().get(shard);
-    let mut lane =
-        FaultLane { vm, view, shard, waiting: Vec::new(), watch: Watch::default(), company: Company::default() };
+    let mut lane = FaultLane {
+        vm,
+        view,
+        shard,
+        waiting: Vec::new(),
+        watch: Watch::default(),
+        company: Company::default(),
+        told: None,
+    };
     let mut follow = Follow::new(view.pid);
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
@@ -76,10 +88,17 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>, shard: usize) {
             std::thread::yield_now();
         }
         lane.tell_stall();
+        lane.tell_long_waits(now);
         // Last: nobody waits for it.
         if let Some(thread) = newest {
             follow.faulted(thread, now);
         }
+    }
+    // What was read and not served is in nobody's hands: it is raised anew, for whoever serves this memory next.
+    if !lane.waiting.is_empty()
+        && let Err(error) = view.wake_all()
+    {
+        tracing::debug!(vm = vm.state.name(), pid = view.pid, "Waking what was not served: {error}");
     }
 }
 
@@ -90,6 +109,8 @@ struct FaultLane<'a> {
     waiting: Vec<Waiting>,
     watch: Watch,
     company: Company,
+    /// When it was last said that a fault waits for long.
+    told: Option<Instant>,
 }
 
 impl FaultLane<'_> {
@@ -98,6 +119,23 @@ impl FaultLane<'_> {
             waiters.here[self.shard] = self.waiting.len();
             waiters.know(self.waiting.iter().map(|waiting| waiting.fault.thread));
         });
+    }
+
+    fn tell_long_waits(&mut self, now: Instant) {
+        let is_long = |waiting: &&Waiting| now.saturating_duration_since(waiting.since) >= LONG;
+        let Some(Waiting { fault, .. }) = self.waiting.iter().find(is_long) else { return };
+        if self.told.is_some_and(|told| now.saturating_duration_since(told) < TOLD_EVERY) {
+            return;
+        }
+        self.told = Some(now);
+        let text = format!(
+            "thread {} of process {} has waited {} s for the page at {}: no memory for it, or its store does not answer",
+            fault.thread,
+            self.view.pid,
+            LONG.as_secs(),
+            fault.addr
+        );
+        self.vm.report("fault-waits", text);
     }
 
     /// Try every waiting fault once; keeps those that must wait on. Answers whether any was served.
@@ -283,9 +321,11 @@ pub fn serve_control(vm: &Vm, view: &Arc<View>) {
         if !sleep_until_readable(view.control(), NAP) {
             continue;
         }
-        let message = match scm::receive(view.control()) {
-            Ok(Some(received)) => wire::decode::<ClientToEngine>(&received.bytes).map_err(|error| error.to_string()),
+        let message = match scm::try_receive_bytes(view.control()) {
+            Ok(Some(bytes)) => wire::decode::<ClientToEngine>(&bytes).map_err(|error| error.to_string()),
             Ok(None) => break,
+            // The client took its message back, or somebody else did who has the other end.
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => continue,
             Err(error) if error.kind() == std::io::ErrorKind::InvalidData => Err(error.to_string()),
             Err(error) => {
                 vm.report("client-error", format!("Receiving from the client in process {}: {error}", view.pid));

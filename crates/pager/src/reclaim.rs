@@ -1,8 +1,8 @@
 //! Reclaim: keep a VM's resident memory at or below its limit.
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
-//! Threads: one lane per VM. It may wait for the store and for the client; no fault ever waits for it, but for the pages
-//! of the one run it is punching (and copying, if it insists: see below).
+//! Threads: one lane per VM. It may wait for the store and for the client; a fault waits for the pages of the
+//! one run it is punching (and copying, if it insists: see below), and in a VM at its limit for room (`gate`, 0.1 s at most).
 //! Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing back but ends reclaim at once.
 //!
 //! ```text

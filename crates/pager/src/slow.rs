@@ -70,7 +70,12 @@ pub fn run(vm: &Vm) {
     while !vm.is_stopping() {
         let Some((view, waiting)) = vm.slow.next(vm) else { continue };
         let waits = Waits(vm, &view);
-        if view.is_closed() || serve_one(vm, &view, &waiting) {
+        if view.is_closed() {
+            // Nobody else has this fault: it is raised anew, for whoever serves that memory next.
+            let _ = view.wake_all();
+            continue;
+        }
+        if serve_one(vm, &view, &waiting) {
             continue;
         }
         std::mem::forget(waits);

@@ -6,13 +6,14 @@
 
 use std::collections::HashSet;
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ballast_base::wire::{EngineToClient, Range, RegionInfo};
+use ballast_base::wire::{self, EngineToClient, RegionInfo};
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_heat::{Settings, VmHeat};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
@@ -20,7 +21,7 @@ use ballast_sys::uffd::{FaultKind, FillOutcome};
 use crate::evict::{discard, expel_left};
 use crate::fault::{Served, serve};
 use crate::gate::Gate;
-use crate::memory::{Backing, Mapped};
+use crate::memory::Mapped;
 use crate::page_state::{State, Ticket, Word};
 use crate::prefetch::Prefetch;
 use crate::recent::Recent;
@@ -126,6 +127,8 @@ pub struct Vm {
     views: RwLock<Vec<Arc<View>>>,
     lanes: Mutex<Vec<JoinHandle<()>>>,
     stopping: AtomicBool,
+    /// Why its VMM was told to stop it.
+    halted: OnceLock<String>,
     /// Why nothing may be reclaimed, by kind of reason.
     holds: Mutex<[Option<String>; Hold::COUNT]>,
     /// May something write to its memory without faulting, for a while?
@@ -176,6 +179,7 @@ impl Vm {
             views: RwLock::default(),
             lanes: Mutex::default(),
             stopping: AtomicBool::new(false),
+            halted: OnceLock::new(),
             holds: Mutex::default(),
             may_pin: AtomicBool::new(false),
             over_limit: AtomicBool::new(false),
@@ -265,7 +269,10 @@ impl Vm {
             body();
         };
         let lane = std::thread::Builder::new().name(short(&name)).spawn(body)?;
-        self.lanes.lock().expect("no panic while held").push(lane);
+        let mut lanes = self.lanes.lock().expect("no panic while held");
+        // Views come and go; a thread that nobody joins keeps its stack.
+        lanes.retain(|lane| !lane.is_finished());
+        lanes.push(lane);
         Ok(())
     }
 
@@ -487,9 +494,19 @@ impl Vm {
 
     /// Bring every far or zero page of a region back.
     fn restore_all(&self, region: &Region) -> io::Result<()> {
+        let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
+        // Words that were never written say Resident; to read them would have the kernel make memory for them.
+        for written in self.state.written_words(&record)? {
+            self.restore_pages(region, written)?;
+        }
+        Ok(())
+    }
+
+    fn restore_pages(&self, region: &Region, pages: Range<u64>) -> io::Result<()> {
         let views = self.views();
-        let Some(memory) = views.iter().find_map(|view| view.of_region(region)) else { return Ok(()) };
-        for page in region.granules(0..region.pages().0) {
+        let mut memories = views.iter().filter_map(|view| view.of_region(region));
+        let Some(mut memory) = memories.next() else { return Ok(()) };
+        for page in region.granules(pages) {
             let (granule, key) = (region.granule(page), region.key(page));
             loop {
                 let word = granule.cell().load();
@@ -507,7 +524,13 @@ impl Vm {
                 self.count_rescued(rescued, granule.pages());
                 match served? {
                     Served::Later => std::thread::yield_now(),
-                    Served::Gone => return Ok(()),
+                    // That process has gone, or does not map this part any more: through another one.
+                    Served::Gone => match memories.next() {
+                        Some(next) => memory = next,
+                        None => {
+                            return Err(io::Error::other(format!("no process of the VM maps page {page} any more")));
+                        }
+                    },
                     served => {
                         self.count(served, granule.pages());
                         if served == (Served::Poisoned { newly: true }) {
@@ -583,7 +606,7 @@ impl Vm {
 
     /// The VMM frees these ranges: drop far copies and memory. Addresses are those of `view`; ranges outside the VM's
     /// RAM are ignored, ends are rounded inward to whole granules as the kernel's punch would.
-    pub fn discard(&self, view: &View, ranges: &[Range]) -> io::Result<()> {
+    pub fn discard(&self, view: &View, ranges: &[wire::Range]) -> io::Result<()> {
         let _layout = self.layout();
         for (start, len) in ranges {
             let Some((number, first)) = view.find(*start) else { continue };
@@ -617,6 +640,10 @@ impl Vm {
         };
         let mut not_healed = None;
         for first in (first..end).step_by(BATCH as usize) {
+            if self.is_stopping() {
+                // A range of terabytes takes minutes, and whoever ends this VM waits.
+                return Err(io::ErrorKind::Interrupted.into());
+            }
             let run = (PageIdx(first), BATCH.min(end - first));
             // A punch tears what is mapped huge. Nothing waits for the discard of what has not been punched.
             region.units().disturb(run.0, run.1, std::thread::yield_now);
@@ -699,7 +726,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Give a chunk without far, zero or quarantined pages back to the kernel. Answers whether it was given back.
+    /// Give chunks without far, zero or quarantined pages back to the kernel.
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
         // What the kernel has registered and what the flags say change together.
         let _one = self.registering.lock().expect("no panic while held");
@@ -773,6 +800,8 @@ impl Vm {
 
     /// Tell every client to stop its VM, because its memory cannot be kept right.
     pub fn fail_stop(&self, reason: &str) {
+        // The first reason led to the others.
+        let _ = self.halted.set(reason.to_owned());
         for view in self.views() {
             if let Err(error) = view.tell(&EngineToClient::FailStop { reason: reason.to_owned() }) {
                 tracing::error!(vm = self.state.name(), "Telling a VMM to stop: {error}");
@@ -780,9 +809,9 @@ impl Vm {
         }
     }
 
-    /// Read one page's bytes from its file, for tests.
-    pub fn read_page(&self, region: u32, page: PageIdx, out: &mut [u8; PAGE_SIZE]) -> io::Result<()> {
-        self.region(region).ok_or(io::ErrorKind::NotFound)?.read(page, std::slice::from_mut(out))
+    /// Why this engine had the VM stopped, if it did.
+    pub fn halted(&self) -> Option<&str> {
+        self.halted.get().map(String::as_str)
     }
 
     /// The cap that holds, the operator's or the control loop's, if it is less than the VM's size.
@@ -816,4 +845,28 @@ pub struct Census {
 /// Thread names are cut to 15 bytes by the kernel; cut them at a character.
 fn short(name: &str) -> String {
     name.chars().take(15).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::wire::VmId;
+    use ballast_store::{Budget, RamOptions, RamStore};
+
+    #[test]
+    fn lanes_that_ended_are_let_go_of_while_others_begin() {
+        let state = StateFile::create(VmId([3; 16]), "test").expect("state");
+        let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store");
+        let stores = Stores { ram: Arc::new(store), file: None };
+        let vm = Vm::new(state, 1, stores, Tuning::default(), Arc::new(|_: &str, _| {}));
+        let lanes = || vm.lanes.lock().expect("no panic while held");
+        for _ in 0..50 {
+            vm.start_lane("fault", || {}).expect("a thread");
+            while lanes().iter().any(|lane| !lane.is_finished()) {
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(lanes().len(), 1, "each thread that nobody joins keeps its stack");
+        vm.stop();
+    }
 }

@@ -5,15 +5,19 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
+use ballast_base::wire::RegionInfo;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::page_state::State;
 use ballast_pager::stats::Counter;
+use ballast_pager::view::View;
 use ballast_pager::vm::Hold;
 use common::{Rig, hammer, random, until};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);
@@ -236,6 +240,75 @@ fn pinning_brings_every_page_back_and_keeps_it() {
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
 }
 
+/// One more view of this process, with the rig's userfaultfd; nobody answers its zaps.
+fn another_view(rig: &Rig, pid: u32) -> (Arc<View>, std::os::fd::OwnedFd) {
+    let (control, theirs) = ballast_sys::scm::pair().expect("socketpair");
+    let uffd = rig.view.shards().get(0).try_clone().expect("dup");
+    let shards = ballast_pager::shard::Shards::new(vec![uffd]).expect("one");
+    (Arc::new(View::new(pid, shards, 0, control, 1)), theirs)
+}
+
+fn mapped_at(hva: Hva, len: Bytes) -> [(RegionInfo, u32); 1] {
+    [(RegionInfo { hva, len, file_offset: Bytes(0) }, 0)]
+}
+
+#[test]
+fn bringing_every_page_back_makes_no_memory_for_words_that_were_never_written() {
+    let rig = Rig::new(Bytes(1 << 30), AMPLE, QUICK);
+    let before = ballast_sys::memfd::resident(rig.vm.state.fd()).expect("stat");
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
+    let after = ballast_sys::memfd::resident(rig.vm.state.fd()).expect("stat");
+    assert!(after.0 <= before.0 + 2, "{before:?} before, {after:?} after, for a VM that has touched nothing");
+}
+
+#[test]
+fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let (first, _first) = another_view(&rig, 1);
+    // SAFETY: a second mapping of the same shared pages, at an address of the kernel's choice, which nothing else uses.
+    let copy = unsafe {
+        rustix::mm::mremap(rig.guest.addr() as *mut _, 0, RAM.0 as usize, rustix::mm::MremapFlags::MAYMOVE)
+            .expect("map")
+    };
+    rig.vm.add_view(first, &mapped_at(Hva(copy as u64), RAM)).expect("view");
+    rig.vm.remove_view(std::process::id());
+    let (second, _second) = another_view(&rig, std::process::id());
+    rig.vm.add_view(second, &mapped_at(Hva(rig.guest.addr() as u64), RAM)).expect("view");
+    // SAFETY: nobody touches the copy.
+    unsafe { rustix::mm::munmap(copy, RAM.0 as usize).expect("unmap") };
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
+    assert_eq!(rig.resident(), RAM);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    filled(&rig);
+    wait_for_limit(&rig, LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
+    rig.faults.busy_gets(u64::MAX);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| rig.holds(far, 1));
+        until("the fault was put aside", || rig.vm.stats().get(Counter::FaultDeferred) > 10);
+        rig.vm.remove_view(std::process::id());
+        let uffd = rig.view.shards().get(0);
+        until("somebody else could read it", || {
+            let mut fds = [PollFd::new(uffd, PollFlags::IN)];
+            poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        });
+        rig.faults.busy_gets(0);
+        let (view, _theirs) = another_view(&rig, std::process::id());
+        rig.vm.add_view(view, &mapped_at(Hva(rig.guest.addr() as u64), RAM)).expect("view");
+        assert!(waiting.join().expect("guest"), "wrong bytes");
+    });
+}
+
 #[test]
 fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() {
     use ballast_pager::recover::recover;
@@ -322,14 +395,10 @@ fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
 fn a_region_that_one_process_unmaps_stays_for_the_others() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    let (control, _theirs) = ballast_sys::scm::pair().expect("socketpair");
-    let uffd = rig.view.shards().get(0).try_clone().expect("dup");
-    let shards = ballast_pager::shard::Shards::new(vec![uffd]).expect("one");
-    let other = std::sync::Arc::new(ballast_pager::view::View::new(1, shards, 0, control, 1));
+    let (other, _theirs) = another_view(&rig, 1);
     // Where the other process maps it does not matter: it touches nothing.
     let elsewhere = Hva(0x10_0000_0000);
-    let info = ballast_base::wire::RegionInfo { hva: elsewhere, len: RAM, file_offset: Bytes(0) };
-    rig.vm.add_view(other.clone(), &[(info, 0)]).expect("view");
+    rig.vm.add_view(other.clone(), &mapped_at(elsewhere, RAM)).expect("view");
     assert_eq!(rig.vm.remove_region(&other, elsewhere).expect("unmap"), None, "the region is still mapped");
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "the other process's unmap destroyed the guest's memory");
     assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug"), Some(0));

@@ -72,7 +72,27 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     receive_or(socket, drop)
 }
 
-/// The same for a thread that must not wait: the descriptors of a message that is dropped whole go to `refuse`, because
+/// Receive one message of a peer that sends no descriptors, or fail with `WouldBlock` at once if there is none. Descriptors that
+/// it sends all the same are never this process's: closing one can take for ever. `Ok(None)` means the peer has closed.
+///
+/// # Errors
+/// A message longer than [`MAX_MESSAGE`] is an error and is dropped whole.
+pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
+    let mut bytes = vec![0; MAX_MESSAGE];
+    let (_, len) = loop {
+        match rustix::net::recv(&socket, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    if len > MAX_MESSAGE {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "message over the size limit"));
+    }
+    bytes.truncate(len);
+    Ok((len > 0).then_some(bytes))
+}
+
+/// The same as [`receive`] for a thread that must not wait: the descriptors of a message that is dropped whole go to `refuse`, because
 /// closing one that anybody may have made (a socket that lingers, a file of a server that is gone) can take for ever.
 pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
     let mut bytes = vec![0; MAX_MESSAGE];
@@ -125,7 +145,18 @@ mod tests {
         let mut refused = 0;
         let error = receive_or(&b, |fds| refused = fds.len()).expect_err("too many descriptors");
         assert_eq!((error.kind(), refused), (io::ErrorKind::InvalidData, MAX_FDS + 1));
+        // A peer that sends no descriptors, and one that does all the same.
+        send(&a, b"plain", &[]).expect("send");
+        assert_eq!(try_receive_bytes(&b).expect("receive").expect("open"), b"plain");
+        let weak = std::os::unix::net::UnixStream::pair().expect("pair");
+        send(&a, b"not wanted", &[weak.0.as_fd()]).expect("send");
+        drop(weak.0);
+        assert_eq!(try_receive_bytes(&b).expect("receive").expect("open"), b"not wanted");
+        let end = std::io::Read::read(&mut &weak.1, &mut [0]).expect("read");
+        assert_eq!(end, 0, "the descriptor was kept");
+        assert_eq!(try_receive_bytes(&b).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
         drop((a, first));
+        assert!(try_receive_bytes(&b).expect("receive").is_none(), "a closed peer reads as the end");
         assert!(receive(&b).expect("receive").is_none(), "a closed peer reads as the end");
     }
 }

@@ -121,6 +121,11 @@ impl Orders {
                 Ok(Some(received)) => received,
                 Ok(None) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                // Its descriptors found no room in our table: one VM is not served as it should be, all others are.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    self.engine.failed(None, "an order", &anyhow::Error::new(error).context("Receiving it whole"));
+                    continue;
+                }
                 Err(error) => return Err(error).context("Receiving an order"),
             };
             let order = wire::decode::<Order>(&received.bytes).context("Understanding an order")?;

@@ -34,6 +34,7 @@ impl Keeper {
             return Err("this process is attached already".into());
         }
         let (pid, uid) = (client.pid, client.uid);
+        self.check_memory(uid, &attach.regions)?;
         let Admitted { uffds, control, ram, resumed } = admit::admit(attach, fds)?;
         let known = match attach.resume {
             Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
@@ -243,6 +244,7 @@ impl Keeper {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         let view = client.view.as_ref().ok_or("attach first")?;
         let (vm, pid, features) = (view.vm, client.pid, view.uffd_features);
+        self.check_memory(client.uid, [&info])?;
         let (Some(fd), true) = (fds.pop(), fds.is_empty()) else {
             return Err("a new region needs exactly one descriptor".into());
         };

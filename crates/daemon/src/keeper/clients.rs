@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ballast_base::Bytes;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
 use ballast_sys::scm;
 use rustix::event::PollFlags;
@@ -24,6 +25,9 @@ use crate::orders::Order;
 const MOST_CLIENTS: usize = 4096;
 /// Connections of a user who is not root: a quarter, so that no three of them keep everybody else out.
 const MOST_OF_A_USER: usize = MOST_CLIENTS / 4;
+/// RAM that all processes of such a user may announce, in times the host's memory. It costs the user nothing while it is not
+/// touched, but each page of it that is discarded or watched costs the engine a word: a 512th.
+const RAM_OF_A_USER: u64 = 16;
 /// Connections of one user that have not attached: some VMs that start or come back at the same time.
 const MOST_UNATTACHED: usize = 64;
 /// How long a connection may take to attach. A client sends its attach message right after it connected.
@@ -87,7 +91,31 @@ fn has_room(uid: u32, clients: impl Iterator<Item = (u32, bool)>) -> Result<(), 
     }
 }
 
+/// May a user's processes announce so much more RAM, on a host with so much memory?
+fn has_memory(uid: u32, announced: u64, more: u64, host: u64) -> Result<(), String> {
+    let most = host.saturating_mul(RAM_OF_A_USER);
+    if uid == 0 || announced.saturating_add(more) <= most {
+        return Ok(());
+    }
+    let [announced, more, most] = [announced, more, most].map(Bytes);
+    Err(format!(
+        "{more} of RAM and the {announced} of this user's other processes are more than the {most} one user may have"
+    ))
+}
+
 impl Keeper {
+    /// May this user's processes announce these regions besides?
+    pub(super) fn check_memory<'a>(
+        &self,
+        uid: u32,
+        more: impl IntoIterator<Item = &'a RegionInfo>,
+    ) -> Result<(), String> {
+        let views = self.clients.values().filter(|client| client.uid == uid).filter_map(|client| client.view.as_ref());
+        let announced = views.flat_map(|view| &view.spans).map(|(span, _)| span.len.0).fold(0, u64::saturating_add);
+        let more = more.into_iter().map(|region| region.len.0).fold(0, u64::saturating_add);
+        has_memory(uid, announced, more, crate::backend::meminfo("MemTotal").unwrap_or(u64::MAX))
+    }
+
     /// Is it time to take connections?
     pub(super) fn accepts(&self) -> bool {
         self.accept_again.is_none_or(|at| Instant::now() >= at)
@@ -259,6 +287,16 @@ pub fn interests(clients: &Clients) -> impl Iterator<Item = (u64, BorrowedFd<'_>
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_user_cannot_announce_more_ram_than_the_host_can_keep_account_of() {
+        let host = 24 << 30;
+        assert_eq!(has_memory(7, 15 * host, host, host), Ok(()));
+        let why = has_memory(7, 15 * host, host + 1, host).expect_err("a byte more");
+        assert!(why.contains("384.0 GiB") || why.contains("384 GiB"), "{why}");
+        has_memory(7, u64::MAX, u64::MAX, host).expect_err("no overflow");
+        assert_eq!(has_memory(0, u64::MAX, 1, host), Ok(()), "root's VMs are everybody's");
+    }
 
     #[test]
     fn one_user_who_connects_and_says_nothing_keeps_nobody_else_out() {
