@@ -23,10 +23,8 @@ pub enum VmStatus {
     Blocked,
     /// A new engine is taking over, or the VMM is attaching again.
     Recovering,
-    /// Stopped for good by us: its bytes could not be guaranteed.
+    /// Its VMM was told to stop it for good: its bytes could not be guaranteed.
     Halted,
-    /// The VMM has exited.
-    Gone,
 }
 
 impl fmt::Display for VmStatus {
@@ -36,7 +34,6 @@ impl fmt::Display for VmStatus {
             Self::Blocked => "blocked",
             Self::Recovering => "recovering",
             Self::Halted => "halted",
-            Self::Gone => "gone",
         })
     }
 }
@@ -44,7 +41,7 @@ impl fmt::Display for VmStatus {
 /// One VM. `size = resident + far + zero + untouched + poisoned`, to the page.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmStat {
-    /// What operators call it; unique among VMs that are not gone.
+    /// What operators call it; unique among VMs that are there.
     pub name: String,
     /// 128-bit identity in hexadecimal; never used again.
     pub id: String,

@@ -259,7 +259,6 @@ fn style_of(status: VmStatus) -> Style {
         VmStatus::Running => Style::new(),
         VmStatus::Recovering => Style::new().fg(Color::Yellow),
         VmStatus::Blocked | VmStatus::Halted => Style::new().fg(Color::Red),
-        VmStatus::Gone => Style::new().fg(Color::DarkGray),
     }
 }
 

@@ -324,14 +324,16 @@ fn stat(served: &Served) -> VmStat {
         pid: vm.views().first().map_or(0, |view| view.pid),
         vmm: served.vmm.clone(),
         class: if vm.is_pinned() { VmClass::Pinned } else { settings.class },
-        status: if vm.views().is_empty() {
+        status: if vm.halted().is_some() {
+            VmStatus::Halted
+        } else if vm.views().is_empty() {
             VmStatus::Recovering
         } else if vm.held().is_some() && !vm.is_pinned() {
             VmStatus::Blocked
         } else {
             VmStatus::Running
         },
-        status_reason: vm.held(),
+        status_reason: vm.halted().map(str::to_owned).or_else(|| vm.held()),
         size_bytes: size,
         limit_bytes,
         target_bytes: vm.state.target().map(|target| target.0),

@@ -4,7 +4,6 @@
 //! becomes what it means here and nowhere else.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use ballast_base::Bytes;
@@ -168,11 +167,6 @@ impl Config {
     /// The store budget in bytes.
     pub fn store_budget(&self) -> Bytes {
         self.store_budget.unwrap_or_else(|| Bytes(crate::backend::meminfo("MemTotal").unwrap_or(2 * GIB) / 2))
-    }
-
-    /// The quarantine time.
-    pub fn quarantine(&self) -> Duration {
-        Duration::from_millis(self.quarantine_ms)
     }
 
     /// Where VMMs attach.

@@ -267,8 +267,7 @@ pub(super) const RESTORE_STAGE: Metric<()> = metric(
 /// The page.
 pub(super) fn page(backend: &dyn Backend) -> String {
     let host = backend.host();
-    let mut vms = backend.vms();
-    vms.retain(|vm| vm.status != VmStatus::Gone);
+    let vms = backend.vms();
     let mut page = Page(String::with_capacity(4096 + 4096 * vms.len()));
     for metric in HOST {
         page.head(metric);
