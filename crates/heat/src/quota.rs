@@ -13,6 +13,8 @@ use crate::source::{Cost, Report};
 const NEWS: f64 = 0.5;
 /// With fewer faults, how long they take is chance.
 const ENOUGH: u64 = 64;
+/// Weight of the last sample in what the next unit is expected to be like.
+const SAMPLE_NEWS: f64 = 1.0 / 16.0;
 
 /// What looking into units costs.
 #[derive(Clone, Copy, Debug)]
@@ -21,12 +23,15 @@ pub struct Quota {
     per_fault: f64,
     /// A CPU works so long for each unit, whatever is touched.
     per_unit: f64,
+    /// Share of its watched pages that are touched of a unit of which nothing is known.
+    share: f64,
 }
 
 impl Default for Quota {
-    /// Before anything is known: a dear fault (design §4), and a sample, which maps the pages it does not watch.
+    /// Before anything is known: a dear fault (design §4), a sample, which maps the pages it does not watch, and units of
+    /// which everything is touched.
     fn default() -> Self {
-        Self { per_fault: 6e-6, per_unit: 1e-4 }
+        Self { per_fault: 6e-6, per_unit: 1e-4, share: 1.0 }
     }
 }
 
@@ -35,6 +40,16 @@ impl Quota {
     pub fn purse(&self, budget: Budget, period: Duration) -> Purse {
         let of = |share: f64| share * period.as_secs_f64();
         Purse { quota: *self, cpu: of(budget.cpu), guest: of(budget.guest) }
+    }
+
+    /// The share of a unit's watched pages that will be touched, if it was never looked into: as of those sampled of late.
+    pub fn share(&self) -> f64 {
+        self.share
+    }
+
+    /// So many of a unit's random pages were watched, and so many of them touched.
+    pub fn sampled(&mut self, touched: u64, watched: u64) {
+        self.share += SAMPLE_NEWS * (touched as f64 / watched.max(1) as f64 - self.share);
     }
 
     /// A fine cycle is over.
@@ -72,6 +87,17 @@ impl Purse {
 mod tests {
     use super::*;
     use crate::source::{PageMap, Seen, UnitId};
+
+    #[test]
+    fn a_unit_of_which_nothing_is_known_is_expected_to_be_like_those_sampled_of_late() {
+        let mut quota = Quota::default();
+        assert_eq!(quota.share(), 1.0, "everything may be touched");
+        (0..100).for_each(|_| quota.sampled(3, 32));
+        assert!((quota.share() - 3.0 / 32.0).abs() < 0.01, "{quota:?}");
+        (0..10).for_each(|_| quota.sampled(32, 32));
+        assert!(quota.share() > 0.4, "{quota:?}");
+        quota.sampled(0, 0);
+    }
 
     #[test]
     fn what_cycles_cost_decides_how_many_units_fit_into_the_next() {

@@ -205,10 +205,10 @@ impl Tracker {
         if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
             let units = &self.units;
             let mut purse = self.quota.purse(self.settings.budget, self.coarse.period());
+            let unknown = self.quota.share();
             let pages_of = |unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 };
             let fine = self.subpages.batch(window, pages_of, |unit, watched| {
-                // Of a unit that was never looked into, everything may be touched.
-                purse.pay(watched as f64 * units.inside(unit).map_or(1.0, |inside| inside.share().share))
+                purse.pay(watched as f64 * units.inside(unit).map_or(unknown, |inside| inside.share().share))
             });
             if !fine.is_empty() {
                 self.begun = now;
@@ -308,6 +308,7 @@ impl Tracker {
         if watched == here && of > 0 {
             self.units.push_scan(unit, at, watched, touched, written.unwrap_or_default().and(watched));
         } else if !watched.is_empty() {
+            self.quota.sampled(touched.count(), watched.count());
             self.units.push_sample(unit, at, watched, touched);
         }
         // In a coarse cycle a source may give pages for free, and then the verdict is free as well.
