@@ -7,8 +7,8 @@
 //!
 //! A round begins with those that wait for their second look, then come the units looked into longest ago: first those that
 //! never were, and of them the second-youngest generation, where units with a few hot pages gather under fair promotion,
-//! before the youngest, where those that are touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out, or it was bloated before, is it
-//! scanned in full. A balanced unit (nearly everything touched) is left out of the next round.
+//! before the youngest, where those that are touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out,
+//! if it was bloated before, or if units that were never looked into turn out sparse of late, is it scanned in full. A balanced unit (nearly everything touched) is left out of the next round.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -79,7 +79,7 @@ impl Subpages {
     }
 
     /// Begin a round with these units, in this order: those looked into longest ago come first, since a round may be cut
-    /// short. With each, whether it was bloated when it was last scanned: then a sample would only say so again. What the last
+    /// short. With each, whether to scan it at once: where a sample would only say that. What the last
     /// round had not come to is dropped, but not a suspect.
     pub fn begin_round(&mut self, units: impl Iterator<Item = (UnitId, bool)>) {
         let skip = std::mem::take(&mut self.balanced);

@@ -208,7 +208,8 @@ impl Tracker {
             let unknown = self.quota.share();
             let pages_of = |unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 };
             let fine = self.subpages.batch(window, pages_of, |unit, watched| {
-                purse.pay(watched as f64 * units.inside(unit).map_or(unknown, |inside| inside.share().share))
+                let share = units.inside(unit).map_or(unknown, |inside| inside.share().share);
+                purse.pay(watched as f64 * share, watched < units.pages_of(unit))
             });
             if !fine.is_empty() {
                 self.begun = now;
@@ -267,7 +268,8 @@ impl Tracker {
             }
             Phase::Fine => {
                 self.fine_cycles += 1;
-                self.quota.learn(report);
+                let units = &self.units;
+                self.quota.learn(report, |unit| units.pages_of(unit));
                 self.subpages.end_batch();
                 self.fine.paid(report.cost);
                 self.next_fine = (self.begun + self.fine.period().max(self.subpages.interval())).max(now);
@@ -302,13 +304,13 @@ impl Tracker {
         let of = self.units.pages_of(unit);
         let here = PageMap::first(of);
         let (watched, touched) = (watched.and(here), touched.and(watched).and(here));
-        if let Some(inside) = self.units.inside(unit) {
-            watched.iter().for_each(|page| self.counts.push(inside.misses(page), touched.get(page)));
+        match self.units.inside(unit) {
+            Some(inside) => watched.iter().for_each(|page| self.counts.push(inside.misses(page), touched.get(page))),
+            None => self.quota.looked(touched.count(), watched.count()),
         }
         if watched == here && of > 0 {
             self.units.push_scan(unit, at, watched, touched, written.unwrap_or_default().and(watched));
         } else if !watched.is_empty() {
-            self.quota.sampled(touched.count(), watched.count());
             self.units.push_sample(unit, at, watched, touched);
         }
         // In a coarse cycle a source may give pages for free, and then the verdict is free as well.
@@ -334,11 +336,12 @@ impl Tracker {
                 // Half done: only a second look can tell a few hot pages from many that are lukewarm.
                 let is_done = bloated.is_none_or(|scanned| scanned.share_within(RECENT, 1).0 > 1);
                 // The one looked into longest ago comes first, and of those that never were the second-youngest generation's.
-                hot.push((is_done, inside.map(Inside::last), generation == 0, unit, bloated.is_some()));
+                let scan = bloated.is_some() || inside.is_none() && self.quota.is_sparse();
+                hot.push((is_done, inside.map(Inside::last), generation == 0, unit, scan));
             }
         }
         hot.sort_unstable();
-        self.subpages.begin_round(hot.into_iter().map(|(.., unit, bloated)| (unit, bloated)));
+        self.subpages.begin_round(hot.into_iter().map(|(.., unit, scan)| (unit, scan)));
     }
 
     /// The generation of a unit with pages in memory: 0 is the youngest.
