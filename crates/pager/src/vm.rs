@@ -37,8 +37,10 @@ use crate::view::View;
 use crate::{away, coalesce, lane, prefetch, reclaim};
 
 /// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
-/// computes. No lane goes after it: each holds locks of pages now and then that a fault may want.
-const DEMAND_NICE: i32 = -20;
+/// computes. No lane goes after it: each holds locks of pages now and then that a fault may want. Not -20: the kernel
+/// spreads threads over CPUs by their weights, takes a lane that runs a tenth of the time at -20 for nine guests, and leaves
+/// its CPU to it and one of them. At -8 it is half of one.
+const DEMAND_NICE: i32 = -8;
 
 /// Settings of the two loops.
 #[derive(Clone, Copy, Debug)]
