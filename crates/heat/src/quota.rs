@@ -67,9 +67,13 @@ impl Quota {
         if faults >= ENOUGH {
             self.per_fault += NEWS * (guest.as_secs_f64() / faults as f64 - self.per_fault);
         }
-        let is_sample = |(unit, seen): &&(UnitId, Seen)| matches!(seen, Seen::Fine { watched, .. } if watched.count() < pages_of(*unit));
+        let is_sample = |(unit, seen): &&(UnitId, Seen)| match seen {
+            Seen::Fine { watched, .. } => watched.count() < pages_of(*unit),
+            _ => false,
+        };
         let samples = report.units.iter().filter(is_sample).count() as f64;
-        let expected = samples * self.per_sample + (report.units.len() as f64 - samples) * self.per_scan;
+        let scans = report.units.len() as f64 - samples;
+        let expected = samples * self.per_sample + scans * self.per_scan;
         if expected > 0.0 {
             // Which of the two was dearer than expected, nobody knows: both, then, where both were there.
             let times = cpu.saturating_sub(guest).as_secs_f64() / expected;
@@ -77,7 +81,7 @@ impl Quota {
             if samples > 0.0 {
                 self.per_sample = news(self.per_sample);
             }
-            if samples < report.units.len() as f64 {
+            if scans > 0.0 {
                 self.per_scan = news(self.per_scan);
             }
         }
@@ -105,7 +109,7 @@ impl Purse {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::{PageMap, Seen, UnitId};
+    use crate::source::PageMap;
 
     #[test]
     fn a_unit_of_which_nothing_is_known_is_expected_to_be_like_those_looked_into_of_late() {

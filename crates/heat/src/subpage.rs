@@ -8,7 +8,8 @@
 //! A round begins with those that wait for their second look, then come the units looked into longest ago: first those that
 //! never were, and of them the second-youngest generation, where units with a few hot pages gather under fair promotion,
 //! before the youngest, where those that are touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out,
-//! if it was bloated before, or if units that were never looked into turn out sparse of late, is it scanned in full. A balanced unit (nearly everything touched) is left out of the next round.
+//! if it was bloated before, or if units that were never looked into turn out sparse of late, is it scanned in full. A
+//! balanced unit (nearly everything touched) is left out of the next round.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;

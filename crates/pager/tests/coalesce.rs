@@ -26,14 +26,10 @@ fn huge_rig(quarantine: Duration) -> Option<Rig> {
     Rig::coalesced(RAM, AMPLE, quarantine)
 }
 
-fn squeeze(rig: &Rig, limit: Bytes) {
-    rig.squeeze(limit);
-}
-
 #[test]
 fn memory_that_was_huge_before_it_went_far_is_huge_again_when_it_is_back() {
     let Some(rig) = huge_rig(QUICK) else { return };
-    squeeze(&rig, Bytes(2 * MIB));
+    rig.squeeze(Bytes(2 * MIB));
     assert!(huge(&rig) <= Bytes(2 * MIB));
     rig.set_limit(None);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -41,7 +37,7 @@ fn memory_that_was_huge_before_it_went_far_is_huge_again_when_it_is_back() {
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost when it was mapped huge");
     assert!(rig.vm.stats().get(Counter::Coalesced) >= 3);
     // And once more: what coalesce made huge is known to have been huge.
-    squeeze(&rig, Bytes(4 * MIB));
+    rig.squeeze(Bytes(4 * MIB));
     rig.set_limit(None);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
     until("all of it is mapped huge", || huge(&rig) == RAM);
@@ -72,7 +68,7 @@ fn a_unit_with_a_hole_is_left_alone_and_so_is_memory_that_was_never_huge() {
     rig.fill(PAGES_PER_UNIT, 2);
     let half = Bytes(RAM.0 / 2);
     assert_eq!(huge(&rig), half);
-    squeeze(&rig, Bytes(2 * MIB));
+    rig.squeeze(Bytes(2 * MIB));
     rig.set_limit(None);
     assert!((1..rig.pages).filter(|page| *page != PAGES_PER_UNIT).all(|page| rig.holds(page, 1)), "a byte was lost");
     assert!(rig.holds(PAGES_PER_UNIT, 2));
@@ -105,7 +101,7 @@ fn pages_of_a_huge_page_that_somebody_has_pinned_keep_their_bytes_and_go_far_lat
 #[test]
 fn nothing_is_mapped_huge_while_the_vm_is_held() {
     let Some(rig) = huge_rig(QUICK) else { return };
-    squeeze(&rig, Bytes(2 * MIB));
+    rig.squeeze(Bytes(2 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     let before = rig.vm.stats().get(Counter::Coalesced);
@@ -149,7 +145,7 @@ fn a_guest_that_writes_while_its_memory_is_torn_apart_and_put_together_reads_wha
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         while stats.get(Counter::Coalesced) < COALESCED || stats.get(Counter::Evicted) < EVICTED {
             let coalesced = stats.get(Counter::Coalesced);
-            squeeze(&rig, Bytes(6 * MIB));
+            rig.squeeze(Bytes(6 * MIB));
             rig.set_limit(None);
             until("some of it is mapped huge", || stats.get(Counter::Coalesced) > coalesced || huge(&rig) == RAM);
         }

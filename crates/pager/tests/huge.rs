@@ -27,10 +27,6 @@ fn filled(rig: &Rig) {
     (0..rig.pages).for_each(|page| rig.fill(page, 1));
 }
 
-fn wait_for_limit(rig: &Rig, limit: Bytes) {
-    rig.squeeze(limit);
-}
-
 /// Nothing is on its way any more.
 fn count_exactly(rig: &Rig) {
     rig.vm.hold(Hold::Shared, Some("counting".into()));
@@ -47,7 +43,7 @@ fn cold_huge_pages_go_far_and_every_byte_comes_back() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     filled(&rig);
     assert_eq!(rig.resident(), RAM);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     until("resident is at the limit again", || rig.resident() <= LIMIT);
     assert!((0..rig.pages).rev().all(|page| rig.holds(page, 1)), "a byte was lost on the second way");
@@ -58,7 +54,7 @@ fn cold_huge_pages_go_far_and_every_byte_comes_back() {
 fn a_huge_page_is_paged_whole_and_one_touch_brings_all_of_it() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     count_exactly(&rig);
     let region = rig.vm.region(0).expect("region");
     let far = region.granules(0..rig.pages).find(|page| region.word(*page).state() == State::Far).expect("some is far");
@@ -79,7 +75,7 @@ fn a_huge_page_of_zeros_is_stored_as_nothing_and_untouched_ones_stay_untouched()
     (0..third).for_each(|page| rig.fill(page, 1));
     (third..2 * third).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
     rig.check_census();
-    wait_for_limit(&rig, Bytes(4 * MIB));
+    rig.squeeze(Bytes(4 * MIB));
     count_exactly(&rig);
     let census = rig.vm.census().expect("census");
     assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
@@ -156,7 +152,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
     rig.set_limit(Some(LIMIT));
     churn(&rig, false, || rig.vm.stats().get(Counter::FaultFile) > 20);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     let region = rig.vm.region(0).expect("region");
     let in_file = |page: &PageIdx| region.granule(*page).is_in_file();
     until("a huge page is in the file", || region.granules(0..rig.pages).any(|page| in_file(&page)));
@@ -171,7 +167,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
 fn a_discard_frees_whole_huge_pages_and_leaves_parts_alone() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     // The first huge page, half of the second, and nothing of the others.
     let len = (HUGE_SIZE + HUGE_SIZE / 2) as u64;
     rig.vm.discard(&rig.view, &[(addr(&rig, 0), len), (addr(&rig, PAGES_PER_UNIT + 1), len)]).expect("discard");
@@ -185,7 +181,7 @@ fn a_discard_frees_whole_huge_pages_and_leaves_parts_alone() {
 fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     count_exactly(&rig);
     let region = rig.vm.region(0).expect("region");
     let far = region.granules(0..rig.pages).find(|page| region.word(*page).state() == State::Far).expect("some is far");
@@ -216,7 +212,7 @@ fn a_full_store_gives_a_half_copied_huge_page_back_and_keeps_nothing_of_it() {
 fn a_successor_finds_every_huge_page_and_each_copy_once() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
@@ -228,7 +224,7 @@ fn a_successor_finds_every_huge_page_and_each_copy_once() {
 fn pinning_brings_every_huge_page_back() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");

@@ -10,13 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
-use ballast_base::wire::RegionInfo;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_pager::page_state::State;
 use ballast_pager::stats::Counter;
 use ballast_pager::view::View;
 use ballast_pager::vm::Hold;
-use common::{Rig, hammer, random, until};
+use common::{Rig, hammer, mapped_at, random, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const QUICK: Duration = Duration::from_millis(20);
@@ -28,16 +27,12 @@ fn filled(rig: &Rig) {
     (0..rig.pages).for_each(|page| rig.fill(page, 1));
 }
 
-fn wait_for_limit(rig: &Rig, limit: Bytes) {
-    rig.squeeze(limit);
-}
-
 #[test]
 fn cold_memory_goes_far_and_every_byte_comes_back() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
     assert_eq!(rig.resident(), RAM);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     let back = rig.vm.stats().get(Counter::FaultRestore) + rig.vm.stats().get(Counter::Prefetched);
     assert!(back >= (RAM.0 - LIMIT.0) / PAGE_SIZE as u64);
@@ -53,7 +48,7 @@ fn every_page_is_in_exactly_one_place_and_the_gauges_agree() {
     (0..third).for_each(|page| rig.fill(page, 1));
     (third..2 * third).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
     rig.check_census();
-    wait_for_limit(&rig, Bytes(2 * MIB));
+    rig.squeeze(Bytes(2 * MIB));
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     rig.wait_for_quarantine();
     rig.check_census();
@@ -108,7 +103,7 @@ fn a_full_store_stops_reclaim_with_an_event_and_loses_nothing() {
 fn a_store_that_does_not_answer_delays_its_pages_and_no_others() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     rig.faults.busy_gets(2000);
@@ -137,7 +132,7 @@ fn a_store_that_refuses_pages_keeps_them_resident_until_it_takes_them() {
 fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).take(2).collect();
@@ -166,7 +161,7 @@ fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it()
 fn discarded_pages_read_zeros_wherever_they_were_and_free_their_copies() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     let half = RAM.0 / 2;
     rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), half)]).expect("discard");
     // Rounded inward: a range that begins inside a page does not touch that page.
@@ -218,7 +213,7 @@ fn a_vm_without_pressure_has_nothing_registered() {
 fn raising_the_limit_stops_reclaim_and_restores_nothing() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.set_limit(Some(Bytes(24 * MIB)));
     rig.wait_for_quarantine();
     let (evicted, restored) = (rig.vm.stats().get(Counter::Evicted), rig.vm.stats().get(Counter::FaultRestore));
@@ -231,7 +226,7 @@ fn raising_the_limit_stops_reclaim_and_restores_nothing() {
 fn pinning_brings_every_page_back_and_keeps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!(rig.resident(), RAM);
     assert_eq!(rig.vm.stats().get(Counter::Far), 0);
@@ -248,10 +243,6 @@ fn another_view(rig: &Rig, pid: u32) -> (Arc<View>, std::os::fd::OwnedFd) {
     (Arc::new(View::new(pid, shards, 0, control, 1)), theirs)
 }
 
-fn mapped_at(hva: Hva, len: Bytes) -> [(RegionInfo, u32); 1] {
-    [(RegionInfo { hva, len, file_offset: Bytes(0) }, 0)]
-}
-
 #[test]
 fn bringing_every_page_back_makes_no_memory_for_words_that_were_never_written() {
     let rig = Rig::new(Bytes(1 << 30), AMPLE, QUICK);
@@ -265,7 +256,7 @@ fn bringing_every_page_back_makes_no_memory_for_words_that_were_never_written() 
 fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     let (first, _first) = another_view(&rig, 1);
@@ -289,7 +280,7 @@ fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
 fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     rig.faults.busy_gets(u64::MAX);
@@ -314,7 +305,7 @@ fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() 
     use ballast_pager::recover::recover;
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     // The store's bookkeeping and the words name the same objects.
@@ -365,7 +356,7 @@ fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte
     let stats = rig.vm.stats();
     // On a busy machine the guest may be through before the prefetch lane has run at all.
     until("some page came back unasked", || {
-        wait_for_limit(&rig, Bytes(2 * MIB));
+        rig.squeeze(Bytes(2 * MIB));
         rig.set_limit(None);
         assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
         stats.get(Counter::Prefetched) > 0
@@ -381,7 +372,7 @@ fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
     rig.panics.store(2, Ordering::Relaxed);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     assert!(rig.reported("lane-panic"), "a put panicked");
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
@@ -408,7 +399,7 @@ fn a_region_that_one_process_unmaps_stays_for_the_others() {
 fn an_unplugged_region_is_not_counted_as_registered() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, LIMIT);
+    rig.squeeze(LIMIT);
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0);
     rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), 0);
@@ -438,7 +429,7 @@ fn a_guest_that_goes_round_and_round_finds_most_of_what_fits_in_memory() {
     const ROUNDS: u64 = 12;
     let rig = Rig::new(RAM, AMPLE, QUICK);
     filled(&rig);
-    wait_for_limit(&rig, Bytes(24 * MIB));
+    rig.squeeze(Bytes(24 * MIB));
     let back = || rig.vm.stats().get(Counter::FaultRestore) + rig.vm.stats().get(Counter::Prefetched);
     let round = || assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     // Until it is known which pages had better stay.

@@ -81,9 +81,6 @@ pub struct Sums {
     /// What it held.
     #[serde(default)]
     pub resident_bytes: u64,
-    /// By how much that was more than before.
-    #[serde(default)]
-    pub grew_bytes: u64,
     /// Time, in seconds.
     pub time_s: f64,
     /// Of that, waiting.
@@ -112,7 +109,6 @@ impl Sums {
         let elapsed_ms = (at_ms - before.at_ms) as f64;
         let enough = (ENOUGH_RETURNS / before.returned.max(1.0)).clamp(REMEMBERED_AT_LEAST, 1.0);
         let kept = (-elapsed_ms / (REMEMBERED_MS * enough)).exp();
-        self.grew_bytes = resident_bytes.saturating_sub(before.resident_bytes);
         let away = (vm.away_page_ms - before.away_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
         // A VM that was idle comes back to what has been away for long: no more is wanted than was away.
         let most = before.far_bytes.max(vm.far_bytes) as f64 * elapsed_ms / 1e3;
@@ -176,9 +172,11 @@ impl Policy for Gain {
         let seen: Vec<(u64, f64, Sums)> = (frame.managed.iter())
             .map(|part| {
                 let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);
+                // At the first look nothing is known of what was before.
+                let held = if sums.at_ms == 0 { vm.resident_bytes } else { sums.resident_bytes };
                 sums.add(vm, snapshot.at_ms);
                 let shares = f64::from(vm.settings.effective_shares()) / 1000.0;
-                let has = has(part, sums.grew_bytes);
+                let has = has(part, vm.resident_bytes.saturating_sub(held));
                 (has, shares * sums.saves(bytes(has), vm.page_bytes), *sums)
             })
             .collect();

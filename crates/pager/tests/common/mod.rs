@@ -71,8 +71,7 @@ impl Rig {
     /// Tell the VM of its view, as an engine does after it opened the VM.
     pub fn add_view(&self) {
         let len = ballast_base::PageCount(self.pages).bytes();
-        let info = RegionInfo { hva: Hva(self.guest.addr() as u64), len, file_offset: Bytes(0) };
-        self.vm.add_view(self.view.clone(), &[(info, 0)]).expect("view");
+        self.vm.add_view(self.view.clone(), &mapped_at(Hva(self.guest.addr() as u64), len)).expect("view");
     }
 
     /// A VM that is open, and whose view nobody has told it of yet.
@@ -324,6 +323,11 @@ impl<S: Store> Store for PanickyStore<S> {
     fn usage(&self) -> StoreUsage {
         self.inner.usage()
     }
+}
+
+/// What a process tells of a rig's one region.
+pub fn mapped_at(hva: Hva, len: Bytes) -> [(RegionInfo, u32); 1] {
+    [(RegionInfo { hva, len, file_offset: Bytes(0) }, 0)]
 }
 
 fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
