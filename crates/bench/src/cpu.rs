@@ -63,7 +63,8 @@ fn run_us(schedstat: &str) -> Option<f64> {
     Some(schedstat.split_ascii_whitespace().next()?.parse::<u64>().ok()? as f64 / 1e3)
 }
 
-/// While it lives, the thread that made it stays on the CPU it was on.
+/// While it lives, the thread that made it stays on the CPU it was on, and so does what that thread starts.
+#[derive(Debug)]
 pub(crate) struct Stay {
     before: Option<CpuSet>,
 }

@@ -59,6 +59,7 @@ pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;
 
+use cpu::Stay;
 use guard::Guard;
 use subject::{Subject, Way};
 
@@ -129,10 +130,13 @@ pub(crate) struct Bench {
     kernel: Result<PathBuf, String>,
     names: u32,
     guard: Guard,
+    _one_cpu: Option<Stay>,
 }
 
 impl Bench {
     fn start(options: Options) -> Result<Self> {
+        // What is started from here on inherits it.
+        let one_cpu = (options.which == Which::Idle && !options.is(GuestKind::Qemu)).then(Stay::here);
         let mut guard = Guard::start()?;
         let spill = options.which == Which::Spill;
         let daemon = Daemon::with_settings(&if spill { spill::settings(&options.dir) } else { String::new() })?;
@@ -143,7 +147,7 @@ impl Bench {
             Which::Spill => guard.swap_file(options.dir.clone(), spill::SWAP).map_err(|error| format!("{error:#}")),
             _ => guard.swap().map_err(|error| format!("{error:#}")),
         };
-        Ok(Self { options, daemon, kernel, names: 0, guard })
+        Ok(Self { options, daemon, kernel, names: 0, guard, _one_cpu: one_cpu })
     }
 
     /// Do something with a daemon that has other settings, in the place of the bench's own.
