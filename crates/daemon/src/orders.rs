@@ -118,6 +118,13 @@ pub enum Order {
         /// The VM.
         vm: VmId,
     },
+    /// Answered by [`Report::Done`] when all orders about the VM that came before are carried out.
+    Reach {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+    },
     /// A process of the VM is gone.
     RemoveView {
         /// The VM.
@@ -155,6 +162,7 @@ impl Order {
             | Self::RemoveRegion { vm, .. }
             | Self::Pin { vm, .. }
             | Self::MayPin { vm, .. }
+            | Self::Reach { vm, .. }
             | Self::RemoveView { vm, .. }
             | Self::CloseVm { vm } => Some(*vm),
             Self::Begin(_) | Self::Serve | Self::Ping | Self::Note { .. } => None,

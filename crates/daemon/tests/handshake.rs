@@ -16,7 +16,8 @@ use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, MAX_
 use ballast_base::{Bytes, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
-use common::{Daemon, until};
+use common::{Daemon, kill, signal_process, until};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
 fn attaches(client: &mut RawClient, ram: &[&Ram]) -> bool {
@@ -342,13 +343,30 @@ impl Second {
 
     /// Have it attach, or resume, and hear how it went.
     fn attach(&mut self) -> String {
+        self.ask();
+        self.hear("answer: ")
+    }
+
+    /// Have it ask to be attached.
+    fn ask(&mut self) {
         self.child.stdin.as_ref().expect("piped").write_all(b"attach\n").expect("it lives");
+        self.hear("asked");
+    }
+
+    fn hear(&mut self, word: &str) -> String {
         let mut line = String::new();
-        while !line.contains("answer: ") {
+        while !line.contains(word) {
             line.clear();
             assert!(self.says.read_line(&mut line).expect("read") > 0, "the second process ended");
         }
         line
+    }
+
+    /// Has it said anything that nobody has heard?
+    fn has_more_to_say(&self) -> bool {
+        let mut fds = [PollFd::new(self.says.get_ref(), PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        !self.says.buffer().is_empty() || poll(&mut fds, Some(&now)).expect("poll") > 0
     }
 }
 
@@ -373,7 +391,9 @@ fn second_process() {
     for line in std::io::stdin().lines() {
         assert_eq!(line.expect("a line"), "attach");
         client.hang_up();
-        println!("answer: {:?}", client.attach(&[&ram]));
+        let socket = client.ask_to_attach(&[&ram]);
+        println!("asked");
+        println!("answer: {:?}", socket.and_then(|socket| client.hear_of_attach(socket)));
     }
 }
 
@@ -410,6 +430,46 @@ fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
     until("the VM is served", || daemon.api.vm("web").is_ok());
     assert!(second.attach().contains("Attached"), "{}", daemon.log());
     assert_eq!(daemon.vm("web").regions.len(), 3);
+}
+
+#[test]
+fn a_process_that_joins_a_vm_is_not_told_so_before_its_faults_are_served() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let (ram, other) = (Ram::new(16), Ram::new(16));
+    let vmm = attached(&daemon, "web", &[&ram]);
+    let mut second = Second::start(&daemon, "web", &ram);
+    let engine = daemon.engine_pid().expect("an engine runs");
+    signal_process(engine, Signal::STOP);
+    second.ask();
+    // Two answers of the keeper later it has heard the second process as well. The first process maps nothing new.
+    for _ in 0..2 {
+        let nonsense = vmm.ask(&ClientToKeeper::AddRegion(ram.info()), &[ram.fd.as_fd()]);
+        assert!(matches!(nonsense, Some(KeeperToClient::Refused(_))), "{nonsense:?}");
+    }
+    assert!(!second.has_more_to_say(), "the engine cannot have seen it");
+    // A new VM has nothing that could be far.
+    assert!(attaches(&mut RawClient::new(&daemon.attach_socket(), "other"), &[&other]));
+    signal_process(engine, Signal::CONT);
+    assert!(second.hear("answer: ").contains("Attached"), "{}", daemon.log());
+}
+
+#[test]
+fn a_process_that_joins_a_vm_is_told_so_by_the_next_engine_if_one_dies_over_it() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let ram = Ram::new(16);
+    let _vmm = attached(&daemon, "web", &[&ram]);
+    let mut second = Second::start(&daemon, "web", &ram);
+    let engine = daemon.engine_pid().expect("an engine runs");
+    signal_process(engine, Signal::STOP);
+    second.ask();
+    kill(engine);
+    assert!(second.hear("answer: ").contains("Attached"), "{}", daemon.log());
 }
 
 #[test]

@@ -278,6 +278,7 @@ impl Engine {
                 served.clear_unserved(pid);
                 Ok(())
             }
+            (Order::Reach { seq, .. }, _) => self.done(seq, Ok(())),
             // Nothing is reclaimed from a VM that is not open: what they ask for is so.
             (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
                 self.done(seq, Ok(()))

@@ -15,7 +15,7 @@ use ballast_pager::state_file::StateFile;
 use ballast_sys::memfd::{self, FileId};
 
 use super::Keeper;
-use super::clients::ClientView;
+use super::clients::{Answer, ClientView};
 use super::closer::SentFd;
 use super::engine_child::add_view;
 use super::fence;
@@ -76,15 +76,6 @@ impl Keeper {
         }
         let spans = spans?;
         let entry = &mut self.vms[index];
-        let escrow = match entry.escrow() {
-            Ok(escrow) => escrow,
-            Err(reason) => {
-                if is_new {
-                    self.vms.pop();
-                }
-                return Err(reason);
-            }
-        };
         if let Some(reason) = &attach.pinned {
             entry.pinned = Some(reason.clone());
         }
@@ -101,9 +92,13 @@ impl Keeper {
         self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
         tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
         if is_new {
+            // Nothing of a new VM is far; what is far of one that comes back is registered, and its faults wait.
             self.search_or_hand_over(vm);
+            self.answer_attached(key);
         } else if self.vms[index].search.is_some() {
+            // It may search for a minute; nobody is served meanwhile, and nothing more goes.
             self.tend_vm(vm);
+            self.answer_attached(key);
         } else {
             // A new engine would learn these from OpenVm; the one that runs must be told.
             if let Some(reason) = attach.pinned.clone() {
@@ -113,8 +108,9 @@ impl Keeper {
                 self.order(&Order::MayPin { seq: UNASKED, vm }, &[]);
             }
             self.order(&order.0, &order.1);
+            // Pages may be far already: until its faults are seen, it would read zeros in their place.
+            self.answer_when_done(key, Answer::Attached)?;
         }
-        self.answer(key, &KeeperToClient::Attached(vm), &escrow.iter().map(AsFd::as_fd).collect::<Vec<_>>());
         Ok(())
     }
 
@@ -268,6 +264,10 @@ impl Keeper {
             view.spans.push((info, number));
         }
         self.tell_region(vm, pid, info, number);
+        if known.is_some() && self.vm(vm).is_some_and(|vm| vm.search.is_none()) {
+            // Pages of it may be far already, as for a process that attaches to a VM that is there.
+            return self.answer_when_done(key, Answer::Ok);
+        }
         self.answer(key, &KeeperToClient::Ok, &[]);
         Ok(())
     }

@@ -55,6 +55,21 @@ pub struct Client {
     pending: usize,
 }
 
+/// What a client waits for.
+pub struct Asked {
+    pub client: u64,
+    /// The order whose end it waits for; a new engine is given it again.
+    pub order: Order,
+    pub answer: Answer,
+}
+
+/// What a client is told when the order it waits for has been carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    Ok,
+    Attached,
+}
+
 /// What a process attached with.
 pub struct ClientView {
     pub vm: VmId,
@@ -201,18 +216,18 @@ impl Keeper {
             ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
             ClientToKeeper::AddRegion(info) => self.add_region(key, info, fds),
             ClientToKeeper::RemoveRegion(hva) => {
-                self.ask_engine(key, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva })
+                self.ask_engine(key, Answer::Ok, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva })
             }
             ClientToKeeper::Pin(reason) => {
                 if reason.len() > 256 {
                     return Err("the reason is longer than 256 bytes".into());
                 }
                 self.entry_of(key)?.pinned = Some(reason.clone());
-                self.ask_engine(key, |seq, vm, _| Order::Pin { seq, vm, reason })
+                self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::Pin { seq, vm, reason })
             }
             ClientToKeeper::MayPin => {
                 self.entry_of(key)?.may_pin = true;
-                self.ask_engine(key, |seq, vm, _| Order::MayPin { seq, vm })
+                self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::MayPin { seq, vm })
             }
         }
     }
@@ -226,17 +241,40 @@ impl Keeper {
         }
     }
 
-    /// A request of this client was answered by the engine.
-    pub(super) fn answered(&mut self, key: u64, result: Result<(), String>) {
-        if let Some(client) = self.clients.get_mut(&key) {
+    /// The engine has carried out, or refused, what a client waits for.
+    pub(super) fn answered(&mut self, Asked { client: key, order, answer }: &Asked, result: Result<(), String>) {
+        if let Some(client) = self.clients.get_mut(key) {
             client.pending = client.pending.saturating_sub(1);
         }
-        self.answer(key, &result.map_or_else(KeeperToClient::Refused, |()| KeeperToClient::Ok), &[]);
+        if let (Order::RemoveRegion { vm, hva, .. }, Ok(())) = (order, &result) {
+            self.forget_region(*key, *vm, *hva);
+        }
+        match (result, answer) {
+            (Err(reason), _) => self.answer(*key, &KeeperToClient::Refused(reason), &[]),
+            (Ok(()), Answer::Ok) => self.answer(*key, &KeeperToClient::Ok, &[]),
+            (Ok(()), Answer::Attached) => self.answer_attached(*key),
+        }
+    }
+
+    /// Tell a client that it is attached, and give it its VM's escrow.
+    pub(super) fn answer_attached(&mut self, key: u64) {
+        let escrow = self.entry_of(key).and_then(|entry| Ok((entry.state.id(), entry.escrow()?)));
+        match escrow {
+            Ok((vm, escrow)) => {
+                let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
+                self.answer(key, &KeeperToClient::Attached(vm), &files);
+            }
+            // Without escrow it could not come back after this keeper's death.
+            Err(reason) => {
+                self.answer(key, &KeeperToClient::Refused(reason.clone()), &[]);
+                self.drop_client(key, &reason);
+            }
+        }
     }
 
     pub(super) fn drop_client(&mut self, key: u64, why: &str) {
         let Some(client) = self.clients.remove(&key) else { return };
-        self.pending.retain(|_, (asker, _)| *asker != key);
+        self.pending.retain(|_, asked| asked.client != key);
         // Closing its socket made room, if descriptors were short.
         self.accept_again = None;
         let Some(view) = client.view else {
@@ -259,8 +297,18 @@ impl Keeper {
         views.filter(move |(_, view)| view.vm == vm)
     }
 
+    /// Answer a client when the engine has done all that it was told so far about the client's VM.
+    pub(super) fn answer_when_done(&mut self, key: u64, answer: Answer) -> Result<(), String> {
+        self.ask_engine(key, answer, |seq, vm, _| Order::Reach { seq, vm })
+    }
+
     /// Give the engine an order that the client waits for.
-    fn ask_engine(&mut self, key: u64, order: impl FnOnce(u64, VmId, u32) -> Order) -> Result<(), String> {
+    fn ask_engine(
+        &mut self,
+        key: u64,
+        answer: Answer,
+        order: impl FnOnce(u64, VmId, u32) -> Order,
+    ) -> Result<(), String> {
         let client = self.clients.get_mut(&key).ok_or("this client is gone")?;
         let vm = client.view.as_ref().ok_or("attach first")?.vm;
         client.pending += 1;
@@ -271,7 +319,7 @@ impl Keeper {
         if self.vm(vm).is_some_and(|vm| vm.search.is_none()) {
             self.order(&order, &[]);
         }
-        self.pending.insert(seq, (key, order));
+        self.pending.insert(seq, Asked { client: key, order, answer });
         Ok(())
     }
 }

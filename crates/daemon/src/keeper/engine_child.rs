@@ -236,8 +236,8 @@ impl Keeper {
         for (order, fds) in orders {
             self.order(&order, &fds);
         }
-        let asked = self.pending.values().filter(|(_, order)| order.vm() == Some(id));
-        for order in asked.map(|(_, order)| order.clone()).collect::<Vec<_>>() {
+        let asked = self.pending.values().map(|asked| &asked.order).filter(|order| order.vm() == Some(id));
+        for order in asked.cloned().collect::<Vec<_>>() {
             self.order(&order, &[]);
         }
     }
@@ -260,11 +260,8 @@ impl Keeper {
                     self.young_deaths = 0;
                 }
                 Ok(Report::Done { seq, result }) => {
-                    if let Some((client, order)) = self.pending.remove(&seq) {
-                        if let (Order::RemoveRegion { vm, hva, .. }, Ok(())) = (&order, &result) {
-                            self.forget_region(client, *vm, *hva);
-                        }
-                        self.answered(client, result);
+                    if let Some(asked) = self.pending.remove(&seq) {
+                        self.answered(&asked, result);
                     }
                 }
                 Err(error) => tracing::error!("The engine sent nonsense: {error}"),

@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::config::Config;
 use crate::orders::Order;
-use clients::Clients;
+use clients::{Asked, Clients};
 pub use closer::{Closer, SentFd};
 use engine_child::{Engine, PING_EVERY};
 use regions::VmEntry;
@@ -57,8 +57,8 @@ struct Keeper {
     /// No connections are taken until then.
     accept_again: Option<Instant>,
     vms: Vec<VmEntry>,
-    /// Orders that a client waits for, by number: the client, and the order for a new engine.
-    pending: BTreeMap<u64, (u64, Order)>,
+    /// What clients wait for, by the number of the order.
+    pending: BTreeMap<u64, Asked>,
     next_seq: u64,
 }
 

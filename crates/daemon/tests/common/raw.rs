@@ -94,10 +94,21 @@ impl RawClient {
 
     /// Attach or resume with this RAM; answers what the keeper said, `None` if nothing listens or it hung up.
     pub fn attach(&mut self, ram: &[&Ram]) -> Option<KeeperToClient> {
+        let socket = self.ask_to_attach(ram)?;
+        self.hear_of_attach(socket)
+    }
+
+    /// The first half of it.
+    pub fn ask_to_attach(&self, ram: &[&Ram]) -> Option<OwnedFd> {
         let socket = connect(&self.path)?;
         let message = self.message(ram.iter().map(|ram| ram.info()).collect());
         let bytes = wire::encode(&ClientToKeeper::Attach(message));
         scm::send(&socket, &bytes, &self.descriptors(ram)).ok()?;
+        Some(socket)
+    }
+
+    /// The second.
+    pub fn hear_of_attach(&mut self, socket: OwnedFd) -> Option<KeeperToClient> {
         let (answer, fds) = hear(&socket)?;
         if let KeeperToClient::Attached(vm) = answer {
             self.socket = Some(socket);
