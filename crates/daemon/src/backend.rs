@@ -14,10 +14,9 @@ use ballast_api::{
 };
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
-use ballast_pager::page_state::State;
 use ballast_pager::region::Region;
 use ballast_pager::stats::{self, Averages, Counter};
-use ballast_pager::vm::{Hold, Vm};
+use ballast_pager::vm::{Hold, Vm, Whereabouts};
 use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::{Budget, FileStore, RamStore, Store};
 
@@ -301,18 +300,7 @@ fn stat(served: &Served) -> VmStat {
     let vm = &served.vm;
     let stats = vm.stats();
     let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
-    let size = vm.size().bytes().0;
-    let mut left = size;
-    // In this order, so that a page counted twice while it moves shrinks what is counted later, never the sum.
-    let mut take = |bytes: u64| {
-        let taken = bytes.min(left);
-        left -= taken;
-        taken
-    };
-    let far_bytes = take(bytes(Counter::Far));
-    let zero_bytes = take(bytes(Counter::Zero));
-    let poisoned_bytes = take(bytes(Counter::Poisoned));
-    let resident_bytes = take(vm.resident().map_or(0, |pages| pages.bytes().0));
+    let memory = vm.whereabouts();
     let detail = served.store.usage_detail();
     let file = served.file.as_ref().map(|file| file.usage()).unwrap_or_default();
     let averages = vm.pressure.averages();
@@ -334,19 +322,19 @@ fn stat(served: &Served) -> VmStat {
             VmStatus::Running
         },
         status_reason: vm.halted().map(str::to_owned).or_else(|| vm.held()),
-        size_bytes: size,
+        size_bytes: memory.size.0,
         limit_bytes,
         target_bytes: vm.state.target().map(|target| target.0),
         settings,
-        warnings: settings.warnings(size, limit_bytes),
-        resident_bytes,
-        quarantine_bytes: bytes(Counter::Quarantined).min(resident_bytes),
-        far_bytes,
+        warnings: settings.warnings(memory.size.0, limit_bytes),
+        resident_bytes: memory.resident.0,
+        quarantine_bytes: bytes(Counter::Quarantined).min(memory.resident.0),
+        far_bytes: memory.far.0,
         // A page on its way has a copy that does not count yet.
-        far_file_bytes: PageCount(file.pages).bytes().0.min(far_bytes),
-        zero_bytes,
-        untouched_bytes: left,
-        poisoned_bytes,
+        far_file_bytes: PageCount(file.pages).bytes().0.min(memory.far.0),
+        zero_bytes: memory.zero.0,
+        untouched_bytes: memory.untouched.0,
+        poisoned_bytes: memory.poisoned.0,
         registered_bytes: stats.get(Counter::RegisteredBytes),
         store_bytes: served.store.usage().bytes,
         file_bytes: file.bytes,
@@ -387,33 +375,25 @@ fn stat(served: &Served) -> VmStat {
             some: psi(averages[0], stats.get(Counter::StallSomeNs)),
             full: psi(averages[1], stats.get(Counter::StallFullNs)),
         },
-        regions: regions(vm, [resident_bytes, far_bytes, zero_bytes, poisoned_bytes]),
+        regions: regions(vm, memory),
     }
 }
 
-/// The same sums per region. The figures of an only region are the VM's; those of several are counted by their words.
-fn regions(vm: &Vm, totals: [u64; 4]) -> Vec<RegionStat> {
+/// The same per region. The figures of an only region are the VM's; those of several are counted by their words.
+fn regions(vm: &Vm, whole: Whereabouts) -> Vec<RegionStat> {
     let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
     let only = regions.len() == 1;
-    let counted = |region: &Region| -> std::io::Result<[u64; 4]> {
-        let states = vm.count_states(region)?;
-        let pages = [State::Far, State::Zero, State::Poisoned].map(|state| states[state as usize]);
-        let far = pages[0] + states[State::Restoring as usize];
-        let bytes = |pages| PageCount(pages).bytes().0;
-        Ok([region.file_resident()?.bytes().0, bytes(far), bytes(pages[1]), bytes(pages[2])])
-    };
     let stat_of = |region: &Arc<Region>| {
-        let parts = if only { totals } else { counted(region).unwrap_or_default() };
-        let size_bytes = region.pages().bytes().0;
-        let mut left = size_bytes;
-        let [far_bytes, zero_bytes, poisoned_bytes, resident_bytes] =
-            [parts[1], parts[2], parts[3], parts[0]].map(|part| {
-                let taken = part.min(left);
-                left -= taken;
-                taken
-            });
-        let index = region.number;
-        RegionStat { index, size_bytes, resident_bytes, far_bytes, zero_bytes, untouched_bytes: left, poisoned_bytes }
+        let memory = if only { whole } else { vm.whereabouts_of(region).unwrap_or_default() };
+        RegionStat {
+            index: region.number,
+            size_bytes: region.pages().bytes().0,
+            resident_bytes: memory.resident.0,
+            far_bytes: memory.far.0,
+            zero_bytes: memory.zero.0,
+            untouched_bytes: memory.untouched.0,
+            poisoned_bytes: memory.poisoned.0,
+        }
     };
     regions.iter().map(stat_of).collect()
 }

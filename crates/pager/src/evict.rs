@@ -5,17 +5,17 @@
 //! Threads: reclaim lanes; discard comes from the control lane. Waits for the store, never for a fault.
 //! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch happens
 //! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if reclaim
-//! insists ([`Hold::Copy`]).
+//! insists ([`LockedFrom::Copy`]).
 
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store};
+use ballast_store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store};
 
 use crate::granule::Granule;
 use crate::memory::{Backing, Punched};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
-use crate::stores::StoreOf;
+use crate::stores::{StoreOf, free_copies};
 
 /// A run of pages of one region, whole granules: first page and count.
 pub type Run = (PageIdx, u64);
@@ -27,7 +27,7 @@ fn firsts(run: Run, granule: u64) -> impl Iterator<Item = PageIdx> {
 
 /// When a page on its way out is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hold {
+pub enum LockedFrom {
     /// For its punch: whoever touches it before that keeps it, and waits for nothing.
     Punch,
     /// From before it is copied: it goes, and whoever touches it meanwhile waits for the run and brings it back.
@@ -43,6 +43,12 @@ pub struct To<'a> {
     pub store: &'a dyn Store,
     /// When: their words say so, in the age byte (see `away`).
     pub since: u8,
+}
+
+impl StoreOf for To<'_> {
+    fn store_of(&self, word: Word) -> Option<&dyn Store> {
+        (word.store() == self.number).then_some(self.store)
+    }
 }
 
 /// What became of a batch of pages that went through [`evict`].
@@ -91,7 +97,7 @@ pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Gra
 }
 
 /// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many pages at a
-/// time as it holds (at least one). All locks of the run are held while it is punched, and if `hold` says so, while it is
+/// time as it holds (at least one). All locks of the run are held while it is punched, and if `from` says so, while it is
 /// copied. Whatever fails, nothing is lost.
 #[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
@@ -102,9 +108,8 @@ pub fn evict<'a>(
     backing: &impl Backing,
     to: To<'_>,
     buffer: &mut [PageBytes],
-    hold: Hold,
+    from: LockedFrom,
 ) -> Evicted {
-    let store = to.store;
     let mut result = Evicted::default();
     let size = granule_of(run.0).pages();
     // From here on a touch is seen: it finds the lock, or the word changes and the commit below fails.
@@ -117,10 +122,10 @@ pub fn evict<'a>(
         if word != Word::quarantine(ticket, word.age()) {
             continue;
         }
-        match hold {
-            Hold::Punch if cell.swap(word, evicting) => claimed.push(Claim { page, evicting, lock: None }),
-            Hold::Punch => {}
-            Hold::Copy => {
+        match from {
+            LockedFrom::Punch if cell.swap(word, evicting) => claimed.push(Claim { page, evicting, lock: None }),
+            LockedFrom::Punch => {}
+            LockedFrom::Copy => {
                 let lock = cell.lock(word, evicting);
                 claimed.extend(lock.map(|lock| Claim { page, evicting, lock: Some(lock) }));
             }
@@ -133,7 +138,7 @@ pub fn evict<'a>(
         let (granule, key) = (granule_of(page), PageKey { region, page });
         let words = copies.chunks(size as usize).nth(index).unwrap_or_default();
         if words.len() < size as usize {
-            free_copies(store, key, words.iter().copied());
+            free_copies(&to, key, words.iter().copied());
             let resident = Word::new(State::Resident, evicting.age());
             let given_back = match lock {
                 Some(mut lock) => {
@@ -154,7 +159,7 @@ pub fn evict<'a>(
             None => granule.cell().lock(evicting, gone),
         };
         if lock.is_none() || all_zero[index] {
-            free_copies(store, key, words.iter().copied());
+            free_copies(&to, key, words.iter().copied());
         } else {
             granule.set_rest(&words[1..]);
         }
@@ -166,7 +171,7 @@ pub fn evict<'a>(
     for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
         let (first, pages) = (group[0].key.page, group.len() as u64 * size);
         match backing.punch(first, pages) {
-            Ok(Punched::Stuck) => group.iter_mut().for_each(|one| result.add(size, expel(one, backing, store))),
+            Ok(Punched::Stuck) => group.iter_mut().for_each(|one| result.add(size, expel(one, backing, &to))),
             Ok(Punched::Gone) => {
                 let far =
                     group.iter().filter(|granule| granule.lock.word().state() == State::Far).count() as u64 * size;
@@ -179,7 +184,7 @@ pub fn evict<'a>(
                     let word = lock.word();
                     lock.publish(Word::new(State::Resident, 0));
                     let rest = granule.take_rest();
-                    free_copies(store, *key, std::iter::once(word).chain(rest));
+                    free_copies(&to, *key, std::iter::once(word).chain(rest));
                 }
                 result.refused += pages;
                 result.failed = Some(error);
@@ -271,7 +276,7 @@ impl Evicted {
 
 /// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes come
 /// back from the copy before anybody sees the page: it is locked and nobody has it mapped. Answers what its word had said.
-fn expel(one: &mut Committed<'_>, backing: &impl Backing, store: &dyn Store) -> (State, Expelled) {
+fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf) -> (State, Expelled) {
     let Committed { key, granule, lock } = one;
     let word = lock.word();
     let bring_back = || -> io::Result<Expelled> {
@@ -281,10 +286,11 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, store: &dyn Store) -> 
         for (page, word) in (key.page.0..).map(PageIdx).zip(std::iter::once(word).chain(granule.rest())) {
             let mut bytes: PageBytes = [0; _];
             while word.state() == State::Far {
-                match store.get(PageKey { page, ..*key }, word.handle(), &mut bytes) {
-                    GetOutcome::Found => break,
-                    GetOutcome::Busy => std::thread::yield_now(),
-                    GetOutcome::Absent | GetOutcome::Corrupt => {
+                let store = stores.store_of(word);
+                match store.map(|store| store.get(PageKey { page, ..*key }, word.handle(), &mut bytes)) {
+                    Some(GetOutcome::Found) => break,
+                    Some(GetOutcome::Busy) => std::thread::yield_now(),
+                    None | Some(GetOutcome::Absent | GetOutcome::Corrupt) => {
                         return Err(io::Error::other(format!("the store lost page {page} of region {}", key.region)));
                     }
                 }
@@ -299,7 +305,7 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, store: &dyn Store) -> 
         Expelled::Kept => {
             lock.publish(Word::new(State::Resident, 0));
             let rest = granule.take_rest();
-            free_copies(store, *key, std::iter::once(word).chain(rest));
+            free_copies(stores, *key, std::iter::once(word).chain(rest));
         }
         // What is in the file is not the page, and must never be shown as such.
         Expelled::Lost(_) => lock.set(Word::new(State::Poisoned, word.age())),
@@ -316,11 +322,11 @@ pub(crate) fn expel_left(key: PageKey, granule: Granule<'_>, backing: &impl Back
     if word.state() != State::Far || word.is_locked() {
         return result;
     }
-    if let Some(store) = stores.store_of(word)
+    if stores.store_of(word).is_some()
         && let Some(lock) = granule.cell().lock(word, word)
     {
         let mut one = Committed { key, granule, lock };
-        result.add(granule.pages(), expel(&mut one, backing, store));
+        result.add(granule.pages(), expel(&mut one, backing, stores));
     }
     result
 }
@@ -330,15 +336,6 @@ struct Committed<'a> {
     key: PageKey,
     granule: Granule<'a>,
     lock: Locked<'a>,
-}
-
-/// Free the copies that these words name, of pages from `first` on.
-fn free_copies(store: &dyn Store, first: PageKey, words: impl Iterator<Item = Word>) {
-    for (page, word) in (first.page.0..).zip(words) {
-        if word.state() == State::Far {
-            store.free(PageKey { page: PageIdx(page), ..first }, word.handle());
-        }
-    }
 }
 
 /// What became of a run of pages that went through [`discard`].
@@ -395,20 +392,9 @@ pub fn discard<'a>(
         let rest = granule.take_rest();
         drop(lock);
         done.counts[word.state() as usize] += size;
-        for (page, word) in (first.0..).zip(std::iter::once(word).chain(rest)) {
-            if let Some(handle) = live_handle(word)
-                && let Some(store) = stores.store_of(word)
-            {
-                store.free(PageKey { region, page: PageIdx(page) }, handle);
-            }
-        }
+        free_copies(stores, PageKey { region, page: first }, std::iter::once(word).chain(rest));
     }
     Ok(done)
-}
-
-/// The handle a word keeps alive in its store, if any: what `recover` tells the store not to sweep.
-pub fn live_handle(word: Word) -> Option<Handle> {
-    matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
 }
 
 /// Is there nothing but zeros in it?
@@ -446,7 +432,7 @@ mod tests {
 
     #[test]
     fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
-        for hold in [Hold::Punch, Hold::Copy] {
+        for from in [LockedFrom::Punch, LockedFrom::Copy] {
             let ticket = Ticket::new(1, 1);
             let words: [AtomicU64; 4] = Default::default();
             let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
@@ -454,7 +440,7 @@ mod tests {
             assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
             let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
             let to = To { number: 1, store: &store, since: 7 };
-            let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, to, &mut buffer, hold);
+            let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, to, &mut buffer, from);
             assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
             assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
             let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());

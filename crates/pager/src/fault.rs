@@ -12,11 +12,10 @@ use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
-use crate::evict::live_handle;
 use crate::granule::Granule;
 use crate::memory::Mapped;
 use crate::page_state::{Cell, Locked, State, Word};
-use crate::stores::StoreOf;
+use crate::stores::{StoreOf, free_copies};
 
 /// What became of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,7 +113,7 @@ fn restore(
             lock.publish(Word::new(State::Poisoned, word.age()));
             let served = poison(key.page, memory, true);
             if matches!(served, Ok(Served::Poisoned { .. })) {
-                free_copies(lock, word, granule, key, stores);
+                forget_copies(lock, word, granule, key, stores);
             } else {
                 // Found lost again, and said so, when it is tried again.
                 lock.set(word.in_state(State::Far));
@@ -125,7 +124,7 @@ fn restore(
     let filled = fill_hole(memory.install(key.page, room)?, key.page, memory)?;
     if filled == Filled::Yes {
         lock.set(Word::new(State::Resident, 0));
-        free_copies(lock, word, granule, key, stores);
+        forget_copies(lock, word, granule, key, stores);
     }
     Ok(filled.or(Served::Restored))
 }
@@ -157,20 +156,14 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
 }
 
 /// The granule's word need not name its copies any more: forget them, unlock, and free them.
-fn free_copies(mut lock: Locked<'_>, word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf) {
+fn forget_copies(mut lock: Locked<'_>, word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf) {
     let mut rest = Vec::new();
     if granule.pages() > 1 {
         lock.publish(lock.word());
         rest = granule.take_rest();
     }
     drop(lock);
-    for (page, word) in (first.page.0..).zip(std::iter::once(word).chain(rest)) {
-        if let Some(handle) = live_handle(word)
-            && let Some(store) = stores.store_of(word)
-        {
-            store.free(PageKey { page: PageIdx(page), ..first }, handle);
-        }
-    }
+    free_copies(stores, first, std::iter::once(word).chain(rest));
 }
 
 /// Bring far pages back that nobody has asked for, from `first` on, as many as there are cells and room; stops at the

@@ -16,7 +16,7 @@
 
 use ballast_store::PageBytes;
 
-use crate::page_state::{Cell, Word};
+use crate::page_state::{Cell, State, Word};
 use crate::stores::is_in_file;
 use crate::sync::AtomicU64;
 
@@ -47,9 +47,11 @@ impl<'a> Granule<'a> {
         1 + self.rest.len() as u64
     }
 
-    /// Are its bytes, or some of them, in the file store?
+    /// Is it far, and are its bytes, or some of them, in the file store?
     pub fn is_in_file(self) -> bool {
-        is_in_file(self.cell().load()) || self.rest.iter().any(|word| is_in_file(Cell::new(word).load()))
+        let word = self.cell().load();
+        let is_far = matches!(word.state(), State::Far | State::Restoring);
+        is_far && (is_in_file(word) || self.rest.iter().any(|word| is_in_file(Cell::new(word).load())))
     }
 
     /// The words of the pages after the first.

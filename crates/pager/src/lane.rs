@@ -20,10 +20,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
+use crate::memory::Mapped;
 use crate::prefetch::Company;
 use crate::region::Region;
-use crate::stages::Watch;
+use crate::stages::{Times, Watch};
 use crate::stats::{Counter, Latency};
+use crate::stores::StoreOf;
 use crate::touch::{self, Touch, touched};
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
@@ -164,7 +166,7 @@ impl FaultLane<'_> {
                 Touch::Serve { tracked, around } => touch = Some((tracked, around)),
             }
         }
-        let (granule, key) = (region.granule(page), region.key(page));
+        let granule = region.granule(page);
         let is_missing = waiting.fault.kind == FaultKind::Missing;
         if is_missing && !vm.gate.admits(granule.pages(), || waiting.since.elapsed()) {
             if !std::mem::replace(&mut waiting.gated, true) {
@@ -176,34 +178,51 @@ impl FaultLane<'_> {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, waiting.since.elapsed().as_nanos() as u64);
         }
-        let was = granule.cell().load();
-        let near = vm.stores.near();
-        let (timed, near) = (times.memory(&memory), times.stores(&near));
-        let (rescued, served) = serve(granule, key, waiting.fault.kind, &timed, &near, ballast_heat::touched);
-        vm.count_rescued(rescued, granule.pages());
-        if matches!(served, Ok(Served::Later)) && vm.stores.file.is_some() && granule.is_in_file() {
+        // Only the RAM store is asked here. A page that goes to the file just now is tried again, and then it is there.
+        if vm.stores.file.is_some() && granule.is_in_file() {
             vm.slow.take(vm, self.view, *waiting);
             return true;
         }
-        let settled = settle(vm, &region, page, waiting, served);
-        if settled == Some(Served::Restored) {
-            times.restored(vm.stats(), waiting.since);
-        }
-        if let Some((tracked, around)) = touch.filter(|_| settled.is_some()) {
-            let around = around && settled == Some(Served::Mapped);
+        let Some((served, away)) = resolve(vm, &region, page, waiting, &memory, &vm.stores.near(), &times) else {
+            return false;
+        };
+        if let Some((tracked, around)) = touch {
+            let around = around && served == Served::Mapped;
             touch::served(vm, &region, &memory, page, waiting, (tracked, around));
         }
-        if settled == Some(Served::Restored) {
-            let away_ms = vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
-            if granule.pages() == 1 {
-                let (away, tight) = (Duration::from_millis(away_ms), vm.gate.is_tight());
-                for pages in self.company.restored(&region, page, away, tight, Instant::now()) {
-                    vm.prefetch.want(self.view, region.number, pages);
-                }
+        if served == Served::Restored && granule.pages() == 1 {
+            for pages in self.company.restored(&region, page, away, vm.gate.is_tight(), Instant::now()) {
+                vm.prefetch.want(self.view, region.number, pages);
             }
         }
-        settled.is_some()
+        true
     }
+}
+
+/// Serve a fault on a granule of this region with the help of these stores, and account for it. Answers what became of it, and
+/// for how long the page had been away; `None` if it must be tried again.
+pub(crate) fn resolve(
+    vm: &Vm,
+    region: &Region,
+    page: PageIdx,
+    waiting: &Waiting,
+    memory: &impl Mapped,
+    stores: &impl StoreOf,
+    times: &Times,
+) -> Option<(Served, Duration)> {
+    let granule = region.granule(page);
+    let since = granule.cell().load().age();
+    let (memory, stores) = (times.memory(memory), times.stores(stores));
+    let (rescued, served) =
+        serve(granule, region.key(page), waiting.fault.kind, &memory, &stores, ballast_heat::touched);
+    vm.count_rescued(rescued, granule.pages());
+    let served = settle(vm, region, page, waiting, served)?;
+    if served != Served::Restored {
+        return Some((served, Duration::ZERO));
+    }
+    times.restored(vm.stats(), waiting.since);
+    let away_ms = vm.came_back(region, page, granule.pages(), std::iter::once(since));
+    Some((served, Duration::from_millis(away_ms)))
 }
 
 /// The granule a fault is about, by its first page. `None` if it was unplugged while the fault was under way; then its
@@ -223,13 +242,7 @@ pub(crate) fn target<'a>(vm: &Vm, view: &'a View, waiting: &Waiting) -> Option<(
 }
 
 /// Count what became of a fault, and say what must be said. `None` if it must be tried again.
-pub(crate) fn settle(
-    vm: &Vm,
-    region: &Region,
-    page: PageIdx,
-    waiting: &Waiting,
-    served: io::Result<Served>,
-) -> Option<Served> {
+fn settle(vm: &Vm, region: &Region, page: PageIdx, waiting: &Waiting, served: io::Result<Served>) -> Option<Served> {
     match served {
         Ok(Served::Later) => {
             vm.count(Served::Later, 1);

@@ -61,6 +61,8 @@ pub mod state_file;
 #[cfg(not(loom))]
 pub mod stats;
 #[cfg(not(loom))]
+pub(crate) mod table;
+#[cfg(not(loom))]
 pub mod touch;
 #[cfg(not(loom))]
 pub mod track;

@@ -22,22 +22,25 @@
 //! which learns which of the two stays away longer). Either has to stay untouched in quarantine.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::Range;
 use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
-use ballast_heat::{ColdRun, ColdSource, HeatSource, Pages, Pick};
+use ballast_heat::{ColdRun, ColdSource, HeatSource, Pick};
 use ballast_store::PageBytes;
 
 use crate::away;
-use crate::evict::{Hold, To, evict, quarantine, release};
+use crate::evict::{Evicted, LockedFrom, To, evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
 use crate::recent::{Guess, Returned};
+use crate::region::Region;
 use crate::state_file::StateError;
-use crate::stats::Counter;
+use crate::stats::{Counter, Stats};
 use crate::stores::RAM_STORE;
+use crate::table::Table;
 use crate::vm::Vm;
 
 /// Pause between rounds with nothing to do, in the background, and when over the limit with nothing ready.
@@ -70,6 +73,26 @@ struct Batch {
     generation: u64,
     zapped_at: Instant,
     runs: Vec<(Guess, ColdRun)>,
+}
+
+/// Pages whose quarantine is over.
+struct Due {
+    ticket: Ticket,
+    guess: Guess,
+    region: Arc<Region>,
+    first: PageIdx,
+    count: u64,
+}
+
+/// Why nothing goes now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rest {
+    /// There is no limit.
+    Unlimited,
+    /// The VM is to be left alone, or no process of it is known.
+    Held,
+    /// The store would not take a page a moment ago.
+    StoreRefused,
 }
 
 /// What the lane keeps between rounds.
@@ -138,21 +161,17 @@ impl Lane<'_> {
     /// One round; answers how long to pause before the next.
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm;
-        let Some(limit) = vm.effective_limit() else {
-            vm.gate.open();
-            self.release_all();
-            return self.settle();
-        };
-        if vm.held().is_some() || vm.views().is_empty() {
-            vm.gate.open();
-            self.release_all();
-            return Ok(IDLE);
-        }
         let now = Instant::now();
-        if self.rest_until.is_some_and(|until| now < until) {
-            vm.gate.open();
-            return Ok(IDLE);
-        }
+        let limit = match self.limit(now) {
+            Ok(limit) => limit,
+            Err(rest) => {
+                vm.gate.open();
+                if rest != Rest::StoreRefused {
+                    self.release_all();
+                }
+                return if rest == Rest::Unlimited { self.settle() } else { Ok(IDLE) };
+            }
+        };
         let resident = vm.resident()?.bytes().0;
         vm.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
@@ -204,6 +223,19 @@ impl Lane<'_> {
         })
     }
 
+    /// What the VM is to be held to now.
+    fn limit(&self, now: Instant) -> Result<Bytes, Rest> {
+        let vm = self.vm;
+        let limit = vm.effective_limit().ok_or(Rest::Unlimited)?;
+        if vm.held().is_some() || vm.views().is_empty() {
+            return Err(Rest::Held);
+        }
+        if self.rest_until.is_some_and(|until| now < until) {
+            return Err(Rest::StoreRefused);
+        }
+        Ok(limit)
+    }
+
     /// Nothing is to be reclaimed: let go of what need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
         // Tracking sees touches only of what is registered.
@@ -222,66 +254,29 @@ impl Lane<'_> {
         let vm = self.vm;
         let (mut tried, mut gone) = (0, 0);
         while gone < excess && !vm.is_stopping() {
-            let Some(batch) = self.batches.front_mut() else { break };
             let _layout = vm.layout();
-            if batch.generation != vm.generation() {
-                // A view was added: nobody has zapped these pages there.
-                let batch = self.batches.pop_front().expect("looked at above");
-                self.unmark(&batch.runs, batch.ticket);
-                continue;
-            }
-            // Asked under the lock of `layout`: see `Vm::set_may_pin`.
-            if now.saturating_duration_since(batch.zapped_at) < vm.quarantine(over_limit.then_some(self.patience)) {
-                break;
-            }
-            let Some((guess, run)) = batch.runs.pop() else {
-                self.batches.pop_front();
-                continue;
-            };
-            if vm.held().is_some() {
-                batch.runs.push((guess, run));
-                break;
-            }
-            let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
-            // Whole 2 MiB go as one extent where nobody is in a hurry: one punch, and a huge page is not split.
-            let place = run.first.0 % PAGES_PER_UNIT;
-            let whole = place == 0 && run.count >= PAGES_PER_UNIT && !over_limit;
-            let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
-            let count = run.count.min(most).min(PAGES_PER_UNIT - place);
-            if run.count > count {
-                let rest = ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run };
-                batch.runs.push((guess, rest));
+            let Some(Due { ticket, guess, region, first, count }) = self.due(over_limit, now) else { break };
+            let run = (first, count);
+            let granule_of = |page| region.granule(page);
+            let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: away::stamp() };
+            let from = if over_limit && self.insists { LockedFrom::Copy } else { LockedFrom::Punch };
+            let evicted = evict(region.number, run, granule_of, ticket, &*region, to, &mut self.buffer[..], from);
+            account(vm.stats(), &evicted);
+            if evicted.far == count {
+                self.returned.guesses.went(guess, (region.number, first), Instant::now());
             }
             tried += count;
-            let part = (run.first, count);
-            let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: away::stamp() };
-            let ticket = batch.ticket;
-            let granule_of = |page| region.granule(page);
-            let hold = if over_limit && self.insists { Hold::Copy } else { Hold::Punch };
-            let evicted = evict(region.number, part, granule_of, ticket, &*region, to, &mut self.buffer[..], hold);
-            let stats = vm.stats();
-            stats.add(Counter::Evicted, evicted.far);
-            stats.add(Counter::Far, evicted.far);
-            stats.add(Counter::EvictedZero, evicted.zero);
-            stats.add(Counter::Zero, evicted.zero);
-            stats.add(Counter::Aborted, evicted.aborted);
-            stats
-                .sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck + evicted.lost);
-            stats.add(Counter::Failed, evicted.stuck);
-            stats.add(Counter::Poisoned, evicted.lost);
-            if evicted.far == count {
-                self.returned.guesses.went(guess, (region.number, run.first), Instant::now());
-            }
             gone += evicted.far + evicted.zero;
             vm.gate.went(evicted.far + evicted.zero);
+            let refused = evicted.store_full || evicted.store_busy;
+            if refused || evicted.failed.is_some() {
+                vm.stats().sub(Counter::Quarantined, release(run, ticket, granule_of));
+                vm.stats().add(Counter::Failed, evicted.refused);
+            }
             if let Some(error) = evicted.failed {
-                stats.sub(Counter::Quarantined, release(part, ticket, granule_of));
-                stats.add(Counter::Failed, evicted.refused);
                 return Err(error);
             }
-            if evicted.store_full || evicted.store_busy {
-                stats.sub(Counter::Quarantined, release(part, ticket, granule_of));
-                stats.add(Counter::Failed, evicted.refused);
+            if refused {
                 self.store_refused(evicted.store_full);
                 break;
             }
@@ -293,6 +288,40 @@ impl Lane<'_> {
             self.hurry();
         }
         Ok(gone)
+    }
+
+    /// Take the next run whose T is over off its batch. Called under the lock of `layout`: a hold, a new view and
+    /// [`Vm::set_may_pin`] count from the moment they have had it.
+    fn due(&mut self, over_limit: bool, now: Instant) -> Option<Due> {
+        let vm = self.vm;
+        loop {
+            let batch = self.batches.front_mut()?;
+            if batch.generation != vm.generation() {
+                // A view was added: nobody has zapped these pages there.
+                let batch = self.batches.pop_front().expect("looked at above");
+                self.unmark(&batch.runs, batch.ticket);
+                continue;
+            }
+            let in_quarantine = now.saturating_duration_since(batch.zapped_at);
+            if vm.held().is_some() || in_quarantine < vm.quarantine(over_limit.then_some(self.patience)) {
+                return None;
+            }
+            let Some((guess, run)) = batch.runs.pop() else {
+                self.batches.pop_front();
+                continue;
+            };
+            let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
+            // Whole 2 MiB go as one extent where nobody is in a hurry: one punch, and a huge page is not split.
+            let place = run.first.0 % PAGES_PER_UNIT;
+            let whole = place == 0 && run.count >= PAGES_PER_UNIT && !over_limit;
+            let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
+            let count = run.count.min(most).min(PAGES_PER_UNIT - place);
+            if run.count > count {
+                let rest = ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run };
+                batch.runs.push((guess, rest));
+            }
+            return Some(Due { ticket: batch.ticket, guess, region, first: run.first, count });
+        }
     }
 
     /// Halve the T of direct reclaim.
@@ -430,49 +459,14 @@ impl Lane<'_> {
     }
 }
 
-/// The VM's pages as heat sees them.
-pub(crate) struct Table<'a> {
-    vm: &'a Vm,
-    regions: Vec<std::sync::Arc<crate::region::Region>>,
-}
-
-impl<'a> Table<'a> {
-    pub fn of(vm: &'a Vm) -> Self {
-        Self { vm, regions: vm.regions() }
-    }
-}
-
-impl Pages for Table<'_> {
-    fn regions(&self) -> u32 {
-        self.regions.len() as u32
-    }
-
-    fn len(&self, region: u32) -> u64 {
-        self.regions[region as usize].pages().0
-    }
-
-    fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
-        self.regions[region as usize].next_present(from, until).unwrap_or_else(|error| {
-            tracing::warn!(vm = self.vm.state.name(), region, "Looking for present pages: {error}");
-            None
-        })
-    }
-
-    fn granule(&self, region: u32) -> u64 {
-        self.regions[region as usize].granule_pages()
-    }
-
-    fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
-        let word = self.regions[region as usize].word(page);
-        (word.state() == State::Resident && !word.is_locked()).then(|| word.age())
-    }
-
-    fn set_age(&self, region: u32, page: PageIdx, age: u8) {
-        let cell = self.regions[region as usize].granule(page).cell();
-        let word = cell.load();
-        if word.state() == State::Resident && !word.is_locked() {
-            // Losing the race only means that somebody else has newer news of the page.
-            cell.swap(word, Word::new(State::Resident, age));
-        }
-    }
+/// Count what became of a run.
+fn account(stats: Stats<'_>, evicted: &Evicted) {
+    stats.add(Counter::Evicted, evicted.far);
+    stats.add(Counter::Far, evicted.far);
+    stats.add(Counter::EvictedZero, evicted.zero);
+    stats.add(Counter::Zero, evicted.zero);
+    stats.add(Counter::Aborted, evicted.aborted);
+    stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck + evicted.lost);
+    stats.add(Counter::Failed, evicted.stuck);
+    stats.add(Counter::Poisoned, evicted.lost);
 }

@@ -21,13 +21,13 @@ use std::io;
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::Handle;
 
-use crate::evict::{is_zero, live_handle};
+use crate::evict::is_zero;
 use crate::memory::Backing;
 use crate::page_state::{State, Word};
 use crate::region::Region;
 use crate::state_file::{StateError, StateFile};
 use crate::stats::{Counter, Stats};
-use crate::stores::is_in_file;
+use crate::stores::{is_in_file, live_handle};
 
 /// What recovery found.
 #[derive(Debug, Default)]

@@ -9,8 +9,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use crate::fault::{Served, serve};
-use crate::lane::{Waiting, settle, target};
+use crate::fault::Served;
+use crate::lane::{Waiting, resolve, target};
 use crate::stages::Times;
 use crate::stats::Counter;
 use crate::view::View;
@@ -89,18 +89,10 @@ fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
     // The disk takes so much longer than the clock that each is watched.
     let times = Times::start();
     let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
-    let (granule, key) = (region.granule(page), region.key(page));
-    let (from_file, was) = (granule.is_in_file(), granule.cell().load());
-    let (memory, stores) = (times.memory(&memory), times.stores(&vm.stores));
-    let (rescued, served) = serve(granule, key, waiting.fault.kind, &memory, &stores, ballast_heat::touched);
-    vm.count_rescued(rescued, granule.pages());
-    if from_file && matches!(served, Ok(Served::Restored)) {
+    let from_file = region.granule(page).is_in_file();
+    let resolved = resolve(vm, &region, page, waiting, &memory, &vm.stores, &times);
+    if from_file && matches!(resolved, Some((Served::Restored, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
-    let settled = settle(vm, &region, page, waiting, served);
-    if settled == Some(Served::Restored) {
-        times.restored(vm.stats(), waiting.since);
-        vm.came_back(&region, page, granule.pages(), std::iter::once(was.age()));
-    }
-    settled.is_some()
+    resolved.is_some()
 }

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
 use crate::page_state::{State, Word};
@@ -19,6 +20,22 @@ pub const FILE_STORE: u8 = 2;
 pub trait StoreOf {
     /// The store that this word (Far or Restoring) names. With `None` the page is served later, by somebody who has it.
     fn store_of(&self, word: Word) -> Option<&dyn Store>;
+}
+
+/// The handle a word keeps alive in its store, if any: what `recover` tells the store not to sweep.
+pub fn live_handle(word: Word) -> Option<Handle> {
+    matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
+}
+
+/// Free the copies that these words keep alive, of pages from `first` on.
+pub fn free_copies(stores: &impl StoreOf, first: PageKey, words: impl IntoIterator<Item = Word>) {
+    for (page, word) in (first.page.0..).zip(words) {
+        if let Some(handle) = live_handle(word)
+            && let Some(store) = stores.store_of(word)
+        {
+            store.free(PageKey { page: PageIdx(page), ..first }, handle);
+        }
+    }
 }
 
 /// The stores of one VM.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ballast_heat::AccessSource;
 
-use crate::reclaim::Table;
+use crate::table::Table;
 use crate::vm::Vm;
 use crate::zap_scan::ZapScan;
 

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_pager::evict::{Hold, To, discard, evict, quarantine};
+use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine};
 use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Mapped, Punched};
@@ -230,24 +230,24 @@ impl World {
 
     /// One round of a reclaim lane: quarantine, zap, evict.
     fn reclaim(&self, ticket: Ticket) {
-        self.reclaim_and(ticket, Hold::Punch);
+        self.reclaim_and(ticket, LockedFrom::Punch);
     }
 
-    fn reclaim_and(&self, ticket: Ticket, hold: Hold) {
+    fn reclaim_and(&self, ticket: Ticket, from: LockedFrom) {
         if quarantine(self.cell(), ticket) {
             self.kernel.lock().unwrap().mapped = false;
         }
-        self.evict_and(ticket, hold);
+        self.evict_and(ticket, from);
     }
 
     fn evict(&self, ticket: Ticket) {
-        self.evict_and(ticket, Hold::Punch);
+        self.evict_and(ticket, LockedFrom::Punch);
     }
 
-    fn evict_and(&self, ticket: Ticket, hold: Hold) {
+    fn evict_and(&self, ticket: Ticket, from: LockedFrom) {
         let mut buffer = [[0; _]];
         let to = To { number: RAM_STORE, store: &self.ram, since: 7 };
-        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, to, &mut buffer, hold);
+        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, to, &mut buffer, from);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
     }
 
@@ -327,7 +327,7 @@ fn a_guest_that_writes_while_reclaim_insists_waits_and_reads_its_last_write() {
             let world = World::granule(pages, 1);
             let reclaim = thread::spawn({
                 let world = world.clone();
-                move || world.reclaim_and(Ticket::new(1, 0), Hold::Copy)
+                move || world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy)
             });
             world.write(2);
             assert_eq!(world.read(), 2);
@@ -344,7 +344,7 @@ fn a_discard_and_a_reclaim_that_insists_leave_zeros_or_what_was_written_since() 
         let world = World::resident(1);
         let reclaim = thread::spawn({
             let world = world.clone();
-            move || world.reclaim_and(Ticket::new(1, 0), Hold::Copy)
+            move || world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy)
         });
         world.discard();
         assert_eq!(world.read(), 0);

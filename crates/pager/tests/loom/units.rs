@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_pager::evict::{Hold, To, discard, evict, quarantine, release};
+use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine, release};
 use ballast_pager::fault::{Served, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Mapped, Punched};
@@ -189,7 +189,7 @@ impl World {
         let mut buffer = [[0; _]];
         let granule_of = |page| self.granule(page);
         let to = To { number: RAM_STORE, store: &self.store, since: 7 };
-        let evicted = evict(0, run, granule_of, ticket, self, to, &mut buffer, Hold::Punch);
+        let evicted = evict(0, run, granule_of, ticket, self, to, &mut buffer, LockedFrom::Punch);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
         release(run, ticket, granule_of);
     }

@@ -83,11 +83,8 @@ fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
 fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, elapsed_ms: u64) -> (VmSample, Seen) {
     let vm = &served.vm;
     let stats = vm.stats();
-    let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
-    let size_bytes = vm.size().bytes().0;
-    let (far_bytes, zero_bytes) = (bytes(Counter::Far), bytes(Counter::Zero));
-    let resident_bytes = vm.resident().map_or(0, |pages| pages.bytes().0).min(size_bytes);
-    let elsewhere = [resident_bytes, far_bytes, zero_bytes, bytes(Counter::Poisoned)];
+    let memory = vm.whereabouts();
+    let (size_bytes, resident_bytes) = (memory.size.0, memory.resident.0);
     let views = vm.views();
     let pids: Vec<u32> = views.iter().map(|view| view.pid).collect();
 
@@ -121,9 +118,9 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
         id: vm.state.id().to_string(),
         size_bytes,
         resident_bytes,
-        far_bytes,
-        zero_bytes,
-        untouched_bytes: size_bytes.saturating_sub(elsewhere.iter().sum()),
+        far_bytes: memory.far.0,
+        zero_bytes: memory.zero.0,
+        untouched_bytes: memory.untouched.0,
         limit_bytes: vm.state.limit().map(|limit| limit.0),
         target_bytes: vm.state.target().map(|target| target.0),
         settings,

@@ -1,0 +1,60 @@
+//! A VM's pages as heat sees them: which are in DRAM, and what their words say of their age.
+//!
+//! Before: reclaim asks heat for cold pages, or the tracker passes judgement. After: ages are read, and written, where no lane is
+//! at work. Threads: any. Promise: nothing but the age of a page changes, and a race is lost rather than won.
+
+use std::sync::Arc;
+
+use ballast_base::PageIdx;
+use ballast_heat::Pages;
+
+use crate::page_state::{State, Word};
+use crate::region::Region;
+use crate::vm::Vm;
+
+/// The VM's pages as heat sees them.
+pub(crate) struct Table<'a> {
+    vm: &'a Vm,
+    regions: Vec<Arc<Region>>,
+}
+
+impl<'a> Table<'a> {
+    pub fn of(vm: &'a Vm) -> Self {
+        Self { vm, regions: vm.regions() }
+    }
+}
+
+impl Pages for Table<'_> {
+    fn regions(&self) -> u32 {
+        self.regions.len() as u32
+    }
+
+    fn len(&self, region: u32) -> u64 {
+        self.regions[region as usize].pages().0
+    }
+
+    fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        self.regions[region as usize].next_present(from, until).unwrap_or_else(|error| {
+            tracing::warn!(vm = self.vm.state.name(), region, "Looking for present pages: {error}");
+            None
+        })
+    }
+
+    fn granule(&self, region: u32) -> u64 {
+        self.regions[region as usize].granule_pages()
+    }
+
+    fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
+        let word = self.regions[region as usize].word(page);
+        (word.state() == State::Resident && !word.is_locked()).then(|| word.age())
+    }
+
+    fn set_age(&self, region: u32, page: PageIdx, age: u8) {
+        let cell = self.regions[region as usize].granule(page).cell();
+        let word = cell.load();
+        if word.state() == State::Resident && !word.is_locked() {
+            // Losing the race only means that somebody else has newer news of the page.
+            cell.swap(word, Word::new(State::Resident, age));
+        }
+    }
+}

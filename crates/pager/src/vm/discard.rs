@@ -1,0 +1,99 @@
+//! What the VMM gives up: a balloon, free page reporting, an unplug.
+//!
+//! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros.
+//! Threads: any; an unplug keeps out whoever moves pages. Promise: nothing that was not asked for is discarded: ends are
+//! rounded inward.
+
+use std::io;
+
+use ballast_base::wire;
+use ballast_base::{Hva, PAGE_SIZE, PageIdx};
+use ballast_sys::uffd::FillOutcome;
+
+use super::Vm;
+use crate::evict::discard;
+use crate::memory::Mapped;
+use crate::page_state::State;
+use crate::region::Region;
+use crate::stats::Counter;
+use crate::view::View;
+
+impl Vm {
+    /// The VMM frees these ranges: drop far copies and memory. Addresses are those of `view`; ranges outside the VM's
+    /// RAM are ignored, ends are rounded inward to whole granules as the kernel's punch would.
+    pub fn discard(&self, view: &View, ranges: &[wire::Range]) -> io::Result<()> {
+        let _layout = self.layout();
+        for (start, len) in ranges {
+            let Some((number, first)) = view.find(*start) else { continue };
+            let Some(region) = self.region(number) else { continue };
+            let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
+            let first = (first.0 + u64::from(start.page_start() != *start)).next_multiple_of(region.granule_pages());
+            self.discard_run(&region, first, region.first_of(PageIdx(end)).0)?;
+        }
+        Ok(())
+    }
+
+    fn discard_run(&self, region: &Region, first: u64, end: u64) -> io::Result<()> {
+        /// Pages whose locks are held together.
+        const BATCH: u64 = 512;
+        let stats = self.stats();
+        let views = self.views();
+        let heal = |page| {
+            let mut memories = views.iter().filter_map(|view| view.of_region(region));
+            memories.try_for_each(|memory| {
+                loop {
+                    let filled = memory.install_zero(page)?;
+                    // Another view may have filled the hole already; then this one's mark gives way to that page.
+                    let there = filled == FillOutcome::AlreadyThere;
+                    match if there { memory.map(page)? } else { filled } {
+                        // The address space changes, or memory is short, for a moment.
+                        FillOutcome::Retry => std::thread::yield_now(),
+                        _ => return Ok(()),
+                    }
+                }
+            })
+        };
+        let mut not_healed = None;
+        for first in (first..end).step_by(BATCH as usize) {
+            if self.is_stopping() {
+                // A range of terabytes takes minutes, and whoever ends this VM waits.
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            let run = (PageIdx(first), BATCH.min(end - first));
+            // A punch tears what is mapped huge. Nothing waits for the discard of what has not been punched.
+            region.units().disturb(run.0, run.1, std::thread::yield_now);
+            let granule_of = |page| region.granule(page);
+            let done = discard(region.number, run, granule_of, region, &self.stores, std::thread::yield_now, heal)?;
+            stats.add(Counter::Discarded, done.counts.iter().sum());
+            not_healed = done.not_healed.or(not_healed);
+            for (state, gauge) in [
+                (State::Quarantine, Counter::Quarantined),
+                (State::Evicting, Counter::Quarantined),
+                (State::Far, Counter::Far),
+                (State::Restoring, Counter::Far),
+                (State::Zero, Counter::Zero),
+                (State::Poisoned, Counter::Poisoned),
+            ] {
+                stats.sub(gauge, done.counts[state as usize]);
+            }
+        }
+        not_healed.map_or(Ok(()), Err)
+    }
+
+    /// RAM is about to be unplugged: forget its far pages.
+    pub fn remove_region(&self, view: &View, start: Hva) -> io::Result<Option<u32>> {
+        let _layout = self.layout.write().expect("no panic while held");
+        let Some(number) = view.remove_span(start) else { return Ok(None) };
+        if self.views().iter().any(|other| other.base(number).is_some()) {
+            // Only this process is done with it.
+            return Ok(None);
+        }
+        if let Some(region) = self.region(number) {
+            self.discard_run(&region, 0, region.pages().0)?;
+            self.stats().sub(Counter::RegisteredBytes, region.registered().0);
+            region.remove();
+            self.state.remove_region(number);
+        }
+        Ok(Some(number))
+    }
+}

@@ -1,0 +1,169 @@
+//! The threads of a VM: begun, begun again after a panic, woken, ended.
+//!
+//! Before: the VM is open. After: its lanes run; after [`Vm::stop`] none does.
+//! Threads: any may call; [`Vm::stop`] waits for all lanes but the one that calls it. Promise: a panic of a lane costs no
+//! byte: what it had read and not answered is raised anew, and a VM that nobody can serve is stopped.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::Vm;
+use crate::view::View;
+use crate::{coalesce, prefetch, reclaim, slow, spill, track};
+
+/// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
+/// computes. No lane goes after it: each holds locks of pages now and then that a fault may want. Not -20: the kernel
+/// spreads threads over CPUs by their weights, takes a lane that runs a tenth of the time at -20 for nine guests, and leaves
+/// its CPU to it and one of them. At -8 it is half of one.
+const DEMAND_NICE: i32 = -8;
+
+/// Whose faults a lane answers.
+#[derive(Clone, Copy)]
+pub(super) enum Serves<'a> {
+    Nobody,
+    View(&'a View),
+    All,
+}
+
+impl Vm {
+    /// Begin serving: the lanes of the VM, then whatever views are there. `view`s added later start their own lanes.
+    pub fn start(self: &Arc<Self>) -> io::Result<()> {
+        let own = [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run)];
+        for (kind, body) in own.into_iter().chain([("coalesce", coalesce::run as fn(&Vm)), ("track", track::run)]) {
+            let vm = self.clone();
+            self.start_lane(kind, move || vm.run_lane(kind, Serves::Nobody, || body(&vm)))?;
+        }
+        if self.stores.file.is_none() {
+            return Ok(());
+        }
+        for _ in 0..slow::LANES {
+            let vm = self.clone();
+            self.start_lane("slow", move || vm.run_lane("slow", Serves::All, || slow::run(&vm)))?;
+        }
+        if let Some(after) = self.tuning.spill_after {
+            let vm = self.clone();
+            self.start_lane("spill", move || vm.run_lane("spill", Serves::Nobody, || spill::run(&vm, after)))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let name = format!("{kind}/{}", self.state.name());
+        let nice = if matches!(kind, "fault" | "slow") { DEMAND_NICE } else { 0 };
+        let body = move || {
+            // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
+            let _ = rustix::process::setpriority_process(None, nice);
+            body();
+        };
+        let lane = std::thread::Builder::new().name(short(&name)).spawn(body)?;
+        let mut lanes = self.lanes.lock().expect("no panic while held");
+        // Views come and go; a thread that nobody joins keeps its stack.
+        lanes.retain(|lane| !lane.is_finished());
+        lanes.push(lane);
+        Ok(())
+    }
+
+    /// Run a lane until it ends. A panic in it is a bug of ours that must not cost a guest its bytes: the lane starts
+    /// again, and what it had read and not answered is raised anew. If that does not help, the VM goes without reclaim;
+    /// a VM that nobody can serve is stopped.
+    pub(super) fn run_lane(&self, kind: &str, serves: Serves<'_>, body: impl Fn()) {
+        const MOST_PANICS: u32 = 3;
+        for _ in 0..MOST_PANICS {
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(&body)).is_ok() {
+                return;
+            }
+            self.report("lane-panic", format!("the {kind} lane panicked; it starts again"));
+            let woken = match serves {
+                Serves::Nobody => Ok(()),
+                Serves::View(view) => view.wake_all(),
+                Serves::All => self.views().iter().try_for_each(|view| view.wake_all()),
+            };
+            if let Err(error) = woken {
+                tracing::error!(vm = self.state.name(), "Waking a view: {error}");
+            }
+        }
+        let reason = format!("the {kind} lane panicked {MOST_PANICS} times; it stays down");
+        self.report("lane-panic", reason.clone());
+        if !matches!(serves, Serves::Nobody) {
+            self.fail_stop(&reason);
+        }
+    }
+
+    /// Is the VM to be left alone from now on?
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// End the lanes. Blocks until they are gone; pages stay where they are.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.ring();
+        drop(self.dozing.0.lock().expect("no panic while held"));
+        self.dozing.1.notify_all();
+        self.prefetch.end();
+        self.slow.ring();
+        self.spill.ring();
+        let lanes = std::mem::take(&mut *self.lanes.lock().expect("no panic while held"));
+        for lane in lanes {
+            if lane.thread().id() != std::thread::current().id() && lane.join().is_err() {
+                self.report("lane-panic", "a lane of this VM panicked".into());
+            }
+        }
+    }
+
+    /// Wake the reclaim lane: a limit changed, or the VM grew over it.
+    pub fn ring(&self) {
+        *self.rung.lock().expect("no panic while held") = true;
+        self.bell.notify_all();
+    }
+
+    /// Wait until somebody rings, at most so long.
+    pub(crate) fn wait(&self, at_most: Duration) {
+        let guard = self.rung.lock().expect("no panic while held");
+        let waited = self.bell.wait_timeout_while(guard, at_most, |rung| !*rung);
+        *waited.expect("no panic while held").0 = false;
+    }
+
+    /// Wait this long, or until the VM is stopped; answers whether it goes on.
+    pub(crate) fn doze(&self, time: Duration) -> bool {
+        let guard = self.dozing.0.lock().expect("no panic while held");
+        let waited = self.dozing.1.wait_timeout_while(guard, time, |()| !self.is_stopping());
+        drop(waited.expect("no panic while held"));
+        !self.is_stopping()
+    }
+}
+
+/// Thread names are cut to 15 bytes by the kernel; cut them at a character.
+fn short(name: &str) -> String {
+    name.chars().take(15).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state_file::StateFile;
+    use crate::stores::Stores;
+    use crate::vm::Tuning;
+    use ballast_base::Bytes;
+    use ballast_base::wire::VmId;
+    use ballast_store::{Budget, RamOptions, RamStore};
+
+    #[test]
+    fn lanes_that_ended_are_let_go_of_while_others_begin() {
+        let state = StateFile::create(VmId([3; 16]), "test").expect("state");
+        let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store");
+        let stores = Stores { ram: Arc::new(store), file: None };
+        let vm = Vm::new(state, 1, stores, Tuning::default(), Arc::new(|_: &str, _| {}));
+        let lanes = || vm.lanes.lock().expect("no panic while held");
+        for _ in 0..50 {
+            vm.start_lane("fault", || {}).expect("a thread");
+            while lanes().iter().any(|lane| !lane.is_finished()) {
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(lanes().len(), 1, "each thread that nobody joins keeps its stack");
+        vm.stop();
+    }
+}

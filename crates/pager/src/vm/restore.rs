@@ -1,0 +1,97 @@
+//! Bringing all of a VM back, and finishing what a dead engine had begun.
+//!
+//! Before: memory is about to be pinned, or somebody maps it who has not attached; or an engine took over. After: every page is
+//! in its file. Threads: any; it takes seconds for millions of pages. Promise: no page goes out meanwhile.
+
+use std::io;
+use std::ops::Range;
+
+use ballast_base::PageIdx;
+use ballast_sys::uffd::FaultKind;
+
+use super::{Hold, Vm};
+use crate::evict::expel_left;
+use crate::fault::{Served, serve};
+use crate::page_state::{State, Word};
+use crate::region::Region;
+use crate::stats::Counter;
+
+impl Vm {
+    /// Hold reclaim for this reason and bring every page back. Returns when all are resident.
+    pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
+        self.hold(kind, Some(reason));
+        // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch that
+        // did not see this hold is under way.
+        drop(self.layout.write().expect("no panic while held"));
+        for region in self.regions() {
+            self.restore_all(&region)?;
+        }
+        Ok(())
+    }
+
+    /// Finish what the last engine left half done: these pages are far, and their file holds zeros in their place. Before
+    /// anybody is served.
+    pub fn expel(&self, zeroed: &[(u32, PageIdx)]) {
+        for (number, page) in zeroed {
+            let Some(region) = self.region(*number) else { continue };
+            let done = expel_left(region.key(*page), region.granule(*page), &*region, &self.stores);
+            self.stats().sub(Counter::Far, done.stuck + done.lost);
+            self.stats().add(Counter::Poisoned, done.lost);
+            if done.lost > 0 {
+                self.report_lost(*number, *page);
+            }
+        }
+    }
+
+    /// Bring every far or zero page of a region back.
+    fn restore_all(&self, region: &Region) -> io::Result<()> {
+        let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
+        // Words that were never written say Resident; to read them would have the kernel make memory for them.
+        for written in self.state.written_words(&record)? {
+            self.restore_pages(region, written)?;
+        }
+        Ok(())
+    }
+
+    fn restore_pages(&self, region: &Region, pages: Range<u64>) -> io::Result<()> {
+        let views = self.views();
+        let mut memories = views.iter().filter_map(|view| view.of_region(region));
+        let Some(mut memory) = memories.next() else { return Ok(()) };
+        for page in region.granules(pages) {
+            let (granule, key) = (region.granule(page), region.key(page));
+            loop {
+                let word = granule.cell().load();
+                if !matches!(word.state(), State::Far | State::Restoring | State::Zero) {
+                    break;
+                }
+                if word.state() == State::Zero && !word.is_locked() {
+                    // A hole in the file is what zeros look like to everybody else, too.
+                    if granule.cell().swap(word, Word::new(State::Resident, 0)) {
+                        self.stats().sub(Counter::Zero, granule.pages());
+                    }
+                    continue;
+                }
+                let (rescued, served) = serve(granule, key, FaultKind::Missing, &memory, &self.stores, |age| age);
+                self.count_rescued(rescued, granule.pages());
+                match served? {
+                    Served::Later => std::thread::yield_now(),
+                    // That process has gone, or does not map this part any more: through another one.
+                    Served::Gone => match memories.next() {
+                        Some(next) => memory = next,
+                        None => {
+                            return Err(io::Error::other(format!("no process of the VM maps page {page} any more")));
+                        }
+                    },
+                    served => {
+                        self.count(served, granule.pages());
+                        if served == (Served::Poisoned { newly: true }) {
+                            self.report_lost(region.number, page);
+                        }
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

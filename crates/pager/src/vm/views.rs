@@ -1,0 +1,137 @@
+//! The processes that map a VM's RAM, and what of it is under userfaultfd in them.
+//!
+//! Before: the keeper handed over a process. After: its faults are served, from the first page that may be away on.
+//! Threads: any; what the kernel has registered and what the flags of chunks say change under one lock.
+//! Promise: no page is zapped in a chunk that is not registered with every view.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ballast_base::wire::RegionInfo;
+use ballast_base::{PageCount, PageIdx};
+
+use super::Vm;
+use super::lanes::Serves;
+use crate::page_state::{State, Word};
+use crate::region::Region;
+use crate::stats::Counter;
+use crate::view::View;
+use crate::{coalesce, lane};
+
+impl Vm {
+    /// Serve one more process that maps this VM's RAM.
+    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(RegionInfo, u32)]) -> io::Result<()> {
+        for (info, region) in spans {
+            view.add_span(info, *region);
+        }
+        // No batch is under way while we hold the lock, and none from before counts afterwards.
+        let layout = self.layout.write().expect("no panic while held");
+        for region in self.regions() {
+            register_as_flagged(&region, &view)?;
+            for (first, count, _) in region.registered_chunks() {
+                coalesce::learn(&view, &region, first, count);
+            }
+        }
+        self.views.write().expect("no panic while held").push(view.clone());
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        drop(layout);
+        for shard in 0..view.shards().count() {
+            let (vm, view) = (self.clone(), view.clone());
+            let body = move || vm.run_lane("fault", Serves::View(&view), || lane::serve_faults(&vm, &view, shard));
+            self.start_lane("fault", body)?;
+        }
+        let (vm, of) = (self.clone(), view.clone());
+        let body = move || vm.run_lane("control", Serves::View(&of), || lane::serve_control(&vm, &of));
+        self.start_lane("control", body)?;
+        // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
+        view.wake_all()
+    }
+
+    /// A process that is a view already maps one more region.
+    pub fn add_span(&self, view: &View, info: &RegionInfo, number: u32) -> io::Result<()> {
+        let _layout = self.layout.write().expect("no panic while held");
+        view.add_span(info, number);
+        self.generation.fetch_add(1, Ordering::AcqRel);
+        self.region(number).map_or(Ok(()), |region| register_as_flagged(&region, view))
+    }
+
+    /// A process that mapped this VM's RAM is gone.
+    pub fn remove_view(&self, pid: u32) {
+        self.views.write().expect("no panic while held").retain(|view| {
+            if view.pid == pid {
+                view.close();
+            }
+            view.pid != pid
+        });
+    }
+
+    /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about to
+    /// be zapped: memory nobody reclaims from costs nothing.
+    pub(crate) fn register(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<()> {
+        for (first, count, flag) in region.chunks(first, end) {
+            if flag.load(Ordering::Acquire) != 0 {
+                continue;
+            }
+            let _one = self.registering.lock().expect("no panic while held");
+            if flag.load(Ordering::Acquire) != 0 {
+                continue;
+            }
+            let len = PageCount(count).bytes();
+            let views = self.views();
+            let mapped: Vec<_> = views.iter().filter_map(|view| Some((view, view.of_region(region)?))).collect();
+            if mapped.is_empty() {
+                return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
+            }
+            for (view, memory) in mapped {
+                coalesce::learn(view, region, first, count);
+                memory.register(first, count)?;
+            }
+            flag.store(1, Ordering::Release);
+            self.stats().add(Counter::RegisteredBytes, len.0);
+        }
+        Ok(())
+    }
+
+    /// Give chunks without far, zero or quarantined pages back to the kernel.
+    pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
+        // What the kernel has registered and what the flags say change together.
+        let _one = self.registering.lock().expect("no panic while held");
+        for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
+            if flag.load(Ordering::Acquire) == 0 {
+                continue;
+            }
+            let mut settled = true;
+            for page in region.granules(first.0..first.0 + count) {
+                let granule = region.granule(page);
+                let word = granule.cell().load();
+                // A zero page is a hole, and an unregistered hole reads as zeros.
+                if word.state() == State::Zero
+                    && !word.is_locked()
+                    && granule.cell().swap(word, Word::new(State::Resident, 0))
+                {
+                    self.stats().sub(Counter::Zero, granule.pages());
+                } else if word.state() != State::Resident || word.is_locked() {
+                    settled = false;
+                    break;
+                }
+            }
+            if settled {
+                let len = PageCount(count).bytes();
+                // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs bytes.
+                flag.store(0, Ordering::Release);
+                self.stats().sub(Counter::RegisteredBytes, len.0);
+                for view in self.views() {
+                    if let Some(memory) = view.of_region(region) {
+                        memory.unregister(first, count)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn register_as_flagged(region: &Region, view: &View) -> io::Result<()> {
+    view.of_region(region).map_or(Ok(()), |memory| region.register_as_flagged(&memory))
+}
