@@ -126,6 +126,7 @@ impl Drop for Cgroup {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_needs::skip;
 
     #[test]
     fn version_1_is_found_by_its_option_and_version_2_by_its_controllers() {
@@ -141,7 +142,7 @@ mod tests {
         let name = format!("ballast-bench-test-{}", std::process::id());
         let cgroup = match Cgroup::new(&name) {
             Ok(cgroup) => cgroup,
-            Err(error) => return println!("SKIP needs=cgroup: {error:#}"),
+            Err(error) => return skip("cgroup", format_args!("{error:#}")),
         };
         let path = cgroup.path().to_owned();
         limit(&path, 64 << 20).expect("limit");

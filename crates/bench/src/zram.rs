@@ -259,6 +259,7 @@ pub(crate) fn used(device: &Path) -> Result<(u64, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_needs::skip;
 
     /// What a bench may change, as it is now.
     fn machine() -> Vec<String> {
@@ -272,7 +273,7 @@ mod tests {
         let _held = match lock() {
             Ok(lock) => lock,
             Err(error) => {
-                println!("SKIP needs=root: {error:#}");
+                skip("root", format_args!("{error:#}"));
                 return None;
             }
         };
@@ -286,7 +287,7 @@ mod tests {
         let Some(before) = machine_before() else { return };
         let swap = match Swap::new() {
             Ok(swap) => swap,
-            Err(error) => return println!("SKIP needs=zram: {error:#}"),
+            Err(error) => return skip("zram", format_args!("{error:#}")),
         };
         assert_eq!(swaps().expect("swaps"), [swap.device().to_string_lossy()]);
         assert_eq!(fs::read_to_string("/proc/sys/vm/page-cluster").expect("page-cluster").trim(), "0");
@@ -304,7 +305,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let swap = match SwapFile::new(dir.path(), Bytes(16 << 20)) {
             Ok(swap) => swap,
-            Err(error) => return println!("SKIP needs=swapfile: {error:#}"),
+            Err(error) => return skip("swapfile", format_args!("{error:#}")),
         };
         assert_eq!(swaps().expect("swaps"), [swap.path().to_string_lossy()]);
         drop(swap);
@@ -323,14 +324,14 @@ mod tests {
                 std::mem::forget((active, _sized, _settings));
                 drop(_lock);
             }
-            Err(error) => return println!("SKIP needs=zram: {error:#}"),
+            Err(error) => return skip("zram", format_args!("{error:#}")),
         }
         match SwapFile::new(dir.path(), Bytes(16 << 20)) {
             Ok(SwapFile { active, _named, _settings, _lock }) => {
                 std::mem::forget((active, _named, _settings));
                 drop(_lock);
             }
-            Err(error) => println!("SKIP needs=swapfile: {error:#}"),
+            Err(error) => skip("swapfile", format_args!("{error:#}")),
         }
         let _held = lock().expect("lock");
         leftover::put_back().expect("put back");

@@ -7,14 +7,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use ballast_needs::{missing, skip};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::Value;
 
 const BALLAST: &str = env!("CARGO_BIN_EXE_ballast");
 
-/// Is what a bench needs missing? Then say SKIP and answer true, or fail if the environment requires it.
-fn skip() -> bool {
-    let why = if !rustix::process::geteuid().is_root() {
+/// Is something missing that every bench needs? Then say so.
+fn no_bench() -> bool {
+    let (needs, why) = if !rustix::process::geteuid().is_root() {
         ("root", "this user is not root")
     } else if !Path::new(BALLAST).with_file_name("ballastd").is_file() {
         ("ballastd", "ballastd is not built beside ballast (cargo build -p ballast-daemon)")
@@ -23,9 +24,7 @@ fn skip() -> bool {
     } else {
         return false;
     };
-    let required = std::env::var("REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|required| required == why.0), "REQUIRE={required}, but {}", why.1);
-    println!("SKIP needs={}: {}", why.0, why.1);
+    skip(needs, why);
     true
 }
 
@@ -66,18 +65,14 @@ fn assert_figure(row: &Value, key: &str) {
 
 #[test]
 fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
-    if skip() {
+    if no_bench() {
         return;
     }
-    if let Some(why) = ballast_testvm::qemu::qemu_missing() {
-        println!("SKIP needs=qemu: {why}");
+    if missing("qemu", ballast_testvm::qemu::qemu_missing()) {
         return;
     }
     if !Path::new(BALLAST).with_file_name("libballast_preload.so").is_file() {
-        println!(
-            "SKIP needs=preload: the preload library is not built beside ballast (cargo build -p ballast-preload)"
-        );
-        return;
+        return skip("preload", "the preload library is not built beside ballast (cargo build -p ballast-preload)");
     }
     let before = machine_before();
     let restore = rows(&["restore", "--guest", "qemu"]);
@@ -104,14 +99,13 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
 
 #[test]
 fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
-    if skip() {
+    if no_bench() {
         return;
     }
     let before = machine_before();
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     if let Err(error) = ballast_sys::direct::create_unnamed(dir.path(), ballast_base::Bytes(4096)) {
-        println!("SKIP needs=o_direct: {error}");
-        return;
+        return skip("o_direct", error);
     }
     let rows = rows(&["spill", "--dir", dir.path().to_str().expect("a plain path")]);
     assert_eq!(rows.len(), 2);
@@ -131,7 +125,7 @@ fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
 
 #[test]
 fn scale_has_two_vms_ten_vms_two_fault_lanes_and_the_memory_of_the_engine() {
-    if skip() {
+    if no_bench() {
         return;
     }
     let rows = rows(&["scale"]);
@@ -148,7 +142,7 @@ fn scale_has_two_vms_ten_vms_two_fault_lanes_and_the_memory_of_the_engine() {
 
 #[test]
 fn track_has_a_row_for_each_question_and_each_row_its_keys() {
-    if skip() {
+    if no_bench() {
         return;
     }
     let before = machine_before();
@@ -190,7 +184,7 @@ fn track_has_a_row_for_each_question_and_each_row_its_keys() {
 
 #[test]
 fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
-    if skip() {
+    if no_bench() {
         return;
     }
     let before = machine_before();
@@ -215,7 +209,7 @@ fn the_rows_of_a_quick_restore_have_their_keys_and_the_machine_is_as_it_was() {
 
 #[test]
 fn balance_has_levels_a_jump_and_a_pair_and_keeps_every_byte() {
-    if skip() {
+    if no_bench() {
         return;
     }
     let before = machine_before();
@@ -247,7 +241,7 @@ fn balance_has_levels_a_jump_and_a_pair_and_keeps_every_byte() {
 
 #[test]
 fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
-    if skip() {
+    if no_bench() {
         return;
     }
     let before = machine_before();

@@ -19,6 +19,7 @@ use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
 use ballast_heat::{Phase, Settings};
+use ballast_needs::skip;
 
 struct Canned(Mutex<Vec<VmStat>>);
 
@@ -426,11 +427,6 @@ fn a_reader_that_goes_away_is_not_an_error() {
 fn another_user_looks_only_as_a_member_of_the_group_and_changes_nothing() {
     const NOBODY: u32 = 65_534;
     const READERS: u32 = 54_321;
-    let skip = |why: String| {
-        let required = std::env::var("REQUIRE").is_ok_and(|list| list.split(',').any(|word| word == "root"));
-        assert!(!required, "needs=root: {why}");
-        println!("SKIP needs=root: {why}");
-    };
     let daemon = daemon_for(PeerPolicy::new(Some(READERS)));
     for (path, mode) in [(daemon.socket.parent().expect("directory"), 0o755), (&daemon.socket, 0o666)] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("permissions");
@@ -452,7 +448,7 @@ fn another_user_looks_only_as_a_member_of_the_group_and_changes_nothing() {
                 assert_eq!(output.status.code(), Some(code), "{args:?} as group {group}: {err}");
                 assert!(err.contains(text), "{args:?} as group {group} said {err:?}");
             }
-            Err(error) => return skip(error.to_string()),
+            Err(error) => return skip("root", error),
         }
     }
 }

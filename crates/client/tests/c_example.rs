@@ -10,14 +10,15 @@ use std::process::{Command, Stdio};
 
 use ballast_base::Bytes;
 use ballast_base::wire::EngineToClient;
+use ballast_needs::missing;
 use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
-use double::{Keeper, have, have_uffd};
+use double::{Keeper, have_uffd};
 
 /// Compile the example; `None` (said aloud) without a C compiler.
 fn compile(out: &Path) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
-    if !have("cc", works, "no C compiler called cc") {
+    if missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
     }
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));

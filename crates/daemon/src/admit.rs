@@ -199,6 +199,7 @@ fn reopen_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
 mod tests {
     use super::*;
     use crate::keeper::Closer;
+    use ballast_needs::skip;
     use std::os::fd::OwnedFd;
 
     #[test]
@@ -229,10 +230,7 @@ mod tests {
         use ballast_store::{Budget, FileOptions};
         let dir = tempfile::tempdir().expect("a directory");
         let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(2 << 20))));
-        let (_, file, index) = match made {
-            Ok(made) => made,
-            Err(error) => return println!("SKIP needs=disk: {error}"),
-        };
+        let Ok((_, file, index)) = made.inspect_err(|error| skip("disk", error)) else { return };
         let closer = Closer::new();
         let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
         let index = sent(index);

@@ -372,13 +372,7 @@ fn the_kernels_stall_is_read_where_a_vm_has_a_cgroup_to_itself() {
     if common::raw::no_uffd() {
         return;
     }
-    let cgroup = match Cgroup::new() {
-        Ok(cgroup) => cgroup,
-        Err(why) => {
-            common::skip("cgroup2", Some(why));
-            return;
-        }
-    };
+    let Ok(cgroup) = Cgroup::new().inspect_err(|why| ballast_needs::skip("cgroup2", why)) else { return };
     let daemon = Daemon::start(&config("fixed", "64M"));
     let guest = Guest::start(&daemon, "one", VM);
     let stall = || daemon.api.snapshot().expect("snapshot").vms[0].kernel_stall;

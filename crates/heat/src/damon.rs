@@ -220,6 +220,7 @@ impl AccessSource for Damon {
 mod tests {
     use super::*;
     use ballast_base::{Bytes, Hva};
+    use ballast_needs::skip;
     use ballast_sys::{Mapping, memfd, remote::Collapsed};
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -252,11 +253,11 @@ mod tests {
                 Some((map, remote, Span { region: 0, start, len: (UNITS * HUGE_SIZE) as u64 }, place))
             }
             (Ok(Collapsed::Done), _) => {
-                eprintln!("SKIP needs=root: physical addresses are hidden");
+                skip("root", "physical addresses are hidden");
                 None
             }
             (collapsed, _) => {
-                eprintln!("SKIP needs=collapse: {collapsed:?}");
+                skip("collapse", format_args!("{collapsed:?}"));
                 None
             }
         }
@@ -321,13 +322,8 @@ mod tests {
     #[test]
     fn damon_tells_touched_huge_pages_from_untouched_ones_and_is_put_back() {
         let Some((map, remote, span, _)) = huge_pages() else { return };
-        let mut damon = match Damon::new(Path::new(SYSFS), remote, vec![span], Duration::from_millis(200)) {
-            Ok(damon) => damon,
-            Err(error) => {
-                eprintln!("SKIP needs=damon: {error}");
-                return;
-            }
-        };
+        let made = Damon::new(Path::new(SYSFS), remote, vec![span], Duration::from_millis(200));
+        let Ok(mut damon) = made.inspect_err(|error| skip("damon", error)) else { return };
         let before = damon.read("nr_kdamonds").expect("count");
         let done = AtomicBool::new(false);
         let report = std::thread::scope(|scope| {

@@ -135,6 +135,7 @@ mod tests {
     use super::*;
     use crate::source::FineWatch;
     use ballast_base::{Bytes, PAGE_SIZE};
+    use ballast_needs::skip;
     use ballast_sys::{Mapping, memfd, uffd::feature};
 
     fn unit(unit: u32) -> UnitId {
@@ -145,8 +146,7 @@ mod tests {
     fn a_cycle_reports_the_pages_written_in_it_and_a_unit_elsewhere_is_left_out() {
         let features = feature::WP_ASYNC | feature::WP_SHMEM;
         let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
-            eprintln!("SKIP needs=uffd: no write tracking by the kernel");
-            return;
+            return skip("uffd", "no write tracking by the kernel");
         };
         let len = HUGE_SIZE + 10 * PAGE_SIZE;
         let fd = memfd::create("ballast-test", Bytes(len as u64)).expect("memfd");

@@ -66,6 +66,7 @@ fn counted(schedstat: &str) -> Option<(u64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_needs::skip;
 
     #[test]
     fn what_it_waited_each_time_it_ran_tells_since_the_last_reading() {
@@ -88,8 +89,7 @@ mod tests {
         assert_eq!(counted("0 -1 7"), None);
         let mut busy = Busy::of_this_thread();
         if busy.schedstat.is_none() {
-            eprintln!("SKIP needs=native: /proc/thread-self/schedstat");
-            return;
+            return skip("native", "/proc/thread-self/schedstat");
         }
         (0..READ_EVERY).for_each(|_| {
             busy.ran();

@@ -105,6 +105,7 @@ fn processor(stat: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_needs::skip;
 
     #[test]
     fn the_processor_is_the_39th_field_whatever_the_name() {
@@ -123,10 +124,7 @@ mod tests {
     fn a_lane_comes_to_the_cpu_of_the_thread_that_faults_and_is_let_go_when_they_differ() {
         let allowed = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).take(2).collect();
-        let [first, second] = cpus[..] else {
-            eprintln!("SKIP needs=native: two CPUs");
-            return;
-        };
+        let [first, second] = cpus[..] else { return skip("native", "two CPUs") };
         let pinned = |cpu: usize| {
             let (tell, told) = std::sync::mpsc::channel();
             let (end, ended) = std::sync::mpsc::channel::<()>();

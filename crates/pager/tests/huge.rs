@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_needs::skip;
 use ballast_pager::page_state::State;
 use ballast_pager::recover::recover;
 use ballast_pager::stats::Counter;
@@ -143,7 +144,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
     let file: Arc<dyn Store> = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
         Ok((store, ..)) => Arc::new(store),
         Err(error) => {
-            println!("SKIP needs=disk: {error}; a store in memory stands in");
+            skip("disk", format_args!("{error}; a store in memory stands in"));
             Arc::new(NullStore::new(AMPLE))
         }
     };

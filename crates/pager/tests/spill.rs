@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_needs::skip;
 use ballast_pager::page_state::{State, Word};
 use ballast_pager::recover::recover;
 use ballast_pager::stats::Counter;
@@ -33,7 +34,7 @@ fn disk() -> Arc<dyn Store> {
     match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
         Ok((store, ..)) => Arc::new(store),
         Err(error) => {
-            println!("SKIP needs=disk: {error}; the RAM store stands in");
+            skip("disk", format_args!("{error}; the RAM store stands in"));
             Arc::new(RamStore::create(RamOptions::new(Budget::new(AMPLE))).expect("store").0)
         }
     }

@@ -10,13 +10,14 @@ use std::process::Command;
 
 use ballast_base::wire::{ClientToEngine, ClientToKeeper, KeeperToClient};
 use ballast_base::{Bytes, MIB};
+use ballast_needs::missing;
 use ballast_sys::memfd;
 use common::{Driven, preloaded};
-use double::{Keeper, Session, have, have_uffd};
+use double::{Keeper, Session, have_uffd};
 
 fn compile(dir: &Path) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
-    if !have_uffd() || !have("cc", works, "no C compiler called cc") {
+    if !have_uffd() || missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
     }
     let program = dir.join("host");

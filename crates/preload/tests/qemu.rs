@@ -9,17 +9,18 @@ use std::process::Command;
 
 use ballast_base::wire::{ClientToKeeper, KeeperToClient};
 use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
+use ballast_needs::missing;
 use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
 use common::{Driven, preloaded};
-use double::{Keeper, Session, have, have_uffd};
+use double::{Keeper, Session, have_uffd};
 use serde_json::json;
 
 const QEMU: &str = "qemu-system-x86_64";
 
 fn have_qemu() -> bool {
     let works = Command::new(QEMU).arg("--version").output().is_ok_and(|output| output.status.success());
-    have_uffd() && have("qemu", works, "qemu-system-x86_64 is not installed")
+    have_uffd() && !missing("qemu", (!works).then_some("qemu-system-x86_64 is not installed"))
 }
 
 /// QEMU with these words, stopped before its first instruction, QMP on its standard input and output.

@@ -15,6 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::skip;
 use ballast_store::{Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, pages};
 use ballast_sys::{Mapping, memfd};
 
@@ -159,13 +160,7 @@ fn free_all_and_check_empty(store: &FileStore, live: &[(u64, Handle, u64)]) {
 }
 
 fn made() -> Option<(FileStore, OwnedFd, OwnedFd)> {
-    match FileStore::create(&std::env::temp_dir(), options()) {
-        Ok(made) => Some(made),
-        Err(error) => {
-            println!("SKIP needs=disk: {error}");
-            None
-        }
-    }
+    FileStore::create(&std::env::temp_dir(), options()).inspect_err(|error| skip("disk", error)).ok()
 }
 
 #[test]
@@ -238,7 +233,7 @@ fn a_process_killed_anywhere_loses_no_page_it_wrote_down_and_leaks_nothing_after
 fn what_the_dead_left_with_the_kernel_cannot_reach_a_block_after_recover() {
     let slow = match SlowDevice::new() {
         Ok(slow) => slow,
-        Err(why) => return println!("SKIP needs=root: a control group of blkio that slows a device down: {why}"),
+        Err(why) => return skip("root", format_args!("a control group of blkio that slows a device down: {why}")),
     };
     let Some((store, file, index)) = made() else { return };
     drop(store);

@@ -14,6 +14,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::skip;
 use ballast_store::{
     AREA_BYTES, Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey,
     PutOutcome, Refusal, Store, conformance, pages,
@@ -39,13 +40,9 @@ fn options(budget: &Arc<Budget>, faults: &Arc<DiskFaults>) -> FileOptions {
 
 fn made(limit: u64) -> Option<Made> {
     let (budget, faults) = (Budget::new(Bytes(limit)), Arc::default());
-    match FileStore::create(&std::env::temp_dir(), options(&budget, &faults)) {
-        Ok((store, file, index)) => Some(Made { store, file, index, budget, faults }),
-        Err(error) => {
-            println!("SKIP needs=disk: {error}");
-            None
-        }
-    }
+    let created = FileStore::create(&std::env::temp_dir(), options(&budget, &faults));
+    let (store, file, index) = created.inspect_err(|error| skip("disk", error)).ok()?;
+    Some(Made { store, file, index, budget, faults })
 }
 
 fn reopened(made: Made) -> Made {
@@ -356,16 +353,11 @@ impl Drop for Mounted {
 
 #[test]
 fn a_file_system_that_is_really_full_answers_full_until_there_is_room_again() {
-    let mounted = match Mounted::tmpfs(3 * MIB) {
-        Ok(mounted) => mounted,
-        Err(why) => return println!("SKIP needs=root: {why}"),
-    };
+    let Ok(mounted) = Mounted::tmpfs(3 * MIB).inspect_err(|why| skip("root", why)) else { return };
     let (budget, faults) = (Budget::new(Bytes(64 * MIB)), Arc::default());
-    let store = match FileStore::create(&mounted.0, options(&budget, &faults)) {
-        Ok((store, ..)) => store,
-        // Direct I/O came to tmpfs in 6.6.
-        Err(why) => return println!("SKIP needs=disk: {why}"),
-    };
+    let created = FileStore::create(&mounted.0, options(&budget, &faults));
+    // Direct I/O came to tmpfs in 6.6.
+    let Ok((store, ..)) = created.inspect_err(|error| skip("disk", error)) else { return };
     let mut kept = Vec::new();
     let refused = loop {
         let page = kept.len() as u64;

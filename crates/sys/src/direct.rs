@@ -53,14 +53,13 @@ pub fn is_direct_file(fd: impl AsFd) -> io::Result<bool> {
 mod tests {
     use super::*;
     use crate::memfd;
+    use ballast_needs::skip;
 
     #[test]
     fn a_nameless_file_is_sparse_and_leaves_no_trace_in_its_directory() {
         let dir = tempfile::tempdir().expect("a directory");
-        let file = match create_unnamed(dir.path(), Bytes(1 << 30)) {
-            Ok(file) => file,
-            Err(error) => return println!("SKIP needs=o_direct: {error}"),
-        };
+        let made = create_unnamed(dir.path(), Bytes(1 << 30));
+        let Ok(file) = made.inspect_err(|error| skip("o_direct", error)) else { return };
         assert!(is_direct_file(&file).expect("fcntl"));
         assert_eq!(memfd::size(&file).expect("stat"), Bytes(1 << 30));
         assert_eq!(memfd::resident(&file).expect("stat").0, 0);

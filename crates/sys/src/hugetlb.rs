@@ -115,6 +115,7 @@ mod tests {
     use super::*;
     use crate::memfd;
     use ballast_base::Bytes;
+    use ballast_needs::skip;
     use std::sync::atomic::Ordering;
 
     #[test]
@@ -125,14 +126,7 @@ mod tests {
             let presence = Presence::new(&file, 0, PAGES * HUGE_SIZE)?;
             Ok((loan, file, presence))
         });
-        let (_loan, file, presence) = match ready {
-            Ok(ready) => ready,
-            Err(why) => {
-                assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("hugetlb")), "REQUIRE: {why}");
-                eprintln!("SKIP needs=hugetlb: {why}");
-                return;
-            }
-        };
+        let Ok((_loan, file, presence)) = ready.inspect_err(|why| skip("hugetlb", why)) else { return };
         let map = Mapping::shared(&file, 0, PAGES * HUGE_SIZE).expect("map");
         map.words(2 * HUGE_SIZE, 1)[0].store(7, Ordering::Relaxed);
         for _ in 0..2 {

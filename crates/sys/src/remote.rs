@@ -201,13 +201,13 @@ mod tests {
     use crate::uffd::REQUIRED_FEATURES;
     use crate::{Mapping, Uffd, memfd};
     use ballast_base::Bytes;
+    use ballast_needs::skip;
 
     #[test]
     fn the_kernel_tells_which_pages_were_written_and_only_those() {
         let features = crate::uffd::feature::WP_ASYNC | crate::uffd::feature::WP_SHMEM;
         let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
-            eprintln!("SKIP needs=uffd: no write tracking by the kernel");
-            return;
+            return skip("uffd", "no write tracking by the kernel");
         };
         let fd = memfd::create("ballast-test", Bytes(16 * 4096)).expect("memfd");
         let map = Mapping::shared(&fd, 0, 16 * 4096).expect("map");
@@ -233,10 +233,7 @@ mod tests {
         let Some((_fd, map, remote)) = two_units() else { return };
         let mut found = vec![None; 512];
         remote.physical(Hva(map.addr() as u64), &mut found).expect("pagemap");
-        let Some(first) = found[0] else {
-            eprintln!("SKIP needs=root: physical addresses are hidden");
-            return;
-        };
+        let Some(first) = found[0] else { return skip("root", "physical addresses are hidden") };
         assert!(first.is_multiple_of(HUGE_SIZE as u64));
         assert!(found.iter().zip((first..).step_by(4096)).all(|(found, expected)| *found == Some(expected)));
     }
@@ -250,7 +247,7 @@ mod tests {
         let remote = Remote::open(std::process::id()).expect("own process");
         let first = remote.collapse(Hva(map.addr() as u64), HUGE_SIZE as u64);
         if !matches!(first, Ok(Collapsed::Done)) {
-            eprintln!("SKIP needs=collapse: {first:?}");
+            skip("collapse", format_args!("{first:?}"));
             return None;
         }
         Some((fd, map, remote))
@@ -274,10 +271,7 @@ mod tests {
     #[test]
     fn a_hole_under_userfaultfd_and_a_range_that_is_not_aligned_are_told_apart() {
         let Some((fd, map, remote)) = two_units() else { return };
-        let Ok((uffd, _)) = Uffd::create(REQUIRED_FEATURES) else {
-            eprintln!("SKIP needs=uffd: not permitted");
-            return;
-        };
+        let Ok((uffd, _)) = Uffd::create(REQUIRED_FEATURES) else { return skip("uffd", "not permitted") };
         let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
         uffd.register(start, 2 * unit).expect("register");
         memfd::punch(&fd, unit + 4096, 4096).expect("punch");

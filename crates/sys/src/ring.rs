@@ -221,6 +221,7 @@ mod tests {
     use super::*;
     use crate::memfd;
     use ballast_base::Bytes;
+    use ballast_needs::skip;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     const PATIENCE: Duration = Duration::from_secs(60);
@@ -232,13 +233,7 @@ mod tests {
     }
 
     fn ring() -> Option<Ring> {
-        match Ring::new(4) {
-            Ok(ring) => Some(ring),
-            Err(error) => {
-                println!("SKIP needs=io_uring: {error}");
-                None
-            }
-        }
+        Ring::new(4).inspect_err(|error| skip("io_uring", error)).ok()
     }
 
     #[test]

@@ -371,6 +371,7 @@ mod tests {
     use super::*;
     use crate::{Mapping, memfd};
     use ballast_base::Bytes;
+    use ballast_needs::skip;
     use std::sync::atomic::Ordering;
 
     const LEN: u64 = 16 * PAGE_SIZE as u64;
@@ -379,9 +380,7 @@ mod tests {
     fn setup() -> Option<(OwnedFd, Mapping, Uffd)> {
         let Some((uffd, _)) = Uffd::create(REQUIRED_FEATURES).ok().filter(|(_, granted)| *granted == REQUIRED_FEATURES)
         else {
-            let why = "no userfaultfd with shared-memory minor faults for this user";
-            assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("uffd")), "REQUIRE: {why}");
-            eprintln!("SKIP needs=uffd: {why}");
+            skip("uffd", "no userfaultfd with shared-memory minor faults for this user");
             return None;
         };
         let fd = memfd::create("ballast-test", Bytes(LEN)).expect("memfd");

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE, PageIdx};
+use ballast_needs::missing;
 use ballast_sys::uffd::{Fault, FillOutcome, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd};
 use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload, kvm_missing};
@@ -29,11 +30,10 @@ const PROGRAMS: [Workload; 3] = [Workload::Graph, Workload::Matrix, Workload::Sc
 
 /// The kinds of guest this machine can run. Says aloud when KVM is not among them.
 fn kinds() -> Vec<GuestKind> {
-    let Some(why) = kvm_missing() else { return vec![GuestKind::Native, GuestKind::Kvm] };
-    let required = std::env::var("REQUIRE").is_ok_and(|needs| needs.split(',').any(|need| need == "kvm"));
-    assert!(!required, "REQUIRE says kvm, but: {why}");
-    println!("SKIP needs=kvm: {why}");
-    vec![GuestKind::Native]
+    if missing("kvm", kvm_missing()) {
+        return vec![GuestKind::Native];
+    }
+    vec![GuestKind::Native, GuestKind::Kvm]
 }
 
 fn spec(workload: Workload, threads: usize) -> Spec {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, Range, VmId};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_needs::missing;
 use ballast_sys::uffd::{Fault, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd, scm};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -17,19 +18,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 pub const PATIENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 pub const VM: VmId = VmId(*b"ballast-test-vm.");
 
-/// `false` (after saying so) if this machine cannot run the test; a failure if `REQUIRE` names it.
-pub fn have(need: &str, present: bool, why: &str) -> bool {
-    if !present {
-        let required = std::env::var("REQUIRE").is_ok_and(|list| list.split(',').any(|word| word == need));
-        assert!(!required, "REQUIRE asks for {need}, which is missing: {why}");
-        eprintln!("SKIP needs={need}: {why}");
-    }
-    present
-}
-
+/// `false` (after saying so) if this machine cannot run the test.
 pub fn have_uffd() -> bool {
     let present = Uffd::create(REQUIRED_FEATURES).is_ok_and(|(_, granted)| granted == REQUIRED_FEATURES);
-    have("uffd", present, "no userfaultfd with shared-memory minor faults for this user")
+    !missing("uffd", (!present).then_some("no userfaultfd with shared-memory minor faults for this user"))
 }
 
 pub fn wait_readable(fd: impl AsFd, what: &str) {

@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ballast_api::{Client, HostStat, VmStat};
+pub use ballast_needs::missing as skip;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A running daemon.
@@ -154,13 +155,4 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
         assert!(start.elapsed() < Duration::from_secs(120), "never: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// Is `what` missing? Then say SKIP and answer true, or fail if the environment requires it.
-pub fn skip(needs: &str, missing: Option<String>) -> bool {
-    let Some(why) = missing else { return false };
-    let required = std::env::var("REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|required| required == needs), "REQUIRE={required}, but {why}");
-    println!("SKIP needs={needs}: {why}");
-    true
 }

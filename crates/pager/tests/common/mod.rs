@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_needs::skip;
 use ballast_pager::shard::Shards;
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stats::Counter;
@@ -102,8 +103,7 @@ impl Rig {
             rig.add_view();
             return Some(rig);
         };
-        assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("hugetlb")), "REQUIRE: {why}");
-        println!("SKIP needs=hugetlb: {why}");
+        skip("hugetlb", why);
         None
     }
 
@@ -119,8 +119,7 @@ impl Rig {
         let remote = Remote::open(std::process::id()).expect("own process");
         let outcome = remote.collapse(Hva(self.guest.addr() as u64), ram.0);
         if !matches!(outcome, Ok(Collapsed::Done)) || remote.huge(Hva(0), 0).is_err() {
-            assert!(!std::env::var("REQUIRE").is_ok_and(|kinds| kinds.contains("collapse")), "REQUIRE: {outcome:?}");
-            println!("SKIP needs=collapse: {outcome:?}");
+            skip("collapse", format_args!("{outcome:?}"));
             return None;
         }
         assert_eq!(self.mapped_huge(), ram);

@@ -211,6 +211,7 @@ pub(super) fn io_uring() -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_needs::skip;
 
     #[test]
     fn a_collapse_without_userfaultfd_fills_holes_so_the_probe_would_notice() {
@@ -218,7 +219,7 @@ mod tests {
         assert_eq!(memfd::resident(&spot.fd).expect("stat").0, 1);
         match spot.collapse() {
             Ok(()) => assert_eq!(memfd::resident(&spot.fd).expect("stat").0, (HUGE_SIZE / PAGE_SIZE) as u64),
-            Err(error) => println!("SKIP needs=collapse: {error}"),
+            Err(error) => skip("collapse", error),
         }
     }
 }

@@ -3,21 +3,13 @@
 use std::path::Path;
 
 use ballast_base::{Bytes, MIB};
+use ballast_needs::missing;
 
 use super::load::{Dataset, Mix, load, throughput, verify};
 use super::*;
 
 /// Under TCG beside a busy test run; the boot takes 9 s when the machine is ours.
 const PATIENCE: Duration = Duration::from_secs(180);
-
-/// Say why a test is skipped, or insist if `REQUIRE` names qemu.
-fn skip() -> bool {
-    let Some(why) = qemu_missing() else { return false };
-    let required = std::env::var("REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|need| need == "qemu"), "REQUIRE=qemu, but: {why}");
-    println!("SKIP needs=qemu: {why}");
-    true
-}
 
 /// Bytes of host memory in QEMU's RAM file.
 fn host_bytes(guest: &QemuGuest) -> u64 {
@@ -40,7 +32,7 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
 
 #[test]
 fn an_unmodified_debian_guest_boots_and_serves_redis() {
-    if skip() {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let mut guest = QemuGuest::builder().name("serves").memory(Bytes(384 * MIB)).spawn().expect("QEMU starts");
@@ -63,7 +55,7 @@ fn an_unmodified_debian_guest_boots_and_serves_redis() {
 
 #[test]
 fn a_running_guest_takes_a_dimm_and_gives_memory_to_the_balloon() {
-    if skip() {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     // The command says so when the guest itself sees more than the 320 MiB it was born with.
@@ -94,7 +86,7 @@ fn a_running_guest_takes_a_dimm_and_gives_memory_to_the_balloon() {
 
 #[test]
 fn a_command_runs_in_the_guest_and_its_exit_status_comes_back() {
-    if skip() {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let command = "echo hello from $(uname -s); exit 3";
@@ -105,7 +97,7 @@ fn a_command_runs_in_the_guest_and_its_exit_status_comes_back() {
 
 #[test]
 fn a_guest_that_dies_early_is_an_error_with_its_last_words() {
-    if skip() {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let mut guest = QemuGuest::builder().extra_args(["-no-such-option"]).spawn().expect("the process starts");
@@ -115,7 +107,7 @@ fn a_guest_that_dies_early_is_an_error_with_its_last_words() {
 
 #[test]
 fn a_prefix_that_does_not_exec_does_not_leave_its_qemu_behind() {
-    if skip() {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     // `; true` keeps the shell from exec'ing its last command.

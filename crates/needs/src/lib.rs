@@ -1,0 +1,47 @@
+//! How a test says what this machine lacks, and when lacking it is a failure.
+//!
+//! Before: a test that tried something and was refused. After: a line that `scripts/test.sh` counts, or a failed test.
+//! Threads: none of its own. Units: none; a need is one word, like `uffd`, `kvm` or `root`.
+//! Promise: a need that the variable `REQUIRE` names (`REQUIRE=kvm,qemu`) is never skipped: the test fails.
+#![forbid(unsafe_code)]
+
+use std::fmt::Display;
+
+/// Say `SKIP` and why; the caller returns, or goes on with what stands in. Fails the test if `REQUIRE` names the need.
+#[track_caller]
+pub fn skip(needs: &str, why: impl Display) {
+    let required = std::env::var("REQUIRE").unwrap_or_default();
+    assert!(!names(&required, needs), "REQUIRE={required}, but {needs} is missing: {why}");
+    println!("SKIP needs={needs}: {why}");
+}
+
+/// Is there a reason why something is missing? Then [`skip`] and answer true.
+#[track_caller]
+pub fn missing(needs: &str, why: Option<impl Display>) -> bool {
+    let Some(why) = why else { return false };
+    skip(needs, why);
+    true
+}
+
+/// Is the need one of these words with commas between them?
+fn names(required: &str, needs: &str) -> bool {
+    required.split(',').any(|word| word.trim() == needs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_whole_word_of_the_list_names_a_need() {
+        assert!(names("kvm", "kvm"));
+        assert!(names("root,kvm", "kvm") && names("root, kvm ,qemu", "kvm"));
+        assert!(!names("", "kvm") && !names(",,", "kvm"));
+        assert!(!names("kvm2,nokvm", "kvm") && !names("cgroup2", "cgroup") && !names("root kvm", "kvm"));
+    }
+
+    #[test]
+    fn what_is_not_missing_is_not_skipped() {
+        assert!(!missing("everything", None::<&str>));
+    }
+}
