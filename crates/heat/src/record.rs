@@ -22,9 +22,8 @@ use std::time::Duration;
 use ballast_base::PAGES_PER_UNIT;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::source::{Cost, PageMap, Report, Seen, UnitId};
+use crate::source::{Cost, PageMap, Seen, UnitId};
 use crate::tracker::{Phase, Settings, Tracker};
-use crate::units::Moment;
 
 const MAGIC: &[u8; 8] = b"BLSTHEAT";
 /// Of the file's layout.
@@ -380,47 +379,6 @@ fn read_line(body: &mut Reader<'_>, last: Option<UnitId>, layout: &[u64]) -> Res
         }),
     };
     Ok(Line { unit, present, seen })
-}
-
-impl Tracker {
-    /// A cycle as it would be recorded: to be called before it is absorbed.
-    pub(crate) fn recorded(&self, number: u64, ended: Duration, phase: Phase, report: &Report) -> Recorded {
-        let mut seen = report.units.iter().peekable();
-        let lines = match phase {
-            Phase::Fine => {
-                let line = |(unit, seen): &(UnitId, Seen)| (*unit, Some(*seen));
-                report.units.iter().map(line).collect::<Vec<_>>()
-            }
-            Phase::Coarse => {
-                let line = |unit: UnitId| {
-                    while seen.next_if(|(other, _)| *other < unit).is_some() {}
-                    (unit, seen.next_if(|(other, _)| *other == unit).map(|(_, seen)| *seen))
-                };
-                self.units.present().map(line).collect()
-            }
-        };
-        let line = |(unit, seen)| Line { unit, present: self.units.present_pages(unit) as u16, seen };
-        let lines = lines.into_iter().map(line).filter(|line| line.present > 0).collect();
-        Recorded { number, phase, begun: self.begun(), ended, cost: report.cost, lines }
-    }
-
-    /// Absorb a recorded cycle.
-    fn replay(&mut self, cycle: &Recorded) {
-        let (at, birth) = (Moment::at(cycle.begun), self.generations.youngest());
-        if cycle.phase == Phase::Coarse {
-            let listed: std::collections::HashSet<UnitId> = cycle.lines.iter().map(|line| line.unit).collect();
-            let gone: Vec<UnitId> = self.units.present().filter(|unit| !listed.contains(unit)).collect();
-            gone.into_iter().for_each(|unit| self.units.set_present(unit, 0, at, birth));
-        }
-        for line in &cycle.lines {
-            let most = self.units.pages_of(line.unit) as u16;
-            self.units.set_present(line.unit, line.present.min(most), at, birth);
-        }
-        let units = cycle.lines.iter().filter_map(|line| Some((line.unit, line.seen?))).collect();
-        let report = Report { units, length: cycle.ended - cycle.begun, cost: cycle.cost };
-        self.set_begun(cycle.begun);
-        self.absorb(cycle.ended, cycle.phase, &report);
-    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,101 @@
+//! What a tracker answers: generations, cold pages, the hot set, candidates for the page-size policy.
+//!
+//! Before: `tracker` absorbed the reports. After: `pick` and `ages` ask, and back ends do.
+//! Threads: under the tracker's lock. Units: pages, units, looks (one fine cycle). Promise: nothing changes by asking.
+
+use super::{RECENT, Tracker};
+use crate::inside::{Inside, Scanned};
+use crate::size_policy::Candidate;
+use crate::source::{PageMap, UnitId};
+use crate::units::{Moment, Units};
+
+impl Tracker {
+    /// The generation of a unit with pages in memory: 0 is the youngest.
+    pub fn generation(&self, unit: UnitId) -> Option<usize> {
+        self.units.birth(unit).map(|birth| self.generations.of(birth))
+    }
+
+    /// When what is in this generation by the rule of base pages was last seen touched; of the oldest, before when.
+    pub(crate) fn seen_in(&self, generation: usize) -> Moment {
+        let ends = self.recent.iter().rev().map(|(_, end)| *end);
+        let first = self.recent.front().map(|(begun, _)| *begun);
+        Moment::at(ends.chain(first).nth(generation).or(first).unwrap_or_default())
+    }
+
+    /// Entries, ages and what is known of the inside of units.
+    pub fn units(&self) -> &Units {
+        &self.units
+    }
+
+    /// The pages of a hot-bloated unit that can go.
+    pub fn candidates(&self, unit: UnitId) -> Option<PageMap> {
+        match self.units.inside(unit)? {
+            Inside::Scanned(scanned) if scanned.bloated => self.cold_pages(unit),
+            _ => None,
+        }
+    }
+
+    /// The pages of a scanned unit that are colder than the unit is: its last scans did not see them touched, and of such pages
+    /// the last look saw not half as many, in proportion, as looks see of all. `None` if there are none, or one look is all
+    /// there is: of a unit that is lukewarm all over it misses nearly all pages, which are as warm as the others.
+    pub(crate) fn cold_pages(&self, unit: UnitId) -> Option<PageMap> {
+        let Inside::Scanned(scanned) = self.units.inside(unit)? else { return None };
+        let of = self.units.pages_of(unit);
+        let (scans, share) = scanned.share_within(RECENT, of);
+        let warmth = scanned.counts(of).of_missed()?;
+        (scans > 1 && (2.0 * warmth < share || share == 0.0)).then(|| scanned.cold().and(PageMap::first(of)))
+    }
+
+    /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A unit
+    /// that was not scanned, because it was not looked into yet or is evenly hot, counts with all its pages, and so does one
+    /// whose other pages are more likely than not to be touched as well in the time of the recent cycles: scans are short.
+    pub fn hot_pages(&self) -> impl Iterator<Item = (UnitId, PageMap)> {
+        let hot = |unit: &UnitId| self.units.entry(*unit).is_some_and(|entry| entry.age() < RECENT);
+        self.units.present().filter(hot).map(|unit| {
+            let of = self.units.pages_of(unit);
+            match self.units.inside(unit) {
+                Some(Inside::Scanned(scanned)) if self.unseen(scanned, of) < 0.5 => {
+                    (unit, scanned.touched_within(RECENT))
+                }
+                _ => (unit, PageMap::first(of)),
+            }
+        })
+    }
+
+    /// The chance that a page that none of the recent scans of its unit saw touched is touched in the time of the recent
+    /// cycles.
+    fn unseen(&self, scanned: &Scanned, of: u64) -> f64 {
+        let (scans, _) = scanned.share_within(RECENT, of);
+        self.counts.chances().of_unit(scanned.counts(of)).after_misses(scans, self.span_in_looks())
+    }
+
+    /// The time of the recent cycles, in looks.
+    fn span_in_looks(&self) -> f64 {
+        if self.look.is_zero() { 1.0 } else { self.recent_span().as_secs_f64() / self.look.as_secs_f64() }
+    }
+
+    /// Candidates for the page-size policy: units that were touched of late and of whose inside something is known. `huge`
+    /// answers whether a unit is mapped huge. A back end that wants others builds its own list.
+    pub fn size_candidates(&self, huge: impl Fn(UnitId) -> bool) -> Vec<Candidate> {
+        let hot = |unit| self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
+        let mut candidates: Vec<Candidate> = self
+            .units
+            .insides()
+            .filter(|(unit, _)| hot(*unit))
+            .map(|(unit, inside)| Candidate { unit, touched: self.touched_pages(unit, inside), huge: huge(unit) })
+            .collect();
+        candidates.sort_unstable_by_key(|candidate| candidate.unit);
+        candidates
+    }
+
+    /// So many of its pages are touched in the time of the recent cycles, as far as is known.
+    pub(crate) fn touched_pages(&self, unit: UnitId, inside: &Inside) -> u64 {
+        let of = self.units.pages_of(unit);
+        let chances = self.counts.chances();
+        let (chances, share) = match inside {
+            Inside::Scanned(scanned) => (chances.of_unit(scanned.counts(of)), scanned.share_within(RECENT, of).1),
+            Inside::Sampled(sampled) => (chances, sampled.estimate.share),
+        };
+        (chances.within(share, self.span_in_looks()) * of as f64).round() as u64
+    }
+}

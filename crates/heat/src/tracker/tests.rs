@@ -1,0 +1,237 @@
+//! A tracker that is driven as its lane does, on a made-up clock, by scripted sources.
+
+use super::*;
+use crate::AccessSource;
+use crate::record::Recording;
+use crate::scripted::Scripted;
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use proptest::prelude::*;
+
+/// One region, all of it in memory.
+struct Guest(u64);
+
+impl Pages for Guest {
+    fn regions(&self) -> u32 {
+        1
+    }
+    fn len(&self, _: u32) -> u64 {
+        self.0 * PAGES_PER_UNIT
+    }
+    fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        let until = until.min(PageIdx(self.len(0)));
+        (from < until).then_some((from, until))
+    }
+    fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
+        Some(0)
+    }
+    fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+}
+
+fn unit(unit: u32) -> UnitId {
+    UnitId { region: 0, unit }
+}
+
+/// Drive source and tracker as the lane does, on a made-up clock, until `until`.
+fn drive(tracker: &mut Tracker, source: &mut Scripted, guest: &Guest, now: &mut Duration, until: Duration) {
+    while *now < until {
+        match tracker.next(*now, guest) {
+            Step::Rest(pause) => {
+                assert!(!pause.is_zero(), "a rest that never ends");
+                *now += pause;
+            }
+            Step::Watch { phase, watch, window } => {
+                source.start(&watch).expect("start");
+                *now += window;
+                source.length = window;
+                let report = source.end().expect("end");
+                tracker.absorb(*now, phase, &report);
+            }
+        }
+    }
+}
+
+#[test]
+fn after_three_cycles_hot_units_are_young_cold_ones_oldest_and_bloat_is_known_page_by_page() {
+    let guest = Guest(64);
+    let mut source = Scripted::default();
+    // 8 units evenly hot, 8 hot in 5 pages each, the rest cold.
+    (0..8).for_each(|index| source.touch(unit(index), PageMap::ALL));
+    (8..16).for_each(|index| source.touch(unit(index), PageMap::first(5)));
+    let mut tracker = Tracker::new(Settings::default(), 1);
+    drive(&mut tracker, &mut source, &guest, &mut Duration::ZERO.clone(), Duration::from_secs(20));
+    assert!(tracker.cycles().0 >= 4, "{:?}", tracker.cycles());
+    for index in 0..64 {
+        assert_eq!(tracker.generation(unit(index)), Some(if index < 16 { 0 } else { 3 }), "unit {index}");
+    }
+    for index in 0..16 {
+        let candidates = tracker.candidates(unit(index));
+        assert_eq!(candidates, (index >= 8).then(|| PageMap::ALL.without(PageMap::first(5))), "unit {index}");
+    }
+    let hot: Vec<_> = tracker.hot_pages().collect();
+    let pages = |index| if index < 8 { PageMap::ALL } else { PageMap::first(5) };
+    assert_eq!(hot, (0..16).map(|index| (unit(index), pages(index))).collect::<Vec<_>>());
+    let plan = crate::size_policy::plan(16 * 512, 8 * 512, &tracker.size_candidates(|_| true));
+    assert_eq!(plan.split.len(), 8, "{plan:?}");
+    assert!(plan.split.iter().all(|split| split.unit >= 8));
+}
+
+#[test]
+fn pages_are_watched_about_as_long_as_units_are_and_no_longer_than_until_the_next_cycle() {
+    let guest = Guest(8);
+    let mut source = Scripted::default();
+    (0..8).for_each(|index| source.touch(unit(index), PageMap::first(9)));
+    let mut tracker = Tracker::new(Settings::default(), 1);
+    let (mut now, mut begun, mut coarse, mut looks) = (Duration::ZERO, Duration::ZERO, Duration::ZERO, 0);
+    while looks < 5 {
+        match tracker.next(now, &guest) {
+            Step::Rest(pause) => now += pause,
+            Step::Watch { phase, watch, window } => {
+                if phase == Phase::Coarse {
+                    (coarse, begun) = (window, now);
+                } else {
+                    assert!(window >= coarse / 2 && now + window <= begun + coarse * 2, "{window:?}");
+                    looks += 1;
+                }
+                source.start(&watch).expect("start");
+                now += window;
+                tracker.absorb(now, phase, &source.end().expect("end"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tracker_that_does_not_look_inside_knows_units_only() {
+    let mut source = Scripted::default();
+    source.touch(unit(0), PageMap::first(5));
+    let mut tracker = Tracker::new(Settings { fine_share: 0.0, ..Settings::default() }, 1);
+    drive(&mut tracker, &mut source, &Guest(4), &mut Duration::ZERO.clone(), Duration::from_secs(20));
+    assert!(tracker.cycles().0 >= 4 && tracker.cycles().1 == 0, "{:?}", tracker.cycles());
+    assert_eq!(tracker.hot_pages().collect::<Vec<_>>(), [(unit(0), PageMap::ALL)]);
+}
+
+#[test]
+fn pages_that_scans_missed_are_hot_where_each_scan_sees_others_and_cold_where_all_see_the_same() {
+    let guest = Guest(4);
+    let mut tracker = Tracker::new(Settings::default(), 1);
+    let _ = tracker.next(Duration::ZERO, &guest);
+    let fifth = |number: u64| PageMap::first((number + 1) * 102).without(PageMap::first(number * 102));
+    let of = |index: u32, number: u64| if index < 2 { fifth(number) } else { fifth(0) };
+    for number in 0..3 {
+        let start = Duration::from_secs(number * 2);
+        let units = (0..4).map(|index| (unit(index), Seen::Coarse { touched: true, written: None })).collect();
+        tracker.set_begun(start);
+        tracker.absorb(start + Duration::from_secs(1), Phase::Coarse, &Report { units, ..Report::default() });
+        let seen = |index| Seen::Fine { watched: PageMap::ALL, touched: of(index, number), written: None };
+        let units = (0..4).map(|index| (unit(index), seen(index))).collect();
+        tracker.set_begun(start + Duration::from_secs(1));
+        tracker.absorb(start + Duration::from_millis(1500), Phase::Fine, &Report { units, ..Report::default() });
+    }
+    let hot: Vec<_> = tracker.hot_pages().map(|(_, pages)| pages).collect();
+    assert_eq!(hot, [PageMap::ALL, PageMap::ALL, fifth(0), fifth(0)]);
+    let cold = PageMap::ALL.without(fifth(0));
+    assert_eq!([0, 1, 2, 3].map(|index| tracker.candidates(unit(index))), [None, None, Some(cold), Some(cold)]);
+    let touched = tracker.size_candidates(|_| true).into_iter().map(|candidate| candidate.touched).collect::<Vec<_>>();
+    assert!(touched[..2].iter().all(|pages| *pages > 400), "{touched:?}");
+    assert!(touched[2..].iter().all(|pages| *pages < 200), "{touched:?}");
+}
+
+#[test]
+fn a_recording_replays_to_the_same_heat() {
+    let guest = Guest(64);
+    let mut source = Scripted::default();
+    (0..8).for_each(|index| source.touch(unit(index), PageMap::first(u64::from(index) * 64)));
+    source.write(unit(20), PageMap::first(3));
+    let mut tracker = Tracker::new(Settings::default(), 1);
+    let mut now = Duration::ZERO;
+    assert_eq!(Recording::decode(&tracker.cycles_after(now, 0, "scripted")).expect("empty").cycles().count(), 0);
+    drive(&mut tracker, &mut source, &guest, &mut now, Duration::from_secs(20));
+    source.touch(unit(3), PageMap::NONE);
+    drive(&mut tracker, &mut source, &guest, &mut now, Duration::from_secs(29));
+    let recording = Recording::decode(&tracker.cycles_after(now, 0, "scripted")).expect("whole");
+    assert_eq!(recording.cycles().count() as u64, tracker.version());
+    let replayed = recording.replay(Settings::default(), |_, _| ());
+    assert_eq!(crate::heat(&replayed, now, 16), crate::heat(&tracker, now, 16));
+    let late = Recording::decode(&tracker.cycles_after(now, tracker.version() - 2, "scripted")).expect("whole");
+    assert_eq!(late.cycles().count(), 2);
+}
+
+#[test]
+fn a_dear_source_is_asked_less_often() {
+    let guest = Guest(40_000);
+    let mut source = Scripted::default();
+    (0..40_000).for_each(|index| source.touch(unit(index), PageMap::ALL));
+    let mut tracker = Tracker::new(Settings { longest_period: Duration::from_secs(600), ..Settings::default() }, 1);
+    drive(&mut tracker, &mut source, &guest, &mut Duration::ZERO.clone(), Duration::from_secs(300));
+    // 40000 touches of 5.6 us are 0.22 s: at 1.5 % that is one cycle in 15 s.
+    assert!((Duration::from_secs(14)..Duration::from_secs(20)).contains(&tracker.period()), "{:?}", tracker.period());
+    assert!(tracker.spent().guest <= 0.03, "{:?}", tracker.spent());
+}
+
+#[test]
+fn a_cycle_that_failed_teaches_nothing_and_tracking_goes_on() {
+    let guest = Guest(4);
+    let mut tracker = Tracker::new(Settings::default(), 1);
+    let mut source = Scripted::default();
+    source.touch(unit(0), PageMap::ALL);
+    let mut now = Duration::ZERO;
+    drive(&mut tracker, &mut source, &guest, &mut now, Duration::from_secs(10));
+    let before = (0..4).map(|index| tracker.generation(unit(index))).collect::<Vec<_>>();
+    let Step::Watch { phase: Phase::Coarse, .. } = (loop {
+        match tracker.next(now, &guest) {
+            Step::Rest(pause) => now += pause,
+            step @ Step::Watch { phase: Phase::Coarse, .. } => break step,
+            Step::Watch { phase, .. } => tracker.absorb(now, phase, &Report::default()),
+        }
+    }) else {
+        unreachable!()
+    };
+    tracker.absorb(now, Phase::Coarse, &Report::default());
+    assert_eq!((0..4).map(|index| tracker.generation(unit(index))).collect::<Vec<_>>(), before);
+    assert!(matches!(tracker.next(now, &guest), Step::Rest(_) | Step::Watch { phase: Phase::Fine, .. }));
+}
+
+proptest! {
+    #[test]
+    fn any_history_leaves_known_units_with_consistent_entries_and_generations(
+        history in proptest::collection::vec((any::<bool>(), proptest::collection::vec((0u32..20, 0u64..600, 0u64..600, 0u8..3), 0..30)), 0..60),
+    ) {
+        let guest = Guest(16);
+        let mut tracker = Tracker::new(Settings::default(), 5);
+        let _ = tracker.next(Duration::ZERO, &guest);
+        let mut touches = [0u32; 16];
+        for (turn, (coarse, reports)) in history.into_iter().enumerate() {
+            let mut units: Vec<(UnitId, Seen)> = reports.into_iter().map(|(index, watched, touched, kind)| {
+                let seen = match kind {
+                    0 => Seen::Coarse { touched: touched % 2 == 0, written: None },
+                    _ => Seen::Fine {
+                        watched: PageMap::first(watched), touched: PageMap::first(touched),
+                        written: (kind == 2).then_some(PageMap::first(touched / 2)),
+                    },
+                };
+                (unit(index), seen)
+            }).collect();
+            units.sort_unstable_by_key(|(unit, _)| *unit);
+            units.dedup_by_key(|(unit, _)| *unit);
+            let phase = if coarse { Phase::Coarse } else { Phase::Fine };
+            for (unit, seen) in &units {
+                if coarse && unit.unit < 16 && seen.touched() {
+                    touches[unit.unit as usize] += 1;
+                }
+            }
+            tracker.absorb(Duration::from_secs(turn as u64 + 1), phase, &Report { units, ..Report::default() });
+        }
+        for index in 0..16 {
+            let entry = tracker.units().entry(unit(index)).expect("known");
+            prop_assert!(entry.frequency() <= touches[index as usize].min(32));
+            prop_assert!(tracker.generation(unit(index)).expect("known") < GENERATIONS);
+            if let Some(candidates) = tracker.candidates(unit(index)) {
+                let Some(Inside::Scanned(scanned)) = tracker.units().inside(unit(index)) else { panic!("scanned") };
+                prop_assert!(candidates.and(scanned.touched_within(RECENT)).is_empty());
+            }
+        }
+        for index in 16..20 {
+            prop_assert!(tracker.units().entry(unit(index)).is_none());
+        }
+    }
+}
