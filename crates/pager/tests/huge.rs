@@ -24,10 +24,6 @@ const RAM: Bytes = Bytes(48 * MIB);
 const LIMIT: Bytes = Bytes(16 * MIB);
 const AMPLE: Bytes = Bytes(96 * MIB);
 
-fn filled(rig: &Rig) {
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
-}
-
 /// Nothing is on its way any more.
 fn count_exactly(rig: &Rig) {
     rig.vm.hold(Hold::Shared, Some("counting".into()));
@@ -42,7 +38,7 @@ fn addr(rig: &Rig, page: u64) -> Hva {
 #[test]
 fn cold_huge_pages_go_far_and_every_byte_comes_back() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     assert_eq!(rig.resident(), RAM);
     rig.squeeze(LIMIT);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -54,7 +50,7 @@ fn cold_huge_pages_go_far_and_every_byte_comes_back() {
 #[test]
 fn a_huge_page_is_paged_whole_and_one_touch_brings_all_of_it() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     count_exactly(&rig);
     let region = rig.vm.region(0).expect("region");
@@ -152,7 +148,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
     let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), Some((file, soon))) else { return };
     rig.set_limit(Some(LIMIT));
     churn(&rig, false, || rig.vm.stats().get(Counter::FaultFile) > 20);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     let region = rig.vm.region(0).expect("region");
     let in_file = |page: &PageIdx| region.granule(*page).is_in_file();
@@ -167,7 +163,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
 #[test]
 fn a_discard_frees_whole_huge_pages_and_leaves_parts_alone() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     // The first huge page, half of the second, and nothing of the others.
     let len = (HUGE_SIZE + HUGE_SIZE / 2) as u64;
@@ -181,7 +177,7 @@ fn a_discard_frees_whole_huge_pages_and_leaves_parts_alone() {
 #[test]
 fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     count_exactly(&rig);
     let region = rig.vm.region(0).expect("region");
@@ -201,7 +197,7 @@ fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
 #[test]
 fn a_full_store_gives_a_half_copied_huge_page_back_and_keeps_nothing_of_it() {
     let Some(rig) = Rig::huge(RAM, Bytes(5 * MIB), QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     rig.set_limit(Some(LIMIT));
     until("the store is full", || rig.reported("store-full"));
     count_exactly(&rig);
@@ -212,7 +208,7 @@ fn a_full_store_gives_a_half_copied_huge_page_back_and_keeps_nothing_of_it() {
 #[test]
 fn a_successor_finds_every_huge_page_and_each_copy_once() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
@@ -224,7 +220,7 @@ fn a_successor_finds_every_huge_page_and_each_copy_once() {
 #[test]
 fn pinning_brings_every_huge_page_back() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));

@@ -23,14 +23,10 @@ const RAM: Bytes = Bytes(32 * MIB);
 const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 
-fn filled(rig: &Rig) {
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
-}
-
 #[test]
 fn cold_memory_goes_far_and_every_byte_comes_back() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     assert_eq!(rig.resident(), RAM);
     rig.squeeze(LIMIT);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -91,7 +87,7 @@ fn a_guest_that_writes_all_the_time_reads_what_it_wrote() {
 #[test]
 fn a_full_store_stops_reclaim_with_an_event_and_loses_nothing() {
     let rig = Rig::new(RAM, Bytes(2 * MIB), QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.set_limit(Some(LIMIT));
     until("the store is full", || rig.reported("store-full"));
     assert!(rig.resident() > LIMIT, "with a full store the limit cannot be reached");
@@ -102,7 +98,7 @@ fn a_full_store_stops_reclaim_with_an_event_and_loses_nothing() {
 #[test]
 fn a_store_that_does_not_answer_delays_its_pages_and_no_others() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
@@ -120,7 +116,7 @@ fn a_store_that_does_not_answer_delays_its_pages_and_no_others() {
 #[test]
 fn a_store_that_refuses_pages_keeps_them_resident_until_it_takes_them() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.faults.busy_puts(1);
     rig.set_limit(Some(LIMIT));
     until("the refusal was reported", || rig.reported("store-busy"));
@@ -131,7 +127,7 @@ fn a_store_that_refuses_pages_keeps_them_resident_until_it_takes_them() {
 #[test]
 fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
@@ -160,7 +156,7 @@ fn a_page_the_store_lost_is_a_memory_error_and_an_event_and_a_discard_heals_it()
 #[test]
 fn discarded_pages_read_zeros_wherever_they_were_and_free_their_copies() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     let half = RAM.0 / 2;
     rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), half)]).expect("discard");
@@ -212,7 +208,7 @@ fn a_vm_without_pressure_has_nothing_registered() {
 #[test]
 fn raising_the_limit_stops_reclaim_and_restores_nothing() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.set_limit(Some(Bytes(24 * MIB)));
     rig.wait_for_quarantine();
@@ -225,7 +221,7 @@ fn raising_the_limit_stops_reclaim_and_restores_nothing() {
 #[test]
 fn pinning_brings_every_page_back_and_keeps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!(rig.resident(), RAM);
@@ -255,7 +251,7 @@ fn bringing_every_page_back_makes_no_memory_for_words_that_were_never_written() 
 #[test]
 fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
@@ -279,7 +275,7 @@ fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
 #[test]
 fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
@@ -304,7 +300,7 @@ fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
 fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() {
     use ballast_pager::recover::recover;
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
@@ -322,7 +318,7 @@ fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() 
 fn nothing_is_reclaimed_before_a_view_is_there() {
     // An engine that takes over opens a VM first and learns of its views next; in between nobody can zap.
     let rig = Rig::without_view(RAM, AMPLE, Duration::from_millis(1));
-    filled(&rig);
+    rig.fill_all();
     rig.set_limit(Some(LIMIT));
     let rounds = AtomicU64::new(0);
     until("the lane had time for many rounds", || {
@@ -339,7 +335,7 @@ fn nothing_is_reclaimed_before_a_view_is_there() {
 fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
     let rig = Rig::new(RAM, AMPLE, Duration::from_secs(3600));
     rig.vm.set_may_pin();
-    filled(&rig);
+    rig.fill_all();
     rig.set_limit(Some(LIMIT));
     until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > 0);
     let zapped = rig.vm.stats().get(Counter::Zapped);
@@ -352,7 +348,7 @@ fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
 #[test]
 fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     let stats = rig.vm.stats();
     // On a busy machine the guest may be through before the prefetch lane has run at all.
     until("some page came back unasked", || {
@@ -370,7 +366,7 @@ fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte
 #[test]
 fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.panics.store(2, Ordering::Relaxed);
     rig.squeeze(LIMIT);
     assert!(rig.reported("lane-panic"), "a put panicked");
@@ -385,7 +381,7 @@ fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
 #[test]
 fn a_region_that_one_process_unmaps_stays_for_the_others() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     let (other, _theirs) = another_view(&rig, 1);
     // Where the other process maps it does not matter: it touches nothing.
     let elsewhere = Hva(0x10_0000_0000);
@@ -398,7 +394,7 @@ fn a_region_that_one_process_unmaps_stays_for_the_others() {
 #[test]
 fn an_unplugged_region_is_not_counted_as_registered() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     assert_eq!(rig.vm.stats().get(Counter::RegisteredBytes), RAM.0);
     rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
@@ -428,7 +424,7 @@ fn where_memory_may_be_pinned_no_page_goes_before_the_full_quarantine() {
 fn a_guest_that_goes_round_and_round_finds_most_of_what_fits_in_memory() {
     const ROUNDS: u64 = 12;
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(Bytes(24 * MIB));
     let back = || rig.vm.stats().get(Counter::FaultRestore) + rig.vm.stats().get(Counter::Prefetched);
     let round = || assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");

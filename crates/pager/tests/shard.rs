@@ -32,7 +32,7 @@ fn addr(rig: &Rig, offset: u64) -> Hva {
 #[test]
 fn each_stripe_is_registered_with_its_own_userfaultfd_and_the_kernel_allows_no_other() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     // Less than the bit at the end, so that all must go.
     rig.set_limit(Some(Bytes(MIB / 2)));
     until("all of RAM is registered", || rig.vm.stats().get(Counter::RegisteredBytes) == RAM.0);
@@ -56,7 +56,7 @@ fn each_stripe_is_registered_with_its_own_userfaultfd_and_the_kernel_allows_no_o
 fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_lane_serves_them() {
     const EVICTIONS: u64 = 60_000;
     let rig = Rig::sharded(RAM, AMPLE, Duration::from_millis(1), SHARDS);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     rig.set_limit(Some(Bytes(24 * MIB)));
     let discarded = AtomicU64::new(0);
     std::thread::scope(|scope| {
@@ -94,7 +94,7 @@ fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_lane_serves_th
 #[test]
 fn two_lanes_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     rig.squeeze(Bytes(8 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let stripe = STRIPE.0 / PAGE_SIZE as u64;
@@ -149,7 +149,7 @@ fn units_on_both_sides_of_a_stripes_end_are_watched_and_mapped_huge_again() {
 fn huge_pages_of_all_stripes_go_far_and_come_back_to_several_threads() {
     let ram = Bytes(2 * STRIPE.0 + 2 * MIB);
     let Some(rig) = Rig::huge_sharded(ram, AMPLE, QUICK, None, 2) else { return };
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     rig.squeeze(Bytes(8 * MIB));
     std::thread::scope(|scope| {
         for thread in 0..2 {
@@ -169,7 +169,7 @@ fn huge_pages_of_all_stripes_go_far_and_come_back_to_several_threads() {
 #[test]
 fn a_lane_that_panics_starts_again_and_the_others_go_on() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     rig.squeeze(Bytes(8 * MIB));
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();

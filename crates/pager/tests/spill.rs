@@ -46,10 +46,6 @@ fn faulty() -> (Arc<dyn Store>, Arc<Faults>) {
     (Arc::new(store), faults)
 }
 
-fn filled(rig: &Rig) {
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
-}
-
 fn in_file(rig: &Rig, page: u64) -> bool {
     is_in_file(rig.vm.region(0).expect("region").word(PageIdx(page)))
 }
@@ -79,7 +75,7 @@ fn count_exactly(rig: &Rig) {
 #[test]
 fn pages_that_are_far_for_long_go_to_the_file_and_every_byte_comes_back() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    filled(&rig);
+    rig.fill_all();
     wait_until_spilled(&rig);
     count_exactly(&rig);
     rig.vm.hold(Hold::Shared, None);
@@ -129,7 +125,7 @@ fn a_guest_that_writes_and_discards_while_pages_are_spilled_reads_what_it_wrote(
 #[test]
 fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    filled(&rig);
+    rig.fill_all();
     wait_until_spilled(&rig);
     rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), RAM.0)]).expect("discard");
     rig.set_limit(None);
@@ -145,7 +141,7 @@ fn a_file_store_that_does_not_answer_delays_its_pages_and_no_others() {
     let (file, faults) = faulty();
     let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
     let _release = common::Finally(|| faults.release());
-    filled(&rig);
+    rig.fill_all();
     wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
@@ -173,7 +169,7 @@ fn a_file_store_that_refuses_leaves_pages_in_ram_and_says_so_once_until_it_takes
         let (file, faults) = faulty();
         faults.fail_puts(Some(fault));
         let rig = Rig::spilling(RAM, AMPLE, QUICK, file.clone(), SOON);
-        filled(&rig);
+        rig.fill_all();
         rig.set_limit(Some(LIMIT));
         until("the refusal is reported", || rig.reported("spill-rests"));
         until("resident is at the limit", || rig.resident() <= LIMIT);
@@ -189,7 +185,7 @@ fn a_file_store_that_refuses_leaves_pages_in_ram_and_says_so_once_until_it_takes
 #[test]
 fn a_full_ram_store_does_not_stop_reclaim_while_the_file_has_room() {
     let rig = Rig::spilling(RAM, Bytes(4 * MIB), QUICK, disk(), NEVER);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     assert!(count_in_file(&rig) > 0);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -200,7 +196,7 @@ fn a_full_ram_store_does_not_stop_reclaim_while_the_file_has_room() {
 fn when_both_stores_are_full_reclaim_stops_with_an_event_and_loses_nothing() {
     let file = NullStore::new(Bytes(2 * MIB));
     let rig = Rig::spilling(RAM, Bytes(2 * MIB), QUICK, Arc::new(file), NEVER);
-    filled(&rig);
+    rig.fill_all();
     rig.set_limit(Some(LIMIT));
     until("both are full", || rig.reported("store-full") && rig.reported("spill-rests"));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -210,7 +206,7 @@ fn when_both_stores_are_full_reclaim_stops_with_an_event_and_loses_nothing() {
 fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
     let (file, faults) = faulty();
     let rig = Rig::spilling(RAM, AMPLE, QUICK, file, SOON);
-    filled(&rig);
+    rig.fill_all();
     wait_until_spilled(&rig);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     let lost = (0..rig.pages).find(|page| in_file(&rig, *page)).expect("a page in the file");
@@ -225,7 +221,7 @@ fn a_page_that_the_file_lost_is_a_memory_error_and_an_event() {
 #[test]
 fn pinning_brings_pages_of_the_file_back_too() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    filled(&rig);
+    rig.fill_all();
     wait_until_spilled(&rig);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
@@ -253,7 +249,7 @@ fn pages_of_one_repeated_word_stay_where_they_take_no_room() {
 #[test]
 fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_either() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, disk(), SOON);
-    filled(&rig);
+    rig.fill_all();
     wait_until_spilled(&rig);
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
@@ -268,7 +264,7 @@ fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_e
 #[test]
 fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
     let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(AwayStore), NEVER);
-    filled(&rig);
+    rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();

@@ -129,7 +129,7 @@ fn of_a_sample_only_its_pages_cost_a_fault() {
 #[test]
 fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     let mut source = ZapScan::new(&rig.vm);
     for _ in 0..2 {
         source.start(&all()).expect("start");
@@ -158,7 +158,7 @@ fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
 #[test]
 fn huge_pages_of_hugetlbfs_are_tracked_as_wholes() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     let mut source = ZapScan::new(&rig.vm);
     let mut watch = all();
     watch.fine = vec![FineWatch { unit: watch.coarse.pop().expect("the last"), pages: PageMap::ALL }];
@@ -191,7 +191,7 @@ fn a_unit_that_loses_pages_in_a_cycle_is_tracked_on_and_its_bytes_are_right() {
 #[test]
 fn what_reclaim_took_is_seen_touched_and_is_no_cost_of_watching() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
-    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.fill_all();
     rig.set_limit(Some(Bytes(RAM.0 / 2)));
     until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
     rig.set_limit(None);

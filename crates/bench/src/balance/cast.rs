@@ -25,6 +25,7 @@ use ballast_testvm::{Spec, Workload};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use crate::sweep::Side;
 use crate::worker::Worker;
 use crate::{Bench, cgroup, cpu, zram};
 
@@ -34,15 +35,6 @@ const LOOK: Duration = Duration::from_millis(200);
 const PATIENCE: Duration = Duration::from_secs(30);
 /// More than any bench uses.
 const UNLIMITED: u64 = 1 << 50;
-
-/// Who balances.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
-    /// Ballast, by a policy.
-    Ballast,
-    /// The kernel: all VMs are in one memory cgroup.
-    Kernel,
-}
 
 /// The word for a workload in keys.
 pub(super) fn word(workload: Workload) -> &'static str {

@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use ballast_testvm::{Spec, Workload};
 
-use super::cast::{Cast, Side, spec};
+use super::cast::{Cast, spec};
 use super::{POLICY, Scale};
 use crate::Bench;
 use crate::order::{Answer, Order};
 use crate::report::Row;
 use crate::stats::median;
+use crate::sweep::Side;
 
 /// Rounds of computing before an operation: 3 us, and 100 ms.
 const BUSY: u64 = 1000;

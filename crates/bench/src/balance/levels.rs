@@ -8,11 +8,12 @@ use anyhow::Result;
 use ballast_policy::Kind;
 use serde_json::json;
 
-use super::cast::{Cast, Side, Window, spec, word};
+use super::cast::{Cast, Window, spec, word};
 use super::{CAST, POLICY, Scale};
 use crate::Bench;
 use crate::report::Row;
 use crate::stats::median;
+use crate::sweep::Side;
 
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];

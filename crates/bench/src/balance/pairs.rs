@@ -5,11 +5,12 @@
 
 use anyhow::Result;
 
-use super::cast::{Side, spec, word};
+use super::cast::{spec, word};
 use super::levels::{Alone, geomean, measure, slowdowns};
 use super::{CAST, POLICY, Scale};
 use crate::Bench;
 use crate::report::Row;
+use crate::sweep::Side;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let scale = Scale { settle: scale.settle / 2, window: scale.window * 2 / 3, ..scale };

@@ -215,6 +215,11 @@ impl Rig {
         self.guest.copy_in(page as usize * PAGE_SIZE, &ballast_store::pages::half_compressible(seed << 32 | page));
     }
 
+    /// The same to every page, with seed 1.
+    pub fn fill_all(&self) {
+        (0..self.pages).for_each(|page| self.fill(page, 1));
+    }
+
     /// Does the page hold what [`Rig::fill`] wrote?
     pub fn holds(&self, page: u64, seed: u64) -> bool {
         let mut bytes = [0; PAGE_SIZE];
