@@ -384,10 +384,11 @@ fn regions(vm: &Vm, whole: Whereabouts) -> Vec<RegionStat> {
     let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
     let only = regions.len() == 1;
     let stat_of = |region: &Arc<Region>| {
-        let memory = if only { whole } else { vm.whereabouts_of(region).unwrap_or_default() };
+        let counted = || vm.whereabouts_of(region).unwrap_or(Whereabouts::uncounted(region.pages()));
+        let memory = if only { whole } else { counted() };
         RegionStat {
             index: region.number,
-            size_bytes: region.pages().bytes().0,
+            size_bytes: memory.size.0,
             resident_bytes: memory.resident.0,
             far_bytes: memory.far.0,
             zero_bytes: memory.zero.0,

@@ -158,10 +158,16 @@ pub struct Whereabouts {
 }
 
 impl Whereabouts {
+    /// Nothing is known of it but its size.
+    pub fn uncounted(size: PageCount) -> Self {
+        Self { size: size.bytes(), untouched: size.bytes(), ..Self::default() }
+    }
+
     fn divide(size: PageCount, [far, zero, poisoned]: [PageCount; 3], resident: PageCount) -> Self {
         let mut left = size.bytes();
-        // In this order, so that a page counted twice while it moves shrinks what is counted later, never the sum.
-        let [far, zero, poisoned, resident] = [far, zero, poisoned, resident].map(|part| {
+        // A page that is counted twice while it moves shrinks what is counted later, never the sum. What is in DRAM is measured
+        // and comes first.
+        let [resident, far, zero, poisoned] = [resident, far, zero, poisoned].map(|part| {
             let taken = part.bytes().min(left);
             left = Bytes(left.0 - taken.0);
             taken
