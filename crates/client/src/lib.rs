@@ -64,7 +64,8 @@ type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// From the attach message to its answer.
+    /// From the attach message, or new RAM, to its answer. In RAM that is far elsewhere, faults must be served first, if need be by
+    /// an engine that replaces one that hung.
     pub handshake: Duration,
     /// From a request or a discard to its answer.
     pub answer: Duration,
@@ -79,7 +80,7 @@ pub struct Timing {
 impl Default for Timing {
     fn default() -> Self {
         Self {
-            handshake: Duration::from_secs(10),
+            handshake: Duration::from_secs(30),
             answer: Duration::from_secs(5),
             backoff_first: Duration::from_millis(10),
             backoff_last: Duration::from_millis(200),
@@ -346,7 +347,7 @@ impl Client {
             }
         }
         let answer =
-            shared.link.ask(&ClientToKeeper::AddRegion(info), &[sent.as_fd()], shared.timing.answer, false, |_| {
+            shared.link.ask(&ClientToKeeper::AddRegion(info), &[sent.as_fd()], shared.timing.handshake, false, |_| {
                 lock(&shared.table).push(region);
             });
         if let Err(RequestError::Refused(_)) = &answer {

@@ -81,6 +81,11 @@ impl Served {
         self.all_unserved().values().next().cloned()
     }
 
+    /// Why this process counts as one that has not attached, if it does.
+    pub fn unserved_of(&self, pid: u32) -> Option<String> {
+        self.all_unserved().get(&pid).cloned()
+    }
+
     /// This process is not served wherever it maps the RAM.
     pub fn set_unserved(&self, pid: u32, reason: String) {
         self.all_unserved().insert(pid, reason);

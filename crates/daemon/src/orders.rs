@@ -118,12 +118,17 @@ pub enum Order {
         /// The VM.
         vm: VmId,
     },
-    /// Answered by [`Report::Done`] when all orders about the VM that came before are carried out.
+    /// Answered by [`Report::Done`] when this process can touch these regions: its faults there are served, or if they
+    /// cannot be, every page of the VM is back and stays.
     Reach {
         /// Comes back in the answer.
         seq: u64,
         /// The VM.
         vm: VmId,
+        /// The process.
+        pid: u32,
+        /// Numbers of the regions.
+        regions: Vec<u32>,
     },
     /// A process of the VM is gone.
     RemoveView {

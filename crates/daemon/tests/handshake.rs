@@ -327,8 +327,19 @@ struct Second {
 
 impl Second {
     fn start(daemon: &Daemon, name: &str, ram: &Ram) -> Self {
+        Self::start_by(Command::new(std::env::current_exe().expect("this program")), daemon, name, ram)
+    }
+
+    /// One that says it maps the RAM where nothing is mapped.
+    fn start_that_lies(daemon: &Daemon, name: &str, ram: &Ram) -> Self {
+        let mut program = Command::new(std::env::current_exe().expect("this program"));
+        program.env("BALLAST_TEST_LIES", "1");
+        Self::start_by(program, daemon, name, ram)
+    }
+
+    fn start_by(mut program: Command, daemon: &Daemon, name: &str, ram: &Ram) -> Self {
         use std::os::fd::AsRawFd;
-        let mut child = Command::new(std::env::current_exe().expect("this program"))
+        let mut child = program
             .args(["--exact", "second_process", "--ignored", "--nocapture"])
             .env("BALLAST_TEST_RAM", format!("/proc/{}/fd/{}", std::process::id(), ram.fd.as_raw_fd()))
             .env("BALLAST_TEST_SOCKET", daemon.attach_socket())
@@ -388,10 +399,14 @@ fn second_process() {
     let file = std::fs::File::options().read(true).write(true).open(ram).expect("open the RAM");
     let ram = Ram::of(file.into());
     let mut client = RawClient::new(Path::new(&socket), &name);
+    let mut info = ram.info();
+    if std::env::var_os("BALLAST_TEST_LIES").is_some() {
+        info.hva = Hva(1 << 30);
+    }
     for line in std::io::stdin().lines() {
         assert_eq!(line.expect("a line"), "attach");
         client.hang_up();
-        let socket = client.ask_to_attach(&[&ram]);
+        let socket = client.ask_to_attach_at(vec![info], &[&ram]);
         println!("asked");
         println!("answer: {:?}", socket.and_then(|socket| client.hear_of_attach(socket)));
     }
@@ -470,6 +485,93 @@ fn a_process_that_joins_a_vm_is_told_so_by_the_next_engine_if_one_dies_over_it()
     second.ask();
     kill(engine);
     assert!(second.hear("answer: ").contains("Attached"), "{}", daemon.log());
+}
+
+#[test]
+fn a_process_that_joins_a_vm_and_cannot_be_served_is_told_so_when_no_page_is_far() {
+    if no_uffd() {
+        return;
+    }
+    const PAGES: u64 = 16384;
+    let daemon = Daemon::start("quarantine_ms = 100\n");
+    let ram = Ram::new(PAGES);
+    for page in 0..PAGES {
+        ram.map.words(page as usize * 4096, 1)[0].store(page * 7919 + 1, Ordering::Relaxed);
+    }
+    let info = ram.info();
+    let _client = ballast_client::Client::builder()
+        .name("web")
+        .socket(daemon.attach_socket())
+        .limit(1 << 20)
+        .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
+        .attach()
+        .expect("attach");
+    until("most pages are far", || daemon.api.vm("web").is_ok_and(|vm| vm.far_bytes > (PAGES - 512) * 4096));
+    let mut second = Second::start_that_lies(&daemon, "web", &ram);
+    assert!(second.attach().contains("Attached"), "{}", daemon.log());
+    let vm = daemon.vm("web");
+    assert_eq!((vm.far_bytes, vm.resident_bytes, vm.status), (0, PAGES * 4096, VmStatus::Blocked), "{vm:?}");
+    let events = daemon.api.events().expect("events");
+    assert!(events.iter().any(|event| event.kind == "view-incomplete"), "{events:?}");
+}
+
+/// The keeper has heard all that was said to it before.
+fn has_heard(daemon: &Daemon) {
+    let socket = connect(&daemon.attach_socket()).expect("connect");
+    let ram = Ram::new(16);
+    for _ in 0..2 {
+        let nonsense = wire::encode(&ClientToKeeper::AddRegion(ram.info()));
+        scm::send(&socket, &nonsense, &[ram.fd.as_fd()]).expect("send");
+        assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))), "it has not attached");
+    }
+}
+
+#[test]
+fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_when_the_vm_is_served() {
+    if no_uffd() {
+        return;
+    }
+    let mut daemon = Daemon::start("");
+    let (a, b) = (Ram::new(16), Ram::new(32));
+    let mut vmm = attached(&daemon, "web", &[&a, &b]);
+    let mut second = Second::start(&daemon, "web", &a);
+    assert!(second.attach().contains("Attached"));
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    vmm.hang_up();
+    assert!(second.attach().contains("Attached"), "what it touches is registered: {}", daemon.log());
+    // This one was no part of the VM, and what it touches is not.
+    let mut third = Second::start(&daemon, "web", &a);
+    third.ask();
+    has_heard(&daemon);
+    assert!(!third.has_more_to_say(), "nobody serves the VM yet");
+    assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());
+    assert!(third.hear("answer: ").contains("Attached"), "{}", daemon.log());
+    assert_eq!(daemon.vm("web").regions.len(), 2);
+}
+
+#[test]
+fn a_process_that_brings_only_a_missing_region_joins_the_vm_that_misses_it() {
+    if no_uffd() {
+        return;
+    }
+    let mut daemon = Daemon::start("");
+    let (a, b) = (Ram::new(16), Ram::new(32));
+    let mut vmm = attached(&daemon, "web", &[&a, &b]);
+    let id = daemon.vm("web").id;
+    let mut second = Second::start(&daemon, "web", &a);
+    assert!(second.attach().contains("Attached"));
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    vmm.hang_up();
+    assert!(second.attach().contains("Attached"), "{}", daemon.log());
+    let mut third = Second::start(&daemon, "other", &b);
+    assert!(third.attach().contains("Attached"), "{}", daemon.log());
+    assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());
+    until("the VM is served", || daemon.api.vm("web").is_ok());
+    assert_eq!((daemon.vm("web").id, daemon.api.vms().expect("VMs").len()), (id, 1));
 }
 
 #[test]

@@ -19,6 +19,7 @@ use ballast_pager::recover::recover;
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stats::Counter;
 use ballast_pager::stores::{AwayStore, Stores};
+use ballast_pager::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{Budget, Codec, FileOptions, FileStore, RamOptions, RamStore, Store};
 use ballast_sys::scm;
@@ -268,7 +269,11 @@ impl Engine {
                 let removed = view.map_or(Ok(None), |view| served.vm.remove_region(&view, hva));
                 self.done(seq, removed.map(|_| ()))
             }
-            (Order::Pin { seq, reason, .. }, Some(served)) => self.pin(served, seq, reason),
+            (Order::Pin { seq, reason, .. }, Some(served)) => self.restore(served, Hold::Pinned, reason, seq),
+            (Order::Reach { seq, pid, regions, .. }, Some(served)) => self.reach(served, seq, pid, &regions),
+            (Order::Reach { seq, .. }, None) => {
+                self.done(seq, Err(io::Error::other("the VM could not be opened, so nobody is served")))
+            }
             (Order::MayPin { seq, .. }, Some(served)) => {
                 served.vm.set_may_pin();
                 self.done(seq, Ok(()))
@@ -278,7 +283,6 @@ impl Engine {
                 served.clear_unserved(pid);
                 Ok(())
             }
-            (Order::Reach { seq, .. }, _) => self.done(seq, Ok(())),
             // Nothing is reclaimed from a VM that is not open: what they ask for is so.
             (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
                 self.done(seq, Ok(()))
@@ -298,12 +302,29 @@ impl Engine {
         self.report(&Report::Done { seq, result: result.map_err(|error| error.to_string()) })
     }
 
-    /// The VMM is about to pin this memory and waits for the answer. It comes when every page is back, because a device
-    /// that pins a far page would make the VMM wait for it in the kernel; it comes from a thread of its own, because
-    /// that takes a second for some 100,000 far pages.
-    fn pin(&self, served: &Arc<Served>, seq: u64, reason: String) -> anyhow::Result<()> {
+    /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that none
+    /// is.
+    fn reach(&self, served: &Arc<Served>, seq: u64, pid: u32, regions: &[u32]) -> anyhow::Result<()> {
+        let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
+        let in_all =
+            |views: &[Arc<View>]| regions.iter().all(|number| views.iter().any(|view| view.base(*number).is_some()));
+        if in_all(&its) && served.unserved_of(pid).is_none() {
+            return self.done(seq, Ok(()));
+        }
+        let reason = served.unserved_of(pid).unwrap_or_else(|| format!("process {pid} is not served"));
+        served.set_unserved(pid, reason.clone());
+        if !in_all(&others) {
+            return self.done(seq, Err(io::Error::other(format!("{reason}; no other process maps all of its RAM"))));
+        }
+        self.restore(served, Hold::Shared, reason, seq)
+    }
+
+    /// Keep every page in memory, and answer when all are back: a VMM that is about to pin its memory must not wait for a
+    /// far page in the kernel, and a process that cannot be served must find none. From a thread of its own, because that
+    /// takes a second for some 100,000 far pages.
+    fn restore(&self, served: &Arc<Served>, kind: Hold, reason: String, seq: u64) -> anyhow::Result<()> {
         let keeper = self.keeper.clone();
-        let begun = served.restore(Hold::Pinned, reason, move |result| {
+        let begun = served.restore(kind, reason, move |result| {
             let report = Report::Done { seq, result: result.map_err(|error| error.to_string()) };
             if let Err(error) = scm::send(&*keeper, &wire::encode(&report), &[]) {
                 tracing::error!("Reporting to the keeper: {error}");

@@ -1,6 +1,7 @@
 //! Attach: how a process's RAM becomes a VM, or one more view of one, or a VM that was there before.
 //!
-//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told and the client answered.
+//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client is answered:
+//! one that joins a VM, when its faults are served.
 //! Threads: the keeper's one.
 //! Promise: a VM is who its id says. A resumed one gets its words back whoever has taken its name, whichever of its
 //! processes comes first, and only after the engine that may have been serving it is gone.
@@ -75,6 +76,9 @@ impl Keeper {
             self.tell_added(vm, pid, &added);
         }
         let spans = spans?;
+        // Before anybody serves it: without escrow it could not come back after this keeper's death.
+        let escrow = if is_new { self.vms[index].escrow().inspect_err(|_| drop(self.vms.pop()))? } else { Vec::new() };
+        let numbers = spans.iter().map(|(_, number)| *number).collect();
         let entry = &mut self.vms[index];
         if let Some(reason) = &attach.pinned {
             entry.pinned = Some(reason.clone());
@@ -92,13 +96,17 @@ impl Keeper {
         self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
         tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
         if is_new {
-            // Nothing of a new VM is far; what is far of one that comes back is registered, and its faults wait.
+            // Nothing of a new VM is far. What is far of one that comes back is registered, and its faults wait.
             self.search_or_hand_over(vm);
-            self.answer_attached(key);
+            self.give_escrow(key, vm, &escrow);
         } else if self.vms[index].search.is_some() {
-            // It may search for a minute; nobody is served meanwhile, and nothing more goes.
+            // It may search for a minute, and nobody is served meanwhile.
+            if attach.resume.is_some() {
+                self.answer_attached(key);
+            } else {
+                self.answer_when_served(key, numbers, Answer::Attached)?;
+            }
             self.tend_vm(vm);
-            self.answer_attached(key);
         } else {
             // A new engine would learn these from OpenVm; the one that runs must be told.
             if let Some(reason) = attach.pinned.clone() {
@@ -109,7 +117,7 @@ impl Keeper {
             }
             self.order(&order.0, &order.1);
             // Pages may be far already: until its faults are seen, it would read zeros in their place.
-            self.answer_when_done(key, Answer::Attached)?;
+            self.answer_when_served(key, numbers, Answer::Attached)?;
         }
         Ok(())
     }
@@ -264,9 +272,9 @@ impl Keeper {
             view.spans.push((info, number));
         }
         self.tell_region(vm, pid, info, number);
-        if known.is_some() && self.vm(vm).is_some_and(|vm| vm.search.is_none()) {
+        if known.is_some() {
             // Pages of it may be far already, as for a process that attaches to a VM that is there.
-            return self.answer_when_done(key, Answer::Ok);
+            return self.answer_when_served(key, vec![number], Answer::Ok);
         }
         self.answer(key, &KeeperToClient::Ok, &[]);
         Ok(())

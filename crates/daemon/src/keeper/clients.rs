@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::io::ErrorKind;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -250,9 +250,10 @@ impl Keeper {
             self.forget_region(*key, *vm, *hva);
         }
         match (result, answer) {
-            (Err(reason), _) => self.answer(*key, &KeeperToClient::Refused(reason), &[]),
+            (Err(reason), Answer::Ok) => self.answer(*key, &KeeperToClient::Refused(reason), &[]),
             (Ok(()), Answer::Ok) => self.answer(*key, &KeeperToClient::Ok, &[]),
             (Ok(()), Answer::Attached) => self.answer_attached(*key),
+            (Err(reason), Answer::Attached) => self.refuse_attached(*key, &reason),
         }
     }
 
@@ -260,16 +261,22 @@ impl Keeper {
     pub(super) fn answer_attached(&mut self, key: u64) {
         let escrow = self.entry_of(key).and_then(|entry| Ok((entry.state.id(), entry.escrow()?)));
         match escrow {
-            Ok((vm, escrow)) => {
-                let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
-                self.answer(key, &KeeperToClient::Attached(vm), &files);
-            }
+            Ok((vm, escrow)) => self.give_escrow(key, vm, &escrow),
             // Without escrow it could not come back after this keeper's death.
-            Err(reason) => {
-                self.answer(key, &KeeperToClient::Refused(reason.clone()), &[]);
-                self.drop_client(key, &reason);
-            }
+            Err(reason) => self.refuse_attached(key, &reason),
         }
+    }
+
+    /// Tell a client that it is attached.
+    pub(super) fn give_escrow(&mut self, key: u64, vm: VmId, escrow: &[OwnedFd]) {
+        let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
+        self.answer(key, &KeeperToClient::Attached(vm), &files);
+    }
+
+    /// It looked well when it attached, and cannot be after all.
+    fn refuse_attached(&mut self, key: u64, reason: &str) {
+        self.answer(key, &KeeperToClient::Refused(reason.to_owned()), &[]);
+        self.drop_client(key, reason);
     }
 
     pub(super) fn drop_client(&mut self, key: u64, why: &str) {
@@ -297,9 +304,9 @@ impl Keeper {
         views.filter(move |(_, view)| view.vm == vm)
     }
 
-    /// Answer a client when the engine has done all that it was told so far about the client's VM.
-    pub(super) fn answer_when_done(&mut self, key: u64, answer: Answer) -> Result<(), String> {
-        self.ask_engine(key, answer, |seq, vm, _| Order::Reach { seq, vm })
+    /// Answer a client when it can touch these regions of its VM (see [`Order::Reach`]).
+    pub(super) fn answer_when_served(&mut self, key: u64, regions: Vec<u32>, answer: Answer) -> Result<(), String> {
+        self.ask_engine(key, answer, |seq, vm, pid| Order::Reach { seq, vm, pid, regions })
     }
 
     /// Give the engine an order that the client waits for.

@@ -86,9 +86,10 @@ impl VmEntry {
         self.files.iter().chain(self.file_store.iter().flatten()).chain(ram).cloned().collect()
     }
 
-    /// Is one of these files RAM that somebody has brought to this VM?
+    /// Is one of these files RAM of this VM, brought or still missing?
     pub fn has_any(&self, mut files: impl Iterator<Item = FileId>) -> bool {
-        files.any(|file| self.ram.iter().flatten().any(|(_, id)| *id == file))
+        let regions = self.state.regions();
+        files.any(|file| regions.iter().any(|record| !record.removed && record.file == file))
     }
 
     /// Regions that are not unplugged and whose RAM nobody has brought.

@@ -100,8 +100,13 @@ impl RawClient {
 
     /// The first half of it.
     pub fn ask_to_attach(&self, ram: &[&Ram]) -> Option<OwnedFd> {
+        self.ask_to_attach_at(ram.iter().map(|ram| ram.info()).collect(), ram)
+    }
+
+    /// The same, saying that the RAM is mapped there.
+    pub fn ask_to_attach_at(&self, regions: Vec<RegionInfo>, ram: &[&Ram]) -> Option<OwnedFd> {
         let socket = connect(&self.path)?;
-        let message = self.message(ram.iter().map(|ram| ram.info()).collect());
+        let message = self.message(regions);
         let bytes = wire::encode(&ClientToKeeper::Attach(message));
         scm::send(&socket, &bytes, &self.descriptors(ram)).ok()?;
         Some(socket)

@@ -1,7 +1,7 @@
 //! Bringing all of a VM back, and finishing what a dead engine had begun.
 //!
-//! Before: memory is about to be pinned, or somebody maps it who has not attached; or an engine took over. After: every page is
-//! in its file. Threads: any; it takes seconds for millions of pages. Promise: no page goes out meanwhile.
+//! Before: memory is about to be pinned, or somebody maps it who has not attached; or an engine took over. After: none is
+//! far: each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages. Promise: no page goes out meanwhile.
 
 use std::io;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::region::Region;
 use crate::stats::Counter;
 
 impl Vm {
-    /// Hold reclaim for this reason and bring every page back. Returns when all are resident.
+    /// Hold reclaim for this reason and bring every page back. Returns when none is far.
     pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
         self.hold(kind, Some(reason));
         // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch that
