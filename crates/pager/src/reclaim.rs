@@ -139,7 +139,6 @@ pub fn run(vm: &Vm) {
     while !vm.is_stopping() {
         vm.wait(pause);
         vm.pressure.sample(vm.stats(), Instant::now());
-        vm.stores.ram.tidy();
         pause = match lane.round() {
             Ok(pause) => pause,
             Err(error) => {
@@ -152,6 +151,10 @@ pub fn run(vm: &Vm) {
                 STORE_REST
             }
         };
+        // Only now, and not in a hurry: what restores have emptied is ready to hold what goes out next.
+        if pause > DIRECT {
+            vm.stores.ram.tidy();
+        }
     }
     vm.gate.open();
     lane.release_all();
