@@ -70,6 +70,11 @@ fn bounds(vm: &VmSample, smallest: u64) -> (u64, u64) {
     (pages_ceil(reserved).min(hi), hi)
 }
 
+/// What is protected of a VM, in pages, within its bounds.
+fn protected(part: &Managed<'_>) -> u64 {
+    pages_ceil(part.vm.settings.protect_bytes).clamp(part.lo, part.hi.max(part.lo))
+}
+
 /// Why no plan sets a limit for this VM.
 fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
     if let Some(why) = &vm.held {
@@ -130,10 +135,14 @@ impl<'a> Frame<'a> {
         sum(self.managed.iter().map(of))
     }
 
+    /// What each of `managed` will have at least, in pages: what is protected, while the budget holds all of that.
+    pub fn least(&self) -> Vec<u64> {
+        let keeps_protected = self.total(protected) <= self.budget;
+        self.managed.iter().map(|part| if keeps_protected { protected(part) } else { part.lo }).collect()
+    }
+
     /// Divide the budget by these weights, one for each of `managed`. With `settle`, small changes are not made.
     pub fn divide(mut self, weights: &[f64], settle: bool) -> Plan {
-        let protected =
-            |part: &Managed<'_>| pages_ceil(part.vm.settings.protect_bytes).clamp(part.lo, part.hi.max(part.lo));
         let budget_bytes = bytes(self.budget);
         let most_bytes = bytes(self.total(|part| part.hi));
         let protected_bytes = bytes(self.total(protected));

@@ -199,14 +199,16 @@ impl Policy for Gain {
                 shares: part.vm.settings.effective_shares(),
             });
         }
-        lend(&mut weights, &gaps, frame.budget_pages() as f64);
+        lend(&mut weights, &gaps, &frame.least(), frame.budget_pages() as f64);
         frame.divide(&weights, true)
     }
 }
 
-/// Give what nobody has to those who would gain from it, each a part of its gap.
-fn lend(weights: &mut [f64], gaps: &[f64], budget: f64) {
-    let (left, wanted) = (budget - weights.iter().sum::<f64>(), gaps.iter().sum::<f64>());
+/// Give what nobody has to those who would gain from it, each a part of its gap. Who should have less than its `least` has
+/// that all the same, and so it is not there to be lent.
+fn lend(weights: &mut [f64], gaps: &[f64], least: &[u64], budget: f64) {
+    let given: f64 = weights.iter().zip(least).map(|(weight, least)| weight.max(*least as f64)).sum();
+    let (left, wanted) = (budget - given, gaps.iter().sum::<f64>());
     if left > 0.0 && wanted > 0.0 {
         let part = (left / wanted).min(1.0);
         weights.iter_mut().zip(gaps).for_each(|(weight, gap)| *weight += gap * part);
@@ -302,12 +304,15 @@ mod tests {
     #[test]
     fn what_nobody_has_is_lent_to_who_gains_and_no_more_than_that() {
         let mut weights = [100.0, 50.0, 10.0];
-        lend(&mut weights, &[0.0, 0.0, 80.0], 200.0);
+        let least = [0, 0, 10];
+        lend(&mut weights, &[0.0, 0.0, 80.0], &least, 200.0);
         assert_eq!(weights, [100.0, 50.0, 50.0]);
-        lend(&mut weights, &[30.0, 0.0, 20.0], 300.0);
+        lend(&mut weights, &[30.0, 0.0, 20.0], &least, 300.0);
         assert_eq!(weights, [130.0, 50.0, 70.0], "the rest is for whoever divides");
-        lend(&mut weights, &[30.0, 0.0, 20.0], 250.0);
+        lend(&mut weights, &[30.0, 0.0, 20.0], &least, 250.0);
         assert_eq!(weights, [130.0, 50.0, 70.0], "there is nothing left");
+        lend(&mut weights, &[30.0, 0.0, 20.0], &[0, 100, 0], 300.0);
+        assert_eq!(weights, [130.0, 50.0, 70.0], "what the second is to have is not there to be lent");
     }
 
     #[test]
