@@ -2,7 +2,8 @@
 //!
 //! Before: eight VMs of each side have filled their memory and run without pressure. After: a row for each level.
 //! Units: slowdowns; a level is in percent of the RAM of all VMs. Promise: the speed without pressure is measured on each
-//! side by itself, twice, and the difference of the two is the noise; no VM's slowdown is left out.
+//! side by itself, before and after each level: a level is compared with their mean, so that a machine that drifts changes
+//! little, and their difference is the noise; no VM's slowdown is left out.
 
 use anyhow::Result;
 use ballast_policy::Kind;
@@ -56,12 +57,18 @@ pub(super) fn measure(
     Ok(seen)
 }
 
-/// One side without pressure.
+/// One side, and how fast each VM was without pressure when that was last looked at.
 pub(super) struct Alone {
     pub cast: Cast,
     pub speeds: Vec<f64>,
-    /// Slowdown of a second look against the first: the noise.
-    aa: Vec<f64>,
+}
+
+/// What a level is compared with.
+pub(super) struct Base {
+    /// Speed of each VM without pressure: the mean of before and after.
+    pub speeds: Vec<f64>,
+    /// Slowdown after, against before, in each window: the noise.
+    pub aa: Vec<f64>,
 }
 
 impl Alone {
@@ -69,10 +76,17 @@ impl Alone {
         let mut cast = Cast::start(bench, side, specs)?;
         cast.rest(bench)?;
         let soon = Scale { settle: scale.window / 4, ..scale };
-        let windows = measure(bench, &mut cast, Kind::None, None, soon, scale.windows * 2)?;
-        let (first, second) = windows.split_at(scale.windows);
-        let aa = second.iter().map(|window| geomean(&slowdowns(&speeds(first), window))).collect();
-        Ok(Self { cast, speeds: speeds(&windows), aa })
+        let windows = measure(bench, &mut cast, Kind::None, None, soon, scale.windows)?;
+        Ok(Self { cast, speeds: speeds(&windows) })
+    }
+
+    /// Look once more, after a level.
+    pub fn after(&mut self, bench: &Bench, scale: Scale) -> Result<Base> {
+        let windows = measure(bench, &mut self.cast, Kind::None, None, scale, scale.windows.div_ceil(2))?;
+        let aa = windows.iter().map(|window| geomean(&slowdowns(&self.speeds, window))).collect();
+        let before = std::mem::replace(&mut self.speeds, speeds(&windows));
+        let speeds = before.iter().zip(&self.speeds).map(|(before, after)| (before + after) / 2.0).collect();
+        Ok(Base { speeds, aa })
     }
 }
 
@@ -94,9 +108,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         row.fact("level_bytes", bytes);
         row.fact("vm_bytes", scale.ram_bytes);
         row.fact("policy", POLICY.word());
-        row.figure("aa_geomean_slowdown", &ours.aa);
         let seen = measure(bench, &mut ours.cast, POLICY, Some(bytes), scale, scale.windows)?;
-        let us = report(&mut row, "", &ours, &seen);
         let per_minute = |window: &Window| window.changed as f64 * 60.0 / window.seconds;
         row.figure("limit_changes_per_min", &seen.iter().map(per_minute).collect::<Vec<_>>());
         let per_tick = |window: &Window| window.control_us / window.ticks.max(1) as f64;
@@ -108,18 +120,23 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
             SHORT => &[Kind::Maestro, Kind::Pressure, Kind::Ratio],
             _ => &[Kind::Maestro],
         };
-        for policy in others.iter().copied() {
-            let seen = measure(bench, &mut ours.cast, policy, Some(bytes), scale, scale.windows)?;
-            let slow: Vec<f64> = seen.iter().map(|window| geomean(&slowdowns(&ours.speeds, window))).collect();
+        let by_others = others
+            .iter()
+            .map(|policy| measure(bench, &mut ours.cast, *policy, Some(bytes), scale, scale.windows))
+            .collect::<Result<Vec<_>>>()?;
+        let base = ours.after(bench, scale)?;
+        let us = report(&mut row, "", &ours.cast, &base, &seen);
+        for (policy, seen) in others.iter().zip(by_others) {
+            let slow: Vec<f64> = seen.iter().map(|window| geomean(&slowdowns(&base.speeds, window))).collect();
             row.figure(&format!("{policy}_geomean_slowdown"), &slow);
             row.figure(&format!("{policy}_resident_bytes"), &seen.iter().map(|w| w.resident_bytes).collect::<Vec<_>>());
         }
         let kernel = theirs.as_mut().map_err(|why| why.clone()).and_then(|theirs| {
-            let seen = measure(bench, &mut theirs.cast, Kind::None, Some(bytes), scale, scale.windows);
-            let seen = seen.map_err(|error| format!("{error:#}"))?;
+            let both = measure(bench, &mut theirs.cast, Kind::None, Some(bytes), scale, scale.windows)
+                .and_then(|seen| Ok((seen, theirs.after(bench, scale)?)));
+            let (seen, base) = both.map_err(|error| format!("{error:#}"))?;
             row.fact("kernel_own_bytes", theirs.cast.own_bytes);
-            row.figure("kernel_aa_geomean_slowdown", &theirs.aa);
-            Ok(report(&mut row, "kernel_", theirs, &seen))
+            Ok(report(&mut row, "kernel_", &theirs.cast, &base, &seen))
         });
         match kernel {
             Ok(kernel) => {
@@ -146,9 +163,10 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
 }
 
 /// One side's figures at a level; answers the geometric mean of each window.
-fn report(row: &mut Row, prefix: &str, side: &Alone, seen: &[Window]) -> Vec<f64> {
-    let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&side.speeds, window)).collect();
+fn report(row: &mut Row, prefix: &str, cast: &Cast, base: &Base, seen: &[Window]) -> Vec<f64> {
+    let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&base.speeds, window)).collect();
     let means: Vec<f64> = slow.iter().map(|window| geomean(window)).collect();
+    row.figure(&format!("{prefix}aa_geomean_slowdown"), &base.aa);
     row.figure(&format!("{prefix}geomean_slowdown"), &means);
     row.figure(
         &format!("{prefix}resident_bytes"),
@@ -164,14 +182,14 @@ fn report(row: &mut Row, prefix: &str, side: &Alone, seen: &[Window]) -> Vec<f64
     row.figure(&format!("{prefix}others_cpu_pct"), &others);
     for workload in CAST {
         let of = |window: &Window| {
-            let vms = side.cast.vms.iter().zip(&window.misses_per_kop);
+            let vms = cast.vms.iter().zip(&window.misses_per_kop);
             vms.filter(|(vm, _)| vm.spec.workload == workload).map(|(_, misses)| misses / 2.0).sum::<f64>()
         };
         let key = format!("{prefix}misses_per_kop_{}", word(workload));
         row.figure(&key, &seen.iter().map(of).collect::<Vec<_>>());
     }
     let mut worst = (0.0, String::new());
-    for (at, vm) in side.cast.vms.iter().enumerate() {
+    for (at, vm) in cast.vms.iter().enumerate() {
         let of: Vec<f64> = slow.iter().map(|window| window[at]).collect();
         let name = format!("{}_{}", word(vm.spec.workload), vm.spec.seed);
         if let Some(slow) = median(&of).filter(|slow| *slow > worst.0) {

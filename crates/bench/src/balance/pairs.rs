@@ -1,7 +1,7 @@
 //! Blowfish, section 5.2: VMs in pairs, with half of the memory that both together use at their peak.
 //!
 //! Before: two VMs of different workloads have filled their memory. After: a row for each pair.
-//! Units: slowdowns against the same pair without pressure. Promise: every pair of the four workloads is there.
+//! Units: slowdowns against the same pair without pressure, before and after. Promise: every pair of the four workloads is there.
 
 use anyhow::Result;
 
@@ -50,10 +50,12 @@ fn one(
     prefix: &str,
     row: &mut Row,
 ) -> Result<()> {
-    let Alone { mut cast, speeds, .. } = Alone::start(bench, side, specs, Scale { windows: 1, ..scale })?;
-    let half = cast.size_bytes() / 2;
-    let seen = measure(bench, &mut cast, POLICY, Some(half), scale, scale.windows)?;
-    let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&speeds, window)).collect();
+    let mut pair = Alone::start(bench, side, specs, Scale { windows: 2, ..scale })?;
+    let half = pair.cast.size_bytes() / 2;
+    let seen = measure(bench, &mut pair.cast, POLICY, Some(half), scale, scale.windows)?;
+    let base = pair.after(bench, scale)?;
+    let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&base.speeds, window)).collect();
+    row.figure(&format!("{prefix}pair_aa_geomean_slowdown"), &base.aa);
     row.figure(&format!("{prefix}pair_slowdown"), &slow.iter().map(|window| geomean(window)).collect::<Vec<_>>());
     for (at, spec) in specs.iter().enumerate() {
         let of: Vec<f64> = slow.iter().map(|window| window[at]).collect();
@@ -63,6 +65,6 @@ fn one(
         &format!("{prefix}resident_bytes"),
         &seen.iter().map(|window| window.resident_bytes).collect::<Vec<_>>(),
     );
-    cast.wake()?;
-    cast.verify(bench)
+    pair.cast.wake()?;
+    pair.cast.verify(bench)
 }
