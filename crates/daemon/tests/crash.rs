@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_api::{VmClass, VmStatus};
@@ -160,35 +159,22 @@ fn a_vmm_that_unmaps_ram_without_a_word_loses_the_limit_but_no_byte_of_the_rest(
     if common::raw::no_uffd() {
         return;
     }
-    const PAGES: usize = 2048;
+    const PAGES: u64 = 2048;
     let daemon = Daemon::start(QUICK);
-    let (kept, gone) = (Ram::new(PAGES as u64), Ram::new(PAGES as u64));
-    let word = |ram: &Ram, page: usize| ram.map.words(page * 4096, 1)[0].load(Ordering::Relaxed);
-    for page in 0..PAGES {
-        for ram in [&kept, &gone] {
-            ram.map.words(page * 4096, 1)[0].store(page as u64 * 7919 + 1, Ordering::Relaxed);
-        }
-    }
-    let region = |ram: &Ram| (ram.fd.try_clone().expect("dup"), ram.info());
-    let builder = ballast_client::Client::builder().name("careless").socket(daemon.attach_socket()).limit(1 << 20);
-    let builder = [&kept, &gone].into_iter().fold(builder, |builder, ram| {
-        let (fd, info) = region(ram);
-        builder.region(fd, info.hva, info.len, info.file_offset)
-    });
-    let _client = builder.attach().expect("attach");
-    until("most pages are far", || {
-        daemon.api.vm("careless").is_ok_and(|vm| vm.far_bytes > (2 * PAGES as u64 - 512) * 4096)
-    });
+    let (kept, gone) = (Ram::new(PAGES), Ram::new(PAGES));
+    [&kept, &gone].into_iter().for_each(Ram::mark);
+    let _client = gone.join(kept.vm(&daemon, "careless").limit(1 << 20)).attach().expect("attach");
+    until("most pages are far", || daemon.api.vm("careless").is_ok_and(|vm| vm.far_bytes > (2 * PAGES - 512) * 4096));
     drop(gone);
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     for page in 0..PAGES {
-        assert_eq!(word(&kept, page), page as u64 * 7919 + 1, "page {page}\n{}", daemon.log());
+        assert!(kept.is_marked(page), "page {page}\n{}", daemon.log());
     }
     let events = daemon.api.events().expect("events");
     assert!(events.iter().any(|event| event.kind == "view-incomplete"), "{events:?}");
     assert_eq!(daemon.vm("careless").status, VmStatus::Blocked);
-    until("its other pages stay", || daemon.vm("careless").resident_bytes >= PAGES as u64 * 4096);
+    until("its other pages stay", || daemon.vm("careless").resident_bytes >= PAGES * 4096);
 }
 
 #[test]
@@ -196,24 +182,15 @@ fn memory_that_is_pinned_is_all_there_when_the_answer_comes() {
     if common::raw::no_uffd() {
         return;
     }
-    const PAGES: usize = 4096;
+    const PAGES: u64 = 4096;
     let daemon = Daemon::start(QUICK);
-    let ram = Ram::new(PAGES as u64);
-    for page in 0..PAGES {
-        ram.map.words(page * 4096, 1)[0].store(page as u64 * 7919 + 1, Ordering::Relaxed);
-    }
-    let info = ram.info();
-    let client = ballast_client::Client::builder()
-        .name("pinned")
-        .socket(daemon.attach_socket())
-        .limit(1 << 20)
-        .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
-        .attach()
-        .expect("attach");
-    until("most pages are far", || daemon.api.vm("pinned").is_ok_and(|vm| vm.far_bytes > (PAGES as u64 - 512) * 4096));
+    let ram = Ram::new(PAGES);
+    ram.mark();
+    let client = ram.vm(&daemon, "pinned").limit(1 << 20).attach().expect("attach");
+    until("most pages are far", || daemon.api.vm("pinned").is_ok_and(|vm| vm.far_bytes > (PAGES - 512) * 4096));
     client.pin("a device").expect("pinned");
     let vm = daemon.vm("pinned");
-    assert_eq!((vm.far_bytes, vm.resident_bytes), (0, PAGES as u64 * 4096), "{vm:?}");
+    assert_eq!((vm.far_bytes, vm.resident_bytes), (0, PAGES * 4096), "{vm:?}");
     // A successor holds it, too, and brings back nothing because nothing is away.
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
@@ -236,7 +213,7 @@ fn spilling_over(budget: &str, dir: &std::path::Path) -> String {
 fn no_disk() -> bool {
     use ballast_store::{Budget, FileOptions, FileStore};
     let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(ballast_base::Bytes(2 << 20))));
-    common::skip("disk", made.err().map(|error| error.to_string()))
+    common::missing("disk", made.err().map(|error| error.to_string()))
 }
 
 /// Pages go to the file and come back from it, now, and many are in it.
@@ -282,7 +259,7 @@ fn an_engine_killed_while_pages_go_to_a_file_and_come_back_loses_no_byte() {
 fn huge_pages(ram: u64) -> Option<PoolLoan> {
     let loan = PoolLoan::new(ram / HUGE_SIZE as u64);
     let why = loan.as_ref().err().map(|error| error.to_string());
-    if common::skip("hugetlb", why) { None } else { loan.ok() }
+    if common::missing("hugetlb", why) { None } else { loan.ok() }
 }
 
 #[test]

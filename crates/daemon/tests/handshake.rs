@@ -412,6 +412,36 @@ fn second_process() {
     }
 }
 
+/// The keeper is killed, and the next one listens.
+fn next_keeper(daemon: &mut Daemon) {
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+}
+
+/// The keeper has heard all that was said to it before: after two answers it has looked at everybody.
+fn has_heard(daemon: &Daemon) {
+    let socket = connect(&daemon.attach_socket()).expect("connect");
+    let ram = Ram::new(16);
+    for _ in 0..2 {
+        let nonsense = wire::encode(&ClientToKeeper::AddRegion(ram.info()));
+        scm::send(&socket, &nonsense, &[ram.fd.as_fd()]).expect("send");
+        assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))), "it has not attached");
+    }
+}
+
+/// A VM of two regions under its next keeper, which waits: the process that maps both is not back, one that maps the first
+/// alone is.
+fn half_back(daemon: &mut Daemon, a: &Ram, b: &Ram) -> (RawClient, Second) {
+    let mut vmm = attached(daemon, "web", &[a, b]);
+    let mut second = Second::start(daemon, "web", a);
+    assert!(second.attach().contains("Attached"));
+    next_keeper(daemon);
+    vmm.hang_up();
+    assert!(second.attach().contains("Attached"), "what it touches is registered: {}", daemon.log());
+    (vmm, second)
+}
+
 #[test]
 fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
     if no_uffd() {
@@ -424,9 +454,7 @@ fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
     assert!(second.attach().contains("Attached"));
     let id = daemon.vm("web").id;
 
-    daemon.kill_keeper();
-    daemon.restart_keeper();
-    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    next_keeper(&mut daemon);
     vmm.hang_up();
     // The second process maps only one of the regions, and comes first.
     assert!(second.attach().contains("Attached"), "{}", daemon.log());
@@ -438,9 +466,7 @@ fn processes_of_one_vm_come_back_in_any_order_each_with_the_regions_it_maps() {
     assert_eq!(sizes, [16, 32, 64], "no region was given up, and the new one is there: {vm:?}");
 
     // And the other way round, this time with an engine that has the VM when the second process comes.
-    daemon.kill_keeper();
-    daemon.restart_keeper();
-    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
+    next_keeper(&mut daemon);
     assert!(attaches(&mut vmm, &[&a, &b, &plugged]), "{}", daemon.log());
     until("the VM is served", || daemon.api.vm("web").is_ok());
     assert!(second.attach().contains("Attached"), "{}", daemon.log());
@@ -454,16 +480,12 @@ fn a_process_that_joins_a_vm_is_not_told_so_before_its_faults_are_served() {
     }
     let daemon = Daemon::start("");
     let (ram, other) = (Ram::new(16), Ram::new(16));
-    let vmm = attached(&daemon, "web", &[&ram]);
+    let _vmm = attached(&daemon, "web", &[&ram]);
     let mut second = Second::start(&daemon, "web", &ram);
     let engine = daemon.engine_pid().expect("an engine runs");
     signal_process(engine, Signal::STOP);
     second.ask();
-    // Two answers of the keeper later it has heard the second process as well. The first process maps nothing new.
-    for _ in 0..2 {
-        let nonsense = vmm.ask(&ClientToKeeper::AddRegion(ram.info()), &[ram.fd.as_fd()]);
-        assert!(matches!(nonsense, Some(KeeperToClient::Refused(_))), "{nonsense:?}");
-    }
+    has_heard(&daemon);
     assert!(!second.has_more_to_say(), "the engine cannot have seen it");
     // A new VM has nothing that could be far.
     assert!(attaches(&mut RawClient::new(&daemon.attach_socket(), "other"), &[&other]));
@@ -495,17 +517,8 @@ fn a_process_that_joins_a_vm_and_cannot_be_served_is_told_so_when_no_page_is_far
     const PAGES: u64 = 16384;
     let daemon = Daemon::start("quarantine_ms = 100\n");
     let ram = Ram::new(PAGES);
-    for page in 0..PAGES {
-        ram.map.words(page as usize * 4096, 1)[0].store(page * 7919 + 1, Ordering::Relaxed);
-    }
-    let info = ram.info();
-    let _client = ballast_client::Client::builder()
-        .name("web")
-        .socket(daemon.attach_socket())
-        .limit(1 << 20)
-        .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
-        .attach()
-        .expect("attach");
+    ram.mark();
+    let _client = ram.vm(&daemon, "web").limit(1 << 20).attach().expect("attach");
     until("most pages are far", || daemon.api.vm("web").is_ok_and(|vm| vm.far_bytes > (PAGES - 512) * 4096));
     let mut second = Second::start_that_lies(&daemon, "web", &ram);
     assert!(second.attach().contains("Attached"), "{}", daemon.log());
@@ -515,17 +528,6 @@ fn a_process_that_joins_a_vm_and_cannot_be_served_is_told_so_when_no_page_is_far
     assert!(events.iter().any(|event| event.kind == "view-incomplete"), "{events:?}");
 }
 
-/// The keeper has heard all that was said to it before.
-fn has_heard(daemon: &Daemon) {
-    let socket = connect(&daemon.attach_socket()).expect("connect");
-    let ram = Ram::new(16);
-    for _ in 0..2 {
-        let nonsense = wire::encode(&ClientToKeeper::AddRegion(ram.info()));
-        scm::send(&socket, &nonsense, &[ram.fd.as_fd()]).expect("send");
-        assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))), "it has not attached");
-    }
-}
-
 #[test]
 fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_when_the_vm_is_served() {
     if no_uffd() {
@@ -533,14 +535,7 @@ fn a_process_that_joins_a_vm_that_waits_for_regions_is_answered_when_the_vm_is_s
     }
     let mut daemon = Daemon::start("");
     let (a, b) = (Ram::new(16), Ram::new(32));
-    let mut vmm = attached(&daemon, "web", &[&a, &b]);
-    let mut second = Second::start(&daemon, "web", &a);
-    assert!(second.attach().contains("Attached"));
-    daemon.kill_keeper();
-    daemon.restart_keeper();
-    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
-    vmm.hang_up();
-    assert!(second.attach().contains("Attached"), "what it touches is registered: {}", daemon.log());
+    let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
     // This one was no part of the VM, and what it touches is not.
     let mut third = Second::start(&daemon, "web", &a);
     third.ask();
@@ -558,15 +553,8 @@ fn a_process_that_brings_only_a_missing_region_joins_the_vm_that_misses_it() {
     }
     let mut daemon = Daemon::start("");
     let (a, b) = (Ram::new(16), Ram::new(32));
-    let mut vmm = attached(&daemon, "web", &[&a, &b]);
-    let id = daemon.vm("web").id;
-    let mut second = Second::start(&daemon, "web", &a);
-    assert!(second.attach().contains("Attached"));
-    daemon.kill_keeper();
-    daemon.restart_keeper();
-    until("the keeper listens", || connect(&daemon.attach_socket()).is_some());
-    vmm.hang_up();
-    assert!(second.attach().contains("Attached"), "{}", daemon.log());
+    let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
+    let id = vmm.escrow.as_ref().map(|(vm, _)| vm.to_string()).expect("it was attached");
     let mut third = Second::start(&daemon, "other", &b);
     assert!(third.attach().contains("Attached"), "{}", daemon.log());
     assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());

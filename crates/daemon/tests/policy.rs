@@ -5,7 +5,6 @@ mod common;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
 
 use ballast_api::policy::{Action, Kind};
 use ballast_api::{ClientError, DecisionRecord, PlanLimit, PlanRequest, PolicyPatch, VmClass, VmPatch, VmStatus};
@@ -189,19 +188,11 @@ fn the_pressure_policy_takes_what_an_idle_vm_does_not_touch_and_leaves_what_is_p
     if common::raw::no_uffd() {
         return;
     }
-    const PAGES: usize = 4096;
+    const PAGES: u64 = 4096;
     let daemon = Daemon::start(&(config("pressure", "1G") + "watermark = \"1M\"\n"));
-    let ram = Ram::new(PAGES as u64);
-    for page in 0..PAGES {
-        ram.map.words(page * 4096, 1)[0].store(page as u64 * 7919 + 1, Ordering::Relaxed);
-    }
-    let info = ram.info();
-    let _client = ballast_client::Client::builder()
-        .name("idle")
-        .socket(daemon.attach_socket())
-        .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
-        .attach()
-        .expect("attach");
+    let ram = Ram::new(PAGES);
+    ram.mark();
+    let _client = ram.vm(&daemon, "idle").attach().expect("attach");
     until("the engine knows the VM", || daemon.api.vm("idle").is_ok());
     let protect = VmPatch { protect_bytes: Some(Some(10 * MIB)), ..VmPatch::default() };
     daemon.api.patch_vm("idle", &protect).expect("protect");
@@ -215,7 +206,7 @@ fn the_pressure_policy_takes_what_an_idle_vm_does_not_touch_and_leaves_what_is_p
     assert!(records.iter().any(|record| record.sentences[0].contains("less than 4.00 %")), "{records:?}");
     assert!(records.len() <= 64);
     for page in 0..PAGES {
-        assert_eq!(ram.map.words(page * 4096, 1)[0].load(Ordering::Relaxed), page as u64 * 7919 + 1);
+        assert!(ram.is_marked(page), "page {page}");
     }
     // Reading it all stalled it: now it may have more.
     until("it gets memory back", || daemon.vm("idle").target_bytes.is_some_and(|target| target > 6 * MIB));
@@ -228,13 +219,7 @@ fn a_pinned_vm_and_one_with_an_orphaned_engine_are_left_alone() {
     }
     let mut daemon = Daemon::start(&config("fixed", "32M"));
     let ram = Ram::new(4096);
-    let info = ram.info();
-    let client = ballast_client::Client::builder()
-        .name("pinned")
-        .socket(daemon.attach_socket())
-        .region(ram.fd.try_clone().expect("dup"), info.hva, info.len, info.file_offset)
-        .attach()
-        .expect("attach");
+    let client = ram.vm(&daemon, "pinned").attach().expect("attach");
     client.pin("a device").expect("pinned");
     let guest = Guest::start(&daemon, "one", VM);
     let left = |daemon: &Daemon, name: &str| {
@@ -324,7 +309,7 @@ impl Drop for Program {
 #[test]
 fn the_example_policy_in_python_decides_and_when_it_is_killed_the_policy_takes_over() {
     let python = Command::new("python3").arg("--version").output().err();
-    if common::raw::no_uffd() || common::skip("python3", python.map(|error| error.to_string())) {
+    if common::raw::no_uffd() || common::missing("python3", python.map(|error| error.to_string())) {
         return;
     }
     let daemon = Daemon::start(&config("none", "64M"));

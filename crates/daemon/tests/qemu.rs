@@ -21,7 +21,7 @@ use ballast_sys::hugetlb::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
 use ballast_testvm::qemu::{Balloon, Builder, QEMU, QemuGuest, Qmp, qemu_missing};
 
-use common::{Daemon, skip, until};
+use common::{Daemon, missing, until};
 
 /// A boot under TCG beside a busy test run.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -107,7 +107,7 @@ fn verify_all(daemon: &Daemon, guest: &QemuGuest, data: &Dataset, missing: usize
 
 #[test]
 fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_with_every_byte() {
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let _one = one_at_a_time();
@@ -152,11 +152,11 @@ fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_w
 #[test]
 fn a_debian_guest_on_huge_pages_is_squeezed_in_whole_huge_pages_and_keeps_every_byte() {
     const MEMORY: u64 = 256 * MIB;
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let loan = PoolLoan::new(MEMORY / HUGE_SIZE as u64);
-    if skip("hugetlb", loan.as_ref().err().map(|error| error.to_string())) {
+    if missing("hugetlb", loan.as_ref().err().map(|error| error.to_string())) {
         return;
     }
     let _one = one_at_a_time();
@@ -197,7 +197,7 @@ fn redis(guest: &QemuGuest, commands: impl Iterator<Item = String>) {
 
 #[test]
 fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     const MEMORY: u64 = 320 * MIB;
@@ -248,7 +248,7 @@ fn balloon(qmp: &mut Qmp, memory: u64) {
 
 #[test]
 fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     const MEMORY: u64 = 256 * MIB;
@@ -325,7 +325,7 @@ fn ram_file(pid: u32) -> File {
 
 #[test]
 fn ram_mapped_by_another_process_is_refused_a_limit_until_that_process_is_gone() {
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     const MEMORY: u64 = 256 * MIB;
@@ -372,7 +372,7 @@ fn ram_mapped_by_another_process_is_refused_a_limit_until_that_process_is_gone()
 
 #[test]
 fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_told_to() {
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let _one = one_at_a_time();
@@ -408,7 +408,7 @@ fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_
 
 #[test]
 fn every_region_of_a_vm_adds_up_by_itself() {
-    if skip("qemu", qemu_missing()) {
+    if missing("qemu", qemu_missing()) {
         return;
     }
     let _one = one_at_a_time();

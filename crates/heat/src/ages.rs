@@ -259,7 +259,7 @@ mod tests {
             .present()
             .map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit), written: None }))
             .collect();
-        tracker.set_begun(Duration::from_secs(at_s - 1));
+        tracker.begun = Duration::from_secs(at_s - 1);
         tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &Report { units, ..Report::default() });
     }
 

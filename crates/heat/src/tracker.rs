@@ -114,7 +114,7 @@ pub struct Tracker {
     next_coarse: Duration,
     next_fine: Duration,
     /// When the running cycle began.
-    begun: Duration,
+    pub(crate) begun: Duration,
     /// What looks into the same units saw of pages that looks before had missed.
     counts: Counts,
     /// How long the last fine cycle took.
@@ -329,14 +329,6 @@ impl Tracker {
     /// Coarse and fine cycles so far.
     pub fn cycles(&self) -> (u64, u64) {
         (self.cycles, self.fine_cycles)
-    }
-
-    pub(crate) fn begun(&self) -> Duration {
-        self.begun
-    }
-
-    pub(crate) fn set_begun(&mut self, begun: Duration) {
-        self.begun = begun;
     }
 
     /// Grows with each report.

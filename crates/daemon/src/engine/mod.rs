@@ -308,10 +308,11 @@ impl Engine {
         let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
         let in_all =
             |views: &[Arc<View>]| regions.iter().all(|number| views.iter().any(|view| view.base(*number).is_some()));
-        if in_all(&its) && served.unserved_of(pid).is_none() {
+        let unserved = served.unserved_of(pid);
+        if in_all(&its) && unserved.is_none() {
             return self.done(seq, Ok(()));
         }
-        let reason = served.unserved_of(pid).unwrap_or_else(|| format!("process {pid} is not served"));
+        let reason = unserved.unwrap_or_else(|| format!("process {pid} is not served"));
         served.set_unserved(pid, reason.clone());
         if !in_all(&others) {
             return self.done(seq, Err(io::Error::other(format!("{reason}; no other process maps all of its RAM"))));

@@ -41,10 +41,10 @@ impl Keeper {
             Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
             None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
         };
-        let index = match (known, resumed) {
+        let (index, escrow) = match (known, resumed) {
             (Some(index), resumed) => {
                 self.check_joins(index, resumed.as_ref(), &ram)?;
-                index
+                (index, None)
             }
             (None, resumed) => {
                 let foreign = self.vms.iter().find(|vm| vm.has_any(ram.iter().map(|(_, file)| *file)));
@@ -56,11 +56,13 @@ impl Keeper {
                     None => self.create(attach, uid)?,
                 };
                 self.give_file_store(&mut entry, uid);
+                // Before anybody serves it: without escrow it could not come back after this keeper's death.
+                let escrow = entry.escrow()?;
                 self.vms.push(entry);
-                self.vms.len() - 1
+                (self.vms.len() - 1, Some(escrow))
             }
         };
-        let is_new = known.is_none();
+        let is_new = escrow.is_some();
         let vm = self.vms[index].state.id();
         if self.views_of(vm).any(|(other, _)| other == pid) {
             return Err("this process is attached to that VM already".into());
@@ -76,8 +78,6 @@ impl Keeper {
             self.tell_added(vm, pid, &added);
         }
         let spans = spans?;
-        // Before anybody serves it: without escrow it could not come back after this keeper's death.
-        let escrow = if is_new { self.vms[index].escrow().inspect_err(|_| drop(self.vms.pop()))? } else { Vec::new() };
         let numbers = spans.iter().map(|(_, number)| *number).collect();
         let entry = &mut self.vms[index];
         if let Some(reason) = &attach.pinned {
@@ -95,7 +95,7 @@ impl Keeper {
         let order = add_view(pid, &view, None);
         self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
         tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
-        if is_new {
+        if let Some(escrow) = escrow {
             // Nothing of a new VM is far. What is far of one that comes back is registered, and its faults wait.
             self.search_or_hand_over(vm);
             self.give_escrow(key, vm, &escrow);

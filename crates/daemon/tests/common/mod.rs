@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ballast_api::{Client, HostStat, VmStat};
-pub use ballast_needs::missing as skip;
+pub use ballast_needs::missing;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A running daemon.

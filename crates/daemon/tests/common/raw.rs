@@ -2,23 +2,25 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::wire::{self, Attach, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
-use ballast_base::{Bytes, Hva};
+use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_client::Builder;
 use ballast_sys::uffd::REQUIRED_FEATURES;
 use ballast_sys::{Mapping, Uffd, memfd, scm};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::skip;
+use super::{Daemon, missing};
 
 /// No test needs to wait that long; a daemon that hangs fails it.
 const PATIENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 /// Is userfaultfd missing? Then say so.
 pub fn no_uffd() -> bool {
-    let missing = Uffd::create(REQUIRED_FEATURES).err();
-    skip("uffd", missing.map(|error| format!("no userfaultfd with shared-memory minor faults: {error}")))
+    let refused = Uffd::create(REQUIRED_FEATURES).err();
+    missing("uffd", refused.map(|error| format!("no userfaultfd with shared-memory minor faults: {error}")))
 }
 
 /// One of this process's.
@@ -48,6 +50,38 @@ impl Ram {
         let len = memfd::size(&self.fd).expect("stat");
         RegionInfo { hva: Hva(self.map.addr() as u64), len, file_offset: Bytes(0) }
     }
+
+    /// The first word of a page.
+    fn word(&self, page: u64) -> &AtomicU64 {
+        &self.map.words(page as usize * PAGE_SIZE, 1)[0]
+    }
+
+    /// Write a word of its own into each page.
+    pub fn mark(&self) {
+        for page in 0..self.map.len() as u64 / PAGE_SIZE as u64 {
+            self.word(page).store(mark(page), Ordering::Relaxed);
+        }
+    }
+
+    /// Does the page hold what [`Ram::mark`] wrote? Reading it is a touch.
+    pub fn is_marked(&self, page: u64) -> bool {
+        self.word(page).load(Ordering::Relaxed) == mark(page)
+    }
+
+    /// A VM of this RAM, in this process, with the client that VMMs link.
+    pub fn vm(&self, daemon: &Daemon, name: &str) -> Builder {
+        self.join(ballast_client::Client::builder().name(name).socket(daemon.attach_socket()))
+    }
+
+    /// One region more of a VM.
+    pub fn join(&self, vm: Builder) -> Builder {
+        let RegionInfo { hva, len, file_offset } = self.info();
+        vm.region(self.fd.try_clone().expect("dup"), hva, len, file_offset)
+    }
+}
+
+fn mark(page: u64) -> u64 {
+    page * 7919 + 1
 }
 
 /// A VMM, or what says it is one.

@@ -77,7 +77,7 @@ impl Tracker {
         };
         let line = |(unit, seen)| Line { unit, present: self.units.present_pages(unit) as u16, seen };
         let lines = lines.into_iter().map(line).filter(|line| line.present > 0).collect();
-        Recorded { number, phase, begun: self.begun(), ended, cost: report.cost, lines }
+        Recorded { number, phase, begun: self.begun, ended, cost: report.cost, lines }
     }
 
     /// Absorb a recorded cycle.
@@ -94,7 +94,7 @@ impl Tracker {
         }
         let units = cycle.lines.iter().filter_map(|line| Some((line.unit, line.seen?))).collect();
         let report = Report { units, length: cycle.ended - cycle.begun, cost: cycle.cost };
-        self.set_begun(cycle.begun);
+        self.begun = cycle.begun;
         self.absorb(cycle.ended, cycle.phase, &report);
     }
 }

@@ -120,11 +120,11 @@ fn pages_that_scans_missed_are_hot_where_each_scan_sees_others_and_cold_where_al
     for number in 0..3 {
         let start = Duration::from_secs(number * 2);
         let units = (0..4).map(|index| (unit(index), Seen::Coarse { touched: true, written: None })).collect();
-        tracker.set_begun(start);
+        tracker.begun = start;
         tracker.absorb(start + Duration::from_secs(1), Phase::Coarse, &Report { units, ..Report::default() });
         let seen = |index| Seen::Fine { watched: PageMap::ALL, touched: of(index, number), written: None };
         let units = (0..4).map(|index| (unit(index), seen(index))).collect();
-        tracker.set_begun(start + Duration::from_secs(1));
+        tracker.begun = start + Duration::from_secs(1);
         tracker.absorb(start + Duration::from_millis(1500), Phase::Fine, &Report { units, ..Report::default() });
     }
     let hot: Vec<_> = tracker.hot_pages().map(|(_, pages)| pages).collect();
