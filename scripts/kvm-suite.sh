@@ -8,4 +8,6 @@ target=target/static
 RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
     cargo build --target x86_64-unknown-linux-gnu -p ballast-testvm --bin ballast-testvm --tests
 tests=$(ls -t $target/x86_64-unknown-linux-gnu/debug/deps/workloads-* | grep -v '\.d$' | head -n 1)
-exec crates/testvm/kvm-in-qemu.sh "$guest/vmlinuz" "$guest/modules" "$tests --test-threads 1"
+modules=
+for module in irqbypass kvm kvm-amd; do modules="$modules $(ls "$guest/modules/$module".ko*)"; done
+MODULES=$modules REQUIRE=kvm exec scripts/in-qemu.sh "$guest/vmlinuz" "$tests --test-threads 1"

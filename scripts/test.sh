@@ -33,6 +33,7 @@ if [ -e /dev/kvm ]; then
 else
     step "kvm suite, in QEMU's emulated CPU" scripts/kvm-suite.sh
 fi
+step "newer kernel suite, in QEMU" scripts/newer-kernel-suite.sh
 
 passed=$(awk '/^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i } END { print sum + 0 }' "$log")
 skipped=$(grep -c 'SKIP needs=' "$log" || true)

@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, RegionInfo};
 use ballast_sys::Uffd;
-use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
+use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
 mod control;
 mod error;
@@ -214,7 +214,7 @@ impl Builder {
         for (fd, info) in self.regions {
             table.push(Region::checked(fd, info).map_err(AttachError::Config)?);
         }
-        let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | feature::POISON;
+        let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | ACCESS_FEATURES | feature::POISON;
         let variable = std::env::var(LANES_VARIABLE).ok();
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
         let lanes = lanes::count(self.fault_lanes, variable.as_deref(), cpus, table.total().0);

@@ -4,6 +4,8 @@
 //! touched between [`AccessSource::start`] and [`AccessSource::end`].
 //! Threads: one tracking lane per VM owns its source; it may block in `start` and `end`, and sleeps between them.
 //! Units: a unit is 2 MiB; a cycle is the time between a start and its end.
+//! Units are watched by the pager's `zap_scan` and `rwp_scan` in the product; the others here are [`crate::write_scan`],
+//! [`crate::damon`] and, for tests, [`crate::scripted`].
 //! Promise: a source changes nothing that the guest can see but time, and at the end of a cycle every unit that was
 //! mapped huge is mapped huge again.
 //!

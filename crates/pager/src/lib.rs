@@ -49,6 +49,8 @@ pub mod recover;
 #[cfg(not(loom))]
 pub mod region;
 #[cfg(not(loom))]
+pub mod rwp_scan;
+#[cfg(not(loom))]
 pub mod shard;
 #[cfg(not(loom))]
 pub mod slow;

@@ -242,8 +242,7 @@ impl Lane<'_> {
     /// Nothing is to be reclaimed: let go of what need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
         // Tracking sees touches only of what is registered.
-        let tracked = self.vm.is_tracked() || self.vm.touches.is_running();
-        if self.vm.stats().get(Counter::RegisteredBytes) > 0 && !tracked {
+        if self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.is_tracked() {
             let _layout = self.vm.layout();
             for region in self.vm.regions() {
                 self.vm.unregister_settled(&region)?;

@@ -25,6 +25,34 @@ use crate::view::RegionView;
 
 const HUGE: u64 = HUGE_SIZE as u64;
 
+/// How a chunk of a region is registered with the userfaultfds of every view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Registered {
+    /// Not at all: the kernel serves its faults.
+    No = 0,
+    /// Its faults come to us.
+    Faults = 1,
+    /// So they do, and in views that have the features the kernel can look who touches its pages ([`crate::rwp_scan`]).
+    Accesses = 2,
+}
+
+impl Registered {
+    /// What the flag of a chunk says.
+    pub(crate) fn of(flag: &AtomicU8) -> Self {
+        match flag.load(Ordering::Acquire) {
+            0 => Self::No,
+            2 => Self::Accesses,
+            _ => Self::Faults,
+        }
+    }
+
+    /// Have the flag of a chunk say so.
+    pub(crate) fn store(self, flag: &AtomicU8) {
+        flag.store(self as u8, Ordering::Release);
+    }
+}
+
 /// A region.
 #[derive(Debug)]
 pub struct Region {
@@ -195,12 +223,17 @@ impl Region {
 
     /// What is registered for one view must be registered for all, before any page of it can be far for this one.
     pub fn register_as_flagged(&self, view: &RegionView<'_>) -> io::Result<()> {
-        self.registered_chunks().try_for_each(|(first, count, _)| view.register(first, count))
+        self.registered_chunks().try_for_each(|(first, count, flag)| view.register(first, count, Registered::of(flag)))
+    }
+
+    /// How the chunk of a page is registered.
+    pub(crate) fn registered_as(&self, page: PageIdx) -> Registered {
+        Registered::of(&self.table.chunk_flags()[(page.0 / PAGES_PER_CHUNK) as usize])
     }
 
     /// The chunks that are registered.
     pub(crate) fn registered_chunks(&self) -> impl Iterator<Item = (PageIdx, u64, &AtomicU8)> {
-        self.chunks(PageIdx(0), PageIdx(self.pages().0)).filter(|(.., flag)| is_set(flag))
+        self.chunks(PageIdx(0), PageIdx(self.pages().0)).filter(|(.., flag)| Registered::of(flag) != Registered::No)
     }
 
     /// Bytes of it that are registered with userfaultfd.
@@ -212,10 +245,6 @@ impl Region {
 
 fn invalid(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, what)
-}
-
-fn is_set(flag: &AtomicU8) -> bool {
-    flag.load(Ordering::Acquire) != 0
 }
 
 impl Backing for Region {

@@ -357,7 +357,7 @@ impl RegionTable {
         self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
     }
 
-    /// One byte per chunk: 1 if the chunk is registered with every view's userfaultfd.
+    /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::region::Registered`]).
     pub fn chunk_flags(&self) -> &[AtomicU8] {
         self.mapping.bytes(0, chunks(self.pages) as usize)
     }

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use ballast_heat::AccessSource;
 
+use crate::rwp_scan::RwpScan;
 use crate::table::Table;
 use crate::vm::Vm;
-use crate::zap_scan::ZapScan;
 
 /// When a VM is tracked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,8 +34,7 @@ const FAILED: Duration = Duration::from_secs(5);
 
 /// Track the VM until it is stopped.
 pub fn run(vm: &Vm) {
-    let mut source = ZapScan::new(vm);
-    let ability = source.ability();
+    let mut source = RwpScan::new(vm);
     let mut failures = 0u64;
     let mut goes_on = true;
     while goes_on {
@@ -44,7 +43,7 @@ pub fn run(vm: &Vm) {
             goes_on = vm.doze(IDLE);
             continue;
         }
-        vm.heat.set_source(Some(ability));
+        vm.heat.set_source(Some(source.ability()));
         let mut wait = |time: Duration| {
             let end = Instant::now() + time;
             loop {

@@ -101,6 +101,12 @@ impl Units {
         self.blocks.get(unit as usize).map_or(0, |blocks| blocks.swap(0, Ordering::Relaxed))
     }
 
+    /// Is or was any unit of these pages mapped huge?
+    pub fn any_huge(&self, first: PageIdx, count: u64) -> bool {
+        let units = first.0 / PAGES_PER_UNIT..(first.0 + count).div_ceil(PAGES_PER_UNIT);
+        units.filter_map(|unit| self.get(unit)).any(|unit| unit.load() & HUGE != 0)
+    }
+
     /// The unit a page is in, unless it is in the part of one at the region's end.
     pub fn of(&self, page: PageIdx) -> Option<Unit<'_>> {
         self.get(page.0 / PAGES_PER_UNIT)

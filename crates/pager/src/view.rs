@@ -15,12 +15,12 @@ use std::time::Duration;
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
 use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageCount, PageIdx};
 use ballast_store::PageBytes;
-use ballast_sys::uffd::{FillOutcome, feature};
+use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
 
 use crate::lane::Stall;
 use crate::memory::Mapped;
-use crate::region::Region;
+use crate::region::{Region, Registered};
 use crate::shard::{Shards, Stripes};
 
 /// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
@@ -33,6 +33,7 @@ pub struct View {
     pub pid: u32,
     shards: Shards,
     can_poison: bool,
+    sees_accesses: bool,
     remote: OnceLock<Option<Remote>>,
     control: OwnedFd,
     /// Where each region is mapped: start, end, region number; sorted by start.
@@ -65,6 +66,7 @@ impl View {
             stall: Stall::new(shards.count()),
             shards,
             can_poison: uffd_features & feature::POISON != 0,
+            sees_accesses: uffd_features & ACCESS_FEATURES == ACCESS_FEATURES,
             remote: OnceLock::new(),
             control,
             spans: RwLock::default(),
@@ -89,6 +91,11 @@ impl View {
                 .ok()
         };
         self.remote.get_or_init(open).as_ref()
+    }
+
+    /// Can the kernel say which of its pages were touched, of those that are registered for it?
+    pub(crate) fn sees_accesses(&self) -> bool {
+        self.sees_accesses && self.remote().is_some()
     }
 
     /// The control socket.
@@ -239,8 +246,26 @@ impl RegionView<'_> {
     }
 
     /// From now on faults on these pages come to us. Doing it again changes nothing.
-    pub fn register(&self, first: PageIdx, count: u64) -> io::Result<()> {
-        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.register(start, len))
+    pub fn register(&self, first: PageIdx, count: u64, how: Registered) -> io::Result<()> {
+        // A process that came later may not have what the others have.
+        let accesses = how == Registered::Accesses && self.view.sees_accesses;
+        self.parts(first, count).try_for_each(|(uffd, start, len)| match accesses {
+            true => uffd.register_for_accesses(start, len),
+            false => uffd.register(start, len),
+        })
+    }
+
+    /// Have the kernel look who touches these pages, or look no longer. They are registered for accesses.
+    pub(crate) fn protect(&self, first: PageIdx, count: u64, protected: bool) -> io::Result<()> {
+        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected))
+    }
+
+    /// The runs of these pages, as `(first, count)`, that were touched since they were protected, or mapped since.
+    pub(crate) fn accessed(&self, first: PageIdx, count: u64) -> io::Result<Vec<(PageIdx, u64)>> {
+        let Some(remote) = self.view.remote() else { return Ok(Vec::new()) };
+        let found = remote.accessed(self.addr(first), PageCount(count).bytes().0)?;
+        let page = |at: Hva| PageIdx::containing(at.0 - self.base.0);
+        Ok(found.into_iter().map(|(start, end)| (page(start), page(end).0 - page(start).0)).collect())
     }
 
     /// From now on the kernel serves them.

@@ -253,7 +253,7 @@ impl AccessSource for ZapScan<'_> {
             return Err(io::Error::other("Starting to watch touches: a cycle is running already"));
         }
         let before = cpu_time();
-        self.vm.touches.set_running(true);
+        self.vm.keep_registered();
         let units = {
             let _layout = self.vm.layout();
             self.choose(watch).inspect_err(|_| self.vm.touches.set_running(false))?
@@ -291,7 +291,7 @@ impl Drop for ZapScan<'_> {
 }
 
 /// CPU time of the calling thread.
-fn cpu_time() -> Duration {
+pub(crate) fn cpu_time() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }

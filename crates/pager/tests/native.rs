@@ -236,7 +236,7 @@ fn another_view(rig: &Rig, pid: u32) -> (Arc<View>, std::os::fd::OwnedFd) {
     let (control, theirs) = ballast_sys::scm::pair().expect("socketpair");
     let uffd = rig.view.shards().get(0).try_clone().expect("dup");
     let shards = ballast_pager::shard::Shards::new(vec![uffd]).expect("one");
-    (Arc::new(View::new(pid, shards, 0, control, 1)), theirs)
+    (Arc::new(View::new(pid, shards, rig.uffd_features, control, 1)), theirs)
 }
 
 #[test]

@@ -247,7 +247,7 @@ fn a_vm_is_tracked_when_asked_and_left_alone_while_it_is_held() {
         check_bytes(&rig);
         rig.vm.heat.lock().cycles().0 >= 3
     });
-    assert_eq!(rig.vm.heat.source().map(|source| source.name), Some("zap-scan"));
+    assert!(rig.vm.heat.source().is_some());
     rig.vm.hold(Hold::Shared, Some("test".into()));
     until("it is left alone", || rig.vm.heat.source().is_none());
     assert_eq!(rig.mapped_huge(), RAM);
@@ -286,16 +286,25 @@ fn reclaim_takes_what_tracking_found_cold() {
 
 #[test]
 fn a_guest_that_writes_while_it_is_tracked_squeezed_and_discards_reads_what_it_wrote() {
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, Duration::from_millis(1)) else { return };
+    attack(&rig);
+}
+
+#[test]
+fn so_does_one_of_base_pages() {
+    attack(&Rig::new(RAM, AMPLE, Duration::from_millis(1)));
+}
+
+fn attack(rig: &Rig) {
     const EVICTED: u64 = 5_000;
     const CYCLES: u64 = 20;
-    let Some(rig) = Rig::coalesced(RAM, AMPLE, Duration::from_millis(1)) else { return };
     (0..rig.pages).for_each(|page| rig.word(page).store(0, Ordering::Relaxed));
     rig.vm.set_track(Track::On);
     let stats = rig.vm.stats();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for thread in 0..2u64 {
-            let (rig, done) = (&rig, &done);
+            let done = &done;
             scope.spawn(move || {
                 let mut versions = vec![0u64; rig.pages as usize];
                 let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
@@ -323,7 +332,9 @@ fn a_guest_that_writes_while_it_is_tracked_squeezed_and_discards_reads_what_it_w
         // Also when a wait panics: the scope joins the guest's threads either way.
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         let cycles = || rig.vm.heat.lock().cycles();
-        while stats.get(Counter::Evicted) < EVICTED || cycles().0 < CYCLES || cycles().1 == 0 {
+        // Only huge pages are looked into.
+        let looked = || rig.mapped_huge() == Bytes(0) || cycles().1 > 0;
+        while stats.get(Counter::Evicted) < EVICTED || cycles().0 < CYCLES || !looked() {
             let before = cycles().0;
             rig.set_limit(Some(Bytes(RAM.0 * 3 / 4)));
             until("the limit is kept", || rig.resident().0 <= RAM.0 * 3 / 4);

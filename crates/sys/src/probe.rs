@@ -9,7 +9,7 @@ use std::fs;
 use std::io;
 
 use crate::Uffd;
-use crate::uffd::feature;
+use crate::uffd::{ACCESS_FEATURES, feature};
 
 mod host;
 mod kernel;
@@ -86,7 +86,7 @@ const OPTIONAL: bool = false;
 pub fn probe() -> Vec<Feature> {
     let offered = Uffd::probe_features();
     let bit = |bit: u64| match &offered {
-        Ok(features) if features & bit != 0 => yes(""),
+        Ok(features) if features & bit == bit => yes(""),
         Ok(_) => no("the kernel does not offer it"),
         Err(error) => unknown(format!("no userfaultfd: {error}")),
     };
@@ -139,9 +139,9 @@ pub fn probe() -> Vec<Feature> {
     add(
         "userfaultfd read-write protection",
         OPTIONAL,
-        "proposed",
-        bit(feature::RWP),
-        "nothing is lost: not used yet; it would track accesses without unmapping anything",
+        "Linux 7.3",
+        bit(ACCESS_FEATURES),
+        "memory in 4 KiB pages is tracked by unmapping it: each touch is a fault that the engine serves",
     );
     add("userfaultfd move", OPTIONAL, "Linux 6.8", bit(1 << 16), "nothing is lost: not used yet");
     add(
@@ -209,13 +209,7 @@ pub fn probe() -> Vec<Feature> {
         host::readable("/proc/pressure/memory"),
         "host pressure cannot be seen",
     );
-    add(
-        "DAMON",
-        OPTIONAL,
-        "Linux 5.18",
-        host::damon(),
-        "nothing is lost: tracking is by zap scan unless asked otherwise",
-    );
+    add("DAMON", OPTIONAL, "Linux 5.18", host::damon(), "nothing is lost: tracking does not use it");
     // The surroundings.
     add("KVM", OPTIONAL, "Linux 2.6.20", host::kvm(), "QEMU emulates (TCG), and guests are slow");
     add("cgroup version 2", OPTIONAL, "Linux 4.5", host::cgroup(), "guest RAM is charged to whoever touches it first");

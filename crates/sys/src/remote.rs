@@ -56,6 +56,10 @@ impl Remote {
     /// # Errors
     /// The call is not permitted or not known to this kernel.
     pub fn collapse(&self, start: Hva, len: u64) -> io::Result<Collapsed> {
+        // Some kernels do nothing for a part of a unit, and say that it is done (7.3).
+        if !is_unit_aligned(start) || !len.is_multiple_of(HUGE_SIZE as u64) {
+            return Ok(Collapsed::Never);
+        }
         let range = libc::iovec { iov_base: start.0 as *mut libc::c_void, iov_len: len as usize };
         // SAFETY: `range` is alive and is only read; the address in it is the other process's, where this advice changes
         // no content but holes (see the file's head), and no bounds.
@@ -92,6 +96,13 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
+    /// The parts of a range whose pages are mapped and were touched since they were protected with [`crate::Uffd::protect`],
+    /// or mapped since then (Linux 7.3).
+    pub fn accessed(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
+        let found = scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_PRESENT | PAGE_IS_ACCESSED)?;
+        Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
+    }
+
     /// The physical address of each page of a range, as many as are asked for; `None` for one that is not mapped, or if
     /// the caller may not know.
     pub fn physical(&self, start: Hva, out: &mut [Option<u64>]) -> io::Result<()> {
@@ -122,6 +133,7 @@ pub fn is_unit_aligned(addr: Hva) -> bool {
 pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_HUGE: u64 = 1 << 6;
 const PAGE_IS_WRITTEN: u64 = 1 << 1;
+const PAGE_IS_ACCESSED: u64 = 1 << 9;
 const SCAN_WP_MATCHING: u64 = 1 << 0;
 const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
@@ -154,7 +166,7 @@ struct ScanRegion {
 const PAGEMAP_SCAN: u64 = 0xC060_6610;
 const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
 
-/// The pieces of `start..end` whose page-table entries are all of this category. `PAGE_IS_*` as in `linux/fs.h`.
+/// The pieces of `start..end` whose page-table entries are of all these categories. `PAGE_IS_*` as in `linux/fs.h`.
 pub(crate) fn scan(pagemap: impl AsFd, range: (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
     scan_with(pagemap, range, category, 0)
 }
@@ -198,10 +210,11 @@ fn scan_with(pagemap: impl AsFd, (start, end): (u64, u64), category: u64, flags:
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::uffd::REQUIRED_FEATURES;
+    use crate::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
     use crate::{Mapping, Uffd, memfd};
     use ballast_base::Bytes;
     use ballast_needs::skip;
+    use std::sync::atomic::Ordering;
 
     #[test]
     fn the_kernel_tells_which_pages_were_written_and_only_those() {
@@ -226,6 +239,62 @@ mod tests {
         assert_eq!(remote.take_written(start, len).expect("scan"), []);
         map.copy_in(9 * 4096, &[2]);
         assert_eq!(remote.take_written(start, len).expect("scan"), [(page(9), page(10))]);
+    }
+
+    fn seeing_accesses() -> Option<Uffd> {
+        let features = REQUIRED_FEATURES | ACCESS_FEATURES;
+        let made = Uffd::create(features).ok().filter(|(_, granted)| *granted == features);
+        if made.is_none() {
+            skip("rwp", "this kernel has no read-write protection by userfaultfd");
+        }
+        made.map(|(uffd, _)| uffd)
+    }
+
+    #[test]
+    fn the_kernel_tells_which_pages_were_touched_and_only_those() {
+        let Some(uffd) = seeing_accesses() else { return };
+        let fd = memfd::create("ballast-test", Bytes(16 * 4096)).expect("memfd");
+        let map = Mapping::shared(&fd, 0, 16 * 4096).expect("map");
+        map.populate(0, map.len()).expect("populate");
+        let (start, len) = (Hva(map.addr() as u64), map.len() as u64);
+        uffd.register_for_accesses(start, len).expect("register");
+        let remote = Remote::open(std::process::id()).expect("own process");
+        let page = |page: u64| start + page * 4096;
+        for _ in 0..2 {
+            uffd.protect(start, len, true).expect("protect");
+            assert_eq!(remote.accessed(start, len).expect("scan"), []);
+            map.copy_in(3 * 4096 + 7, &[1]);
+            let read = [9, 10].map(|page| map.words(page * 4096, 1)[0].load(Ordering::Relaxed));
+            assert_eq!(read, [0, 0]);
+            // What is not mapped is not protected: its next touch is a fault that is read.
+            map.zap(12 * 4096, 4096).expect("zap");
+            let touched = [(page(3), page(4)), (page(9), page(11))];
+            assert_eq!(remote.accessed(start, len).expect("scan"), touched);
+            assert_eq!(uffd.map_existing(page(12), 4096).expect("continue"), crate::uffd::FillOutcome::Done);
+            assert_eq!(remote.accessed(page(12), 4096).expect("scan"), [(page(12), page(13))], "mapped since");
+            uffd.protect(start, len, false).expect("unprotect");
+            assert_eq!(remote.accessed(start, len).expect("scan"), [(start, start + len)]);
+        }
+        let mut faults = Vec::with_capacity(1);
+        uffd.read_faults(&mut faults).expect("read");
+        assert!(faults.is_empty(), "{faults:?}");
+        uffd.unregister(start, len).expect("unregister");
+        assert!(uffd.protect(start, len, true).is_err(), "it is not registered");
+    }
+
+    #[test]
+    fn what_is_registered_for_accesses_is_mapped_huge_again_only_when_it_is_given_back() {
+        let Some(uffd) = seeing_accesses() else { return };
+        let Some((_fd, map, remote)) = two_units() else { return };
+        let (start, unit) = (Hva(map.addr() as u64), HUGE_SIZE as u64);
+        assert_eq!(remote.huge(start, unit).expect("scan"), [(start, start + unit)]);
+        uffd.register_for_accesses(start, unit).expect("register");
+        assert_eq!(remote.huge(start, unit).expect("scan"), [(start, start + unit)]);
+        map.zap(0, HUGE_SIZE).expect("zap");
+        assert_eq!(remote.collapse(start, unit).expect("collapse"), Collapsed::Never);
+        uffd.unregister(start, unit).expect("unregister");
+        assert_eq!(remote.collapse(start, unit).expect("collapse"), Collapsed::Done);
+        assert_eq!(remote.huge(start, unit).expect("scan"), [(start, start + unit)]);
     }
 
     #[test]

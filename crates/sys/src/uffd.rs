@@ -32,8 +32,10 @@ pub mod feature {
     pub const POISON: u64 = 1 << 14;
     /// Write faults on protected pages are resolved by the kernel itself, which remembers them (6.7).
     pub const WP_ASYNC: u64 = 1 << 15;
-    /// Read and write faults on pages protected for tracking. Proposed in 2026 with this bit; in no kernel we have seen.
+    /// Protection of present pages against reads and writes, to see who touches them (7.3).
     pub const RWP: u64 = 1 << 17;
+    /// Touches of pages so protected are resolved by the kernel itself, which remembers them (7.3).
+    pub const RWP_ASYNC: u64 = 1 << 18;
 }
 
 /// Features without which Ballast cannot manage a VM.
@@ -41,6 +43,9 @@ pub const REQUIRED_FEATURES: u64 = feature::MISSING_SHMEM | feature::THREAD_ID |
 
 /// Features that a VM on huge-page files needs besides.
 pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HUGETLBFS;
+
+/// Features by which the kernel sees touches for us: see [`Uffd::protect`].
+pub const ACCESS_FEATURES: u64 = feature::RWP | feature::RWP_ASYNC;
 
 #[repr(C)]
 struct ApiArg {
@@ -79,6 +84,12 @@ struct FillArg {
     done: i64,
 }
 
+#[repr(C)]
+struct ProtectArg {
+    range: RangeArg,
+    mode: u64,
+}
+
 /// `struct uffd_msg`: 32 bytes, packed by hand so that no field is misaligned.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -106,6 +117,7 @@ const UFFDIO_COPY: u64 = request(READ_WRITE, 0x03, size_of::<CopyArg>());
 const UFFDIO_ZEROPAGE: u64 = request(READ_WRITE, 0x04, size_of::<FillArg>());
 const UFFDIO_CONTINUE: u64 = request(READ_WRITE, 0x07, size_of::<FillArg>());
 const UFFDIO_POISON: u64 = request(READ_WRITE, 0x08, size_of::<FillArg>());
+const UFFDIO_RWPROTECT: u64 = request(READ_WRITE, 0x09, size_of::<ProtectArg>());
 const UFFDIO_API: u64 = request(READ_WRITE, 0x3F, size_of::<ApiArg>());
 
 // The numbers of include/uapi/linux/userfaultfd.h, written out, against what the formula above makes of our structs.
@@ -113,11 +125,14 @@ const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00 && UFFDIO_UNREGISTER == 0x8
 const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02 && UFFDIO_COPY == 0xC028_AA03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04 && UFFDIO_CONTINUE == 0xC020_AA07);
 const _: () = assert!(UFFDIO_POISON == 0xC020_AA08 && UFFDIO_API == 0xC018_AA3F);
+const _: () = assert!(UFFDIO_RWPROTECT == 0xC018_AA09);
 const _: () = assert!(size_of::<RawMessage>() == 32);
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const REGISTER_MODE_MINOR: u64 = 1 << 2;
+const REGISTER_MODE_RWP: u64 = 1 << 3;
+const RWPROTECT_MODE_RWP: u64 = 1 << 0;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
@@ -210,7 +225,16 @@ impl Uffd {
 
     /// Register a range for missing and minor faults. Registering a registered range again is allowed.
     pub fn register(&self, start: Hva, len: u64) -> io::Result<()> {
-        let mode = REGISTER_MODE_MISSING | REGISTER_MODE_MINOR;
+        self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR, start, len)
+    }
+
+    /// The same for a descriptor that has [`ACCESS_FEATURES`]: [`Uffd::protect`] may then be used. Until it is unregistered
+    /// the range cannot be mapped huge where it is not, and not be registered without this.
+    pub fn register_for_accesses(&self, start: Hva, len: u64) -> io::Result<()> {
+        self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR | REGISTER_MODE_RWP, start, len)
+    }
+
+    fn register_as(&self, mode: u64, start: Hva, len: u64) -> io::Result<()> {
         let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut arg)
     }
@@ -219,8 +243,19 @@ impl Uffd {
     /// read from it, and [`crate::Remote::take_written`] answers. A range that another descriptor holds is refused
     /// (`EBUSY`), and one that is so registered cannot be mapped huge again.
     pub fn register_for_writes(&self, start: Hva, len: u64) -> io::Result<()> {
-        let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode: REGISTER_MODE_WP, ioctls: 0 };
-        self.ioctl(UFFDIO_REGISTER, &mut arg)
+        self.register_as(REGISTER_MODE_WP, start, len)
+    }
+
+    /// Have the kernel look who touches the pages of this range that are mapped now, or look no longer. The first touch of
+    /// such a page, or of the huge page it is mapped in, lifts the protection inside the kernel: nothing is read from this
+    /// descriptor, and [`crate::Remote::accessed`] answers. What is mapped later is not protected and counts as touched; a zap
+    /// or a punch forgets. The range must be registered with [`Uffd::register_for_accesses`].
+    ///
+    /// # Errors
+    /// `ENOENT`: a part of it is not so registered, or not mapped at all. `EAGAIN`: the address space is changing.
+    pub fn protect(&self, start: Hva, len: u64, protected: bool) -> io::Result<()> {
+        let mode = if protected { RWPROTECT_MODE_RWP } else { 0 };
+        self.ioctl(UFFDIO_RWPROTECT, &mut ProtectArg { range: RangeArg { start: start.0, len }, mode })
     }
 
     /// Unregister a range and wake its waiters: the kernel serves its faults again, holes as zeros.

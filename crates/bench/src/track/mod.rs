@@ -10,6 +10,7 @@
 //! | the hot set page by page against the truth; huge pages alone; a sample of 5 % | `accuracy` |
 //! | what tracking costs the guest | `overhead` |
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
+//! | the touch of a base page that is watched | `touches` |
 //! | what can be taken from a guest with hot bloat | `bloat` |
 //! | fair against classic generations | `fair` |
 //! | working set, and how soon a change is seen | `phase` |
@@ -22,6 +23,7 @@ mod guest;
 mod overhead;
 mod phase;
 mod redis;
+mod touches;
 mod units;
 
 use anyhow::Result;
@@ -40,6 +42,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     accuracy::run(bench, each)?;
     units::run(bench, each)?;
+    touches::run(bench, each)?;
     phase::run(bench, each)?;
     overhead::run(bench, each)?;
     bloat::run(bench, each)?;

@@ -14,7 +14,7 @@ use ballast_base::{PageCount, PageIdx};
 use super::Vm;
 use super::lanes::Serves;
 use crate::page_state::{State, Word};
-use crate::region::Region;
+use crate::region::{Region, Registered};
 use crate::stats::Counter;
 use crate::view::View;
 use crate::{coalesce, lane};
@@ -70,11 +70,11 @@ impl Vm {
     /// be zapped: memory nobody reclaims from costs nothing.
     pub(crate) fn register(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<()> {
         for (first, count, flag) in region.chunks(first, end) {
-            if flag.load(Ordering::Acquire) != 0 {
+            if Registered::of(flag) != Registered::No {
                 continue;
             }
             let _one = self.registering.lock().expect("no panic while held");
-            if flag.load(Ordering::Acquire) != 0 {
+            if Registered::of(flag) != Registered::No {
                 continue;
             }
             let len = PageCount(count).bytes();
@@ -83,22 +83,35 @@ impl Vm {
             if mapped.is_empty() {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
-            for (view, memory) in mapped {
-                coalesce::learn(view, region, first, count);
-                memory.register(first, count)?;
-            }
-            flag.store(1, Ordering::Release);
+            mapped.iter().for_each(|(view, _)| coalesce::learn(view, region, first, count));
+            // What is registered for accesses cannot be mapped huge any more.
+            let huge = region.granule_pages() == 1 && region.units().any_huge(first, count);
+            let how = match mapped.iter().all(|(view, _)| view.sees_accesses()) && !huge {
+                true => Registered::Accesses,
+                false => Registered::Faults,
+            };
+            mapped.iter().try_for_each(|(_, memory)| memory.register(first, count, how))?;
+            how.store(flag);
             self.stats().add(Counter::RegisteredBytes, len.0);
         }
         Ok(())
     }
 
-    /// Give chunks without far, zero or quarantined pages back to the kernel.
+    /// A cycle of tracking begins: until it ends, what is registered stays so.
+    pub(crate) fn keep_registered(&self) {
+        let _one = self.registering.lock().expect("no panic while held");
+        self.touches.set_running(true);
+    }
+
+    /// Give chunks without far, zero or quarantined pages back to the kernel, unless a cycle of tracking runs.
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
         // What the kernel has registered and what the flags say change together.
         let _one = self.registering.lock().expect("no panic while held");
+        if self.touches.is_running() {
+            return Ok(());
+        }
         for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
-            if flag.load(Ordering::Acquire) == 0 {
+            if Registered::of(flag) == Registered::No {
                 continue;
             }
             let mut settled = true;
@@ -119,7 +132,7 @@ impl Vm {
             if settled {
                 let len = PageCount(count).bytes();
                 // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs bytes.
-                flag.store(0, Ordering::Release);
+                Registered::No.store(flag);
                 self.stats().sub(Counter::RegisteredBytes, len.0);
                 for view in self.views() {
                     if let Some(memory) = view.of_region(region) {

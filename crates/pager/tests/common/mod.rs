@@ -29,6 +29,8 @@ use ballast_sys::{Mapping, Remote, Uffd, memfd, scm, uffd};
 
 /// A VM and its guest side.
 pub struct Rig {
+    /// What the kernel granted.
+    pub uffd_features: u64,
     pub vm: Arc<Vm>,
     pub guest: Arc<Mapping>,
     pub faults: Arc<Faults>,
@@ -154,7 +156,7 @@ impl Rig {
         let create = if huge { memfd::create_huge } else { memfd::create };
         let file = create("ballast-test-ram", ram).expect("memfd");
         let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
-        let features = uffd::REQUIRED_FEATURES | uffd::HUGETLB_FEATURES | uffd::feature::POISON;
+        let features = uffd::REQUIRED_FEATURES | uffd::HUGETLB_FEATURES | uffd::ACCESS_FEATURES | uffd::feature::POISON;
         let made: Vec<_> = (0..shards).map(|_| Uffd::create(features).expect("userfaultfd")).collect();
         let (uffds, granted): (Vec<Uffd>, Vec<u64>) = made.into_iter().unzip();
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
@@ -197,6 +199,7 @@ impl Rig {
             panics,
             reports,
             view,
+            uffd_features: granted[0],
             pages,
             _uffds: uffds,
             client: Some(client),

@@ -1,0 +1,129 @@
+//! The touch of a base page that is watched: what the thread that touches waits, by zap scan and where the kernel sees for
+//! us (`pager/src/zap_scan.rs`, `rwp_scan.rs`).
+//!
+//! Before: memory of this process in base pages, and a thread that serves its faults as a fault lane does. After:
+//! microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.
+//! Promise: all pages of [`UNITS`] units are touched in order, each once in a cycle, and every touch is one that was watched.
+//!
+//! | | watched | a touch |
+//! |---|---|---|
+//! | page by page | unmapped | wakes the lane, which maps the page (`UFFDIO_CONTINUE`) |
+//! | by blocks | unmapped | the same, with the 63 pages around it: the next of these costs nothing |
+//! | by the kernel | protected (`UFFDIO_RWPROTECT`) | lifts the protection inside the kernel |
+
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
+use ballast_heat::source::BLOCK;
+use ballast_sys::Uffd;
+use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
+use ballast_testvm::GuestRam;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::Bench;
+use crate::order::GuestKind;
+use crate::report::Row;
+
+const UNITS: usize = 8;
+const LEN: usize = UNITS * HUGE_SIZE;
+
+pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let mut row = Row::new("track", bench.options.guest(), "the touch of a watched base page");
+    row.fact("measures", "touches");
+    let mut figures: [Vec<f64>; 3] = Default::default();
+    if bench.options.is(GuestKind::Native) {
+        let memory = Memory::new()?;
+        if !memory.sees_accesses {
+            row.because("by the kernel: no read-write protection by userfaultfd here (Linux 7.3)");
+        }
+        // Round 0 warms up.
+        for round in 0..=if bench.options.quick { 2 } else { 10 } {
+            let mut all = vec![memory.zapped(1)?, memory.zapped(BLOCK)?];
+            if memory.sees_accesses {
+                all.push(memory.protected()?);
+            }
+            for (figure, value) in figures.iter_mut().zip(all).filter(|_| round > 0) {
+                figure.push(value);
+            }
+        }
+    } else {
+        row.because("what a touch costs a vCPU besides is the exit it makes anyway: see native");
+    }
+    for (key, values) in ["touch_us_by_page", "touch_us_by_block", "touch_us_by_kernel"].iter().zip(&figures) {
+        row.figure(key, values);
+    }
+    each(row)
+}
+
+struct Memory {
+    ram: GuestRam,
+    uffd: Uffd,
+    sees_accesses: bool,
+}
+
+impl Memory {
+    fn new() -> Result<Self> {
+        let ram = GuestRam::new(Bytes(LEN as u64)).context("Allocating memory")?;
+        let (uffd, granted) = Uffd::create(REQUIRED_FEATURES | ACCESS_FEATURES).context("Creating a userfaultfd")?;
+        let sees_accesses = granted & ACCESS_FEATURES == ACCESS_FEATURES;
+        let memory = Self { ram, uffd, sees_accesses };
+        memory.touch();
+        let registered = match sees_accesses {
+            true => memory.uffd.register_for_accesses(memory.at(0), LEN as u64),
+            false => memory.uffd.register(memory.at(0), LEN as u64),
+        };
+        registered.context("Registering memory")?;
+        Ok(memory)
+    }
+
+    fn at(&self, page: u64) -> Hva {
+        Hva(self.ram.addr() as u64 + page * PAGE_SIZE as u64)
+    }
+
+    /// Touch every page; microseconds for each.
+    fn touch(&self) -> f64 {
+        let start = Instant::now();
+        for offset in (0..LEN).step_by(PAGE_SIZE) {
+            self.ram.word(offset).load(Relaxed);
+        }
+        start.elapsed().as_secs_f64() * 1e6 / (LEN / PAGE_SIZE) as f64
+    }
+
+    /// Unmapped, and mapped again by a lane, so many pages at a touch.
+    fn zapped(&self, around: u64) -> Result<f64> {
+        self.ram.zap(0, LEN).context("MADV_DONTNEED")?;
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let lane = scope.spawn(|| self.serve(around, &done));
+            let took = self.touch();
+            done.store(true, Relaxed);
+            let served = lane.join().expect("the lane does not panic")?;
+            ensure!(served == (LEN / PAGE_SIZE) as u64 / around, "{served} faults were served");
+            Ok(took)
+        })
+    }
+
+    fn serve(&self, around: u64, done: &AtomicBool) -> Result<u64> {
+        let patience = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+        let (mut faults, mut served) = (Vec::with_capacity(16), 0);
+        while !done.load(Relaxed) {
+            poll(&mut [PollFd::new(&self.uffd, PollFlags::IN)], Some(&patience)).context("Waiting for a fault")?;
+            self.uffd.read_faults(&mut faults).context("Reading a fault")?;
+            for fault in &faults {
+                let page = (fault.addr.0 - self.at(0).0) / PAGE_SIZE as u64;
+                self.uffd.map_run(self.at(page - page % around), around).context("UFFDIO_CONTINUE")?;
+                served += 1;
+            }
+        }
+        Ok(served)
+    }
+
+    /// Protected, and the kernel lifts that.
+    fn protected(&self) -> Result<f64> {
+        self.uffd.protect(self.at(0), LEN as u64, true).context("UFFDIO_RWPROTECT")?;
+        Ok(self.touch())
+    }
+}
