@@ -49,6 +49,7 @@ mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs devtmpfs /dev
 mount -t tmpfs tmpfs /tmp
+ip link set lo up
 for module in $MODULES; do insmod /$module || echo "in-qemu: insmod $module failed"; done
 worst=0
 run() {
