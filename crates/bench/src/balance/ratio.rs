@@ -1,10 +1,13 @@
 //! How much of each workload's memory can be taken before it is 5 % slower (Blowfish, 5.1.1), beside the kernel.
 //!
 //! Before: `sweep` bisects over limits, with a second guest that nobody squeezes as the yardstick. After: a row for each
-//! workload. Units: parts of 1 of RAM. Promise: one VM at a time; Ballast tracks it, and pays for that.
+//! workload, and for one with skew that huge pages hide (HugeScope, 2.2): a tenth of its pages is hot, side by side or spread over
+//! a part of its huge pages, and the rest is never touched. Units: parts of 1 of RAM. Promise: one VM at a time; Ballast tracks it,
+//! and pays for that.
 
 use anyhow::Result;
-use ballast_testvm::Workload;
+use ballast_base::{Bytes, MIB};
+use ballast_testvm::{Spec, Workload};
 
 use super::cast::{spec, word};
 use super::{CAST, Scale};
@@ -12,13 +15,25 @@ use crate::Bench;
 use crate::report::Row;
 use crate::sweep::{Plan, Side, Sweep};
 
+/// RAM of the guest with skew, in so many ticks for each operation: some 10 us, as a key-value store takes.
+const SKEWED: (u64, u64) = (256 * MIB, 25_000);
+/// How its hot pages lie: percent of its memory that is mapped huge, and of its huge pages that have hot pages.
+const LAYOUTS: [(u32, u32); 4] = [(0, 100), (100, 25), (100, 50), (100, 100)];
+
+/// A guest of a row.
+struct Guest {
+    what: String,
+    spec: Spec,
+    huge_pct: u32,
+}
+
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let plan = if bench.options.quick { Plan::QUICK } else { Plan::FULL };
-    let all = [Workload::Zipf].into_iter().chain(CAST);
-    for workload in all.take(if bench.options.quick { 1 } else { usize::MAX }) {
-        let mut row = Row::new("balance", bench.options.guest(), &format!("{}, 5 % slower", word(workload)));
-        row.fact("workload", word(workload));
-        row.fact("vm_bytes", scale.ram_bytes);
+    let all = guests(scale);
+    for guest in all.into_iter().take(if bench.options.quick { 1 } else { usize::MAX }) {
+        let mut row = Row::new("balance", bench.options.guest(), &format!("{}, 5 % slower", guest.what));
+        row.fact("workload", guest.what);
+        row.fact("vm_bytes", guest.spec.ram.0);
         row.fact("allowed_pct", plan.allowed_pct);
         let mut taken = Vec::new();
         for (side, prefix) in [(Side::Ballast, ""), (Side::Kernel, "kernel_")] {
@@ -27,8 +42,8 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
                 row.figure("kernel_reclaim_ratio_at_5pct", &[]);
                 continue;
             }
-            let spec = spec(workload, scale.ram_bytes, 1, scale.store_ops);
-            let found = Sweep { spec, side, huge_pct: 0, track: true, plan }.run(bench)?;
+            let sweep = Sweep { spec: guest.spec.clone(), side, huge_pct: guest.huge_pct, track: true, plan };
+            let found = sweep.run(bench)?;
             row.figure(&format!("{prefix}reclaim_ratio_at_5pct"), &[found.taken]);
             row.figure(&format!("{prefix}slowdown_pct"), &[found.slowdown_pct]);
             row.figure(&format!("{prefix}noise_pct"), &[found.noise_pct]);
@@ -40,4 +55,23 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         each(row)?;
     }
     Ok(())
+}
+
+fn guests(scale: Scale) -> Vec<Guest> {
+    let workloads = [Workload::Zipf].into_iter().chain(CAST).map(|workload| Guest {
+        what: word(workload).to_owned(),
+        spec: spec(workload, scale.ram_bytes, 1, scale.store_ops),
+        huge_pct: 0,
+    });
+    let skewed = LAYOUTS.into_iter().map(|(huge_pct, over)| {
+        let (ram, think_ticks) = SKEWED;
+        let spread = Some(f64::from(over) / 100.0);
+        let spec = Spec { think_ticks, spread, hot_weight: 1.0, ..Spec::new(Workload::Hotset, Bytes(ram)) };
+        let what = match huge_pct {
+            0 => "hot tenth of base pages".to_owned(),
+            _ => format!("hot tenth in {over} % of the huge pages"),
+        };
+        Guest { what, spec, huge_pct }
+    });
+    workloads.chain(skewed).collect()
 }
