@@ -2,7 +2,8 @@
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
 # statically linked, inside QEMU. Above all those of userfaultfd's read-write protection (Linux 7.3).
 #
-# The kernel is the newest that Debian has for its stable release, unpacked into target/guest/newer, never installed.
+# The kernel is the newest that Debian had for its stable release when this ran first, unpacked into target/guest/newer, never
+# installed; `--refresh` looks again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${BALLAST_GUEST_DIR:-target/guest}/newer
@@ -19,14 +20,14 @@ fetch() {
     work=$(mktemp -d)
     # shellcheck disable=SC2064
     trap "rm -rf '$work'" EXIT
-    place=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' | grep -v security | head -n 1)
+    place=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' | grep -v security | head -n 1 || true)
     [ -n "$place" ] || skip "apt knows no place of Debian's packages"
     mkdir -p "$work/lists/partial" "$work/debs"
     echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $place $suite main" >"$work/sources.list"
     local apt=(-qq -o APT::Sandbox::User=root -o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=-
         -o Dir::State::Lists="$work/lists" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=)
-    apt-get "${apt[@]}" update || skip "no package lists of $suite"
-    release=$(apt-cache "${apt[@]}" depends linux-image-cloud-amd64 | sed -n 's/.*Depends: linux-image-\([0-9].*\)/\1/p' | head -n 1)
+    apt-get "${apt[@]}" -o APT::Update::Error-Mode=any update || skip "no package lists of $suite"
+    release=$(apt-cache "${apt[@]}" depends linux-image-cloud-amd64 | sed -n 's/.*Depends: linux-image-\([0-9].*\)/\1/p' | head -n 1 || true)
     [ -n "$release" ] || skip "no linux-image-cloud-amd64 in $suite"
     # The image itself, or since 7.3 a package of its own that it depends on.
     (cd "$work/debs" && apt-get "${apt[@]}" download "linux-image-$release" &&
@@ -38,8 +39,13 @@ fetch() {
     [ -n "$kernel" ] || skip "linux-image-$release holds no kernel"
     cp "$kernel" "$out/vmlinuz"
     echo "$release" >"$out/kernel-release"
+    rm -rf "$work"
+    trap - EXIT
 }
-[ -s "$out/kernel-release" ] || fetch
+for tool in qemu-system-x86_64 busybox cpio apt-get dpkg; do
+    command -v $tool >/dev/null || skip "$tool is not installed; run scripts/setup.sh"
+done
+[ "${1:-}" != --refresh ] && [ -s "$out/kernel-release" ] || fetch
 echo "newer kernel: Linux $(cat "$out/kernel-release")"
 
 target=target/static
@@ -47,5 +53,5 @@ RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
     cargo build --target x86_64-unknown-linux-gnu -p ballast-sys -p ballast-pager --tests
 # The newest program of this name is the one just built.
 program() { ls -t "$target/x86_64-unknown-linux-gnu/debug/deps/$1"-* | grep -v '\.d$' | head -n 1; }
-QEMU_MEMORY=4G REQUIRE=rwp,uffd exec scripts/in-qemu.sh "$out/vmlinuz" "$(program ballast_sys) remote" \
+QEMU_MEMORY=4G REQUIRE=rwp,uffd,collapse exec scripts/in-qemu.sh "$out/vmlinuz" "$(program ballast_sys) remote" \
     "$(program rwp)" "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)"

@@ -246,7 +246,7 @@ pub struct Ability {
 
 /// Somebody who can tell what a guest touched.
 pub trait AccessSource: Send {
-    /// What it can do. The same answer every time.
+    /// What it can do: may change from one cycle to the next.
     fn ability(&self) -> Ability;
 
     /// Begin a cycle: from now on, touches of what is watched are remembered. Called only when no cycle is running.

@@ -6,12 +6,13 @@
 //! a protected page lifts its protection inside the kernel. An engine that dies in the middle of a cycle leaves pages
 //! whose next touch costs that once.
 //!
-//! It takes the units that are registered for accesses, which `Vm::register` decides: chunks of which nothing is mapped
+//! It takes the units that are registered for accesses, which `Vm::register` decides: chunks of which nothing was seen mapped
 //! huge, in processes whose userfaultfds have the features. For the others there is the zap scan, and that is for good:
 //! a huge mapping of shared memory that is protected is unmapped by the kernel (seen on 7.3), so that its touch would be a
 //! fault for us as with a zap; and memory so registered cannot be mapped huge again.
 //!
-//! What is not mapped is not touched: whatever maps it counts as a touch, also a prefetch.
+//! What is not mapped is not touched: whatever maps it counts as a touch, also a prefetch. What it costs to have it back is no
+//! cost of watching.
 
 use std::io;
 use std::sync::Arc;
@@ -23,16 +24,20 @@ use ballast_heat::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
 
 use crate::region::{Region, Registered};
 use crate::state_file::PAGES_PER_CHUNK;
+use crate::stats::Counter;
 use crate::view::RegionView;
 use crate::vm::Vm;
 use crate::zap_scan::{ZapScan, cpu_time};
 
 /// What a touch of a protected page costs the thread that touches: a fault that the kernel resolves, and for a vCPU an
-/// exit. Nobody can see it from outside, so it is reckoned, not measured.
+/// exit. Nobody can see it from outside, so it is reckoned; no hardware with such a kernel was there to measure it on.
 const TOUCH: Duration = Duration::from_micros(2);
 
 /// Pages protected by one call at most: while they are, faults of a KVM guest on them are put off.
 const PIECE: u64 = PAGES_PER_CHUNK;
+
+/// Units that are looked at as one at most, 1 GiB: until that is done no region is added or unplugged.
+const MOST_UNITS: usize = 512;
 
 /// See above.
 #[derive(Debug)]
@@ -41,6 +46,8 @@ pub struct RwpScan<'a> {
     /// For whatever else is to be watched.
     zap: ZapScan<'a>,
     running: Option<Cycle>,
+    /// The last cycle had units for the kernel to look after.
+    is_used: bool,
 }
 
 /// Neighbouring units that are watched, with the pages of each that are.
@@ -114,12 +121,14 @@ struct Cycle {
     began: Instant,
     cpu: Duration,
     runs: Vec<Run>,
+    /// What faults and prefetch had mapped before it.
+    mapped: u64,
 }
 
 impl<'a> RwpScan<'a> {
     /// For this VM. No cycle runs.
     pub fn new(vm: &'a Vm) -> Self {
-        Self { vm, zap: ZapScan::new(vm), running: None }
+        Self { vm, zap: ZapScan::new(vm), running: None, is_used: false }
     }
 
     /// Divide a watch into what the kernel can look after and what has to be zapped.
@@ -138,14 +147,21 @@ impl<'a> RwpScan<'a> {
                 continue;
             }
             self.vm.register(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
+            let is_huge = region.granule_pages() > 1;
             let seen = region.registered_as(first) == Registered::Accesses
+                && (is_huge || !region.units().any_huge(first, PAGES_PER_UNIT))
                 && views.iter().all(|view| view.sees_accesses() || view.base(id.region).is_none());
-            let pages = fine.as_ref().map(|fine| fine.pages);
+            // A huge page of hugetlbfs is touched as a whole, and cannot be protected in part.
+            let pages = fine.as_ref().map(|fine| fine.pages).filter(|_| !is_huge);
             match (seen, fine) {
                 (false, Some(fine)) => rest.fine.push(fine),
                 (false, None) => rest.coarse.push(id),
                 (true, _) => match runs.last_mut() {
-                    Some(run) if run.region.number == id.region && run.first + run.units.len() as u32 == id.unit => {
+                    Some(run)
+                        if run.region.number == id.region
+                            && run.first + run.units.len() as u32 == id.unit
+                            && run.units.len() < MOST_UNITS =>
+                    {
                         run.units.push((pages, PageMap::NONE));
                     }
                     _ => runs.push(Run { region, first: id.unit, units: vec![(pages, PageMap::NONE)] }),
@@ -155,44 +171,51 @@ impl<'a> RwpScan<'a> {
         Ok((runs, rest))
     }
 
-    /// Do something with a run of units in every view. The caller holds the layout.
+    /// Do something with a run of units in every view.
     fn in_views(&self, run: &Run, mut act: impl FnMut(&RegionView<'_>) -> io::Result<()>) -> io::Result<()> {
+        // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+        let _layout = self.vm.layout();
         let views = self.vm.views();
         let mapped = views.iter().filter_map(|view| view.of_region(&run.region));
         mapped.filter(|_| !run.region.is_removed()).try_for_each(|memory| act(&memory))
     }
 
-    fn protect(&self, runs: &[Run], protected: bool) -> io::Result<()> {
-        // Held so that no region is unplugged meanwhile: its addresses may be other RAM's right afterwards.
-        let _layout = self.vm.layout();
-        runs.iter().try_for_each(|run| {
-            let parts = run.watched();
-            self.in_views(run, |memory| {
-                parts.iter().try_for_each(|(first, count)| memory.protect(*first, *count, protected))
-            })
+    fn protect(&self, run: &Run, protected: bool) -> io::Result<()> {
+        let parts = run.watched();
+        self.in_views(run, |memory| {
+            parts.iter().try_for_each(|(first, count)| memory.protect(*first, *count, protected))
         })
     }
 
-    /// Read what was touched, and look no longer.
+    /// Read what was touched, and look no longer. An error of one run leaves none of the others protected.
     fn finish(&self, runs: &mut [Run]) -> io::Result<()> {
-        {
-            let _layout = self.vm.layout();
-            for run in runs.iter_mut() {
-                let mut found = Vec::new();
-                self.in_views(run, |memory| {
-                    found.extend(memory.accessed(run.start(), run.pages())?);
-                    Ok(())
-                })?;
-                found.into_iter().for_each(|(first, count)| run.touch(first, count));
-            }
+        let mut result = Ok(());
+        for run in runs {
+            let mut found = Vec::new();
+            let read = self.in_views(run, |memory| {
+                found.extend(memory.accessed(run.start(), run.pages())?);
+                Ok(())
+            });
+            found.into_iter().for_each(|(first, count)| run.touch(first, count));
+            result = result.and(read).and(self.protect(run, false));
         }
-        self.protect(runs, false)
+        result
+    }
+
+    /// Pages that our own lanes have mapped so far.
+    fn mapped(&self) -> u64 {
+        use Counter::{FaultFresh, FaultMinor, FaultRestore, FaultZero, Prefetched};
+        let stats = self.vm.stats();
+        [FaultFresh, FaultMinor, FaultRestore, FaultZero, Prefetched]
+            .into_iter()
+            .map(|counter| stats.get(counter))
+            .sum()
     }
 }
 
 impl AccessSource for RwpScan<'_> {
     fn ability(&self) -> Ability {
-        if !self.vm.views().iter().all(|view| view.sees_accesses()) {
+        if !self.is_used {
             return self.zap.ability();
         }
         Ability {
@@ -215,8 +238,9 @@ impl AccessSource for RwpScan<'_> {
             self.divide(watch.clone()).inspect_err(|_| self.vm.touches.set_running(false))?
         };
         self.zap.start(&rest)?;
-        let cycle = Cycle { began: Instant::now(), cpu: Duration::ZERO, runs };
-        let protected = self.protect(&cycle.runs, true);
+        self.is_used = !runs.is_empty();
+        let cycle = Cycle { began: Instant::now(), cpu: Duration::ZERO, runs, mapped: self.mapped() };
+        let protected = cycle.runs.iter().try_for_each(|run| self.protect(run, true));
         self.running = Some(cycle);
         if let Err(error) = protected {
             let _ = self.end();
@@ -235,12 +259,20 @@ impl AccessSource for RwpScan<'_> {
         let cpu = cycle.cpu + cpu_time().saturating_sub(before);
         let mut report = self.zap.end()?;
         finished?;
-        let touches: u64 = cycle.runs.iter().flat_map(|run| &run.units).map(|(_, touched)| touched.count()).sum();
+        let touched = |run: &Run| -> u64 {
+            let pages: u64 = run.units.iter().map(|(_, touched)| touched.count()).sum();
+            pages / run.region.granule_pages()
+        };
+        let touches: u64 = cycle.runs.iter().map(touched).sum();
+        // What reclaim took would have been a fault without us, too.
+        let touches = touches.saturating_sub(self.mapped() - cycle.mapped);
+        let guest = TOUCH * u32::try_from(touches).unwrap_or(u32::MAX);
         report.units.extend(cycle.runs.iter().flat_map(Run::seen));
         report.units.sort_unstable_by_key(|(unit, _)| *unit);
         report.length = length;
-        report.cost.cpu += cpu;
-        report.cost.guest += TOUCH * u32::try_from(touches).unwrap_or(u32::MAX);
+        // As with zaps, what guests wait is in the CPU time as well: here it is theirs.
+        report.cost.cpu += cpu + guest;
+        report.cost.guest += guest;
         report.cost.faults += touches;
         Ok(report)
     }
@@ -249,8 +281,8 @@ impl AccessSource for RwpScan<'_> {
 impl Drop for RwpScan<'_> {
     /// Also when the lane panics in the middle of a cycle.
     fn drop(&mut self) {
-        if let Some(cycle) = self.running.take() {
-            let _ = self.protect(&cycle.runs, false);
+        if let Some(mut cycle) = self.running.take() {
+            let _ = self.finish(&mut cycle.runs);
         }
     }
 }

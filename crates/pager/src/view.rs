@@ -251,18 +251,25 @@ impl RegionView<'_> {
         let accesses = how == Registered::Accesses && self.view.sees_accesses;
         self.parts(first, count).try_for_each(|(uffd, start, len)| match accesses {
             true => uffd.register_for_accesses(start, len),
-            false => uffd.register(start, len),
+            false => match uffd.register(start, len) {
+                // An engine that ended before it could say so in the flag registered it for accesses.
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy && self.view.sees_accesses => {
+                    uffd.register_for_accesses(start, len)
+                }
+                answer => answer,
+            },
         })
     }
 
-    /// Have the kernel look who touches these pages, or look no longer. They are registered for accesses.
+    /// Have the kernel look who touches these pages, or look no longer. Where they are not registered for accesses (the
+    /// process came in the middle of a cycle and cannot, or is going) nothing is done.
     pub(crate) fn protect(&self, first: PageIdx, count: u64, protected: bool) -> io::Result<()> {
-        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected))
+        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected).map(drop))
     }
 
     /// The runs of these pages, as `(first, count)`, that were touched since they were protected, or mapped since.
     pub(crate) fn accessed(&self, first: PageIdx, count: u64) -> io::Result<Vec<(PageIdx, u64)>> {
-        let Some(remote) = self.view.remote() else { return Ok(Vec::new()) };
+        let Some(remote) = self.view.remote().filter(|_| self.view.sees_accesses) else { return Ok(Vec::new()) };
         let found = remote.accessed(self.addr(first), PageCount(count).bytes().0)?;
         let page = |at: Hva| PageIdx::containing(at.0 - self.base.0);
         Ok(found.into_iter().map(|(start, end)| (page(start), page(end).0 - page(start).0)).collect())

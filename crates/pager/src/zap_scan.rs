@@ -284,9 +284,8 @@ impl AccessSource for ZapScan<'_> {
 impl Drop for ZapScan<'_> {
     /// Also when the lane panics in the middle of a cycle.
     fn drop(&mut self) {
-        if let Some(cycle) = self.running.take() {
-            self.finish(&cycle.units);
-        }
+        let cycle = self.running.take();
+        self.finish(cycle.as_ref().map_or(&[], |cycle| &cycle.units));
     }
 }
 

@@ -249,13 +249,17 @@ impl Uffd {
     /// Have the kernel look who touches the pages of this range that are mapped now, or look no longer. The first touch of
     /// such a page, or of the huge page it is mapped in, lifts the protection inside the kernel: nothing is read from this
     /// descriptor, and [`crate::Remote::accessed`] answers. What is mapped later is not protected and counts as touched; a zap
-    /// or a punch forgets. The range must be registered with [`Uffd::register_for_accesses`].
+    /// or a punch forgets. Answers false if a part of the range is not registered with [`Uffd::register_for_accesses`] (any
+    /// more), or the process is gone.
     ///
     /// # Errors
-    /// `ENOENT`: a part of it is not so registered, or not mapped at all. `EAGAIN`: the address space is changing.
-    pub fn protect(&self, start: Hva, len: u64, protected: bool) -> io::Result<()> {
+    /// `EAGAIN`: the address space is changing.
+    pub fn protect(&self, start: Hva, len: u64, protected: bool) -> io::Result<bool> {
         let mode = if protected { RWPROTECT_MODE_RWP } else { 0 };
-        self.ioctl(UFFDIO_RWPROTECT, &mut ProtectArg { range: RangeArg { start: start.0, len }, mode })
+        match self.ioctl(UFFDIO_RWPROTECT, &mut ProtectArg { range: RangeArg { start: start.0, len }, mode }) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(false),
+            answer => answer.map(|()| true),
+        }
     }
 
     /// Unregister a range and wake its waiters: the kernel serves its faults again, holes as zeros.

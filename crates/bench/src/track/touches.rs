@@ -123,7 +123,8 @@ impl Memory {
 
     /// Protected, and the kernel lifts that.
     fn protected(&self) -> Result<f64> {
-        self.uffd.protect(self.at(0), LEN as u64, true).context("UFFDIO_RWPROTECT")?;
+        let protected = self.uffd.protect(self.at(0), LEN as u64, true).context("UFFDIO_RWPROTECT")?;
+        ensure!(protected, "the memory is not registered for accesses");
         Ok(self.touch())
     }
 }

@@ -67,7 +67,7 @@ impl Vm {
     }
 
     /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about to
-    /// be zapped: memory nobody reclaims from costs nothing.
+    /// be zapped or watched: memory nobody reclaims from costs nothing.
     pub(crate) fn register(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<()> {
         for (first, count, flag) in region.chunks(first, end) {
             if Registered::of(flag) != Registered::No {
