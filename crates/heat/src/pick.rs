@@ -12,7 +12,11 @@
 //! | 2 | cold pages of other units that were scanned; the third generation |
 //! | 3, 4 | the rest of the second and of the youngest generation |
 //!
-//! What has a generation is a unit, or where that is not one huge page each block of it.
+//! What has a generation is a unit, or where that is not one huge page each block of it. Of one order goes first what is untouched
+//! for longest, and of what the same cycle saw touched, the unit that was touched in the fewest cycles: a limit below what
+//! is touched in each cycle has to be met from the youngest generation, and there the hottest memory looks like the rest but for that.
+//! What even that does not tell apart goes in an order that differs from round to round: by address, a guest whose hottest memory
+//! comes first would lose it in each.
 //!
 //! Cold is what has order 0 or 1. With tracking, a round is made once for each coarse cycle, because nothing else makes
 //! memory cold. Without it, everything has order 0, and rounds go through memory by address, as a clock hand does.
@@ -22,6 +26,7 @@ use std::sync::Arc;
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
 use crate::age::Age;
+use crate::entry::Entry;
 use crate::generations::{Blocks, GENERATIONS};
 use crate::inside::Inside;
 use crate::shared::VmHeat;
@@ -41,6 +46,10 @@ struct Offer {
     order: u8,
     /// Last touch seen.
     seen: Moment,
+    /// In how many of the cycles that are remembered the unit was touched.
+    often: u32,
+    /// Where in the round it comes by chance; 0 for what is cold, which goes by address.
+    lot: u32,
     unit: UnitId,
     part: Part,
     /// What comes before this page of the unit was dealt with.
@@ -91,9 +100,22 @@ impl HeatSource {
     }
 }
 
+/// A number for a unit in a round: the finalizer of SplitMix64.
+fn lot(unit: UnitId, round: u64) -> u32 {
+    let mut word =
+        (u64::from(unit.region) << 32 | u64::from(unit.unit)).wrapping_add(round.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (word >> 32) as u32
+}
+
 /// Offer a unit, whole or in parts.
 fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut Vec<Offer>) {
-    let mut push = |order, seen, part| out.push(Offer { order, seen, unit, part, from: 0 });
+    let often = tracker.units().entry(unit).map_or(0, Entry::frequency);
+    let mut push = |order, seen, part| {
+        let lot = if order > BLOAT { lot(unit, tracker.cycles().0) } else { 0 };
+        out.push(Offer { order, seen, often, lot, unit, part, from: 0 });
+    };
     if !tracked {
         return push(OLDEST, Moment(0), Part::All);
     }
@@ -277,9 +299,13 @@ mod tests {
 
     /// Three coarse cycles that see these units touched.
     fn track(source: &HeatSource, table: &Table, hot: &[u32]) {
+        cycles(source, table, hot, 3);
+    }
+
+    fn cycles(source: &HeatSource, table: &Table, hot: &[u32], count: usize) {
         let mut tracker = source.heat.lock();
         let _ = tracker.next(Duration::ZERO, table);
-        for _ in 0..3 {
+        for _ in 0..count {
             let seen = |id: UnitId| (id, Seen::Coarse { touched: hot.contains(&id.unit), written: None });
             let units = tracker.units().present().map(seen).collect();
             tracker.absorb(source.heat.now(), Phase::Coarse, &Report { units, ..Report::default() });
@@ -310,7 +336,36 @@ mod tests {
         assert_eq!(pick(&mut source, &table, 4096), [], "nothing else grew cold");
         let mut out = Vec::new();
         source.pick(&table, 4096, Pick::Any, &mut out);
+        out.sort_by_key(|run| run.first);
         assert_eq!(out, [run(0, 0, 512), run(0, 1024, 512)]);
+    }
+
+    #[test]
+    fn of_what_the_last_cycle_saw_touched_the_hottest_goes_last_wherever_it_is() {
+        let table = table(&[&[Some(0); 4 * 512]]);
+        let mut source = source();
+        // The first is touched in every cycle, the others in some.
+        cycles(&source, &table, &[0, 1], 1);
+        cycles(&source, &table, &[0, 2], 2);
+        cycles(&source, &table, &[0, 1, 2, 3], 4);
+        let mut out = Vec::new();
+        source.pick(&table, 3 * 512, Pick::Any, &mut out);
+        assert_eq!(out, [run(0, 3 * 512, 512), run(0, 512, 1024)]);
+    }
+
+    #[test]
+    fn what_is_touched_in_every_cycle_does_not_go_by_address() {
+        const UNITS: u32 = 32;
+        let table = table(&[&[Some(0); UNITS as usize * 512]]);
+        let mut source = source();
+        let mut first = std::collections::BTreeSet::new();
+        for _ in 0..8 {
+            cycles(&source, &table, &(0..UNITS).collect::<Vec<_>>(), 1);
+            let mut out = Vec::new();
+            source.pick(&table, 512, Pick::Any, &mut out);
+            first.insert(out[0].first.0 / 512);
+        }
+        assert!(first.len() > 4, "the same go first in each round: {first:?}");
     }
 
     #[test]

@@ -136,13 +136,22 @@ fn both(per_s: f64, keep: f64, base: Base) -> [f64; 2] {
 }
 
 /// The 2 MiB at the edge of what is kept are touched some once in two seconds, the 256 KiB some once in a quarter of a minute:
-/// a cycle sees a huge page touched that is used less, for its size, than base pages that it sees untouched.
+/// a cycle sees a huge page touched that is used less, for its size, than base pages that it sees untouched. Before picking asked in
+/// how many cycles a unit was touched, classic missed 25 and 11 % of touches here, fair 19 and 10.
 #[test]
-fn fair_promotion_misses_less_where_huge_pages_are_touched_in_some_cycles_only() {
-    let [classic, fair] = both(300.0, 0.3, Base::Blocks);
-    assert!(fair < 0.85 * classic, "{fair} {classic}");
-    let [classic, fair] = both(300.0, 0.5, Base::Blocks);
-    assert!(fair < 0.95 * classic, "{fair} {classic}");
+fn in_how_many_cycles_a_unit_was_touched_says_more_than_either_rule_of_promotion() {
+    for (per_s, keep, most) in [(300.0, 0.3, 0.16), (300.0, 0.5, 0.11), (100.0, 0.3, 0.21)] {
+        let [classic, fair] = both(per_s, keep, Base::Blocks);
+        assert!(fair < 1.01 * classic && classic < most, "{fair} {classic}");
+    }
+}
+
+/// Picked by address they missed 27 %: the hottest memory comes first.
+#[test]
+fn where_every_unit_is_touched_in_every_cycle_what_goes_is_left_to_chance() {
+    for missed in both(3000.0, 0.5, Base::Blocks) {
+        assert!(missed < 0.13, "{missed}");
+    }
 }
 
 #[test]
@@ -159,6 +168,6 @@ fn base_pages_that_are_told_by_blocks_are_missed_less_where_every_unit_is_touche
     for promotion in 0..2 {
         let units = both(3000.0, 0.7, Base::Units)[promotion];
         let blocks = both(3000.0, 0.7, Base::Blocks)[promotion];
-        assert!(blocks < 0.5 * units, "{blocks} {units}");
+        assert!(blocks < 0.8 * units, "{blocks} {units}");
     }
 }
