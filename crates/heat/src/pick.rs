@@ -29,6 +29,7 @@ use crate::age::Age;
 use crate::entry::Entry;
 use crate::generations::{Blocks, GENERATIONS};
 use crate::inside::Inside;
+use crate::sample::Dice;
 use crate::shared::VmHeat;
 use crate::source::{PageMap, UnitId};
 use crate::tracker::Tracker;
@@ -49,7 +50,7 @@ struct Offer {
     /// In how many of the cycles that are remembered the unit was touched.
     often: u32,
     /// Where in the round it comes by chance; 0 for what is cold, which goes by address.
-    lot: u32,
+    lot: u64,
     unit: UnitId,
     part: Part,
     /// What comes before this page of the unit was dealt with.
@@ -100,13 +101,10 @@ impl HeatSource {
     }
 }
 
-/// A number for a unit in a round: the finalizer of SplitMix64.
-fn lot(unit: UnitId, round: u64) -> u32 {
-    let mut word =
-        (u64::from(unit.region) << 32 | u64::from(unit.unit)).wrapping_add(round.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    (word >> 32) as u32
+/// A number for a unit in a round.
+fn lot(unit: UnitId, round: u64) -> u64 {
+    let of_round = Dice::new(round).roll();
+    Dice::new(of_round ^ (u64::from(unit.region) << 32 | u64::from(unit.unit))).roll()
 }
 
 /// Offer a unit, whole or in parts.

@@ -101,9 +101,9 @@ impl Run {
         let huge = self.region.granule_pages() > 1;
         (self.first..).zip(&self.units).map(move |(unit, (watched, touched))| {
             let seen = match watched {
-                Some(watched) if !huge => Seen::Fine { watched: *watched, touched: *touched, written: None },
-                _ if huge => Seen::Coarse { touched: !touched.is_empty(), written: None },
-                _ => Seen::Blocks { touched: blocks(*touched) },
+                Some(watched) => Seen::Fine { watched: *watched, touched: *touched, written: None },
+                None if huge => Seen::Coarse { touched: !touched.is_empty(), written: None },
+                None => Seen::Blocks { touched: blocks(*touched) },
             };
             (id(unit), seen)
         })
@@ -132,27 +132,22 @@ impl<'a> RwpScan<'a> {
     }
 
     /// Divide a watch into what the kernel can look after and what has to be zapped.
-    fn divide(&self, watch: Watch) -> io::Result<(Vec<Run>, Watch)> {
+    fn divide(&self, watch: &Watch) -> io::Result<(Vec<Run>, Watch)> {
         let mut runs: Vec<Run> = Vec::new();
         let mut rest = Watch::default();
         let views = self.vm.views();
-        let coarse = watch.coarse.into_iter().map(|id| (id, None));
-        let mut all: Vec<_> = coarse.chain(watch.fine.into_iter().map(|fine| (fine.unit, Some(fine)))).collect();
+        let coarse = watch.coarse.iter().map(|id| (*id, None));
+        let mut all: Vec<_> = coarse.chain(watch.fine.iter().map(|fine| (fine.unit, Some(*fine)))).collect();
         all.sort_unstable_by_key(|(id, _)| *id);
         for (id, fine) in all {
-            let Some(region) = self.vm.region(id.region).filter(|region| !region.is_removed()) else { continue };
+            let Some(region) = self.vm.watchable(id)? else { continue };
             let first = PageIdx::first_of_unit(u64::from(id.unit));
-            // Of a part of a unit at a region's end nothing is learned.
-            if region.units().get(u64::from(id.unit)).is_none() {
-                continue;
-            }
-            self.vm.register(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
             let is_huge = region.granule_pages() > 1;
             let seen = region.registered_as(first) == Registered::Accesses
                 && (is_huge || !region.units().any_huge(first, PAGES_PER_UNIT))
                 && views.iter().all(|view| view.sees_accesses() || view.base(id.region).is_none());
             // A huge page of hugetlbfs is touched as a whole, and cannot be protected in part.
-            let pages = fine.as_ref().map(|fine| fine.pages).filter(|_| !is_huge);
+            let pages = fine.map(|fine| fine.pages).filter(|_| !is_huge);
             match (seen, fine) {
                 (false, Some(fine)) => rest.fine.push(fine),
                 (false, None) => rest.coarse.push(id),
@@ -235,7 +230,7 @@ impl AccessSource for RwpScan<'_> {
         self.vm.keep_registered();
         let (runs, rest) = {
             let _layout = self.vm.layout();
-            self.divide(watch.clone()).inspect_err(|_| self.vm.touches.set_running(false))?
+            self.divide(watch).inspect_err(|_| self.vm.touches.set_running(false))?
         };
         self.zap.start(&rest)?;
         self.is_used = !runs.is_empty();

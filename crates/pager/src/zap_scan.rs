@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::Range;
-use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_base::{HUGE_SIZE, PageIdx};
 use ballast_heat::source::{Ability, Cost, CostClass, Granularity};
 use ballast_heat::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
 use rustix::time::{ClockId, clock_gettime};
@@ -87,14 +87,7 @@ impl<'a> ZapScan<'a> {
         let fine = watch.fine.iter().take(FINE_UNITS).map(|fine| (fine.unit, Some(fine.pages)));
         let mut chosen = Vec::with_capacity(watch.coarse.len() + watch.fine.len());
         for (id, pages) in watch.coarse.iter().map(|id| (*id, None)).chain(fine) {
-            let Some(region) = self.vm.region(id.region).filter(|region| !region.is_removed()) else { continue };
-            let first = PageIdx::first_of_unit(u64::from(id.unit));
-            // Of a part of a unit at a region's end nothing is learned.
-            if region.units().get(u64::from(id.unit)).is_none() {
-                continue;
-            }
-            // Before it is zapped: what is not registered is mapped again by the kernel, and nobody knows.
-            self.vm.register(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
+            let Some(region) = self.vm.watchable(id)? else { continue };
             let huge = region.units().get(u64::from(id.unit)).is_some_and(Unit::is_huge);
             // A huge page of hugetlbfs is touched as a whole.
             let pages = pages.filter(|_| region.granule_pages() == 1);

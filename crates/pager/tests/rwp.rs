@@ -12,7 +12,7 @@ use std::time::Duration;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
-use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
+use ballast_heat::{AccessSource, PageMap, Seen, Watch};
 use ballast_needs::skip;
 use ballast_pager::rwp_scan::RwpScan;
 use ballast_pager::shard::Shards;
@@ -21,7 +21,7 @@ use ballast_pager::track::Track;
 use ballast_pager::view::View;
 use ballast_sys::scm;
 use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES, Uffd};
-use common::{Finally, Rig, mapped_at, random, until};
+use common::{Finally, Rig, coarse, mapped_at, pages, random, unit, until};
 
 const UNITS: u64 = 8;
 const RAM: Bytes = Bytes(UNITS * 2 * MIB);
@@ -37,24 +37,6 @@ fn rig(shards: usize) -> Option<Rig> {
     }
     skip("rwp", "this kernel has no read-write protection by userfaultfd");
     None
-}
-
-fn unit(unit: u64) -> UnitId {
-    UnitId { region: 0, unit: unit as u32 }
-}
-
-fn pages(pages: impl IntoIterator<Item = u64>) -> PageMap {
-    let mut map = PageMap::NONE;
-    pages.into_iter().for_each(|page| map.set(page));
-    map
-}
-
-fn minor_faults(rig: &Rig) -> u64 {
-    rig.vm.stats().get(Counter::FaultMinor)
-}
-
-fn check_bytes(rig: &Rig) {
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
 }
 
 #[test]
@@ -91,8 +73,8 @@ fn exactly_the_blocks_and_pages_that_were_touched_are_reported_and_no_fault_come
             assert_eq!(report.cost.faults, 3 + 1 + 4 + 7);
             assert!(source.end().is_err(), "no cycle runs");
         }
-        check_bytes(&rig);
-        assert_eq!(minor_faults(&rig), 0);
+        rig.check_bytes();
+        assert_eq!(rig.minor_faults(), 0);
     }
 }
 
@@ -100,13 +82,13 @@ fn exactly_the_blocks_and_pages_that_were_touched_are_reported_and_no_fault_come
 fn what_is_mapped_huge_is_watched_by_zaps_and_is_huge_afterwards() {
     let Some(rig) = rig(1).and_then(Rig::made_huge) else { return };
     let mut source = RwpScan::new(&rig.vm);
-    source.start(&Watch { coarse: (0..UNITS).map(unit).collect(), fine: Vec::new() }).expect("start");
+    source.start(&coarse(UNITS)).expect("start");
     assert!(rig.holds(3 * PAGES_PER_UNIT, 1));
     let seen = source.end().expect("end").units;
     let expected = |number| (unit(number), Seen::Coarse { touched: number == 3, written: None });
     assert_eq!(seen, (0..UNITS).map(expected).collect::<Vec<_>>());
     assert_eq!(rig.mapped_huge(), RAM);
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -125,8 +107,8 @@ fn huge_pages_of_hugetlbfs_are_tracked_as_wholes_without_a_fault() {
     let expected = |number| (unit(number), Seen::Coarse { touched: [1, 7].contains(&number), written: None });
     assert_eq!(report.units, (0..UNITS).map(expected).collect::<Vec<_>>());
     assert_eq!(report.cost.faults, 2);
-    check_bytes(&rig);
-    assert_eq!(minor_faults(&rig), 0);
+    rig.check_bytes();
+    assert_eq!(rig.minor_faults(), 0);
 }
 
 #[test]
@@ -140,7 +122,7 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
     assert!(!far.is_empty());
     let mut source = RwpScan::new(&rig.vm);
     for of_cycle in [far.as_slice(), &[], &far[..1]] {
-        source.start(&Watch { coarse: (0..UNITS).map(unit).collect(), fine: Vec::new() }).expect("start");
+        source.start(&coarse(UNITS)).expect("start");
         assert!(of_cycle.iter().all(|page| rig.holds(*page, 1)));
         let mut expected: Vec<u64> = of_cycle.iter().map(|page| page / PAGES_PER_UNIT).collect();
         expected.dedup();
@@ -151,14 +133,14 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
             seen.iter().filter(|(_, seen)| seen.touched()).map(|(unit, _)| u64::from(unit.unit)).collect();
         assert_eq!(touched, expected);
     }
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
 fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_no_byte_and_no_cycle() {
     let Some(rig) = rig(1) else { return };
     let mut source = RwpScan::new(&rig.vm);
-    let watch = Watch { coarse: (0..UNITS).map(unit).collect(), fine: Vec::new() };
+    let watch = coarse(UNITS);
     source.start(&watch).expect("start");
     let (uffd, _) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd");
     let (control, _theirs) = scm::pair().expect("socketpair");
@@ -172,7 +154,7 @@ fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_n
     assert!(rig.holds(5 * PAGES_PER_UNIT, 1));
     let seen = source.end().expect("end").units;
     assert!(seen.iter().all(|(unit, seen)| seen.touched() == (unit.unit == 5)));
-    check_bytes(&rig);
+    rig.check_bytes();
     rig.vm.remove_view(1);
     // SAFETY: nobody touches the copy.
     unsafe { rustix::mm::munmap(copy, RAM.0 as usize).expect("unmap") };
@@ -183,10 +165,10 @@ fn a_cycle_that_nobody_ends_leaves_every_byte_and_no_thread_that_waits() {
     // What an engine killed in the middle of a cycle leaves behind; its successor registers the RAM as it was.
     let Some(rig) = rig(1) else { return };
     let mut source = RwpScan::new(&rig.vm);
-    let watch = Watch { coarse: (0..UNITS).map(unit).collect(), fine: Vec::new() };
+    let watch = coarse(UNITS);
     source.start(&watch).expect("start");
     std::mem::forget(source);
-    check_bytes(&rig);
+    rig.check_bytes();
     rig.add_view();
     let mut source = RwpScan::new(&rig.vm);
     source.start(&watch).expect("start");
@@ -210,7 +192,7 @@ fn a_vm_is_tracked_by_it_and_reclaim_takes_what_it_found_cold() {
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         until("its heat is known", || rig.vm.heat.lock().cycles().0 >= 5);
         assert_eq!(rig.vm.heat.source().map(|source| source.name), Some("rwp-scan"));
-        assert_eq!(minor_faults(&rig), 0);
+        assert_eq!(rig.minor_faults(), 0);
         rig.set_limit(Some(Bytes(RAM.0 / 2)));
         until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
         let of_hot =
@@ -218,5 +200,5 @@ fn a_vm_is_tracked_by_it_and_reclaim_takes_what_it_found_cold() {
         let far = rig.vm.stats().get(Counter::Far);
         assert!(of_hot.count() as u64 <= far / 8, "hot pages went first");
     });
-    check_bytes(&rig);
+    rig.check_bytes();
 }

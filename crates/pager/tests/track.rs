@@ -17,30 +17,20 @@ use ballast_pager::stats::Counter;
 use ballast_pager::track::Track;
 use ballast_pager::vm::Hold;
 use ballast_pager::zap_scan::ZapScan;
-use common::{Finally, Rig, random, until};
+use common::{Finally, Rig, coarse, pages, random, unit, until};
 
 const UNITS: u64 = 8;
 const RAM: Bytes = Bytes(UNITS * 2 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 const QUICK: Duration = Duration::from_millis(5);
 
-fn unit(unit: u64) -> UnitId {
-    UnitId { region: 0, unit: unit as u32 }
-}
-
 fn all() -> Watch {
-    Watch { coarse: (0..UNITS).map(unit).collect(), fine: Vec::new() }
+    coarse(UNITS)
 }
 
 fn fine(units: &[(u64, PageMap)]) -> Watch {
     let fine = units.iter().map(|(number, pages)| FineWatch { unit: unit(*number), pages: *pages }).collect();
     Watch { coarse: Vec::new(), fine }
-}
-
-fn pages(pages: impl IntoIterator<Item = u64>) -> PageMap {
-    let mut map = PageMap::NONE;
-    pages.into_iter().for_each(|page| map.set(page));
-    map
 }
 
 /// The units that a cycle saw touched.
@@ -57,20 +47,12 @@ fn pages_of(seen: &[(UnitId, Seen)]) -> Vec<(u64, PageMap)> {
     seen.iter().map(of).collect()
 }
 
-fn minor_faults(rig: &Rig) -> u64 {
-    rig.vm.stats().get(Counter::FaultMinor)
-}
-
-fn check_bytes(rig: &Rig) {
-    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
-}
-
 #[test]
 fn exactly_the_units_that_were_touched_are_reported_for_one_fault_each_and_all_are_huge_again() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     let mut source = ZapScan::new(&rig.vm);
     for of_cycle in [vec![], vec![0], vec![1, 2, 7], vec![], (0..UNITS).collect::<Vec<_>>()] {
-        let before = minor_faults(&rig);
+        let before = rig.minor_faults();
         source.start(&all()).expect("start");
         assert_eq!(rig.mapped_huge(), Bytes(0), "all of it is zapped");
         for unit in &of_cycle {
@@ -85,10 +67,10 @@ fn exactly_the_units_that_were_touched_are_reported_for_one_fault_each_and_all_a
         assert_eq!(report.units.len() as u64, UNITS);
         assert_eq!(touched(&report.units), of_cycle);
         assert_eq!(report.cost.faults, of_cycle.len() as u64);
-        until("they are counted", || minor_faults(&rig) - before == of_cycle.len() as u64);
+        until("they are counted", || rig.minor_faults() - before == of_cycle.len() as u64);
         assert_eq!(rig.mapped_huge(), RAM);
     }
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -109,7 +91,7 @@ fn exactly_the_pages_that_were_touched_are_reported_and_the_units_are_huge_again
         assert_eq!(report.cost.faults, some.count() + 1);
         assert_eq!(rig.mapped_huge(), RAM);
     }
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -118,11 +100,11 @@ fn of_a_sample_only_its_pages_cost_a_fault() {
     let mut source = ZapScan::new(&rig.vm);
     let sample = pages((0..PAGES_PER_UNIT).step_by(16));
     source.start(&fine(&[(4, sample)])).expect("start");
-    let before = minor_faults(&rig);
+    let before = rig.minor_faults();
     assert!((0..PAGES_PER_UNIT / 2).all(|page| rig.holds(4 * PAGES_PER_UNIT + page, 1)));
     let report = source.end().expect("end");
     assert_eq!(pages_of(&report.units), [(4, pages((0..PAGES_PER_UNIT / 2).step_by(16)))]);
-    until("they are counted", || minor_faults(&rig) - before == sample.count() / 2);
+    until("they are counted", || rig.minor_faults() - before == sample.count() / 2);
     assert_eq!(rig.mapped_huge(), RAM);
 }
 
@@ -149,10 +131,10 @@ fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
         assert_eq!(pages_of(&source.end().expect("end").units), [(3, pages([5, 6, 400]))]);
     }
     // What nobody touched is unmapped still; a touch outside of any cycle maps its neighbours, too.
-    let before = minor_faults(&rig);
-    check_bytes(&rig);
+    let before = rig.minor_faults();
+    rig.check_bytes();
     // The three faults of the last cycle may be counted late.
-    assert!(minor_faults(&rig) - before <= UNITS * 8 + 3);
+    assert!(rig.minor_faults() - before <= UNITS * 8 + 3);
 }
 
 #[test]
@@ -165,10 +147,10 @@ fn huge_pages_of_hugetlbfs_are_tracked_as_wholes() {
     source.start(&watch).expect("start");
     assert!(rig.holds(PAGES_PER_UNIT + 9, 1) && rig.holds((UNITS - 1) * PAGES_PER_UNIT, 1));
     assert_eq!(touched(&source.end().expect("end").units), [1, UNITS - 1]);
-    until("both faults are counted", || minor_faults(&rig) == 2);
-    let before = minor_faults(&rig);
-    check_bytes(&rig);
-    assert_eq!(minor_faults(&rig), before, "all of it is mapped again");
+    until("both faults are counted", || rig.minor_faults() == 2);
+    let before = rig.minor_faults();
+    rig.check_bytes();
+    assert_eq!(rig.minor_faults(), before, "all of it is mapped again");
 }
 
 #[test]
@@ -184,7 +166,7 @@ fn a_unit_that_loses_pages_in_a_cycle_is_tracked_on_and_its_bytes_are_right() {
     let report = source.end().expect("end");
     assert_eq!(touched(&report.units), [2]);
     rig.fill(hole, 1);
-    check_bytes(&rig);
+    rig.check_bytes();
     until("it is huge again when it is whole", || rig.mapped_huge() == RAM);
 }
 
@@ -208,7 +190,7 @@ fn what_reclaim_took_is_seen_touched_and_is_no_cost_of_watching() {
     let report = source.end().expect("end");
     assert_eq!(touched(&report.units), far.iter().map(|page| page / PAGES_PER_UNIT).collect::<Vec<_>>());
     assert_eq!((report.cost.faults, report.cost.guest), (0, Duration::ZERO));
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -223,7 +205,7 @@ fn a_cycle_that_nobody_ends_leaves_every_word_resident_and_every_byte() {
     std::mem::forget(source);
     let region = rig.vm.region(0).expect("region");
     assert!((0..rig.pages).all(|page| region.word(ballast_base::PageIdx(page)) == Word::INITIAL));
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -235,7 +217,7 @@ fn a_cycle_whose_zaps_fail_is_undone() {
     assert!(source.start(&all()).is_err());
     assert_eq!(rig.mapped_huge(), RAM);
     assert!(source.end().is_err(), "no cycle runs");
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -244,16 +226,16 @@ fn a_vm_is_tracked_when_asked_and_left_alone_while_it_is_held() {
     assert_eq!(rig.vm.heat.source(), None);
     rig.vm.set_track(Track::On);
     until("three cycles", || {
-        check_bytes(&rig);
+        rig.check_bytes();
         rig.vm.heat.lock().cycles().0 >= 3
     });
     assert!(rig.vm.heat.source().is_some());
     rig.vm.hold(Hold::Shared, Some("test".into()));
     until("it is left alone", || rig.vm.heat.source().is_none());
     assert_eq!(rig.mapped_huge(), RAM);
-    let (cycles, faults) = (rig.vm.heat.lock().cycles(), minor_faults(&rig));
-    check_bytes(&rig);
-    assert_eq!((rig.vm.heat.lock().cycles(), minor_faults(&rig)), (cycles, faults));
+    let (cycles, faults) = (rig.vm.heat.lock().cycles(), rig.minor_faults());
+    rig.check_bytes();
+    assert_eq!((rig.vm.heat.lock().cycles(), rig.minor_faults()), (cycles, faults));
     rig.vm.hold(Hold::Shared, None);
     until("it is tracked again", || rig.vm.heat.lock().cycles().0 > cycles.0);
 }
@@ -281,7 +263,7 @@ fn reclaim_takes_what_tracking_found_cold() {
         // Half of RAM is colder than the hot set: none of it need go, but for a page met at the wrong moment.
         assert!(of_hot.count() as u64 <= far / 8, "hot pages went first");
     });
-    check_bytes(&rig);
+    rig.check_bytes();
 }
 
 #[test]
@@ -353,7 +335,7 @@ fn memory_that_reclaim_tore_is_huge_again_though_the_vm_is_tracked() {
     rig.vm.set_track(Track::On);
     until("it is tracked", || rig.vm.heat.lock().cycles().0 > 0);
     rig.set_limit(None);
-    check_bytes(&rig);
+    rig.check_bytes();
     until("all of it is mapped huge between two cycles", || rig.mapped_huge() == RAM);
-    check_bytes(&rig);
+    rig.check_bytes();
 }

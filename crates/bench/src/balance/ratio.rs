@@ -14,9 +14,10 @@ use super::{CAST, Scale};
 use crate::Bench;
 use crate::report::Row;
 use crate::sweep::{Plan, Side, Sweep};
+use crate::track::THINK_TICKS;
 
-/// RAM of the guest with skew, in so many ticks for each operation: some 10 us, as a key-value store takes.
-const SKEWED: (u64, u64) = (256 * MIB, 25_000);
+/// RAM of the guest with skew.
+const SKEWED_RAM: u64 = 256 * MIB;
 /// How its hot pages lie: percent of its memory that is mapped huge, and of its huge pages that have hot pages.
 const LAYOUTS: [(u32, u32); 4] = [(0, 100), (100, 25), (100, 50), (100, 100)];
 
@@ -64,9 +65,9 @@ fn guests(scale: Scale) -> Vec<Guest> {
         huge_pct: 0,
     });
     let skewed = LAYOUTS.into_iter().map(|(huge_pct, over)| {
-        let (ram, think_ticks) = SKEWED;
         let spread = Some(f64::from(over) / 100.0);
-        let spec = Spec { think_ticks, spread, hot_weight: 1.0, ..Spec::new(Workload::Hotset, Bytes(ram)) };
+        let hot = Spec::new(Workload::Hotset, Bytes(SKEWED_RAM));
+        let spec = Spec { think_ticks: THINK_TICKS, spread, hot_weight: 1.0, ..hot };
         let what = match huge_pct {
             0 => "hot tenth of base pages".to_owned(),
             _ => format!("hot tenth in {over} % of the huge pages"),

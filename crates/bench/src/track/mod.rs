@@ -34,7 +34,7 @@ use crate::report::Row;
 
 /// Computing after each operation, in ticks of the TSC: some 10 us, so that a guest does some 100,000 operations a second,
 /// as a key-value store does on one CPU, and not the millions of a loop that does nothing but touch memory.
-const THINK_TICKS: u64 = 25_000;
+pub(crate) const THINK_TICKS: u64 = 25_000;
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     if bench.options.is(GuestKind::Qemu) {

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ballast_base::wire::RegionInfo;
-use ballast_base::{PageCount, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_heat::UnitId;
 
 use super::Vm;
 use super::lanes::Serves;
@@ -95,6 +96,18 @@ impl Vm {
             self.stats().add(Counter::RegisteredBytes, len.0);
         }
         Ok(())
+    }
+
+    /// The region of a unit that is to be watched, registered: of what is not, the kernel maps touches again, and nobody
+    /// knows. `None` if it is gone, or only a part of a unit at its end, of which nothing is learned.
+    pub(crate) fn watchable(&self, id: UnitId) -> io::Result<Option<Arc<Region>>> {
+        let region = self.region(id.region).filter(|region| !region.is_removed());
+        let Some(region) = region.filter(|region| region.units().get(u64::from(id.unit)).is_some()) else {
+            return Ok(None);
+        };
+        let first = PageIdx::first_of_unit(u64::from(id.unit));
+        self.register(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
+        Ok(Some(region))
     }
 
     /// A cycle of tracking begins: until it ends, what is registered stays so.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::skip;
 use ballast_pager::shard::Shards;
 use ballast_pager::state_file::StateFile;
@@ -230,6 +231,16 @@ impl Rig {
         bytes == ballast_store::pages::half_compressible(seed << 32 | page)
     }
 
+    /// Every page holds what [`Rig::fill_all`] wrote.
+    pub fn check_bytes(&self) {
+        assert!((0..self.pages).all(|page| self.holds(page, 1)), "a byte was lost");
+    }
+
+    /// Minor faults served.
+    pub fn minor_faults(&self) -> u64 {
+        self.vm.stats().get(Counter::FaultMinor)
+    }
+
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.vm.state.set_limit(limit);
         self.vm.ring();
@@ -398,4 +409,20 @@ pub fn random(state: &AtomicU64) -> u64 {
     x ^= x << 17;
     state.store(x, Ordering::Relaxed);
     x
+}
+
+/// A unit of the only region.
+pub fn unit(unit: u64) -> UnitId {
+    UnitId { region: 0, unit: unit as u32 }
+}
+
+/// The first so many units, watched as wholes.
+pub fn coarse(units: u64) -> Watch {
+    Watch { coarse: (0..units).map(unit).collect(), fine: Vec::new() }
+}
+
+pub fn pages(pages: impl IntoIterator<Item = u64>) -> PageMap {
+    let mut map = PageMap::NONE;
+    pages.into_iter().for_each(|page| map.set(page));
+    map
 }
