@@ -66,13 +66,17 @@ impl Gate {
 
     /// May so many pages come in for a fault that has waited this long?
     pub fn admits(&self, pages: u64, waited: impl FnOnce() -> Duration) -> bool {
-        let admits = !self.is_limited.load(Ordering::Acquire)
-            || self.room.load(Ordering::Relaxed) >= PRICE * pages as i64
-            || waited() >= PATIENCE;
+        let admits = self.room().is_none_or(|room| room >= pages) || waited() >= PATIENCE;
         if !admits {
             self.is_wanted.store(true, Ordering::Relaxed);
         }
         admits
+    }
+
+    /// How many pages faults may bring in now. `None` if the VM has no limit that faults feel.
+    pub fn room(&self) -> Option<u64> {
+        let room = || (self.room.load(Ordering::Relaxed) / PRICE).max(0) as u64;
+        self.is_limited.load(Ordering::Acquire).then(room)
     }
 
     /// How many pages may come in that nobody asked for: up to the limit. `None` if the VM has no limit that faults feel.
@@ -105,12 +109,13 @@ mod tests {
     fn below_the_ceiling_pages_come_in_until_there_is_no_room_and_then_one_for_each_that_goes() {
         let gate = Gate::default();
         assert!(gate.admits(512, now) && gate.spare().is_none() && !gate.is_tight(), "open at first");
+        assert_eq!(gate.room(), None);
         gate.look(91, 96, 4);
         assert!(!gate.is_tight());
         gate.look(93, 96, 4);
         assert!(gate.is_tight(), "less than the margin below the limit");
         gate.look(90, 96, 4);
-        assert!(gate.admits(10, now) && !gate.was_wanted());
+        assert!(gate.admits(10, now) && !gate.was_wanted() && gate.room() == Some(10));
         assert_eq!(gate.spare(), Some(6), "nobody asked: not above the limit");
         assert!(!gate.admits(11, now) && gate.was_wanted() && !gate.was_wanted());
         gate.came(10);

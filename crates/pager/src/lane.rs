@@ -3,7 +3,8 @@
 //! Before: [`crate::vm::Vm::add_view`] starts them. After: they end when the view's process or the engine does.
 //! Threads: one each; a page's faults always come to the same one (`shard`). A fault lane waits for nothing but faults:
 //! a page another lane holds, or one whose store is busy, or for which there is no room below the limit (`gate`), is
-//! put aside and tried again while others are served; one whose bytes are on a disk goes to the `slow` lanes.
+//! put aside and tried again while others are served; one whose bytes are on a disk goes to the `slow` lanes. A fault of a thread
+//! that goes through memory in order waits for up to 16 pages behind its own, which come back first (`streams`).
 //! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake.
 
 use std::collections::HashSet;
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
 use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_store::PageBytes;
 use ballast_sys::scm;
 use ballast_sys::uffd::{Fault, FaultKind};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -21,18 +23,19 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
 use crate::memory::Mapped;
-use crate::prefetch::Company;
+use crate::prefetch::{Company, is_far, next_run};
 use crate::region::Region;
 use crate::stages::{Times, Watch};
 use crate::stats::{Counter, Latency};
 use crate::stores::StoreOf;
+use crate::streams::{self, Streams};
 use crate::touch::{self, Touch, touched};
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
 /// How long a lane sleeps at most before it looks whether the VM is being stopped.
 const NAP: Duration = Duration::from_millis(100);
-/// A lock is held for some 20 µs, so a lane with nothing but put-aside faults tries again at once for this long. Then it
+/// A lock is held for some 20 to 40 µs, so a lane with nothing but put-aside faults tries again at once for this long. Then it
 /// sleeps between tries: a busy store takes longer.
 const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
@@ -61,6 +64,8 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>, shard: usize) {
         waiting: Vec::new(),
         watch: Watch::default(),
         company: Company::default(),
+        streams: Streams::default(),
+        room: Box::new([[0; PAGE_SIZE]; _]),
         told: None,
     };
     let mut follow = Follow::new(view.pid);
@@ -111,6 +116,8 @@ struct FaultLane<'a> {
     waiting: Vec<Waiting>,
     watch: Watch,
     company: Company,
+    streams: Streams,
+    room: Box<[PageBytes; streams::MOST as usize]>,
     /// When it was last said that a fault waits for long.
     told: Option<Instant>,
 }
@@ -152,7 +159,7 @@ impl FaultLane<'_> {
 
     /// Serve one fault; false if it must be tried again.
     fn serve_one(&mut self, waiting: &mut Waiting) -> bool {
-        let (vm, times) = (self.vm, self.watch.start());
+        let vm = self.vm;
         let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
         let mut touch = None;
         if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
@@ -183,6 +190,8 @@ impl FaultLane<'_> {
             vm.slow.take(vm, self.view, *waiting);
             return true;
         }
+        let came_along = is_missing && granule.pages() == 1 && self.bring_ahead(&region, page);
+        let times = self.watch.start();
         let Some((served, away)) = resolve(vm, &region, page, waiting, &memory, &vm.stores.near(), &times) else {
             return false;
         };
@@ -190,12 +199,52 @@ impl FaultLane<'_> {
             let around = around && served == Served::Mapped;
             touch::served(vm, &region, &memory, page, waiting, (tracked, around));
         }
-        if served == Served::Restored && granule.pages() == 1 {
+        if served == Served::Restored && granule.pages() == 1 && !came_along {
             for pages in self.company.restored(&region, page, away, vm.gate.is_tight(), Instant::now()) {
                 vm.prefetch.want(self.view, region.number, pages);
             }
         }
         true
+    }
+
+    /// If the thread touches one page after the other, bring back some that it touches next, before the one it waits for. Answers
+    /// whether any came.
+    fn bring_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
+        let vm = self.vm;
+        if !is_far(region, page) {
+            return false;
+        }
+        let far = |page| is_far(region, PageIdx(page));
+        let (ahead, mut pages) = self.streams.fault(region.number, page.0, region.pages().0, far);
+        // Held by all who move pages that nobody waits for, so that these are still this region's addresses. If somebody
+        // is about to change that, it is no time for guesses.
+        let layout = (ahead > 0).then(|| vm.try_layout()).flatten();
+        let Some(memory) = layout.as_ref().and_then(|_| self.view.of_region(region)).filter(|_| !region.is_removed())
+        else {
+            return false;
+        };
+        let mut left = ahead.min(vm.room_ahead());
+        while left > 0 {
+            match next_run(vm, region, &memory, pages.clone(), &mut self.room[..left as usize]) {
+                Ok(Some(came)) if !came.is_empty() => {
+                    self.streams.came(came.end);
+                    pages.start = came.end;
+                    left -= came.end - came.start;
+                }
+                // None is far, or what is cannot be had now.
+                Ok(_) => break,
+                Err(error) => {
+                    // The page that is waited for meets the same, and has the say.
+                    tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
+                    break;
+                }
+            }
+        }
+        let came = pages.start > page.0 + 1;
+        if came {
+            self.company.walked(region, page);
+        }
+        came
     }
 }
 

@@ -63,6 +63,8 @@ pub mod state_file;
 #[cfg(not(loom))]
 pub mod stats;
 #[cfg(not(loom))]
+pub mod streams;
+#[cfg(not(loom))]
 pub(crate) mod table;
 #[cfg(not(loom))]
 pub mod touch;

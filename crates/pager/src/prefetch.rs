@@ -1,8 +1,8 @@
 //! Prefetch: bring back together what left together, where that pays.
 //!
 //! Before: the fault lane restored a page. After: the far pages beside it are back, too, before they are touched.
-//! Threads: [`Company`] belongs to one fault lane; [`run`] is a lane of its own, so no fault ever waits for speculation but
-//! for the few pages it may be bringing. Units: a *window* is an aligned piece of [`WINDOW`] pages.
+//! Threads: [`Company`] belongs to one fault lane; [`run`] is a lane of its own, so no fault waits for these guesses but
+//! for the few pages it may be bringing. (What is touched in order is no guess: see [`crate::streams`].) Units: a *window* is an aligned piece of [`WINDOW`] pages.
 //! Promise: a guess costs time and room, never bytes: prefetched pages come back under their locks as others do, and
 //! invariant 1 decides. They stay within the limit, and only the newest guesses are kept.
 //!
@@ -29,7 +29,7 @@ use crate::page_state::State;
 use crate::region::Region;
 use crate::stats::Counter;
 use crate::stores::is_in_file;
-use crate::view::View;
+use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
 /// Pages of a window: 64 KiB.
@@ -104,6 +104,11 @@ impl Gain {
         Some(self.share >= PAYS)
     }
 
+    /// What is left of this window comes back for another reason, so a trial of it says nothing.
+    fn give_up(&mut self, window: Window) {
+        self.trials.retain(|trial| trial.window != window);
+    }
+
     /// A trial ends when it is not soon any more, or when it is clear that all the window was wanted.
     fn close_trials(&mut self, soon: Duration, now: Instant) {
         let share = &mut self.share;
@@ -161,6 +166,12 @@ impl Company {
             (true, false) => vec![near],
             _ => Vec::new(),
         }
+    }
+
+    /// A thread goes through the memory around this page in order, for which [`crate::streams`] brings pages back.
+    pub fn walked(&mut self, region: &Region, page: PageIdx) {
+        self.near.give_up((region.number, page.0 / WINDOW));
+        self.wide.give_up((region.number, page.0 / PAGES_PER_UNIT));
     }
 }
 
@@ -257,7 +268,7 @@ impl Prefetch {
 
 /// Is a page far, in RAM, and not on its way? What is on a disk has not been wanted for long, and a guess is not worth
 /// its time.
-fn is_far(region: &Region, page: PageIdx) -> bool {
+pub(crate) fn is_far(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
     word.state() == State::Far && !word.is_locked() && !is_in_file(word)
 }
@@ -293,20 +304,35 @@ fn bring_back(vm: &Vm, view: &View, region: &Region, pages: Range<u64>, room: &m
         return Ok(());
     }
     let mut next = pages.start;
-    while vm.gate.spare().is_none_or(|spare| spare >= RUN as i64)
-        && let Some(first) = (next..pages.end).map(PageIdx).find(|page| is_far(region, *page))
-    {
-        let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
-        let were: Vec<u8> = (first.0..pages.end).take(RUN).map(|page| region.word(PageIdx(page)).age()).collect();
-        let back = restore_run(region.key(first), cells, &memory, &vm.stores.near(), room)?;
-        vm.gate.came(back);
-        vm.came_back(region, first, 1, were.into_iter().take(back as usize));
-        vm.stats().add(Counter::Prefetched, back);
-        vm.stats().sub(Counter::Far, back);
-        // None: somebody else was quicker, or it cannot be had now, and whoever wants it will fault.
-        next = first.0 + back.max(1);
+    while vm.gate.spare().is_none_or(|spare| spare >= RUN as i64) {
+        let Some(came) = next_run(vm, region, &memory, next..pages.end, room)? else { break };
+        next = came.end;
     }
     Ok(())
+}
+
+/// Bring back the next far pages of these that lie side by side, as many as the buffer has room for. Answers which came back,
+/// or `None` if none is far.
+pub(crate) fn next_run(
+    vm: &Vm,
+    region: &Region,
+    memory: &RegionView<'_>,
+    pages: Range<u64>,
+    room: &mut [PageBytes],
+) -> std::io::Result<Option<Range<u64>>> {
+    let Some(first) = far_pages(region, pages.clone()).next() else { return Ok(None) };
+    let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
+    let were: Vec<u8> = (first.0..pages.end).take(room.len()).map(|page| region.word(PageIdx(page)).age()).collect();
+    let back = restore_run(region.key(first), cells, memory, &vm.stores.near(), room)?;
+    vm.gate.came(back);
+    vm.came_back(region, first, 1, were.into_iter().take(back as usize));
+    vm.stats().add(Counter::Prefetched, back);
+    vm.stats().sub(Counter::Far, back);
+    if back == 0 {
+        // Somebody else was quicker, or it cannot be had now, and whoever wants it will fault.
+        return Ok(Some(first.0 + 1..first.0 + 1));
+    }
+    Ok(Some(first.0..first.0 + back))
 }
 
 #[cfg(test)]

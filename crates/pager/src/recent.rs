@@ -9,6 +9,10 @@
 //! serves one touch for each of its pages in every round. For a guest that comes back to what it touched last it is the
 //! other way round. Nobody need know which of the two a guest is: [`Guesses`] samples pages that went by either guess, and
 //! prefers the one whose pages stay away longer.
+//!
+//! What comes back much sooner than the rest is not proposed again: it is touched more often than what stays in its place, so it
+//! went by mistake. In this way what is away becomes what is touched most rarely, as with LIRS (Jiang and Zhang, SIGMETRICS
+//! 2002), which tells pages by the time between two touches; here that time is known of what went, and of nothing else.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,8 +23,10 @@ use ballast_heat::{ColdRun, Pages, push_run};
 
 /// Pages on their way to the reclaim lane at most: 64 MiB of them, in 128 KiB.
 const UNDER_WAY: u64 = 1 << 14;
-/// Bits of a page number; 4 PiB of a region.
-const PAGE_BITS: u32 = 40;
+/// Bits of a page number (256 TiB of a region), and of how long it was away, in steps; above them is the region's number.
+const PAGE_BITS: u32 = 36;
+const AWAY_BITS: u32 = 16;
+const AWAY_STEP_MS: u64 = 16;
 
 /// Region number and page.
 pub type Place = (u32, PageIdx);
@@ -28,7 +34,7 @@ pub type Place = (u32, PageIdx);
 /// The pages that came back last.
 #[derive(Debug)]
 pub struct Recent {
-    /// Region and page, plus one; 0 is none.
+    /// Region, page and how long it was away, plus one; 0 is none.
     slots: Box<[AtomicU64]>,
     /// Pages pushed so far, and taken or forgotten.
     pushed: AtomicU64,
@@ -43,15 +49,17 @@ impl Default for Recent {
 }
 
 impl Recent {
-    /// This page came back.
-    pub fn push(&self, (region, page): Place) {
+    /// This page came back, after so many milliseconds.
+    pub fn push(&self, (region, page): Place, away_ms: u64) {
         let at = self.pushed.fetch_add(1, Ordering::Relaxed) % UNDER_WAY;
-        let entry = u64::from(region) << PAGE_BITS | page.0;
+        let steps = (away_ms / AWAY_STEP_MS).min((1 << AWAY_BITS) - 1);
+        let entry = (u64::from(region) << PAGE_BITS | page.0) << AWAY_BITS | steps;
         self.slots[at as usize].store(entry + 1, Ordering::Relaxed);
     }
 
-    /// The one that came back longest ago and was not taken yet. For the reclaim lane alone.
-    pub fn take(&self) -> Option<Place> {
+    /// The one that came back longest ago and was not taken yet, and for how many milliseconds it had been away. For the
+    /// reclaim lane alone.
+    pub fn take(&self) -> Option<(Place, u64)> {
         let pushed = self.pushed.load(Ordering::Relaxed);
         loop {
             let at = self.taken.load(Ordering::Relaxed).max(pushed.saturating_sub(UNDER_WAY));
@@ -61,7 +69,9 @@ impl Recent {
             self.taken.store(at + 1, Ordering::Relaxed);
             // Empty: counted, but not written yet. The hand will find it.
             if let Some(entry) = self.slots[(at % UNDER_WAY) as usize].swap(0, Ordering::Relaxed).checked_sub(1) {
-                return Some(((entry >> PAGE_BITS) as u32, PageIdx(entry & ((1 << PAGE_BITS) - 1))));
+                let (place, steps) = (entry >> AWAY_BITS, entry & ((1 << AWAY_BITS) - 1));
+                let page = PageIdx(place & ((1 << PAGE_BITS) - 1));
+                return Some((((place >> PAGE_BITS) as u32, page), steps * AWAY_STEP_MS));
             }
         }
     }
@@ -109,13 +119,15 @@ impl Record {
 pub struct Returned {
     /// Those that came back of late, the last at the end.
     of_late: VecDeque<Place>,
+    /// For how long pages that come back were away, in milliseconds, on average over about the last [`AWAY_OVER`].
+    away_ms: f64,
     /// Which guess is the better one.
     pub guesses: Guesses,
 }
 
 impl Default for Returned {
     fn default() -> Self {
-        Self { of_late: VecDeque::new(), guesses: Guesses::new() }
+        Self { of_late: VecDeque::new(), away_ms: 0.0, guesses: Guesses::new() }
     }
 }
 
@@ -123,13 +135,21 @@ impl Default for Returned {
 /// came back longest ago of that is what a guest that goes round and round wants next.
 const OF_LATE_PART: u64 = 16;
 const OF_LATE_LEAST: u64 = 256;
+/// So many times sooner than others on average comes back what should stay; and over about how many pages that is averaged.
+/// With 2, a guest that touches its cold pages at random keeps too many of them, and loses hot ones to the hand.
+const SOONER: f64 = 4.0;
+const AWAY_OVER: f64 = 1024.0;
 
 impl Returned {
     /// Take note of what came back since the last time, to a VM that may hold so many pages.
     pub fn take_note(&mut self, recent: &Recent, limit_pages: u64, now: Instant) {
-        while let Some(place) = recent.take() {
+        while let Some((place, away_ms)) = recent.take() {
             self.guesses.came(place, now);
-            self.of_late.push_back(place);
+            self.away_ms += (away_ms as f64 - self.away_ms) / AWAY_OVER;
+            // What is wanted much sooner than the rest went by mistake. (A step more, because times are told in steps.)
+            if (away_ms + AWAY_STEP_MS) as f64 >= self.away_ms / SOONER {
+                self.of_late.push_back(place);
+            }
         }
         let most = (limit_pages / OF_LATE_PART).max(OF_LATE_LEAST);
         let stayed = self.of_late.len().saturating_sub(most as usize);
@@ -167,8 +187,10 @@ impl Returned {
 const SAMPLES: usize = 512;
 const FEWEST: usize = 16;
 const SAMPLE_EVERY: Duration = Duration::from_millis(4);
-/// The share of a guess is told in so many parts, and changed by one for each so many samples.
-const PARTS: u64 = 16;
+/// The share of a guess is told in so many parts, and changed by some for each so many samples. The worse guess keeps one
+/// and no more: what it takes for nothing comes back, and more often than once.
+const PARTS: u64 = 64;
+const STEP: u64 = 4;
 const STEP_EVERY: u64 = 8;
 
 /// Which guess has been the better one.
@@ -177,8 +199,9 @@ pub struct Guesses {
     records: [Record; 2],
     /// Where pages that are away are among the samples: guess and number.
     away: HashMap<Place, (usize, u64)>,
-    /// Parts that are taken from what came back of late.
+    /// Parts that are taken from what came back of late, and what was left over when that was reckoned last.
     recent: u64,
+    rest: u64,
     /// Samples when that was changed last.
     stepped_at: u64,
 }
@@ -217,19 +240,22 @@ impl Guesses {
         }
     }
 
-    /// How many of these pages should be such as came back of late. Both guesses are always tried.
+    /// How many of these pages should be such as came back of late. However few they are at a time, both guesses are
+    /// always tried.
     pub fn recent(&mut self, pages: u64, now: Instant) -> u64 {
         let count = self.records.iter().map(|record| record.count).sum::<u64>();
         if count >= self.stepped_at + STEP_EVERY {
             self.stepped_at = count;
             let [hand, recent] = [0, 1].map(|guess| self.records[guess].returns_per_s(now));
             if hand.zip(recent).is_some_and(|(hand, recent)| hand > recent) {
-                self.recent = (self.recent + 1).min(PARTS - 1);
+                self.recent = (self.recent + STEP).min(PARTS - 1);
             } else if hand.zip(recent).is_some_and(|(hand, recent)| hand < recent) {
-                self.recent = (self.recent - 1).max(1);
+                self.recent = self.recent.saturating_sub(STEP).max(1);
             }
         }
-        pages * self.recent / PARTS
+        let parts = pages * self.recent + self.rest;
+        self.rest = parts % PARTS;
+        (parts / PARTS).min(pages)
     }
 }
 
@@ -241,11 +267,12 @@ mod tests {
     fn pages_are_taken_in_the_order_they_came_back_and_the_oldest_are_forgotten() {
         let recent = Recent::default();
         assert_eq!(recent.take(), None);
-        recent.push((3, PageIdx(7)));
-        recent.push((3, PageIdx(0)));
-        assert_eq!([recent.take(), recent.take(), recent.take()], [Some((3, PageIdx(7))), Some((3, PageIdx(0))), None]);
-        (0..UNDER_WAY + 5).for_each(|page| recent.push((0, PageIdx(page))));
-        assert_eq!(recent.take(), Some((0, PageIdx(5))));
+        recent.push((3, PageIdx(7)), 1 << 40);
+        recent.push((3, PageIdx(0)), 15);
+        let taken = [recent.take(), recent.take(), recent.take()];
+        assert_eq!(taken, [Some(((3, PageIdx(7)), 65535 * 16)), Some(((3, PageIdx(0)), 0)), None]);
+        (0..UNDER_WAY + 5).for_each(|page| recent.push((0, PageIdx(page)), 32));
+        assert_eq!(recent.take(), Some(((0, PageIdx(5)), 32)));
         assert_eq!(std::iter::from_fn(|| recent.take()).count() as u64, UNDER_WAY - 1);
     }
 
@@ -269,8 +296,23 @@ mod tests {
     #[test]
     fn the_guess_whose_pages_stay_away_longer_is_preferred_and_the_other_one_still_tried() {
         assert_eq!(Guesses::new().recent(1600, Instant::now()), 800);
-        assert_eq!(share_after(500, 1000), 1500);
-        assert_eq!(share_after(1000, 500), 100);
-        assert_eq!(share_after(1 << 30, 1000), 100, "what never comes back was the best guess");
+        assert_eq!(share_after(500, 1000), 1575);
+        assert_eq!(share_after(1000, 500), 25);
+        assert_eq!(share_after(1 << 30, 1000), 25, "what never comes back was the best guess");
+    }
+
+    #[test]
+    fn what_comes_back_much_sooner_than_the_rest_is_not_proposed_again() {
+        let (recent, mut returned) = (Recent::default(), Returned::default());
+        for page in 0..8 * OF_LATE_LEAST {
+            recent.push((0, PageIdx(page)), if page % 4 == 0 { 100 } else { 1000 });
+            returned.take_note(&recent, 0, Instant::now());
+        }
+        assert_eq!(returned.of_late.len() as u64, OF_LATE_LEAST);
+        assert!(returned.of_late.iter().all(|(_, page)| page.0 % 4 != 0));
+        let mut returned = Returned::default();
+        (0..100).for_each(|page| recent.push((0, PageIdx(page)), 10));
+        returned.take_note(&recent, 0, Instant::now());
+        assert_eq!(returned.of_late.len(), 100, "all at once is not sooner than the rest");
     }
 }

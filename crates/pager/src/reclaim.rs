@@ -170,6 +170,7 @@ impl Lane<'_> {
             Err(rest) => {
                 vm.gate.open();
                 if rest != Rest::StoreRefused {
+                    vm.over_limit.store(false, Ordering::Relaxed);
                     self.release_all();
                 }
                 return if rest == Rest::Unlimited { self.settle() } else { Ok(IDLE) };
@@ -262,6 +263,7 @@ impl Lane<'_> {
             let granule_of = |page| region.granule(page);
             let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: away::stamp() };
             let from = if over_limit && self.insists { LockedFrom::Copy } else { LockedFrom::Punch };
+            region.departures().go(first.0..first.0 + count);
             let evicted = evict(region.number, run, granule_of, ticket, &*region, to, &mut self.buffer[..], from);
             account(vm.stats(), &evicted);
             if evicted.far == count {

@@ -15,6 +15,7 @@ use ballast_store::{PageBytes, PageKey};
 use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
+use crate::away::Departures;
 use crate::granule::Granule;
 use crate::memory::{Backing, Punched};
 use crate::page_state::Word;
@@ -67,6 +68,7 @@ pub struct Region {
     granule: u64,
     huge: Option<Presence>,
     units: Units,
+    departures: Departures,
     removed: AtomicBool,
 }
 
@@ -110,6 +112,7 @@ impl Region {
             file_offset: record.file_offset,
             table,
             units: Units::new(record.pages),
+            departures: Departures::new(if record.removed { 0 } else { record.pages.0 }),
             removed: AtomicBool::new(record.removed),
         })
     }
@@ -162,6 +165,11 @@ impl Region {
     /// First pages of the granules that begin in a range of pages.
     pub fn granules(&self, pages: std::ops::Range<u64>) -> impl Iterator<Item = PageIdx> + use<> {
         (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
+    }
+
+    /// When its pages went.
+    pub fn departures(&self) -> &Departures {
+        &self.departures
     }
 
     /// Its units.

@@ -306,6 +306,11 @@ impl Vm {
         self.layout.read().expect("no panic while held")
     }
 
+    /// The same, unless it is being changed or about to be.
+    pub(crate) fn try_layout(&self) -> Option<std::sync::RwLockReadGuard<'_, ()>> {
+        self.layout.try_read().ok()
+    }
+
     /// All guest RAM.
     pub fn size(&self) -> PageCount {
         PageCount(self.regions().iter().map(|region| region.pages().0).sum())

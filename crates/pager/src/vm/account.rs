@@ -5,6 +5,7 @@
 
 use std::collections::HashSet;
 use std::io;
+use std::sync::atomic::Ordering;
 
 use ballast_base::{Bytes, PageCount, PageIdx};
 
@@ -58,16 +59,24 @@ impl Vm {
         granule: u64,
         since: impl Iterator<Item = u8>,
     ) -> u64 {
-        let (now, mut away_ms, mut back_milli_hz) = (away::stamp(), 0, 0);
+        let (mut away_ms, mut back_milli_hz) = (0, 0);
         for (at, since) in since.enumerate() {
-            self.recent.push((region.number, PageIdx(first.0 + at as u64 * granule)));
-            let this_ms = away::between_ms(since, now);
+            let page = PageIdx(first.0 + at as u64 * granule);
+            let this_ms = region.departures().away_ms(page.0, since);
+            self.recent.push((region.number, page), this_ms);
             away_ms += this_ms;
             back_milli_hz += away::milli_hz(this_ms);
         }
         self.stats().add(Counter::AwayMs, away_ms);
         self.stats().add(Counter::BackMilliHz, back_milli_hz);
         away_ms
+    }
+
+    /// How many pages may come in that will most likely be touched next: half of what faults may bring in, because others fault,
+    /// too.
+    pub(crate) fn room_ahead(&self) -> u64 {
+        let unlimited = || if self.over_limit.load(Ordering::Relaxed) { 0 } else { u64::MAX };
+        self.gate.room().map_or_else(unlimited, |room| room / 2)
     }
 
     /// Say that a page was lost.

@@ -1,0 +1,159 @@
+//! Streams: threads that touch one page after the other, and how far ahead of them pages should be brought back.
+//!
+//! Before: a fault on a far page. After: which far pages behind it come back before its thread goes on.
+//! Threads: a fault lane has its own. Units: pages of a region. Promise: no reads, no waits; a guess costs time and room,
+//! never bytes.
+//!
+//! A stream is found when a fault is on the next far page after what came back last: it brings two more pages, the one after
+//! that four, and so on. Unlike what left together ([`crate::prefetch`]), what comes next in a stream need not be measured: each
+//! page of it would be a fault of its own, which costs two switches of threads, and a page that comes with another one
+//! only its decompression. It also comes in time: where CPUs are short, a lane of its own is too late.
+
+use std::ops::Range;
+
+use ballast_base::PAGES_PER_UNIT;
+
+/// Streams of a VM that are followed at a time, by each lane.
+const STREAMS: usize = 8;
+/// Pages that come with another one at most: 16 of them take some 35 us.
+pub const MOST: u64 = 16;
+/// The next far page is looked for so far behind the last one.
+const REACH: u64 = 64;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    region: u32,
+    /// The last fault's.
+    page: u64,
+    /// The page after the last one that came back.
+    next: u64,
+    /// Pages that came with the last fault.
+    ahead: u64,
+    /// When it was met last, in faults.
+    met: u64,
+}
+
+/// What a fault lane knows of the order in which far pages are touched.
+#[derive(Debug, Default)]
+pub struct Streams {
+    streams: [Stream; STREAMS],
+    faults: u64,
+}
+
+impl Streams {
+    /// A fault on this far page of a region with so many. Answers how many far pages should come with it, and where they are
+    /// looked for.
+    pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, Range<u64>) {
+        let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
+        let behind = page + 1..(page + 1 + REACH).min(unit_end).min(pages);
+        // The same fault once more, because its page could not be had.
+        let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
+        if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
+            return (0, behind);
+        }
+        self.faults += 1;
+        let leads_here = |stream: &&mut Stream| {
+            stream.met > 0
+                && stream.region == region
+                && (stream.next..=stream.next + REACH).contains(&page)
+                && !(stream.next..page).any(&is_far)
+        };
+        let ahead = match self.streams.iter_mut().find(leads_here) {
+            Some(stream) => {
+                stream.ahead = (stream.ahead * 2).clamp(2, MOST);
+                (stream.page, stream.next, stream.met) = (page, page + 1, self.faults);
+                stream.ahead
+            }
+            None => {
+                let oldest = self.streams.iter_mut().min_by_key(|stream| stream.met).expect("there are some");
+                *oldest = Stream { region, page, next: page + 1, ahead: 0, met: self.faults };
+                0
+            }
+        };
+        (ahead, behind)
+    }
+
+    /// What came with the last fault ends before this page.
+    pub fn came(&mut self, end: u64) {
+        if let Some(last) = self.streams.iter_mut().find(|stream| stream.met == self.faults) {
+            last.next = last.next.max(end);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const PAGES: u64 = 4096;
+
+    /// Touch these pages, of which some are far; answers how many faults that took, and how many pages came for nothing.
+    fn touch(far: &mut [bool], touches: impl Iterator<Item = u64>) -> (u64, usize) {
+        let (mut streams, mut faults) = (Streams::default(), 0);
+        let mut early = vec![false; far.len()];
+        for page in touches {
+            early[page as usize] = false;
+            if !far[page as usize] {
+                continue;
+            }
+            faults += 1;
+            let (ahead, place) = streams.fault(0, page, far.len() as u64, |page| far[page as usize]);
+            far[page as usize] = false;
+            assert!(place.end <= far.len() as u64 && place.end.saturating_sub(1) / 512 <= page.div_ceil(512));
+            let with: Vec<u64> = place.filter(|page| far[*page as usize]).take(ahead as usize).collect();
+            for page in with {
+                (far[page as usize], early[page as usize]) = (false, true);
+                streams.came(page + 1);
+            }
+        }
+        (faults, early.into_iter().filter(|early| *early).count())
+    }
+
+    #[test]
+    fn a_thread_that_goes_through_far_memory_faults_once_in_seventeen_pages() {
+        let mut far = vec![true; PAGES as usize];
+        let (faults, early) = touch(&mut far, 0..PAGES);
+        assert!(faults < PAGES / 16 + PAGES / 512 + 8, "{faults}");
+        assert_eq!(early, 0);
+    }
+
+    #[test]
+    fn a_fault_that_is_tried_again_neither_ends_its_stream_nor_brings_more() {
+        let mut streams = Streams::default();
+        for page in 0..3 {
+            let _ = streams.fault(0, page, PAGES, |_| true);
+        }
+        assert!((0..100).all(|_| streams.fault(0, 2, PAGES, |_| true).0 == 0));
+        assert_eq!(streams.fault(0, 3, PAGES, |_| true).0, 8);
+    }
+
+    #[test]
+    fn pages_that_are_there_do_not_end_a_stream() {
+        let mut far: Vec<bool> = (0..PAGES).map(|page| page % 7 == 0).collect();
+        let (faults, _) = touch(&mut far, 0..PAGES);
+        assert!(faults < PAGES / 7 / 5, "{faults} of {}", PAGES / 7);
+    }
+
+    #[test]
+    fn some_threads_at_once_are_told_apart() {
+        let mut far = vec![true; PAGES as usize];
+        let (faults, _) = touch(&mut far, (0..PAGES / 4).flat_map(|at| [at, at + 1024, at + 2048, at + 3072]));
+        assert!(faults < PAGES / 12, "{faults}");
+    }
+
+    #[test]
+    fn touches_in_no_order_bring_next_to_nothing_that_was_not_asked_for() {
+        let mut far = vec![true; PAGES as usize];
+        // Every page once, far from the one before.
+        let (faults, _) = touch(&mut far, (0..PAGES).map(|at| at * 2531 % PAGES));
+        assert!(faults > PAGES * 9 / 10, "{faults}");
+    }
+
+    #[test]
+    fn going_backwards_or_with_gaps_that_are_far_is_no_stream() {
+        let mut far = vec![true; PAGES as usize];
+        assert_eq!(touch(&mut far, (0..PAGES).rev()), (PAGES, 0));
+        let mut far = vec![true; PAGES as usize];
+        assert_eq!(touch(&mut far, (0..PAGES).step_by(2)), (PAGES / 2, 0));
+    }
+}
