@@ -56,12 +56,14 @@ pub const KIND_ZIPF: u32 = 3;
 pub const KIND_IDLE: u32 = 4;
 /// Every cell by a bell curve over all cells, then every cell alike, then one after the other; `move_at` operations each.
 pub const KIND_STORE: u32 = 5;
+/// Stages, each with a part of the cells and a pattern, and then the first one again: a table says which (`law`).
+pub const KIND_STAGES: u32 = 6;
 /// From here on, programs: a graph search,
-pub const KIND_GRAPH: u32 = 6;
+pub const KIND_GRAPH: u32 = 7;
 /// a matrix product,
-pub const KIND_MATRIX: u32 = 7;
+pub const KIND_MATRIX: u32 = 8;
 /// and a table scan.
-pub const KIND_SCAN: u32 = 8;
+pub const KIND_SCAN: u32 = 9;
 
 /// Set in a cell's version word when an operation (read or write) touched the cell.
 pub const TOUCHED: u32 = 1 << 31;
@@ -110,6 +112,8 @@ pub struct Params {
     pub hot_below: u64,
     /// Cells in the hot set.
     pub hot_cells: u64,
+    /// Stages in the table of such a job, at least one.
+    pub stages: u64,
     /// Operation at which the hot set moves by half of the worker's cells; or operations with each pattern.
     pub move_at: u64,
     /// Rank to cell: `rank * stride % cells`; coprime with `cells`. 1 keeps the order.

@@ -4,10 +4,20 @@
 //! Threads: none. Units: as in `guest`, of which this is a child. Promise: pure; nothing outside `core` is used and nothing can
 //! panic, in a KVM vCPU as well.
 
-use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
+use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STAGES, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
 
 /// Random numbers that choosing one operation takes.
 pub const ROLLS: u64 = 2;
+
+/// Words of a stage in the table of such a job: the operation before which it ends, counted from the start of the first
+/// one; its first cell; how many; and one of the patterns below. The table ends with the last stage.
+pub const STAGE_WORDS: u64 = 4;
+/// One cell after the other,
+pub const STAGE_SEQUENTIAL: u64 = 0;
+/// all alike,
+pub const STAGE_UNIFORM: u64 = 1;
+/// and by a bell curve, those in the middle most often.
+pub const STAGE_BELL: u64 = 2;
 
 /// 2^64 over the golden ratio, odd.
 pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -43,6 +53,12 @@ pub const fn below(random: u64, bound: u64) -> u64 {
 #[inline]
 const fn quarters(word: u64) -> u64 {
     (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
+}
+
+/// `random` scaled to `0..bound` by the sum of four numbers of 16 bits: deviates by a seventh of the bound from its middle.
+#[inline]
+const fn bell(random: u64, bound: u64) -> u64 {
+    below(quarters(random) << 46, bound)
 }
 
 /// Fold one word into a checksum.
@@ -115,14 +131,33 @@ impl Params {
                 low
             }
             KIND_STORE => match op / self.move_at.max(1) % 3 {
-                // The sum of four numbers of 16 bits: deviates by a seventh of the cells, in the middle of them.
-                0 => below(quarters(place) << 46, self.cells),
+                0 => bell(place, self.cells),
                 1 => below(place, self.cells),
                 _ => op % self.cells.max(1),
             },
+            KIND_STAGES => self.stage(op, place, weight),
             _ => below(place, self.cells),
         };
         (self.place(rank), write)
+    }
+
+    /// The rank that an operation of a job in stages takes.
+    #[inline]
+    fn stage(&self, op: u64, place: u64, table: impl Fn(u64) -> u64) -> u64 {
+        let (mut stage, mut began) = (0u64, 0);
+        let at = op % table(self.stages.wrapping_sub(1).wrapping_mul(STAGE_WORDS)).max(1);
+        while stage.wrapping_add(1) < self.stages && table(stage.wrapping_mul(STAGE_WORDS)) <= at {
+            began = table(stage.wrapping_mul(STAGE_WORDS));
+            stage = stage.wrapping_add(1);
+        }
+        let word = |index| table(stage.wrapping_mul(STAGE_WORDS).wrapping_add(index));
+        let cells = word(2);
+        let rank = match word(3) {
+            STAGE_SEQUENTIAL => at.wrapping_sub(began) % cells.max(1),
+            STAGE_BELL => bell(place, cells),
+            _ => below(place, cells),
+        };
+        word(1).wrapping_add(rank)
     }
 
     /// The cell (counted from the worker's first) with this rank.

@@ -33,4 +33,4 @@ pub use kvm::kvm_missing;
 pub use outcome::{Latency, Outcome, Wrong};
 pub use ram::GuestRam;
 pub use vm::{Error, GuestKind, Moment, Progress, Vm};
-pub use workload::{PageSet, Placement, Spec, SpecError, Workload};
+pub use workload::{PageSet, Pattern, Placement, Spec, SpecError, Stage, Workload};

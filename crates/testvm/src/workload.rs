@@ -34,6 +34,35 @@ pub enum Workload {
     Matrix,
     /// Queries that scan a table, its recent quarter most often, and add up groups in a small hash table.
     Scan,
+    /// One stage after the other, each with its own part of the memory, and then the first one again: a program whose
+    /// need changes. See [`Spec::stages`].
+    #[value(skip)]
+    Stages,
+}
+
+/// A stage of [`Workload::Stages`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Stage {
+    /// Operations, of each worker.
+    pub ops: u64,
+    /// Where its memory begins, and how much that is, as fractions of the worker's.
+    pub from: f64,
+    /// See `from`.
+    pub part: f64,
+    /// Which of it the operations take.
+    pub pattern: Pattern,
+}
+
+/// Which memory of a stage its operations take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pattern {
+    /// One cell after the other.
+    Sequential,
+    /// Every cell alike.
+    Uniform,
+    /// By a bell curve: two thirds of the operations within a seventh to either side of the middle.
+    Bell,
 }
 
 /// How hot cells lie in memory.
@@ -82,6 +111,8 @@ pub struct Spec {
     /// `phase`: the operation, over all workers, at which the hot set moves; `None` for the middle. `store`: operations
     /// with each pattern; `None` for a third.
     pub move_at: Option<u64>,
+    /// `stages`: what they are; at least one.
+    pub stages: Vec<Stage>,
     /// Where hot cells are.
     pub placement: Placement,
     /// `hotset` of which nothing else is touched: this fraction of the hot cells is spread over the memory beyond the others,
@@ -136,6 +167,7 @@ impl Spec {
             hot_weight: 0.9,
             zipf_exponent: 0.99,
             move_at: None,
+            stages: Vec::new(),
             placement: if zipf { Placement::Scattered } else { Placement::Contiguous },
             spread: None,
             report_every: 1 << 16,
@@ -191,6 +223,13 @@ impl Spec {
         if self.spread.is_some() && (self.workload != Workload::Hotset || self.hot_weight < 1.0) {
             return wrong("spread", "only of a hot set with a hot_weight of 1".to_owned());
         }
+        if (self.workload == Workload::Stages) == self.stages.is_empty() {
+            return wrong("stages", "wanted by the workload `stages`, and by no other one".to_owned());
+        }
+        let inside = |stage: &Stage| stage.from >= 0.0 && stage.part > 0.0 && stage.from + stage.part <= 1.0;
+        if let Some(stage) = self.stages.iter().find(|stage| stage.ops == 0 || !inside(stage)) {
+            return wrong("stages", format!("{stage:?} has no operations, or is not a part of the memory"));
+        }
         if self.report_every == 0 {
             return wrong("report_every", "must be at least 1".to_owned());
         }
@@ -244,6 +283,7 @@ impl Spec {
                 zero_below: threshold(self.zero_fraction),
                 hot_below: threshold(self.hot_weight),
                 hot_cells,
+                stages: self.stages.len() as u64,
                 solid,
                 gap,
                 move_at: match self.workload {
@@ -260,6 +300,7 @@ impl Spec {
                     Workload::Zipf => guest::KIND_ZIPF,
                     Workload::Idle => guest::KIND_IDLE,
                     Workload::Store => guest::KIND_STORE,
+                    Workload::Stages => guest::KIND_STAGES,
                     Workload::Graph => guest::KIND_GRAPH,
                     Workload::Matrix => guest::KIND_MATRIX,
                     Workload::Scan => guest::KIND_SCAN,
@@ -274,7 +315,7 @@ impl Spec {
     }
 
     /// The table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`); offsets of vertices (`graph`);
-    /// sums of so many tiles (`matrix`); else empty.
+    /// sums of so many tiles (`matrix`); what is when (`stages`); else empty.
     pub(crate) fn weights(&self, params: &Params) -> Vec<u64> {
         let cumulate = |parts: &mut dyn Iterator<Item = u64>| {
             let sums = parts.scan(0u64, |sum, part| {
@@ -288,6 +329,7 @@ impl Spec {
                 let graph = Graph::new(params);
                 return cumulate(&mut (0..graph.vertices()).map(|vertex| graph.degree(vertex)));
             }
+            guest::KIND_STAGES => return self.stage_table(params.cells),
             guest::KIND_MATRIX => return cumulate(&mut (0..Matrix::new(params).tiles()).map(Matrix::part)),
             guest::KIND_ZIPF => {}
             _ => return Vec::new(),
@@ -304,8 +346,24 @@ impl Spec {
         sums.into_iter().map(|partial| (partial / sum * 18_446_744_073_709_551_616.0) as u64).collect()
     }
 
+    fn stage_table(&self, cells: u64) -> Vec<u64> {
+        let mut end = 0;
+        let words = |stage: &Stage| {
+            end += stage.ops;
+            let first = ((cells as f64 * stage.from) as u64).min(cells - 1);
+            let count = ((cells as f64 * stage.part) as u64).clamp(1, cells - first);
+            let pattern = match stage.pattern {
+                Pattern::Sequential => guest::STAGE_SEQUENTIAL,
+                Pattern::Uniform => guest::STAGE_UNIFORM,
+                Pattern::Bell => guest::STAGE_BELL,
+            };
+            [end, first, count, pattern]
+        };
+        self.stages.iter().flat_map(words).collect()
+    }
+
     /// The pages that are hot by construction: before the hot set moves, or after (`moved`, `phase` only). All pages
-    /// in use for `sequential`, `uniform`, `store` and the programs, none for `idle`; for `zipf`, the pages with the keys that together take
+    /// in use for `sequential`, `uniform`, `store`, `stages` and the programs, none for `idle`; for `zipf`, the pages with the keys that together take
     /// `hot_weight` of the accesses.
     pub fn hot_pages(&self, moved: bool) -> Result<PageSet, SpecError> {
         let mut pages = PageSet::new(self.ram);

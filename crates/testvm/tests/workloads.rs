@@ -12,10 +12,12 @@ use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE, PageIdx};
 use ballast_needs::missing;
 use ballast_sys::uffd::{Fault, FillOutcome, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, memfd};
-use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload, kvm_missing};
+use ballast_testvm::{
+    Error, GuestKind, GuestRam, Moment, Outcome, Pattern, Placement, Spec, Stage, Vm, Workload, kvm_missing,
+};
 use rustix::event::{PollFd, PollFlags};
 
-const ALL: [Workload; 9] = [
+const ALL: [Workload; 10] = [
     Workload::Sequential,
     Workload::Uniform,
     Workload::Hotset,
@@ -25,6 +27,7 @@ const ALL: [Workload; 9] = [
     Workload::Graph,
     Workload::Matrix,
     Workload::Scan,
+    Workload::Stages,
 ];
 const PROGRAMS: [Workload; 3] = [Workload::Graph, Workload::Matrix, Workload::Scan];
 
@@ -41,7 +44,20 @@ fn spec(workload: Workload, threads: usize) -> Spec {
     spec.ops = 20_000;
     spec.threads = threads;
     spec.zero_fraction = 0.2;
+    if workload == Workload::Stages {
+        spec.stages = stages();
+    }
     spec
+}
+
+/// 3000 operations: the first quarter in order, the whole at random, the last half by a bell curve.
+fn stages() -> Vec<Stage> {
+    let stage = |ops, from, part, pattern| Stage { ops, from, part, pattern };
+    vec![
+        stage(1000, 0.0, 0.25, Pattern::Sequential),
+        stage(500, 0.0, 1.0, Pattern::Uniform),
+        stage(1500, 0.5, 0.5, Pattern::Bell),
+    ]
 }
 
 fn run(spec: &Spec, kind: GuestKind) -> Outcome {
@@ -367,8 +383,8 @@ fn the_truth_about_pages_fits_the_workload() {
 
 #[test]
 fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_pages() {
-    for workload in [Workload::Sequential, Workload::Uniform, Workload::Hotset, Workload::Zipf, Workload::Phase] {
-        let spec = Spec { think_ticks: 100, ..Spec { ops: 3000, threads: 1, ..Spec::new(workload, Bytes(4 * MIB)) } };
+    for workload in ALL.into_iter().filter(|workload| !PROGRAMS.contains(workload) && *workload != Workload::Store) {
+        let spec = Spec { think_ticks: 100, zero_fraction: 0.0, ops: 3000, ..spec(workload, 1) };
         let touches = |ops| spec.touches(ops).expect("touches");
         let (first, second, both) = (touches(0..1000), touches(1000..3000), touches(0..3000));
         let sum: Vec<u32> = first.iter().zip(&second).map(|(first, second)| first + second).collect();
@@ -382,6 +398,32 @@ fn the_touches_of_two_stretches_add_up_to_those_of_both_and_are_of_the_touched_p
     assert_eq!(Spec::new(Workload::Idle, Bytes(MIB)).touches(0..9).expect("touches"), [0; 256]);
     let two = Spec { threads: 2, ..Spec::new(Workload::Zipf, Bytes(MIB)) };
     assert_eq!(two.touches(0..9).expect_err("whose").field, "threads");
+}
+
+#[test]
+fn a_program_in_stages_stays_in_the_memory_of_each_and_begins_again_after_the_last() {
+    let spec = Spec { threads: 1, stages: stages(), ..Spec::new(Workload::Stages, Bytes(4 * MIB)) };
+    let touches = |ops| spec.touches(ops).expect("touches");
+    let of = |touches: &[u32], pages: std::ops::Range<usize>| touches[pages].iter().sum::<u32>();
+    for round in [0, 3000, 300_000] {
+        let first = touches(round..round + 1000);
+        assert_eq!(first[..256].iter().filter(|count| **count == 4 || **count == 3).count(), 256, "in order");
+        assert_eq!(of(&first, 0..256), 1000);
+        let all = touches(round + 1000..round + 1500);
+        assert_eq!(of(&all, 0..1024), 500);
+        assert!((70..180).contains(&of(&all, 0..256)), "a quarter of them at random");
+        let bell = touches(round + 1500..round + 3000);
+        assert_eq!(of(&bell, 512..1024), 1500);
+        assert!(of(&bell, 694..842) > 900, "most of them in the middle: {}", of(&bell, 694..842));
+    }
+    let wrong = |stages, workload| {
+        let spec = Spec { stages, ..Spec::new(workload, Bytes(4 * MIB)) };
+        spec.validate().expect_err("it makes no sense").field
+    };
+    assert_eq!(wrong(Vec::new(), Workload::Stages), "stages");
+    assert_eq!(wrong(stages(), Workload::Uniform), "stages");
+    assert_eq!(wrong(vec![Stage { part: 0.6, ..stages()[2] }], Workload::Stages), "stages");
+    assert_eq!(wrong(vec![Stage { ops: 0, ..stages()[2] }], Workload::Stages), "stages");
 }
 
 #[test]
