@@ -12,6 +12,7 @@ mod converge;
 mod levels;
 mod pairs;
 mod ratio;
+mod stages;
 
 use std::time::Duration;
 
@@ -62,5 +63,6 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     levels::run(bench, scale, each)?;
     converge::run(bench, scale, each)?;
     pairs::run(bench, scale, each)?;
+    stages::run(bench, scale, each)?;
     ratio::run(bench, scale, each)
 }
