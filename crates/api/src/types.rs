@@ -151,7 +151,7 @@ pub struct ReclaimCounts {
     pub store_full_events: u64,
     /// The store would not take the page: kept.
     pub failed_pages: u64,
-    /// Brought back before they were touched, because what left with them was.
+    /// Brought back before they were touched, because what left with them was, or what comes before them.
     pub prefetched_pages: u64,
     /// Moved from RAM to the file store.
     pub spilled_pages: u64,
@@ -179,7 +179,7 @@ pub struct Latency {
 /// The stages of a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RestoreStages {
-    /// Fault read until the try that served it.
+    /// Fault read until the try that served it, and until what came along was there.
     pub queue: Latency,
     /// From there until the page was found to be far.
     pub lookup: Latency,
