@@ -230,10 +230,12 @@ fn balance_has_levels_a_jump_and_a_pair_and_keeps_every_byte() {
         assert!(row["worst_vm"].is_string() && row["store_bytes"].is_number(), "{row}");
     }
     assert_figure(&eight[1], "ratio_geomean_slowdown");
-    let [jump, pair, taken] = rest else { panic!("{rest:?}") };
+    let [jump, pair, stages, taken] = rest else { panic!("{rest:?}") };
     assert!(jump["converge_s"].is_number() && jump["limit_changes_per_min"].is_number(), "{jump}");
     assert_eq!(pair["pair"], "store+graph");
     assert_figure(pair, "pair_slowdown");
+    assert_eq!(stages["pair"], "triangles+means");
+    ["pair_slowdown", "slowdown_triangles", "slowdown_means"].iter().for_each(|key| assert_figure(stages, key));
     assert_eq!(taken["workload"], "zipf");
     assert!(taken["reclaim_ratio_at_5pct"].is_number(), "{taken}");
     assert_eq!(machine(), before);
