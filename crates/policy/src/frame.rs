@@ -135,39 +135,40 @@ impl<'a> Frame<'a> {
         sum(self.managed.iter().map(of))
     }
 
-    /// What each of `managed` will have at least, in pages: what is protected, while the budget holds all of that.
-    pub fn least(&self) -> Vec<u64> {
-        let keeps_protected = self.total(protected) <= self.budget;
-        self.managed.iter().map(|part| if keeps_protected { protected(part) } else { part.lo }).collect()
-    }
-
-    /// Divide the budget by these weights, one for each of `managed`. With `settle`, small changes are not made.
-    pub fn divide(mut self, weights: &[f64], settle: bool) -> Plan {
+    /// Least and most that each of `managed` will have, in pages, and why: what is protected is the least while the budget
+    /// holds all of that, and the most when it does not.
+    pub fn ranges(&self) -> (Vec<(u64, u64)>, Reason) {
         let budget_bytes = bytes(self.budget);
         let most_bytes = bytes(self.total(|part| part.hi));
         let protected_bytes = bytes(self.total(protected));
         let reserved_bytes = bytes(self.total(|part| part.lo));
+        let each = |of: fn(&Managed<'_>) -> (u64, u64)| self.managed.iter().map(of).collect();
         if most_bytes <= budget_bytes {
-            self.common.push(Reason::Enough { most_bytes, budget_bytes });
+            (each(|part| (part.lo, part.hi)), Reason::Enough { most_bytes, budget_bytes })
         } else if protected_bytes <= budget_bytes {
-            self.common.push(Reason::Scarce { most_bytes, budget_bytes });
-            self.managed.iter_mut().for_each(|part| part.lo = protected(part));
+            (each(|part| (protected(part), part.hi)), Reason::Scarce { most_bytes, budget_bytes })
         } else if reserved_bytes <= budget_bytes {
-            self.common.push(Reason::ProtectedOnly { protected_bytes, budget_bytes });
-            self.managed.iter_mut().for_each(|part| part.hi = protected(part));
+            (each(|part| (part.lo, protected(part))), Reason::ProtectedOnly { protected_bytes, budget_bytes })
         } else {
-            self.common.push(Reason::ReservedOnly { reserved_bytes, budget_bytes });
-            self.managed.iter_mut().for_each(|part| part.hi = part.lo);
+            (each(|part| (part.lo, part.lo)), Reason::ReservedOnly { reserved_bytes, budget_bytes })
         }
+    }
+
+    /// Divide the budget by these weights, one for each of `managed`. With `settle`, small changes are not made.
+    pub fn divide(mut self, weights: &[f64], settle: bool) -> Plan {
+        let (ranges, why) = self.ranges();
+        let scarce = !matches!(why, Reason::Enough { .. });
+        self.common.push(why);
+        self.managed.iter_mut().zip(ranges).for_each(|(part, range)| (part.lo, part.hi) = range);
         let floors = self.floors(settle);
         let parts: Vec<Part> = (self.managed.iter().zip(&floors).zip(weights))
             .map(|((part, lo), weight)| Part { lo: *lo, hi: part.hi, weight: *weight })
             .collect();
         let mut limits = solve(&parts, self.budget);
-        if settle && most_bytes > budget_bytes {
+        if settle && scarce {
             self.settle(&mut limits);
         }
-        self.plan.divided_bytes = budget_bytes;
+        self.plan.divided_bytes = bytes(self.budget);
         for ((part, limit), floor) in self.managed.into_iter().zip(limits).zip(floors) {
             let decision = &mut self.plan.decisions[part.at];
             (decision.action, decision.limit_bytes) = (Action::Limit, Some(bytes(limit)));

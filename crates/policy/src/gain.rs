@@ -182,14 +182,14 @@ impl Policy for Gain {
             .collect();
         let sum = |of: fn(&(u64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
         let (all, total) = (sum(|vm| vm.0 as f64), sum(|vm| vm.0 as f64 * vm.1));
-        let (mut weights, mut gaps) = (Vec::with_capacity(seen.len()), Vec::with_capacity(seen.len()));
+        let (mut weights, mut goals) = (Vec::with_capacity(seen.len()), Vec::with_capacity(seen.len()));
         for (part, (has, worth, sums)) in frame.managed.iter_mut().zip(seen) {
             // Of the others: one that alone lacks memory would otherwise be compared with itself.
             let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
             let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
             let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average);
             weights.push(wants);
-            gaps.push(if worth > average { (has as f64 + wanted * MARGIN - wants).max(0.0) } else { 0.0 });
+            goals.push(if worth > average { has as f64 + wanted * MARGIN } else { 0.0 });
             part.reasons.push(Reason::Gain {
                 waits: sums.waits(),
                 works: sums.works(part.vm.page_bytes),
@@ -199,19 +199,23 @@ impl Policy for Gain {
                 shares: part.vm.settings.effective_shares(),
             });
         }
-        lend(&mut weights, &gaps, &frame.least(), frame.budget_pages() as f64);
+        lend(&mut weights, &goals, &frame.ranges().0, frame.budget_pages() as f64);
         frame.divide(&weights, true)
     }
 }
 
-/// Give what nobody has to those who would gain from it, each a part of its gap. Who should have less than its `least` has
-/// that all the same, and so it is not there to be lent.
-fn lend(weights: &mut [f64], gaps: &[f64], least: &[u64], budget: f64) {
-    let given: f64 = weights.iter().zip(least).map(|(weight, least)| weight.max(*least as f64)).sum();
-    let (left, wanted) = (budget - given, gaps.iter().sum::<f64>());
-    if left > 0.0 && wanted > 0.0 {
-        let part = (left / wanted).min(1.0);
-        weights.iter_mut().zip(gaps).for_each(|(weight, gap)| *weight += gap * part);
+/// Give what nobody has to those who would gain from it: each a part of what it lacks of its goal. Who should have less than
+/// the least that it will have all the same has that, and more than the most is of no use to anybody.
+fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) {
+    let within = |pages: f64, range: &(u64, u64)| pages.clamp(range.0 as f64, range.1 as f64);
+    weights.iter_mut().zip(ranges).for_each(|(weight, range)| *weight = within(*weight, range));
+    let lacks: Vec<f64> = (goals.iter().zip(ranges).zip(&*weights))
+        .map(|((goal, range), weight)| (within(*goal, range) - weight).max(0.0))
+        .collect();
+    let (left, lack) = (budget - weights.iter().sum::<f64>(), lacks.iter().sum::<f64>());
+    if left > 0.0 && lack > 0.0 {
+        let part = (left / lack).min(1.0);
+        weights.iter_mut().zip(lacks).for_each(|(weight, lacks)| *weight += lacks * part);
     }
 }
 
@@ -303,16 +307,18 @@ mod tests {
 
     #[test]
     fn what_nobody_has_is_lent_to_who_gains_and_no_more_than_that() {
-        let mut weights = [100.0, 50.0, 10.0];
-        let least = [0, 0, 10];
-        lend(&mut weights, &[0.0, 0.0, 80.0], &least, 200.0);
-        assert_eq!(weights, [100.0, 50.0, 50.0]);
-        lend(&mut weights, &[30.0, 0.0, 20.0], &least, 300.0);
-        assert_eq!(weights, [130.0, 50.0, 70.0], "the rest is for whoever divides");
-        lend(&mut weights, &[30.0, 0.0, 20.0], &least, 250.0);
-        assert_eq!(weights, [130.0, 50.0, 70.0], "there is nothing left");
-        lend(&mut weights, &[30.0, 0.0, 20.0], &[0, 100, 0], 300.0);
-        assert_eq!(weights, [130.0, 50.0, 70.0], "what the second is to have is not there to be lent");
+        let lent = |goals: [f64; 3], ranges: [(u64, u64); 3], budget| {
+            let mut weights = [100.0, 50.0, 10.0];
+            lend(&mut weights, &goals, &ranges, budget);
+            weights
+        };
+        let any = [(0, 1000); 3];
+        assert_eq!(lent([0.0, 0.0, 90.0], any, 200.0), [100.0, 50.0, 50.0]);
+        assert_eq!(lent([130.0, 0.0, 30.0], any, 300.0), [130.0, 50.0, 30.0], "the rest is for whoever divides");
+        assert_eq!(lent([130.0, 0.0, 30.0], any, 150.0), [100.0, 50.0, 10.0], "there is nothing left");
+        let kept = [(0, 1000), (100, 1000), (0, 40)];
+        assert_eq!(lent([0.0, 80.0, 90.0], kept, 300.0), [100.0, 100.0, 40.0], "as much as it will have, or may have");
+        assert_eq!(lent([0.0, 120.0, 20.0], kept, 225.0), [100.0, 110.0, 15.0], "half of what each lacks");
     }
 
     #[test]
