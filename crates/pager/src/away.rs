@@ -24,7 +24,8 @@ pub fn stamp() -> u8 {
     (now_ms() / STEP_MS) as u8
 }
 
-fn now_ms() -> u64 {
+/// Now, in milliseconds since whenever.
+pub fn now_ms() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000
 }
@@ -60,23 +61,23 @@ impl Departures {
     pub fn go(&self, pages: Range<u64>) {
         let Some(chunk) = self.chunks.get((pages.start / PAGES_PER_CHUNK) as usize) else { return };
         let chunk = chunk.get_or_init(|| (0..PAGES_PER_CHUNK).map(|_| AtomicU16::new(0)).collect());
-        let now = fine_now();
+        let now = fine(now_ms());
         pages.for_each(|page| chunk[(page % PAGES_PER_CHUNK) as usize].store(now, Ordering::Relaxed));
     }
 
-    /// For how long a page was away, whose word has this stamp: milliseconds.
-    pub fn away_ms(&self, page: u64, stamp: u8) -> u64 {
+    /// For how long a page that comes back now was away, whose word has this stamp: milliseconds.
+    pub fn away_ms(&self, page: u64, stamp: u8, now_ms: u64) -> u64 {
         let chunk = self.chunks.get((page / PAGES_PER_CHUNK) as usize).and_then(OnceLock::get);
         match chunk.map_or(0, |chunk| chunk[(page % PAGES_PER_CHUNK) as usize].load(Ordering::Relaxed)) {
-            0 => between_ms(stamp, self::stamp()),
-            went => u64::from(fine_now().wrapping_sub(went)) * FINE_MS,
+            0 => between_ms(stamp, (now_ms / STEP_MS) as u8),
+            went => u64::from(fine(now_ms).wrapping_sub(went)) * FINE_MS,
         }
     }
 }
 
 /// Never 0.
-fn fine_now() -> u16 {
-    ((now_ms() / FINE_MS) as u16).max(1)
+fn fine(now_ms: u64) -> u16 {
+    ((now_ms / FINE_MS) as u16).max(1)
 }
 
 #[cfg(test)]
@@ -94,12 +95,12 @@ mod tests {
     fn an_engine_knows_finer_times_of_what_it_put_out_itself_and_else_goes_by_the_stamp() {
         let departures = Departures::new(1000);
         let stamp = super::stamp().wrapping_sub(8);
-        assert!((2048..=2048 + 512).contains(&departures.away_ms(999, stamp)));
+        assert!((2048..=2048 + 512).contains(&departures.away_ms(999, stamp, now_ms())));
         departures.go(990..1000);
-        assert!(departures.away_ms(999, stamp) < 1000, "it went just now");
-        assert!(departures.away_ms(700, stamp) >= 2048, "of the same chunk, and not known");
+        assert!(departures.away_ms(999, stamp, now_ms()) < 1000, "it went just now");
+        assert!(departures.away_ms(700, stamp, now_ms()) >= 2048, "of the same chunk, and not known");
         departures.go(1 << 20..(1 << 20) + 1);
-        assert!(departures.away_ms(1 << 20, stamp) >= 2048, "there is no such page");
+        assert!(departures.away_ms(1 << 20, stamp, now_ms()) >= 2048, "there is no such page");
     }
 
     #[test]

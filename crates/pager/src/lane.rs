@@ -216,13 +216,13 @@ impl FaultLane<'_> {
         }
         let far = |page| is_far(region, PageIdx(page));
         let (ahead, mut pages) = self.streams.fault(region.number, page.0, region.pages().0, far);
+        if ahead == 0 {
+            return false;
+        }
         // Held by all who move pages that nobody waits for, so that these are still this region's addresses. If somebody
         // is about to change that, it is no time for guesses.
-        let layout = (ahead > 0).then(|| vm.try_layout()).flatten();
-        let Some(memory) = layout.as_ref().and_then(|_| self.view.of_region(region)).filter(|_| !region.is_removed())
-        else {
-            return false;
-        };
+        let Some(_layout) = vm.try_layout() else { return false };
+        let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
         let mut left = ahead.min(vm.room_ahead());
         while left > 0 {
             match next_run(vm, region, &memory, pages.clone(), &mut self.room[..left as usize]) {

@@ -12,12 +12,12 @@ pub const ROLLS: u64 = 2;
 /// Words of a stage in the table of such a job: the operation before which it ends, counted from the start of the first
 /// one; its first cell; how many; and one of the patterns below. The table ends with the last stage.
 pub const STAGE_WORDS: u64 = 4;
-/// One cell after the other,
-pub const STAGE_SEQUENTIAL: u64 = 0;
+/// Patterns, in the order in which a store has them: by a bell curve, cells in the middle most often,
+pub const PATTERN_BELL: u64 = 0;
 /// all alike,
-pub const STAGE_UNIFORM: u64 = 1;
-/// and by a bell curve, those in the middle most often.
-pub const STAGE_BELL: u64 = 2;
+pub const PATTERN_UNIFORM: u64 = 1;
+/// and one after the other.
+pub const PATTERN_SEQUENTIAL: u64 = 2;
 
 /// 2^64 over the golden ratio, odd.
 pub const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -55,10 +55,15 @@ const fn quarters(word: u64) -> u64 {
     (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
 }
 
-/// `random` scaled to `0..bound` by the sum of four numbers of 16 bits: deviates by a seventh of the bound from its middle.
+/// Which of so many cells the operation number `op` of a pattern takes.
 #[inline]
-const fn bell(random: u64, bound: u64) -> u64 {
-    below(quarters(random) << 46, bound)
+const fn by_pattern(pattern: u64, op: u64, random: u64, cells: u64) -> u64 {
+    match pattern {
+        // The sum of four numbers of 16 bits: deviates by a seventh of the cells, in the middle of them.
+        PATTERN_BELL => below(quarters(random) << 46, cells),
+        PATTERN_SEQUENTIAL if cells > 0 => op % cells,
+        _ => below(random, cells),
+    }
 }
 
 /// Fold one word into a checksum.
@@ -130,11 +135,7 @@ impl Params {
                 }
                 low
             }
-            KIND_STORE => match op / self.move_at.max(1) % 3 {
-                0 => bell(place, self.cells),
-                1 => below(place, self.cells),
-                _ => op % self.cells.max(1),
-            },
+            KIND_STORE => by_pattern(op / self.move_at.max(1) % 3, op, place, self.cells),
             KIND_STAGES => self.stage(op, place, weight),
             _ => below(place, self.cells),
         };
@@ -151,13 +152,7 @@ impl Params {
             stage = stage.wrapping_add(1);
         }
         let word = |index| table(stage.wrapping_mul(STAGE_WORDS).wrapping_add(index));
-        let cells = word(2);
-        let rank = match word(3) {
-            STAGE_SEQUENTIAL => at.wrapping_sub(began) % cells.max(1),
-            STAGE_BELL => bell(place, cells),
-            _ => below(place, cells),
-        };
-        word(1).wrapping_add(rank)
+        word(1).wrapping_add(by_pattern(word(3), at.wrapping_sub(began), place, word(2)))
     }
 
     /// The cell (counted from the worker's first) with this rank.

@@ -353,9 +353,9 @@ impl Spec {
             let first = ((cells as f64 * stage.from) as u64).min(cells - 1);
             let count = ((cells as f64 * stage.part) as u64).clamp(1, cells - first);
             let pattern = match stage.pattern {
-                Pattern::Sequential => guest::STAGE_SEQUENTIAL,
-                Pattern::Uniform => guest::STAGE_UNIFORM,
-                Pattern::Bell => guest::STAGE_BELL,
+                Pattern::Sequential => guest::PATTERN_SEQUENTIAL,
+                Pattern::Uniform => guest::PATTERN_UNIFORM,
+                Pattern::Bell => guest::PATTERN_BELL,
             };
             [end, first, count, pattern]
         };

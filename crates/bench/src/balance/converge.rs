@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use ballast_testvm::{Spec, Workload};
 
 use super::cast::{Cast, spec};
-use super::{POLICY, Scale};
+use super::{POLICY, Scale, both_sides};
 use crate::Bench;
 use crate::order::{Answer, Order};
 use crate::report::Row;
@@ -39,30 +39,19 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         specs.push(hotset);
     }
     specs[0].think = BUSY;
-    for (side, prefix) in [(Side::Ballast, ""), (Side::Kernel, "kernel_")] {
-        let result = match (side, &bench.kernel) {
-            (Side::Kernel, Err(why)) => Err(anyhow::anyhow!("{why}")),
-            _ => jumps(bench, side, &specs, scale),
-        };
-        match (side, result) {
-            (_, Ok(jumps)) => {
-                let of = |figure: fn(&Jump) -> f64| jumps.iter().map(figure).collect::<Vec<_>>();
-                row.figure(&format!("{prefix}converge_s"), &of(|jump| jump.converge_s));
-                row.figure(&format!("{prefix}steady_slowdown"), &of(|jump| jump.steady_slowdown));
-                let others: Vec<f64> = jumps.iter().flat_map(|jump| jump.others_slowdown.iter().copied()).collect();
-                row.figure(&format!("{prefix}others_slowdown"), &others);
-                if side == Side::Ballast {
-                    row.figure("memory_s", &of(|jump| jump.memory_s));
-                    row.figure("limit_changes_per_min", &of(|jump| jump.changes_per_min));
-                }
-            }
-            (Side::Kernel, Err(error)) => {
-                row.because(&format!("the kernel: {error:#}"));
-                row.figure("kernel_converge_s", &[]);
-            }
-            (Side::Ballast, Err(error)) => return Err(error),
+    both_sides(bench, &mut row, "converge_s", |bench, row, side, prefix| {
+        let jumps = jumps(bench, side, &specs, scale)?;
+        let of = |figure: fn(&Jump) -> f64| jumps.iter().map(figure).collect::<Vec<_>>();
+        row.figure(&format!("{prefix}converge_s"), &of(|jump| jump.converge_s));
+        row.figure(&format!("{prefix}steady_slowdown"), &of(|jump| jump.steady_slowdown));
+        let others: Vec<f64> = jumps.iter().flat_map(|jump| jump.others_slowdown.iter().copied()).collect();
+        row.figure(&format!("{prefix}others_slowdown"), &others);
+        if side == Side::Ballast {
+            row.figure("memory_s", &of(|jump| jump.memory_s));
+            row.figure("limit_changes_per_min", &of(|jump| jump.changes_per_min));
         }
-    }
+        Ok(())
+    })?;
     each(row)
 }
 

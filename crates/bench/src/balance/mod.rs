@@ -16,7 +16,7 @@ mod stages;
 
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use ballast_base::MIB;
 use ballast_policy::Kind;
 use ballast_testvm::Workload;
@@ -24,6 +24,7 @@ use ballast_testvm::Workload;
 use crate::Bench;
 use crate::order::GuestKind;
 use crate::report::Row;
+use crate::sweep::Side;
 
 /// The four workloads.
 const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
@@ -53,6 +54,32 @@ impl Scale {
             Self { ram_bytes: 64 * MIB, settle: s(12), window: s(6), windows: 4, store_ops: 100_000 }
         }
     }
+}
+
+/// Measure Ballast, then the kernel, whose figures have `kernel_` before their keys. A kernel that cannot be measured, or ends a
+/// VM, leaves its `figure` without a value, and the row says why.
+fn both_sides(
+    bench: &mut Bench,
+    row: &mut Row,
+    figure: &str,
+    mut measure: impl FnMut(&mut Bench, &mut Row, Side, &str) -> Result<()>,
+) -> Result<()> {
+    measure(bench, row, Side::Ballast, "")?;
+    let kernel = match bench.kernel.clone() {
+        Ok(_) => measure(bench, row, Side::Kernel, "kernel_"),
+        Err(why) => Err(anyhow!("{why}")),
+    };
+    if let Err(error) = kernel {
+        row.because(&format!("the kernel: {error:#}"));
+        row.figure(&format!("kernel_{figure}"), &[]);
+    }
+    Ok(())
+}
+
+/// Each two of these; of a quick bench the first two.
+fn pairs_of<T>(all: &[T], quick: bool) -> Vec<[&T; 2]> {
+    let pairs = all.iter().enumerate().flat_map(|(at, first)| all[at + 1..].iter().map(move |second| [first, second]));
+    pairs.take(if quick { 1 } else { usize::MAX }).collect()
 }
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {

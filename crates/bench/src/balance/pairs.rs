@@ -7,37 +7,23 @@ use anyhow::Result;
 
 use super::cast::{spec, word};
 use super::levels::{Alone, geomean, measure, slowdowns};
-use super::{CAST, POLICY, Scale};
+use super::{CAST, POLICY, Scale, both_sides, pairs_of};
 use crate::Bench;
 use crate::report::Row;
 use crate::sweep::Side;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let scale = Scale { settle: scale.settle / 2, window: scale.window * 2 / 3, ..scale };
-    let firsts = if bench.options.quick { 1 } else { CAST.len() };
-    for (at, first) in CAST.into_iter().enumerate().take(firsts) {
-        for second in CAST[at + 1..].iter().take(if bench.options.quick { 1 } else { CAST.len() }) {
-            let pair = format!("{}+{}", word(first), word(*second));
-            let mut row = Row::new("balance", bench.options.guest(), &format!("{pair}, half of their peak"));
-            row.fact("vms", 2);
-            row.fact("pair", pair);
-            let specs = [first, *second].map(|workload| spec(workload, scale.ram_bytes, 1, scale.store_ops));
-            for (side, prefix) in [(Side::Ballast, ""), (Side::Kernel, "kernel_")] {
-                if let (Side::Kernel, Err(why)) = (side, &bench.kernel) {
-                    row.because(why);
-                    row.figure("kernel_pair_slowdown", &[]);
-                    continue;
-                }
-                let result = one(bench, side, &specs, scale, prefix, &mut row);
-                if let (Side::Kernel, Err(error)) = (side, &result) {
-                    row.because(&format!("the kernel: {error:#}"));
-                    row.figure("kernel_pair_slowdown", &[]);
-                } else {
-                    result?;
-                }
-            }
-            each(row)?;
-        }
+    for [first, second] in pairs_of(&CAST, bench.options.quick) {
+        let pair = format!("{}+{}", word(*first), word(*second));
+        let mut row = Row::new("balance", bench.options.guest(), &format!("{pair}, half of their peak"));
+        row.fact("vms", 2);
+        row.fact("pair", pair);
+        let specs = [*first, *second].map(|workload| spec(workload, scale.ram_bytes, 1, scale.store_ops));
+        both_sides(bench, &mut row, "pair_slowdown", |bench, row, side, prefix| {
+            one(bench, side, &specs, scale, prefix, row)
+        })?;
+        each(row)?;
     }
     Ok(())
 }

@@ -20,7 +20,7 @@ use ballast_testvm::{Pattern, Spec, Stage, Workload};
 
 use super::cast::Cast;
 use super::levels::geomean;
-use super::{POLICY, Scale};
+use super::{POLICY, Scale, both_sides, pairs_of};
 use crate::Bench;
 use crate::order::{Answer, Order};
 use crate::report::Row;
@@ -76,35 +76,22 @@ impl Program {
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let programs = Program::all(if bench.options.quick { 10_000 } else { 200_000 });
-    for (at, first) in programs.iter().enumerate().take(if bench.options.quick { 1 } else { programs.len() }) {
-        for second in programs[at + 1..].iter().take(if bench.options.quick { 1 } else { programs.len() }) {
-            let name = format!("{}+{}", first.name, second.name);
-            let mut row = Row::new("balance", bench.options.guest(), &format!("{name} in stages, half of their peak"));
-            row.fact("vms", 2);
-            row.fact("pair", name);
-            for (side, prefix) in [(Side::Ballast, ""), (Side::Kernel, "kernel_")] {
-                let result = match (side, &bench.kernel) {
-                    (Side::Kernel, Err(why)) => Err(anyhow::anyhow!("{why}")),
-                    _ => pair(bench, side, [first, second], scale),
-                };
-                match (side, result) {
-                    (_, Ok(slow)) => {
-                        let mean: Vec<f64> = slow.iter().map(|run| geomean(run)).collect();
-                        row.figure(&format!("{prefix}pair_slowdown"), &mean);
-                        for (vm, program) in [first, second].iter().enumerate() {
-                            let of: Vec<f64> = slow.iter().map(|run| run[vm]).collect();
-                            row.figure(&format!("{prefix}slowdown_{}", program.name), &of);
-                        }
-                    }
-                    (Side::Kernel, Err(error)) => {
-                        row.because(&format!("the kernel: {error:#}"));
-                        row.figure("kernel_pair_slowdown", &[]);
-                    }
-                    (Side::Ballast, Err(error)) => return Err(error),
-                }
+    for programs in pairs_of(&programs, bench.options.quick) {
+        let name = programs.map(|program| program.name).join("+");
+        let mut row = Row::new("balance", bench.options.guest(), &format!("{name} in stages, half of their peak"));
+        row.fact("vms", 2);
+        row.fact("pair", name);
+        both_sides(bench, &mut row, "pair_slowdown", |bench, row, side, prefix| {
+            let slow = pair(bench, side, programs, scale)?;
+            let mean: Vec<f64> = slow.iter().map(|run| geomean(run)).collect();
+            row.figure(&format!("{prefix}pair_slowdown"), &mean);
+            for (vm, program) in programs.iter().enumerate() {
+                let of: Vec<f64> = slow.iter().map(|run| run[vm]).collect();
+                row.figure(&format!("{prefix}slowdown_{}", program.name), &of);
             }
-            each(row)?;
-        }
+            Ok(())
+        })?;
+        each(row)?;
     }
     Ok(())
 }

@@ -59,10 +59,10 @@ impl Vm {
         granule: u64,
         since: impl Iterator<Item = u8>,
     ) -> u64 {
-        let (mut away_ms, mut back_milli_hz) = (0, 0);
+        let (now_ms, mut away_ms, mut back_milli_hz) = (away::now_ms(), 0, 0);
         for (at, since) in since.enumerate() {
             let page = PageIdx(first.0 + at as u64 * granule);
-            let this_ms = region.departures().away_ms(page.0, since);
+            let this_ms = region.departures().away_ms(page.0, since, now_ms);
             self.recent.push((region.number, page), this_ms);
             away_ms += this_ms;
             back_milli_hz += away::milli_hz(this_ms);
