@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock, RwLock};
+use std::sync::{Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
@@ -38,6 +38,8 @@ pub struct View {
     control: OwnedFd,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
+    /// Shared by each fault from when its page is looked up until it is served.
+    serving: RwLock<()>,
     next_seq: AtomicU64,
     /// Zaps under way: `None` until answered.
     zaps: Mutex<HashMap<u64, Option<Option<i32>>>>,
@@ -70,6 +72,7 @@ impl View {
             remote: OnceLock::new(),
             control,
             spans: RwLock::default(),
+            serving: RwLock::default(),
             next_seq: AtomicU64::new(epoch << 32),
             zaps: Mutex::default(),
             answered: Condvar::new(),
@@ -110,11 +113,20 @@ impl View {
         spans.sort_unstable();
     }
 
-    /// Forget a region's mapping; answers its number.
+    /// Forget a region's mapping; answers its number. No fault on it is being served afterwards, so that its addresses may
+    /// become other RAM's.
     pub fn remove_span(&self, start: Hva) -> Option<u32> {
         let mut spans = self.spans.write().expect("no panic while held");
         let at = spans.iter().position(|span| span.0 == start)?;
-        Some(spans.remove(at).2)
+        let (_, _, number) = spans.remove(at);
+        drop(spans);
+        drop(self.serving.write().expect("no panic while held"));
+        Some(number)
+    }
+
+    /// While this is held, the addresses that are looked up in this view stay what they are.
+    pub(crate) fn serving(&self) -> RwLockReadGuard<'_, ()> {
+        self.serving.read().expect("no panic while held")
     }
 
     /// The region and page at an address.
@@ -344,5 +356,40 @@ impl Mapped for RegionView<'_> {
 
     fn wake(&self, page: PageIdx) -> io::Result<()> {
         self.uffd(page).wake(self.addr(page), self.granule)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::Bytes;
+
+    #[test]
+    fn a_mapping_is_forgotten_only_when_the_fault_that_looked_it_up_is_served() {
+        let uffd = match Uffd::create(0) {
+            Ok((uffd, _)) => uffd,
+            Err(error) => return ballast_needs::skip("native", error),
+        };
+        let (control, _theirs) = scm::pair().expect("socketpair");
+        let view = View::new(1, Shards::new(vec![uffd]).expect("one"), 0, control, 1);
+        let info = RegionInfo { hva: Hva(1 << 30), len: Bytes(1 << 20), file_offset: Bytes(0) };
+        view.add_span(&info, 7);
+        let is_served = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let serving = view.serving();
+            assert_eq!(view.find(Hva(1 << 30)), Some((7, PageIdx(0))));
+            let removed = scope.spawn(|| {
+                assert_eq!(view.remove_span(Hva(1 << 30)), Some(7));
+                assert!(is_served.load(Ordering::Acquire), "its addresses may have been another region's by then");
+            });
+            // It is forgotten for whoever looks from now on, and that is as far as the other thread gets.
+            while view.find(Hva(1 << 30)).is_some() {
+                std::thread::yield_now();
+            }
+            (0..1000).for_each(|_| std::thread::yield_now());
+            is_served.store(true, Ordering::Release);
+            drop(serving);
+            removed.join().expect("it waited");
+        });
     }
 }
