@@ -5,7 +5,7 @@
 #   BENCH_ARGS=--quick         fewer pages and rounds: a look at whether all of it runs
 #   SPILL_DIR=/var/tmp         the disk that `spill` measures: a directory on ext4, XFS or btrfs
 #
-# Root, on a machine that does nothing else: some two hours, native guests the first of them. A guest that cannot run here
+# Root, on a machine that does nothing else: some four hours, native guests the first two of them. A guest that cannot run here
 # is said and left out.
 # Exit code: 0, or 1 if a bench failed (the others are measured all the same).
 set -u

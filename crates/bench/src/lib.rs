@@ -92,6 +92,21 @@ pub enum Which {
     Track,
 }
 
+/// A part of what [`Which::Balance`] measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Eight VMs, at falling levels of memory.
+    Levels,
+    /// A VM whose need jumps.
+    Jump,
+    /// Two VMs that want the same memory all the time.
+    Pairs,
+    /// Two VMs whose needs change.
+    Stages,
+    /// One VM, and how much of its memory can go.
+    Memory,
+}
+
 /// How to measure it.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -103,6 +118,8 @@ pub struct Options {
     pub quick: bool,
     /// Spill: a directory on the disk.
     pub dir: PathBuf,
+    /// Balance: this part alone.
+    pub part: Option<Part>,
 }
 
 impl Options {

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use ballast_bench::{GuestKind, Options, Which};
 
 use crate::show;
@@ -25,6 +25,9 @@ pub struct BenchArgs {
     /// spill: a directory on the disk to measure [default: that for temporary files]
     #[arg(long, value_name = "PATH")]
     dir: Option<PathBuf>,
+    /// balance: one of its parts alone [default: all]
+    #[arg(long, value_enum)]
+    part: Option<Part>,
 }
 
 /// What can be measured.
@@ -48,6 +51,20 @@ enum What {
     Balance,
     /// How well it is known who is hot, and what knowing costs
     Track,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Part {
+    /// Eight VMs at falling levels of memory
+    Levels,
+    /// A VM whose need jumps
+    Jump,
+    /// Two VMs that want the same memory all the time
+    Pairs,
+    /// Two VMs whose needs change
+    Stages,
+    /// How much of one VM's memory can go
+    Memory,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -83,9 +100,19 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
         Guest::Kvm => GuestKind::Kvm,
         Guest::Qemu => GuestKind::Qemu,
     };
+    if args.part.is_some() && which != Which::Balance {
+        bail!("--part is for bench balance");
+    }
+    let part = args.part.map(|part| match part {
+        Part::Levels => ballast_bench::Part::Levels,
+        Part::Jump => ballast_bench::Part::Jump,
+        Part::Pairs => ballast_bench::Part::Pairs,
+        Part::Stages => ballast_bench::Part::Stages,
+        Part::Memory => ballast_bench::Part::Memory,
+    });
     let dir = args.dir.unwrap_or_else(std::env::temp_dir);
     let dir = std::path::absolute(&dir).with_context(|| format!("Finding {}", dir.display()))?;
-    let options = Options { which, guest, quick: args.quick, dir };
+    let options = Options { which, guest, quick: args.quick, dir, part };
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {
         if json {

@@ -21,10 +21,10 @@ use ballast_base::MIB;
 use ballast_policy::Kind;
 use ballast_testvm::Workload;
 
-use crate::Bench;
 use crate::order::GuestKind;
 use crate::report::Row;
 use crate::sweep::Side;
+use crate::{Bench, Part};
 
 /// The four workloads.
 const CAST: [Workload; 4] = [Workload::Store, Workload::Graph, Workload::Matrix, Workload::Scan];
@@ -87,9 +87,17 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         bail!("this bench has native and KVM guests alone");
     }
     let scale = Scale::of(bench);
-    levels::run(bench, scale, each)?;
-    converge::run(bench, scale, each)?;
-    pairs::run(bench, scale, each)?;
-    stages::run(bench, scale, each)?;
-    ratio::run(bench, scale, each)
+    type Run = fn(&mut Bench, Scale, &mut dyn FnMut(Row) -> Result<()>) -> Result<()>;
+    let parts: [(Part, Run); 5] = [
+        (Part::Levels, levels::run),
+        (Part::Jump, converge::run),
+        (Part::Pairs, pairs::run),
+        (Part::Stages, stages::run),
+        (Part::Memory, ratio::run),
+    ];
+    let only = bench.options.part;
+    parts
+        .iter()
+        .filter(|(part, _)| only.is_none_or(|only| only == *part))
+        .try_for_each(|(_, run)| run(bench, scale, each))
 }

@@ -29,7 +29,7 @@ use crate::sweep::Side;
 /// Rounds of computing before an operation: 4.5 us.
 const THINK: u64 = 1500;
 /// Runs with half of the memory.
-const RUNS: usize = 2;
+const RUNS: usize = 3;
 /// Between two looks at how far VMs are.
 const LOOK: Duration = Duration::from_millis(50);
 
