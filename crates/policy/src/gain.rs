@@ -22,7 +22,7 @@
 //!
 //! *Who has all it wants* waits for nothing, and more would save it nothing. If others need memory, a little is taken from it
 //! (a 32nd at a time, and more as more of it stays away unmissed). What it comes back to makes it wait, and that is
-//! remembered. Nor does anybody *have* what its limit leaves room for and it does not fill: that is lent to who gains most.
+//! remembered. Headroom that was asked for counts as wanted, where the working set was measured. Nor does anybody *have* what its limit leaves room for and it does not fill: that is lent to who gains most.
 
 use serde::{Deserialize, Serialize};
 
@@ -188,7 +188,8 @@ impl Policy for Gain {
             let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
             let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
             let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average);
-            weights.push(wants);
+            let headroom = pages(part.vm.with_headroom_bytes().unwrap_or(0)) as f64;
+            weights.push(wants.max(headroom));
             goals.push(if worth > average { has as f64 + wanted * MARGIN } else { 0.0 });
             part.reasons.push(Reason::Gain {
                 waits: sums.waits(),
@@ -198,6 +199,12 @@ impl Policy for Gain {
                 others_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
                 shares: part.vm.settings.effective_shares(),
             });
+            if headroom > wants {
+                part.reasons.push(Reason::Headroom {
+                    working_set_bytes: part.vm.working_set_bytes(),
+                    headroom_bytes: part.vm.headroom_of(part.vm.working_set_bytes()),
+                });
+            }
         }
         lend(&mut weights, &goals, &frame.ranges().0, frame.budget_pages() as f64);
         frame.divide(&weights, true)
@@ -239,6 +246,7 @@ fn wants(has: u64, far: u64, wanted: f64, worth: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{HostSample, Settings, WorkingSet};
     use ballast_base::MIB;
 
     fn vm(stall: f64, away_page_ms: u64) -> VmSample {
@@ -330,6 +338,33 @@ mod tests {
         assert!(sums.saves(64 * MIB, 4096) < before / 10.0, "it has not waited for long");
         sums.add(&vm(0.5, 3), 40_001);
         assert_eq!((sums.time_s, sums.waited_s, sums.away_byte_s), (0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn a_working_set_that_was_measured_and_its_headroom_count_as_wanted_though_nobody_waits_for_them() {
+        let page = 4096;
+        let idle = |headroom_percent, estimated| {
+            let settings = Settings { headroom_percent, ..Settings::default() };
+            let set = WorkingSet { bytes: 40 * MIB, estimated };
+            let vm =
+                |id: &str| VmSample { id: id.into(), size_bytes: 64 * MIB, page_bytes: page, ..VmSample::default() };
+            let held = VmSample { resident_bytes: 50 * MIB, working_set: Some(set), settings, ..vm("idle") };
+            let busy = VmSample { resident_bytes: 46 * MIB, far_bytes: 18 * MIB, stall: 0.5, ..vm("busy") };
+            let host = HostSample { budget_bytes: 96 * MIB, free_bytes: 96 * MIB, ..HostSample::default() };
+            let (mut state, mut vms) = (State::default(), vec![held, busy]);
+            for second in 1..60 {
+                (vms[1].restores, vms[1].away_page_ms) = (second * 5000, second * 5000 * 500);
+                let plan = Gain.decide(&Snapshot { at_ms: second * 1000, host, vms: vms.clone() }, &mut state);
+                for (vm, decision) in vms.iter_mut().zip(&plan.decisions) {
+                    vm.target_bytes = decision.limit_bytes;
+                    vm.resident_bytes = vm.resident_bytes.min(vm.target_bytes.unwrap_or(u64::MAX));
+                }
+            }
+            vms[0].target_bytes.expect("a target") / MIB
+        };
+        assert!(idle(0, false) < 36, "nobody asked for headroom");
+        assert!(idle(10, true) < 36, "nobody knows the working set");
+        assert!((38..=44).contains(&idle(10, false)), "40 MiB and a tenth are its part when the budget is divided");
     }
 
     #[test]

@@ -57,7 +57,7 @@ impl Policy for Maestro {
                 Some(_) => vm.working_set_bytes(),
                 None => memory.need(vm, snapshot.at_ms),
             };
-            let headroom_bytes = percent(working_set_bytes, vm.settings.headroom_percent);
+            let headroom_bytes = vm.headroom_of(working_set_bytes);
             // No VM needs more than it holds and what came back to it, nor more than all its memory, however often it
             // faults: one that lacks a little is given a little.
             let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
@@ -76,15 +76,6 @@ impl Policy for Maestro {
         }
         frame.divide(&weights, true)
     }
-}
-
-/// What the operator wants a VM to have beyond its working set.
-pub(crate) fn headroom(vm: &VmSample) -> u64 {
-    percent(vm.working_set_bytes(), vm.settings.headroom_percent)
-}
-
-fn percent(of: u64, percent: u32) -> u64 {
-    (of as f64 * f64::from(percent) / 100.0) as u64
 }
 
 impl VmState {

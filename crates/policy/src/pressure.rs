@@ -12,7 +12,6 @@
 //! and by touch, and none leaves. A fault never waits for any of it.
 
 use crate::frame::{Frame, Managed, bytes, pages};
-use crate::maestro::headroom;
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot};
 use crate::solve::weight;
@@ -97,8 +96,7 @@ impl Pressure {
     /// What is not probed: protected memory, and a measured working set with its headroom.
     fn floor(&self, part: &Managed<'_>) -> u64 {
         let vm = part.vm;
-        let measured = vm.working_set.filter(|set| !set.estimated && vm.settings.headroom_percent > 0);
-        let wanted = measured.map_or(0, |_| vm.working_set_bytes().saturating_add(headroom(vm)));
+        let wanted = vm.with_headroom_bytes().unwrap_or(0);
         pages(wanted.max(vm.settings.protect_bytes)).clamp(part.lo, part.hi)
     }
 }

@@ -80,6 +80,13 @@ pub enum Reason {
         /// Its shares.
         shares: u32,
     },
+    /// Gain: its working set, as measured, and headroom are its part when memory is divided, whatever it waits.
+    Headroom {
+        /// Its working set.
+        working_set_bytes: u64,
+        /// Headroom beyond it.
+        headroom_bytes: u64,
+    },
     /// Fixed, ratio: the static part of the VM.
     Part {
         /// By equal parts (false) or by size (true).
@@ -202,6 +209,12 @@ impl fmt::Display for Reason {
                 size(wanted_bytes),
                 worth_us_per_mib,
                 others_us_per_mib
+            ),
+            Self::Headroom { working_set_bytes, headroom_bytes } => write!(
+                f,
+                "its working set of {} and {} of headroom count as wanted, whatever it waits",
+                size(working_set_bytes),
+                size(headroom_bytes)
             ),
             Self::Part { by_size, shares } => {
                 let how = if *by_size { "in proportion to their size" } else { "in equal parts" };

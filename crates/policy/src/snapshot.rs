@@ -98,6 +98,18 @@ impl VmSample {
     pub fn working_set_bytes(&self) -> u64 {
         self.working_set.map_or(self.resident_bytes, |set| set.bytes).min(self.size_bytes)
     }
+
+    /// What the operator wants it to have beyond a working set of so many bytes.
+    pub fn headroom_of(&self, working_set_bytes: u64) -> u64 {
+        (working_set_bytes as f64 * f64::from(self.settings.headroom_percent) / 100.0) as u64
+    }
+
+    /// Its working set and headroom, if the one was measured and the other is wanted.
+    pub fn with_headroom_bytes(&self) -> Option<u64> {
+        let measured = self.working_set.is_some_and(|set| !set.estimated) && self.settings.headroom_percent > 0;
+        let bytes = self.working_set_bytes();
+        measured.then(|| bytes.saturating_add(self.headroom_of(bytes)))
+    }
 }
 
 /// An amount of memory that is in use.

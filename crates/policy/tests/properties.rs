@@ -233,6 +233,9 @@ proptest! {
                 for bytes in [&mut host.budget_bytes, &mut host.free_bytes, &mut host.min_free_bytes,
                               &mut host.smallest_bytes] { *bytes *= by; }
                 for vm in &mut snapshot.vms {
+                    // One that uses nothing is taken to use a page, of whatever size it is.
+                    vm.resident_bytes = vm.resident_bytes.max(PAGE);
+                    if let Some(set) = &mut vm.working_set { set.bytes = set.bytes.max(PAGE); }
                     for bytes in [&mut vm.size_bytes, &mut vm.resident_bytes, &mut vm.far_bytes,
                                   &mut vm.settings.reservation_bytes, &mut vm.settings.protect_bytes] { *bytes *= by; }
                     for bytes in [&mut vm.limit_bytes, &mut vm.target_bytes].into_iter().flatten() { *bytes *= by; }
