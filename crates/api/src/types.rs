@@ -109,10 +109,14 @@ pub struct FaultCounts {
     pub minor: u64,
     /// Was far: read from a store.
     pub restore: u64,
+    /// Pages of 4 KiB that those brought back: more than faults where 2 MiB is paged as one.
+    pub restored_pages: u64,
     /// Part of restore: read from the file store.
     pub file: u64,
     /// Was known to be zero.
     pub zero: u64,
+    /// Pages of 4 KiB that those brought back.
+    pub zeroed_pages: u64,
     /// Never touched before, or discarded by the guest: zeros.
     pub fresh: u64,
     /// Met a busy page or store and was put back to be served again.
@@ -290,7 +294,7 @@ pub struct Event {
     pub at_unix_ms: u64,
     /// The VM it is about; null for the host.
     pub vm: Option<String>,
-    /// A short stable word such as `attached`, `engine-replaced`, `store-full`, `poisoned`.
+    /// A short stable word such as `attached`, `engine-replaced`, `store-full`, `page-lost`.
     pub kind: String,
     /// The story in one sentence.
     pub message: String,

@@ -48,8 +48,10 @@ fn canned_vms() -> Vec<VmStat> {
         faults: FaultCounts {
             minor: 1500,
             restore: 1_234_567,
+            restored_pages: 1_234_567,
             file: 7,
             zero: 10,
+            zeroed_pages: 10,
             fresh: 3,
             deferred: 1,
             throttled: 42,

@@ -346,8 +346,10 @@ fn stat(served: &Served) -> VmStat {
         faults: FaultCounts {
             minor: stats.get(Counter::FaultMinor),
             restore: stats.get(Counter::FaultRestore),
+            restored_pages: stats.get(Counter::RestoredPages),
             file: stats.get(Counter::FaultFile),
             zero: stats.get(Counter::FaultZero),
+            zeroed_pages: stats.get(Counter::ZeroedPages),
             fresh: stats.get(Counter::FaultFresh),
             deferred: stats.get(Counter::FaultDeferred),
             throttled: stats.get(Counter::Throttled),

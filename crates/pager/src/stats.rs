@@ -76,8 +76,12 @@ pub enum Counter {
     AwayMs,
     /// One over the time for which each of them had been far, all together: thousandths of 1/s.
     BackMilliHz,
+    /// Pages that came back in faults on far ones: more than faults where 2 MiB is paged as one.
+    RestoredPages,
+    /// The same of faults on zero pages.
+    ZeroedPages,
 }
-const _: () = assert!((Counter::BackMilliHz as usize) < COUNTERS);
+const _: () = assert!((Counter::ZeroedPages as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

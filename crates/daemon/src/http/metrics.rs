@@ -189,9 +189,9 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
         vec![
             moved("resident", "far", "reclaim", vm.reclaim.evicted_pages),
             moved("resident", "zero", "reclaim", vm.reclaim.evicted_zero_pages),
-            moved("far", "resident", "fault", vm.faults.restore),
+            moved("far", "resident", "fault", vm.faults.restored_pages),
             moved("far", "resident", "prefetch", vm.reclaim.prefetched_pages),
-            moved("zero", "resident", "fault", vm.faults.zero),
+            moved("zero", "resident", "fault", vm.faults.zeroed_pages),
         ]
     }),
     metric("ballast_vm_same_filled_bytes_total", Kind::Counter, "Part of what moved far: one repeated word.", |vm| {

@@ -25,10 +25,12 @@ impl Vm {
             Served::Fresh => stats.add(Counter::FaultFresh, 1),
             Served::Zeroed => {
                 stats.add(Counter::FaultZero, 1);
+                stats.add(Counter::ZeroedPages, pages);
                 stats.sub(Counter::Zero, pages);
             }
             Served::Restored => {
                 stats.add(Counter::FaultRestore, 1);
+                stats.add(Counter::RestoredPages, pages);
                 stats.sub(Counter::Far, pages);
             }
             Served::Poisoned { newly } => {
