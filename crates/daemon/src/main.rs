@@ -23,7 +23,11 @@ struct Args {
 enum Role {
     /// Started by the keeper with a socket as standard input
     #[command(hide = true)]
-    Engine,
+    Engine {
+        /// What the keeper's orders are written in.
+        #[arg(long)]
+        orders: Option<u16>,
+    },
     /// Check the configuration, print the effective values, and exit
     Check,
 }
@@ -51,7 +55,7 @@ fn run(args: Args) -> anyhow::Result<()> {
     }
     match args.role {
         None => ballast_daemon::keeper::run(config),
-        Some(Role::Engine) => ballast_daemon::engine::run(),
+        Some(Role::Engine { orders }) => ballast_daemon::engine::run(orders),
         Some(Role::Check) => {
             print!("{}", config.to_toml()?);
             Ok(())

@@ -1,7 +1,8 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
-//! Same framing as `base::wire` (magic, version, one datagram each), but both ends are always of one release: the engine
-//! is started from the same file as the keeper, or from the one that replaced it, which must then speak this version.
+//! Same framing as `base::wire` (magic, version, one datagram each), and a version of its own: the engine is started from the
+//! same file as the keeper, or from the one that replaced it. One that speaks another version says so and ends; a restart of
+//! the keeper helps.
 
 use ballast_base::wire::{RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
@@ -10,6 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Compression;
 use crate::tracking::Tracking;
+
+/// Of the messages in this file. The keeper names it when it starts an engine.
+pub const VERSION: u16 = 1;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -191,4 +195,71 @@ pub enum Report {
     Pong,
     /// An operator changed the control loop: the next engine is to begin with this.
     Policy(Setup),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_api::Track;
+    use ballast_base::wire::encode;
+    use ballast_policy::{Kind, Params};
+
+    #[test]
+    fn what_is_said_is_what_this_version_says() {
+        let vm = VmId([7; 16]);
+        let info = RegionInfo { hva: Hva(4096), len: Bytes(8192), file_offset: Bytes(0) };
+        let params = Params { window_ms: 3, threshold: 0.5, watermark_bytes: 4 };
+        let setup = Setup { policy: Kind::Gain, tick_ms: 1, budget_bytes: Some(2), params };
+        let begin = Begin {
+            keeper_pid: 1,
+            restarts: 2,
+            since_unix_s: 3,
+            store_budget: Bytes(4),
+            compression: Compression::Lz4,
+            quarantine_ms: 5,
+            reader_gid: Some(6),
+            spill: Some(Spilling { budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
+            heat: Tracking { track: Track::Auto, cost_percent: 0.5, look_inside: true, fair: false },
+            policy: setup,
+        };
+        let open = Order::OpenVm { vm, vmm: "q".into(), pinned: Some("p".into()), may_pin: true, has_file: false };
+        let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(info, 3)], unserved_since_ns: Some(4) };
+        let orders = [
+            Order::Begin(begin),
+            open,
+            add,
+            Order::AddRegion { vm, pid: 1, info, number: 2 },
+            Order::RemoveRegion { seq: 1, vm, pid: 2, hva: Hva(3) },
+            Order::Pin { seq: 1, vm, reason: "r".into() },
+            Order::MayPin { seq: 1, vm },
+            Order::Reach { seq: 1, vm, pid: 2, regions: vec![3] },
+            Order::RemoveView { vm, pid: 1 },
+            Order::CloseVm { vm },
+            Order::Serve,
+            Order::Ping,
+            Order::Note { vm: Some("v".into()), kind: "k".into(), message: "m".into() },
+        ];
+        let reports =
+            [Report::Done { seq: 1, result: Err("e".into()) }, Report::Serving, Report::Pong, Report::Policy(setup)];
+        let hex = |bytes: Vec<u8>| bytes[6..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let said: Vec<String> = orders
+            .iter()
+            .map(|order| hex(encode(order)))
+            .chain(reports.iter().map(|report| hex(encode(report))))
+            .collect();
+        assert_eq!(
+            (VERSION, said.join(" ")),
+            (1, SAID.to_owned()),
+            "raise VERSION, and put what is said now into SAID"
+        );
+    }
+
+    const SAID: &str = "0001020304000501060107080900000000000000e03f01000501010203000000000000e03f04 \
+        010707070707070707070707070707070701710101700100 \
+        02070707070707070707070707070707070102018020804000030104 \
+        030707070707070707070707070707070701802080400002 0401070707070707070707070707070707070203 \
+        0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
+        070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
+        0907070707070707070707070707070707 0a 0b 0c010176016b016d 0001010165 01 02 \
+        030501010203000000000000e03f04";
 }

@@ -29,7 +29,7 @@ use crate::config::Compression;
 use crate::events::Events;
 use crate::http::{self, PeerPolicy};
 use crate::keeper::fence::Process;
-use crate::orders::{Begin, Order, Report};
+use crate::orders::{self, Begin, Order, Report};
 use crate::tracking;
 use control::Control;
 use workers::Workers;
@@ -42,8 +42,12 @@ pub mod workers;
 /// How often an engine without keeper looks whether any VM is left.
 const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
 
-/// Take orders until the keeper is gone and no VM is left.
-pub fn run() -> anyhow::Result<()> {
+/// Take orders, which the keeper writes in this version, until the keeper is gone and no VM is left.
+pub fn run(version: Option<u16>) -> anyhow::Result<()> {
+    if version != Some(orders::VERSION) {
+        let theirs = version.map_or("an earlier one".into(), |version| version.to_string());
+        bail!("this engine takes orders of version {}, its keeper gives {theirs}: restart ballastd", orders::VERSION);
+    }
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
     let keeper = Arc::new(keeper);
     let Some(first) =

@@ -22,7 +22,7 @@ use super::clients::ClientView;
 use super::closer::SentFd;
 use super::fence::Process;
 use crate::engine::monotonic_ns;
-use crate::orders::{Begin, Order, Report, Spilling};
+use crate::orders::{self, Begin, Order, Report, Spilling};
 
 /// How often the engine is asked whether it is there.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -286,7 +286,7 @@ fn spawn(program: &std::path::Path) -> anyhow::Result<Engine> {
     let (ours, theirs) = scm::pair().context("Making a socket")?;
     rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
     let mut child = Command::new(program)
-        .arg("engine")
+        .args(["engine", "--orders", &orders::VERSION.to_string()])
         .stdin(Stdio::from(theirs))
         .spawn()
         .with_context(|| format!("Running {} engine", program.display()))?;
