@@ -210,8 +210,10 @@ impl Builder {
             room => put(&["-m", &format!("{size}B,slots=4,maxmem={}B", size + room)]),
         }
         put(&["-kernel", &image.kernel.to_string_lossy(), "-initrd", &image.initrd.to_string_lossy()]);
-        // panic=-1 with -no-reboot: a kernel panic ends the process. No crypto self-tests: a second less under TCG.
-        let mut append = "console=ttyS0 quiet panic=-1 cryptomgr.notests mitigations=off init_on_alloc=0".to_string();
+        // panic=-1 with -no-reboot: a kernel panic ends the process. No crypto self-tests: a second less under TCG. No check of
+        // the timer: an emulated CPU that gets no time of the host's fails it, and the kernel panics.
+        let mut append =
+            "console=ttyS0 quiet panic=-1 no_timer_check cryptomgr.notests mitigations=off init_on_alloc=0".to_string();
         append += &format!(" ballast.maxmemory={}", self.redis_maxmemory.0);
         if let Some(command) = &self.run {
             append += &format!(" -- ballast.run={command}");
