@@ -254,6 +254,14 @@ mod tests {
         );
     }
 
+    #[test]
+    fn an_engine_of_another_version_says_so_and_takes_no_order() {
+        for version in [None, Some(VERSION + 1)] {
+            let refused = crate::engine::run(version).expect_err("it must not begin").to_string();
+            assert!(refused.contains("restart ballastd"), "{refused}");
+        }
+    }
+
     const SAID: &str = "0001020304000501060107080900000000000000e03f01000501010203000000000000e03f04 \
         010707070707070707070707070707070701710101700100 \
         02070707070707070707070707070707070102018020804000030104 \

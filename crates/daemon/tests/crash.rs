@@ -131,7 +131,7 @@ fn an_engine_stopped_before_it_opened_its_vms_is_ended_by_the_next_keeper() {
         let old = daemon.kill_engine();
         // Before its `exec` it is a copy of the keeper, with all the keeper's descriptors.
         let is_engine =
-            |pid| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(b"engine\0"));
+            |pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("\0engine\0"));
         let new = || daemon.engine_pid().filter(|pid| *pid != old && is_engine(*pid));
         until("another engine is started", || new().is_some());
         // It may or may not have come to the VM; if not, the order waits in its socket.

@@ -62,6 +62,8 @@ fn a_huge_page_is_paged_whole_and_one_touch_brings_all_of_it() {
     assert_eq!(rig.resident().0 - before.0.0, HUGE_SIZE as u64);
     assert!((far.0..far.0 + PAGES_PER_UNIT).all(|page| rig.holds(page, 1)));
     assert_eq!(rig.vm.stats().get(Counter::FaultRestore), before.1 + 1, "the others came with it");
+    let pages = rig.vm.stats().get(Counter::RestoredPages);
+    assert_eq!(pages, rig.vm.stats().get(Counter::FaultRestore) * PAGES_PER_UNIT, "and are counted");
     rig.check_census();
 }
 

@@ -24,13 +24,13 @@ impl Vm {
             Served::Mapped => stats.add(Counter::FaultMinor, 1),
             Served::Fresh => stats.add(Counter::FaultFresh, 1),
             Served::Zeroed => {
-                stats.add(Counter::FaultZero, 1);
                 stats.add(Counter::ZeroedPages, pages);
+                stats.add(Counter::FaultZero, 1);
                 stats.sub(Counter::Zero, pages);
             }
             Served::Restored => {
-                stats.add(Counter::FaultRestore, 1);
                 stats.add(Counter::RestoredPages, pages);
+                stats.add(Counter::FaultRestore, 1);
                 stats.sub(Counter::Far, pages);
             }
             Served::Poisoned { newly } => {
