@@ -110,12 +110,14 @@ pub struct FaultCounts {
     /// Was far: read from a store.
     pub restore: u64,
     /// Pages of 4 KiB that those brought back: more than faults where 2 MiB is paged as one.
+    #[serde(default)]
     pub restored_pages: u64,
     /// Part of restore: read from the file store.
     pub file: u64,
     /// Was known to be zero.
     pub zero: u64,
     /// Pages of 4 KiB that those brought back.
+    #[serde(default)]
     pub zeroed_pages: u64,
     /// Never touched before, or discarded by the guest: zeros.
     pub fresh: u64,

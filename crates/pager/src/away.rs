@@ -43,6 +43,8 @@ pub fn milli_hz(away_ms: u64) -> u64 {
 
 /// Steps of the finer times.
 const FINE_MS: u64 = 16;
+/// What seems to have gone so few steps in the future went after somebody looked at the clock.
+const AHEAD: u16 = 256;
 
 /// When each page of a region went, as this engine remembers it: finer than stamps, and over a quarter of an hour.
 #[derive(Debug)]
@@ -70,7 +72,11 @@ impl Departures {
         let chunk = self.chunks.get((page / PAGES_PER_CHUNK) as usize).and_then(OnceLock::get);
         match chunk.map_or(0, |chunk| chunk[(page % PAGES_PER_CHUNK) as usize].load(Ordering::Relaxed)) {
             0 => between_ms(stamp, (now_ms / STEP_MS) as u8),
-            went => u64::from(fine(now_ms).wrapping_sub(went)) * FINE_MS,
+            went => match fine(now_ms).wrapping_sub(went) {
+                // Between the look at the clock and this one it came back and went again.
+                ahead if ahead > u16::MAX - AHEAD => 0,
+                steps => u64::from(steps) * FINE_MS,
+            },
         }
     }
 }
@@ -99,6 +105,7 @@ mod tests {
         departures.go(990..1000);
         assert!(departures.away_ms(999, stamp, now_ms()) < 1000, "it went just now");
         assert!(departures.away_ms(700, stamp, now_ms()) >= 2048, "of the same chunk, and not known");
+        assert_eq!(departures.away_ms(999, stamp, now_ms() - 100), 0, "it went after the look at the clock");
         departures.go(1 << 20..(1 << 20) + 1);
         assert!(departures.away_ms(1 << 20, stamp, now_ms()) >= 2048, "there is no such page");
     }

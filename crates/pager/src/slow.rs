@@ -88,7 +88,7 @@ pub fn run(vm: &Vm) {
 fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
     // The disk takes so much longer than the clock that each is watched.
     let times = Times::start();
-    let _serving = view.serving();
+    let _serving = view.serving_from_disk();
     let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
     let from_file = region.granule(page).is_in_file();
     let resolved = resolve(vm, &region, page, waiting, &memory, &vm.stores, &times);

@@ -38,8 +38,10 @@ pub struct View {
     control: OwnedFd,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
-    /// Shared by each fault from when its page is looked up until it is served.
+    /// Shared by each fault from when its page is looked up until it is served; another one by those that wait for a disk, so
+    /// that nobody else waits for them.
     serving: RwLock<()>,
+    serving_from_disk: RwLock<()>,
     next_seq: AtomicU64,
     /// Zaps under way: `None` until answered.
     zaps: Mutex<HashMap<u64, Option<Option<i32>>>>,
@@ -73,6 +75,7 @@ impl View {
             control,
             spans: RwLock::default(),
             serving: RwLock::default(),
+            serving_from_disk: RwLock::default(),
             next_seq: AtomicU64::new(epoch << 32),
             zaps: Mutex::default(),
             answered: Condvar::new(),
@@ -120,13 +123,21 @@ impl View {
         let at = spans.iter().position(|span| span.0 == start)?;
         let (_, _, number) = spans.remove(at);
         drop(spans);
-        drop(self.serving.write().expect("no panic while held"));
+        // In turn: while the second is waited for, the first is free.
+        for serving in [&self.serving, &self.serving_from_disk] {
+            drop(serving.write().expect("no panic while held"));
+        }
         Some(number)
     }
 
     /// While this is held, the addresses that are looked up in this view stay what they are.
     pub(crate) fn serving(&self) -> RwLockReadGuard<'_, ()> {
         self.serving.read().expect("no panic while held")
+    }
+
+    /// The same for who may wait for a disk.
+    pub(crate) fn serving_from_disk(&self) -> RwLockReadGuard<'_, ()> {
+        self.serving_from_disk.read().expect("no panic while held")
     }
 
     /// The region and page at an address.
@@ -364,8 +375,19 @@ mod tests {
     use super::*;
     use ballast_base::Bytes;
 
+    type Guard = fn(&View) -> RwLockReadGuard<'_, ()>;
+
     #[test]
     fn a_mapping_is_forgotten_only_when_the_fault_that_looked_it_up_is_served() {
+        forgotten_after(View::serving, View::serving_from_disk);
+    }
+
+    #[test]
+    fn who_waits_for_a_fault_from_the_disk_to_be_served_keeps_no_other_fault_waiting() {
+        forgotten_after(View::serving_from_disk, View::serving);
+    }
+
+    fn forgotten_after(serving: Guard, other: Guard) {
         let uffd = match Uffd::create(0) {
             Ok((uffd, _)) => uffd,
             Err(error) => return ballast_needs::skip("native", error),
@@ -376,7 +398,7 @@ mod tests {
         view.add_span(&info, 7);
         let is_served = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let serving = view.serving();
+            let serving = serving(&view);
             assert_eq!(view.find(Hva(1 << 30)), Some((7, PageIdx(0))));
             let removed = scope.spawn(|| {
                 assert_eq!(view.remove_span(Hva(1 << 30)), Some(7));
@@ -386,7 +408,11 @@ mod tests {
             while view.find(Hva(1 << 30)).is_some() {
                 std::thread::yield_now();
             }
-            (0..1000).for_each(|_| std::thread::yield_now());
+            for _ in 0..1000 {
+                std::thread::yield_now();
+                // One that is not of the kind that is waited for does not wait, or not for long.
+                drop(other(&view));
+            }
             is_served.store(true, Ordering::Release);
             drop(serving);
             removed.join().expect("it waited");

@@ -6,7 +6,7 @@
 use std::io;
 use std::ops::Range;
 
-use ballast_base::PageIdx;
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
@@ -15,6 +15,9 @@ use crate::fault::{Served, serve};
 use crate::page_state::{State, Word};
 use crate::region::Region;
 use crate::stats::Counter;
+
+/// Pages that are brought back before whoever adds or removes RAM gets a turn.
+const BATCH: u64 = PAGES_PER_UNIT;
 
 impl Vm {
     /// Hold reclaim for this reason and bring every page back. Returns when none is far.
@@ -48,12 +51,22 @@ impl Vm {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
         // Words that were never written say Resident; to read them would have the kernel make memory for them.
         for written in self.state.written_words(&record)? {
-            self.restore_pages(region, written)?;
+            let mut next = written.start;
+            while next < written.end {
+                let end = (next / BATCH + 1) * BATCH;
+                self.restore_pages(region, next..end.min(written.end))?;
+                next = end;
+            }
         }
         Ok(())
     }
 
     fn restore_pages(&self, region: &Region, pages: Range<u64>) -> io::Result<()> {
+        // So that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+        let _layout = self.layout();
+        if region.is_removed() {
+            return Ok(());
+        }
         let views = self.views();
         let mut memories = views.iter().filter_map(|view| view.of_region(region));
         let Some(mut memory) = memories.next() else { return Ok(()) };
