@@ -151,10 +151,6 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
 pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
     let file = File::create(&args.file).with_context(|| format!("Creating {}", args.file.display()))?;
     let mut out = BufWriter::new(file);
-    let stat = client.policy()?;
-    // The loop's snapshots are looked for twice as often as it takes them; where nobody decides, each look takes one.
-    let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
-    let pause = Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks);
     let end = args.seconds.map(|seconds| Instant::now() + seconds);
     let (mut last, mut written) = (None, 0u64);
     while end.is_none_or(|end| Instant::now() < end) && args.snapshots.is_none_or(|most| written < most) {
@@ -166,7 +162,10 @@ pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
                 .with_context(|| format!("Writing {}", args.file.display()))?;
             written += 1;
         }
-        std::thread::sleep(pause);
+        // The loop's snapshots are looked for twice as often as it takes them; where nobody decides, each look takes one.
+        let stat = client.policy()?;
+        let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
+        std::thread::sleep(Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks));
     }
     Ok(show::print(&format!("{written} snapshots in {}\n", args.file.display()))?)
 }
