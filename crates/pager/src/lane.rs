@@ -159,9 +159,9 @@ impl FaultLane<'_> {
 
     /// Serve one fault; false if it must be tried again.
     fn serve_one(&mut self, waiting: &mut Waiting) -> bool {
-        let (vm, view) = (self.vm, self.view);
-        let _serving = view.serving();
-        let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
+        let vm = self.vm;
+        let _serving = self.view.serving();
+        let Some((region, page, memory)) = target(vm, self.view, waiting) else { return true };
         let mut touch = None;
         if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
             match touched(vm, self.view, &region, page, unit, waiting) {
@@ -275,8 +275,8 @@ pub(crate) fn resolve(
     Some((served, Duration::from_millis(away_ms)))
 }
 
-/// The granule a fault is about, by its first page; of the view that is [`View::serving`]. `None` if it was unplugged while the fault was under way; then its
-/// thread has been woken and faults on whatever is there now.
+/// The granule a fault is about, by its first page, which stays where it is while the caller holds [`View::serving`]. `None` if it
+/// was unplugged while the fault was under way; then its thread has been woken and faults on whatever is there now.
 pub(crate) fn target<'a>(vm: &Vm, view: &'a View, waiting: &Waiting) -> Option<(Arc<Region>, PageIdx, RegionView<'a>)> {
     let addr = waiting.fault.addr;
     let target = view.find(addr).and_then(|(number, page)| {

@@ -22,7 +22,8 @@
 //!
 //! *Who has all it wants* waits for nothing, and more would save it nothing. If others need memory, a little is taken from it
 //! (a 32nd at a time, and more as more of it stays away unmissed). What it comes back to makes it wait, and that is
-//! remembered. Headroom that was asked for counts as wanted, where the working set was measured. Nor does anybody *have* what its limit leaves room for and it does not fill: that is lent to who gains most.
+//! remembered. Headroom that was asked for counts as wanted, where the working set was measured. Nor does anybody *have* what
+//! its limit leaves room for and it does not fill: that is lent to who gains most.
 
 use serde::{Deserialize, Serialize};
 
@@ -188,8 +189,8 @@ impl Policy for Gain {
             let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
             let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
             let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average);
-            let headroom = pages(part.vm.with_headroom_bytes().unwrap_or(0)) as f64;
-            weights.push(wants.max(headroom));
+            let floor = pages(part.vm.with_headroom_bytes().unwrap_or(0)) as f64;
+            weights.push(wants.max(floor));
             goals.push(if worth > average { has as f64 + wanted * MARGIN } else { 0.0 });
             part.reasons.push(Reason::Gain {
                 waits: sums.waits(),
@@ -199,11 +200,10 @@ impl Policy for Gain {
                 others_us_per_mib: average * ballast_base::MIB as f64 * 1e6,
                 shares: part.vm.settings.effective_shares(),
             });
-            if headroom > wants {
-                part.reasons.push(Reason::Headroom {
-                    working_set_bytes: part.vm.working_set_bytes(),
-                    headroom_bytes: part.vm.headroom_of(part.vm.working_set_bytes()),
-                });
+            if floor > wants {
+                let working_set_bytes = part.vm.working_set_bytes();
+                let headroom_bytes = part.vm.headroom_of(working_set_bytes);
+                part.reasons.push(Reason::Headroom { working_set_bytes, headroom_bytes });
             }
         }
         lend(&mut weights, &goals, &frame.ranges().0, frame.budget_pages() as f64);
@@ -342,12 +342,11 @@ mod tests {
 
     #[test]
     fn a_working_set_that_was_measured_and_its_headroom_count_as_wanted_though_nobody_waits_for_them() {
-        let page = 4096;
         let idle = |headroom_percent, estimated| {
             let settings = Settings { headroom_percent, ..Settings::default() };
             let set = WorkingSet { bytes: 40 * MIB, estimated };
             let vm =
-                |id: &str| VmSample { id: id.into(), size_bytes: 64 * MIB, page_bytes: page, ..VmSample::default() };
+                |id: &str| VmSample { id: id.into(), size_bytes: 64 * MIB, page_bytes: 4096, ..VmSample::default() };
             let held = VmSample { resident_bytes: 50 * MIB, working_set: Some(set), settings, ..vm("idle") };
             let busy = VmSample { resident_bytes: 46 * MIB, far_bytes: 18 * MIB, stall: 0.5, ..vm("busy") };
             let host = HostSample { budget_bytes: 96 * MIB, free_bytes: 96 * MIB, ..HostSample::default() };

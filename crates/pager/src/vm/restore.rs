@@ -53,8 +53,8 @@ impl Vm {
         for written in self.state.written_words(&record)? {
             let mut next = written.start;
             while next < written.end {
-                let end = (next / BATCH + 1) * BATCH;
-                self.restore_pages(region, next..end.min(written.end))?;
+                let end = written.end.min((next + 1).next_multiple_of(BATCH));
+                self.restore_pages(region, next..end)?;
                 next = end;
             }
         }
