@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every bench with every guest it has, one after another: what the tables of docs/performance.md are made of.
+# Every bench with every guest it has, one after another: what the tables of lab/notebook are made of.
 #
 #   scripts/bench.sh [DIR]     into DIR (target/bench): GUEST-WHAT.jsonl, one row a line, and tables.md, made of them
 #   BENCH_ARGS=--quick         fewer pages and rounds: a look at whether all of it runs

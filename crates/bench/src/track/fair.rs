@@ -8,7 +8,7 @@
 //! settings but one: `fair`. The guest never stands still, and every word that it reads is checked.
 //!
 //! The rules can differ only where huge pages at the edge of what is kept are touched in some cycles and not in others, so the
-//! guest is as large and as slow as it takes for that (docs/performance.md). Its speed by the clock is not asked: which rule is
+//! guest is as large and as slow as it takes for that (lab/notebook). Its speed by the clock is not asked: which rule is
 //! better shows in what is missed, and a count of thousands of misses is hardly disturbed by what else the machine does.
 
 use anyhow::Result;
