@@ -19,6 +19,7 @@
 //! # }
 //! ```
 
+pub mod fuse;
 #[allow(unreachable_pub)]
 mod guest;
 mod kvm;

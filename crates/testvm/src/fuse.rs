@@ -1,0 +1,462 @@
+//! A small FUSE server, for tests of what a file system does that answers late, or never.
+//!
+//! Before: a test wants a file whose disk, host or network hangs. After: a directory of files under [`Fuse::dir`], which
+//! any process that may look into this one's `/proc/PID/fd` can open. Requests are answered at once, after a delay, or
+//! when the test says so.
+//! Threads: one takes requests, one answers those that are to be answered late; the callers may be any.
+//! Units: bytes.
+//! Promise: nothing is mounted where anybody could find it, so nothing is left behind, even when the test is killed. When
+//! the server goes, the kernel ends every request with an error.
+//!
+//! A file's bytes are those of a memory file of the server. Any name that is asked for exists from then on, empty.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ballast_base::Bytes;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};
+
+/// Requests of the FUSE protocol, from `linux/fuse.h`.
+mod op {
+    pub(super) const LOOKUP: u32 = 1;
+    pub(super) const FORGET: u32 = 2;
+    pub(super) const GETATTR: u32 = 3;
+    pub(super) const SETATTR: u32 = 4;
+    pub(super) const OPEN: u32 = 14;
+    pub(super) const READ: u32 = 15;
+    pub(super) const WRITE: u32 = 16;
+    pub(super) const STATFS: u32 = 17;
+    pub(super) const RELEASE: u32 = 18;
+    pub(super) const FSYNC: u32 = 20;
+    pub(super) const FLUSH: u32 = 25;
+    pub(super) const INIT: u32 = 26;
+    pub(super) const OPENDIR: u32 = 27;
+    pub(super) const RELEASEDIR: u32 = 29;
+    pub(super) const ACCESS: u32 = 34;
+    pub(super) const CREATE: u32 = 35;
+    pub(super) const INTERRUPT: u32 = 36;
+    pub(super) const BATCH_FORGET: u32 = 42;
+    pub(super) const FALLOCATE: u32 = 43;
+    pub(super) const TMPFILE: u32 = 51;
+}
+
+/// The header of a request.
+const HEADER: usize = 40;
+/// The largest read or write.
+const MOST: u32 = 1 << 20;
+const ROOT: u64 = 1;
+/// In the answer to `INIT`: reads and writes of more than a page, several at once, of up to 256 pages.
+const INIT_FLAGS: u32 = 1 | 1 << 5 | 1 << 15 | 1 << 22;
+/// In the answer to an open: past the page cache, whatever the opener asked for.
+const DIRECT_IO: u32 = 1;
+/// In `SETATTR`: the size is to change.
+const SET_SIZE: u32 = 1 << 3;
+
+/// A file system in this process.
+#[derive(Debug)]
+pub struct Fuse {
+    mount: OwnedFd,
+    shared: Arc<Shared>,
+    /// Closed to end the server.
+    stop: Option<OwnedFd>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By number; the root is not in it.
+    files: HashMap<u64, std::fs::File>,
+    names: HashMap<Vec<u8>, u64>,
+    /// Answers to opens say [`DIRECT_IO`].
+    direct: bool,
+    /// Nothing is answered while this is set.
+    held: bool,
+    delay: Duration,
+    /// Requests that are answered later, and when at the earliest, in the order they came.
+    late: Vec<(Instant, Vec<u8>)>,
+    reads: u64,
+    over: bool,
+}
+
+impl Fuse {
+    /// Begin to serve.
+    ///
+    /// # Errors
+    /// Without `/dev/fuse` or the right to mount.
+    pub fn serve() -> io::Result<Self> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let device = rustix::fs::open("/dev/fuse", flags, Mode::empty())?;
+        let context = rustix::mount::fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        let number = device.as_raw_fd().to_string();
+        let settings =
+            [("source", "test"), ("fd", &number), ("rootmode", "40777"), ("user_id", "0"), ("group_id", "0")];
+        for (name, value) in settings {
+            rustix::mount::fsconfig_set_string(context.as_fd(), name, value)?;
+        }
+        rustix::mount::fsconfig_set_flag(context.as_fd(), "allow_other")?;
+        rustix::mount::fsconfig_create(context.as_fd())?;
+        // It belongs to no directory: it ends with this descriptor and the files that are open.
+        let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+        let mount = rustix::mount::fsmount(context.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
+        let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() });
+        let (stopped, stop) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let server = Arc::new(Server { device, shared: shared.clone() });
+        let taker = server.clone();
+        let threads = vec![
+            std::thread::Builder::new().name("fuse".into()).spawn(move || taker.take_requests(&stopped))?,
+            std::thread::Builder::new().name("fuse-late".into()).spawn(move || server.answer_late())?,
+        ];
+        Ok(Self { mount, shared, stop: Some(stop), threads })
+    }
+
+    /// Its directory, as other processes may name it, too.
+    pub fn dir(&self) -> PathBuf {
+        format!("/proc/{}/fd/{}", std::process::id(), self.mount.as_raw_fd()).into()
+    }
+
+    /// From now on files are opened past the page cache (as with virtiofs, 9p or CIFS without a cache), or through it.
+    /// What is open stays as it is.
+    ///
+    /// A process holds its `mmap_lock` for writing, and cannot be killed, when it maps a file that it opened past the cache
+    /// while a read through the cache is not answered: the kernel waits for the locked page, to drop it.
+    pub fn set_direct(&self, direct: bool) {
+        self.shared.lock().direct = direct;
+    }
+
+    /// From now on a read is answered this much later.
+    pub fn set_delay(&self, delay: Duration) {
+        self.shared.lock().delay = delay;
+    }
+
+    /// From now on nothing is answered.
+    pub fn hold(&self) {
+        self.shared.lock().held = true;
+    }
+
+    /// Answer what was held, and all that comes.
+    pub fn release(&self) {
+        self.shared.lock().held = false;
+        self.shared.changed.notify_all();
+    }
+
+    /// Wait until so many requests wait for their answers.
+    pub fn wait_for_held(&self, least: usize) {
+        let enough = |state: &mut State| state.late.len() < least;
+        drop(self.shared.changed.wait_while(self.shared.lock(), enough).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Reads that came.
+    pub fn reads(&self) -> u64 {
+        self.shared.lock().reads
+    }
+}
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        self.shared.lock().over = true;
+        self.shared.changed.notify_all();
+        self.stop = None;
+        for thread in self.threads.drain(..) {
+            // When both are gone the device is closed, and the kernel ends what nobody answered.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What both threads have.
+struct Server {
+    device: OwnedFd,
+    shared: Arc<Shared>,
+}
+
+impl Server {
+    fn take_requests(&self, stopped: &OwnedFd) {
+        let mut buffer = vec![0; MOST as usize + 8192];
+        loop {
+            let mut fds = [PollFd::new(&self.device, PollFlags::IN), PollFd::new(stopped, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(_) => return,
+            }
+            if !fds[1].revents().is_empty() {
+                return;
+            }
+            match rustix::io::read(&self.device, &mut buffer) {
+                Ok(len) => self.take(&buffer[..len]),
+                // A request that was taken back before it was read is ENOENT.
+                Err(Errno::INTR | Errno::NOENT | Errno::AGAIN) => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn take(&self, request: &[u8]) {
+        let mut state = self.shared.lock();
+        let opcode = u32_at(request, 4);
+        let mut due = Instant::now();
+        if opcode == op::READ {
+            state.reads += 1;
+            due += state.delay;
+        }
+        let waits = state.held || (opcode == op::READ && !state.delay.is_zero());
+        if waits && opcode != op::INIT {
+            state.late.push((due, request.to_vec()));
+            self.shared.changed.notify_all();
+        } else {
+            self.answer(&mut state, request);
+        }
+    }
+
+    fn answer_late(&self) {
+        let mut state = self.shared.lock();
+        while !state.over {
+            let now = Instant::now();
+            let next = state.late.iter().map(|(due, _)| *due).min().filter(|_| !state.held);
+            match next {
+                Some(due) if due <= now => {
+                    let at = state.late.iter().position(|(other, _)| *other == due).unwrap_or_default();
+                    let (_, request) = state.late.remove(at);
+                    self.answer(&mut state, &request);
+                }
+                Some(due) => {
+                    let waited = self.shared.changed.wait_timeout(state, due - now);
+                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                None => state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    fn answer(&self, state: &mut State, request: &[u8]) {
+        let (opcode, unique) = (u32_at(request, 4), u64_at(request, 8));
+        if matches!(opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT) {
+            return;
+        }
+        let result = state.carry_out(opcode, u64_at(request, 16), &request[HEADER..]);
+        let (error, body) = match result {
+            Ok(body) => (0, body.0),
+            Err(errno) => (-errno.raw_os_error(), Vec::new()),
+        };
+        let reply = Body::default().u32(16 + body.len() as u32).u32(error as u32).u64(unique).bytes(&body);
+        // The one who asked may be gone by now.
+        let _ = rustix::io::write(&self.device, &reply.0);
+    }
+}
+
+impl State {
+    /// Carry out a request about `node` and make the body of its answer.
+    fn carry_out(&mut self, opcode: u32, node: u64, arg: &[u8]) -> Result<Body, Errno> {
+        let file = self.files.get(&node);
+        let open = Body::default().u64(0).u32(if self.direct { DIRECT_IO } else { 0 }).u32(0);
+        match opcode {
+            op::INIT => {
+                let readahead = u32_at(arg, 8);
+                let body = Body::default().u32(7).u32(31).u32(readahead).u32(INIT_FLAGS & u32_at(arg, 12));
+                let (background, congestion, max_pages) = (64, 48, MOST >> 12);
+                Ok(body.u32(background | congestion << 16).u32(MOST).u32(1).u32(max_pages).bytes(&[0; 32]))
+            }
+            op::LOOKUP => {
+                let node = self.named(arg)?;
+                self.entry(node)
+            }
+            op::CREATE => {
+                let node = self.named(&arg[16..])?;
+                Ok(self.entry(node)?.bytes(&open.0))
+            }
+            op::TMPFILE => {
+                let node = self.make()?;
+                Ok(self.entry(node)?.bytes(&open.0))
+            }
+            op::GETATTR => self.attributes(node),
+            op::SETATTR => {
+                let size = (u32_at(arg, 0) & SET_SIZE != 0).then(|| u64_at(arg, 16));
+                if let (Some(size), Some(file)) = (size, file) {
+                    file.set_len(size).map_err(errno_of)?;
+                }
+                self.attributes(node)
+            }
+            op::OPEN => file.map(|_| open).ok_or(Errno::ISDIR),
+            op::READ => {
+                let (offset, len) = (u64_at(arg, 8), u32_at(arg, 16).min(MOST));
+                let mut bytes = vec![0; len as usize];
+                let read = file.ok_or(Errno::ISDIR)?.read_at(&mut bytes, offset).map_err(errno_of)?;
+                Ok(Body(bytes[..read].to_vec()))
+            }
+            op::WRITE => {
+                let (offset, bytes) = (u64_at(arg, 8), &arg[40..]);
+                file.ok_or(Errno::ISDIR)?.write_all_at(bytes, offset).map_err(errno_of)?;
+                Ok(Body::default().u32(bytes.len() as u32).u32(0))
+            }
+            op::FALLOCATE => {
+                let flags = FallocateFlags::from_bits_retain(u32_at(arg, 24));
+                rustix::fs::fallocate(file.ok_or(Errno::ISDIR)?, flags, u64_at(arg, 8), u64_at(arg, 16))?;
+                Ok(Body::default())
+            }
+            op::STATFS => {
+                let (blocks, free) = (1 << 30, 1 << 29);
+                let body = Body::default().u64(blocks).u64(free).u64(free).u64(free).u64(free);
+                Ok(body.u32(4096).u32(255).u32(4096).bytes(&[0; 28]))
+            }
+            op::OPENDIR => Ok(Body::default().bytes(&[0; 16])),
+            op::RELEASE | op::RELEASEDIR | op::FLUSH | op::FSYNC | op::ACCESS => Ok(Body::default()),
+            _ => Err(Errno::NOSYS),
+        }
+    }
+
+    /// The file of a name, which ends with a zero byte.
+    fn named(&mut self, name: &[u8]) -> Result<u64, Errno> {
+        let name = name.split(|byte| *byte == 0).next().unwrap_or_default().to_vec();
+        if let Some(node) = self.names.get(&name) {
+            return Ok(*node);
+        }
+        let node = self.make()?;
+        self.names.insert(name, node);
+        Ok(node)
+    }
+
+    fn make(&mut self) -> Result<u64, Errno> {
+        let node = ROOT + 1 + self.files.len() as u64;
+        let memory = ballast_sys::memfd::create("fuse", Bytes(0)).map_err(errno_of)?;
+        self.files.insert(node, memory.into());
+        Ok(node)
+    }
+
+    fn entry(&self, node: u64) -> Result<Body, Errno> {
+        let valid_s = 1000;
+        let body = Body::default().u64(node).u64(0).u64(valid_s).u64(valid_s).u64(0);
+        Ok(body.bytes(&self.attributes_of(node)?.0))
+    }
+
+    fn attributes(&self, node: u64) -> Result<Body, Errno> {
+        // Valid for no time: a file's blocks change as it is written.
+        Ok(Body::default().u64(0).u64(0).bytes(&self.attributes_of(node)?.0))
+    }
+
+    fn attributes_of(&self, node: u64) -> Result<Body, Errno> {
+        let (size, blocks, mode) = match self.files.get(&node) {
+            Some(file) => {
+                let stat = rustix::fs::fstat(file)?;
+                (stat.st_size as u64, stat.st_blocks as u64, 0o100_600)
+            }
+            None if node == ROOT => (0, 0, 0o040_777),
+            None => return Err(Errno::NOENT),
+        };
+        let (links, block) = (1, 4096);
+        let times = Body::default().u64(node).u64(size).u64(blocks).bytes(&[0; 36]);
+        Ok(times.u32(mode).u32(links).u32(0).u32(0).u32(0).u32(block).u32(0))
+    }
+}
+
+fn errno_of(error: io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+}
+
+/// An answer under construction, in the machine's byte order.
+#[derive(Debug, Default)]
+struct Body(Vec<u8>);
+
+impl Body {
+    fn u32(self, value: u32) -> Self {
+        self.bytes(&value.to_ne_bytes())
+    }
+
+    fn u64(self, value: u64) -> Self {
+        self.bytes(&value.to_ne_bytes())
+    }
+
+    fn bytes(mut self, bytes: &[u8]) -> Self {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+}
+
+/// A field of a request. The kernel sends whole ones; what is missing is zero.
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |field| u32::from_ne_bytes(*field))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |field| u64::from_ne_bytes(*field))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_needs::skip;
+    use std::fs::OpenOptions;
+    use std::sync::mpsc;
+
+    fn server() -> Option<Fuse> {
+        Fuse::serve().inspect_err(|error| skip("fuse", error)).ok()
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_through_the_cache_and_past_it() {
+        let Some(fuse) = server() else { return };
+        let path = fuse.dir().join("file");
+        std::fs::write(&path, [7; 10_000]).expect("write");
+        for direct in [false, true] {
+            fuse.set_direct(direct);
+            assert_eq!(std::fs::read(&path).expect("read"), [7; 10_000]);
+        }
+        assert!(fuse.reads() > 0);
+    }
+
+    #[test]
+    fn a_nameless_file_for_direct_io_can_be_made_and_punched() {
+        let Some(fuse) = server() else { return };
+        let made = ballast_sys::direct::create_unnamed(&fuse.dir(), Bytes(1 << 20));
+        // Since Linux 6.2.
+        let Ok(file) = made.inspect_err(|error| skip("fuse", error)) else { return };
+        assert!(ballast_sys::direct::is_direct_file(&file).expect("fcntl"));
+        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, punch, 0, 4096).expect("punch");
+    }
+
+    #[test]
+    fn a_held_read_waits_for_its_release_and_one_of_a_server_that_goes_fails() {
+        let Some(fuse) = server() else { return };
+        let path = fuse.dir().join("file");
+        fuse.set_direct(true);
+        std::fs::write(&path, [7; 4096]).expect("write");
+        let read = |fuse: &Fuse| {
+            let file = OpenOptions::new().read(true).open(&path).expect("open");
+            fuse.hold();
+            let (done, result) = mpsc::channel();
+            std::thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                done.send(file.read_at(&mut bytes, 0).map(|len| bytes[..len].to_vec())).expect("heard");
+            });
+            fuse.wait_for_held(1);
+            assert!(result.try_recv().is_err());
+            result
+        };
+        let result = read(&fuse);
+        fuse.release();
+        assert_eq!(result.recv().expect("said").expect("read"), [7; 4096]);
+        let result = read(&fuse);
+        drop(fuse);
+        result.recv().expect("said").expect_err("nobody answers any more");
+    }
+}
