@@ -10,7 +10,7 @@
 //! A reader's way through it: [`page_state`] (the word and its truth table), [`fault`] and [`evict`] (the moves),
 //! [`memory`] (what they ask of the kernel), [`stores`] and [`shift`] (where far pages are, and their way from RAM to a
 //! file), then `region`, `shard`, `view` and `vm` (the real thing), `lane` and `reclaim` (the two loops that drive it),
-//! `prefetch` (what comes back unasked), `track`, `zap_scan` and `touch` (who is hot), [`unit`] and `coalesce` (what is
+//! `prefetch` (what comes back unasked), `track`, `scans`, `zap_scan`, `rwp_scan` and `touch` (who is hot), [`unit`] and `coalesce` (what is
 //! mapped huge again), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` and `stages` (what
 //! operators see).
 //!
@@ -49,7 +49,9 @@ pub mod recover;
 #[cfg(not(loom))]
 pub mod region;
 #[cfg(not(loom))]
-pub mod rwp_scan;
+pub(crate) mod rwp_scan;
+#[cfg(not(loom))]
+pub mod scans;
 #[cfg(not(loom))]
 pub mod shard;
 #[cfg(not(loom))]
@@ -75,4 +77,4 @@ pub mod view;
 #[cfg(not(loom))]
 pub mod vm;
 #[cfg(not(loom))]
-pub mod zap_scan;
+pub(crate) mod zap_scan;

@@ -34,7 +34,7 @@ pub enum Registered {
     No = 0,
     /// Its faults come to us.
     Faults = 1,
-    /// So they do, and in views that have the features the kernel can look who touches its pages ([`crate::rwp_scan`]).
+    /// So they do, and in views that have the features the kernel records who touches its pages (`rwp_scan.rs`).
     Accesses = 2,
 }
 

@@ -1,6 +1,6 @@
 //! Touch: what a fault tells the tracker, and how a unit that was zapped to be watched is mapped again.
 //!
-//! Before: [`crate::zap_scan`] zapped units and flagged them. After: the fault lane marks what is touched, and maps a huge
+//! Before: `zap_scan` zapped units and flagged them. After: the fault lane marks what is touched, and maps a huge
 //! unit as a whole, some base pages as one run, so that watching leaves nothing slow.
 //! Threads: fault lanes mark, one tracker reads; atomics only. Units: pages of a region; nanoseconds.
 //! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.

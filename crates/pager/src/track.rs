@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ballast_heat::AccessSource;
 
-use crate::rwp_scan::RwpScan;
+use crate::scans::Scans;
 use crate::table::Table;
 use crate::vm::Vm;
 
@@ -34,7 +34,7 @@ const FAILED: Duration = Duration::from_secs(5);
 
 /// Track the VM until it is stopped.
 pub fn run(vm: &Vm) {
-    let mut source = RwpScan::new(vm);
+    let mut source = Scans::new(vm);
     let mut failures = 0u64;
     let mut goes_on = true;
     while goes_on {

@@ -39,6 +39,7 @@ mod restore;
 mod views;
 
 pub use account::{Census, Whereabouts};
+pub(crate) use views::KeepRegistered;
 
 /// Settings of the two loops.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
-//! Zap scan: finds out what a guest touches by unmapping it and looking who faults.
+//! Zap scan: finds out what a guest touches by unmapping it and counting the faults.
 //!
-//! Before: heat's tracker says which units to watch. After: which of them, or which of their pages, were touched.
+//! Before: [`crate::scans`] gives it units to watch. After: which of them, or which of their pages, were touched.
 //! Threads: one tracking lane per VM; it waits for the client's zaps, and no fault waits for it.
 //! Units: 2 MiB, and pages. Promise: no byte changes. Words stay Resident all the time, so an engine that dies in the
 //! middle of a cycle leaves minor faults and nothing else.
@@ -17,35 +17,43 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use ballast_base::wire::Range;
 use ballast_base::{HUGE_SIZE, PageIdx};
 use ballast_heat::source::{Ability, Cost, CostClass, Granularity};
-use ballast_heat::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
-use rustix::time::{ClockId, clock_gettime};
+use ballast_heat::{PageMap, Seen, UnitId};
 
 use crate::coalesce::is_resident;
 use crate::memory::Mapped;
 use crate::page_state::State;
 use crate::region::Region;
-use crate::touch::{FINE_UNITS, map_huge, map_resident};
+use crate::touch::{map_huge, map_resident};
 use crate::unit::{Mapping, Unit};
 use crate::vm::Vm;
 
 /// Units mapped huge by one call at the end of a cycle: faults on them are put aside for some 100 us.
 const RUN: usize = 32;
 
+/// What it can see.
+pub(crate) const ABILITY: Ability = Ability {
+    name: "zap-scan",
+    granularity: Granularity::Page,
+    reads: true,
+    writes: false,
+    cost: CostClass::FaultServed,
+};
+
 /// See above.
 #[derive(Debug)]
-pub struct ZapScan<'a> {
+pub(crate) struct ZapScan<'a> {
     vm: &'a Vm,
-    running: Option<Cycle>,
+    /// What the cycle that runs watches.
+    units: Vec<Watched>,
 }
 
 /// One unit under watch.
 #[derive(Debug)]
-struct Watched {
+pub(crate) struct Watched {
     id: UnitId,
     region: Arc<Region>,
     /// It was mapped huge.
@@ -55,6 +63,15 @@ struct Watched {
 }
 
 impl Watched {
+    /// A whole unit of this region, and which of its pages to watch if not all as one.
+    pub(crate) fn new(region: Arc<Region>, unit: u32, pages: Option<PageMap>) -> Self {
+        let id = UnitId { region: region.number, unit };
+        let huge = region.units().get(u64::from(unit)).is_some_and(Unit::is_huge);
+        // A huge page of hugetlbfs is touched as a whole.
+        let pages = pages.filter(|_| region.granule_pages() == 1);
+        Self { id, region, huge, pages }
+    }
+
     fn unit(&self) -> Unit<'_> {
         self.region.units().get(u64::from(self.id.unit)).expect("looked at when it was chosen")
     }
@@ -68,32 +85,30 @@ impl Watched {
     }
 }
 
-/// A cycle that runs.
-#[derive(Debug)]
-struct Cycle {
-    began: Instant,
-    cpu: Duration,
-    units: Vec<Watched>,
-}
-
 impl<'a> ZapScan<'a> {
     /// For this VM. No cycle runs.
-    pub fn new(vm: &'a Vm) -> Self {
-        Self { vm, running: None }
+    pub(crate) fn new(vm: &'a Vm) -> Self {
+        Self { vm, units: Vec::new() }
     }
 
-    /// The units of a watch that can be watched, registered and flagged.
-    fn choose(&self, watch: &Watch) -> io::Result<Vec<Watched>> {
-        let fine = watch.fine.iter().take(FINE_UNITS).map(|fine| (fine.unit, Some(fine.pages)));
-        let mut chosen = Vec::with_capacity(watch.coarse.len() + watch.fine.len());
-        for (id, pages) in watch.coarse.iter().map(|id| (*id, None)).chain(fine) {
-            let Some(region) = self.vm.watchable(id)? else { continue };
-            let huge = region.units().get(u64::from(id.unit)).is_some_and(Unit::is_huge);
-            // A huge page of hugetlbfs is touched as a whole.
-            let pages = pages.filter(|_| region.granule_pages() == 1);
-            chosen.push(Watched { id, region, huge, pages });
+    /// Begin a cycle over these units, which are registered, in ascending order, at most
+    /// [`crate::touch::FINE_UNITS`] of them page by page. On an error no cycle runs.
+    pub(crate) fn start(&mut self, units: Vec<Watched>) -> io::Result<()> {
+        self.units = units;
+        let begun = self.begin(&self.units);
+        if begun.is_err() {
+            self.end();
         }
-        Ok(chosen)
+        begun
+    }
+
+    /// End the cycle. Returns what was seen, and what guest threads waited.
+    pub(crate) fn end(&mut self) -> (Vec<(UnitId, Seen)>, Cost) {
+        let (faults, guest) = self.vm.touches.cost();
+        let units = std::mem::take(&mut self.units);
+        let seen = self.finish(&units);
+        // While a thread waits for its fault, the lane works on it.
+        (seen, Cost { cpu: guest, guest, faults })
     }
 
     fn begin(&self, units: &[Watched]) -> io::Result<()> {
@@ -142,7 +157,7 @@ impl<'a> ZapScan<'a> {
         Ok(())
     }
 
-    /// Map what was mapped huge again, and forget the watch. Answers what was seen.
+    /// Map what was mapped huge again, and forget the watch. Returns what was seen.
     fn finish(&self, units: &[Watched]) -> Vec<(UnitId, Seen)> {
         let _layout = self.vm.layout();
         let mut seen = Vec::with_capacity(units.len());
@@ -180,7 +195,6 @@ impl<'a> ZapScan<'a> {
         }
         self.map_run(of, &mut run);
         self.vm.touches.begin(std::iter::empty());
-        self.vm.touches.set_running(false);
         seen
     }
 
@@ -230,60 +244,9 @@ impl<'a> ZapScan<'a> {
     }
 }
 
-impl AccessSource for ZapScan<'_> {
-    fn ability(&self) -> Ability {
-        Ability {
-            name: "zap-scan",
-            granularity: Granularity::Page,
-            reads: true,
-            writes: false,
-            cost: CostClass::FaultServed,
-        }
-    }
-
-    fn start(&mut self, watch: &Watch) -> io::Result<()> {
-        if self.running.is_some() {
-            return Err(io::Error::other("Starting to watch touches: a cycle is running already"));
-        }
-        let before = cpu_time();
-        self.vm.keep_registered();
-        let units = {
-            let _layout = self.vm.layout();
-            self.choose(watch).inspect_err(|_| self.vm.touches.set_running(false))?
-        };
-        let begun = self.begin(&units);
-        if begun.is_err() {
-            self.finish(&units);
-            return begun;
-        }
-        self.running = Some(Cycle { began: Instant::now(), cpu: cpu_time().saturating_sub(before), units });
-        Ok(())
-    }
-
-    fn end(&mut self) -> io::Result<Report> {
-        let Some(cycle) = self.running.take() else {
-            return Err(io::Error::other("Ending to watch touches: no cycle is running"));
-        };
-        let (before, length) = (cpu_time(), cycle.began.elapsed());
-        let (faults, waited) = self.vm.touches.cost();
-        let mut units = self.finish(&cycle.units);
-        units.sort_unstable_by_key(|(unit, _)| *unit);
-        // While a thread waits for its fault, the lane works on it.
-        let cpu = cycle.cpu + cpu_time().saturating_sub(before) + waited;
-        Ok(Report { units, length, cost: Cost { cpu, guest: waited, faults } })
-    }
-}
-
 impl Drop for ZapScan<'_> {
     /// Also when the lane panics in the middle of a cycle.
     fn drop(&mut self) {
-        let cycle = self.running.take();
-        self.finish(cycle.as_ref().map_or(&[], |cycle| &cycle.units));
+        self.finish(&self.units);
     }
-}
-
-/// CPU time of the calling thread.
-pub(crate) fn cpu_time() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }

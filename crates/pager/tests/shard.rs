@@ -12,9 +12,9 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::{AccessSource, UnitId, Watch};
 use ballast_pager::page_state::State;
+use ballast_pager::scans::Scans;
 use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
-use ballast_pager::zap_scan::ZapScan;
 use ballast_sys::uffd::ACCESS_FEATURES;
 use common::{Rig, random, until};
 
@@ -136,7 +136,7 @@ fn units_on_both_sides_of_a_stripes_end_are_watched_and_mapped_huge_again() {
     let Some(rig) = Rig::sharded(ram, AMPLE, QUICK, 2).made_huge() else { return };
     let units = ram.0 / HUGE_SIZE as u64;
     let unit = |unit: u64| UnitId { region: 0, unit: unit as u32 };
-    let mut source = ZapScan::new(&rig.vm);
+    let mut source = Scans::new(&rig.vm);
     for touched in [vec![], vec![15, 16], vec![0, 14, 17, 31]] {
         source.start(&Watch { coarse: (0..units).map(unit).collect(), fine: Vec::new() }).expect("start");
         assert_eq!(rig.mapped_huge(), Bytes(0), "all of it is zapped");

@@ -20,6 +20,16 @@ use crate::stats::Counter;
 use crate::view::View;
 use crate::{coalesce, lane};
 
+/// While it lives, no chunk is unregistered: a cycle of tracking runs. See [`Vm::keep_registered`].
+#[derive(Debug)]
+pub(crate) struct KeepRegistered<'a>(&'a Vm);
+
+impl Drop for KeepRegistered<'_> {
+    fn drop(&mut self) {
+        self.0.touches.set_running(false);
+    }
+}
+
 impl Vm {
     /// Serve one more process that maps this VM's RAM.
     pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(RegionInfo, u32)]) -> io::Result<()> {
@@ -110,10 +120,11 @@ impl Vm {
         Ok(Some(region))
     }
 
-    /// A cycle of tracking begins: until it ends, what is registered stays so.
-    pub(crate) fn keep_registered(&self) {
+    /// A cycle of tracking begins: what is registered stays so until what this returns is dropped.
+    pub(crate) fn keep_registered(&self) -> KeepRegistered<'_> {
         let _one = self.registering.lock().expect("no panic while held");
         self.touches.set_running(true);
+        KeepRegistered(self)
     }
 
     /// Give chunks without far, zero or quarantined pages back to the kernel, unless a cycle of tracking runs.

@@ -56,6 +56,16 @@ struct Setup {
     huge: bool,
     /// How many userfaultfds its process has.
     shards: usize,
+    /// Features of userfaultfd that are asked for, beside those that are required.
+    features: u64,
+}
+
+impl Setup {
+    /// In base pages, with one userfaultfd and no file store.
+    fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
+        let features = uffd::HUGETLB_FEATURES | uffd::ACCESS_FEATURES | uffd::feature::POISON;
+        Self { ram, store_budget, quarantine, spill: None, huge: false, shards: 1, features }
+    }
 }
 
 impl Rig {
@@ -67,7 +77,15 @@ impl Rig {
 
     /// The same, whose process has so many userfaultfds.
     pub fn sharded(ram: Bytes, store_budget: Bytes, quarantine: Duration, shards: usize) -> Self {
-        let rig = Self::open(Setup { ram, store_budget, quarantine, spill: None, huge: false, shards });
+        let rig = Self::open(Setup { shards, ..Setup::new(ram, store_budget, quarantine) });
+        rig.add_view();
+        rig
+    }
+
+    /// The same as `new` on a kernel that cannot record accesses: base pages, too, are tracked by zaps.
+    pub fn zapped(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
+        let setup = Setup::new(ram, store_budget, quarantine);
+        let rig = Self::open(Setup { features: setup.features & !uffd::ACCESS_FEATURES, ..setup });
         rig.add_view();
         rig
     }
@@ -80,7 +98,7 @@ impl Rig {
 
     /// A VM that is open, and whose view nobody has told it of yet.
     pub fn without_view(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
-        Self::open(Setup { ram, store_budget, quarantine, spill: None, huge: false, shards: 1 })
+        Self::open(Setup::new(ram, store_budget, quarantine))
     }
 
     /// A VM whose RAM is of huge pages, spilling or not; `None`, aloud, where there are none to be had.
@@ -102,7 +120,7 @@ impl Rig {
         shards: usize,
     ) -> Option<Self> {
         let Err(why) = memfd::create_huge("ballast-test", Bytes(HUGE_SIZE as u64)) else {
-            let rig = Self::open(Setup { ram, store_budget, quarantine, spill, huge: true, shards });
+            let rig = Self::open(Setup { spill, huge: true, shards, ..Setup::new(ram, store_budget, quarantine) });
             rig.add_view();
             return Some(rig);
         };
@@ -144,20 +162,19 @@ impl Rig {
         file: Arc<dyn Store>,
         after: Duration,
     ) -> Self {
-        let rig =
-            Self::open(Setup { ram, store_budget, quarantine, spill: Some((file, after)), huge: false, shards: 1 });
+        let rig = Self::open(Setup { spill: Some((file, after)), ..Setup::new(ram, store_budget, quarantine) });
         rig.add_view();
         rig
     }
 
     fn open(setup: Setup) -> Self {
-        let Setup { ram, store_budget, quarantine, spill, huge, shards } = setup;
+        let Setup { ram, store_budget, quarantine, spill, huge, shards, features } = setup;
         // What the pool lends must cover all of RAM.
         let loan = huge.then(|| PoolLoan::new(ram.0 / HUGE_SIZE as u64).expect("huge pages"));
         let create = if huge { memfd::create_huge } else { memfd::create };
         let file = create("ballast-test-ram", ram).expect("memfd");
         let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
-        let features = uffd::REQUIRED_FEATURES | uffd::HUGETLB_FEATURES | uffd::ACCESS_FEATURES | uffd::feature::POISON;
+        let features = uffd::REQUIRED_FEATURES | features;
         let made: Vec<_> = (0..shards).map(|_| Uffd::create(features).expect("userfaultfd")).collect();
         let (uffds, granted): (Vec<Uffd>, Vec<u64>) = made.into_iter().unzip();
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");

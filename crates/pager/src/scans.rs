@@ -1,0 +1,133 @@
+//! Scans: what tracks a VM. Each chunk of its RAM is watched by the scan that suits it.
+//!
+//! Before: heat's tracker says which units to watch. After: which of them, or which of their pages, were touched.
+//! Threads: one tracking lane per VM. Units: 2 MiB, and pages. Promise: a unit is watched by one scan, and while a cycle
+//! runs no chunk is unregistered.
+//!
+//! | A chunk | is watched by |
+//! |---|---|
+//! | registered for accesses in every process that maps it, and no unit of it was seen mapped huge | `rwp_scan`: the kernel records touches |
+//! | any other | `zap_scan`: a touch is a fault that we serve |
+//!
+//! How a chunk is registered `Vm::register` decides, once: memory registered for accesses cannot be mapped huge again. A
+//! huge mapping of shared memory is left to the zap scan for the same reason: the kernel unmaps it when it is protected
+//! (seen on 7.3), so that its touch would be a fault for us as with a zap.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_heat::source::Ability;
+use ballast_heat::{AccessSource, Report, UnitId, Watch};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::region::{Region, Registered};
+use crate::rwp_scan::{self, Run, RwpScan};
+use crate::touch::FINE_UNITS;
+use crate::vm::{KeepRegistered, Vm};
+use crate::zap_scan::{self, Watched, ZapScan};
+
+/// See above.
+#[derive(Debug)]
+pub struct Scans<'a> {
+    vm: &'a Vm,
+    zap: ZapScan<'a>,
+    rwp: RwpScan<'a>,
+    /// Dropped after the scans, which end their cycles first.
+    running: Option<Cycle<'a>>,
+    /// The kernel watched some units in the last cycle.
+    is_rwp_used: bool,
+}
+
+/// A cycle that runs.
+#[derive(Debug)]
+struct Cycle<'a> {
+    began: Instant,
+    /// CPU time of its start.
+    cpu: Duration,
+    _registered: KeepRegistered<'a>,
+}
+
+impl<'a> Scans<'a> {
+    /// For this VM. No cycle runs.
+    pub fn new(vm: &'a Vm) -> Self {
+        Self { vm, zap: ZapScan::new(vm), rwp: RwpScan::new(vm), running: None, is_rwp_used: false }
+    }
+
+    /// Register the units of a watch, and give each to one of the scans.
+    fn divide(&self, watch: &Watch) -> io::Result<(Vec<Watched>, Vec<Run>)> {
+        // Held so that no view is added meanwhile.
+        let _layout = self.vm.layout();
+        let coarse = watch.coarse.iter().map(|id| (*id, None));
+        let mut all: Vec<_> = coarse.chain(watch.fine.iter().map(|fine| (fine.unit, Some(fine.pages)))).collect();
+        all.sort_unstable_by_key(|(id, _)| *id);
+        let (mut zap, mut rwp, mut fine) = (Vec::new(), Vec::new(), 0);
+        for (id, pages) in all {
+            let Some(region) = self.vm.watchable(id)? else { continue };
+            if self.is_seen_by_kernel(&region, id) {
+                Run::add(&mut rwp, region, id.unit, pages);
+                continue;
+            }
+            fine += usize::from(pages.is_some());
+            if pages.is_none() || fine <= FINE_UNITS {
+                zap.push(Watched::new(region, id.unit, pages));
+            }
+        }
+        Ok((zap, rwp))
+    }
+
+    /// Can the kernel record touches of a unit?
+    fn is_seen_by_kernel(&self, region: &Region, id: UnitId) -> bool {
+        let first = PageIdx::first_of_unit(u64::from(id.unit));
+        region.registered_as(first) == Registered::Accesses
+            && (region.granule_pages() > 1 || !region.units().any_huge(first, PAGES_PER_UNIT))
+            && self.vm.views().iter().all(|view| view.sees_accesses() || view.base(id.region).is_none())
+    }
+}
+
+impl AccessSource for Scans<'_> {
+    fn ability(&self) -> Ability {
+        if self.is_rwp_used { rwp_scan::ABILITY } else { zap_scan::ABILITY }
+    }
+
+    fn start(&mut self, watch: &Watch) -> io::Result<()> {
+        if self.running.is_some() {
+            return Err(io::Error::other("Starting to watch touches: a cycle is running already"));
+        }
+        let before = cpu_time();
+        let registered = self.vm.keep_registered();
+        let (zap, rwp) = self.divide(watch)?;
+        self.is_rwp_used = !rwp.is_empty();
+        self.zap.start(zap)?;
+        if let Err(error) = self.rwp.start(rwp) {
+            self.zap.end();
+            return Err(error);
+        }
+        let cpu = cpu_time().saturating_sub(before);
+        self.running = Some(Cycle { began: Instant::now(), cpu, _registered: registered });
+        Ok(())
+    }
+
+    fn end(&mut self) -> io::Result<Report> {
+        let Some(cycle) = self.running.take() else {
+            return Err(io::Error::other("Ending to watch touches: no cycle is running"));
+        };
+        let (before, length) = (cpu_time(), cycle.began.elapsed());
+        // Both are ended, whatever the first says.
+        let by_kernel = self.rwp.end();
+        let (mut units, mut cost) = self.zap.end();
+        let (seen, of_kernel) = by_kernel?;
+        units.extend(seen);
+        units.sort_unstable_by_key(|(unit, _)| *unit);
+        cost.cpu += of_kernel.cpu + cycle.cpu + cpu_time().saturating_sub(before);
+        cost.guest += of_kernel.guest;
+        cost.faults += of_kernel.faults;
+        Ok(Report { units, length, cost })
+    }
+}
+
+/// CPU time of the calling thread.
+fn cpu_time() -> Duration {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
