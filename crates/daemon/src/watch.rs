@@ -11,6 +11,7 @@ use std::io::{self, BufRead, BufReader};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
+use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
 
 use crate::keeper::fence::Process;
@@ -50,11 +51,22 @@ pub fn look(files: &HashSet<FileId>) -> Look {
     look_at(pids, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
 }
 
-/// The same, and a second look at those processes that are outside `known`: only who is seen twice is a stranger.
-pub fn strangers(files: &HashSet<FileId>, known: impl Fn(&Process, &HashSet<FileId>) -> bool) -> Look {
+/// The same, and a second look at those processes that are outside `known`: only who is seen twice is a stranger. A process
+/// that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory down) touches memory as that
+/// one does, through the same userfaultfds: it is none.
+pub fn strangers(
+    files: &HashSet<FileId>,
+    attached: HashSet<u32>,
+    known: impl Fn(&Process, &HashSet<FileId>) -> bool,
+) -> Look {
     let again = |suspects| {
         std::thread::sleep(SECOND_LOOK);
-        look_at(suspects, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
+        // Where the kernel cannot say, it stays suspect.
+        let read = move |pid, files: &HashSet<FileId>| {
+            let is_same = |other: &u32| kcmp::same_memory(*other, pid).unwrap_or(false);
+            if attached.iter().any(is_same) { Ok(HashSet::new()) } else { mapped(pid, files) }
+        };
+        look_at(suspects, files, &(Arc::new(read) as Arc<Read>), PATIENCE)
     };
     confirm(look(files), known, again)
 }
@@ -192,10 +204,11 @@ mod tests {
         let files = HashSet::from([memfd::file_id(&fd).expect("stat")]);
         let me = Process::this().expect("this process");
         let nobody = |_: &Process, _: &HashSet<FileId>| false;
-        assert!(strangers(&files, nobody).mapping.is_empty(), "holding a descriptor is not mapping");
+        let strangers = |known: &dyn Fn(&Process, &HashSet<FileId>) -> bool| strangers(&files, HashSet::new(), known);
+        assert!(strangers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
         let _mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        assert_eq!(strangers(&files, nobody).mapping, HashMap::from([(me, files.clone())]));
-        assert!(strangers(&files, |process, _| process.pid == me.pid).mapping.is_empty());
+        assert_eq!(strangers(&nobody).mapping, HashMap::from([(me, files.clone())]));
+        assert!(strangers(&|process, _| process.pid == me.pid).mapping.is_empty());
     }
 
     #[test]

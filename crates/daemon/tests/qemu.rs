@@ -65,7 +65,7 @@ fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
 
 /// Start QEMU under Ballast with its vCPUs stopped and wait until it is attached.
 fn stopped(daemon: &Daemon, name: &str, memory: u64, run_options: &[&str], guest: Builder) -> QemuGuest {
-    let guest = guest.name(name).memory(Bytes(memory)).extra_args(["-S"]);
+    let guest = guest.name(name).memory(Bytes(memory)).extra_arg("-S");
     let mut guest = guest.prefix(under_ballast(daemon, name, run_options)).spawn().expect("QEMU starts");
     until_attached(daemon, name, &mut guest);
     guest
@@ -368,6 +368,34 @@ fn ram_mapped_by_another_process_is_refused_a_limit_until_that_process_is_gone()
     }
     drop(mapping);
     until("the limit holds again", || daemon.vm("shared").resident_bytes <= LIMIT);
+}
+
+#[test]
+fn the_child_of_a_qemu_with_async_teardown_keeps_no_limit_from_being_held() {
+    if missing("qemu", qemu_missing()) {
+        return;
+    }
+    let help = Command::new(QEMU).arg("-help").output().expect("run QEMU");
+    let help = String::from_utf8_lossy(&help.stdout).into_owned();
+    let option =
+        [("async-teardown=on|off", &["-run-with", "async-teardown=on"][..]), ("-async-teardown", &["-async-teardown"])];
+    let option = option.iter().find(|(text, _)| help.contains(text));
+    if missing("async-teardown", option.is_none().then_some("this QEMU does not have it")) {
+        return;
+    }
+    let (_, words) = option.expect("looked at above");
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let guest = stopped(&daemon, "teardown", 64 * MIB, &[], QemuGuest::builder().extra_args(words.iter().copied()));
+    let children = format!("/proc/{0}/task/{0}/children", guest.pid());
+    let children = std::fs::read_to_string(children).expect("QEMU runs");
+    assert_eq!(children.split_ascii_whitespace().count(), 1, "the child that tears down: {children:?}");
+    let ram = ram_file(guest.pid());
+    let mapping = Mapping::shared(&ram, 0, 64 << 20).expect("map QEMU's RAM");
+    (16 << 20..48 << 20).step_by(4096).for_each(|at| mapping.copy_in(at, &at.to_le_bytes()));
+    drop((mapping, ram));
+    squeeze(&daemon, "teardown", 8 * MIB);
+    assert_eq!(stat(&daemon, "teardown").status, VmStatus::Running);
 }
 
 #[test]

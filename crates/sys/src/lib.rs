@@ -7,6 +7,7 @@
 pub mod anon;
 pub mod direct;
 pub mod hugetlb;
+pub mod kcmp;
 pub mod mapping;
 pub mod memfd;
 pub mod peer;

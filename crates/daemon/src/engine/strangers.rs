@@ -10,6 +10,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use ballast_pager::vm::Hold;
+use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
 
 use crate::backend::{Host, Served};
@@ -86,7 +87,8 @@ pub fn look_for_strangers(vms: &[&Arc<Served>]) -> Look {
     let vms: Vec<_> = vms.iter().map(|served| (files_of(served), pids_of(served))).collect();
     let all = vms.iter().flat_map(|(files, _)| files).copied().collect();
     // Known is who is a view of every VM of which it maps RAM.
-    watch::strangers(&all, |process, found| {
+    let attached = vms.iter().flat_map(|(_, pids)| pids).copied().collect();
+    watch::strangers(&all, attached, |process, found| {
         vms.iter().all(|(files, pids)| files.is_disjoint(found) || pids.contains(&process.pid))
     })
 }
@@ -107,7 +109,12 @@ pub fn stranger(served: &Served, look: &Look) -> Option<String> {
         look.mapping.iter().filter(|(process, found)| !files.is_disjoint(found) && !pids.contains(&process.pid));
     let process = strangers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
     let who = watch::name(process);
-    Some(format!("process {who} maps this VM's RAM and has not attached to Ballast, so no page may leave it"))
+    let unknown = if kcmp::is_available() {
+        ""
+    } else {
+        " (this kernel has no kcmp, so a child that runs in the VMM's own memory cannot be told from others)"
+    };
+    Some(format!("process {who} maps this VM's RAM and has not attached to Ballast, so no page may leave it{unknown}"))
 }
 
 /// Hold a VM while there is such a reason; let it go again when that is over.

@@ -4,6 +4,7 @@
 
 pub mod guest;
 pub mod raw;
+pub mod vmm;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

@@ -164,6 +164,12 @@ impl Builder {
         self
     }
 
+    /// One more.
+    pub fn extra_arg(mut self, arg: impl Into<String>) -> Self {
+        self.extra_args.push(arg.into());
+        self
+    }
+
     /// Redis `maxmemory`; zero is none (default).
     pub fn redis_maxmemory(mut self, limit: Bytes) -> Self {
         self.redis_maxmemory = limit;
