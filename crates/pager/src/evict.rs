@@ -13,7 +13,7 @@ use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store};
 
 use crate::granule::Granule;
-use crate::memory::{Backing, Punched};
+use crate::memory::{Backing, Holds, Punched};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
 use crate::stores::{StoreOf, free_copies};
 
@@ -64,8 +64,6 @@ pub struct Evicted {
     pub refused: u64,
     /// Pages the kernel would not let go: part of a huge page that somebody uses. They are Resident again.
     pub stuck: u64,
-    /// Pages the kernel would not let go and that the store lost. They are Poisoned.
-    pub lost: u64,
     /// True if the store had no room.
     pub store_full: bool,
     /// True if the store could not answer.
@@ -171,22 +169,10 @@ pub fn evict<'a>(
     for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
         let (first, pages) = (group[0].key.page, group.len() as u64 * size);
         match backing.punch(first, pages) {
-            Ok(Punched::Stuck) => group.iter_mut().for_each(|one| result.add(size, expel(one, backing, &to))),
-            Ok(Punched::Gone) => {
-                let far =
-                    group.iter().filter(|granule| granule.lock.word().state() == State::Far).count() as u64 * size;
-                result.far += far;
-                result.zero += pages - far;
-            }
+            Ok(Punched::Stuck) => group.iter_mut().for_each(|one| expel(one, backing, &to, &mut result)),
+            Ok(Punched::Gone) => group.iter().for_each(|one| result.went(one)),
             Err(error) => {
-                // Nothing is lost: the bytes are still in the file, and a page in its file is the one that counts.
-                for Committed { key, granule, lock } in group {
-                    let word = lock.word();
-                    lock.publish(Word::new(State::Resident, 0));
-                    let rest = granule.take_rest();
-                    free_copies(&to, *key, std::iter::once(word).chain(rest));
-                }
-                result.refused += pages;
+                group.iter_mut().for_each(|one| keep(one, backing, &to, &mut result));
                 result.failed = Some(error);
             }
         }
@@ -253,82 +239,80 @@ struct Claim<'a> {
     lock: Option<Locked<'a>>,
 }
 
-/// What became of a granule that did not go together with others.
-enum Expelled {
-    Gone,
-    Kept,
-    Lost(io::Error),
+impl Evicted {
+    /// A granule has gone whose word says so, or is as good as gone.
+    fn went(&mut self, one: &Committed<'_>) {
+        let pages = one.granule.pages();
+        match one.lock.word().state() {
+            State::Zero => self.zero += pages,
+            _ => self.far += pages,
+        }
+    }
 }
 
-impl Evicted {
-    fn add(&mut self, pages: u64, what: (State, Expelled)) {
-        match what {
-            (State::Zero, Expelled::Gone) => self.zero += pages,
-            (_, Expelled::Gone) => self.far += pages,
-            (_, Expelled::Kept) => self.stuck += pages,
-            (_, Expelled::Lost(error)) => {
-                self.lost += pages;
-                self.failed = Some(error);
-            }
-        }
+/// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still has
+/// bytes, they are the page; if not, the copy is, and whoever touches it has that put in the place of zeros.
+fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
+    if matches!(backing.holds(one.key.page, one.granule.pages()), Ok(Holds::Bytes)) {
+        result.refused += one.granule.pages();
+        one.is_resident(stores);
+    } else {
+        result.went(one);
     }
 }
 
 /// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes come
-/// back from the copy before anybody sees the page: it is locked and nobody has it mapped. Answers what its word had said.
-fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf) -> (State, Expelled) {
-    let Committed { key, granule, lock } = one;
-    let word = lock.word();
-    let bring_back = || -> io::Result<Expelled> {
-        if backing.punch(key.page, granule.pages())? == Punched::Gone {
-            return Ok(Expelled::Gone);
+/// back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done now, it
+/// stays Far, and is brought back by whoever touches it.
+fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
+    let bring_back = || -> io::Result<bool> {
+        if backing.punch(one.key.page, one.granule.pages())? == Punched::Gone {
+            return Ok(false);
         }
-        for (page, word) in (key.page.0..).map(PageIdx).zip(std::iter::once(word).chain(granule.rest())) {
+        for (index, page) in (one.key.page.0..one.key.page.0 + one.granule.pages()).map(PageIdx).enumerate() {
             let mut bytes: PageBytes = [0; _];
-            while word.state() == State::Far {
-                let store = stores.store_of(word);
-                match store.map(|store| store.get(PageKey { page, ..*key }, word.handle(), &mut bytes)) {
-                    Some(GetOutcome::Found) => break,
-                    Some(GetOutcome::Busy) => std::thread::yield_now(),
-                    None | Some(GetOutcome::Absent | GetOutcome::Corrupt) => {
-                        return Err(io::Error::other(format!("the store lost page {page} of region {}", key.region)));
-                    }
+            let word = if index == 0 { one.lock.word() } else { one.granule.word_of(index) };
+            if word.state() == State::Far {
+                let copy = stores
+                    .store_of(word)
+                    .map(|store| store.get(PageKey { page, ..one.key }, word.handle(), &mut bytes));
+                if copy != Some(GetOutcome::Found) {
+                    return Err(io::Error::other(format!(
+                        "the store does not give page {page} of region {}",
+                        one.key.region
+                    )));
                 }
             }
             backing.write(page, &bytes)?;
         }
-        Ok(Expelled::Kept)
+        Ok(true)
     };
-    let expelled = bring_back().unwrap_or_else(Expelled::Lost);
-    match expelled {
-        Expelled::Gone => {}
-        Expelled::Kept => {
-            lock.publish(Word::new(State::Resident, 0));
-            let rest = granule.take_rest();
-            free_copies(stores, *key, std::iter::once(word).chain(rest));
+    match bring_back() {
+        Ok(true) => {
+            result.stuck += one.granule.pages();
+            one.is_resident(stores);
         }
-        // What is in the file is not the page, and must never be shown as such.
-        Expelled::Lost(_) => lock.set(Word::new(State::Poisoned, word.age())),
+        Ok(false) => result.went(one),
+        Err(error) => {
+            result.went(one);
+            result.failed = Some(error);
+        }
     }
-    (word.state(), expelled)
 }
 
-/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place.
-/// Answers what became of it as [`evict`] does; nothing if it is not so.
+/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place. If
+/// they will not go, whoever touches the page has them replaced.
 #[cfg_attr(loom, allow(dead_code, reason = "called by `vm`, which is not modelled"))]
-pub(crate) fn expel_left(key: PageKey, granule: Granule<'_>, backing: &impl Backing, stores: &impl StoreOf) -> Evicted {
-    let mut result = Evicted::default();
+pub(crate) fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
-    if word.state() != State::Far || word.is_locked() {
-        return result;
-    }
-    if stores.store_of(word).is_some()
-        && let Some(lock) = granule.cell().lock(word, word)
+    if word.state() == State::Far
+        && !word.is_locked()
+        && let Some(_lock) = granule.cell().lock(word, word)
+        && backing.holds(page, granule.pages())? == Holds::Zeros
     {
-        let mut one = Committed { key, granule, lock };
-        result.add(granule.pages(), expel(&mut one, backing, stores));
+        backing.punch(page, granule.pages())?;
     }
-    result
+    Ok(())
 }
 
 /// A granule whose word says Far or Zero, and which is about to be punched.
@@ -336,6 +320,16 @@ struct Committed<'a> {
     key: PageKey,
     granule: Granule<'a>,
     lock: Locked<'a>,
+}
+
+impl Committed<'_> {
+    /// It has not gone: its file holds its bytes, and its copy is not needed.
+    fn is_resident(&mut self, stores: &impl StoreOf) {
+        let word = self.lock.word();
+        self.lock.publish(Word::new(State::Resident, 0));
+        let rest = self.granule.take_rest();
+        free_copies(stores, self.key, std::iter::once(word).chain(rest));
+    }
 }
 
 /// What became of a run of pages that went through [`discard`].
@@ -354,7 +348,7 @@ pub struct Discarded {
 /// for each page that was Poisoned, under its lock: the kernel's poison mark outlives the punch and must be replaced.
 ///
 /// # Errors
-/// The region's file could not be punched; the pages are as they were.
+/// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
 pub fn discard<'a>(
     region: u32,
     run: Run,
@@ -405,6 +399,7 @@ pub(crate) fn is_zero(bytes: &PageBytes) -> bool {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::cell::RefCell;
     use std::sync::atomic::AtomicU64;
 
     use ballast_base::Bytes;
@@ -421,12 +416,95 @@ mod tests {
             if first.0 + out.len() as u64 > 2 { Err(io::Error::other("a bad page")) } else { Ok(()) }
         }
 
+        fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
+            unreachable!("nothing is stuck")
+        }
+
         fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
             Ok(Punched::Gone)
         }
 
         fn write(&self, _: PageIdx, _: &PageBytes) -> io::Result<()> {
             unreachable!("nothing is stuck")
+        }
+    }
+
+    /// RAM in which a punch of several pages frees the first, writes zeros in the place of the second and then fails, as if on
+    /// another try; a punch of one page leaves zeros, and the second time fails as well.
+    struct Failing {
+        file: RefCell<[Option<u8>; 4]>,
+        writes: bool,
+    }
+
+    impl Backing for Failing {
+        fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+            for (page, bytes) in self.file.borrow().iter().skip(first.0 as usize).zip(out) {
+                bytes.fill(page.unwrap_or(0));
+            }
+            Ok(())
+        }
+
+        fn holds(&self, page: PageIdx, _: u64) -> io::Result<Holds> {
+            Ok(self.file.borrow()[page.0 as usize].map_or(Holds::Nothing, |byte| match byte {
+                0 => Holds::Zeros,
+                _ => Holds::Bytes,
+            }))
+        }
+
+        fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
+            let mut file = self.file.borrow_mut();
+            if count == 1 {
+                file[first.0 as usize] = Some(0);
+                return if self.writes { Ok(Punched::Stuck) } else { Err(io::Error::other("a sealed file")) };
+            }
+            (file[0], file[1]) = (None, Some(0));
+            Err(io::Error::other("a sealed file"))
+        }
+
+        fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
+            self.file.borrow_mut()[page.0 as usize] = Some(bytes[0]);
+            Ok(())
+        }
+    }
+
+    /// What became of four pages that were to go, and what the guest would get of each: the file's byte, or the copy's.
+    fn evicted(run: Run, backing: &Failing) -> (Evicted, [State; 4], [Option<u8>; 4]) {
+        let ticket = Ticket::new(1, 1);
+        let words: [AtomicU64; 4] = Default::default();
+        let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
+        let pages = [0, 1, 2, 3].map(PageIdx);
+        assert!(pages.into_iter().all(|page| quarantine(granule_of(page).cell(), ticket)));
+        let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 4]);
+        let to = To { number: 1, store: &store, since: 7 };
+        let done = evict(0, run, granule_of, ticket, backing, to, &mut buffer, LockedFrom::Punch);
+        let gets = pages.map(|page| {
+            let (word, mut bytes) = (granule_of(page).cell().load(), [0; _]);
+            if word.state() != State::Far || backing.holds(page, 1).expect("known") == Holds::Bytes {
+                return backing.file.borrow()[page.0 as usize];
+            }
+            let copy = store.get(PageKey { region: 0, page }, word.handle(), &mut bytes);
+            (copy == GetOutcome::Found).then_some(bytes[0])
+        });
+        (done, pages.map(|page| granule_of(page).cell().load().state()), gets)
+    }
+
+    #[test]
+    fn a_punch_that_fails_after_it_has_freed_or_zeroed_pages_costs_no_byte() {
+        let backing = Failing { file: RefCell::new([Some(7); 4]), writes: true };
+        let (done, states, gets) = evicted((PageIdx(0), 4), &backing);
+        assert_eq!(gets, [Some(7); 4], "what the guest gets, in {states:?}");
+        assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
+        assert_eq!((done.far, done.refused), (2, 2));
+        assert!(done.failed.is_some_and(|error| error.to_string() == "a sealed file"));
+    }
+
+    #[test]
+    fn a_page_that_can_be_neither_punched_nor_written_back_stays_far() {
+        for (writes, state) in [(true, State::Resident), (false, State::Far)] {
+            let backing = Failing { file: RefCell::new([Some(7); 4]), writes };
+            let (done, states, gets) = evicted((PageIdx(2), 1), &backing);
+            assert_eq!((gets[2], states[2]), (Some(7), state));
+            assert_eq!((done.stuck, done.far), (u64::from(writes), u64::from(!writes)));
         }
     }
 

@@ -6,14 +6,14 @@
 //! logging, another VM or another page.
 //! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so.
 
-use std::io;
+use std::io::{self, ErrorKind};
 
 use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use crate::granule::Granule;
-use crate::memory::Mapped;
+use crate::memory::{Backing, Holds, Mapped};
 use crate::page_state::{Cell, Locked, State, Word};
 use crate::stores::{StoreOf, free_copies};
 
@@ -28,6 +28,11 @@ pub enum Served {
     Zeroed,
     /// The page came back from the store.
     Restored,
+    /// The page was far, and in its place in the file was memory that somebody else had put there.
+    Filled {
+        /// Of zeros, which the copy has replaced, as opposed to bytes, which now are the page.
+        zeros: bool,
+    },
     /// The store lost the page. True the first time this page is found lost.
     Poisoned {
         /// Found just now, as opposed to touched again.
@@ -40,7 +45,7 @@ pub enum Served {
     Gone,
 }
 
-/// Serve one fault on one granule, whose first page is `key`'s. Answers also whether the granule left Quarantine or Evicting,
+/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. Answers also whether the granule left Quarantine or Evicting,
 /// which it may have done even if the fault must be served again.
 ///
 /// `touched` is what heat makes of the age of a page that was just touched.
@@ -52,6 +57,7 @@ pub fn serve(
     key: PageKey,
     kind: FaultKind,
     memory: &impl Mapped,
+    backing: &impl Backing,
     stores: &impl StoreOf,
     touched: fn(u8) -> u8,
 ) -> (bool, io::Result<Served>) {
@@ -82,8 +88,11 @@ pub fn serve(
                 if stores.store_of(word).is_none() {
                     return (false, Ok(Served::Later));
                 }
-                let Some(lock) = cell.lock(word, word.in_state(State::Restoring)) else { continue };
-                return (false, granule.with_room(|room| restore(lock, granule, key, memory, stores, room)));
+                // A minor fault says that there is something in the file, and then the word must not say Restoring: see
+                // `recover`.
+                let to = if kind == FaultKind::Minor { State::Far } else { State::Restoring };
+                let Some(lock) = cell.lock(word, word.in_state(to)) else { continue };
+                return (false, granule.with_room(|room| restore(lock, granule, key, memory, backing, stores, room)));
             }
             State::Poisoned => {
                 let Some(_lock) = cell.lock(word, word) else { continue };
@@ -93,40 +102,107 @@ pub fn serve(
     }
 }
 
-/// Bring a far granule back, through `room`. The lock's word is Restoring; it is left Resident, Far (try again) or Poisoned.
+/// Bring a far granule back, through `room`. The lock's word is Restoring, or Far if the hole may be filled already; it is left
+/// Resident, Far (try again) or Poisoned.
 fn restore(
     mut lock: Locked<'_>,
     granule: Granule<'_>,
     key: PageKey,
     memory: &impl Mapped,
+    backing: &impl Backing,
     stores: &impl StoreOf,
     room: &mut [PageBytes],
 ) -> io::Result<Served> {
     let word = lock.word();
+    let far = word.in_state(State::Far);
     // For whichever way out of here that says nothing else.
-    lock.set(word.in_state(State::Far));
-    match fetch(word, granule, key, stores, room) {
+    lock.set(far);
+    let look = || backing.holds(key.page, granule.pages());
+    let mut holds = if word.state() == State::Far { look()? } else { Holds::Nothing };
+    let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, room) };
+    match copy {
         GetOutcome::Found => {}
         GetOutcome::Busy => return Ok(Served::Later),
+        // What is in the file is the page, whatever became of the copy.
+        GetOutcome::Absent | GetOutcome::Corrupt if look()? == Holds::Bytes => holds = Holds::Bytes,
         GetOutcome::Absent | GetOutcome::Corrupt => {
             // The word first: should we die here, the successor finds a page that is never handed out.
             lock.publish(Word::new(State::Poisoned, word.age()));
             let served = poison(key.page, memory, true);
             if matches!(served, Ok(Served::Poisoned { .. })) {
-                forget_copies(lock, word, granule, key, stores);
+                forget_copies(lock, far, granule, key, stores);
             } else {
                 // Found lost again, and said so, when it is tried again.
-                lock.set(word.in_state(State::Far));
+                lock.set(far);
             }
             return served;
         }
     }
-    let filled = fill_hole(memory.install(key.page, room)?, key.page, memory)?;
+    let mut served = Served::Restored;
+    let mut outcome = FillOutcome::AlreadyThere;
+    if holds == Holds::Nothing {
+        outcome = install(&mut lock, key.page, memory, room)?;
+    }
+    if outcome == FillOutcome::AlreadyThere {
+        if holds == Holds::Nothing {
+            holds = look()?;
+        }
+        let zeros = holds != Holds::Bytes;
+        if zeros {
+            outcome = replace(&mut lock, key.page, memory, backing, room)?;
+        }
+        served = Served::Filled { zeros };
+    }
+    let filled = fill_hole(outcome, key.page, memory)?;
     if filled == Filled::Yes {
         lock.set(Word::new(State::Resident, 0));
-        forget_copies(lock, word, granule, key, stores);
+        forget_copies(lock, far, granule, key, stores);
     }
-    Ok(filled.or(Served::Restored))
+    Ok(filled.or(served))
+}
+
+/// Fill a far granule's hole. Its word says Restoring meanwhile, and after that Far again.
+fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
+    let far = lock.word();
+    // Whoever takes over from here on must find Restoring, until it is known that nothing was filled.
+    lock.publish(far.in_state(State::Restoring));
+    let outcome = memory.install(page, bytes);
+    lock.set(far);
+    if matches!(outcome, Ok(FillOutcome::AlreadyThere)) {
+        lock.publish(far);
+    }
+    outcome
+}
+
+/// Put a far granule's bytes in the place of zeros that are in its file. They are not its bytes (it would be Zero), and it has
+/// not been mapped since it went: somebody who is not of the VM maps the file and has read there, or allocated it, or an
+/// old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too.
+///
+/// What such a process *writes* between our look and this is lost, as it would be at any other time that the page is far.
+fn replace(
+    lock: &mut Locked<'_>,
+    page: PageIdx,
+    memory: &impl Mapped,
+    backing: &impl Backing,
+    bytes: &[PageBytes],
+) -> io::Result<FillOutcome> {
+    if let [bytes] = bytes {
+        return match backing.write(page, bytes) {
+            Ok(()) => Ok(FillOutcome::AlreadyThere),
+            // The zeros are gone again, and there is no memory for a page just now.
+            Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::OutOfMemory) => {
+                Ok(FillOutcome::Retry)
+            }
+            Err(error) => Err(error),
+        };
+    }
+    // A huge page's file cannot be written to.
+    backing.punch(page, bytes.len() as u64)?;
+    Ok(match install(lock, page, memory, bytes)? {
+        // Filled again already.
+        FillOutcome::AlreadyThere => FillOutcome::Retry,
+        outcome => outcome,
+    })
 }
 
 /// The bytes of all pages of a granule whose word is `word`; the worst outcome of any.
@@ -197,7 +273,7 @@ pub fn restore_run<'a>(
     if held.is_empty() {
         return Ok(0);
     }
-    // A page that is in its file already stays Far: it is the file's that counts, and a fault will find it.
+    // A page that is in its file already stays Far: whoever touches it has it looked into ([`restore`]).
     let filled = memory.install_run(first.page, &room[..held.len()])?;
     for (key, store, mut lock) in held.into_iter().take(filled) {
         let word = lock.word();
@@ -232,7 +308,8 @@ impl Filled {
     }
 }
 
-/// Follow up on filling a hole. A page that is already in the file is authoritative (invariant 1): map that one.
+/// Follow up on filling a hole. What is already in the file is the page (invariant 1; [`restore`] has seen to its being no
+/// stranger's zeros): map that one.
 fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::Result<Filled> {
     let outcome = if outcome == FillOutcome::AlreadyThere { memory.map(page)? } else { outcome };
     Ok(match outcome {

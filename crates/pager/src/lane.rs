@@ -264,7 +264,7 @@ pub(crate) fn resolve(
     let since = granule.cell().load().age();
     let (memory, stores) = (times.memory(memory), times.stores(stores));
     let (rescued, served) =
-        serve(granule, region.key(page), waiting.fault.kind, &memory, &stores, ballast_heat::touched);
+        serve(granule, region.key(page), waiting.fault.kind, &memory, region, &stores, ballast_heat::touched);
     vm.count_rescued(rescued, granule.pages());
     let served = settle(vm, region, page, waiting, served)?;
     if served != Served::Restored {
@@ -302,14 +302,13 @@ fn settle(vm: &Vm, region: &Region, page: PageIdx, waiting: &Waiting, served: io
             vm.count(served, region.granule_pages());
             let took = waiting.since.elapsed();
             vm.stats().record(Latency::Fault, took);
-            if matches!(served, Served::Restored | Served::Zeroed | Served::Fresh) {
+            if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
                 vm.gate.came(region.granule_pages());
             }
-            match served {
-                Served::Restored => vm.stats().record(Latency::Restore, took),
-                Served::Poisoned { newly: true } => vm.report_lost(region.number, page),
-                _ => {}
+            if matches!(served, Served::Restored | Served::Filled { .. }) {
+                vm.stats().record(Latency::Restore, took);
             }
+            vm.tell(served, region.number, page);
             Some(served)
         }
         Err(error) => {

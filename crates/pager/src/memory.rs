@@ -2,6 +2,7 @@
 //! A granule is named by its first page; how many pages it has, both sides know.
 //!
 //! Before: `fault` and `evict` decide. After: [`crate::view`] does it with userfaultfd and the region's file.
+//! Threads: any; whoever changes or judges a granule holds its lock. Promise: an outcome says what the file holds now.
 
 use std::io;
 
@@ -19,15 +20,32 @@ pub enum Punched {
     Stuck,
 }
 
+/// What a file has in the place of a granule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holds {
+    /// A hole.
+    Nothing,
+    /// Memory that is all zeros. Of a granule that is Far these are never its bytes: one of zeros is Zero instead.
+    Zeros,
+    /// Anything else.
+    Bytes,
+}
+
 /// The file that holds one region.
 pub trait Backing {
     /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()>;
 
+    /// What is there of these pages, which are one granule?
+    fn holds(&self, first: PageIdx, count: u64) -> io::Result<Holds>;
+
     /// Free `count` pages from `first`. Every mapping of them in every process goes, too.
+    ///
+    /// # Errors
+    /// The kernel refused. Some of the pages may be gone, or hold zeros.
     fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched>;
 
-    /// Put bytes into one page of the file.
+    /// Put bytes into one base page of the file. (Files of huge pages cannot be written to.)
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()>;
 }
 
@@ -58,4 +76,49 @@ pub trait Mapped {
 
     /// Wake whoever waits for the granule.
     fn wake(&self, page: PageIdx) -> io::Result<()>;
+}
+
+/// Punch a hole until it is seen. `punch` frees the pages, or has the kernel write zeros where it cannot.
+///
+/// # Errors
+/// The first `punch` failed. An error of a later one is none: by then the bytes may be zeros.
+pub(crate) fn punch_until_gone(
+    mut punch: impl FnMut() -> io::Result<()>,
+    is_hole: impl Fn() -> io::Result<bool>,
+) -> io::Result<Punched> {
+    /// Whoever keeps the kernel from splitting a huge page mostly does so for a moment.
+    const TRIES: u32 = 3;
+    punch()?;
+    for _ in 1..TRIES {
+        if is_hole().unwrap_or(false) {
+            return Ok(Punched::Gone);
+        }
+        std::thread::yield_now();
+        if punch().is_err() {
+            return Ok(Punched::Stuck);
+        }
+    }
+    Ok(if is_hole().unwrap_or(false) { Punched::Gone } else { Punched::Stuck })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_after_a_punch_that_may_have_left_zeros_is_not_one_before_it() {
+        let refused = || Err(io::Error::from_raw_os_error(5));
+        assert!(punch_until_gone(refused, || Ok(false)).is_err(), "nothing has happened");
+        for fails_at in 2..5 {
+            let mut tries = 0;
+            let punch = || {
+                tries += 1;
+                if tries == fails_at { refused() } else { Ok(()) }
+            };
+            let punched = punch_until_gone(punch, || Ok(false)).expect("the first try left zeros");
+            assert_eq!(punched, Punched::Stuck, "failing at try {fails_at}");
+        }
+        assert_eq!(punch_until_gone(|| Ok(()), || Ok(true)).expect("no error"), Punched::Gone);
+        assert_eq!(punch_until_gone(|| Ok(()), || Err(io::ErrorKind::Other.into())).expect("none"), Punched::Stuck);
+    }
 }

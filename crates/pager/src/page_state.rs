@@ -23,11 +23,16 @@
 //! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket | faults; mapped again, Resident; the copy is dropped |
 //! | Evicting(ticket), locked by reclaim | yes | no | reclaim, which insists: to Far or Zero, still locked; unlocks as Resident if it cannot be read or stored | waits for this page |
 //! | Far, locked by reclaim | being punched | no | reclaim: unlocks when the punch is done | waits for this page |
-//! | Far | no | no | fault: to Restoring with the lock. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
+//! | Far | no, or filled by a stranger | no | fault: to Restoring with the lock, or as below. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
+//! | Far, locked by fault | filled by a stranger: zeros are being replaced by the copy, other bytes are the page now | becoming so | fault: to Resident, or to Restoring where zeros can only be punched; back to Far if that cannot be done now | waits for this page |
 //! | Far, locked by spill | no | no | spill: unlocks as Far, in the old store or the new one | waits for this page |
 //! | Restoring (always locked) | being filled | becoming so | fault: to Resident; back to Far if the store is busy; to Poisoned if it lost the page | waits for this page |
 //! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
 //! | Poisoned | no | no | discard: to Resident under the lock | memory error |
+//!
+//! *A stranger* is whoever has something put into the file that is not of the VM: a process that maps it and touches a hole, the
+//! kernel's own huge-page daemon before Linux 6.4, a `fallocate` nobody was told of. A page that is Far was not all zeros when it
+//! went, so zeros in its file are never its bytes.
 //!
 //! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released (or it is
 //! mapped with its whole unit of 2 MiB, which `unit.rs` keeps apart from any zap): so from the moment the zap of a

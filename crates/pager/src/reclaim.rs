@@ -470,7 +470,6 @@ fn account(stats: Stats<'_>, evicted: &Evicted) {
     stats.add(Counter::EvictedZero, evicted.zero);
     stats.add(Counter::Zero, evicted.zero);
     stats.add(Counter::Aborted, evicted.aborted);
-    stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck + evicted.lost);
+    stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck);
     stats.add(Counter::Failed, evicted.stuck);
-    stats.add(Counter::Poisoned, evicted.lost);
 }

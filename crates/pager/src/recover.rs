@@ -3,18 +3,22 @@
 //! Before: the keeper reaped the old engine, so no lane of it runs any more. After: no word is locked, nothing is on its
 //! way anywhere, the gauges are exact, and the store knows which of its objects are alive.
 //! Threads: the engine's start-up, once per VM, before its lanes start.
-//! Promise: invariant 1 decides every doubt. A page that is in its file counts, whatever copy exists beside it.
+//! Promise: invariant 1 decides every doubt. A page that is in its file counts, whatever copy exists beside it; but zeros in
+//! the place of a page that is Far are not that page.
 //!
 //! | Left behind | Meaning | Becomes |
 //! |---|---|---|
 //! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
-//! | Far, locked | committed; maybe not punched yet | Resident if in the file, else Far. If the file holds zeros: Far |
+//! | Far, locked | committed, maybe not punched yet; or a stranger's zeros were being replaced | Resident if in the file, else Far. If the file holds zeros: Far |
 //! | Far, locked, by spill | a second copy may exist, uncommitted | Far, under the handle it has; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
-//! | Far, Zero, Poisoned, unlocked | settled | the same |
+//! | Far, Zero, Poisoned, unlocked | settled | the same; a stranger's zeros are found by the fault |
+//!
+//! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may have
+//! written zeros since. So a fault that finds a stranger's zeros leaves Restoring before it replaces them.
 
 use std::io;
 

@@ -16,8 +16,9 @@ use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
 use crate::away::Departures;
+use crate::evict::is_zero;
 use crate::granule::Granule;
-use crate::memory::{Backing, Punched};
+use crate::memory::{Backing, Holds, Punched, punch_until_gone};
 use crate::page_state::Word;
 use crate::shard::Stripes;
 use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
@@ -261,18 +262,24 @@ impl Backing for Region {
     }
 
     fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
-        /// Whoever keeps the kernel from splitting a huge page mostly does so for a moment.
-        const TRIES: u32 = 3;
         let (offset, len) = (self.file_offset.0 + first.offset(), count * PAGE_SIZE as u64);
-        for _ in 0..TRIES {
-            memfd::punch(&self.file, offset, len)?;
-            // An error here would be taken to mean that the bytes are as they were.
-            if self.huge.is_some() || memfd::is_hole(&self.file, offset, len).unwrap_or(false) {
-                return Ok(Punched::Gone);
-            }
-            std::thread::yield_now();
+        // A huge page of hugetlbfs goes as one.
+        let is_hole = || Ok(self.huge.is_some() || memfd::is_hole(&self.file, offset, len)?);
+        punch_until_gone(|| memfd::punch(&self.file, offset, len), is_hole)
+    }
+
+    fn holds(&self, first: PageIdx, count: u64) -> io::Result<Holds> {
+        if !self.is_present(first)? {
+            return Ok(Holds::Nothing);
         }
-        Ok(Punched::Stuck)
+        let mut bytes = [[0; PAGE_SIZE]];
+        for page in first.0..first.0 + count {
+            self.read(PageIdx(page), &mut bytes)?;
+            if !is_zero(&bytes[0]) {
+                return Ok(Holds::Bytes);
+            }
+        }
+        Ok(Holds::Zeros)
     }
 
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {

@@ -92,7 +92,7 @@ fn serve_one(vm: &Vm, view: &View, waiting: &Waiting) -> bool {
     let Some((region, page, memory)) = target(vm, view, waiting) else { return true };
     let from_file = region.granule(page).is_in_file();
     let resolved = resolve(vm, &region, page, waiting, &memory, &vm.stores, &times);
-    if from_file && matches!(resolved, Some((Served::Restored, _))) {
+    if from_file && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
     resolved.is_some()

@@ -132,6 +132,8 @@ pub struct Vm {
     pub(crate) gate: Gate,
     /// What came back of late.
     pub(crate) recent: Recent,
+    /// Far pages in whose place there was something in the file.
+    filled: AtomicU64,
     /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
     generation: AtomicU64,
     rung: Mutex<bool>,
@@ -178,6 +180,7 @@ impl Vm {
             over_limit: AtomicBool::new(false),
             gate: Gate::default(),
             recent: Recent::default(),
+            filled: AtomicU64::new(0),
             generation: AtomicU64::new(0),
             rung: Mutex::default(),
             bell: Condvar::new(),

@@ -15,7 +15,7 @@ use ballast_base::PageIdx;
 use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine};
 use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
-use ballast_pager::memory::{Backing, Mapped, Punched};
+use ballast_pager::memory::{Backing, Holds, Mapped, Punched};
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
 use ballast_pager::shift::commit;
 use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
@@ -72,11 +72,19 @@ impl Backing for World {
         out[0] = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
         Ok(())
     }
+    fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
+        Ok(match self.kernel.lock().unwrap().file {
+            None => Holds::Nothing,
+            Some(0) => Holds::Zeros,
+            Some(_) => Holds::Bytes,
+        })
+    }
     fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
         *self.kernel.lock().unwrap() = Kernel { file: self.stuck.then_some(0), mapped: false };
         Ok(if self.stuck { Punched::Stuck } else { Punched::Gone })
     }
     fn write(&self, _: PageIdx, bytes: &PageBytes) -> io::Result<()> {
+        assert_eq!(self.words.len(), 1, "the kernel cannot write to a file of huge pages");
         self.kernel.lock().unwrap().file = Some(value_of(bytes));
         Ok(())
     }
@@ -198,7 +206,7 @@ impl World {
     }
 
     fn serve(&self, kind: FaultKind) {
-        let (_, served) = serve(self.whole(), KEY, kind, self, self, |age| age);
+        let (_, served) = serve(self.whole(), KEY, kind, self, self, self, |age| age);
         let served = served.expect("the modelled kernel never refuses");
         if served == Served::Later {
             thread::yield_now();
@@ -276,6 +284,11 @@ impl World {
             let to = Word::far(FILE_STORE, handle, from.age());
             commit((self.whole(), index), KEY, (from, &self.ram), (to, &self.file), &bytes);
         }
+    }
+
+    /// Somebody who is not of the VM reads the page through a mapping of the file: a hole is filled with zeros.
+    fn read_by_a_stranger(&self) {
+        self.kernel.lock().unwrap().file.get_or_insert(0);
     }
 
     /// A prefetch lane brings the page back unasked.
@@ -628,6 +641,90 @@ fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again
         prefetch.join().unwrap();
         reclaim.join().unwrap();
         assert_eq!(world.read(), 4);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_stranger_that_reads_a_far_page_while_the_guest_touches_it_costs_no_byte() {
+    for pages in [1, 2] {
+        explore(move || {
+            let world = World::far_granule(pages, 7);
+            let stranger = thread::spawn({
+                let world = world.clone();
+                move || world.read_by_a_stranger()
+            });
+            assert_eq!(world.read(), 7);
+            world.write(8);
+            assert_eq!(world.read(), 8);
+            stranger.join().unwrap();
+            assert_eq!(world.read(), 8);
+            world.check_settled();
+        });
+    }
+}
+
+#[test]
+fn a_stranger_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte() {
+    for pages in [1, 2] {
+        explore(move || {
+            let world = World::granule(pages, 1);
+            let stranger = thread::spawn({
+                let world = world.clone();
+                move || {
+                    world.read_by_a_stranger();
+                    world.read_by_a_stranger();
+                }
+            });
+            let reclaim = thread::spawn({
+                let world = world.clone();
+                move || world.reclaim(Ticket::new(1, 0))
+            });
+            world.write(2);
+            assert_eq!(world.read(), 2);
+            reclaim.join().unwrap();
+            stranger.join().unwrap();
+            assert_eq!(world.read(), 2);
+            world.check_settled();
+        });
+    }
+}
+
+#[test]
+fn two_lanes_and_a_prefetch_that_find_a_strangers_zeros_give_the_bytes_and_free_the_copy_once() {
+    explore(|| {
+        let world = World::far(7);
+        world.read_by_a_stranger();
+        let prefetch = thread::spawn({
+            let world = world.clone();
+            move || world.prefetch()
+        });
+        let stale = thread::spawn({
+            let world = world.clone();
+            move || world.serve(FaultKind::Missing)
+        });
+        assert_eq!(world.read(), 7);
+        world.write(8);
+        prefetch.join().unwrap();
+        stale.join().unwrap();
+        assert_eq!(world.read(), 8);
+        world.check_settled();
+    });
+}
+
+#[test]
+fn a_page_that_is_filled_by_a_stranger_and_discarded_reads_zeros() {
+    explore(|| {
+        let world = World::far(7);
+        let stranger = thread::spawn({
+            let world = world.clone();
+            move || world.read_by_a_stranger()
+        });
+        world.discard();
+        assert_eq!(world.read(), 0);
+        world.write(9);
+        stranger.join().unwrap();
+        assert_eq!(world.read(), 9);
         world.check_settled();
     });
 }

@@ -28,7 +28,7 @@ impl Vm {
                 stats.add(Counter::FaultZero, 1);
                 stats.sub(Counter::Zero, pages);
             }
-            Served::Restored => {
+            Served::Restored | Served::Filled { .. } => {
                 stats.add(Counter::RestoredPages, pages);
                 stats.add(Counter::FaultRestore, 1);
                 stats.sub(Counter::Far, pages);
@@ -81,10 +81,29 @@ impl Vm {
         self.gate.room().map_or_else(unlimited, |room| room / 2)
     }
 
-    /// Say that a page was lost.
-    pub(crate) fn report_lost(&self, region: u32, page: PageIdx) {
-        let text = "the guest gets a memory error when it touches it";
-        self.report("page-lost", format!("the store lost page {page} of region {region}: {text}"));
+    /// Say what operators should know of a fault that was served: a page was lost, or somebody else touched it.
+    pub(crate) fn tell(&self, served: Served, region: u32, page: PageIdx) {
+        match served {
+            Served::Poisoned { newly: true } => {
+                let text = "the guest gets a memory error when it touches it";
+                self.report("page-lost", format!("the store lost page {page} of region {region}: {text}"));
+            }
+            Served::Filled { zeros } => {
+                // Said at the 1st, 2nd, 4th, 8th ... time.
+                let times = self.filled.fetch_add(1, Ordering::Relaxed) + 1;
+                if times.is_power_of_two() {
+                    let found = match zeros {
+                        true => {
+                            "zeros, which the page's bytes have replaced: a process that is not of the VM reads its RAM"
+                        }
+                        false => "bytes, which the guest gets: a process that is not of the VM writes to its RAM",
+                    };
+                    let text = format!("page {page} of region {region} was far, and in its file were {found}");
+                    self.report("far-filled", format!("{text} ({times} pages so far)"));
+                }
+            }
+            _ => {}
+        }
     }
 
     /// DRAM the RAM files use; a file that holds several regions counts once.

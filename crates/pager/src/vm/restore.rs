@@ -10,7 +10,7 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
-use crate::evict::expel_left;
+use crate::evict::punch_left;
 use crate::fault::{Served, serve};
 use crate::page_state::{State, Word};
 use crate::region::Region;
@@ -32,16 +32,12 @@ impl Vm {
         Ok(())
     }
 
-    /// Finish what the last engine left half done: these pages are far, and their file holds zeros in their place. Before
-    /// anybody is served.
+    /// Finish what the last engine left half done: these pages are far, and their file holds zeros in their place.
     pub fn expel(&self, zeroed: &[(u32, PageIdx)]) {
         for (number, page) in zeroed {
             let Some(region) = self.region(*number) else { continue };
-            let done = expel_left(region.key(*page), region.granule(*page), &*region, &self.stores);
-            self.stats().sub(Counter::Far, done.stuck + done.lost);
-            self.stats().add(Counter::Poisoned, done.lost);
-            if done.lost > 0 {
-                self.report_lost(*number, *page);
+            if let Err(error) = punch_left(*page, region.granule(*page), &*region) {
+                tracing::warn!(vm = self.state.name(), number, %page, "Freeing what is far: {error}");
             }
         }
     }
@@ -84,7 +80,9 @@ impl Vm {
                     }
                     continue;
                 }
-                let (rescued, served) = serve(granule, key, FaultKind::Missing, &memory, &self.stores, |age| age);
+                // As if it were in the file: then it is looked first. Who maps it without being of the VM may be why we are here.
+                let kind = FaultKind::Minor;
+                let (rescued, served) = serve(granule, key, kind, &memory, region, &self.stores, |age| age);
                 self.count_rescued(rescued, granule.pages());
                 match served? {
                     Served::Later => std::thread::yield_now(),
@@ -97,9 +95,7 @@ impl Vm {
                     },
                     served => {
                         self.count(served, granule.pages());
-                        if served == (Served::Poisoned { newly: true }) {
-                            self.report_lost(region.number, page);
-                        }
+                        self.tell(served, region.number, page);
                         break;
                     }
                 }

@@ -8,7 +8,7 @@ use ballast_base::PageIdx;
 use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine, release};
 use ballast_pager::fault::{Served, serve};
 use ballast_pager::granule::Granule;
-use ballast_pager::memory::{Backing, Mapped, Punched};
+use ballast_pager::memory::{Backing, Holds, Mapped, Punched};
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
 use ballast_pager::stores::{RAM_STORE, StoreOf};
 use ballast_pager::sync::{AtomicU8, AtomicU64};
@@ -76,6 +76,13 @@ impl Backing for World {
         assert_eq!(out.len(), 1);
         out[0] = page_of(self.kernel.lock().unwrap().file[first.0 as usize].unwrap_or(0));
         Ok(())
+    }
+    fn holds(&self, page: PageIdx, _: u64) -> io::Result<Holds> {
+        Ok(match self.kernel.lock().unwrap().file[page.0 as usize] {
+            None => Holds::Nothing,
+            Some(0) => Holds::Zeros,
+            Some(_) => Holds::Bytes,
+        })
     }
     fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
         let mut kernel = self.kernel.lock().unwrap();
@@ -163,7 +170,7 @@ impl World {
                 mapping.done();
                 continue;
             }
-            let (_, served) = serve(self.granule(key.page), key, kind, self, &self.store, |age| age);
+            let (_, served) = serve(self.granule(key.page), key, kind, self, self, &self.store, |age| age);
             if served.expect("the modelled kernel never refuses") == Served::Later {
                 thread::yield_now();
             }

@@ -1,0 +1,207 @@
+//! RAM that somebody maps without being part of the VM: what they read fills holes in the file with zeros, where pages are far.
+//! The real kernel, and a real process that maps the real file. Needs root (userfaultfd).
+
+#![cfg(not(loom))]
+
+mod common;
+
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_needs::skip;
+use ballast_pager::page_state::State;
+use ballast_pager::stats::Counter;
+use ballast_pager::vm::Hold;
+use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_sys::Mapping;
+use common::{Finally, Rig, random, until};
+
+const QUICK: Duration = Duration::from_millis(20);
+const RAM: Bytes = Bytes(32 * MIB);
+const LIMIT: Bytes = Bytes(8 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+/// Names the file that the other process is to map.
+const FILE: &str = "BALLAST_TEST_RAM_FILE";
+
+/// The RAM file of a rig, under a name that any process of root can open.
+fn file_of(rig: &Rig) -> String {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    let start = format!("{:x}-", rig.guest.addr());
+    let line = maps.lines().find(|line| line.starts_with(&start)).expect("guest RAM begins a mapping");
+    let range = line.split_ascii_whitespace().next().expect("a range");
+    format!("/proc/{}/map_files/{range}", std::process::id())
+}
+
+/// The RAM file of a rig, mapped by somebody who is not part of the VM.
+fn mapped_by_a_stranger(rig: &Rig) -> Mapping {
+    let file = std::fs::File::options().read(true).write(true).open(file_of(rig)).expect("open");
+    Mapping::shared(&file, 0, rig.guest.len()).expect("map")
+}
+
+/// The other process: it maps the file and reads each page once.
+#[test]
+fn a_stranger() {
+    let Ok(path) = std::env::var(FILE) else { return };
+    let file = std::fs::File::options().read(true).write(true).open(path).expect("open");
+    let len = file.metadata().expect("stat").len() as usize;
+    let map = Mapping::shared(&file, 0, len).expect("map");
+    // Huge pages may be short for a moment.
+    until("every page was read", || read_each_page(&map));
+}
+
+/// Read each page once, through the mapping. By system calls: where the pool of huge pages has none left, which is no matter of
+/// the VM's, a touch would be a SIGBUS. Returns whether all could be read.
+fn read_each_page(map: &Mapping) -> bool {
+    let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
+    (0..map.len()).step_by(PAGE_SIZE).filter(|at| map.send_to(&sink, *at, 8).is_err()).count() == 0
+}
+
+/// Another process reads every page of a squeezed VM's RAM. The pages that were far then.
+fn read_by_a_stranger(rig: &Rig) -> u64 {
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let far = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
+    assert!(far > 0);
+    let status = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "a_stranger"])
+        .env(FILE, file_of(rig))
+        .status()
+        .expect("another process");
+    assert!(status.success());
+    assert_eq!(rig.resident(), Bytes(rig.guest.len() as u64), "the stranger has filled every hole");
+    far
+}
+
+fn check_every_page(rig: &Rig, far: u64) {
+    let wrong = (0..rig.pages).filter(|page| !rig.holds(*page, 1)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes, of {far} that were far and whose copies were in the store");
+    assert_eq!(rig.vm.stats().get(Counter::Far), 0);
+    assert!(rig.reported("far-filled"), "nobody was told");
+    rig.check_census();
+}
+
+#[test]
+fn a_stranger_that_reads_every_far_page_once_costs_no_byte() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let far = read_by_a_stranger(&rig);
+    check_every_page(&rig, far);
+    assert_eq!(rig.vm.stores.ram.usage().pages, 0, "the copies are not needed any more");
+}
+
+#[test]
+fn a_stranger_that_reads_every_far_page_costs_no_byte_when_all_are_brought_back() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let far = read_by_a_stranger(&rig);
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
+    check_every_page(&rig, far);
+}
+
+#[test]
+fn a_stranger_that_reads_huge_pages_costs_no_byte() {
+    let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
+    // Nearly all zeros: a page of zeros within a huge page is no sign of a stranger, a huge page of them is.
+    (0..rig.pages).step_by(512).for_each(|page| rig.fill(page + page / 512, 1));
+    rig.squeeze(LIMIT);
+    let far = read_by_a_stranger(&rig);
+    let wrong = (0..rig.pages).step_by(512).filter(|page| !rig.holds(page + page / 512, 1)).count();
+    assert_eq!(wrong, 0, "huge pages with wrong bytes, of {far} pages that were far");
+    assert!(rig.reported("far-filled"), "nobody was told");
+    rig.check_census();
+}
+
+#[test]
+fn a_stranger_that_reads_what_is_on_disk_costs_no_byte() {
+    let file = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
+        Ok((file, ..)) => Arc::new(file),
+        Err(error) => return skip("io_uring", error),
+    };
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, file, Duration::from_millis(10));
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    until("pages were spilled", || rig.vm.stats().get(Counter::Spilled) > 1000);
+    let far = read_by_a_stranger(&rig);
+    check_every_page(&rig, far);
+}
+
+#[test]
+fn what_a_stranger_wrote_to_a_far_page_is_the_page_and_is_told() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
+    let stranger = mapped_by_a_stranger(&rig);
+    stranger.words(far as usize * PAGE_SIZE, 1)[0].store(77, Ordering::Relaxed);
+    // Even where the store has lost what it no longer need have.
+    rig.faults.lose(1);
+    // By a system call, which gets EFAULT where the guest would get SIGBUS.
+    let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
+    rig.guest.send_to(&sink, far as usize * PAGE_SIZE, 8).expect("a page that is in its file was not served");
+    assert_eq!(rig.word(far).load(Ordering::Relaxed), 77);
+    until("it is told", || rig.reported("far-filled"));
+    assert_eq!(rig.vm.stats().get(Counter::Poisoned), 0);
+    rig.faults.lose(0);
+    rig.check_census();
+}
+
+/// Three threads of the guest write and read pages while a stranger reads all of them all the time.
+fn churn_beside_a_stranger(rig: &Rig, evictions: u64) {
+    let stranger = mapped_by_a_stranger(rig);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                read_each_page(&stranger);
+            }
+        });
+        let _end = Finally(|| over.store(true, Ordering::Relaxed));
+        let guests: Vec<_> = (0..3u64)
+            .map(|thread| {
+                scope.spawn(move || {
+                    let mut versions = vec![0u64; rig.pages as usize];
+                    let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+                    let mut step = 0u64;
+                    while rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::Failed) < evictions {
+                        step += 1;
+                        // Each thread owns every third page.
+                        let page = random(&state) % (rig.pages / 3) * 3 + thread;
+                        let expected = versions[page as usize];
+                        assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
+                        versions[page as usize] = step << 16 | page;
+                        rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+                    }
+                    for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(3) {
+                        assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+                    }
+                })
+            })
+            .collect();
+        let panicked = guests.into_iter().map(|guest| guest.join().is_err()).filter(|panicked| *panicked).count();
+        over.store(true, Ordering::Relaxed);
+        reader.join().expect("no panic");
+        assert_eq!(panicked, 0, "threads of the guest that read what they had not written");
+    });
+}
+
+#[test]
+fn a_guest_that_writes_while_a_stranger_reads_all_the_time_reads_what_it_wrote() {
+    let rig = Rig::new(RAM, AMPLE, Duration::from_millis(1));
+    rig.set_limit(Some(LIMIT));
+    churn_beside_a_stranger(&rig, 20_000);
+}
+
+#[test]
+fn a_guest_on_huge_pages_that_writes_while_a_stranger_reads_all_the_time_reads_what_it_wrote() {
+    let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), None) else { return };
+    rig.set_limit(Some(LIMIT));
+    churn_beside_a_stranger(&rig, 20_000);
+}
