@@ -15,7 +15,7 @@ test: setup
 	scripts/test.sh
 
 build:
-	cargo build -p ballast-cli -p ballast-daemon -p ballast-preload
+	cargo build -p ballast-cli -p ballast-daemon -p ballast-preload -p ballast-bench
 
 # Packages, the guest kernel and image (under target/); quick when nothing is missing.
 setup:

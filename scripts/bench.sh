@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 out=${1:-target/bench}
 export BALLAST_GUEST_DIR="${BALLAST_GUEST_DIR:-$PWD/target/guest}" RUST_BACKTRACE=0
 export ZSTD_SYS_USE_PKG_CONFIG="${ZSTD_SYS_USE_PKG_CONFIG:-1}"
-cargo build --release -p ballast-cli -p ballast-daemon -p ballast-preload || exit 1
+cargo build --release -p ballast-cli -p ballast-daemon -p ballast-preload -p ballast-bench || exit 1
 ballast=${CARGO_TARGET_DIR:-target}/release/ballast
 mkdir -p "$out" || exit 1
 failed=0

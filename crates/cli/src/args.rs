@@ -59,19 +59,12 @@ pub enum Command {
     Events,
     /// Check what this kernel can do; needs no daemon
     Doctor,
-    /// Show the main job on two real VMs (needs QEMU and the guest image of `make demo`)
-    Demo(crate::demo::DemoArgs),
-    /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run
-    Bench(crate::bench::BenchArgs),
-    /// A helper process of the bench
-    #[command(hide = true, name = ballast_bench::ROLE_COMMAND)]
-    BenchRole {
-        /// The role, as JSON
-        role: String,
-        /// A program to become
-        #[arg(last = true)]
-        words: Vec<std::ffi::OsString>,
-    },
+    /// Show the main job on two real VMs (needs ballast-bench, QEMU and the guest image of `make demo`)
+    #[command(disable_help_flag = true)]
+    Demo(crate::lab::LabArgs),
+    /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run (needs ballast-bench)
+    #[command(disable_help_flag = true)]
+    Bench(crate::lab::LabArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell

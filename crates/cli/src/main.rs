@@ -1,18 +1,16 @@
 //! `ballast`: the one command people type.
 //!
-//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench`, `replay` and
-//! `completions` do without). After: text for people, JSON
-//! for programs, an exit code for scripts.
+//! Before: `ballastd` listens on its API socket (`doctor`, `run`, `demo`, `bench`, `replay` and `completions` do
+//! without). After: text for people, JSON for programs, an exit code for scripts.
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
 
 mod args;
-mod bench;
-mod demo;
 mod doctor;
 mod exit;
 mod heat;
 mod host;
+mod lab;
 mod policy;
 mod run;
 mod show;
@@ -40,9 +38,8 @@ fn run(cli: Cli) -> Result<ExitCode> {
     let client = || Client::new(&cli.socket).context("Starting the API client");
     match cli.command {
         Command::Run(args) => match run::run(args)? {},
-        Command::Demo(args) => demo::run(args, cli.json)?,
-        Command::Bench(args) => bench::run(args, cli.json)?,
-        Command::BenchRole { role, words } => ballast_bench::run_role(&role, &words)?,
+        Command::Demo(args) => match lab::run("demo", args, cli.json)? {},
+        Command::Bench(args) => match lab::run("bench", args, cli.json)? {},
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Top(args) => top::run(client()?, args, cli.json)?,
         Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,

@@ -386,6 +386,42 @@ fn doctor_and_completions_need_no_daemon() {
 }
 
 #[test]
+fn bench_and_demo_become_ballast_bench_where_it_is_installed() {
+    // Beside this program of the test lies a ballast-bench, so a link elsewhere is what looks for it.
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("directory");
+    let (program, on_path) = (directory.path().join("ballast"), directory.path().join("path"));
+    std::fs::hard_link(env!("CARGO_BIN_EXE_ballast"), &program).expect("link");
+    std::fs::create_dir(&on_path).expect("directory");
+    let run = |args: &[&str]| {
+        let output = Command::new(&program).env("PATH", &on_path).args(args).output().expect("start ballast");
+        let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let (code, _, err) = run(&["bench", "restore"]);
+    assert!(code == Some(5) && err.contains("needs the program ballast-bench"), "{code:?} {err}");
+    assert!(err.contains(&*program.with_file_name("ballast-bench").to_string_lossy()) && err.contains("PATH"), "{err}");
+
+    let install = |place: &Path, name: &str| {
+        let script = format!("#!/bin/sh\necho {name} \"$@\"\nexit 7\n");
+        std::fs::write(place.join("ballast-bench"), script).expect("write");
+        std::fs::set_permissions(place.join("ballast-bench"), PermissionsExt::from_mode(0o755)).expect("mode");
+    };
+    install(&on_path, "listed");
+    for (args, words) in [
+        (["--json", "bench", "restore", "--quick"].as_slice(), "bench --json restore --quick"),
+        (&["bench", "restore", "--quick", "--json"], "bench restore --quick --json"),
+        (&["bench", "--dir", "a b", "spill"], "bench --dir a b spill"),
+        (&["bench", "--help"], "bench --help"),
+        (&["demo", "-h"], "demo -h"),
+        (&["demo"], "demo"),
+    ] {
+        assert_eq!(run(args), (Some(7), format!("listed {words}\n"), String::new()));
+    }
+    install(directory.path(), "beside");
+    assert_eq!(run(&["demo", "--seconds", "3"]).1, "beside demo --seconds 3\n");
+}
+
+#[test]
 fn a_daemon_that_is_replaced_in_between_is_asked_again() {
     // The old engine takes the connection and dies; the client must come again and meet the new one.
     let directory = tempfile::tempdir().expect("directory");

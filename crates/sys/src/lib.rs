@@ -12,6 +12,7 @@ pub mod mapping;
 pub mod memfd;
 pub mod peer;
 pub mod probe;
+pub mod program;
 pub mod remote;
 pub mod ring;
 pub mod scm;

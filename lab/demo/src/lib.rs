@@ -8,6 +8,7 @@
 mod measure;
 mod report;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -15,11 +16,11 @@ use anyhow::{Context, Result, bail, ensure};
 use ballast_api::{Client, VmStat};
 use ballast_base::Bytes;
 use ballast_base::units::{KIB, MIB};
-use ballast_bench::Daemon;
+use ballast_sys::program;
+use ballast_testhost::Daemon;
 use ballast_testvm::qemu::load::{Dataset, Mix};
 use ballast_testvm::qemu::{QemuGuest, load, qemu_missing};
 
-use crate::exit::{Coded, Exit};
 use measure::{HostMemory, each};
 use report::{Report, VmReport};
 
@@ -41,10 +42,22 @@ const VALUE: usize = 16 * KIB as usize;
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
 const SQUEEZE_PATIENCE: Duration = Duration::from_secs(60);
 
+/// The machine lacks something that the demo needs; the text says what.
+#[derive(Debug)]
+pub struct Missing(String);
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Missing {}
+
 /// Run it.
 pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     if let Some(why) = qemu_missing() {
-        return Err(Coded { exit: Exit::MissingFeature, message: why }.into());
+        return Err(Missing(why).into());
     }
     let start = Instant::now();
     let say = |text: &str| {
@@ -174,7 +187,7 @@ struct Host {
 
 impl Host {
     fn start() -> Result<Self> {
-        let ballast = std::env::current_exe().context("Finding this program's own file")?;
+        let ballast = program::find("ballast").context("Finding what starts the guests")?;
         Ok(Self { daemon: Daemon::start()?, ballast })
     }
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use ballast_api::Track;
 use ballast_base::{Bytes, KIB, MIB};
+use ballast_sys::program;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::qemu::{Accel, QemuGuest};
 
@@ -58,7 +59,8 @@ fn boot(bench: &mut Bench, memory: Bytes) -> Result<(QemuGuest, String)> {
     let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
     let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
     let role = serde_json::to_string(&Role::Become { procs: None })?;
-    let prefix = [&own, ROLE_COMMAND, &role, "--", &own, "run", "--name", &name, "--attach-socket", &socket, "--"];
+    let ballast = program::find("ballast").context("Finding what starts QEMU")?.to_string_lossy().into_owned();
+    let prefix = [&own, ROLE_COMMAND, &role, "--", &ballast, "run", "--name", &name, "--attach-socket", &socket, "--"];
     let prefix = prefix.map(str::to_owned);
     let mut guest = QemuGuest::builder().name("bench").memory(memory).prefix(prefix).spawn()?;
     guest.wait_ready(PATIENCE)?;

@@ -1,18 +1,72 @@
-//! `ballast bench`: the numbers, side by side with the kernel's own.
+//! `ballast-bench`: what `ballast bench` and `ballast demo` become.
 //!
-//! Before: `ballastd` lies beside this program. After: a table for people, or one JSON object per row.
-//! Promise: a build that was not made for speed says so before anything else.
+//! Before: `ballastd` and `ballast` lie beside this program or on `PATH`. After: a table for people, or one JSON object
+//! per row; the exit codes of `ballast`. Promise: a build that was not made for speed says so before anything else.
 
+use std::ffi::OsString;
+use std::io::{self, Write};
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use ballast_bench::{GuestKind, Options, Which};
+use clap::{Parser, Subcommand};
 
-use crate::show;
+/// The machine lacks something that the command needs: the same code as that of `ballast`.
+const MISSING_FEATURE: u8 = 5;
+
+/// The lab of Ballast: what measures and shows it.
+#[derive(Debug, Parser)]
+#[command(name = "ballast-bench", bin_name = "ballast", version, arg_required_else_help = true)]
+struct Cli {
+    /// Print JSON: sizes in bytes, units in the key names
+    #[arg(long, global = true, overrides_with = "json")]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show the main job on two real VMs (needs QEMU and the guest image of `make demo`)
+    Demo(ballast_demo::DemoArgs),
+    /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run
+    Bench(BenchArgs),
+    /// A helper process of the bench
+    #[command(hide = true, name = ballast_bench::ROLE_COMMAND)]
+    BenchRole {
+        /// The role, as JSON
+        role: String,
+        /// A program to become
+        #[arg(last = true)]
+        words: Vec<OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Demo(args) => ballast_demo::run(args, cli.json),
+        Command::Bench(args) => bench(args, cli.json),
+        Command::BenchRole { role, words } => ballast_bench::run_role(&role, &words),
+    };
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    eprintln!("ballast: {error:#}");
+    if error.is::<ballast_demo::Missing>() { MISSING_FEATURE.into() } else { ExitCode::FAILURE }
+}
+
+/// Print text. A reader that has gone away (`| head`) is not an error.
+fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result,
+    }
+}
 
 /// What to measure and how.
 #[derive(Clone, Debug, clap::Args)]
-pub struct BenchArgs {
+struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     what: What,
@@ -77,8 +131,8 @@ enum Guest {
     Qemu,
 }
 
-/// Run it.
-pub fn run(args: BenchArgs, json: bool) -> Result<()> {
+/// Measure.
+fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if !ballast_bench::is_release() {
         eprintln!(
             "ballast bench: WARNING: this is not a release build; its numbers mean nothing (cargo build --release)"
@@ -116,7 +170,7 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {
         if json {
-            show::print(&format!("{}\n", row.json(machine)))?;
+            print(&format!("{}\n", row.json(machine)))?;
             return Ok(());
         }
         if !std::mem::replace(&mut described, true) {
@@ -124,9 +178,9 @@ pub fn run(args: BenchArgs, json: bool) -> Result<()> {
             let line = |(key, value): (&String, &serde_json::Value)| {
                 format!("{key} {}\n", value.as_str().map_or_else(|| value.to_string(), str::to_owned))
             };
-            show::print(&(machine.iter().map(line).collect::<String>() + "\n"))?;
+            print(&(machine.iter().map(line).collect::<String>() + "\n"))?;
         }
-        show::print(&(row.text() + "\n"))?;
+        print(&(row.text() + "\n"))?;
         Ok(())
     })
 }

@@ -1,6 +1,6 @@
 //! A helper process, as the bench sees it.
 //!
-//! Before: a [`Role`]. After: `ballast bench-role` plays it in a process of its own, which ends with the bench.
+//! Before: a [`Role`]. After: `ballast-bench bench-role` plays it in a process of its own, which ends with the bench.
 //! Threads: the one that started the helper. Promise: a helper is ended and reaped when this is dropped.
 
 use std::io::{BufRead, BufReader, Write};

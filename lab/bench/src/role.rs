@@ -22,7 +22,7 @@ use crate::{guard, plain};
 
 /// Play a role, given as JSON, until standard input ends. The words are those of a program to become.
 pub fn run(role: &str, words: &[OsString]) -> Result<()> {
-    let role: Role = serde_json::from_str(role).context("This command is for ballast bench alone; its role")?;
+    let role: Role = serde_json::from_str(role).context("This command is for the bench alone; its role")?;
     if !matches!(role, Role::Guard) {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     }

@@ -1,6 +1,6 @@
 //! A ballastd of one's own, in a temporary directory: for benches and the demo.
 //!
-//! Before: `ballastd` lies beside this program. After: keeper and engine have ended, the directory is gone.
+//! Before: `ballastd` lies beside this program or on `PATH`. After: keeper and engine have ended, the directory is gone.
 //! Threads: the keeper's and engine's, in their processes. Promise: no other daemon on the machine is touched.
 
 use std::path::{Path, PathBuf};
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_api::Client;
+use ballast_sys::program;
 
 /// A running daemon.
 #[derive(Debug)]
@@ -19,15 +20,14 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Start the `ballastd` beside this program, as it is without settings.
+    /// Start `ballastd` as it is without settings.
     pub fn start() -> Result<Self> {
         Self::with_settings("")
     }
 
     /// Start it with these settings, in TOML.
     pub fn with_settings(settings: &str) -> Result<Self> {
-        let ballastd = std::env::current_exe().context("Finding this program's own file")?.with_file_name("ballastd");
-        ensure!(ballastd.is_file(), "{} is missing: build the whole workspace first", ballastd.display());
+        let ballastd = program::find("ballastd").context("Finding the daemon")?;
         let dir = tempfile::Builder::new().prefix("ballast-own-").tempdir().context("Making a directory")?;
         let log = std::fs::File::create(dir.path().join("ballastd.log")).context("Making the log")?;
         let config = dir.path().join("ballastd.toml");

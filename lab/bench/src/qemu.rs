@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, Hva, MIB};
-use ballast_sys::swap;
+use ballast_sys::{program, swap};
 use ballast_testvm::qemu::{Accel, QemuGuest};
 
 use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Out, Role, Touched};
@@ -42,11 +42,12 @@ impl Vmm {
         let own = std::env::current_exe().context("Finding this program's own file")?;
         let own = own.to_string_lossy().into_owned();
         let procs = if let Backing::Kernel { procs } = &config.backing { Some(procs.clone()) } else { None };
-        let mut prefix = vec![own.clone(), ROLE_COMMAND.into(), serde_json::to_string(&Role::Become { procs })?];
+        let mut prefix = vec![own, ROLE_COMMAND.into(), serde_json::to_string(&Role::Become { procs })?];
         prefix.push("--".into());
         if let Backing::Ballast { socket, name } = &config.backing {
             let words = ["run", "--name", name, "--attach-socket", &socket.to_string_lossy(), "--"].map(str::to_owned);
-            prefix.push(own);
+            let ballast = program::find("ballast").context("Finding what starts QEMU")?;
+            prefix.push(ballast.to_string_lossy().into_owned());
             prefix.extend(words);
         }
         let memory = Bytes((ballast_base::PageCount(config.pages).bytes().0 + BESIDE.0).next_multiple_of(2 * MIB));

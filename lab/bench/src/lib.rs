@@ -1,13 +1,13 @@
 //! `ballast bench`: Ballast against the kernel's own swap, a plain userfaultfd handler and the floor.
 //!
-//! Before: `ballastd` lies beside this program; root and zram for the kernel's columns. After: rows, and a machine that
+//! Before: `ballastd` lies beside this program or on `PATH`; root and zram for the kernel's columns. After: rows, and a machine that
 //! is as it was.
 //! Threads: the caller's; guests, handler, guard and daemon are processes.
 //! Units: in every key. Promise: all sides are measured in the same run, on the same data, in the same order of
 //! touches, in turns; every page's contents are checked; a figure that could not be measured says why.
 //!
 //! ```text
-//! bench ── orders, answers ──► guest (ballast) ◄── faults ── keeper, engine     `daemon`
+//! bench ── orders, answers ──► guest (ballast) ◄── faults ── keeper, engine     `testhost`
 //!   │                     ──► guest (kernel)  ◄── zram, in a cgroup            `guard` puts it back
 //!   │                     ──► guest (plain)   ◄── faults ── handler            `plain`
 //!   └─────────────────────►   guest (floor)
@@ -17,7 +17,6 @@ mod attach;
 mod balance;
 mod cgroup;
 mod cpu;
-mod daemon;
 mod guard;
 mod guest;
 mod huge;
@@ -50,9 +49,9 @@ mod zram;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
+use ballast_testhost::Daemon;
 use serde_json::Value;
 
-pub use daemon::Daemon;
 pub use machine::is_release;
 pub use order::{Data, GuestKind};
 pub use report::Row;

@@ -11,14 +11,14 @@ use ballast_needs::{missing, skip};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::Value;
 
-const BALLAST: &str = env!("CARGO_BIN_EXE_ballast");
+const BENCH: &str = env!("CARGO_BIN_EXE_ballast-bench");
 
 /// Is something missing that every bench needs? Then say so.
 fn no_bench() -> bool {
     let (needs, why) = if !rustix::process::geteuid().is_root() {
         ("root", "this user is not root")
-    } else if !Path::new(BALLAST).with_file_name("ballastd").is_file() {
-        ("ballastd", "ballastd is not built beside ballast (cargo build -p ballast-daemon)")
+    } else if !Path::new(BENCH).with_file_name("ballastd").is_file() {
+        ("ballastd", "ballastd is not built beside ballast-bench (cargo build -p ballast-daemon)")
     } else if !Path::new("/dev/zram0").exists() {
         ("zram", "there is no /dev/zram0")
     } else {
@@ -49,7 +49,7 @@ fn machine_before() -> String {
 
 /// The rows of a bench in haste.
 fn rows(arguments: &[&str]) -> Vec<Value> {
-    let output = Command::new(BALLAST).arg("bench").args(arguments).args(["--quick", "--json"]).output();
+    let output = Command::new(BENCH).arg("bench").args(arguments).args(["--quick", "--json"]).output();
     let output = output.expect("start ballast");
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8_lossy(&output.stdout);
@@ -71,8 +71,11 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
     if missing("qemu", ballast_testvm::qemu::qemu_missing()) {
         return;
     }
-    if !Path::new(BALLAST).with_file_name("libballast_preload.so").is_file() {
-        return skip("preload", "the preload library is not built beside ballast (cargo build -p ballast-preload)");
+    if !Path::new(BENCH).with_file_name("libballast_preload.so").is_file() {
+        return skip(
+            "preload",
+            "ballast and its preload library are not built beside ballast-bench (cargo build -p ballast-cli -p ballast-preload)",
+        );
     }
     let before = machine_before();
     let restore = rows(&["restore", "--guest", "qemu"]);
@@ -247,7 +250,7 @@ fn a_bench_that_is_killed_leaves_no_swap_no_setting_and_no_process_behind() {
         return;
     }
     let before = machine_before();
-    let mut bench = Command::new(BALLAST)
+    let mut bench = Command::new(BENCH)
         .args(["bench", "reclaim", "--json"])
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
