@@ -1,0 +1,78 @@
+//! Memory that is given back to the kernel while threads touch it leaves none of them waiting. Against the real kernel, which
+//! wakes first and then unregisters. Needs userfaultfd.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ballast_base::{Bytes, Hva, PAGE_SIZE};
+use ballast_needs::skip;
+use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
+use ballast_sys::{Mapping, Uffd, memfd};
+
+const PAGES: usize = 64;
+const LEN: u64 = (PAGES * PAGE_SIZE) as u64;
+/// How long the test goes on. The moment in question lasts some hundred nanoseconds, or as long as the kernel takes the CPU from the
+/// thread that unregisters.
+const SPAN: Duration = Duration::from_secs(5);
+
+#[test]
+fn whoever_touches_memory_while_it_is_given_back_goes_on() {
+    touched_while_given_back("uffd", REQUIRED_FEATURES, Uffd::register);
+}
+
+#[test]
+fn so_does_whoever_touches_memory_where_accesses_were_watched() {
+    touched_while_given_back("rwp", REQUIRED_FEATURES | ACCESS_FEATURES, Uffd::register_for_accesses);
+}
+
+/// Two threads touch page after page while memory is registered, unmapped and given back, again and again. Nobody serves their
+/// faults, so only the giving back can end a wait.
+fn touched_while_given_back(kind: &str, features: u64, register: fn(&Uffd, Hva, u64) -> io::Result<()>) {
+    let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
+        return skip(kind, "no such userfaultfd for this user");
+    };
+    let fd = memfd::create("ballast-test", Bytes(LEN)).expect("memfd");
+    let map = Mapping::shared(&fd, 0, LEN as usize).expect("map");
+    map.populate(0, map.len()).expect("populate");
+    let start = Hva(map.addr() as u64);
+    let done = AtomicBool::new(false);
+    let touched = [AtomicU64::new(0), AtomicU64::new(0)];
+    let counts = || touched.each_ref().map(|touched| touched.load(Ordering::Relaxed));
+    let left_waiting = std::thread::scope(|scope| {
+        for touched in &touched {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    let page = touched.fetch_add(1, Ordering::Relaxed) as usize % PAGES;
+                    map.words(page * PAGE_SIZE, 1)[0].load(Ordering::Relaxed);
+                }
+            });
+        }
+        let round = || {
+            register(&uffd, start, LEN).expect("register");
+            map.zap(0, map.len()).expect("zap");
+            // In two steps: to cut a mapping in two takes the kernel longer.
+            uffd.unregister(start, LEN / 2).expect("unregister");
+            uffd.unregister(start + LEN / 2, LEN / 2).expect("unregister");
+            let (before, since) = (counts(), Instant::now());
+            while counts().iter().zip(before).any(|(now, before)| *now == before) {
+                if since.elapsed() > Duration::from_secs(10) {
+                    return true;
+                }
+                std::thread::yield_now();
+            }
+            false
+        };
+        let (began, mut rounds) = (Instant::now(), 0);
+        let mut left_waiting = None;
+        while left_waiting.is_none() && began.elapsed() < SPAN {
+            left_waiting = round().then_some(rounds);
+            rounds += 1;
+        }
+        done.store(true, Ordering::Relaxed);
+        // So that the threads end, whatever was found.
+        uffd.wake(start, LEN).expect("wake");
+        left_waiting
+    });
+    assert_eq!(left_waiting, None, "a thread waits for memory that was given back in this round");
+}
