@@ -18,6 +18,7 @@ want qemu-system-x86_64 qemu-system-x86
 want gcc gcc
 want make make
 want flock util-linux
+want jq jq
 want awk mawk
 want busybox busybox-static
 want cpio cpio

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use super::{Daemon, until};
+use super::{Daemon, soak, until};
 
 /// A running test VM.
 pub struct Guest {
@@ -32,6 +32,7 @@ impl Guest {
         let child = Command::new(program)
             .args(args.split_ascii_whitespace())
             .envs(variables.iter().copied())
+            .args(soak::is_on().then_some("--latency"))
             .args(["--attach", name, "--json", "--until-stdin", "--ops", "0", "--attach-socket"])
             .arg(daemon.attach_socket())
             .stdin(Stdio::piped())
@@ -55,6 +56,9 @@ impl Guest {
         drop(child.stdin.take().map(|mut stdin| stdin.write_all(b"stop\n")));
         let output = child.wait_with_output().expect("wait for the test VM");
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        if let Ok(outcome) = serde_json::from_str(out.trim()) {
+            soak::ended(&outcome);
+        }
         assert!(output.status.success(), "VM {} ended with {}:\n{out}\n{err}", self.name, output.status);
         let outcome: serde_json::Value = serde_json::from_str(out.trim()).expect("one line of JSON");
         assert_eq!(outcome["wrong_bytes"], 0, "{out}");

@@ -4,6 +4,7 @@
 
 pub mod guest;
 pub mod raw;
+pub mod soak;
 pub mod vmm;
 
 use std::path::{Path, PathBuf};
@@ -73,6 +74,7 @@ impl Daemon {
 
     /// Kill the keeper without warning. Its engine serves on.
     pub fn kill_keeper(&mut self) {
+        soak::killed();
         self.keeper.kill().expect("kill the keeper");
         self.keeper.wait().expect("reap the keeper");
     }
@@ -109,7 +111,7 @@ impl Drop for Daemon {
         let _ = self.keeper.kill();
         let _ = self.keeper.wait();
         if let Some(pid) = engine {
-            kill(pid);
+            signal_process(pid, Signal::KILL);
         }
     }
 }
@@ -139,6 +141,7 @@ fn engine_of(keeper: u32) -> Option<u32> {
 
 /// SIGKILL.
 pub fn kill(pid: u32) {
+    soak::killed();
     signal_process(pid, Signal::KILL);
 }
 

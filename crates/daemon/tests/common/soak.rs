@@ -1,0 +1,30 @@
+//! What a soak counts: `scripts/soak.sh` names a file in `BALLAST_SOAK_LOG`, and each test adds lines of JSON to it.
+//!
+//! Before: a test kills something, or a guest ends. After: the script adds the lines up.
+//! Threads: any; a line is one write. Without the variable nothing is written.
+
+use std::io::Write;
+
+use serde_json::{Value, json};
+
+/// Does a soak count?
+pub fn is_on() -> bool {
+    std::env::var_os("BALLAST_SOAK_LOG").is_some()
+}
+
+/// Count one process that a test killed.
+pub fn killed() {
+    write(&json!({ "kills": 1 }));
+}
+
+/// Count what a guest did and found, from its own outcome.
+pub fn ended(outcome: &Value) {
+    let longest = outcome["latency"]["max_ns"].as_f64().unwrap_or_default() / 1e6;
+    write(&json!({ "ops": outcome["ops"], "wrong_bytes": outcome["wrong_bytes"], "longest_wait_ms": longest }));
+}
+
+fn write(line: &Value) {
+    let Some(path) = std::env::var_os("BALLAST_SOAK_LOG") else { return };
+    let file = std::fs::File::options().create(true).append(true).open(path);
+    file.and_then(|mut file| file.write_all(format!("{line}\n").as_bytes())).expect("write to the soak's log");
+}
