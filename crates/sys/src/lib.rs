@@ -5,12 +5,15 @@
 //! Promise: what the kernel normally answers is an outcome to match on; an error is a broken expectation.
 
 pub mod anon;
+pub mod bpf;
+pub mod btf;
 pub mod direct;
 pub mod hugetlb;
 pub mod kcmp;
 pub mod mapping;
 pub mod memfd;
 pub mod peer;
+pub mod pins;
 pub mod probe;
 pub mod program;
 pub mod remote;
@@ -22,5 +25,6 @@ pub mod zap;
 
 pub use anon::Anon;
 pub use mapping::Mapping;
+pub use pins::PinCheck;
 pub use remote::Remote;
 pub use uffd::Uffd;

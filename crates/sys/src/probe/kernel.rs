@@ -7,6 +7,8 @@ use std::os::fd::OwnedFd;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
 
 use super::{Finding, no, refused, unknown, yes};
+
+use crate::pins::{PinCheck, Unavailable};
 use crate::remote::{Collapsed, MADV_COLLAPSE, PAGE_IS_PRESENT, scan};
 use crate::uffd::{FillOutcome, REQUIRED_FEATURES};
 use crate::{Mapping, Remote, Uffd, memfd};
@@ -206,6 +208,15 @@ pub(super) fn io_uring() -> Finding {
     // SAFETY: the kernel just gave us this descriptor and nobody else knows it; descriptors fit an int.
     unsafe { libc::close(fd as i32) };
     yes("")
+}
+
+pub(super) fn pin_check() -> Finding {
+    match PinCheck::new() {
+        Ok(check) if check.knows_large() => yes(""),
+        Ok(_) => yes("of pages of 4 KiB; no huge page was to be had to try it on"),
+        Err(error @ Unavailable::SelfTest(_)) => unknown(error.to_string()),
+        Err(error) => no(error.to_string()),
+    }
 }
 
 #[cfg(test)]

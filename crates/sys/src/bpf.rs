@@ -1,0 +1,398 @@
+//! Just enough BPF to read kernel memory: an assembler, and the system calls to load a program and run it.
+//!
+//! Before: `pins` writes its program with [`Asm`]. After: the kernel has checked it, and [`Program::run`] runs it once, on the
+//! calling thread.
+//! Threads: any. Units: bytes. Promise: a program can only read what the kernel lets it, and write to its own [`Map`]; one that
+//! the kernel's checker does not accept is an error with the checker's last words.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// Registers, by their numbers. The first argument of a program or call is in `R1`; calls keep `R6` to `R9` and put their
+/// answer into `R0`; `FP` is the upper end of 512 bytes of stack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Reg {
+    /// Result.
+    R0 = 0,
+    /// First argument.
+    R1,
+    /// Second argument.
+    R2,
+    /// Third argument.
+    R3,
+    /// Kept by calls.
+    R6 = 6,
+    /// Kept by calls.
+    R7,
+    /// Kept by calls.
+    R8,
+    /// Kept by calls.
+    R9,
+    /// The stack.
+    Fp,
+}
+
+/// Functions of the kernel that programs call (`linux/bpf.h`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Call {
+    /// The value of an entry of a map, or null.
+    MapLookup = 1,
+    /// The `task_struct` of the thread that runs.
+    CurrentTask = 35,
+    /// Copy kernel memory: target, length, address. 0, or an error if there is none at that address.
+    ProbeReadKernel = 113,
+}
+
+/// How much a load or store moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Width {
+    /// Four bytes.
+    Word = 0x00,
+    /// Eight bytes.
+    Double = 0x18,
+}
+
+/// What is done with two numbers of 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Op {
+    /// Addition.
+    Add = 0x00,
+    /// Multiplication.
+    Mul = 0x20,
+    /// Bitwise and.
+    And = 0x50,
+    /// Shift to the left.
+    Lsh = 0x60,
+    /// Shift to the right.
+    Rsh = 0x70,
+    /// Copy.
+    Mov = 0xB0,
+}
+
+/// When a jump is taken; numbers of 64 bits without a sign.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum If {
+    /// Equal.
+    Eq = 0x10,
+    /// Greater.
+    Gt = 0x20,
+    /// Greater or equal.
+    Ge = 0x30,
+    /// Not equal.
+    Ne = 0x50,
+    /// Less or equal.
+    Le = 0xB0,
+}
+
+/// The second operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum With {
+    /// A register.
+    Reg(Reg),
+    /// A number.
+    Imm(i32),
+}
+
+impl From<Reg> for With {
+    fn from(reg: Reg) -> Self {
+        Self::Reg(reg)
+    }
+}
+
+impl From<i32> for With {
+    fn from(value: i32) -> Self {
+        Self::Imm(value)
+    }
+}
+
+/// One instruction, as the kernel has it.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Insn {
+    code: u8,
+    regs: u8,
+    off: i16,
+    imm: i32,
+}
+
+/// A place to jump to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Label(usize);
+
+/// A program in the making.
+#[derive(Debug, Default)]
+pub struct Asm {
+    insns: Vec<Insn>,
+    labels: usize,
+    places: HashMap<Label, usize>,
+    jumps: Vec<(usize, Label)>,
+}
+
+impl Asm {
+    const ALU64: u8 = 0x07;
+    const JMP: u8 = 0x05;
+    const X: u8 = 0x08;
+    const LDX_MEM: u8 = 0x61;
+    const STX_MEM: u8 = 0x63;
+    const ST_MEM: u8 = 0x62;
+    const LD_IMM64: u8 = 0x18;
+    const PSEUDO_MAP_FD: u8 = 1;
+
+    fn push(&mut self, code: u8, dst: Reg, src: u8, off: i16, imm: i32) {
+        self.insns.push(Insn { code, regs: dst as u8 | src << 4, off, imm });
+    }
+
+    fn push_with(&mut self, code: u8, dst: Reg, off: i16, with: With) {
+        match with {
+            With::Reg(src) => self.push(code | Self::X, dst, src as u8, off, 0),
+            With::Imm(imm) => self.push(code, dst, 0, off, imm),
+        }
+    }
+
+    /// A label that stands nowhere yet.
+    pub fn label(&mut self) -> Label {
+        self.labels += 1;
+        Label(self.labels)
+    }
+
+    /// Here it stands.
+    pub fn place(&mut self, label: Label) {
+        self.places.insert(label, self.insns.len());
+    }
+
+    /// `dst = dst op with`, or `dst = with`.
+    pub fn alu(&mut self, op: Op, dst: Reg, with: impl Into<With>) {
+        self.push_with(Self::ALU64 | op as u8, dst, 0, with.into());
+    }
+
+    /// `dst = *(base + off)`.
+    pub fn load(&mut self, width: Width, dst: Reg, base: Reg, off: i16) {
+        self.push(Self::LDX_MEM | width as u8, dst, base as u8, off, 0);
+    }
+
+    /// `*(base + off) = with`.
+    pub fn store(&mut self, width: Width, base: Reg, off: i16, with: impl Into<With>) {
+        match with.into() {
+            With::Reg(src) => self.push(Self::STX_MEM | width as u8, base, src as u8, off, 0),
+            With::Imm(imm) => self.push(Self::ST_MEM | width as u8, base, 0, off, imm),
+        }
+    }
+
+    /// `dst` = the map.
+    pub fn load_map(&mut self, dst: Reg, map: BorrowedFd<'_>) {
+        self.push(Self::LD_IMM64, dst, Self::PSEUDO_MAP_FD, 0, map.as_raw_fd());
+        self.insns.push(Insn { code: 0, regs: 0, off: 0, imm: 0 });
+    }
+
+    /// `R0` = the function's answer.
+    pub fn call(&mut self, call: Call) {
+        self.push(Self::JMP | 0x80, Reg::R0, 0, 0, call as i32);
+    }
+
+    /// Go on at the label if `a` compares so with `b`.
+    pub fn jump_if(&mut self, how: If, a: Reg, b: impl Into<With>, to: Label) {
+        self.jumps.push((self.insns.len(), to));
+        self.push_with(Self::JMP | how as u8, a, 0, b.into());
+    }
+
+    /// Go on at the label.
+    pub fn jump(&mut self, to: Label) {
+        self.jumps.push((self.insns.len(), to));
+        self.push(Self::JMP, Reg::R0, 0, 0, 0);
+    }
+
+    /// End with this result.
+    pub fn exit(&mut self, result: i32) {
+        self.alu(Op::Mov, Reg::R0, result);
+        self.push(Self::JMP | 0x90, Reg::R0, 0, 0, 0);
+    }
+
+    /// The instructions, with every jump at its label.
+    fn finish(mut self) -> io::Result<Vec<Insn>> {
+        for (at, label) in self.jumps {
+            let place = self.places.get(&label).map(|place| *place as i64 - at as i64 - 1);
+            let off = place.and_then(|off| i16::try_from(off).ok());
+            self.insns[at].off = off.ok_or_else(|| io::Error::other("a jump of a BPF program leads nowhere"))?;
+        }
+        Ok(self.insns)
+    }
+}
+
+/// `bpf(2)` of one command, with its arguments laid out as the kernel has them.
+///
+/// # Safety
+/// `attr` is the structure of the command, and the addresses in it are of live memory of the lengths it says.
+unsafe fn bpf<T>(command: libc::c_long, attr: &mut T) -> io::Result<i32> {
+    // SAFETY: the caller's promise; the structure itself is exclusively ours during the call.
+    let done = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attr), size_of::<T>()) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(done as i32) }
+}
+
+/// Make an array of `entries` values of `value_bytes` each that can be mapped as a shared file.
+pub fn create_array(entries: u32, value_bytes: u32) -> io::Result<OwnedFd> {
+    #[repr(C)]
+    struct Attr {
+        map_type: u32,
+        key_size: u32,
+        value_size: u32,
+        max_entries: u32,
+        flags: u32,
+    }
+    const MAP_CREATE: libc::c_long = 0;
+    const ARRAY: u32 = 2;
+    const MMAPABLE: u32 = 1 << 10;
+    let mut attr =
+        Attr { map_type: ARRAY, key_size: 4, value_size: value_bytes, max_entries: entries, flags: MMAPABLE };
+    // SAFETY: `Attr` begins as `union bpf_attr` does for this command (what is missing counts as zero); no addresses.
+    let fd = unsafe { bpf(MAP_CREATE, &mut attr)? };
+    // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A loaded program.
+#[derive(Debug)]
+pub struct Program {
+    fd: OwnedFd,
+}
+
+impl Program {
+    /// Load a program for raw tracepoints. It is attached to none; it only runs when it is told to.
+    ///
+    /// # Errors
+    /// If the kernel does not allow it, or its checker does not accept the program: what that said last is in the error.
+    pub fn load(asm: Asm) -> io::Result<Self> {
+        #[repr(C)]
+        struct Attr {
+            program_type: u32,
+            count: u32,
+            insns: u64,
+            license: u64,
+            log_level: u32,
+            log_size: u32,
+            log: u64,
+        }
+        const PROG_LOAD: libc::c_long = 5;
+        const RAW_TRACEPOINT: u32 = 17;
+        /// Lines of the checker's log that say why, at its end.
+        const LAST: usize = 4;
+        let insns = asm.finish()?;
+        // To read kernel memory a program must be under a licence that the kernel takes for compatible; this one is.
+        let license = c"Dual BSD/GPL";
+        let attempt = |log: &mut [u8]| {
+            let mut attr = Attr {
+                program_type: RAW_TRACEPOINT,
+                count: insns.len() as u32,
+                insns: insns.as_ptr() as u64,
+                license: license.as_ptr() as u64,
+                log_level: u32::from(!log.is_empty()),
+                log_size: log.len() as u32,
+                log: if log.is_empty() { 0 } else { log.as_mut_ptr() as u64 },
+            };
+            // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the instructions, the licence and the log
+            // outlive the call and are as long as it says.
+            unsafe { bpf(PROG_LOAD, &mut attr) }
+        };
+        let fd = attempt(&mut []).or_else(|error| {
+            let mut log = vec![0; 1 << 20];
+            let error = match attempt(&mut log) {
+                Ok(fd) => return Ok(fd),
+                // The log was too short for all that it had to say; the first answer is why it was asked for.
+                Err(again) if again.raw_os_error() == Some(libc::ENOSPC) => error,
+                Err(again) => again,
+            };
+            let text = String::from_utf8_lossy(log.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned();
+            let mut last: Vec<&str> = text.lines().rev().take(LAST).collect();
+            last.reverse();
+            let said = if last.is_empty() { String::new() } else { format!(" ({})", last.join("; ")) };
+            Err(io::Error::new(error.kind(), format!("loading a BPF program: {error}{said}")))
+        })?;
+        // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+    }
+
+    /// Run it once, with these arguments; its result.
+    pub fn run(&self, arguments: &[u64]) -> io::Result<u32> {
+        #[repr(C)]
+        struct Attr {
+            program: u32,
+            result: u32,
+            data: [u32; 2],
+            data_in_out: [u64; 2],
+            repeat: u32,
+            duration: u32,
+            context_bytes: u32,
+            context_out_bytes: u32,
+            context: u64,
+            context_out: u64,
+            flags: u32,
+            cpu: u32,
+        }
+        const PROG_TEST_RUN: libc::c_long = 10;
+        let mut attr = Attr {
+            program: self.fd.as_raw_fd() as u32,
+            result: 0,
+            data: [0; 2],
+            data_in_out: [0; 2],
+            repeat: 0,
+            duration: 0,
+            context_bytes: size_of_val(arguments) as u32,
+            context_out_bytes: 0,
+            context: arguments.as_ptr() as u64,
+            context_out: 0,
+            flags: 0,
+            cpu: 0,
+        };
+        // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the arguments outlive the call and are as long as
+        // it says. The kernel writes the result and nothing else.
+        unsafe { bpf(PROG_TEST_RUN, &mut attr)? };
+        Ok(attr.result)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_needs::skip;
+
+    #[test]
+    fn a_program_runs_with_its_argument_and_answers() {
+        let mut asm = Asm::default();
+        let (again, out) = (asm.label(), asm.label());
+        // Adds 2 for each of the argument, up to 8 times.
+        asm.load(Width::Double, Reg::R6, Reg::R1, 0);
+        asm.alu(Op::Mov, Reg::R7, 0);
+        asm.place(again);
+        asm.jump_if(If::Ge, Reg::R7, Reg::R6, out);
+        asm.alu(Op::Add, Reg::R7, 1);
+        asm.jump_if(If::Le, Reg::R7, 7, again);
+        asm.place(out);
+        asm.alu(Op::Lsh, Reg::R7, 1);
+        asm.alu(Op::Mov, Reg::R0, Reg::R7);
+        asm.push(Asm::JMP | 0x90, Reg::R0, 0, 0, 0);
+        let Ok(program) = Program::load(asm).inspect_err(|error| skip("bpf", error)) else { return };
+        assert_eq!([3, 100].map(|argument| program.run(&[argument]).expect("run")), [6, 16]);
+        assert!(program.run(&[]).is_err(), "an argument is missing");
+    }
+
+    #[test]
+    fn a_program_that_the_kernel_does_not_accept_is_an_error_that_says_why() {
+        let mut asm = Asm::default();
+        asm.load(Width::Double, Reg::R1, Reg::R9, 0);
+        asm.exit(0);
+        let error = Program::load(asm).expect_err("it reads a register that was never written").to_string();
+        if error.contains("Operation not permitted") {
+            return skip("bpf", error);
+        }
+        assert!(error.contains("R9"), "{error}");
+        let mut asm = Asm::default();
+        let nowhere = asm.label();
+        asm.jump(nowhere);
+        assert!(Program::load(asm).is_err());
+    }
+}
