@@ -119,8 +119,15 @@ struct Run {
 }
 
 /// Run until the VM is stopped.
-pub fn run(vm: &Vm, after: Duration) {
+pub fn run(vm: &Vm) {
     let Some(file) = vm.stores.file.clone() else { return };
+    let Some(after) = vm.tuning.spill_after else {
+        // Nothing goes there any more; what is freed there is given back all the same.
+        while vm.doze(TICK) {
+            file.tidy();
+        }
+        return;
+    };
     let now = Instant::now();
     let mut lane = Lane {
         vm,

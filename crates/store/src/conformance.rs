@@ -50,7 +50,14 @@ fn must_hold(store: &dyn Store, key: PageKey, handle: Handle, bytes: &PageBytes)
     }
 }
 
+/// What is held when everything that was emptied has been given back.
+fn bytes_held(store: &dyn Store) -> u64 {
+    store.tidy();
+    store.usage().bytes
+}
+
 fn must_be_empty(store: &dyn Store, bytes_when_new: u64) {
+    store.tidy();
     let usage = store.usage();
     assert_eq!(usage.pages, 0, "everything was freed and pages are left: {usage:?}");
     assert_eq!(usage.bytes, bytes_when_new, "everything was freed and bytes are left: {usage:?}");
@@ -78,7 +85,7 @@ fn samples() -> Vec<PageBytes> {
 }
 
 fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) {
-    let bytes_when_new = store.usage().bytes;
+    let bytes_when_new = bytes_held(store);
     let samples = samples();
     let handles: Vec<Handle> = (0u64..).zip(&samples).map(|(page, bytes)| stored(store, key(0, page), bytes)).collect();
     assert_eq!(store.usage().pages, samples.len() as u64, "pages are counted when they are put");
@@ -94,7 +101,7 @@ fn every_kind_of_page_comes_back_as_often_as_it_is_asked_for(store: &dyn Store) 
 }
 
 fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
-    let bytes_when_new = store.usage().bytes;
+    let bytes_when_new = bytes_held(store);
     let content: Vec<PageBytes> = (0..70).map(pages::mixed).collect();
     let mut outcomes = vec![PutOutcome::Busy];
     store.put_run(key(2, 1000), &content, &mut outcomes);
@@ -183,7 +190,7 @@ fn handles_that_were_never_given_out_are_harmless(store: &dyn Store) {
 }
 
 fn full_keeps_nothing_and_ends_after_frees(store: &dyn Store) {
-    let bytes_when_new = store.usage().bytes;
+    let bytes_when_new = bytes_held(store);
     let budget = store.usage().budget_bytes;
     assert!((1 << 20..=64 << 20).contains(&budget), "this kit needs a budget of 1 to 64 MiB, not {budget} bytes");
     let mut kept = Vec::new();
@@ -219,7 +226,7 @@ fn threads_get_their_own_bytes(store: &dyn Store) {
     const THREADS: u32 = 4;
     const ROUNDS: u64 = 400;
     const WINDOW: usize = 20;
-    let bytes_when_new = store.usage().bytes;
+    let bytes_when_new = bytes_held(store);
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             scope.spawn(move || {

@@ -4,7 +4,8 @@
 //! and nothing else; any other page is in a block of the file, its checksum in the index.
 //! Threads: any; each has an io_uring of its own (see `disk`). Several processes may use one file, as with `RamStore`.
 //! Units: a block is 4096 bytes, an area 512 blocks; disk space is charged in areas, and given back in areas: what was
-//! emptied is punched by `tidy` and when somebody asks for the usage, all but 16 MiB of it also by the next put.
+//! emptied is punched by `tidy`, all but 16 MiB of it also by the next put. To ask for the usage reads counters and
+//! never waits for the disk.
 //! Promise: `Stored` means the device took the bytes. `Found` means the exact bytes that were put under that key and
 //! handle, whatever the disk or the index hold. A page that cannot be read any more is `Corrupt`, never zeros.
 //!
@@ -256,7 +257,6 @@ impl FileStore {
     /// What the store holds and did.
     pub fn usage_detail(&self) -> FileUsage {
         let inner = &self.inner;
-        inner.allocator.settle(0);
         let today = inner.limits.written_today(&inner.allocator.arena().own_words()[WORD_TODAY]);
         FileUsage {
             same_filled_pages: inner.sum(Counter::LiveSameFilled),
@@ -326,7 +326,6 @@ impl Store for FileStore {
 
     fn usage(&self) -> StoreUsage {
         let inner = &self.inner;
-        inner.allocator.settle(0);
         StoreUsage {
             pages: inner.sum(Counter::LiveBlocks).saturating_add(inner.sum(Counter::LiveSameFilled)),
             bytes: u64::from(inner.allocator.resync()) * AREA_BYTES,

@@ -163,7 +163,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         None
     }
 
-    /// What the store holds now.
+    /// What the store holds now; what was emptied counts until [`Store::tidy`] gives it back. Reads counters: never waits.
     fn usage(&self) -> StoreUsage;
 }
 

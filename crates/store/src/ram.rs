@@ -156,7 +156,6 @@ impl RamStore {
 
     /// What the store holds and did.
     pub fn usage_detail(&self) -> RamUsage {
-        self.allocator.settle(0);
         let compressed_puts = self.sum(Counter::PutCompressed);
         RamUsage {
             same_filled_pages: self.sum(Counter::LiveSameFilled),
@@ -267,7 +266,6 @@ impl Store for RamStore {
     }
 
     fn usage(&self) -> StoreUsage {
-        self.allocator.settle(0);
         StoreUsage {
             pages: self.sum(Counter::LiveBlobs).saturating_add(self.sum(Counter::LiveSameFilled)),
             bytes: Bytes(u64::from(self.allocator.resync()) * SLAB_BYTES as u64).0,

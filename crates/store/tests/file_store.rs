@@ -12,6 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
@@ -20,6 +21,7 @@ use ballast_store::{
     PutOutcome, Refusal, Store, conformance, pages,
 };
 use ballast_sys::memfd;
+use ballast_testvm::fuse::Fuse;
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -39,8 +41,12 @@ fn options(budget: &Arc<Budget>, faults: &Arc<DiskFaults>) -> FileOptions {
 }
 
 fn made(limit: u64) -> Option<Made> {
+    made_in(&std::env::temp_dir(), limit)
+}
+
+fn made_in(dir: &Path, limit: u64) -> Option<Made> {
     let (budget, faults) = (Budget::new(Bytes(limit)), Arc::default());
-    let created = FileStore::create(&std::env::temp_dir(), options(&budget, &faults));
+    let created = FileStore::create(dir, options(&budget, &faults));
     let (store, file, index) = created.inspect_err(|error| skip("disk", error)).ok()?;
     Some(Made { store, file, index, budget, faults })
 }
@@ -89,6 +95,7 @@ fn put_run(store: &FileStore, first: u64, pages: &[PageBytes]) -> Vec<Handle> {
 }
 
 fn must_be_empty(made: &Made) {
+    made.store.tidy();
     assert_eq!((made.store.usage().pages, made.store.usage().bytes, made.budget.used().0), (0, 0, 0));
     made.store.validate().expect("valid");
 }
@@ -249,6 +256,24 @@ fn short_transfers_are_continued_and_interrupted_ones_repeated() {
 }
 
 #[test]
+fn to_ask_for_the_usage_waits_for_no_disk() {
+    let Ok(fuse) = Fuse::serve().inspect_err(|error| skip("fuse", error)) else { return };
+    let Some(made) = made_in(&fuse.dir(), 64 * MIB) else { return };
+    for (page, handle) in (0..).zip(put_run(&made.store, 0, &run_of(0..1024))) {
+        made.store.free(key(page), handle);
+    }
+    fuse.hold();
+    let (says, said) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| says.send((made.store.usage().bytes, made.store.usage_detail().areas)).expect("heard"));
+        let usage = said.recv_timeout(Duration::from_secs(20));
+        fuse.release();
+        assert_eq!(usage, Ok((4 * MIB, 2)), "what was emptied is counted until `tidy`");
+    });
+    must_be_empty(&made);
+}
+
+#[test]
 fn a_put_that_takes_too_long_is_refused_and_its_block_comes_back_when_it_is_over() {
     let Some(made) = made(64 * MIB) else { return };
     made.faults.fail_writes(2, DiskFault::Late);
@@ -261,6 +286,7 @@ fn a_put_that_takes_too_long_is_refused_and_its_block_comes_back_when_it_is_over
         let handle = put(&made.store, 3, &pages::incompressible(3));
         must_hold(&made.store, 3, handle, &pages::incompressible(3));
         made.store.free(key(3), handle);
+        made.store.tidy();
     }
     must_be_empty(&made);
 }

@@ -66,9 +66,14 @@ const SET_SIZE: u32 = 1 << 3;
 pub struct Fuse {
     mount: OwnedFd,
     shared: Arc<Shared>,
+    running: Mutex<Option<Running>>,
+}
+
+#[derive(Debug)]
+struct Running {
     /// Closed to end the server.
-    stop: Option<OwnedFd>,
-    threads: Vec<JoinHandle<()>>,
+    stop: OwnedFd,
+    threads: [JoinHandle<()>; 2],
 }
 
 #[derive(Debug)]
@@ -117,11 +122,11 @@ impl Fuse {
         let (stopped, stop) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         let server = Arc::new(Server { device, shared: shared.clone() });
         let taker = server.clone();
-        let threads = vec![
+        let threads = [
             std::thread::Builder::new().name("fuse".into()).spawn(move || taker.take_requests(&stopped))?,
             std::thread::Builder::new().name("fuse-late".into()).spawn(move || server.answer_late())?,
         ];
-        Ok(Self { mount, shared, stop: Some(stop), threads })
+        Ok(Self { mount, shared, running: Mutex::new(Some(Running { stop, threads })) })
     }
 
     /// Its directory, as other processes may name it, too.
@@ -130,10 +135,7 @@ impl Fuse {
     }
 
     /// From now on files are opened past the page cache (as with virtiofs, 9p or CIFS without a cache), or through it.
-    /// What is open stays as it is.
-    ///
-    /// A process holds its `mmap_lock` for writing, and cannot be killed, when it maps a file that it opened past the cache
-    /// while a read through the cache is not answered: the kernel waits for the locked page, to drop it.
+    /// What is open stays as it is. Who opens with `O_DIRECT` always goes past it.
     pub fn set_direct(&self, direct: bool) {
         self.shared.lock().direct = direct;
     }
@@ -164,17 +166,25 @@ impl Fuse {
     pub fn reads(&self) -> u64 {
         self.shared.lock().reads
     }
+
+    /// Stop serving: the kernel ends what was not answered, and all that is asked later, with an error.
+    pub fn end(&self) {
+        let Some(Running { stop, threads }) = self.running.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+            return;
+        };
+        self.shared.lock().over = true;
+        self.shared.changed.notify_all();
+        drop(stop);
+        for thread in threads {
+            // When both are gone the device is closed.
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Drop for Fuse {
     fn drop(&mut self) {
-        self.shared.lock().over = true;
-        self.shared.changed.notify_all();
-        self.stop = None;
-        for thread in self.threads.drain(..) {
-            // When both are gone the device is closed, and the kernel ends what nobody answered.
-            let _ = thread.join();
-        }
+        self.end();
     }
 }
 
@@ -268,7 +278,6 @@ impl State {
     /// Carry out a request about `node` and make the body of its answer.
     fn carry_out(&mut self, opcode: u32, node: u64, arg: &[u8]) -> Result<Body, Errno> {
         let file = self.files.get(&node);
-        let open = Body::default().u64(0).u32(if self.direct { DIRECT_IO } else { 0 }).u32(0);
         match opcode {
             op::INIT => {
                 let readahead = u32_at(arg, 8);
@@ -282,11 +291,11 @@ impl State {
             }
             op::CREATE => {
                 let node = self.named(&arg[16..])?;
-                Ok(self.entry(node)?.bytes(&open.0))
+                Ok(self.entry(node)?.bytes(&self.opened(arg).0))
             }
             op::TMPFILE => {
                 let node = self.make()?;
-                Ok(self.entry(node)?.bytes(&open.0))
+                Ok(self.entry(node)?.bytes(&self.opened(arg).0))
             }
             op::GETATTR => self.attributes(node),
             op::SETATTR => {
@@ -296,7 +305,7 @@ impl State {
                 }
                 self.attributes(node)
             }
-            op::OPEN => file.map(|_| open).ok_or(Errno::ISDIR),
+            op::OPEN => file.map(|_| self.opened(arg)).ok_or(Errno::ISDIR),
             op::READ => {
                 let (offset, len) = (u64_at(arg, 8), u32_at(arg, 16).min(MOST));
                 let mut bytes = vec![0; len as usize];
@@ -322,6 +331,12 @@ impl State {
             op::RELEASE | op::RELEASEDIR | op::FLUSH | op::FSYNC | op::ACCESS => Ok(Body::default()),
             _ => Err(Errno::NOSYS),
         }
+    }
+
+    /// The answer to who opens a file with these flags.
+    fn opened(&self, arg: &[u8]) -> Body {
+        let direct = self.direct || u32_at(arg, 0) & OFlags::DIRECT.bits() != 0;
+        Body::default().u64(0).u32(if direct { DIRECT_IO } else { 0 }).u32(0)
     }
 
     /// The file of a name, which ends with a zero byte.

@@ -42,11 +42,8 @@ impl Vm {
             let vm = self.clone();
             self.start_lane("slow", move || vm.run_lane("slow", Serves::All, || slow::run(&vm)))?;
         }
-        if let Some(after) = self.tuning.spill_after {
-            let vm = self.clone();
-            self.start_lane("spill", move || vm.run_lane("spill", Serves::Nobody, || spill::run(&vm, after)))?;
-        }
-        Ok(())
+        let vm = self.clone();
+        self.start_lane("spill", move || vm.run_lane("spill", Serves::Nobody, || spill::run(&vm)))
     }
 
     pub(super) fn start_lane(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
