@@ -16,7 +16,7 @@ use ballast_sys::remote::{Collapsed, is_unit_aligned};
 use crate::page_state::State;
 use crate::region::Region;
 use crate::stats::Counter;
-use crate::unit::pages_of;
+use crate::units::pages_of;
 use crate::view::View;
 use crate::vm::Vm;
 
@@ -87,13 +87,13 @@ fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Col
     if region.next_present(first, end)? != Some((first, end)) {
         return Ok(None);
     }
-    let Some(mapping) = unit.map(|| is_resident(region, number)) else { return Ok(None) };
+    let Some(_mapping) = unit.as_whole().map(|| is_resident(region, number)) else { return Ok(None) };
     let mut result = None;
     for view in vm.views() {
         let Some((remote, addr)) = view.remote().zip(unit_addr(&view, region, number)) else { continue };
         let outcome = remote.collapse(addr, HUGE_SIZE as u64)?;
         if outcome == Collapsed::Done {
-            mapping.done();
+            unit.seen_huge();
         }
         result = result.filter(|result| *result != Collapsed::Done).or(Some(outcome));
     }

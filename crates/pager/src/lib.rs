@@ -10,8 +10,8 @@
 //! A reader's way through it: [`page_state`] (the word and its truth table), [`fault`] and [`evict`] (the moves),
 //! [`memory`] (what they ask of the kernel), [`stores`] and [`shift`] (where far pages are, and their way from RAM to a
 //! file), then `region`, `shard`, `view` and `vm` (the real thing), `lane` and `reclaim` (the two loops that drive it),
-//! `prefetch` (what comes back unasked), `track`, `scans`, `zap_scan`, `rwp_scan` and `touch` (who is hot), [`unit`] and `coalesce` (what is
-//! mapped huge again), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` and `stages` (what
+//! `prefetch` (what comes back unasked), `track`, `scans`, `zap_scan`, `rwp_scan` and `touch` (who is hot), [`unit`], `units` and
+//! `coalesce` (what is mapped huge again), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` and `stages` (what
 //! operators see).
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
@@ -72,6 +72,8 @@ pub(crate) mod table;
 pub mod touch;
 #[cfg(not(loom))]
 pub mod track;
+#[cfg(not(loom))]
+pub mod units;
 #[cfg(not(loom))]
 pub mod view;
 #[cfg(not(loom))]

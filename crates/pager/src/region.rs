@@ -22,7 +22,7 @@ use crate::memory::{Backing, Holds, Punched, punch_until_gone};
 use crate::page_state::Word;
 use crate::shard::Stripes;
 use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
-use crate::unit::Units;
+use crate::units::Units;
 use crate::view::RegionView;
 
 const HUGE: u64 = HUGE_SIZE as u64;

@@ -18,7 +18,8 @@ use crate::coalesce::unit_addr;
 use crate::lane::Waiting;
 use crate::page_state::State;
 use crate::region::Region;
-use crate::unit::{Mapping, Stage, Unit};
+use crate::unit::Mapping;
+use crate::units::UnitState;
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
@@ -144,27 +145,27 @@ pub(crate) fn touched(
     view: &View,
     region: &Region,
     page: PageIdx,
-    unit: Unit<'_>,
+    unit: &UnitState,
     waiting: &Waiting,
 ) -> Touch {
-    if unit.is_mapping() {
+    if unit.as_whole().is_mapping() {
         return Touch::Aside;
     }
     let id = UnitId { region: region.number, unit: page.unit() as u32 };
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
-        fine = vm.touches.mark(id, page);
-        region.units().touch_block(page);
         // Before the unit is mapped: from then on nobody would see a touch.
-        unit.touch();
+        fine = vm.touches.mark(id, page);
+        if !fine {
+            unit.touch(page);
+        }
         // What reclaim took or was about to take would have been a fault without us, too: a VM that misses much would seem dear
         // to track, and then not be tracked, when it needs that most.
         tracked = waiting.fault.kind == FaultKind::Minor && region.word(page).state() == State::Resident;
         vm.touches.faults.fetch_add(u64::from(tracked), Ordering::Relaxed);
     }
-    if unit.stage() == Stage::Watched
-        && waiting.fault.kind == FaultKind::Minor
-        && let Some(mapping) = unit.enter()
+    if waiting.fault.kind == FaultKind::Minor
+        && let Some(mapping) = unit.as_whole().enter()
     {
         if map_huge(view, region, &[(page.unit(), mapping)]) {
             vm.touches.paid(waiting);
@@ -200,7 +201,7 @@ pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)
     let len = (units.len() * HUGE_SIZE) as u64;
     let done = remote.collapse(addr, len).is_ok_and(|outcome| outcome == Collapsed::Done);
     if done {
-        units.iter().for_each(|(_, mapping)| mapping.done());
+        units.iter().filter_map(|(unit, _)| region.units().get(*unit)).for_each(UnitState::seen_huge);
         let pages = units.len() as u64 * PAGES_PER_UNIT;
         let _ = view.of_region(region).map(|memory| memory.wake_run(PageIdx::first_of_unit(*first), pages));
     }

@@ -28,7 +28,8 @@ use crate::memory::Mapped;
 use crate::page_state::State;
 use crate::region::Region;
 use crate::touch::{map_huge, map_resident};
-use crate::unit::{Mapping, Unit};
+use crate::unit::Mapping;
+use crate::units::UnitState;
 use crate::vm::Vm;
 
 /// Units mapped huge by one call at the end of a cycle: faults on them are put aside for some 100 us.
@@ -66,13 +67,13 @@ impl Watched {
     /// A whole unit of this region, and which of its pages to watch if not all as one.
     pub(crate) fn new(region: Arc<Region>, unit: u32, pages: Option<PageMap>) -> Self {
         let id = UnitId { region: region.number, unit };
-        let huge = region.units().get(u64::from(unit)).is_some_and(Unit::is_huge);
+        let huge = region.units().get(u64::from(unit)).is_some_and(UnitState::is_huge);
         // A huge page of hugetlbfs is touched as a whole.
         let pages = pages.filter(|_| region.granule_pages() == 1);
         Self { id, region, huge, pages }
     }
 
-    fn unit(&self) -> Unit<'_> {
+    fn unit(&self) -> &UnitState {
         self.region.units().get(u64::from(self.id.unit)).expect("looked at when it was chosen")
     }
 
@@ -117,10 +118,9 @@ impl<'a> ZapScan<'a> {
         vm.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
         for watched in units {
             let unit = watched.unit();
-            watched.region.units().take_blocks(watched.number());
             unit.track();
             let whole = watched.huge && watched.pages.is_none();
-            if whole && !unit.watch(|| is_resident(&watched.region, watched.number())) {
+            if whole && !unit.as_whole().watch(|| is_resident(&watched.region, watched.number())) {
                 // Pages of it are away, or reclaim is about to take some.
                 unit.tear();
             } else if !watched.huge && watched.region.granule_pages() == 1 {
@@ -167,7 +167,7 @@ impl<'a> ZapScan<'a> {
             let unit = watched.unit();
             let mapping = match watched.pages {
                 Some(_) if watched.huge => {
-                    let mapping = unit.map(|| is_resident(&watched.region, watched.number()));
+                    let mapping = unit.as_whole().map(|| is_resident(&watched.region, watched.number()));
                     if mapping.is_none() {
                         unit.tear();
                     }
@@ -177,11 +177,11 @@ impl<'a> ZapScan<'a> {
                     unit.zap();
                     None
                 }
-                None => unit.enter(),
+                None => unit.as_whole().enter(),
             };
             let touched = unit.untrack();
             seen.push((watched.id, self.seen(watched, touched)));
-            if watched.region.granule_pages() > 1 && !touched {
+            if watched.region.granule_pages() > 1 && touched == 0 {
                 self.map_granule(watched);
             }
             let Some(mapping) = mapping else { continue };
@@ -198,11 +198,13 @@ impl<'a> ZapScan<'a> {
         seen
     }
 
-    fn seen(&self, watched: &Watched, touched: bool) -> Seen {
+    fn seen(&self, watched: &Watched, touched: u8) -> Seen {
         match watched.pages {
             // A unit that was mapped huge may have been touched all over without a fault for each block.
-            None if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched, written: None },
-            None => Seen::Blocks { touched: watched.region.units().take_blocks(watched.number()) },
+            None if watched.huge || watched.region.granule_pages() > 1 => {
+                Seen::Coarse { touched: touched != 0, written: None }
+            }
+            None => Seen::Blocks { touched },
             Some(pages) => {
                 let touched = self.vm.touches.pages(watched.id).and(pages);
                 Seen::Fine { watched: pages, touched, written: None }

@@ -164,10 +164,9 @@ impl World {
             // What the fault lane does first (`touch::touched`), but for putting the fault aside while the unit is being
             // mapped: that is for speed only.
             if kind == FaultKind::Minor
-                && let Some(mapping) = self.unit().enter()
+                && let Some(_mapping) = self.unit().enter()
             {
                 self.map_all();
-                mapping.done();
                 continue;
             }
             let (_, served) = serve(self.granule(key.page), key, kind, self, self, &self.store, |age| age);
@@ -215,9 +214,8 @@ impl World {
     }
 
     fn coalesce(&self) {
-        if let Some(mapping) = self.unit().map(|| self.is_resident()) {
+        if let Some(_mapping) = self.unit().map(|| self.is_resident()) {
             self.map_all();
-            mapping.done();
         }
     }
 
@@ -227,9 +225,8 @@ impl World {
             self.kernel.lock().unwrap().mapped = [false; _];
         }
         thread::yield_now();
-        if let Some(mapping) = self.unit().enter() {
+        if let Some(_mapping) = self.unit().enter() {
             self.map_all();
-            mapping.done();
         }
     }
 
