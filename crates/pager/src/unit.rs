@@ -8,16 +8,18 @@
 //! | Stage | Meaning | Who moves it on |
 //! |---|---|---|
 //! | Plain | pages are mapped one by one, under their locks | whoever wants to map or watch the unit: to Arming |
-//! | Arming | its 512 words are being read | the same: to Watched or Mapping if all were Resident, else to Plain. reclaim: to Plain |
+//! | Arming | its 512 words are being read | who reads: to Watched or Mapping if all are Resident, else to Plain. reclaim: to Cancelled |
+//! | Cancelled | the same, but what was read does not count | who reads: to Plain |
 //! | Watched | zapped as a whole; the next touch maps it as a whole | fault lane, tracker: to Mapping. reclaim: to Plain |
 //! | Mapping | every page of it is being mapped | its holder only: to Plain. Reclaim waits; a fault on the unit is put aside |
 //!
 //! Why that is sound. A page is mapped under its lock ([`crate::page_state`]), **or with its whole unit in stage
-//! Mapping**. Reclaim first marks words Quarantine, then moves their units to Plain ([`Unit::disturb`]), then zaps. A unit
-//! gets to Mapping only through Arming. If its Arming comes before the disturbance, that either undoes it or waits until
-//! the unit was mapped, and the zap comes after. If it comes later it sees the words, which were written before, and
-//! gives up. Both sides use read-modify-writes of one byte, so one of them is first, and the later one sees all the
-//! earlier one had written.
+//! Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then zaps. A unit gets to Mapping only
+//! through Arming. If its Arming comes before the disturbance, that either undoes it or waits until the unit was mapped,
+//! and the zap comes after. If it comes later it sees the words, which were written before, and gives up. Both sides use
+//! read-modify-writes of one byte, so one of them is first, and the later one sees all the earlier one had written.
+//! Nobody else can arm a unit that is Cancelled: the first lane would take the second's Arming for its own, though it
+//! read the words before the disturbance.
 //!
 //! A hole in a unit whose words are all Resident means zeros, so even a kernel that fills holes when it maps a unit
 //! changes nothing that the guest can see.
@@ -32,10 +34,12 @@ pub enum Stage {
     Plain = 0,
     /// Its words are being read.
     Arming = 1,
+    /// So they are, for nothing: it was disturbed.
+    Cancelled = 2,
     /// The next touch maps all of it.
-    Watched = 2,
+    Watched = 3,
     /// All of it is being mapped.
-    Mapping = 3,
+    Mapping = 4,
 }
 
 /// The byte that holds the stage of one unit.
@@ -57,7 +61,8 @@ impl<'a> Unit<'a> {
         match self.0.load(Ordering::Acquire) {
             0 => Stage::Plain,
             1 => Stage::Arming,
-            2 => Stage::Watched,
+            2 => Stage::Cancelled,
+            3 => Stage::Watched,
             _ => Stage::Mapping,
         }
     }
@@ -72,9 +77,15 @@ impl<'a> Unit<'a> {
         loop {
             let stage = self.stage();
             // Written also where nothing changes: see the file's head.
-            if stage == Stage::Mapping {
-                pause();
-            } else if self.swap(stage, Stage::Plain) {
+            let to = match stage {
+                Stage::Mapping => {
+                    pause();
+                    continue;
+                }
+                Stage::Arming | Stage::Cancelled => Stage::Cancelled,
+                Stage::Watched | Stage::Plain => Stage::Plain,
+            };
+            if self.swap(stage, to) {
                 return;
             }
         }
@@ -100,7 +111,12 @@ impl<'a> Unit<'a> {
             return false;
         }
         let to = if is_resident() { to } else { Stage::Plain };
-        self.swap(Stage::Arming, to) && to != Stage::Plain
+        if self.swap(Stage::Arming, to) {
+            return to != Stage::Plain;
+        }
+        // Disturbed, more than once perhaps: only we move it on.
+        self.swap(Stage::Cancelled, Stage::Plain);
+        false
     }
 }
 
@@ -140,5 +156,12 @@ mod tests {
         };
         assert!(unit.map(read).is_none());
         assert_eq!(unit.stage(), Stage::Plain);
+        let read = || {
+            unit.disturb(|| unreachable!("nobody maps it"));
+            assert!(unit.map(|| true).is_none() && !unit.watch(|| true), "armed again while its words are read");
+            true
+        };
+        assert!(unit.map(read).is_none());
+        assert!(unit.map(|| true).is_some());
     }
 }

@@ -27,6 +27,8 @@ const PAGES: u64 = 2;
 struct Kernel {
     file: [Option<u64>; PAGES as usize],
     mapped: [bool; PAGES as usize],
+    /// A zap for quarantine was acknowledged.
+    zapped: bool,
 }
 
 struct World {
@@ -131,7 +133,7 @@ impl World {
         Arc::new(Self {
             words: [AtomicU64::new(0), AtomicU64::new(0)],
             unit: AtomicU8::new(0),
-            kernel: Mutex::new(Kernel { file: [Some(1); _], mapped: [true; _] }),
+            kernel: Mutex::new(Kernel { file: [Some(1); _], mapped: [true; _], zapped: false }),
             store: Shelf::default(),
         })
     }
@@ -321,5 +323,27 @@ fn the_touch_of_one_page_of_a_watched_unit_does_not_map_another_that_is_being_ev
         neighbour.join().unwrap();
         assert_eq!((world.read(0), world.read(1)), (2, 5));
         world.check_settled();
+    });
+}
+
+#[test]
+fn a_unit_is_not_mapped_by_a_lane_that_read_its_words_before_a_quarantine_though_another_reads_them_again() {
+    explore(|| {
+        let world = World::new();
+        let coalesce = spawn(&world, |world| {
+            if let Some(_mapping) = world.unit().map(|| world.is_resident()) {
+                let zapped = world.kernel.lock().unwrap().zapped;
+                let taken = world.cell(0).load().state() == State::Quarantine;
+                assert!(!(zapped && taken), "a page in quarantine is mapped after its zap");
+            }
+        });
+        let track = spawn(&world, |world| {
+            world.unit().watch(|| world.is_resident());
+        });
+        assert!(quarantine(world.cell(0), Ticket::new(1, 0)));
+        world.unit().disturb(thread::yield_now);
+        world.kernel.lock().unwrap().zapped = true;
+        coalesce.join().unwrap();
+        track.join().unwrap();
     });
 }
