@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ballast_api::VmClass;
 use ballast_api::policy::Kind;
-use ballast_api::policy::words::{HIGH_SHARES, LOW_SHARES, NORMAL_SHARES};
+use ballast_api::policy::settings::{HIGH_SHARES, LOW_SHARES, NORMAL_SHARES};
 use ballast_base::Bytes;
 use clap::{Args, Parser, Subcommand};
 

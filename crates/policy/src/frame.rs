@@ -11,19 +11,18 @@
 
 use ballast_base::{Bytes, PageCount};
 
-use crate::State;
 use crate::ladder::HostState;
+use crate::memory::State;
 use crate::reason::Reason;
+use crate::settings::Class;
 use crate::snapshot::{Action, Decision, Plan, Snapshot, VmSample};
-use crate::solve::{Part, solve};
-use crate::words::{Class, sum};
+use crate::solve::{Part, solve, sum};
 
-/// A limit that would move by no more than one part in this many stays, so that a VM whose need is steady is left in
-/// peace. It is reclaim's own margin: a VM hardly feels the difference.
+/// A limit stays if it would change by at most 1/SETTLED_WITHIN. That is reclaim's own margin, so a VM hardly feels it.
 const SETTLED_WITHIN: u64 = 32;
 
-/// A VM loses at most one part in this many of its limit in one decision, if the budget can be kept so. What is known
-/// of needs is noisy: who is cut too far should show it before it is cut again.
+/// A VM loses at most 1/LOSES_AT_MOST of its limit in one decision, if the budget allows. Estimates are noisy: a VM that was cut too
+/// far must show it before it is cut again.
 const LOSES_AT_MOST: u64 = 8;
 
 /// A VM that is given a limit.
@@ -35,7 +34,7 @@ pub(crate) struct Managed<'a> {
     pub hi: u64,
     /// What the policy weighed.
     pub reasons: Vec<Reason>,
-    /// Of its decision in the plan.
+    /// Index of its decision in the plan.
     at: usize,
 }
 
@@ -46,11 +45,11 @@ pub(crate) struct Frame<'a> {
     /// Pages to divide among them.
     budget: u64,
     plan: Plan,
-    /// Why there is less or more to divide than one would think.
+    /// Reasons that hold for all VMs.
     common: Vec<Reason>,
 }
 
-/// Whole pages in so many bytes.
+/// Return the whole pages in this number of bytes.
 pub(crate) fn pages(bytes: u64) -> u64 {
     Bytes(bytes).pages_floor().0
 }
@@ -63,19 +62,19 @@ pub(crate) fn bytes(pages: u64) -> u64 {
     PageCount(pages).bytes().0
 }
 
-/// Least and most pages of a VM, not looking at others.
+/// Return the least and most pages of a VM on its own.
 fn bounds(vm: &VmSample, smallest: u64) -> (u64, u64) {
     let hi = pages(vm.most_bytes());
     let reserved = vm.settings.effective_reservation(vm.most_bytes()).max(smallest);
     (pages_ceil(reserved).min(hi), hi)
 }
 
-/// What is protected of a VM, in pages, within its bounds.
+/// Return the protected pages of a VM, within its bounds.
 fn protected(part: &Managed<'_>) -> u64 {
     pages_ceil(part.vm.settings.protect_bytes).clamp(part.lo, part.hi.max(part.lo))
 }
 
-/// Why no plan sets a limit for this VM.
+/// Return why no plan sets a limit for this VM, if so.
 fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
     if let Some(why) = &vm.held {
         return Some((Action::Leave, Reason::Held { why: why.clone() }));
@@ -87,11 +86,11 @@ fn left_alone(vm: &VmSample) -> Option<(Action, Reason)> {
 }
 
 impl<'a> Frame<'a> {
-    /// Look at the host and at each VM.
+    /// Build the frame from a snapshot.
     pub fn new(policy: &str, snapshot: &'a Snapshot, state: &mut State) -> Self {
         state.keep_only(snapshot);
         let host = &snapshot.host;
-        let (host_state, exhaustion_ms) = state.ladder.look(host, snapshot.at_ms);
+        let (host_state, exhaustion_ms) = state.ladder.update(host, snapshot.at_ms);
         let mut frame = Self {
             managed: Vec::new(),
             budget: host.budget_bytes,
@@ -99,7 +98,7 @@ impl<'a> Frame<'a> {
             common: Vec::new(),
         };
         if host_state >= HostState::Hard {
-            // Each VM still gains what others lose: were targets frozen, the one that needs memory most would wait.
+            // Memory still moves between VMs: frozen targets would make the VM wait that needs memory most.
             let times = if host_state == HostState::Low { 2 } else { 1 };
             let by_bytes = host.min_free_bytes.saturating_mul(times).min(frame.budget);
             frame.budget -= by_bytes;
@@ -114,7 +113,7 @@ impl<'a> Frame<'a> {
             };
             if let Some((action, reason)) = left_alone(vm) {
                 (decision.action, decision.reasons) = (action, vec![reason]);
-                // What it uses is not there for others.
+                // Other VMs cannot have what it uses.
                 frame.budget = frame.budget.saturating_sub(vm.resident_bytes);
             } else {
                 let (lo, hi) = bounds(vm, host.smallest_bytes);
@@ -135,8 +134,8 @@ impl<'a> Frame<'a> {
         sum(self.managed.iter().map(of))
     }
 
-    /// Least and most that each of `managed` will have, in pages, and why: what is protected is the least while the budget
-    /// holds all of that, and the most when it does not.
+    /// Return the least and most pages of each of `managed`, and why. Protected memory is the least while the budget holds all of
+    /// it, and the most when it does not.
     pub fn ranges(&self) -> (Vec<(u64, u64)>, Reason) {
         let budget_bytes = bytes(self.budget);
         let most_bytes = bytes(self.total(|part| part.hi));
@@ -187,7 +186,7 @@ impl<'a> Frame<'a> {
         self.plan
     }
 
-    /// What each VM keeps at least, this time.
+    /// Return the least pages that each VM keeps in this decision.
     fn floors(&self, gently: bool) -> Vec<u64> {
         let keeps = |part: &Managed<'_>| {
             let old = part.vm.target_bytes.map_or(0, pages);
@@ -200,8 +199,7 @@ impl<'a> Frame<'a> {
         self.managed.iter().map(|part| part.lo).collect()
     }
 
-    /// Leave limits as they are that would hardly move: small raises are not made, and with what that saves, small cuts
-    /// are not made either, as far as it goes.
+    /// Keep limits that would hardly change. First skip small raises; then, with what that saves, skip small cuts.
     fn settle(&mut self, limits: &mut [u64]) {
         for raises in [true, false] {
             for (at, part) in self.managed.iter_mut().enumerate() {
@@ -231,8 +229,11 @@ pub struct External {
     pub limits: Vec<(String, u64)>,
 }
 
-/// Does this plan keep the rules? Answers it as a plan of our own, or what is wrong. The ladder is looked at as for
-/// in-tree policies. `first`: the program is asking just now; later, VMs that have gone are passed over.
+/// Check a plan of another program against the rules. Returns it as a plan of our own. `first`: the program asks now; later, VMs
+/// that are gone are skipped.
+///
+/// # Errors
+/// The rule that it breaks, with the figures.
 pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State, first: bool) -> Result<Plan, String> {
     let mut frame = Frame::new(&wanted.policy, snapshot, state);
     let mut names: Vec<&str> = wanted.limits.iter().map(|(name, _)| name.as_str()).collect();
@@ -267,12 +268,12 @@ pub fn check_external(snapshot: &Snapshot, wanted: &External, state: &mut State,
     let used = |(vm, decision): (&VmSample, &Decision)| match (decision.action, &vm.held) {
         (Action::Limit, _) => decision.limit_bytes.unwrap_or(0),
         (Action::Free, _) => vm.resident_bytes,
-        // One that is held for a moment may have more than the limit it was given; that breaks no rule.
+        // A VM that is held for a moment may hold more than its limit. That breaks no rule.
         (Action::Leave, Some(_)) => vm.resident_bytes.min(vm.target_bytes.unwrap_or(u64::MAX)),
         (Action::Leave, None) => vm.target_bytes.unwrap_or(vm.resident_bytes).min(vm.most_bytes()),
     };
     let all = sum(snapshot.vms.iter().zip(&frame.plan.decisions).map(used));
-    // What hard and low keep back is not held against the program.
+    // The program need not leave what the states hard and low keep back.
     let budget = snapshot.host.budget_bytes;
     if all > budget {
         let (all, budget) = (Bytes(all), Bytes(budget));

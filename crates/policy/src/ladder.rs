@@ -1,11 +1,10 @@
 //! Host states: high, clear, soft, hard, low.
 //!
 //! Before: every snapshot. After: the frame divides less in `hard`, and still less in `low`; a change is an event.
-//! Units: bytes, milliseconds. Promise: worse at once, better only by a margin that has lasted a while.
+//! Units: bytes, milliseconds. Promise: worse at once; better only by a margin, and after a while.
 //!
-//! The words and the fractions of `min_free` are those that operators know from ESX. Because reclaim takes time, free
-//! memory alone would be too late: each state also has a *time to exhaustion*, free memory by the rate at which it
-//! goes.
+//! Names and fractions of `min_free` are ESX's. Reclaim takes time, so free memory alone would show it too late: each state
+//! also has a *time to exhaustion*, free memory over the rate at which it falls.
 
 use std::fmt;
 
@@ -13,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::snapshot::HostSample;
 
-/// How hard-pressed the host is, from good to bad.
+/// State of the host's free memory, from good to bad.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
@@ -35,7 +34,7 @@ impl HostState {
     /// All, from good to bad.
     pub const ALL: [Self; 5] = [Self::High, Self::Clear, Self::Soft, Self::Hard, Self::Low];
 
-    /// The word.
+    /// The name.
     pub const fn word(self) -> &'static str {
         match self {
             Self::High => "high",
@@ -53,39 +52,39 @@ impl fmt::Display for HostState {
     }
 }
 
-/// Below this share of `min_free`, or less than so many milliseconds from exhaustion, the host is in this state. The
-/// shares are ESX's; the times are a guess: reclaim moves some GiB in ten seconds.
+/// State, share of `min_free`, milliseconds to exhaustion: the host is in the state below either. The shares are ESX's. The
+/// times are an estimate: reclaim moves some GiB in ten seconds.
 const STEPS: [(HostState, f64, u64); 4] = [
     (HostState::Low, 0.16, 500),
     (HostState::Hard, 0.32, 2_000),
     (HostState::Soft, 0.64, 5_000),
     (HostState::Clear, 1.0, 15_000),
 ];
-/// To come out of a state, it must be so much better than to come in.
+/// Factor between the way into a state and the way out of it.
 const MARGIN: f64 = 1.25;
-/// And it must have been better for so long, without a break.
+/// Milliseconds for which it must be better, without a break.
 const DWELL_MS: u64 = 5_000;
-/// What is farther away than this is no news.
+/// Milliseconds to exhaustion beyond which none is reported.
 const SAID_UP_TO_MS: u64 = 3_600_000;
-/// The rate is averaged over about this time.
+/// Milliseconds over which the rate is averaged.
 const RATE_OVER_MS: f64 = 3_000.0;
 
-/// The state, and what it takes to find the next.
+/// The state, and what the next one depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ladder {
     /// The state now.
     pub state: HostState,
-    /// Since when it has been better than this state, if it is.
+    /// Since when it is better than this state, if it is.
     better_since_ms: Option<u64>,
-    /// Free memory at the last look, and when that was.
+    /// Free memory at the last sample, and its time.
     last: Option<(u64, u64)>,
     /// Bytes that become used in a second, on average.
     rate: f64,
 }
 
 impl Ladder {
-    /// Look at the host; answers the state and the milliseconds to exhaustion, if it comes nearer.
-    pub fn look(&mut self, host: &HostSample, at_ms: u64) -> (HostState, Option<u64>) {
+    /// Update the state from a sample. Returns the state, and the milliseconds to exhaustion if free memory falls.
+    pub fn update(&mut self, host: &HostSample, at_ms: u64) -> (HostState, Option<u64>) {
         if let Some((free, then)) = self.last {
             let elapsed = at_ms.saturating_sub(then) as f64;
             if elapsed > 0.0 {
@@ -133,7 +132,7 @@ mod tests {
         for (free, state) in
             [(2 * GIB, "high"), (900 * MIB, "clear"), (600 * MIB, "soft"), (300 * MIB, "hard"), (100 * MIB, "low")]
         {
-            assert_eq!(Ladder::default().look(&host(free), 0).0.word(), state, "{free}");
+            assert_eq!(Ladder::default().update(&host(free), 0).0.word(), state, "{free}");
         }
     }
 
@@ -143,7 +142,7 @@ mod tests {
         let mut free = 40 * GIB;
         let mut worst = HostState::High;
         for at_ms in (0..4000).step_by(500) {
-            let (state, left) = ladder.look(&host(free), at_ms);
+            let (state, left) = ladder.update(&host(free), at_ms);
             assert!(at_ms == 0 || left.is_some());
             worst = worst.max(state);
             free -= 4 * GIB;
@@ -154,29 +153,29 @@ mod tests {
     #[test]
     fn worse_comes_at_once_and_better_after_a_while_and_by_a_margin() {
         let mut ladder = Ladder::default();
-        assert_eq!(ladder.look(&host(2 * GIB), 0).0, HostState::High);
+        assert_eq!(ladder.update(&host(2 * GIB), 0).0, HostState::High);
         ladder.last = None;
-        assert_eq!(ladder.look(&host(900 * MIB), 1_000).0, HostState::Clear);
+        assert_eq!(ladder.update(&host(900 * MIB), 1_000).0, HostState::Clear);
         // Above the way in, below the way out.
-        assert_eq!(ladder.look(&host(1100 * MIB), 20_000).0, HostState::Clear);
+        assert_eq!(ladder.update(&host(1100 * MIB), 20_000).0, HostState::Clear);
         // Better, but it must last, without a break.
-        assert_eq!(ladder.look(&host(2 * GIB), 21_000).0, HostState::Clear);
-        assert_eq!(ladder.look(&host(1100 * MIB), 24_000).0, HostState::Clear);
+        assert_eq!(ladder.update(&host(2 * GIB), 21_000).0, HostState::Clear);
+        assert_eq!(ladder.update(&host(1100 * MIB), 24_000).0, HostState::Clear);
         ladder.last = None;
-        assert_eq!(ladder.look(&host(2 * GIB), 25_000).0, HostState::Clear);
-        assert_eq!(ladder.look(&host(2 * GIB), 29_999).0, HostState::Clear);
-        assert_eq!(ladder.look(&host(2 * GIB), 30_000).0, HostState::High);
+        assert_eq!(ladder.update(&host(2 * GIB), 25_000).0, HostState::Clear);
+        assert_eq!(ladder.update(&host(2 * GIB), 29_999).0, HostState::Clear);
+        assert_eq!(ladder.update(&host(2 * GIB), 30_000).0, HostState::High);
         ladder.last = None;
-        assert_eq!(ladder.look(&host(100 * MIB), 31_000).0, HostState::Low);
-        assert_eq!(ladder.look(&host(60 * GIB), 32_000).0, HostState::Low);
-        assert_eq!(ladder.look(&host(60 * GIB), 37_000).0, HostState::High);
+        assert_eq!(ladder.update(&host(100 * MIB), 31_000).0, HostState::Low);
+        assert_eq!(ladder.update(&host(60 * GIB), 32_000).0, HostState::Low);
+        assert_eq!(ladder.update(&host(60 * GIB), 37_000).0, HostState::High);
     }
 
     #[test]
     fn a_steady_host_changes_nothing_and_never_runs_out() {
         let mut ladder = Ladder::default();
         for at_ms in (0..100_000).step_by(1000) {
-            assert_eq!(ladder.look(&host(GIB + GIB / 8), at_ms), (HostState::High, None));
+            assert_eq!(ladder.update(&host(GIB + GIB / 8), at_ms), (HostState::High, None));
         }
     }
 }

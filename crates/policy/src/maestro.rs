@@ -2,32 +2,30 @@
 //!
 //! Before: the frame's bounds. After: [`crate::solve`] finds the minimum of equation 1 under 2 and 3, with shares as
 //! weights. Units: the window in milliseconds; the controller's own sums in faults and seconds, as in the paper.
-//! Promise: all that it remembers is a window of fault counts, in the state.
+//! Promise: it remembers one window of fault counts, in the state.
 //!
-//! A working set cannot be measured often, so faults stand in for what changed since: equations 4 to 6 are a PID
-//! controller over a window W, all coefficients 1, whose error is how many pages came back since the window began. Its
-//! sum, times the size of a page, is added to the working set. The larger the pages, the more each fault says.
+//! A working set cannot be measured often, so refaults tell what changed since. Equations 4 to 6 are a PID controller over a
+//! window W, all coefficients 1, whose error is the number of pages restored since the window began. Its output, times the
+//! size of a page, is added to the working set. The larger the pages, the more each fault weighs.
 //!
-//! Three things are not the paper's. A working set that nobody measures is remembered, not taken from what is resident:
-//! a VM that has more holds more, so every division of memory would confirm itself; see [`VmState::need`]. No VM is taken
-//! to need more than it holds and what came back to it. And a raise begins the window anew, or the loop would sway, with
-//! a window's length of delay in it.
+//! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM that has
+//! more holds more, so every division would confirm itself ([`VmState::need`]). A VM needs at most what it holds plus what
+//! was restored. A raise begins the window anew; otherwise the loop would oscillate, because the window delays it.
 
 use crate::frame::Frame;
+use crate::memory::{Need, Policy, State, VmState};
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot, VmSample};
 use crate::solve::weight;
-use crate::{Need, Policy, State, VmState};
 
-/// Samples of a window kept at most; with more, the oldest go, and the window is shorter.
+/// Most samples of a window. Beyond that the oldest go, and the window is shorter.
 const MOST_SAMPLES: usize = 4096;
 
-/// An unmeasured working set shrinks to a third in this time if nothing comes back. A limit may fall faster, so it is
-/// this that decides how soon memory moves to who needs it. In half the time, memory sways in the model of
-/// `tests/closed_loop.rs`.
-const FORGOTTEN_AFTER_MS: f64 = 20_000.0;
+/// Milliseconds in which an unmeasured working set decays to 1/e without refaults. A limit may fall faster, so this decides how
+/// soon memory moves. With half of it, memory oscillates in the model of `tests/closed_loop.rs`.
+const DECAY_MS: f64 = 20_000.0;
 
-/// A raise by one part in this many begins a new window.
+/// A raise by 1/RAISED_BY begins a new window.
 const RAISED_BY: u64 = 64;
 
 /// The policy.
@@ -49,7 +47,7 @@ impl Policy for Maestro {
             let vm = part.vm;
             let memory = state.vm(&vm.id);
             remember(memory, snapshot.at_ms, vm.restores, self.window_ms);
-            memory.forget_what_was_answered(vm.target_bytes);
+            memory.begin_window_after_raise(vm.target_bytes);
             let window = Window::of(&memory.restores, snapshot.at_ms, self.window_ms);
             let fault_weight = window.control() * vm.page_bytes as f64;
             let measured = vm.working_set.filter(|set| !set.estimated);
@@ -58,8 +56,8 @@ impl Policy for Maestro {
                 None => memory.need(vm, snapshot.at_ms),
             };
             let headroom_bytes = vm.headroom_of(working_set_bytes);
-            // No VM needs more than it holds and what came back to it, nor more than all its memory, however often it
-            // faults: one that lacks a little is given a little.
+            // However often it faults, a VM needs at most what it holds plus what was restored, and at most its size: a VM
+            // that lacks a little gets a little.
             let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
             let most = known.max(vm.resident_bytes as f64 + window.restored * vm.page_bytes as f64);
             let demand = (known + fault_weight).min(most).min(vm.size_bytes as f64);
@@ -79,26 +77,26 @@ impl Policy for Maestro {
 }
 
 impl VmState {
-    /// Faults under a smaller limit say nothing of this one: since a raise, only what came back after it counts. Were
-    /// the whole window to count, a VM would be given more for as long as the window is, whatever it needed.
-    fn forget_what_was_answered(&mut self, target_bytes: Option<u64>) {
+    /// Begin the window anew after a raise: faults under a smaller limit say nothing of this one. Otherwise a VM would get more
+    /// memory for a whole window, whatever it needs.
+    fn begin_window_after_raise(&mut self, target_bytes: Option<u64>) {
         let before = std::mem::replace(&mut self.target_bytes, target_bytes);
         if let (Some(before), Some(now)) = (before, target_bytes)
             && now > before.saturating_add(before / RAISED_BY)
         {
-            // The last two bound the time since the decision that raised it.
+            // The last two samples bound the time since the raise.
             self.restores.drain(..self.restores.len().saturating_sub(2));
         }
     }
 
-    /// The working set of a VM that nobody measures. What is resident says little of what is used, so it is taken to
-    /// need less and less, until pages come back.
+    /// Estimate the working set of a VM that nobody measures. Resident memory says little of what is used, so the estimate decays
+    /// until pages refault.
     fn need(&mut self, vm: &VmSample, at_ms: u64) -> u64 {
         let restored = |before: u64| vm.restores.saturating_sub(before).saturating_mul(vm.page_bytes);
         let guess = vm.working_set_bytes();
         let need = match self.need {
             Some(Need { at_ms: then, bytes, restores }) if then <= at_ms && restores <= vm.restores => {
-                let kept = (-((at_ms - then) as f64) / FORGOTTEN_AFTER_MS).exp();
+                let kept = (-((at_ms - then) as f64) / DECAY_MS).exp();
                 ((bytes as f64 * kept) as u64).saturating_add(restored(restores)).min(vm.size_bytes)
             }
             _ => guess,
@@ -117,7 +115,7 @@ fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
     if samples.last().is_none_or(|(then, _)| *then < at_ms) {
         samples.push((at_ms, restored));
     }
-    // One sample from before the window stays, so that its beginning is known.
+    // Keep one sample from before the window, which bounds its beginning.
     let begins = at_ms.saturating_sub(window_ms);
     let first = samples.partition_point(|(then, _)| *then <= begins).saturating_sub(1);
     let too_many = samples.len().saturating_sub(MOST_SAMPLES);
@@ -127,7 +125,7 @@ fn remember(memory: &mut VmState, at_ms: u64, restored: u64, window_ms: u64) {
 /// The restores of one window.
 #[derive(Clone, Copy, Debug)]
 struct Window {
-    /// Equation 4: pages that came back in it.
+    /// Equation 4: pages restored in it.
     restored: f64,
     /// The integral of equation 5, in pages times seconds.
     integral: f64,
@@ -145,7 +143,7 @@ impl Window {
                 continue;
             }
             if from < begins {
-                // The window begins between two samples: in between, the count is taken to have grown evenly.
+                // The window begins between two samples: interpolate.
                 before += (after - before) * (begins - from) / (to - from);
                 from = begins;
             }
@@ -187,15 +185,15 @@ mod tests {
     }
 
     #[test]
-    fn an_unmeasured_vm_is_taken_to_need_less_and_less_until_pages_come_back() {
+    fn the_estimated_need_decays_until_pages_refault() {
         let mut memory = VmState::default();
         let mut vm =
             VmSample { size_bytes: GIB, resident_bytes: GIB / 2, page_bytes: 4096, restores: 7, ..VmSample::default() };
-        assert_eq!(memory.need(&vm, 1000), GIB / 2, "at first all that is resident");
+        assert_eq!(memory.need(&vm, 1000), GIB / 2, "at first all resident memory");
         let needs: Vec<u64> = (2..22).map(|second| memory.need(&vm, second * 1000)).collect();
         assert!(needs.is_sorted_by(|a, b| a > b) && needs[19] < GIB / 5 && needs[19] > GIB / 6, "{needs:?}");
         vm.restores += 10_000;
-        assert!(memory.need(&vm, 22_000).abs_diff(needs[19] + 10_000 * 4096) < 16 * MIB, "what came back was needed");
+        assert!(memory.need(&vm, 22_000).abs_diff(needs[19] + 10_000 * 4096) < 16 * MIB, "what refaulted was needed");
         // A counter that went back begins anew.
         vm.restores = 3;
         assert_eq!(memory.need(&vm, 23_000), GIB / 2);
@@ -206,7 +204,7 @@ mod tests {
         let mut memory = VmState::default();
         let mut window = |second: u64, target: u64| {
             remember(&mut memory, second * 1000, second * 100, 10_000);
-            memory.forget_what_was_answered(Some(target));
+            memory.begin_window_after_raise(Some(target));
             Window::of(&memory.restores, second * 1000, 10_000).restored
         };
         assert_eq!([window(0, GIB), window(1, GIB), window(2, GIB), window(3, GIB - MIB)], [0.0, 100.0, 200.0, 300.0]);
@@ -214,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn only_one_window_of_counts_is_remembered_and_a_counter_that_went_back_begins_anew() {
+    fn one_window_of_counts_is_remembered_and_a_counter_that_went_back_begins_anew() {
         let mut memory = VmState::default();
         for second in 0..100 {
             remember(&mut memory, second * 1000, second, 10_000);
@@ -225,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_goes_to_the_vm_whose_pages_come_back_and_large_pages_say_more() {
+    fn memory_goes_to_the_vm_whose_pages_refault_and_large_pages_weigh_more() {
         let vm = |name: &str, page_bytes| VmSample {
             name: name.into(),
             id: name.into(),

@@ -4,36 +4,36 @@
 //! raised a lot as soon as it stalls more. Where the budget cannot hold what all want, [`crate::solve`] divides it.
 //! Units: stall is a share of time, 0 to 1. Promise: protected and reserved memory is not probed.
 //!
-//! *Free first*: allowance that a VM does not use is taken at once, down to a watermark: no page has to go for it.
-//! (What guests give back by balloon or free page reporting is not resident and has cost nothing before.) *Then cold*:
-//! one step of a percent or two per decision, smaller the nearer the stall is to the threshold. *Above it*: a raise of
-//! a sixteenth of what is resident, or up to four times that if it stalls badly, and a pause that doubles each time
-//! stall follows soon after probing began again. The raise is what restores proactively: pages come back by prefetch
-//! and by touch, and none leaves. A fault never waits for any of it.
+//! *Free first*: take the allowance that a VM does not use, at once, down to a watermark; no page is evicted for it. (What a
+//! guest gives back by balloon or free page reporting is not resident and costs nothing.) *Then cold*: one step of a percent
+//! or two per decision, smaller the nearer the stall is to the threshold. *Above the threshold*: raise the limit by 1/16 of
+//! resident memory, up to four times that under heavy stall, and pause. The pause doubles each time that stall follows soon
+//! after probing began again. The raise is the proactive restore: pages come in by prefetch and touch, and none is evicted.
+//! No fault waits for any of it.
 
 use crate::frame::{Frame, Managed, bytes, pages};
+use crate::memory::{Policy, State, VmState};
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot};
 use crate::solve::weight;
-use crate::{Policy, State, VmState};
 
-/// One probe takes at most one part in this many of what is resident.
+/// One probe takes at most 1/PROBE of resident memory.
 const PROBE: u64 = 64;
-/// One raise gives one part in this many, times how far the stall is over the threshold, at most [`WORST`] times.
+/// One raise gives 1/RAISE of it, times stall over threshold, at most times [`WORST`].
 const RAISE: u64 = 16;
 const WORST: f64 = 4.0;
-/// First and longest pause.
+/// First and longest pause, in milliseconds.
 const PAUSE_MS: u64 = 4_000;
 const LONGEST_PAUSE_MS: u64 = 64_000;
-/// A VM that has not stalled for so many pauses begins with the first pause again.
+/// After this number of pauses without stall, the next pause is the first one again.
 const FORGIVEN_AFTER: u64 = 8;
 
 /// The policy.
 #[derive(Clone, Copy, Debug)]
 pub struct Pressure {
-    /// Stall a VM may have.
+    /// Share of time a VM may stall.
     pub threshold: f64,
-    /// Unused allowance it may have.
+    /// Unused allowance a VM keeps.
     pub watermark_bytes: u64,
 }
 
@@ -48,7 +48,7 @@ impl Policy for Pressure {
         for part in &mut frame.managed {
             let wanted = self.wanted(part, snapshot.at_ms, state.vm(&part.vm.id));
             part.hi = wanted.clamp(part.lo, part.hi);
-            // Where not all can have what they want, those who stall go first.
+            // Under scarcity, VMs that stall come first.
             let urgency = 1.0 + (part.vm.worst_stall() / self.threshold).min(WORST);
             weights.push(weight(part.vm.settings.effective_shares(), wanted as f64 * urgency));
         }
@@ -57,12 +57,12 @@ impl Policy for Pressure {
 }
 
 impl Pressure {
-    /// Pages this VM should have if there is enough for all, and why.
+    /// Return the pages that this VM should have if there is enough for all, and note why.
     fn wanted(&self, part: &mut Managed<'_>, at_ms: u64, memory: &mut VmState) -> u64 {
         let vm = part.vm;
         let resident = pages(vm.resident_bytes);
         let floor = self.floor(part);
-        // Words are live: what is protected since the last decision is given now.
+        // Settings are live: what is protected since the last decision is given now.
         let now = vm.target_bytes.map_or(part.hi, pages).min(part.hi).max(floor);
         let stall = vm.worst_stall();
         if stall >= self.threshold {
@@ -93,7 +93,7 @@ impl Pressure {
         next
     }
 
-    /// What is not probed: protected memory, and a measured working set with its headroom.
+    /// Return what is not probed: protected memory, and a measured working set with its headroom.
     fn floor(&self, part: &Managed<'_>) -> u64 {
         let vm = part.vm;
         let wanted = vm.with_headroom_bytes().unwrap_or(0);
@@ -102,7 +102,7 @@ impl Pressure {
 }
 
 impl VmState {
-    /// It stalled: take nothing for a while; for twice as long as the last time if that is not long ago.
+    /// After stall: take nothing for a while, twice as long as the last time if that was recent.
     fn pause(&mut self, at_ms: u64) {
         let since = at_ms.saturating_sub(self.raised_at_ms);
         if self.pause_ms == 0 || since > self.pause_ms.saturating_mul(FORGIVEN_AFTER) {

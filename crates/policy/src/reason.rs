@@ -36,25 +36,25 @@ pub enum Reason {
         /// What there is.
         budget_bytes: u64,
     },
-    /// Even what is protected is more than the budget: nobody has more than that.
+    /// Protected memory exceeds the budget: no VM has more than its protected memory.
     ProtectedOnly {
         /// Sum of what is protected or reserved.
         protected_bytes: u64,
         /// What there is.
         budget_bytes: u64,
     },
-    /// Even the reservations are more than the budget: each VM has its own, and the budget is exceeded.
+    /// The reservations exceed the budget: each VM has its own, and the budget is exceeded.
     ReservedOnly {
         /// Sum of the reservations.
         reserved_bytes: u64,
         /// What there is.
         budget_bytes: u64,
     },
-    /// Maestro: what the VM is taken to need.
+    /// Maestro: the estimated need of the VM.
     Need {
         /// Its working set.
         working_set_bytes: u64,
-        /// The working set is a guess.
+        /// The working set is an estimate.
         estimated: bool,
         /// Headroom beyond it.
         headroom_bytes: u64,
@@ -69,9 +69,9 @@ pub enum Reason {
     Gain {
         /// Share of the time it waits for its memory.
         waits: f64,
-        /// Share of a CPU that the host works for what comes back to it.
+        /// Share of a CPU that the host works for its restores.
         works: f64,
-        /// What is away of the memory it comes back to.
+        /// Far memory that it wants.
         wanted_bytes: u64,
         /// Microseconds in a second that a MiB more is worth, which counts more the slower the VM is.
         worth_us_per_mib: f64,
@@ -80,7 +80,7 @@ pub enum Reason {
         /// Its shares.
         shares: u32,
     },
-    /// Gain: its working set, as measured, and headroom are its part when memory is divided, whatever it waits.
+    /// Gain: its measured working set and headroom count as wanted, whatever it waits.
     Headroom {
         /// Its working set.
         working_set_bytes: u64,
@@ -189,7 +189,7 @@ impl fmt::Display for Reason {
                 size(budget_bytes)
             ),
             Self::Need { working_set_bytes, estimated, headroom_bytes, fault_weight_bytes, restores, shares } => {
-                let guess = if *estimated { " (a guess from what is resident and what came back)" } else { "" };
+                let guess = if *estimated { " (an estimate from resident memory and refaults)" } else { "" };
                 write!(f, "its working set is {}{guess}", size(working_set_bytes))?;
                 if *headroom_bytes > 0 {
                     write!(f, ", with {} of headroom", size(headroom_bytes))?;
@@ -203,7 +203,7 @@ impl fmt::Display for Reason {
             Self::Gain { waits, works, wanted_bytes, worth_us_per_mib, others_us_per_mib, shares } => write!(
                 f,
                 "it waited {:.2} % of the time for its memory, and the host worked {:.2} % of a CPU for it; it wants {} that are \
-                 away; another MiB is worth {:.0} us in a second to it, and {:.0} us to the others; it has {shares} shares",
+                 far; another MiB is worth {:.0} us in a second to it, and {:.0} us to the others; it has {shares} shares",
                 percent(waits),
                 percent(works),
                 size(wanted_bytes),

@@ -1,26 +1,26 @@
-//! A recording under another policy: what would it have done?
+//! Replay: what another policy would have decided on a recording.
 //!
 //! Before: `ballast record` wrote snapshots. After: `ballast replay` prints the comparison.
-//! Promise: open loop, and said so: the VMs of the recording did not feel the other policy's limits. Its own last limit
-//! stands for the one before, so the policy that was recorded, begun in the same state, decides the same again.
+//! Promise: open loop; the VMs of the recording did not feel the replayed limits. Each decision sees the replay's own last limit,
+//! so the policy that was recorded decides the same again from the same state.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::memory::{Policy, State};
 use crate::snapshot::{Plan, Snapshot, VmSample};
-use crate::{Policy, State};
 
-/// What became of one VM's limit over a recording.
+/// One VM's limit over a recording.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Course {
-    /// Mean of the limit; where there was none, of what the VM may have.
+    /// Mean of the limit; without one, of the most the VM may have.
     pub mean_bytes: u64,
     /// Least.
     pub least_bytes: u64,
     /// Most.
     pub most_bytes: u64,
-    /// How often it changed.
+    /// Number of changes.
     pub changes: u64,
     /// Mean of (working set / limit)^2, which Maestro minimises the sum of, without faults and shares.
     pub mean_misfit: f64,
@@ -41,7 +41,7 @@ pub struct Compared {
     pub replayed: Course,
 }
 
-/// Decide on each snapshot in turn. Answers the plans.
+/// Decide on each snapshot in turn. Returns the plans.
 pub fn plans(policy: &dyn Policy, snapshots: &[Snapshot]) -> Vec<Plan> {
     let mut state = State::default();
     let mut given: BTreeMap<String, Option<u64>> = BTreeMap::new();
@@ -59,7 +59,7 @@ pub fn plans(policy: &dyn Policy, snapshots: &[Snapshot]) -> Vec<Plan> {
     snapshots.iter().map(decide).collect()
 }
 
-/// Compare a recording with the plans made of it. What a snapshot shows as a VM's target was decided on the one before.
+/// Compare a recording with the plans for it. A VM's target in a snapshot was decided on the snapshot before.
 pub fn compare(snapshots: &[Snapshot], plans: &[Plan]) -> Vec<Compared> {
     let mut tracks: BTreeMap<&str, Track<'_>> = BTreeMap::new();
     for (at, (snapshot, plan)) in snapshots.iter().zip(plans).enumerate() {

@@ -1,14 +1,13 @@
-//! Two policies that measure nothing: baselines, and what to have where nothing may surprise.
+//! Two policies that measure nothing: baselines.
 //!
-//! Promise: what they plan changes when VMs come, go or are given other words, or the budget changes, and at no other
-//! time.
+//! Promise: their plan changes only when VMs come or go, or when settings or the budget change.
 
 use crate::frame::{Frame, pages};
+use crate::memory::{Policy, State};
 use crate::reason::Reason;
 use crate::snapshot::{Plan, Snapshot};
-use crate::{Policy, State};
 
-/// Equal parts, by shares; who may have less than a part leaves the rest to the others.
+/// Equal parts, by shares. A VM that may have less leaves the rest to the others.
 #[derive(Clone, Copy, Debug)]
 pub struct Fixed;
 

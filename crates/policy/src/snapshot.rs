@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ladder::HostState;
 use crate::reason::Reason;
-use crate::words::Settings;
+use crate::settings::Settings;
 
 /// Everything a policy may look at.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -42,9 +42,9 @@ pub struct HostSample {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct VmSample {
-    /// What operators call it.
+    /// The name that operators use.
     pub name: String,
-    /// Never used again.
+    /// Unique; never used again.
     pub id: String,
     /// All guest RAM.
     pub size_bytes: u64,
@@ -60,51 +60,51 @@ pub struct VmSample {
     pub limit_bytes: Option<u64>,
     /// What the last plan gave it.
     pub target_bytes: Option<u64>,
-    /// What the operator said of it.
+    /// What the operator set.
     pub settings: Settings,
-    /// Why nothing is reclaimed from it now, if so: plans leave it alone.
+    /// Why reclaim is held, if so. Plans leave such a VM alone.
     pub held: Option<String>,
-    /// Memory it uses, if anybody knows.
+    /// Working set, if known.
     pub working_set: Option<WorkingSet>,
     /// Bytes that one restore brings: 4 KiB, or 2 MiB where huge pages are paged as one.
     pub page_bytes: u64,
-    /// How often far memory came back, touched or expected to be, since the VM attached.
+    /// Restores since the VM attached, by fault or prefetch.
     pub restores: u64,
-    /// For how long what came back had been away, all together: pages (of `page_bytes`) times milliseconds.
+    /// Sum of all refault intervals: pages (of `page_bytes`) times milliseconds.
     #[serde(default)]
     pub away_page_ms: u64,
-    /// How soon it came back: one over the time for which each page had been away, all together, in thousandths of 1/s.
+    /// Sum of one over each refault interval, in 1/1000 Hz.
     #[serde(default)]
     pub back_milli_hz: u64,
-    /// Share of the time since the last snapshot in which some thread of it waited for its memory, 0 to 1.
+    /// Share of the time since the last snapshot in which some thread waited for its memory, 0 to 1.
     pub stall: f64,
-    /// The same as the kernel says, where the VM has a cgroup of its own.
+    /// The kernel's figure, where the VM has a cgroup of its own.
     pub kernel_stall: Option<f64>,
 }
 
 impl VmSample {
-    /// The larger of the two stalls; what is not a number is none.
+    /// Return the larger of the two stalls; not a number counts as 0.
     pub fn worst_stall(&self) -> f64 {
         let sane = |stall: f64| if stall.is_finite() { stall.clamp(0.0, 1.0) } else { 0.0 };
         sane(self.stall).max(self.kernel_stall.map_or(0.0, sane))
     }
 
-    /// What it may have at most: its size, or the operator's cap.
+    /// Return the most it may have: its size, or the operator's cap.
     pub fn most_bytes(&self) -> u64 {
         self.limit_bytes.map_or(self.size_bytes, |limit| limit.min(self.size_bytes))
     }
 
-    /// Its working set. Where nobody knows it, all that is resident is taken for used.
+    /// Return its working set; if unknown, its resident memory.
     pub fn working_set_bytes(&self) -> u64 {
         self.working_set.map_or(self.resident_bytes, |set| set.bytes).min(self.size_bytes)
     }
 
-    /// What the operator wants it to have beyond a working set of so many bytes.
+    /// Return the headroom that belongs to a working set of this size.
     pub fn headroom_of(&self, working_set_bytes: u64) -> u64 {
         (working_set_bytes as f64 * f64::from(self.settings.headroom_percent) / 100.0) as u64
     }
 
-    /// Its working set and headroom, if the one was measured and the other is wanted.
+    /// Return working set plus headroom, if one is measured and the other set.
     pub fn with_headroom_bytes(&self) -> Option<u64> {
         let measured = self.working_set.is_some_and(|set| !set.estimated) && self.settings.headroom_percent > 0;
         let bytes = self.working_set_bytes();

@@ -30,23 +30,28 @@ pub fn weight(shares: u32, demand_pages: f64) -> f64 {
 /// Divide `budget` pages. All get `hi` if there is enough, and `lo` if even that is too much: the caller sees to it
 /// that the sum of `lo` can be kept.
 pub fn solve(parts: &[Part], budget: u64) -> Vec<u64> {
-    let sum = |of: fn(&Part) -> u64| crate::words::sum(parts.iter().map(of));
-    if sum(|part| part.hi) <= budget {
+    let total = |of: fn(&Part) -> u64| sum(parts.iter().map(of));
+    if total(|part| part.hi) <= budget {
         return parts.iter().map(|part| part.hi).collect();
     }
-    if sum(|part| part.lo) >= budget {
+    if total(|part| part.lo) >= budget {
         return parts.iter().map(|part| part.lo).collect();
     }
     let c = multiple(parts, budget as f64);
     let mut limits: Vec<u64> = parts.iter().map(|part| ((c * sane(part)) as u64).clamp(part.lo, part.hi)).collect();
     // Rounding down leaves some pages over; where floating point went up instead, it was by a page or so.
-    let mut over = crate::words::sum(limits.iter().copied()).saturating_sub(budget);
+    let mut over = sum(limits.iter().copied()).saturating_sub(budget);
     for (limit, part) in limits.iter_mut().zip(parts) {
         let back = over.min(*limit - part.lo);
         *limit -= back;
         over -= back;
     }
     limits
+}
+
+/// A sum that stays at the top instead of wrapping.
+pub(crate) fn sum(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    numbers.into_iter().fold(0, u64::saturating_add)
 }
 
 fn sane(part: &Part) -> f64 {

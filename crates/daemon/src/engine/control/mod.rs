@@ -24,7 +24,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use ballast_api::{DecisionRecord, LeaseStat, PlanRequest, PolicyPatch, PolicyStat};
 use ballast_base::Bytes;
 use ballast_pager::vm::Hold;
-use ballast_policy::words::Admission;
+use ballast_policy::admission::Admission;
 use ballast_policy::{
     Action, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
 };

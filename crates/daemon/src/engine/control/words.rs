@@ -4,7 +4,7 @@
 //! which only damage can leave, reads as the nearest one in range.
 
 use ballast_pager::state_file::SETTINGS;
-use ballast_policy::words::{MAX_HEADROOM_PERCENT, MAX_SHARES};
+use ballast_policy::settings::{MAX_HEADROOM_PERCENT, MAX_SHARES};
 use ballast_policy::{Class, Settings};
 
 const GUARANTEED: u64 = 1;

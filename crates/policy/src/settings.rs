@@ -1,7 +1,7 @@
-//! The words an operator uses of a VM, what they add up to, and what contradicts itself.
+//! What an operator can set of a VM, and which settings contradict each other.
 //!
-//! Before: API and command line take them. After: the bounds of every plan.
-//! Promise: a refusal says which words contradict each other, with the numbers.
+//! Before: API and command line parse them. After: they bound every plan.
+//! Promise: a refusal names the settings that contradict each other, with their values.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,20 +9,18 @@ use std::str::FromStr;
 use ballast_base::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::snapshot::Snapshot;
-
-/// Shares of a VM nobody said anything about.
+/// Default shares.
 pub const NORMAL_SHARES: u32 = 1000;
-/// Half and double of that, by name.
+/// Shares named low.
 pub const LOW_SHARES: u32 = 500;
-/// Double.
+/// Shares named high.
 pub const HIGH_SHARES: u32 = 2000;
 /// Most shares.
 pub const MAX_SHARES: u32 = 100_000;
 /// Most headroom.
 pub const MAX_HEADROOM_PERCENT: u32 = 400;
 
-/// What kind of promise a VM has. A class is a default for the other words.
+/// What a VM is promised. A class sets defaults for the other settings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 #[serde(rename_all = "lowercase")]
@@ -39,7 +37,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// The word.
+    /// The name.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Guaranteed => "guaranteed",
@@ -66,20 +64,20 @@ impl FromStr for Class {
     }
 }
 
-/// What an operator has said of a VM; the defaults say nothing.
+/// What an operator set of a VM. The default sets nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// What kind of promise.
+    /// The class.
     pub class: Class,
-    /// DRAM that is never taken; 0 is what the class says.
+    /// DRAM that no plan takes; 0 means the class's default.
     pub reservation_bytes: u64,
-    /// DRAM that is taken only when nobody has any beyond theirs.
+    /// DRAM that is taken only when no VM has more than its own protected memory.
     pub protect_bytes: u64,
-    /// Weight when memory is short: 500, 1000, 2000 or any number; 0 means hands off. Null is what the class says.
+    /// Weight when memory is short: 500, 1000, 2000 or any number; 0 means hands off. Null means the class's default.
     pub shares: Option<u32>,
-    /// Memory wanted beyond the working set, in percent of it.
+    /// Memory beyond the working set, in percent of it.
     pub headroom_percent: u32,
 }
 
@@ -100,7 +98,7 @@ impl Settings {
         }
     }
 
-    /// Do these words contradict each other, or a VM of this size and limit?
+    /// Return which settings contradict each other, or a VM of this size and limit.
     pub fn contradiction(&self, size: u64, limit: Option<u64>) -> Option<String> {
         let of = |bytes: u64| Bytes(bytes);
         let (reservation, protect) = (self.reservation_bytes, self.protect_bytes);
@@ -142,7 +140,7 @@ impl Settings {
         None
     }
 
-    /// What is allowed and probably not meant.
+    /// Return what is allowed and probably not intended.
     pub fn warnings(&self, size: u64, limit: Option<u64>) -> Vec<String> {
         let mut warnings = Vec::new();
         if let Some(limit) = limit.filter(|limit| *limit < size) {
@@ -158,70 +156,13 @@ impl Settings {
     }
 }
 
-/// What is promised, and what could be.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Admission {
-    /// Sum of all reservations, and of the size of VMs that cannot be reclaimed.
-    pub reserved_bytes: u64,
-    /// Sum of all sizes.
-    pub size_bytes: u64,
-    /// What they may use.
-    pub budget_bytes: u64,
-    /// What the stores can hold beside.
-    pub far_capacity_bytes: u64,
-}
-
-impl Admission {
-    /// Add up a snapshot.
-    pub fn of(snapshot: &Snapshot) -> Self {
-        let reserved = snapshot.vms.iter().map(|vm| match vm.settings.class {
-            Class::Pinned => vm.size_bytes,
-            _ => vm.settings.effective_reservation(vm.most_bytes()),
-        });
-        Self {
-            reserved_bytes: sum(reserved),
-            size_bytes: sum(snapshot.vms.iter().map(|vm| vm.size_bytes)),
-            budget_bytes: snapshot.host.budget_bytes,
-            far_capacity_bytes: snapshot.host.far_capacity_bytes,
-        }
-    }
-
-    /// What may still be reserved.
-    pub fn schedulable_bytes(&self) -> u64 {
-        self.budget_bytes.saturating_sub(self.reserved_bytes)
-    }
-
-    /// Can all that is promised be kept?
-    pub fn refusal(&self) -> Option<String> {
-        (self.reserved_bytes > self.budget_bytes).then(|| {
-            let (reserved, budget) = (Bytes(self.reserved_bytes), Bytes(self.budget_bytes));
-            format!("all reservations together would be {reserved}, and the budget is {budget}")
-        })
-    }
-
-    /// Could all guests use all of their memory?
-    pub fn warning(&self) -> Option<String> {
-        let room = self.budget_bytes.saturating_add(self.far_capacity_bytes);
-        (self.size_bytes > room).then(|| {
-            let (size, budget, far) =
-                (Bytes(self.size_bytes), Bytes(self.budget_bytes), Bytes(self.far_capacity_bytes));
-            format!("all VMs together have {size}; the budget of {budget} and the stores' {far} cannot hold that much")
-        })
-    }
-}
-
-/// A sum that stays at the top instead of wrapping.
-pub(crate) fn sum(numbers: impl IntoIterator<Item = u64>) -> u64 {
-    numbers.into_iter().fold(0, u64::saturating_add)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use ballast_base::{GIB, MIB};
 
     #[test]
-    fn words_that_contradict_each_other_are_refused_with_the_numbers() {
+    fn settings_that_contradict_each_other_are_refused_with_their_values() {
         let none = Settings::default();
         let cases = [
             (Settings { reservation_bytes: 3 * GIB, ..none }, None, "size, 2 GiB"),
@@ -241,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_is_a_default_for_the_other_words() {
+    fn a_class_sets_defaults_for_the_other_settings() {
         let guaranteed = Settings { class: Class::Guaranteed, ..Settings::default() };
         assert_eq!(guaranteed.effective_reservation(GIB), GIB);
         assert_eq!(Settings { reservation_bytes: MIB, ..guaranteed }.effective_reservation(GIB), MIB);

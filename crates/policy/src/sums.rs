@@ -1,0 +1,115 @@
+//! What the gain policy remembers of one VM: sums of its waiting and its refaults, which decay exponentially.
+//!
+//! Before: a sample of the VM. After: `gain` weighs what one more byte would save.
+//! Units: bytes and seconds. Promise: a counter or a clock that went back begins the sums anew.
+
+use serde::{Deserialize, Serialize};
+
+use crate::snapshot::VmSample;
+
+/// Milliseconds in which the sums decay to 1/e.
+const DECAY_MS: f64 = 5_000.0;
+/// Refaults that are enough to judge by. With more, the sums decay sooner, so that a demand that jumps shows at once. But no
+/// sooner than by this factor, or each phase of a program would move limits.
+const ENOUGH_REFAULTS: f64 = 2_000.0;
+const DECAY_FACTOR_LEAST: f64 = 0.3;
+/// 1/DOUBT of what a VM has counts as wanted. In any VM some pages refault at once because they were evicted by mistake; more
+/// memory would not save those refaults.
+const DOUBT: u64 = 32;
+/// Seconds of a CPU for each restore, and for each byte of it, with the eviction that makes room for it. Measured with the
+/// benches `balance` and `huge`.
+const WORK_S: f64 = 15e-6;
+const WORK_S_PER_BYTE: f64 = 2.5e-6 / ballast_base::PAGE_SIZE as f64;
+/// A VM counts as waiting for at most this share of the time.
+const WAITS_AT_MOST: f64 = 0.9;
+
+/// Sums of one VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sums {
+    /// Time of the last sample.
+    pub at_ms: u64,
+    /// Sum of all refault intervals until then, since the VM attached, in page-milliseconds.
+    pub away_page_ms: u64,
+    /// Restores until then.
+    #[serde(default)]
+    pub restores: u64,
+    /// Sum of one over each refault interval until then, in 1/1000 Hz.
+    #[serde(default)]
+    pub back_milli_hz: u64,
+    /// Far memory at the last sample.
+    pub far_bytes: u64,
+    /// Resident memory at the last sample.
+    #[serde(default)]
+    pub resident_bytes: u64,
+    /// Seconds, decayed.
+    pub time_s: f64,
+    /// Seconds of waiting, decayed.
+    pub waited_s: f64,
+    /// Restores, decayed.
+    #[serde(default)]
+    pub returned: f64,
+    /// One over each refault interval, in Hz, decayed.
+    #[serde(default)]
+    pub returned_hz: f64,
+    /// Restored bytes times their refault intervals, in byte-seconds, decayed.
+    pub away_byte_s: f64,
+}
+
+impl Sums {
+    /// Add what happened since the last sample.
+    pub(crate) fn add(&mut self, vm: &VmSample, at_ms: u64) {
+        let VmSample { away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, .. } = *vm;
+        let now = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, ..*self };
+        let before = std::mem::replace(self, now);
+        if before.at_ms == 0 || before.at_ms > at_ms || before.away_page_ms > vm.away_page_ms {
+            // The first sample, or another life of the VM.
+            *self = Self { at_ms, away_page_ms, restores, back_milli_hz, far_bytes, resident_bytes, ..Self::default() };
+            return;
+        }
+        let elapsed_ms = (at_ms - before.at_ms) as f64;
+        let enough = (ENOUGH_REFAULTS / before.returned.max(1.0)).clamp(DECAY_FACTOR_LEAST, 1.0);
+        let kept = (-elapsed_ms / (DECAY_MS * enough)).exp();
+        let away = (vm.away_page_ms - before.away_page_ms) as f64 / 1e3 * vm.page_bytes as f64;
+        // An idle VM refaults pages that were far for long. It never wants more than was far.
+        let most = before.far_bytes.max(vm.far_bytes) as f64 * elapsed_ms / 1e3;
+        self.time_s = before.time_s * kept + elapsed_ms / 1e3;
+        self.waited_s = before.waited_s * kept + vm.worst_stall() * elapsed_ms / 1e3;
+        let returned = vm.restores.saturating_sub(before.restores) as f64;
+        self.returned = before.returned * kept + returned;
+        self.returned_hz = before.returned_hz * kept + back_milli_hz.saturating_sub(before.back_milli_hz) as f64 / 1e3;
+        self.away_byte_s = before.away_byte_s * kept + away.min(most);
+    }
+
+    /// Return the share of the time that the VM waited.
+    pub(crate) fn waits(&self) -> f64 {
+        if self.time_s > 0.0 { (self.waited_s / self.time_s).min(WAITS_AT_MOST) } else { 0.0 }
+    }
+
+    /// Return the share of a CPU that the host worked for the VM.
+    pub(crate) fn works(&self, page_bytes: u64) -> f64 {
+        let each_s = WORK_S + WORK_S_PER_BYTE * page_bytes as f64;
+        if self.time_s > 0.0 { self.returned * each_s / self.time_s } else { 0.0 }
+    }
+
+    /// Return how much of the far memory is wanted (Little's law: refaults a second times their mean interval).
+    pub(crate) fn wanted_bytes(&self) -> f64 {
+        if self.time_s > 0.0 { self.away_byte_s / self.time_s } else { 0.0 }
+    }
+
+    /// Return how much of that is wanted soonest: refaults a second over their mean frequency.
+    pub(crate) fn wanted_soon_bytes(&self, page_bytes: u64) -> f64 {
+        // No refault, or a recording without intervals.
+        if self.returned_hz <= 0.0 || self.time_s <= 0.0 {
+            return self.wanted_bytes();
+        }
+        self.returned * self.returned / self.returned_hz / self.time_s * page_bytes as f64
+    }
+
+    /// Return the seconds in a second that one more byte saves a VM that has `has_bytes`: its own, which count more the slower it
+    /// is, and the host's.
+    pub(crate) fn saves(&self, has_bytes: u64, page_bytes: u64) -> f64 {
+        let fair = (1.0 - self.waits()).powi(2);
+        let wanted = self.wanted_soon_bytes(page_bytes);
+        (self.waits() / fair + self.works(page_bytes)) / (wanted + (has_bytes / DOUBT).max(1) as f64)
+    }
+}
