@@ -15,7 +15,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
 /// Version of every message here. Version 2: file stores in escrow. Version 3: several userfaultfds.
-pub const VERSION: u16 = 3;
+/// Version 4: an attach that must wait.
+pub const VERSION: u16 = 4;
 /// First bytes of every message.
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Most RAM regions one VM may have.
@@ -218,6 +219,8 @@ pub enum KeeperToClient {
     Ok,
     /// Not done, for this reason.
     Refused(String),
+    /// Not attached yet, for this reason: attach again in a moment.
+    Later(String),
 }
 
 /// A range of guest RAM as the client maps it: start and length in bytes.

@@ -60,6 +60,10 @@ int ballast_discard(const ballast_client *client, const struct ballast_range *ra
 /* From 0 on no page is taken any more (devices are about to pin RAM, another process is about to map it, ...). */
 int ballast_pin(const ballast_client *client, const char *reason);
 
+/* This process is about to hand its RAM on: to a program that it executes in its place, to a VMM that opens the file next.
+ * 0: every page is in its file, and none is taken any more. Without it, do not go on: what is far would be zeros there. */
+int ballast_bring_back(const ballast_client *client, const char *reason);
+
 /* After never_pins = 1: call before the first O_DIRECT read into RAM, vhost device, and so on; go on only after 0. Further
  * calls cost nothing. */
 int ballast_may_pin(const ballast_client *client);

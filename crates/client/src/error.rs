@@ -32,6 +32,9 @@ pub enum AttachError {
     /// The keeper does not want this VM.
     #[error("Attaching to Ballast: the keeper refused: {0}")]
     Refused(String),
+    /// The keeper is not ready for this RAM. Never the answer to the first attach, which waits.
+    #[error("Attaching to Ballast: the keeper asks to wait: {0}")]
+    Later(String),
     /// The keeper hung up or did not answer in time.
     #[error("Attaching to Ballast: the keeper {0}")]
     NoAnswer(&'static str),

@@ -64,6 +64,7 @@ impl From<AttachError> for Failure {
             AttachError::Config(_) => libc::EINVAL,
             AttachError::Features(_) => libc::EOPNOTSUPP,
             AttachError::Refused(_) => libc::ECONNREFUSED,
+            AttachError::Later(_) => libc::EAGAIN,
             AttachError::NoAnswer(_) => libc::ETIMEDOUT,
             AttachError::Protocol(_) => libc::EPROTO,
             AttachError::Userfault(source)
@@ -240,6 +241,19 @@ pub unsafe extern "C" fn ballast_pin(client: *const Client, reason: *const c_cha
         // SAFETY: the caller's promises.
         let (client, reason) = unsafe { (borrow(client)?, text(reason)?) };
         Ok(client.pin(&reason.ok_or_else(|| invalid("the reason is NULL"))?)?)
+    })
+}
+
+/// This process is about to hand its RAM on (`exec`): bring every page back.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`]; `reason` is a NUL-terminated string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_bring_back(client: *const Client, reason: *const c_char) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promises.
+        let (client, reason) = unsafe { (borrow(client)?, text(reason)?) };
+        Ok(client.bring_back(&reason.ok_or_else(|| invalid("the reason is NULL"))?)?)
     })
 }
 

@@ -407,6 +407,32 @@ impl Client {
         self.shared.link.may_pin(self.shared.timing.answer)
     }
 
+    /// This process is about to hand its RAM on: to a program that it executes in its place, to another VMM that opens the file.
+    /// Bring back every page that is far, and take none from now on, for this reason, which stays as after [`Client::pin`].
+    /// `Ok` means that all are in their files; without it, do not go on. It takes a second for some 100,000 far pages, and
+    /// gives up when no page comes back for 30 seconds (there is no memory, or a store does not answer).
+    pub fn bring_back(&self, reason: &str) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        let (shared, limit) = (&self.shared, self.shared.timing.handshake);
+        let reason = cut(reason.to_owned());
+        let message = ClientToKeeper::Pin(reason.clone());
+        let seen = std::cell::Cell::new(lock(&shared.table).resident());
+        let grows = || {
+            let now = lock(&shared.table).resident();
+            now > seen.replace(now)
+        };
+        // A keeper that dies over it says nothing about pages: only the answer of one that was asked does.
+        loop {
+            let change = |state: &mut link::State| {
+                state.pinned.get_or_insert(reason.clone());
+            };
+            match shared.link.ask_while(&message, &[], limit, false, change, &grows)? {
+                Asked::Done => return Ok(()),
+                Asked::Later => shared.link.wait_for_keeper(limit)?,
+            }
+        }
+    }
+
     /// Touch every page of guest RAM on this thread, so that none is far afterwards (if the VM is pinned). Pages the guest
     /// never used become resident too.
     pub fn restore_all(&self) -> std::io::Result<()> {

@@ -192,6 +192,19 @@ impl Link {
         insist: bool,
         change: impl FnOnce(&mut State),
     ) -> Result<Asked, RequestError> {
+        self.ask_while(message, fds, limit, insist, change, &|| false)
+    }
+
+    /// The same, but a keeper that is there is waited for as long as `goes_on` says so whenever `limit` is over.
+    pub fn ask_while(
+        &self,
+        message: &ClientToKeeper,
+        fds: &[BorrowedFd<'_>],
+        limit: Duration,
+        insist: bool,
+        change: impl FnOnce(&mut State),
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<Asked, RequestError> {
         let _one_at_a_time = lock(&self.asking);
         let until = Instant::now() + limit;
         let mut state = lock(&self.state);
@@ -211,9 +224,13 @@ impl Link {
                 Err(_) => return self.settle(state, &socket, until, insist),
             }
             let number = state.sent;
+            let mut until = until;
             while state.answered < number && state.is_on(&socket) {
                 if Instant::now() >= until {
-                    return Err(RequestError::NoAnswer);
+                    if !goes_on() {
+                        return Err(RequestError::NoAnswer);
+                    }
+                    until = Instant::now() + limit;
                 }
                 state = self.wait(state, Some(until));
             }
@@ -226,6 +243,19 @@ impl Link {
             return self.settle(state, &socket, until, insist);
         }
         self.missing(state, until, insist)
+    }
+
+    /// Wait until a keeper is there, at most so long.
+    pub fn wait_for_keeper(&self, limit: Duration) -> Result<(), RequestError> {
+        let until = Instant::now() + limit;
+        let mut state = lock(&self.state);
+        while state.phase != Phase::Up {
+            if Instant::now() >= until {
+                return Err(RequestError::NoAnswer);
+            }
+            state = self.wait(state, Some(until));
+        }
+        Ok(())
     }
 
     /// The socket a request went out on has failed: wait until the service thread has noticed.

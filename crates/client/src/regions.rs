@@ -176,6 +176,15 @@ impl Table {
         whole
     }
 
+    /// Memory that the RAM files use now.
+    pub fn resident(&self) -> Bytes {
+        let mut files: Vec<&Region> = self.regions.iter().collect();
+        files.sort_unstable_by_key(|region| (region.file.dev, region.file.ino));
+        files.dedup_by_key(|region| region.file);
+        let pages = files.iter().map(|region| memfd::resident(&region.fd).map_or(0, |pages| pages.bytes().0));
+        Bytes(pages.sum())
+    }
+
     /// Bytes announced.
     pub fn total(&self) -> Bytes {
         Bytes(self.regions.iter().map(|region| region.info.len.0).sum())

@@ -44,6 +44,8 @@ struct Service<'a> {
     /// A refused resume, or an answer that makes no sense, was announced.
     told_refused: bool,
     told_garbage: bool,
+    /// That the keeper asks to wait was announced.
+    told_later: bool,
 }
 
 /// Run until the first attach has failed (then the thread is not needed), or for ever.
@@ -56,6 +58,7 @@ pub(crate) fn run(shared: &Shared) {
         told_gone: false,
         told_refused: false,
         told_garbage: false,
+        told_later: false,
     };
     while shared.link.phase() != Phase::Failed {
         service.turn();
@@ -156,7 +159,13 @@ impl Service<'_> {
 
     /// An attempt came to nothing: report it if it was the first, else try again later.
     fn failed(&mut self, error: AttachError) {
-        if self.shared.link.first() {
+        if let AttachError::Later(_) = &error {
+            // However long it takes: a VM that goes on without Ballast would read zeros in the place of what is on its way.
+            if !self.told_later {
+                self.told_later = true;
+                announce(&format!("{}; waiting", chain(&error)));
+            }
+        } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
         // What only a person can change is tried slowly. A keeper that is just not there (yet) is not of this kind.
@@ -191,7 +200,9 @@ impl Service<'_> {
             return match message {
                 Ok(KeeperToClient::Ok) => self.shared.link.answer(Ok(())),
                 Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
-                Ok(KeeperToClient::Attached(_)) => self.garbage("an answer to a question that was not asked"),
+                Ok(KeeperToClient::Attached(_) | KeeperToClient::Later(_)) => {
+                    self.garbage("an answer to a question that was not asked")
+                }
                 Err(error) => self.garbage(&error.to_string()),
             };
         };
@@ -215,6 +226,7 @@ impl Service<'_> {
                 (self.told_gone, self.told_refused, self.told_garbage) = (false, false, false);
             }
             Ok(KeeperToClient::Refused(reason)) => self.failed(AttachError::Refused(reason)),
+            Ok(KeeperToClient::Later(reason)) => self.failed(AttachError::Later(reason)),
             Ok(KeeperToClient::Ok) => self.failed(AttachError::NoAnswer("answered something else")),
             Err(error) => self.failed(AttachError::Protocol(error)),
         }

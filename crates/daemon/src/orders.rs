@@ -13,7 +13,7 @@ use crate::config::Compression;
 use crate::tracking::Tracking;
 
 /// Of the messages in this file. The keeper names it when it starts an engine.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -141,8 +141,11 @@ pub enum Order {
         /// The process.
         pid: u32,
     },
-    /// The VM is gone.
+    /// No process of the VM is left. What is far of it goes back into a RAM file that somebody may still come to. Answered by
+    /// [`Report::Done`] when that is over and nothing more of the VM is open here.
     CloseVm {
+        /// Comes back in the answer.
+        seq: u64,
         /// The VM.
         vm: VmId,
     },
@@ -173,7 +176,7 @@ impl Order {
             | Self::MayPin { vm, .. }
             | Self::Reach { vm, .. }
             | Self::RemoveView { vm, .. }
-            | Self::CloseVm { vm } => Some(*vm),
+            | Self::CloseVm { vm, .. } => Some(*vm),
             Self::Begin(_) | Self::Serve | Self::Ping | Self::Note { .. } => None,
         }
     }
@@ -234,7 +237,7 @@ mod tests {
             Order::MayPin { seq: 1, vm },
             Order::Reach { seq: 1, vm, pid: 2, regions: vec![3] },
             Order::RemoveView { vm, pid: 1 },
-            Order::CloseVm { vm },
+            Order::CloseVm { seq: 1, vm },
             Order::Serve,
             Order::Ping,
             Order::Note { vm: Some("v".into()), kind: "k".into(), message: "m".into() },
@@ -249,7 +252,7 @@ mod tests {
             .collect();
         assert_eq!(
             (VERSION, said.join(" ")),
-            (1, SAID.to_owned()),
+            (2, SAID.to_owned()),
             "raise VERSION, and put what is said now into SAID"
         );
     }
@@ -268,6 +271,6 @@ mod tests {
         030707070707070707070707070707070701802080400002 0401070707070707070707070707070707070203 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
-        0907070707070707070707070707070707 0a 0b 0c010176016b016d 0001010165 01 02 \
+        090107070707070707070707070707070707 0a 0b 0c010176016b016d 0001010165 01 02 \
         030501010203000000000000e03f04";
 }

@@ -14,6 +14,8 @@ use std::time::Duration;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
 
+use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, makedev, statx};
+
 use crate::keeper::fence::Process;
 
 /// How long one process may keep us waiting. One that takes longer is passed over from then on.
@@ -40,15 +42,19 @@ type Read = dyn Fn(u32, &HashSet<FileId>) -> io::Result<HashSet<FileId>> + Send 
 /// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. Whoever could
 /// not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if `/proc` is.
 pub fn look(files: &HashSet<FileId>) -> Look {
-    let processes = match std::fs::read_dir("/proc") {
-        Ok(processes) => processes,
+    let pids = match pids() {
+        Ok(pids) => pids,
         Err(error) => {
             tracing::error!("Looking through /proc: {error}");
             return Look { unreadable: Process::this().into_iter().collect(), ..Look::default() };
         }
     };
-    let pids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
     look_at(pids, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
+}
+
+fn pids() -> io::Result<Vec<u32>> {
+    let processes = std::fs::read_dir("/proc")?;
+    Ok(processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect())
 }
 
 /// The same, and a second look at those processes that are outside `known`: only who is seen twice is a stranger. A process
@@ -154,10 +160,44 @@ fn look_at(mut pids: Vec<u32>, files: &HashSet<FileId>, read: &Arc<Read>, patien
     look
 }
 
+/// Who may still come to these files, other than those processes: has one of them open, or maps one? Descriptors are looked at
+/// first, because they can be of any process. A process that cannot be looked at is taken for one that does not.
+pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<Process>> {
+    let readers: [Arc<Read>; 2] = [Arc::new(opened), Arc::new(mapped)];
+    for read in readers {
+        let look = look_at(pids()?, files, &read, PATIENCE);
+        if let Some(process) = look.mapping.into_keys().find(|process| !but.contains(&process.pid)) {
+            return Ok(Some(process));
+        }
+    }
+    Ok(None)
+}
+
 /// What a process is called, for people.
 pub fn name(process: Process) -> String {
     let name = std::fs::read_to_string(format!("/proc/{}/comm", process.pid)).unwrap_or_default();
     format!("{} ({})", process.pid, name.trim())
+}
+
+/// Which of these files the process has open. The kernel says a descriptor's inode number without asking the file's own file
+/// system, which may not answer; only a file whose number is right is asked, and in a way that does not wait.
+fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
+    let mut found = HashSet::new();
+    // A process that is ending has no descriptors any more, and one that we may not look at shows none.
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return Ok(found) };
+    for descriptor in descriptors.flatten() {
+        let Ok(info) = std::fs::read_to_string(descriptor.path()) else { continue };
+        let ino = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
+        let path = format!("/proc/{pid}/fd/{}", descriptor.file_name().to_string_lossy());
+        let same_number = files.iter().filter(|file| ino.is_none_or(|ino: u64| ino == file.ino));
+        for file in same_number {
+            let stat = statx(CWD, &path, AtFlags::STATX_DONT_SYNC, StatxFlags::BASIC_STATS);
+            let is_it =
+                |stat: Statx| makedev(stat.stx_dev_major, stat.stx_dev_minor) == file.dev && stat.stx_ino == file.ino;
+            found.extend(stat.is_ok_and(is_it).then_some(*file));
+        }
+    }
+    Ok(found)
 }
 
 fn mapped(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
@@ -209,6 +249,25 @@ mod tests {
         let _mapping = Mapping::shared(&fd, 0, 4096).expect("map");
         assert_eq!(strangers(&nobody).mapping, HashMap::from([(me, files.clone())]));
         assert!(strangers(&|process, _| process.pid == me.pid).mapping.is_empty());
+    }
+
+    #[test]
+    fn who_has_a_file_open_or_maps_it_holds_it_and_nobody_else() {
+        let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        let file = memfd::file_id(&fd).expect("stat");
+        let files = HashSet::from([file]);
+        let me = Process::this().expect("this process");
+        let nobody = HashSet::new();
+        assert_eq!(opened(me.pid, &files).expect("readable"), files);
+        assert_eq!(holder(&files, &nobody).expect("readable"), Some(me));
+        assert_eq!(holder(&files, &HashSet::from([me.pid])).expect("readable"), None);
+        let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
+        drop(fd);
+        assert_eq!(opened(me.pid, &files).expect("readable"), HashSet::new());
+        assert_eq!(holder(&files, &nobody).expect("readable"), Some(me), "it is mapped");
+        drop(mapping);
+        assert_eq!(holder(&files, &nobody).expect("readable"), None);
+        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])).expect("readable"), HashSet::new());
     }
 
     #[test]

@@ -399,6 +399,46 @@ fn the_child_of_a_qemu_with_async_teardown_keeps_no_limit_from_being_held() {
 }
 
 #[test]
+fn the_ram_of_a_killed_qemu_is_whole_in_its_file_and_the_next_qemu_of_that_file_has_it() {
+    if missing("qemu", qemu_missing()) {
+        return;
+    }
+    const MEMORY: u64 = 128 * MIB;
+    /// Where the test writes: where no firmware lives.
+    const WRITTEN: std::ops::Range<usize> = 16 << 20..96 << 20;
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let file = tempfile::Builder::new().prefix("ballast-test-").tempfile_in("/dev/shm").expect("a file in a tmpfs");
+    file.as_file().set_len(MEMORY).expect("grow it");
+    let path = file.path().to_str().expect("text");
+    let start = |name: &str| {
+        let object = format!("memory-backend-file,id=ram0,size={MEMORY},share=on,mem-path={path}");
+        stopped(&daemon, name, MEMORY, &[], QemuGuest::builder().memory_object(&object))
+    };
+    let page = |at: usize| (at as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes().repeat(512);
+    let wrong = || {
+        let bytes = std::fs::read(file.path()).expect("read the RAM");
+        WRITTEN.step_by(4096).filter(|at| bytes[*at..*at + 4096] != page(*at)).count()
+    };
+    let first = start("first");
+    let mapping = Mapping::shared(file.as_file(), 0, MEMORY as usize).expect("map the RAM");
+    WRITTEN.step_by(4096).for_each(|at| mapping.copy_in(at, &page(at)));
+    drop(mapping);
+    squeeze(&daemon, "first", 16 * MIB);
+    drop(first);
+    // Attached when what was far of the first one is back.
+    let second = start("second");
+    assert_eq!(wrong(), 0, "{}", daemon.log());
+    squeeze(&daemon, "second", 16 * MIB);
+    drop(second);
+    until("what was far is written back", || {
+        let events = daemon.api.events().expect("events");
+        events.iter().filter(|event| event.kind == "written-back").count() == 2
+    });
+    assert_eq!(wrong(), 0, "{}", daemon.log());
+}
+
+#[test]
 fn run_without_a_shared_backend_prints_the_flags_that_attach_and_adds_them_when_told_to() {
     if missing("qemu", qemu_missing()) {
         return;

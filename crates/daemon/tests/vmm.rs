@@ -38,3 +38,154 @@ fn a_child_in_the_vmms_own_memory_is_no_stranger() {
     assert_eq!(vmm.ask("verify"), "wrong 0");
     assert_eq!(vmm.ask("unclone"), "ok");
 }
+
+fn has_event(daemon: &Daemon, kind: &str) -> bool {
+    daemon.api.events().is_ok_and(|events| events.iter().any(|event| event.kind == kind))
+}
+
+/// A file in a tmpfs that is gone at the end; `None`, aloud, where there is none.
+fn file_in_tmpfs() -> Option<tempfile::TempPath> {
+    let made = tempfile::Builder::new().prefix("ballast-test-").tempfile_in("/dev/shm");
+    let is_shmem = made.as_ref().is_ok_and(|file| ballast_sys::memfd::is_shmem(file.as_file()).unwrap_or(false));
+    if missing("tmpfs", (!is_shmem).then_some("/dev/shm is no tmpfs")) {
+        return None;
+    }
+    Some(made.expect("made above").into_temp_path())
+}
+
+/// Pages of this file that do not hold what `vmm.c` writes.
+fn wrong_pages(path: &std::path::Path) -> usize {
+    let bytes = std::fs::read(path).expect("read the RAM");
+    assert_eq!(bytes.len() as u64, PAGES * 4096);
+    let word = |page: &[u8]| u64::from_le_bytes(page[..8].try_into().expect("8 bytes"));
+    bytes.chunks_exact(4096).zip(0..).filter(|(page, number)| word(page) != number * 7919 + 1).count()
+}
+
+#[test]
+fn a_vmm_that_executes_itself_and_keeps_its_ram_finds_every_page_there() {
+    let Some(program) = Program::compile() else { return };
+    let daemon = Daemon::start(QUICK);
+    for how in ["execv", "execve", "execvp", "execvpe", "fexecve", "execveat"] {
+        let mut vmm = program.start(&daemon, how, "memfd", PAGES);
+        squeeze(&daemon, how);
+        assert_eq!(vmm.ask(how), "next");
+        assert_eq!(vmm.ask("verify"), "wrong 0", "{how}\n{}", daemon.log());
+        until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
+        assert!(!has_event(&daemon, "writing-back"), "nothing was far any more");
+    }
+}
+
+#[test]
+fn a_child_of_the_vmm_executes_what_it_likes_and_costs_the_vm_nothing() {
+    let Some(program) = Program::compile() else { return };
+    let daemon = Daemon::start(QUICK);
+    let mut vmm = program.start(&daemon, "parent", "memfd", PAGES);
+    squeeze(&daemon, "parent");
+    for deed in ["vfork", "vfork-execv"] {
+        assert_eq!(vmm.ask(deed), "ok", "{deed}");
+    }
+    let vm = daemon.vm("parent");
+    assert!(vm.status != VmStatus::Blocked && vm.far_bytes > 0, "{vm:?}");
+    // One that comes to nothing costs the VM its limit, and no byte.
+    assert_eq!(vmm.ask("execv-nowhere"), "ENOENT");
+    assert_eq!(daemon.vm("parent").far_bytes, 0);
+    assert_eq!(vmm.ask("verify"), "wrong 0");
+    assert!(vmm.kill().contains("stays pinned"));
+}
+
+#[test]
+fn a_vmm_may_not_execute_itself_when_its_pages_cannot_be_had() {
+    let Some(program) = Program::compile() else { return };
+    let mut daemon = Daemon::start(QUICK);
+    let mut vmm = program.start(&daemon, "alone", "memfd", PAGES);
+    squeeze(&daemon, "alone");
+    let engine = daemon.engine_pid().expect("an engine");
+    daemon.kill_keeper();
+    common::kill(engine);
+    assert_eq!(vmm.ask("execv"), "EAGAIN");
+    daemon.restart_keeper();
+    until("it is attached again", || daemon.api.vm("alone").is_ok());
+    assert_eq!(vmm.ask("execv"), "next");
+    assert_eq!(vmm.ask("verify"), "wrong 0", "{}", daemon.log());
+}
+
+#[test]
+fn what_a_vmm_that_executes_itself_unseen_leaves_far_is_written_back() {
+    let Some(program) = Program::compile() else { return };
+    let daemon = Daemon::start(QUICK);
+    let mut vmm = program.start(&daemon, "unseen", "memfd", PAGES);
+    squeeze(&daemon, "unseen");
+    assert_eq!(vmm.ask("raw"), "next");
+    // Whoever looks before this may look too early.
+    until("its pages are back", || has_event(&daemon, "written-back"));
+    assert_eq!(vmm.ask("verify"), "wrong 0", "{}", daemon.log());
+}
+
+#[test]
+fn a_ram_file_that_outlives_its_vmm_has_every_page_and_the_next_vmm_waits_for_them() {
+    let Some(program) = Program::compile() else { return };
+    let Some(file) = file_in_tmpfs() else { return };
+    let name = file.to_str().expect("text");
+    let daemon = Daemon::start(QUICK);
+    let vmm = program.start(&daemon, "first", name, PAGES);
+    squeeze(&daemon, "first");
+    vmm.kill();
+    // At once: the keeper may not even have seen the end of the first.
+    let mut next = program.launch(Some((&daemon, "second")), ["next", name, &PAGES.to_string()]);
+    assert_eq!(next.ask("verify"), "wrong 0", "{}", daemon.log());
+    squeeze(&daemon, "second");
+    next.kill();
+    until("its pages are back, too", || {
+        let events = daemon.api.events().expect("events");
+        events.iter().filter(|event| event.kind == "written-back").count() == 2
+    });
+    assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
+}
+
+#[test]
+fn an_engine_that_dies_while_it_writes_back_has_a_successor_that_goes_on() {
+    let Some(program) = Program::compile() else { return };
+    let Some(file) = file_in_tmpfs() else { return };
+    let daemon = Daemon::start(QUICK);
+    let vmm = program.start(&daemon, "linked", file.to_str().expect("text"), PAGES);
+    squeeze(&daemon, "linked");
+    // It sees the end of the VMM only when it is about to be killed.
+    let engine = daemon.engine_pid().expect("an engine");
+    common::signal_process(engine, rustix::process::Signal::STOP);
+    vmm.kill();
+    daemon.kill_engine();
+    daemon.wait_for_engine_after(engine);
+    until("its pages are back", || has_event(&daemon, "written-back"));
+    assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
+}
+
+#[test]
+fn an_engine_without_a_keeper_writes_back_before_it_ends() {
+    let Some(program) = Program::compile() else { return };
+    let Some(file) = file_in_tmpfs() else { return };
+    let mut daemon = Daemon::start(QUICK);
+    let vmm = program.start(&daemon, "orphan", file.to_str().expect("text"), PAGES);
+    squeeze(&daemon, "orphan");
+    let engine = daemon.engine_pid().expect("an engine");
+    daemon.kill_keeper();
+    vmm.kill();
+    until("the engine ends", || !std::path::Path::new(&format!("/proc/{engine}/status")).exists() || is_zombie(engine));
+    assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
+}
+
+fn is_zombie(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "))
+}
+
+#[test]
+fn what_nobody_can_come_to_any_more_is_not_written_back() {
+    let Some(program) = Program::compile() else { return };
+    let Some(file) = file_in_tmpfs() else { return };
+    let daemon = Daemon::start(QUICK);
+    let vmm = program.start(&daemon, "unlinked", file.to_str().expect("text"), PAGES);
+    squeeze(&daemon, "unlinked");
+    drop(file);
+    vmm.kill();
+    until("the VM is gone", || has_event(&daemon, "gone") && daemon.host().store_bytes == 0);
+    assert!(!has_event(&daemon, "writing-back"), "{}", daemon.log());
+}

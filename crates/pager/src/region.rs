@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_store::{PageBytes, PageKey};
+use ballast_sys::Mapping;
 use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
@@ -136,6 +137,16 @@ impl Region {
     /// The RAM file's identity.
     pub fn file_id(&self) -> FileId {
         self.file_id
+    }
+
+    /// Names that the RAM file has in its file system: one that has any can be opened by others later.
+    pub fn file_links(&self) -> io::Result<u64> {
+        Ok(rustix::fs::fstat(&self.file)?.st_nlink as u64)
+    }
+
+    /// Its file, mapped in this process. Only to have the kernel fill holes of it: nobody touches the mapping.
+    pub(crate) fn map(&self) -> io::Result<Mapping> {
+        Mapping::shared(&self.file, self.file_offset.0, self.pages.bytes().0 as usize)
     }
 
     /// DRAM the RAM file uses. A file that holds several regions is counted once by the caller.

@@ -5,7 +5,7 @@
 //! Promise: no page is served before [`Vm::start`], and by then `recover` has mended what the last engine left.
 //!
 //! Here is what a VM is and what it is told; what it does is in `lanes` (its threads), `views` (who maps it, and what is
-//! registered), `discard`, `restore` (all pages back) and `account` (counters, and where its pages are).
+//! registered), `discard`, `restore` (all pages back), `write_back` (into files that outlive the VM) and `account` (counters, and where its pages are).
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -37,9 +37,11 @@ mod discard;
 mod lanes;
 mod restore;
 mod views;
+mod write_back;
 
 pub use account::{Census, Whereabouts};
 pub(crate) use views::KeepRegistered;
+pub use write_back::WrittenBack;
 
 /// Settings of the two loops.
 #[derive(Clone, Copy, Debug)]

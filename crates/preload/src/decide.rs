@@ -8,7 +8,7 @@ use std::ffi::{c_int, c_void};
 use std::fmt::Display;
 use std::io::Write;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
@@ -23,6 +23,8 @@ const MANAGED: u8 = 1;
 const OFF: u8 = 2;
 
 static MODE: AtomicU8 = AtomicU8::new(WAITING);
+/// The process that attached. A child between `vfork` and `exec` sees all this and is another one.
+static OWNER: AtomicU32 = AtomicU32::new(0);
 static CLIENT: OnceLock<Client> = OnceLock::new();
 /// One thread attaches; others that map RAM meanwhile wait and then add theirs.
 static ATTACHING: Mutex<()> = Mutex::new(());
@@ -136,6 +138,7 @@ fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
     match result {
         Ok(client) => {
             let _ = CLIENT.set(client);
+            OWNER.store(std::process::id(), Ordering::Release);
             MODE.store(MANAGED, Ordering::Release);
         }
         Err(error) if required => {
@@ -200,6 +203,27 @@ pub fn may_pin_before(what: &str) -> Result<(), c_int> {
         announce(format_args!("{what}: refused, because {error}"));
         libc::EAGAIN
     })
+}
+
+/// This process executes another program. If it is the VMM, which may hand its RAM on (QEMU's `cpr-exec` does), every page must
+/// be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages are far.
+pub fn executing() -> Result<(), c_int> {
+    if OWNER.load(Ordering::Acquire) != std::process::id() {
+        return Ok(());
+    }
+    let Some(client) = client() else { return Ok(()) };
+    announce("the VMM executes another program: bringing all of its memory back first");
+    client.bring_back("the VMM executes another program").map_err(|error| {
+        announce(format_args!("the VMM may not execute another program: not all of its memory came back: {error}"));
+        libc::EAGAIN
+    })
+}
+
+/// It did not: it goes on, and what was said cannot be taken back.
+pub fn executed_nothing() {
+    if OWNER.load(Ordering::Acquire) == std::process::id() && client().is_some() {
+        announce("the other program could not be executed; this VM stays pinned");
+    }
 }
 
 /// The VMM opens a file, or changes the flags of an open one.

@@ -298,6 +298,35 @@ pub unsafe extern "C" fn io_setup(events: c_int, context: *mut *mut c_void) -> c
     }
 }
 
+/// Declares hooks of functions that execute another program in the place of this one.
+macro_rules! executes {
+    ($($name:ident($($arg:ident: $ty:ty),*);)*) => {$(
+        /// # Safety
+        /// As the C function.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int {
+            if let Err(errno) = quietly(Ok(()), decide::executing) {
+                return refuse(errno, -1);
+            }
+            // SAFETY: the caller's promise.
+            let answer = unsafe { next::$name($($arg),*) };
+            quietly((), decide::executed_nothing);
+            answer
+        }
+    )*};
+}
+
+executes! {
+    execve(path: *const c_char, args: *const *const c_char, variables: *const *const c_char);
+    execv(path: *const c_char, args: *const *const c_char);
+    execvp(file: *const c_char, args: *const *const c_char);
+    execvpe(file: *const c_char, args: *const *const c_char, variables: *const *const c_char);
+    fexecve(fd: c_int, args: *const *const c_char, variables: *const *const c_char);
+    execveat(
+        dir: c_int, path: *const c_char, args: *const *const c_char, variables: *const *const c_char, flags: c_int
+    );
+}
+
 /// # Safety
 /// As the C function.
 #[unsafe(no_mangle)]

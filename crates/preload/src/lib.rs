@@ -20,6 +20,7 @@
 //! | `sendmsg` | a RAM file on its way to another process (vhost-user): pins the VM and brings every page back first, because the other process's touches raise no faults here |
 //! | `open`, `openat`, with `64`, and `__open_2`, `__openat_2`, with `64` | `O_DIRECT`: the device writes to RAM pages: *may pin* |
 //! | `fcntl`, `fcntl64` | `F_SETFL` with `O_DIRECT`, as QEMU does to descriptors passed to it: *may pin* |
+//! | `execve`, `execv`, `execvp`, `execvpe`, `fexecve`, `execveat` | the VMM may hand its RAM to the program that takes its place (QEMU's `cpr-exec`): every page is brought back first, or the call fails with EAGAIN. A child's `exec` goes through |
 //! | `io_setup` | libaio, which is asynchronous for direct I/O only: *may pin* |
 //!
 //! # VMs that may pin
@@ -35,8 +36,9 @@
 //!
 //! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
 //! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file, RDMA memory
-//! registration, io_uring registered buffers that stay pinned over guest RAM, `open` and `fcntl` by way of `syscall`, a
-//! static VMM binary.
+//! registration, io_uring registered buffers that stay pinned over guest RAM, `open`, `fcntl` and `exec` by way of `syscall`, `execl`
+//! and its like (of a VMM that executes itself this way, pages are written back when it is seen to be gone, and may come too late),
+//! a static VMM binary.
 //!
 //! # Environment
 //!

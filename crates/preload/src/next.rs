@@ -104,3 +104,44 @@ next!(openat, c"openat", libc::SYS_openat, (dir: c_int, path: *const c_char, fla
 next!(open_2, c"__open_2", libc::SYS_open, (path: *const c_char, flags: c_int) -> c_int);
 next!(openat_2, c"__openat_2", libc::SYS_openat, (dir: c_int, path: *const c_char, flags: c_int) -> c_int);
 next!(fcntl, c"fcntl", libc::SYS_fcntl, (fd: c_int, command: c_int, arg: c_long) -> c_int);
+
+/// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. It is found before `main`,
+/// because a child between `vfork` and `exec` calls it and must not look for it. Where there is none it cannot be done.
+macro_rules! executes {
+    ($($name:ident, $symbol:literal, ($($arg:ident: $ty:ty),*);)*) => {
+        mod executing {
+            use super::Next;
+            $(#[allow(non_upper_case_globals, reason = "named like the function")]
+            pub static $name: Next = Next::new($symbol);)*
+        }
+
+        /// Find all of them.
+        pub fn find_executing() {
+            $(executing::$name.get();)*
+        }
+
+        $(/// # Safety
+        /// As the C function of the same name.
+        pub unsafe fn $name($($arg: $ty),*) -> c_int {
+            let Some(function) = executing::$name.get() else {
+                // SAFETY: the location of this thread's errno is valid for the thread's life.
+                unsafe { *libc::__errno_location() = libc::ENOSYS };
+                return -1;
+            };
+            // SAFETY: this is the address of the C function of this name, whose signature this is.
+            let function: unsafe extern "C" fn($($ty),*) -> c_int = unsafe { std::mem::transmute(function) };
+            // SAFETY: the caller's promise.
+            unsafe { function($($arg),*) }
+        })*
+    };
+}
+
+type Words = *const *const c_char;
+executes! {
+    execve, c"execve", (path: *const c_char, args: Words, variables: Words);
+    execv, c"execv", (path: *const c_char, args: Words);
+    execvp, c"execvp", (file: *const c_char, args: Words);
+    execvpe, c"execvpe", (file: *const c_char, args: Words, variables: Words);
+    fexecve, c"fexecve", (fd: c_int, args: Words, variables: Words);
+    execveat, c"execveat", (dir: c_int, path: *const c_char, args: Words, variables: Words, flags: c_int);
+}

@@ -14,6 +14,7 @@ static AT_START: extern "C" fn() = at_start;
 extern "C" fn at_start() {
     let _ = std::panic::catch_unwind(|| {
         leave_preload();
+        crate::next::find_executing();
         // SAFETY: the handler is a plain function that stores to an atomic, which is allowed in a forked child.
         unsafe { libc::pthread_atfork(None, None, Some(decide::in_child)) };
     });

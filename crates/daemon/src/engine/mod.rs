@@ -7,9 +7,10 @@
 //! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
 //! only VMs whose state file names it.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, RwLock, mpsc};
+use std::sync::{Arc, Mutex, RwLock, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -33,11 +34,13 @@ use crate::orders::{self, Begin, Order, Report};
 use crate::tracking;
 use control::Control;
 use workers::Workers;
+use write_back::Closing;
 
 pub mod control;
 pub mod strangers;
 mod views;
 pub mod workers;
+mod write_back;
 
 /// How often an engine without keeper looks whether any VM is left.
 const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
@@ -78,7 +81,7 @@ pub fn run(version: Option<u16>) -> anyhow::Result<()> {
     let watch = strangers::start(host.clone())?;
     Control::start(host.clone(), watch.clone()).context("Starting the control loop")?;
     let me = Process::this().context("Finding this process's start time")?;
-    let engine = Arc::new(Engine { keeper, me, begin, host, events, watch });
+    let engine = Arc::new(Engine { keeper, me, begin, host, events, watch, closing: Mutex::default() });
     let mut orders = Orders { engine, workers: Workers::default(), api: Some(api) };
     orders.take()?;
     orders.serve_as_orphan();
@@ -149,14 +152,31 @@ impl Orders {
             Order::Ping => engine.report(&Report::Pong)?,
             Order::Serve => self.serve()?,
             Order::Note { vm, kind, message } => engine.events.add(vm, &kind, message),
-            Order::CloseVm { vm } => self.workers.give_last(vm, move || engine.close_vm(vm))?,
+            Order::CloseVm { seq, vm } => self.close(vm, Some(seq))?,
             order => {
+                if let Order::OpenVm { vm, .. } = &order {
+                    engine.stop_writing_back(*vm);
+                }
                 if let Some(vm) = order.vm() {
                     self.workers.give(vm, move || engine.carry_out(vm, order, fds))?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Have a VM closed, after what was ordered before, and say so to whoever waits for it.
+    fn close(&mut self, vm: VmId, seq: Option<u64>) -> io::Result<()> {
+        let engine = self.engine.clone();
+        // From now on, so that an order to open it again finds it.
+        let closing = engine.begin_closing(vm);
+        self.workers.give_last(vm, move || {
+            engine.close_vm(vm, &closing);
+            engine.end_closing(vm, &closing);
+            if let Some(Err(error)) = seq.map(|seq| engine.done(seq, Ok(()))) {
+                tracing::debug!("Reporting that VM {vm} is closed: {error:#}");
+            }
+        })
     }
 
     /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist because
@@ -177,19 +197,26 @@ impl Orders {
     /// The keeper is gone. Serve faults until the next keeper's engine ends us, or until no VM is left.
     fn serve_as_orphan(&mut self) {
         tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
-        let (host, events) = (&self.engine.host, &self.engine.events);
+        let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
         events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
         // Some may not be open yet. The next keeper knows of us from their state files.
-        let opened = self.workers.all_so_far();
+        let mut done = self.workers.all_so_far();
         loop {
-            let is_over = opened.is_over();
+            let is_over = done.is_over();
             let vms = host.all();
-            if is_over && vms.iter().all(|served| served.vm.views().iter().all(|view| view.is_disconnected())) {
+            if is_over && vms.is_empty() {
                 tracing::info!("no VM is left: ending");
                 return;
             }
             for served in vms {
                 served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
+                if is_over && served.vm.views().iter().all(|view| view.is_disconnected()) {
+                    let id = served.vm.state.id();
+                    if let Err(error) = self.close(id, None) {
+                        tracing::error!("Closing VM {id}: {error}");
+                    }
+                    done = self.workers.all_so_far();
+                }
             }
             std::thread::sleep(ORPHAN_LOOKS_EVERY);
         }
@@ -242,6 +269,8 @@ struct Engine {
     events: Arc<Events>,
     /// Whoever is sent here is looked at for strangers.
     watch: mpsc::Sender<Arc<Served>>,
+    /// VMs that are being closed.
+    closing: Mutex<HashMap<VmId, Closing>>,
 }
 
 impl Engine {
@@ -479,7 +508,7 @@ impl Engine {
         Ok(())
     }
 
-    fn close_vm(&self, id: VmId) {
+    fn close_vm(&self, id: VmId, closing: &Closing) {
         let closed = {
             let mut vms = self.host.vms.write().expect("no panic while held");
             let at = vms.iter().position(|served| served.vm.state.id() == id);
@@ -493,6 +522,7 @@ impl Engine {
             served.vm.stores.ram.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
+            self.write_back(&served, closing);
         }
     }
 }

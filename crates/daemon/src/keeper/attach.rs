@@ -37,6 +37,13 @@ impl Keeper {
         let (pid, uid) = (client.pid, client.uid);
         self.check_memory(uid, &attach.regions)?;
         let Admitted { uffds, control, ram, resumed } = admit::admit(attach, fds)?;
+        if let Some((id, name)) = self.closing_of(ram.iter().map(|(_, file)| *file))
+            && attach.resume != Some(id)
+        {
+            let why = format!("what was far of VM {name:?} is on its way back into its RAM file");
+            self.answer(key, &KeeperToClient::Later(why), &[]);
+            return Ok(());
+        }
         let known = match attach.resume {
             Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
             None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
@@ -188,6 +195,7 @@ impl Keeper {
                 format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
             );
         }
+        self.reopened(state.id());
         VmEntry::new(state, arena, file, attach, uid, &self.closer)
     }
 

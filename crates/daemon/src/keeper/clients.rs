@@ -293,8 +293,7 @@ impl Keeper {
         if self.views_of(vm).next().is_none() {
             let name = self.vm(vm).map(|vm| vm.state.name());
             tracing::info!(vm = name, pid, "the VM's process {why}: forgetting the VM");
-            self.order(&Order::CloseVm { vm }, &[]);
-            self.vms.retain(|entry| entry.state.id() != vm);
+            self.close_vm(vm);
         }
     }
 

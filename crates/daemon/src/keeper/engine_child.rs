@@ -21,6 +21,7 @@ use super::Keeper;
 use super::clients::ClientView;
 use super::closer::SentFd;
 use super::fence::Process;
+use super::regions::VmEntry;
 use crate::engine::monotonic_ns;
 use crate::orders::{self, Begin, Order, Report, Spilling};
 
@@ -194,6 +195,7 @@ impl Keeper {
         for vm in self.vms.iter().map(|vm| vm.state.id()).collect::<Vec<_>>() {
             self.hand_over(vm, since);
         }
+        self.hand_over_closing();
         self.order(&Order::Serve, &[]);
         Ok(())
     }
@@ -221,16 +223,7 @@ impl Keeper {
     /// Tell the engine all about a VM, unless some of its regions are still missing.
     pub(super) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
         let Some(vm) = self.vms.iter().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
-        let Some(engine) = &self.engine else { return };
-        vm.state.name_engine(engine.process.pid, engine.process.start);
-        let order = Order::OpenVm {
-            vm: id,
-            vmm: vm.vmm.clone(),
-            pinned: vm.pinned.clone(),
-            may_pin: vm.may_pin,
-            has_file: vm.file_store.is_some(),
-        };
-        let fds = vm.descriptors();
+        let Some((_, order, fds)) = self.open_order(vm) else { return };
         self.order(&order, &fds);
         let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
         for (order, fds) in orders {
@@ -240,6 +233,21 @@ impl Keeper {
         for order in asked.cloned().collect::<Vec<_>>() {
             self.order(&order, &[]);
         }
+    }
+
+    /// The order that has the engine open a VM, whose state file names that engine from now on.
+    pub(super) fn open_order(&self, vm: &VmEntry) -> Option<(VmId, Order, Vec<Arc<SentFd>>)> {
+        let engine = self.engine.as_ref()?;
+        vm.state.name_engine(engine.process.pid, engine.process.start);
+        let id = vm.state.id();
+        let order = Order::OpenVm {
+            vm: id,
+            vmm: vm.vmm.clone(),
+            pinned: vm.pinned.clone(),
+            may_pin: vm.may_pin,
+            has_file: vm.file_store.is_some(),
+        };
+        Some((id, order, vm.descriptors()))
     }
 
     /// Is it our engine that this state file names?
@@ -259,11 +267,10 @@ impl Keeper {
                     engine.pulse.starting = None;
                     self.young_deaths = 0;
                 }
-                Ok(Report::Done { seq, result }) => {
-                    if let Some(asked) = self.pending.remove(&seq) {
-                        self.answered(&asked, result);
-                    }
-                }
+                Ok(Report::Done { seq, result }) => match self.pending.remove(&seq) {
+                    Some(asked) => self.answered(&asked, result),
+                    None => self.closed(seq),
+                },
                 Err(error) => tracing::error!("The engine sent nonsense: {error}"),
             }
         }

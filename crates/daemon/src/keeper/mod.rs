@@ -6,7 +6,8 @@
 //! Promise: it never touches a page. An engine that dies, or no longer answers, is replaced at once and announced; when
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
-//! [`clients`] listens to VMMs; [`attach`] makes VMs of them, with [`regions`] and [`lost`]; [`engine_child`] has the
+//! [`clients`] listens to VMMs; [`attach`] makes VMs of them, with [`regions`] and [`lost`]; [`closing`] sees
+//! them off; [`engine_child`] has the
 //! engine; [`fence`] ends the engine of an earlier keeper.
 
 use std::collections::BTreeMap;
@@ -22,12 +23,14 @@ use crate::config::Config;
 use crate::orders::Order;
 use clients::{Asked, Clients};
 pub use closer::{Closer, SentFd};
+use closing::Closing;
 use engine_child::{Engine, PING_EVERY};
 use regions::VmEntry;
 
 mod attach;
 mod clients;
 mod closer;
+mod closing;
 mod engine_child;
 pub mod fence;
 mod lost;
@@ -57,6 +60,7 @@ struct Keeper {
     /// No connections are taken until then.
     accept_again: Option<Instant>,
     vms: Vec<VmEntry>,
+    closing: Vec<Closing>,
     /// What clients wait for, by the number of the order.
     pending: BTreeMap<u64, Asked>,
     next_seq: u64,
@@ -139,6 +143,7 @@ impl Keeper {
             next_client: 0,
             accept_again: None,
             vms: Vec::new(),
+            closing: Vec::new(),
             pending: BTreeMap::new(),
             next_seq: 0,
         }

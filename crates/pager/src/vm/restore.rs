@@ -5,6 +5,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
@@ -15,6 +16,7 @@ use crate::fault::{Served, serve};
 use crate::page_state::{State, Word};
 use crate::region::Region;
 use crate::stats::Counter;
+use crate::view::View;
 
 /// Pages that are brought back before whoever adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
@@ -50,20 +52,30 @@ impl Vm {
             let mut next = written.start;
             while next < written.end {
                 let end = written.end.min((next + 1).next_multiple_of(BATCH));
-                self.restore_pages(region, next..end)?;
+                self.restore_through(region, next..end, &self.views(), &mut || {
+                    std::thread::yield_now();
+                    true
+                })?;
                 next = end;
             }
         }
         Ok(())
     }
 
-    fn restore_pages(&self, region: &Region, pages: Range<u64>) -> io::Result<()> {
+    /// Bring every far or zero page of these back through one of these views. `wait` is called while a page cannot be had
+    /// just now, and says whether to go on.
+    pub(super) fn restore_through(
+        &self,
+        region: &Region,
+        pages: Range<u64>,
+        views: &[Arc<View>],
+        wait: &mut dyn FnMut() -> bool,
+    ) -> io::Result<()> {
         // So that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
         let _layout = self.layout();
         if region.is_removed() {
             return Ok(());
         }
-        let views = self.views();
         let mut memories = views.iter().filter_map(|view| view.of_region(region));
         let Some(mut memory) = memories.next() else { return Ok(()) };
         for page in region.granules(pages) {
@@ -85,7 +97,8 @@ impl Vm {
                 let (rescued, served) = serve(granule, key, kind, &memory, region, &self.stores, |age| age);
                 self.count_rescued(rescued, granule.pages());
                 match served? {
-                    Served::Later => std::thread::yield_now(),
+                    Served::Later if wait() => {}
+                    Served::Later => return Ok(()),
                     // That process has gone, or does not map this part any more: through another one.
                     Served::Gone => match memories.next() {
                         Some(next) => memory = next,

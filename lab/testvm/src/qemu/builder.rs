@@ -67,6 +67,7 @@ pub struct Builder {
     cpus: u32,
     shared_memory: bool,
     huge_pages: bool,
+    memory_object: Option<String>,
     balloon: Balloon,
     prefix: Vec<String>,
     env: Vec<(String, String)>,
@@ -87,6 +88,7 @@ impl Builder {
             cpus: 1,
             shared_memory: true,
             huge_pages: false,
+            memory_object: None,
             balloon: Balloon::None,
             prefix: Vec::new(),
             env: Vec::new(),
@@ -137,6 +139,12 @@ impl Builder {
     /// RAM of 2 MiB pages from the host's pool.
     pub fn huge_pages(mut self) -> Self {
         self.huge_pages = true;
+        self
+    }
+
+    /// RAM in this object of QEMU's, whose id is `ram0` and which is as large as the memory, instead of a memfd.
+    pub fn memory_object(mut self, object: &str) -> Self {
+        self.memory_object = Some(object.to_owned());
         self
     }
 
@@ -206,7 +214,8 @@ impl Builder {
         if self.shared_memory {
             // Not reserved beforehand: what is far frees its place in the pool, for whoever needs it.
             let huge = if self.huge_pages { ",hugetlb=on,hugetlbsize=2M,reserve=off" } else { "" };
-            put(&["-object", &format!("memory-backend-memfd,id=ram0,size={size},share=on{huge}")]);
+            let memfd = format!("memory-backend-memfd,id=ram0,size={size},share=on{huge}");
+            put(&["-object", self.memory_object.as_ref().unwrap_or(&memfd)]);
             put(&["-machine", "pc,memory-backend=ram0"]);
         } else {
             put(&["-machine", "pc"]);

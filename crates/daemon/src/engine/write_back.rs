@@ -1,0 +1,131 @@
+//! What is far of a VM whose processes are gone: dropped, or written back because its RAM files outlive them.
+//!
+//! Before: the keeper ordered the VM closed, and its lanes have ended. After: nobody can ever come to its RAM files, or what was
+//! far is in them again.
+//! Threads: the VM's worker, which may be kept waiting by other processes and for memory.
+//! Promise: what nobody can reach is dropped at once; what somebody can reach is written back, whatever its limit was, as far as
+//! the host has memory. It cannot be in time for somebody who reads before it is done: a VMM that means to hand its memory on
+//! has it brought back first (see `preload`).
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_base::Bytes;
+use ballast_base::wire::VmId;
+use ballast_pager::region::Region;
+
+use super::Engine;
+use crate::backend::{Served, meminfo};
+use crate::watch;
+
+/// Memory of the host that is left to others, as a share of all.
+const LEFT_TO_OTHERS: u64 = 32;
+/// How often to look again whether anybody can reach the files: a file is deleted, a process ends.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// How long to wait for memory before it is asked again.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A VM that is being closed: set when what is far of it is not to be written back any more.
+pub(super) type Closing = Arc<AtomicBool>;
+
+impl Engine {
+    fn all_closing(&self) -> MutexGuard<'_, HashMap<VmId, Closing>> {
+        self.closing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A VM is about to be closed.
+    pub(super) fn begin_closing(&self, vm: VmId) -> Closing {
+        let closing = Closing::default();
+        self.all_closing().insert(vm, closing.clone());
+        closing
+    }
+
+    /// It is closed.
+    pub(super) fn end_closing(&self, vm: VmId, closing: &Closing) {
+        let mut all = self.all_closing();
+        if all.get(&vm).is_some_and(|other| Arc::ptr_eq(other, closing)) {
+            all.remove(&vm);
+        }
+    }
+
+    /// The VM is to be opened again: only its attach socket had been cut. What is far may stay so.
+    pub(super) fn stop_writing_back(&self, vm: VmId) {
+        if let Some(closing) = self.all_closing().get(&vm) {
+            closing.store(true, Ordering::Release);
+        }
+    }
+
+    /// Write back what is far of a VM that is closed, if anybody can reach it and the VM is not opened again.
+    pub(super) fn write_back(&self, served: &Served, closing: &Closing) {
+        let (vm, name) = (&served.vm, served.vm.state.name());
+        let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
+        let far = vm.far_in(&regions).unwrap_or_default();
+        if far.0 == 0 {
+            return;
+        }
+        let (reachable, who) = self.reachable(&regions);
+        let Some(who) = who else { return };
+        let event = |kind: &str, message: String| self.events.add(Some(name.clone()), kind, message);
+        event("writing-back", format!("the process of VM {name} is gone, but {who}: {} go back into it", far.bytes()));
+        let (mut looked, mut told) = (Instant::now(), false);
+        let done = vm.write_back(&reachable, &mut || {
+            loop {
+                if looked.elapsed() > LOOK_EVERY {
+                    looked = Instant::now();
+                    if self.reachable(&reachable).1.is_none() {
+                        return false;
+                    }
+                }
+                if closing.load(Ordering::Acquire) {
+                    return false;
+                }
+                let [free, all] = ["MemAvailable", "MemTotal"].map(meminfo);
+                if free.zip(all).is_none_or(|(free, all)| free > all / LEFT_TO_OTHERS) {
+                    return true;
+                }
+                if !told {
+                    told = true;
+                    event(
+                        "write-back-waits",
+                        format!("what was far of VM {name} cannot go back: the host has no memory"),
+                    );
+                }
+                std::thread::sleep(PAUSE);
+            }
+        });
+        match done {
+            Ok(done) if done.stopped => tracing::info!(vm = name, "writing back was stopped: {who}, but no longer"),
+            Ok(done) => event("written-back", format!("{} of VM {name} are back in its RAM file", done.pages.bytes())),
+            Err(error) => {
+                let left = vm.far_in(&reachable).map_or(Bytes(0), |pages| pages.bytes());
+                let text = format!("{left} of VM {name} are lost, though {who}: writing them back: {error}");
+                event("write-back-failed", text);
+            }
+        }
+    }
+
+    /// The regions whose files somebody can come to, and how.
+    fn reachable(&self, regions: &[Arc<Region>]) -> (Vec<Arc<Region>>, Option<String>) {
+        let linked: Vec<_> = regions.iter().filter(|region| region.file_links().is_ok_and(|links| links > 0)).collect();
+        let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
+        let ours = HashSet::from([self.me.pid, self.begin.keeper_pid]);
+        let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
+        let mut who = by_name;
+        let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
+        let held: Vec<_> = others
+            .filter(|region| {
+                // Whoever cannot be asked about may have it.
+                let holder = watch::holder(&HashSet::from([region.file_id()]), &ours).unwrap_or(Some(self.me));
+                if let Some(process) = holder {
+                    who.get_or_insert_with(|| format!("process {} still has its RAM file", watch::name(process)));
+                }
+                holder.is_some()
+            })
+            .cloned()
+            .collect();
+        reachable.extend(held);
+        (reachable, who)
+    }
+}

@@ -1,0 +1,138 @@
+//! Writing back: the processes of a VM are gone, and its RAM files are not.
+//!
+//! Before: the last view is gone and the lanes have ended. After: what was far is in the RAM files again, for whoever opens them
+//! next: the program that the VMM executed, the next VMM of a file in a tmpfs.
+//! Threads: the caller's one; it takes seconds for millions of pages. Units: pages of a region.
+//! Promise: holes are filled, each at once (`UFFDIO_COPY` into a mapping of this process): bytes that are in the file count
+//! (invariant 1), also those that somebody writes meanwhile. Zeros in the place of a far page are what somebody has read there too
+//! early, and are replaced as `fault` does it. It may stop at any page and be begun again.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_base::wire::RegionInfo;
+use ballast_base::{Bytes, Hva, PageCount, PageIdx};
+use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
+use ballast_sys::{Uffd, scm};
+
+use super::Vm;
+use crate::page_state::State;
+use crate::region::{Region, Registered};
+use crate::shard::Shards;
+use crate::state_file::PAGES_PER_CHUNK;
+use crate::view::View;
+
+/// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// What writing back came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WrittenBack {
+    /// Pages that were far and are not any more.
+    pub pages: PageCount,
+    /// It was told to stop.
+    pub stopped: bool,
+}
+
+impl Vm {
+    /// Pages of these regions whose bytes are in a store only.
+    pub fn far_in(&self, regions: &[Arc<Region>]) -> io::Result<PageCount> {
+        let mut far = 0;
+        for region in regions {
+            self.far_chunks(region, |_, pages| {
+                far += pages;
+                Ok(true)
+            })?;
+        }
+        Ok(PageCount(far))
+    }
+
+    /// Bring every far page of these regions back into its file. `go_on` is asked before each chunk, and while a page cannot be
+    /// had; it may wait.
+    ///
+    /// # Errors
+    /// The kernel has no memory, or refuses a userfaultfd; what is far stays far.
+    pub fn write_back(&self, regions: &[Arc<Region>], go_on: &mut dyn FnMut() -> bool) -> io::Result<WrittenBack> {
+        let mut done = WrittenBack::default();
+        for region in regions {
+            let own = OwnView::of(region)?;
+            let views = [own.view.clone()];
+            let completed = self.far_chunks(region, |chunk, far| {
+                if !go_on() {
+                    return Ok(false);
+                }
+                own.cover(region, &chunk)?;
+                let mut stopped = false;
+                self.restore_through(region, chunk.clone(), &views, &mut || {
+                    std::thread::sleep(PAUSE);
+                    stopped = !go_on();
+                    !stopped
+                })?;
+                // Its page tables are not needed any more, and nobody shall think that this process uses the memory.
+                own.uncover(&chunk)?;
+                done.pages.0 += far * u64::from(!stopped);
+                Ok(!stopped)
+            })?;
+            if !completed {
+                done.stopped = true;
+                break;
+            }
+        }
+        Ok(done)
+    }
+
+    /// Call this with every chunk that has far pages, and how many; until it answers false.
+    fn far_chunks(
+        &self,
+        region: &Region,
+        mut each: impl FnMut(Range<u64>, u64) -> io::Result<bool>,
+    ) -> io::Result<bool> {
+        let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(true) };
+        for written in self.state.written_words(&record)? {
+            let mut next = written.start;
+            while next < written.end {
+                let end = written.end.min((next + 1).next_multiple_of(PAGES_PER_CHUNK));
+                let is_far = |page: &PageIdx| matches!(region.word(*page).state(), State::Far | State::Restoring);
+                let far = region.granules(next..end).filter(is_far).count() as u64 * region.granule_pages();
+                if far > 0 && !each(next..end, far)? {
+                    return Ok(false);
+                }
+                next = end;
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// A mapping of a region in this process, under a userfaultfd of its own. Nobody touches it.
+struct OwnView {
+    view: Arc<View>,
+    map: ballast_sys::Mapping,
+    /// The other end of a control socket on which nobody listens.
+    _client: std::os::fd::OwnedFd,
+}
+
+impl OwnView {
+    fn of(region: &Region) -> io::Result<Self> {
+        let (uffd, features) = Uffd::create(REQUIRED_FEATURES | HUGETLB_FEATURES)?;
+        let (control, client) = scm::pair()?;
+        let map = region.map()?;
+        let shards = Shards::new(vec![uffd]).ok_or_else(|| io::Error::other("no userfaultfd"))?;
+        let view = View::new(std::process::id(), shards, features, control, 0);
+        let info = RegionInfo { hva: Hva(map.addr() as u64), len: Bytes(map.len() as u64), file_offset: Bytes(0) };
+        view.add_span(&info, region.number);
+        Ok(Self { view: Arc::new(view), map, _client: client })
+    }
+
+    fn cover(&self, region: &Region, pages: &Range<u64>) -> io::Result<()> {
+        let Some(memory) = self.view.of_region(region) else { return Ok(()) };
+        memory.register(PageIdx(pages.start), pages.end - pages.start, Registered::Faults)
+    }
+
+    fn uncover(&self, pages: &Range<u64>) -> io::Result<()> {
+        let [start, end] = [pages.start, pages.end].map(|page| PageIdx(page).offset() as usize);
+        self.map.zap(start, end - start)
+    }
+}
