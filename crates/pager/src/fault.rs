@@ -41,7 +41,7 @@ pub enum Served {
     /// Another lane works on this page, the store is busy or not among those given, or the address space is changing:
     /// serve it again soon.
     Later,
-    /// The range or the process is gone; nobody waits.
+    /// The range is not ours any more, or the process is gone. Whoever waits there still is not woken by this.
     Gone,
 }
 

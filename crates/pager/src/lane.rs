@@ -22,6 +22,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::fault::{Served, serve};
 use crate::follow::Follow;
+use crate::forgotten::Forgotten;
 use crate::memory::Mapped;
 use crate::prefetch::{Company, is_far, next_run};
 use crate::region::Region;
@@ -69,10 +70,12 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>, shard: usize) {
         told: None,
     };
     let mut follow = Follow::new(view.pid);
+    let mut forgotten = Forgotten::new(Instant::now());
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
         // Without a read first: whom it just woke runs when this lane sleeps, so a call saved is saved twice.
         if lane.waiting.is_empty() && !sleep_until_readable(uffd, NAP) {
+            forgotten.look(vm, view, uffd, 0, Instant::now());
             continue;
         }
         if let Err(error) = uffd.read_faults(&mut read) {
@@ -96,7 +99,8 @@ pub fn serve_faults(vm: &Vm, view: &Arc<View>, shard: usize) {
         }
         lane.tell_stall();
         lane.tell_long_waits(now);
-        // Last: nobody waits for it.
+        // Last: nobody waits for these.
+        forgotten.look(vm, view, uffd, lane.waiting.len(), now);
         if let Some(thread) = newest {
             follow.faulted(thread, now);
         }
@@ -266,6 +270,11 @@ pub(crate) fn resolve(
     let (rescued, served) =
         serve(granule, region.key(page), waiting.fault.kind, &memory, region, &stores, ballast_heat::touched);
     vm.count_rescued(rescued, granule.pages());
+    if matches!(served, Ok(Served::Gone)) {
+        // The process is gone, or what is mapped there is not ours any more: given back to the kernel, or the VMM put something
+        // else in its place. Neither wakes a thread that waits there already.
+        let _ = memory.wake(page);
+    }
     let served = settle(vm, region, page, waiting, served)?;
     if served != Served::Restored {
         return Some((served, Duration::ZERO));
@@ -350,6 +359,11 @@ impl Waiters {
 impl Stall {
     pub fn new(lanes: usize) -> Self {
         Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: vec![0; lanes], slow: 0 }))
+    }
+
+    /// Faults that wait with the slow lanes.
+    pub fn on_disk(&self) -> usize {
+        self.0.lock().expect("no panic while held").slow
     }
 
     /// Count the time since the last change, then change who waits.

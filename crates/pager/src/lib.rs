@@ -37,6 +37,8 @@ pub mod coalesce;
 #[cfg(not(loom))]
 pub mod follow;
 #[cfg(not(loom))]
+pub(crate) mod forgotten;
+#[cfg(not(loom))]
 pub mod lane;
 #[cfg(not(loom))]
 pub mod prefetch;

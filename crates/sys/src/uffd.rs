@@ -372,6 +372,16 @@ impl Uffd {
         Ok(())
     }
 
+    /// How many threads wait for faults that were read, by whoever it was.
+    pub fn unanswered(&self) -> io::Result<u64> {
+        let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.0.as_raw_fd()))?;
+        let field = |name| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
+        let counts = field("total:").zip(field("pending:"));
+        let (all, unread) =
+            counts.ok_or_else(|| io::Error::other(format!("no counts of a userfaultfd in {text:?}")))?;
+        Ok(all.saturating_sub(unread))
+    }
+
     /// A second descriptor of the same userfaultfd.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(Self(self.0.try_clone()?))
@@ -450,8 +460,10 @@ mod tests {
             let fault = next_fault(&uffd);
             assert_eq!((fault.addr.0, fault.kind), (map.addr() as u64 + 3 * 4096, FaultKind::Missing));
             assert_ne!(fault.thread, 0);
+            assert_eq!(uffd.unanswered().expect("fdinfo"), 1);
             assert_eq!(uffd.copy_page(fault.addr, &[0xAB; PAGE_SIZE]).expect("copy"), FillOutcome::Done);
             assert_eq!(reader.join().expect("reader"), 0xABAB_ABAB_ABAB_ABAB);
+            assert_eq!(uffd.unanswered().expect("fdinfo"), 0);
             assert_eq!(uffd.copy_page(fault.addr, &[1; PAGE_SIZE]).expect("copy"), FillOutcome::AlreadyThere);
         });
     }

@@ -1,0 +1,126 @@
+//! Every thread that waits for a fault goes on, also where the kernel or another program got between the fault and its answer.
+//! Against the real kernel, with a guest that is threads of this test. Needs root (userfaultfd).
+
+#![cfg(not(loom))]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use ballast_base::units::MIB;
+use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
+use ballast_heat::source::FineWatch;
+use ballast_heat::{AccessSource, PageMap, Watch};
+use ballast_pager::scans::Scans;
+use ballast_pager::stats::Counter;
+use common::{Finally, Rig, coarse, unit, until};
+use rustix::mm::{MapFlags, ProtFlags};
+
+const RAM: Bytes = Bytes(2 * 2 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+const QUICK: Duration = Duration::from_millis(5);
+
+/// End every wait, so that a test that failed ends.
+fn release(rig: &Rig) {
+    let _ = rig.view.shards().get(0).wake(Hva(rig.guest.addr() as u64), rig.guest.len() as u64);
+}
+
+#[test]
+fn a_thread_whose_memory_is_replaced_while_it_waits_goes_on_with_what_is_there() {
+    const PAGE: u64 = 77;
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    let mut source = Scans::new(&rig.vm);
+    source.start(&coarse(2)).expect("start");
+    // Where the kernel watches accesses nothing was zapped.
+    rig.guest.zap(0, rig.guest.len()).expect("zap");
+    let region = rig.vm.region(0).expect("region");
+    let cell = region.granule(PageIdx(PAGE)).cell();
+    std::thread::scope(|scope| {
+        // While somebody works on the page, the fault lane has the fault in hand.
+        let lock = cell.lock(cell.load(), cell.load()).expect("nobody has it");
+        let thread = scope.spawn(|| rig.word(PAGE).load(Ordering::Relaxed));
+        let _end = Finally(|| release(&rig));
+        until("the lane has the fault", || rig.vm.stats().get(Counter::FaultDeferred) > 0);
+        let at = (rig.guest.addr() + PAGE as usize * PAGE_SIZE) as *mut _;
+        // As a VMM does that puts something else in the place of a part of its RAM, and tells nobody.
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: the page is inside of the rig's mapping, which nothing but atomics and raw copies refer to.
+        unsafe { rustix::mm::mmap_anonymous(at, PAGE_SIZE, ProtFlags::READ | ProtFlags::WRITE, flags) }.expect("map");
+        drop(lock);
+        until("the thread goes on", || thread.is_finished());
+        assert_eq!(thread.join().expect("the thread"), 0, "what is there now");
+    });
+    assert!(!rig.reported("fault-forgotten"), "the lane itself woke it");
+}
+
+#[test]
+fn a_thread_whose_fault_somebody_else_read_goes_on_and_operators_are_told() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    let mut source = Scans::new(&rig.vm);
+    // Page by page, so that no page is mapped along with others.
+    let fine = vec![FineWatch { unit: unit(0), pages: PageMap::ALL }];
+    source.start(&Watch { fine, ..Watch::default() }).expect("start");
+    let stolen = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // Until a fault was read by the thief and not by the lane, whoever is first.
+            while !stolen.load(Ordering::Acquire) {
+                rig.guest.zap(0, PAGE_SIZE).expect("zap");
+                assert!(rig.holds(0, 1));
+            }
+        });
+        let _end = Finally(|| {
+            stolen.store(true, Ordering::Release);
+            release(&rig);
+        });
+        let mut faults = Vec::with_capacity(1);
+        while faults.is_empty() {
+            rig.view.shards().get(0).read_faults(&mut faults).expect("read");
+        }
+        stolen.store(true, Ordering::Release);
+        until("the thread goes on", || thread.is_finished());
+    });
+    until("operators are told", || rig.reported("fault-forgotten"));
+    drop(source);
+    rig.check_bytes();
+}
+
+#[test]
+fn a_guest_goes_on_while_its_memory_is_registered_and_given_back_in_turn() {
+    const TURNS: u64 = 30;
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    let done = AtomicBool::new(false);
+    let touched = [AtomicU64::new(0), AtomicU64::new(0)];
+    std::thread::scope(|scope| {
+        for (first, touched) in (0..).zip(&touched) {
+            let (rig, done) = (&rig, &done);
+            scope.spawn(move || {
+                for page in (first..rig.pages).step_by(2).cycle().take_while(|_| !done.load(Ordering::Relaxed)) {
+                    assert!(rig.holds(page, 1), "a byte was lost");
+                    touched.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        let _end = Finally(|| {
+            done.store(true, Ordering::Relaxed);
+            release(&rig);
+        });
+        for _ in 0..TURNS {
+            let mut source = Scans::new(&rig.vm);
+            source.start(&coarse(2)).expect("start");
+            rig.guest.zap(0, rig.guest.len()).expect("zap");
+            drop(source);
+            rig.vm.ring();
+            until("it is given back", || rig.vm.stats().get(Counter::RegisteredBytes) == 0);
+            for touched in &touched {
+                let before = touched.load(Ordering::Relaxed);
+                until("each thread goes on", || touched.load(Ordering::Relaxed) > before);
+            }
+        }
+    });
+    assert!(!rig.reported("fault-forgotten"));
+}
