@@ -98,12 +98,8 @@ pub struct VmHeat {
 pub struct HeatSource {
     /// Such as `zap-scan`.
     pub name: String,
-    /// The finest it sees: 4096, 2097152, or null for ranges it chooses itself.
+    /// The finest it sees: 4096, or null for ranges it chooses itself.
     pub granularity_bytes: Option<u64>,
-    /// Does a read count as a touch?
-    pub reads: bool,
-    /// Can it tell writes from reads?
-    pub writes: bool,
 }
 
 /// Memory of one age.
@@ -154,11 +150,8 @@ impl VmHeat {
                 name: ability.name.to_owned(),
                 granularity_bytes: match ability.granularity {
                     Granularity::Page => Some(ballast_base::PAGE_SIZE as u64),
-                    Granularity::Unit => Some(ballast_base::HUGE_SIZE as u64),
                     Granularity::Range => None,
                 },
-                reads: ability.reads,
-                writes: ability.writes,
             }),
             cycles: heat.cycles,
             fine_cycles: heat.fine_cycles,

@@ -121,11 +121,8 @@ impl Backend for Canned {
 
 /// Three cycles that saw the first of four units touched, without those up to number `after`. The third is always news.
 fn cycles(after: u64) -> Vec<u8> {
-    let line = |unit| Line {
-        unit: UnitId { region: 0, unit },
-        present: 512,
-        seen: Some(Seen::Coarse { touched: unit == 0, written: None }),
-    };
+    let line =
+        |unit| Line { unit: UnitId { region: 0, unit }, present: 512, seen: Some(Seen::Coarse { touched: unit == 0 }) };
     let cycle = |number: u64| {
         let (begun, ended) = (Duration::from_secs(10 * number - 10), Duration::from_secs(10 * number));
         let lines = (0..4).map(line).collect();

@@ -254,11 +254,8 @@ mod tests {
     }
 
     fn coarse(tracker: &mut Tracker, at_s: u64, touched: impl Fn(u32) -> bool) {
-        let units: Vec<_> = tracker
-            .units()
-            .present()
-            .map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit), written: None }))
-            .collect();
+        let units: Vec<_> =
+            tracker.units().present().map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit) })).collect();
         tracker.begun = Duration::from_secs(at_s - 1);
         tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &Report { units, ..Report::default() });
     }
@@ -269,7 +266,7 @@ mod tests {
         for second in 1..=100 {
             coarse(&mut tracker, second, |unit| unit < 2);
         }
-        let full = |touched| Seen::Fine { watched: PageMap::ALL, touched, written: None };
+        let full = |touched| Seen::Fine { watched: PageMap::ALL, touched };
         let report = Report { units: vec![(unit(0), full(PageMap::first(64)))], ..Report::default() };
         (0..2).for_each(|_| tracker.absorb(Duration::from_secs(100), Phase::Fine, &report));
         let heat = heat(&tracker, Duration::from_secs(100), 4);
@@ -313,7 +310,7 @@ mod tests {
                 let at = turn as u64 * 7 + 1;
                 coarse(&mut tracker, at, |unit| bits >> unit & 1 == 1);
                 let mut units: Vec<_> = fine.into_iter().map(|(index, touched)| (unit(index), Seen::Fine {
-                    watched: PageMap::ALL, touched: PageMap::first(touched), written: None,
+                    watched: PageMap::ALL, touched: PageMap::first(touched),
                 })).collect();
                 units.sort_unstable_by_key(|(unit, _)| *unit);
                 units.dedup_by_key(|(unit, _)| *unit);

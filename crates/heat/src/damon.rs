@@ -12,18 +12,37 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use ballast_base::{HUGE_SIZE, PAGE_SIZE};
+use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_sys::Remote;
 
-use crate::source::{Ability, AccessSource, Cost, CostClass, Granularity, Report, Seen, UnitId, Watch};
-use crate::write_scan::Span;
+use crate::source::{Ability, AccessSource, Cost, Granularity, Report, Seen, UnitId, Watch};
 
 /// Where the kernel keeps it.
 pub const SYSFS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
 /// DAMON looks at a page of each range so often. Its own default.
 const SAMPLE: Duration = Duration::from_millis(5);
+
+/// Where a region is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Number of the region in its VM.
+    pub region: u32,
+    /// Its first byte in the process.
+    pub start: Hva,
+    /// Its bytes; whole pages.
+    pub len: u64,
+}
+
+impl Span {
+    /// Where a unit of it is, and how long that is; `None` if it is another region's or beyond the end.
+    pub fn of(&self, unit: UnitId) -> Option<(Hva, u64)> {
+        let offset = PageIdx::first_of_unit(unit.unit.into()).offset();
+        let here = unit.region == self.region && offset < self.len;
+        here.then(|| (self.start + offset, (self.len - offset).min(HUGE_SIZE as u64)))
+    }
+}
 
 /// See above.
 #[derive(Debug)]
@@ -35,14 +54,8 @@ pub struct Damon {
     window: Duration,
     /// How many threads were configured before.
     threads: Option<String>,
-    running: Option<Running>,
-}
-
-#[derive(Debug)]
-struct Running {
-    begun: Instant,
-    /// Physical address of each unit watched, ascending.
-    places: Vec<(u64, UnitId)>,
+    /// Physical address of each unit that the cycle that runs watches, ascending.
+    running: Option<Vec<(u64, UnitId)>>,
 }
 
 /// What was done, to which file: what a bare errno does not say.
@@ -174,7 +187,7 @@ impl Drop for Damon {
 
 impl AccessSource for Damon {
     fn ability(&self) -> Ability {
-        Ability { name: "damon", granularity: Granularity::Range, reads: true, writes: false, cost: CostClass::Walk }
+        Ability { name: "damon", granularity: Granularity::Range }
     }
 
     fn start(&mut self, watch: &Watch) -> io::Result<()> {
@@ -191,35 +204,30 @@ impl AccessSource for Damon {
             let _ = self.put_back();
             return Err(error);
         }
-        self.running = Some(Running { begun: Instant::now(), places });
+        self.running = Some(places);
         Ok(())
     }
 
     fn end(&mut self) -> io::Result<Report> {
-        let running = self
+        let places = self
             .running
             .take()
             .ok_or_else(|| io::Error::other("Asking DAMON what was touched: no cycle is running"))?;
-        let ranges = if running.places.is_empty() { Ok(Vec::new()) } else { self.touched() };
-        let length = running.begun.elapsed();
+        let ranges = if places.is_empty() { Ok(Vec::new()) } else { self.touched() };
         self.put_back()?;
-        let touched = overlapping(&running.places, &ranges?);
-        let mut units: Vec<_> = running
-            .places
-            .iter()
-            .zip(touched)
-            .map(|((_, unit), touched)| (*unit, Seen::Coarse { touched, written: None }))
-            .collect();
+        let touched = overlapping(&places, &ranges?);
+        let mut units: Vec<_> =
+            places.iter().zip(touched).map(|((_, unit), touched)| (*unit, Seen::Coarse { touched })).collect();
         units.sort_unstable_by_key(|(unit, _)| *unit);
         // Its thread is the kernel's; what it takes is in no account of ours.
-        Ok(Report { units, length, cost: Cost::default() })
+        Ok(Report { units, cost: Cost::default() })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_base::{Bytes, Hva};
+    use ballast_base::Bytes;
     use ballast_needs::skip;
     use ballast_sys::{Mapping, memfd, remote::Collapsed};
     use std::sync::atomic::{AtomicBool, Ordering};

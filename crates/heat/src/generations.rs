@@ -167,7 +167,7 @@ mod tests {
             let (mut birth, mut entry) = (0, Entry::default());
             for touched in history {
                 step(&mut generations, &mut birth, Some(touched));
-                entry.push(touched, false);
+                entry.push(touched);
                 prop_assert!(of_page(entry) <= generations.of(birth));
             }
         }

@@ -2,7 +2,7 @@
 //!
 //! Before: a look into the unit, at some of its pages or all. After: which of them were touched of late and which not, and
 //! what that says of the others.
-//! Units: shares of 1; a page is one of the unit's 512. Promise: pure; 4 KiB and a little for a unit that was scanned.
+//! Units: shares of 1; a page is one of the unit's 512. Promise: pure; 2 KiB and a little for a unit that was scanned.
 
 use ballast_base::PAGES_PER_UNIT;
 
@@ -33,9 +33,9 @@ impl Scanned {
         Self { entries: Box::new([Entry::default(); _]), at: [at; SCANS], scans: 0, bloated: false }
     }
 
-    pub(crate) fn push(&mut self, at: Moment, watched: PageMap, touched: PageMap, written: PageMap) {
+    pub(crate) fn push(&mut self, at: Moment, watched: PageMap, touched: PageMap) {
         for page in watched.iter() {
-            self.entries[page as usize].push(touched.get(page), written.get(page));
+            self.entries[page as usize].push(touched.get(page));
         }
         self.at.rotate_right(1);
         self.at[0] = at;
@@ -157,7 +157,7 @@ mod tests {
     fn a_page_touched_in_a_past_scan_has_the_age_of_that_scan() {
         let mut scanned = Scanned::new(Moment(10));
         for (at, touched) in [(10, 3), (20, 2), (30, 1)] {
-            scanned.push(Moment(at), PageMap::ALL, PageMap::first(touched), PageMap::NONE);
+            scanned.push(Moment(at), PageMap::ALL, PageMap::first(touched));
         }
         assert_eq!([0, 1, 2, 3].map(|page| scanned.seen(page)), [30, 20, 10, 10].map(Moment));
         assert_eq!(scanned.touched_within(2), PageMap::first(2));
@@ -172,7 +172,7 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|page| sampled.misses(page)), [0, 1, 1, 0]);
         let mut scanned = Scanned::new(Moment(10));
         for touched in [1, 0, 3] {
-            scanned.push(Moment(10), PageMap::ALL, PageMap::first(touched), PageMap::NONE);
+            scanned.push(Moment(10), PageMap::ALL, PageMap::first(touched));
         }
         let mut expected = Counts::default();
         expected.push(1, true);

@@ -1,7 +1,7 @@
 //! Who is hot: what a guest touched, how hot its memory is, and which pages look cold enough to be taken.
 //!
 //! Before: an [`AccessSource`] says what was touched in a cycle; the pager shows its table of pages through [`Pages`].
-//! After: its reclaim lane quarantines what [`ColdSource::pick`] proposes, and tells what happened through the age byte;
+//! After: its reclaim lane quarantines what [`HeatSource::pick`] proposes, and tells what happened through the age byte;
 //! the API shows ages and the working set; tiering and sharing ask for skew.
 //! Threads: a VM's [`Tracker`] is shared by its tracking lane, its reclaim lane and the API; [`touched`] is pure and called
 //! by fault lanes.
@@ -13,7 +13,7 @@
 //! | start and end the fine path | the same with fine units; [`Phase::Fine`] |
 //! | hot huge pages and base pages | [`Tracker::generation`], [`Tracker::units`] |
 //! | page-size policy | [`size_policy::plan`] |
-//! | custom candidate set | its `candidates`; [`Tracker::size_candidates`] is the default one |
+//! | custom candidate set | its `candidates` |
 #![forbid(unsafe_code)]
 
 mod age;
@@ -35,13 +35,12 @@ pub mod source;
 pub mod subpage;
 mod tracker;
 pub mod units;
-pub mod write_scan;
 
 use ballast_base::PageIdx;
 
 pub use age::{Age, touched};
 pub use ages::{Heat, heat};
-pub use entry::{Entry, psr};
+pub use entry::Entry;
 pub use pick::{HeatSource, push_run};
 pub use shared::VmHeat;
 pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
@@ -89,11 +88,4 @@ pub enum Pick {
     Cold,
     /// The next pages whatever they look like: the VM is over its limit and some must go.
     Any,
-}
-
-/// Proposes cold pages. The seam between *how much* (reclaim) and *which* (heat).
-pub trait ColdSource: Send {
-    /// Propose up to about `want` pages, coldest first, into `out`. Fewer come when fewer look cold; calling again
-    /// looks further. No page is proposed twice while it stays in quarantine, because then it is not Resident.
-    fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>);
 }

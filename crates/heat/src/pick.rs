@@ -34,7 +34,7 @@ use crate::shared::VmHeat;
 use crate::source::{PageMap, UnitId};
 use crate::tracker::Tracker;
 use crate::units::Moment;
-use crate::{ColdRun, ColdSource, Pages, Pick};
+use crate::{ColdRun, Pages, Pick};
 
 const OLDEST: u8 = 0;
 const BLOAT: u8 = 1;
@@ -84,6 +84,30 @@ impl HeatSource {
     /// Nothing offered yet.
     pub fn new(heat: Arc<VmHeat>) -> Self {
         Self { heat, round: Vec::new(), made_at: None }
+    }
+
+    /// Propose up to about `want` pages, coldest first, into `out`. Fewer come when fewer look cold; calling again goes on
+    /// from there. No page is proposed twice while it stays in quarantine, because then it is not Resident.
+    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
+        let heat = self.heat.clone();
+        let tracker = heat.lock();
+        let cycle = tracker.is_fresh(heat.now()).then(|| tracker.cycles().0);
+        let over = self.round.is_empty() && (cycle.is_none() || pick == Pick::Any);
+        if over || cycle != self.made_at {
+            self.make_round(&tracker, pages, cycle.is_some());
+            self.made_at = cycle;
+        }
+        let mut left = want;
+        while left > 0 {
+            let Some(offer) = self.round.last().copied() else { return };
+            if pick == Pick::Cold && offer.order > BLOAT {
+                return;
+            }
+            self.round.pop();
+            if let Some(rest) = sweep(&tracker, pages, offer, pick, &mut left, out) {
+                self.round.push(rest);
+            }
+        }
     }
 
     fn make_round(&mut self, tracker: &Tracker, pages: &dyn Pages, tracked: bool) {
@@ -140,30 +164,6 @@ fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut
         }
         None if scanned.is_some() => push(order(generation), seen, Part::Warm),
         None => push(order(generation), seen, Part::All),
-    }
-}
-
-impl ColdSource for HeatSource {
-    fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
-        let heat = self.heat.clone();
-        let tracker = heat.lock();
-        let cycle = tracker.is_fresh(heat.now()).then(|| tracker.cycles().0);
-        let over = self.round.is_empty() && (cycle.is_none() || pick == Pick::Any);
-        if over || cycle != self.made_at {
-            self.make_round(&tracker, pages, cycle.is_some());
-            self.made_at = cycle;
-        }
-        let mut left = want;
-        while left > 0 {
-            let Some(offer) = self.round.last().copied() else { return };
-            if pick == Pick::Cold && offer.order > BLOAT {
-                return;
-            }
-            self.round.pop();
-            if let Some(rest) = sweep(&tracker, pages, offer, pick, &mut left, out) {
-                self.round.push(rest);
-            }
-        }
     }
 }
 
@@ -304,14 +304,14 @@ mod tests {
         let mut tracker = source.heat.lock();
         let _ = tracker.next(Duration::ZERO, table);
         for _ in 0..count {
-            let seen = |id: UnitId| (id, Seen::Coarse { touched: hot.contains(&id.unit), written: None });
+            let seen = |id: UnitId| (id, Seen::Coarse { touched: hot.contains(&id.unit) });
             let units = tracker.units().present().map(seen).collect();
             tracker.absorb(source.heat.now(), Phase::Coarse, &Report { units, ..Report::default() });
         }
     }
 
     fn scan(source: &HeatSource, id: UnitId, touched: PageMap) {
-        let seen = Seen::Fine { watched: PageMap::ALL, touched, written: None };
+        let seen = Seen::Fine { watched: PageMap::ALL, touched };
         let report = Report { units: vec![(id, seen)], ..Report::default() };
         source.heat.lock().absorb(source.heat.now(), Phase::Fine, &report);
     }

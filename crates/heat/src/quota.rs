@@ -126,12 +126,12 @@ mod tests {
     fn samples_and_scans_have_prices_of_their_own() {
         let mut quota = Quota::default();
         let cycle = |samples: u32, scans: u32| {
-            let seen = |watched| Seen::Fine { watched: PageMap::first(watched), touched: PageMap::NONE, written: None };
+            let seen = |watched| Seen::Fine { watched: PageMap::first(watched), touched: PageMap::NONE };
             let of = |unit| seen(if unit < samples { 32 } else { 512 });
             let units = (0..samples + scans).map(|unit| (UnitId { region: 0, unit }, of(unit))).collect();
             // 300 us and 30.
             let cpu = Duration::from_micros(u64::from(300 * samples + 30 * scans));
-            Report { units, length: Duration::from_secs(1), cost: Cost { cpu, ..Cost::default() } }
+            Report { units, cost: Cost { cpu, ..Cost::default() } }
         };
         for (samples, scans) in [(100, 0), (0, 50), (0, 70), (0, 70), (100, 30), (0, 80), (0, 80)] {
             quota.learn(&cycle(samples, scans), |_| 512);
@@ -144,11 +144,11 @@ mod tests {
     fn what_cycles_cost_decides_how_many_units_fit_into_the_next() {
         let units = |budget| {
             let mut quota = Quota::default();
-            let scan = Seen::Fine { watched: PageMap::ALL, touched: PageMap::first(100), written: None };
+            let scan = Seen::Fine { watched: PageMap::ALL, touched: PageMap::first(100) };
             let units = (0..10).map(|unit| (UnitId { region: 0, unit }, scan)).collect();
             // A fault takes 10 us, a unit 1 ms besides.
             let (cpu, guest) = (Duration::from_millis(20), Duration::from_millis(10));
-            let report = Report { units, length: Duration::from_secs(1), cost: Cost { cpu, guest, faults: 1000 } };
+            let report = Report { units, cost: Cost { cpu, guest, faults: 1000 } };
             (0..20).for_each(|_| quota.learn(&report, |_| 512));
             quota.learn(&Report::default(), |_| 512);
             let mut purse = quota.purse(budget, Duration::from_secs(2));

@@ -12,7 +12,7 @@
 //! layout  regions | pages of each
 //! cycle   number | begun_ms | ended_ms | cpu_ns | guest_ns | faults | units | unit ...
 //! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | maps of 64 bytes, or u8
-//! flags   1 seen | 2 fine | 4 touched | 8 writes known | 16 written | 32 all pages watched | 64 blocks, u8 follows
+//! flags   1 seen | 2 fine | 4 touched | 8 all pages watched | 16 blocks, u8 follows
 //! ```
 //!
 //! All little-endian. A coarse cycle lists every unit in memory, also those of which nothing was learned.
@@ -27,7 +27,7 @@ use crate::tracker::{Phase, Settings, Tracker};
 
 const MAGIC: &[u8; 8] = b"BLSTHEAT";
 /// Of the file's layout.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// A frame's body: a cycle of a guest of 4 TiB fits.
 const MOST_BODY: usize = 64 << 20;
 /// A VM has a handful of regions.
@@ -38,10 +38,8 @@ const MOST_PAGES: u64 = 1 << 38;
 const SEEN: u8 = 1;
 const FINE: u8 = 2;
 const TOUCHED: u8 = 4;
-const WRITES_KNOWN: u8 = 8;
-const WRITTEN: u8 = 16;
-const ALL_WATCHED: u8 = 32;
-const BLOCKS: u8 = 64;
+const ALL_WATCHED: u8 = 8;
+const BLOCKS: u8 = 16;
 
 /// A recording that is not one, or is damaged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -171,22 +169,15 @@ fn encode_line(body: &mut Vec<u8>, line: &Line, last: UnitId) {
     let flag = |bit: u8, set: bool| if set { bit } else { 0 };
     match line.seen {
         None => body.push(0),
-        Some(Seen::Coarse { touched, written }) => body.push(
-            SEEN | flag(TOUCHED, touched)
-                | flag(WRITES_KNOWN, written.is_some())
-                | flag(WRITTEN, written.unwrap_or(false)),
-        ),
+        Some(Seen::Coarse { touched }) => body.push(SEEN | flag(TOUCHED, touched)),
         Some(Seen::Blocks { touched }) => body.extend([SEEN | BLOCKS, touched]),
-        Some(Seen::Fine { watched, touched, written }) => {
+        Some(Seen::Fine { watched, touched }) => {
             let all = watched == PageMap::ALL;
-            body.push(SEEN | FINE | flag(WRITES_KNOWN, written.is_some()) | flag(ALL_WATCHED, all));
+            body.push(SEEN | FINE | flag(ALL_WATCHED, all));
             if !all {
                 put_map(body, watched);
             }
             put_map(body, touched);
-            if let Some(written) = written {
-                put_map(body, written);
-            }
         }
     }
 }
@@ -371,11 +362,10 @@ fn read_line(body: &mut Reader<'_>, last: Option<UnitId>, layout: &[u64]) -> Res
             let [touched] = body.array()?;
             Some(Seen::Blocks { touched })
         }
-        (true, false) => Some(Seen::Coarse { touched: has(TOUCHED), written: has(WRITES_KNOWN).then(|| has(WRITTEN)) }),
+        (true, false) => Some(Seen::Coarse { touched: has(TOUCHED) }),
         (true, true) => Some(Seen::Fine {
             watched: if has(ALL_WATCHED) { PageMap::ALL } else { body.map()? },
             touched: body.map()?,
-            written: if has(WRITES_KNOWN) { Some(body.map()?) } else { None },
         }),
     };
     Ok(Line { unit, present, seen })
@@ -393,13 +383,9 @@ mod tests {
         let watched = prop_oneof![Just(PageMap::ALL), map()];
         prop_oneof![
             Just(None),
-            any::<(bool, Option<bool>)>().prop_map(|(touched, written)| Some(Seen::Coarse { touched, written })),
+            any::<bool>().prop_map(|touched| Some(Seen::Coarse { touched })),
             any::<u8>().prop_map(|touched| Some(Seen::Blocks { touched })),
-            (watched, map(), proptest::option::of(map())).prop_map(|(watched, touched, written)| Some(Seen::Fine {
-                watched,
-                touched,
-                written
-            })),
+            (watched, map()).prop_map(|(watched, touched)| Some(Seen::Fine { watched, touched })),
         ]
     }
 
@@ -480,7 +466,7 @@ mod tests {
         assert!(error(b"NOT-HEAT-AT-ALL").contains("does not begin as one"));
         let mut bytes = header("x");
         bytes[8] = 9;
-        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 2");
+        assert_eq!(error(&bytes), "Reading a heat recording: it has version 9; this program reads version 3");
         let mut bytes = Recording { source: "x".into(), frames: vec![Frame::Layout(vec![7])] }.encode();
         bytes.pop();
         assert_eq!(error(&bytes), "Reading a heat recording: frame 0 (byte 13): it ends 1 bytes too early");

@@ -8,20 +8,17 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
-use crate::source::{Ability, AccessSource, Cost, CostClass, Granularity, PageMap, Report, Seen, UnitId, Watch};
+use crate::source::{Ability, AccessSource, Cost, Granularity, PageMap, Report, Seen, UnitId, Watch};
 
 /// See above.
 #[derive(Debug, Default)]
 pub struct Scripted {
     touched: BTreeMap<UnitId, PageMap>,
-    written: BTreeMap<UnitId, PageMap>,
     running: Option<Watch>,
     /// The next start fails.
     pub fail_start: bool,
     /// The next end fails.
     pub fail_end: bool,
-    /// How long each cycle says it took.
-    pub length: Duration,
 }
 
 impl Scripted {
@@ -32,22 +29,11 @@ impl Scripted {
     pub fn touch(&mut self, unit: UnitId, pages: PageMap) {
         self.touched.insert(unit, pages);
     }
-
-    /// From now on, each cycle writes these pages of the unit.
-    pub fn write(&mut self, unit: UnitId, pages: PageMap) {
-        self.written.insert(unit, pages);
-    }
 }
 
 impl AccessSource for Scripted {
     fn ability(&self) -> Ability {
-        Ability {
-            name: "scripted",
-            granularity: Granularity::Page,
-            reads: true,
-            writes: true,
-            cost: CostClass::FaultServed,
-        }
+        Ability { name: "scripted", granularity: Granularity::Page }
     }
 
     fn start(&mut self, watch: &Watch) -> io::Result<()> {
@@ -65,21 +51,19 @@ impl AccessSource for Scripted {
         if std::mem::take(&mut self.fail_end) {
             return Err(io::Error::other("scripted to fail"));
         }
-        let of = |map: &BTreeMap<UnitId, PageMap>, unit| map.get(&unit).copied().unwrap_or_default();
-        let mut report = Report { length: self.length, ..Report::default() };
+        let of = |unit| self.touched.get(&unit).copied().unwrap_or_default();
+        let mut report = Report::default();
         for unit in watch.coarse {
-            let written = of(&self.written, unit);
-            let touched = !of(&self.touched, unit).or(written).is_empty();
+            let touched = !of(unit).is_empty();
             report.cost.guest += if touched { Self::COST.0 } else { Duration::ZERO };
             report.cost.faults += u64::from(touched);
-            report.units.push((unit, Seen::Coarse { touched, written: Some(!written.is_empty()) }));
+            report.units.push((unit, Seen::Coarse { touched }));
         }
         for fine in watch.fine {
-            let written = of(&self.written, fine.unit).and(fine.pages);
-            let touched = of(&self.touched, fine.unit).and(fine.pages).or(written);
+            let touched = of(fine.unit).and(fine.pages);
             report.cost.guest += Self::COST.1 * touched.count() as u32;
             report.cost.faults += touched.count();
-            report.units.push((fine.unit, Seen::Fine { watched: fine.pages, touched, written: Some(written) }));
+            report.units.push((fine.unit, Seen::Fine { watched: fine.pages, touched }));
         }
         report.units.sort_unstable_by_key(|(unit, _)| *unit);
         report.cost = Cost { cpu: report.cost.guest, ..report.cost };

@@ -4,8 +4,8 @@
 //! touched between [`AccessSource::start`] and [`AccessSource::end`].
 //! Threads: one tracking lane per VM owns its source; it may block in `start` and `end`, and sleeps between them.
 //! Units: a unit is 2 MiB; a cycle is the time between a start and its end.
-//! Units are watched by the pager's `zap_scan` and `rwp_scan` in the product; the others here are [`crate::write_scan`],
-//! [`crate::damon`] and, for tests, [`crate::scripted`].
+//! Units are watched by the pager's `zap_scan` and `rwp_scan` in the product; the others are [`crate::damon`] and,
+//! for tests, [`crate::scripted`].
 //! Promise: a source changes nothing that the guest can see but time, and at the end of a cycle every unit that was
 //! mapped huge is mapped huge again.
 //!
@@ -143,8 +143,6 @@ pub enum Seen {
     Coarse {
         /// Some page was touched.
         touched: bool,
-        /// Some page was written; `None` if the source cannot tell.
-        written: Option<bool>,
     },
     /// A unit that is not one huge page: by its eighths of [`BLOCK`] pages, the first in bit 0.
     Blocks {
@@ -157,8 +155,6 @@ pub enum Seen {
         watched: PageMap,
         /// Those of them that were touched.
         touched: PageMap,
-        /// Those of them that were written; `None` if the source cannot tell.
-        written: Option<PageMap>,
     },
 }
 
@@ -166,18 +162,9 @@ impl Seen {
     /// Was any page touched?
     pub fn touched(&self) -> bool {
         match self {
-            Self::Coarse { touched, .. } => *touched,
+            Self::Coarse { touched } => *touched,
             Self::Blocks { touched } => *touched != 0,
             Self::Fine { touched, .. } => !touched.is_empty(),
-        }
-    }
-
-    /// Was any page written, as far as the source can tell?
-    pub fn written(&self) -> bool {
-        match self {
-            Self::Coarse { written, .. } => written.unwrap_or(false),
-            Self::Blocks { .. } => false,
-            Self::Fine { written, .. } => written.is_some_and(|pages| !pages.is_empty()),
         }
     }
 }
@@ -199,8 +186,6 @@ pub struct Report {
     /// One entry for each unit of which something is known, ascending. A unit that was to be watched but could not be
     /// (unplugged, far, busy) is left out: nothing is learned of it. A unit watched finely may be reported coarsely.
     pub units: Vec<(UnitId, Seen)>,
-    /// From the start to the end.
-    pub length: Duration,
     /// What it cost.
     pub cost: Cost,
 }
@@ -210,23 +195,8 @@ pub struct Report {
 pub enum Granularity {
     /// 4 KiB.
     Page,
-    /// 2 MiB.
-    Unit,
     /// Ranges that the source chooses itself.
     Range,
-}
-
-/// What makes a cycle of this source dear.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CostClass {
-    /// Each thing touched is a fault that the guest waits for and we serve.
-    FaultServed,
-    /// Each thing touched is a fault that the kernel serves by itself.
-    FaultInKernel,
-    /// Walking page tables, whatever was touched.
-    Walk,
-    /// Somebody else did the work, such as an agent in the guest.
-    Reported,
 }
 
 /// What a source can do.
@@ -236,12 +206,6 @@ pub struct Ability {
     pub name: &'static str,
     /// The finest it can see.
     pub granularity: Granularity,
-    /// A read counts as a touch. A source that sees only writes finds read-only memory cold.
-    pub reads: bool,
-    /// It can tell writes from reads.
-    pub writes: bool,
-    /// What costs.
-    pub cost: CostClass,
 }
 
 /// Somebody who can tell what a guest touched.

@@ -1,7 +1,7 @@
 //! The tracker: when to watch what, and what the answers mean. The mind of the tracking lane.
 //!
 //! Before: the lane asks [`Tracker::next`] what to do, lets an [`crate::AccessSource`] do it, and hands the report to
-//! [`Tracker::absorb`]. After: reclaim picks from the generations, the API shows ages, back ends ask for skew.
+//! [`Tracker::absorb`]. After: reclaim picks from the generations, the API shows ages.
 //! Threads: one tracker per VM behind a lock ([`crate::VmHeat`]); the lane, reclaim and the API hold it for short.
 //! Units: `now` is the time since tracking of this VM began. Promise: no clock, no I/O; the same reports in, the same
 //! state out, so that a recording replays exactly.
@@ -262,7 +262,7 @@ impl Tracker {
 
     fn absorb_unit(&mut self, at: Moment, phase: Phase, unit: UnitId, seen: &Seen) {
         if phase == Phase::Coarse {
-            if !self.units.push(unit, seen.touched(), seen.written(), at) {
+            if !self.units.push(unit, seen.touched(), at) {
                 return;
             }
             let blocks = if let Seen::Blocks { touched } = seen { Some(*touched) } else { None };
@@ -277,7 +277,7 @@ impl Tracker {
             // Being watched more often than others must not make it younger: no entry, no promotion.
             self.units.touch(unit, at);
         }
-        let Seen::Fine { watched, touched, written } = *seen else { return };
+        let Seen::Fine { watched, touched } = *seen else { return };
         let of = self.units.pages_of(unit);
         let here = PageMap::first(of);
         let (watched, touched) = (watched.and(here), touched.and(watched).and(here));
@@ -286,7 +286,7 @@ impl Tracker {
             None => self.quota.looked(touched.count(), watched.count()),
         }
         if watched == here && of > 0 {
-            self.units.push_scan(unit, at, watched, touched, written.unwrap_or_default().and(watched));
+            self.units.push_scan(unit, at, watched, touched);
         } else if !watched.is_empty() {
             self.units.push_sample(unit, at, watched, touched);
         }

@@ -1,8 +1,8 @@
 //! What is remembered of each unit of a VM, and of the pages inside those that were scanned finely.
 //!
 //! Before: the tracker hears of a cycle. After: ages, generations and candidates are read from here.
-//! Units: times are tenths of a second since tracking began. Promise: 22 bytes for a unit (11 MiB for a guest of 1 TiB,
-//! 4 MiB of them access entries); 4 KiB more for a unit scanned finely, only while that is fresh, and at most
+//! Units: times are tenths of a second since tracking began. Promise: 18 bytes for a unit (9 MiB for a guest of 1 TiB,
+//! 2 MiB of them access entries); 2 KiB more for a unit scanned finely, only while that is fresh, and at most
 //! [`Units::most_scans`] of those.
 
 use std::collections::HashMap;
@@ -176,13 +176,13 @@ impl Units {
     }
 
     /// A cycle saw the unit. False if it is not one that has pages in memory.
-    pub fn push(&mut self, unit: UnitId, touched: bool, written: bool, now: Moment) -> bool {
+    pub fn push(&mut self, unit: UnitId, touched: bool, now: Moment) -> bool {
         if self.column(unit, |_, _| ()).is_none() {
             return false;
         }
         let (region, index) = (&mut self.regions[unit.region as usize], unit.unit as usize);
-        region.entries[index].push(touched, written);
-        if touched || written {
+        region.entries[index].push(touched);
+        if touched {
             region.seen[index] = now;
         }
         true
@@ -196,7 +196,7 @@ impl Units {
     }
 
     /// Every page of the unit was watched.
-    pub fn push_scan(&mut self, unit: UnitId, now: Moment, watched: PageMap, touched: PageMap, written: PageMap) {
+    pub fn push_scan(&mut self, unit: UnitId, now: Moment, watched: PageMap, touched: PageMap) {
         if self.column(unit, |_, _| ()).is_none() {
             return;
         }
@@ -205,7 +205,7 @@ impl Units {
             self.inside.insert(unit, Inside::Scanned(Scanned::new(now)));
         }
         if let Some(Inside::Scanned(scanned)) = self.inside.get_mut(&unit) {
-            scanned.push(now, watched, touched, written);
+            scanned.push(now, watched, touched);
         }
     }
 
@@ -239,7 +239,7 @@ impl Units {
         self.inside.iter().map(|(unit, inside)| (*unit, inside))
     }
 
-    /// Most units with a scan at a time: their 4 KiB each are within 1/2048 of the guest, but 16 MiB may always be used.
+    /// Most units with a scan at a time: their 2 KiB each are within 1/4096 of the guest, but 8 MiB may always be used.
     pub fn most_scans(&self) -> usize {
         let units: usize = self.regions.iter().map(|region| region.present.len()).sum();
         (units / 4).max(4096)
@@ -282,10 +282,10 @@ mod tests {
     }
 
     #[test]
-    fn the_entries_of_a_guest_of_1_tib_take_4_mib_and_all_columns_11() {
+    fn the_entries_of_a_guest_of_1_tib_take_2_mib_and_all_columns_9() {
         let units = units((1 << 40) / ballast_base::HUGE_SIZE as u64);
         let region = &units.regions[0];
-        assert_eq!(size_of_val(&region.entries[..]), 4 << 20);
+        assert_eq!(size_of_val(&region.entries[..]), 2 << 20);
         let rest = size_of_val(&region.present[..]) + size_of_val(&region.seen[..]) + size_of_val(&region.births[..]);
         assert_eq!(rest + size_of_val(&region.blocks[..]), 7 << 20);
     }
@@ -295,7 +295,7 @@ mod tests {
         let mut units = units(5000);
         for unit in 0..5000 {
             let id = UnitId { unit, ..UNIT };
-            units.push_scan(id, Moment(unit), PageMap::ALL, PageMap::NONE, PageMap::NONE);
+            units.push_scan(id, Moment(unit), PageMap::ALL, PageMap::NONE);
             assert!(units.insides().count() <= units.most_scans());
             assert!(units.inside(id).is_some());
         }
@@ -308,11 +308,11 @@ mod tests {
     #[test]
     fn a_unit_that_left_memory_is_forgotten() {
         let mut units = units(1);
-        units.push(UNIT, true, false, Moment(5));
-        units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(3), PageMap::NONE);
+        units.push(UNIT, true, Moment(5));
+        units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(3));
         units.set_present(UNIT, 0, Moment(6), 9);
         assert!(units.entry(UNIT).is_none() && units.inside(UNIT).is_none());
-        assert!(!units.push(UNIT, true, false, Moment(7)));
+        assert!(!units.push(UNIT, true, Moment(7)));
         units.set_present(UNIT, 7, Moment(8), 9);
         assert_eq!(
             (units.entry(UNIT), units.seen(UNIT), units.birth(UNIT)),
@@ -323,7 +323,7 @@ mod tests {
     #[test]
     fn a_sample_that_finds_more_than_the_scans_knew_takes_their_place() {
         let mut units = units(1);
-        units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(10), PageMap::NONE);
+        units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(10));
         let sample = PageMap::first(32);
         units.push_sample(UNIT, Moment(6), sample, PageMap::first(1));
         assert!(matches!(units.inside(UNIT), Some(Inside::Scanned(_))), "what a scan knows is more");

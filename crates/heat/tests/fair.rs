@@ -14,7 +14,7 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_heat::generations::Promotion;
 use ballast_heat::sample::Dice;
 use ballast_heat::source::BLOCK;
-use ballast_heat::{ColdSource, HeatSource, Pages, Phase, Pick, Report, Seen, Settings, Step, UnitId, VmHeat};
+use ballast_heat::{HeatSource, Pages, Phase, Pick, Report, Seen, Settings, Step, UnitId, VmHeat};
 
 const UNITS: usize = 64;
 const PAGES: usize = UNITS * PAGES_PER_UNIT as usize;
@@ -96,7 +96,7 @@ fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
             let of = &touched[unit * PAGES_PER_UNIT as usize..][..PAGES_PER_UNIT as usize];
             let any = |pages: &[bool]| pages.contains(&true);
             let seen = if is_huge(unit) || base == Base::Units {
-                Seen::Coarse { touched: any(of), written: None }
+                Seen::Coarse { touched: any(of) }
             } else {
                 let bits = of.chunks(BLOCK as usize).enumerate().map(|(block, pages)| u8::from(any(pages)) << block);
                 Seen::Blocks { touched: bits.sum() }
@@ -104,7 +104,7 @@ fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
             (*id, seen)
         };
         let units = watch.coarse.iter().map(seen).collect();
-        heat.lock().absorb(now, Phase::Coarse, &Report { units, length: time, ..Report::default() });
+        heat.lock().absorb(now, Phase::Coarse, &Report { units, ..Report::default() });
         cycle += 1;
         if cycle > CYCLES[0] {
             let over = guest.0.borrow().iter().filter(|page| **page).count() as f64 - keep * PAGES as f64;

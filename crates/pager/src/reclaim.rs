@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::Range;
 use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
-use ballast_heat::{ColdRun, ColdSource, HeatSource, Pick};
+use ballast_heat::{ColdRun, HeatSource, Pick};
 use ballast_store::PageBytes;
 
 use crate::away;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
-use ballast_heat::source::{Ability, BLOCK, Cost, CostClass, Granularity};
+use ballast_heat::source::{Ability, BLOCK, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
 use crate::region::Region;
@@ -34,13 +34,7 @@ const PIECE: u64 = PAGES_PER_CHUNK;
 const MOST_UNITS: usize = 512;
 
 /// What it can see.
-pub(crate) const ABILITY: Ability = Ability {
-    name: "rwp-scan",
-    granularity: Granularity::Page,
-    reads: true,
-    writes: false,
-    cost: CostClass::FaultInKernel,
-};
+pub(crate) const ABILITY: Ability = Ability { name: "rwp-scan", granularity: Granularity::Page };
 
 /// See above.
 #[derive(Debug)]
@@ -119,8 +113,8 @@ impl Run {
         let huge = self.region.granule_pages() > 1;
         (self.first..).zip(&self.units).map(move |(unit, (watched, touched))| {
             let seen = match watched {
-                Some(watched) => Seen::Fine { watched: *watched, touched: *touched, written: None },
-                None if huge => Seen::Coarse { touched: !touched.is_empty(), written: None },
+                Some(watched) => Seen::Fine { watched: *watched, touched: *touched },
+                None if huge => Seen::Coarse { touched: !touched.is_empty() },
                 None => Seen::Blocks { touched: blocks(*touched) },
             };
             (id(unit), seen)

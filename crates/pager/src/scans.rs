@@ -14,7 +14,7 @@
 //! (seen on 7.3), so that its touch would be a fault for us as with a zap.
 
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_heat::source::Ability;
@@ -42,7 +42,6 @@ pub struct Scans<'a> {
 /// A cycle that runs.
 #[derive(Debug)]
 struct Cycle<'a> {
-    began: Instant,
     /// CPU time of its start.
     cpu: Duration,
     _registered: KeepRegistered<'a>,
@@ -104,7 +103,7 @@ impl AccessSource for Scans<'_> {
             return Err(error);
         }
         let cpu = cpu_time().saturating_sub(before);
-        self.running = Some(Cycle { began: Instant::now(), cpu, _registered: registered });
+        self.running = Some(Cycle { cpu, _registered: registered });
         Ok(())
     }
 
@@ -112,7 +111,7 @@ impl AccessSource for Scans<'_> {
         let Some(cycle) = self.running.take() else {
             return Err(io::Error::other("Ending to watch touches: no cycle is running"));
         };
-        let (before, length) = (cpu_time(), cycle.began.elapsed());
+        let before = cpu_time();
         // Both are ended, whatever the first says.
         let by_kernel = self.rwp.end();
         let (mut units, mut cost) = self.zap.end();
@@ -122,7 +121,7 @@ impl AccessSource for Scans<'_> {
         cost.cpu += of_kernel.cpu + cycle.cpu + cpu_time().saturating_sub(before);
         cost.guest += of_kernel.guest;
         cost.faults += of_kernel.faults;
-        Ok(Report { units, length, cost })
+        Ok(Report { units, cost })
     }
 }
 

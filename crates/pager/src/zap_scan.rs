@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use ballast_base::wire::Range;
 use ballast_base::{HUGE_SIZE, PageIdx};
-use ballast_heat::source::{Ability, Cost, CostClass, Granularity};
+use ballast_heat::source::{Ability, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
 use crate::coalesce::is_resident;
@@ -36,13 +36,7 @@ use crate::vm::Vm;
 const RUN: usize = 32;
 
 /// What it can see.
-pub(crate) const ABILITY: Ability = Ability {
-    name: "zap-scan",
-    granularity: Granularity::Page,
-    reads: true,
-    writes: false,
-    cost: CostClass::FaultServed,
-};
+pub(crate) const ABILITY: Ability = Ability { name: "zap-scan", granularity: Granularity::Page };
 
 /// See above.
 #[derive(Debug)]
@@ -201,13 +195,11 @@ impl<'a> ZapScan<'a> {
     fn seen(&self, watched: &Watched, touched: u8) -> Seen {
         match watched.pages {
             // A unit that was mapped huge may have been touched all over without a fault for each block.
-            None if watched.huge || watched.region.granule_pages() > 1 => {
-                Seen::Coarse { touched: touched != 0, written: None }
-            }
+            None if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched: touched != 0 },
             None => Seen::Blocks { touched },
             Some(pages) => {
                 let touched = self.vm.touches.pages(watched.id).and(pages);
-                Seen::Fine { watched: pages, touched, written: None }
+                Seen::Fine { watched: pages, touched }
             }
         }
     }

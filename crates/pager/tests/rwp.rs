@@ -58,7 +58,7 @@ fn exactly_the_blocks_and_pages_that_were_touched_are_reported_and_no_fault_come
             assert!((0..100).all(|page| rig.holds(4 * PAGES_PER_UNIT + page, 1)));
             assert!(rig.holds(6 * PAGES_PER_UNIT, 1), "not watched");
             let report = source.end().expect("end");
-            let seen = |touched, watched| Seen::Fine { watched, touched, written: None };
+            let seen = |touched, watched| Seen::Fine { watched, touched };
             let expected = [
                 (unit(0), Seen::Blocks { touched: 0 }),
                 (unit(1), Seen::Blocks { touched: 0b100_0001 }),
@@ -85,7 +85,7 @@ fn what_is_mapped_huge_is_watched_by_zaps_and_is_huge_afterwards() {
     source.start(&coarse(UNITS)).expect("start");
     assert!(rig.holds(3 * PAGES_PER_UNIT, 1));
     let seen = source.end().expect("end").units;
-    let expected = |number| (unit(number), Seen::Coarse { touched: number == 3, written: None });
+    let expected = |number| (unit(number), Seen::Coarse { touched: number == 3 });
     assert_eq!(seen, (0..UNITS).map(expected).collect::<Vec<_>>());
     assert_eq!(rig.mapped_huge(), RAM);
     rig.check_bytes();
@@ -104,7 +104,7 @@ fn huge_pages_of_hugetlbfs_are_tracked_as_wholes_without_a_fault() {
     source.start(&Watch { coarse: (0..7).map(unit).collect(), fine }).expect("start");
     assert!(rig.holds(PAGES_PER_UNIT + 9, 1) && rig.holds(7 * PAGES_PER_UNIT, 1));
     let report = source.end().expect("end");
-    let expected = |number| (unit(number), Seen::Coarse { touched: [1, 7].contains(&number), written: None });
+    let expected = |number| (unit(number), Seen::Coarse { touched: [1, 7].contains(&number) });
     assert_eq!(report.units, (0..UNITS).map(expected).collect::<Vec<_>>());
     assert_eq!(report.cost.faults, 2);
     rig.check_bytes();

@@ -130,13 +130,6 @@ pub fn probe() -> Vec<Feature> {
         "a guest that touches a page its store has lost cannot be given a memory error",
     );
     add(
-        "userfaultfd asynchronous write protection",
-        OPTIONAL,
-        "Linux 6.7",
-        bit(feature::WP_ASYNC),
-        "nothing is lost: tracking by zap scan sees reads as well",
-    );
-    add(
         "userfaultfd read-write protection",
         OPTIONAL,
         "Linux 7.3",

@@ -87,15 +87,6 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
-    /// The parts of a range that were written since the last call, which are write-protected again in the same step
-    /// (Linux 6.7). The range must be registered with [`crate::Uffd::register_for_writes`]. What was not mapped at the
-    /// last call and has been touched since, read or written, counts as written.
-    pub fn take_written(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
-        let range = (start.0, start.0 + len);
-        let found = scan_with(&self.pagemap, range, PAGE_IS_WRITTEN, SCAN_WP_MATCHING | SCAN_CHECK_WPASYNC)?;
-        Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
-    }
-
     /// The parts of a range whose pages are mapped and were touched since they were protected with [`crate::Uffd::protect`],
     /// or mapped since then (Linux 7.3). Of a process that is gone there are none.
     pub fn accessed(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
@@ -135,10 +126,7 @@ pub fn is_unit_aligned(addr: Hva) -> bool {
 
 pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_HUGE: u64 = 1 << 6;
-const PAGE_IS_WRITTEN: u64 = 1 << 1;
 const PAGE_IS_ACCESSED: u64 = 1 << 9;
-const SCAN_WP_MATCHING: u64 = 1 << 0;
-const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
 /// `struct pm_scan_arg` of `linux/fs.h`.
 #[repr(C)]
@@ -170,12 +158,7 @@ const PAGEMAP_SCAN: u64 = 0xC060_6610;
 const _: () = assert!(size_of::<ScanArg>() == 0x60 && size_of::<ScanRegion>() == 24);
 
 /// The pieces of `start..end` whose page-table entries are of all these categories. `PAGE_IS_*` as in `linux/fs.h`.
-pub(crate) fn scan(pagemap: impl AsFd, range: (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
-    scan_with(pagemap, range, category, 0)
-}
-
-/// The same with `PM_SCAN_*` flags.
-fn scan_with(pagemap: impl AsFd, (start, end): (u64, u64), category: u64, flags: u64) -> io::Result<Vec<(u64, u64)>> {
+pub(crate) fn scan(pagemap: impl AsFd, (start, end): (u64, u64), category: u64) -> io::Result<Vec<(u64, u64)>> {
     const BATCH: usize = 64;
     let mut found = Vec::new();
     let mut at = start;
@@ -183,7 +166,7 @@ fn scan_with(pagemap: impl AsFd, (start, end): (u64, u64), category: u64, flags:
         let mut pieces = [ScanRegion::default(); BATCH];
         let mut arg = ScanArg {
             size: size_of::<ScanArg>() as u64,
-            flags,
+            flags: 0,
             start: at,
             end,
             walk_end: 0,
@@ -218,31 +201,6 @@ mod tests {
     use ballast_base::Bytes;
     use ballast_needs::skip;
     use std::sync::atomic::Ordering;
-
-    #[test]
-    fn the_kernel_tells_which_pages_were_written_and_only_those() {
-        let features = crate::uffd::feature::WP_ASYNC | crate::uffd::feature::WP_SHMEM;
-        let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
-            return skip("uffd", "no write tracking by the kernel");
-        };
-        let fd = memfd::create("ballast-test", Bytes(16 * 4096)).expect("memfd");
-        let map = Mapping::shared(&fd, 0, 16 * 4096).expect("map");
-        map.populate(0, map.len()).expect("populate");
-        let (start, len) = (Hva(map.addr() as u64), map.len() as u64);
-        uffd.register_for_writes(start, len).expect("register");
-        let remote = Remote::open(std::process::id()).expect("own process");
-        assert_eq!(remote.take_written(start, len).expect("scan"), [(start, start + len)], "not protected before");
-        assert_eq!(remote.take_written(start, len).expect("scan"), []);
-        map.copy_in(3 * 4096 + 7, &[1]);
-        map.copy_in(9 * 4096, &[1; 2 * 4096]);
-        map.copy_out(5 * 4096, &mut [0; 10]);
-        let page = |page: u64| start + page * 4096;
-        let written = remote.take_written(start, len).expect("scan");
-        assert_eq!(written, [(page(3), page(4)), (page(9), page(11))]);
-        assert_eq!(remote.take_written(start, len).expect("scan"), []);
-        map.copy_in(9 * 4096, &[2]);
-        assert_eq!(remote.take_written(start, len).expect("scan"), [(page(9), page(10))]);
-    }
 
     fn seeing_accesses() -> Option<Uffd> {
         let features = REQUIRED_FEATURES | ACCESS_FEATURES;

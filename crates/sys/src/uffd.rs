@@ -26,12 +26,8 @@ pub mod feature {
     pub const MINOR_HUGETLBFS: u64 = 1 << 9;
     /// Minor faults on shared memory (5.14).
     pub const MINOR_SHMEM: u64 = 1 << 10;
-    /// Write-protection of shared memory (5.19).
-    pub const WP_SHMEM: u64 = 1 << 12;
     /// `UFFDIO_POISON` (6.6).
     pub const POISON: u64 = 1 << 14;
-    /// Write faults on protected pages are resolved by the kernel itself, which remembers them (6.7).
-    pub const WP_ASYNC: u64 = 1 << 15;
     /// Protection of present pages against reads and writes, to see who touches them (7.3).
     pub const RWP: u64 = 1 << 17;
     /// Touches of pages so protected are resolved by the kernel itself, which remembers them (7.3).
@@ -129,7 +125,6 @@ const _: () = assert!(UFFDIO_RWPROTECT == 0xC018_AA09);
 const _: () = assert!(size_of::<RawMessage>() == 32);
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
-const REGISTER_MODE_WP: u64 = 1 << 1;
 const REGISTER_MODE_MINOR: u64 = 1 << 2;
 const REGISTER_MODE_RWP: u64 = 1 << 3;
 const RWPROTECT_MODE_RWP: u64 = 1 << 0;
@@ -237,13 +232,6 @@ impl Uffd {
     fn register_as(&self, mode: u64, start: Hva, len: u64) -> io::Result<()> {
         let mut arg = RegisterArg { range: RangeArg { start: start.0, len }, mode, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut arg)
-    }
-
-    /// Register a range for write tracking by the kernel: the descriptor must have [`feature::WP_ASYNC`], nothing is ever
-    /// read from it, and [`crate::Remote::take_written`] answers. A range that another descriptor holds is refused
-    /// (`EBUSY`), and one that is so registered cannot be mapped huge again.
-    pub fn register_for_writes(&self, start: Hva, len: u64) -> io::Result<()> {
-        self.register_as(REGISTER_MODE_WP, start, len)
     }
 
     /// Have the kernel look who touches the pages of this range that are mapped now, or look no longer. The first touch of

@@ -170,7 +170,7 @@ mod tests {
         let line = |unit, touched| Line {
             unit: UnitId { region: 0, unit },
             present: 512,
-            seen: Some(Seen::Coarse { touched, written: None }),
+            seen: Some(Seen::Coarse { touched }),
         };
         let cycle = |number| Recorded {
             number,

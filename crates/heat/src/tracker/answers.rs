@@ -1,11 +1,10 @@
-//! What a tracker answers: generations, cold pages, the hot set, candidates for the page-size policy.
+//! What a tracker answers: generations, cold pages, the hot set.
 //!
-//! Before: `tracker` absorbed the reports. After: `pick` and `ages` ask, and back ends do.
+//! Before: `tracker` absorbed the reports. After: `pick` and `ages` ask.
 //! Threads: under the tracker's lock. Units: pages, units, looks (one fine cycle). Promise: nothing changes by asking.
 
 use super::{RECENT, Tracker};
 use crate::inside::{Inside, Scanned};
-use crate::size_policy::Candidate;
 use crate::source::{PageMap, UnitId};
 use crate::units::{Moment, Units};
 
@@ -72,20 +71,6 @@ impl Tracker {
     /// The time of the recent cycles, in looks.
     fn span_in_looks(&self) -> f64 {
         if self.look.is_zero() { 1.0 } else { self.recent_span().as_secs_f64() / self.look.as_secs_f64() }
-    }
-
-    /// Candidates for the page-size policy: units that were touched of late and of whose inside something is known. `huge`
-    /// answers whether a unit is mapped huge. A back end that wants others builds its own list.
-    pub fn size_candidates(&self, huge: impl Fn(UnitId) -> bool) -> Vec<Candidate> {
-        let hot = |unit| self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
-        let mut candidates: Vec<Candidate> = self
-            .units
-            .insides()
-            .filter(|(unit, _)| hot(*unit))
-            .map(|(unit, inside)| Candidate { unit, touched: self.touched_pages(unit, inside), huge: huge(unit) })
-            .collect();
-        candidates.sort_unstable_by_key(|candidate| candidate.unit);
-        candidates
     }
 
     /// So many of its pages are touched in the time of the recent cycles, as far as is known.

@@ -93,7 +93,7 @@ impl Tracker {
             self.units.set_present(line.unit, line.present.min(most), at, birth);
         }
         let units = cycle.lines.iter().filter_map(|line| Some((line.unit, line.seen?))).collect();
-        let report = Report { units, length: cycle.ended - cycle.begun, cost: cycle.cost };
+        let report = Report { units, cost: cycle.cost };
         self.begun = cycle.begun;
         self.absorb(cycle.ended, cycle.phase, &report);
     }

@@ -42,7 +42,6 @@ fn drive(tracker: &mut Tracker, source: &mut Scripted, guest: &Guest, now: &mut 
             Step::Watch { phase, watch, window } => {
                 source.start(&watch).expect("start");
                 *now += window;
-                source.length = window;
                 let report = source.end().expect("end");
                 tracker.absorb(*now, phase, &report);
             }
@@ -70,9 +69,6 @@ fn after_three_cycles_hot_units_are_young_cold_ones_oldest_and_bloat_is_known_pa
     let hot: Vec<_> = tracker.hot_pages().collect();
     let pages = |index| if index < 8 { PageMap::ALL } else { PageMap::first(5) };
     assert_eq!(hot, (0..16).map(|index| (unit(index), pages(index))).collect::<Vec<_>>());
-    let plan = crate::size_policy::plan(16 * 512, 8 * 512, &tracker.size_candidates(|_| true));
-    assert_eq!(plan.split.len(), 8, "{plan:?}");
-    assert!(plan.split.iter().all(|split| split.unit >= 8));
 }
 
 #[test]
@@ -119,10 +115,10 @@ fn pages_that_scans_missed_are_hot_where_each_scan_sees_others_and_cold_where_al
     let of = |index: u32, number: u64| if index < 2 { fifth(number) } else { fifth(0) };
     for number in 0..3 {
         let start = Duration::from_secs(number * 2);
-        let units = (0..4).map(|index| (unit(index), Seen::Coarse { touched: true, written: None })).collect();
+        let units = (0..4).map(|index| (unit(index), Seen::Coarse { touched: true })).collect();
         tracker.begun = start;
         tracker.absorb(start + Duration::from_secs(1), Phase::Coarse, &Report { units, ..Report::default() });
-        let seen = |index| Seen::Fine { watched: PageMap::ALL, touched: of(index, number), written: None };
+        let seen = |index| Seen::Fine { watched: PageMap::ALL, touched: of(index, number) };
         let units = (0..4).map(|index| (unit(index), seen(index))).collect();
         tracker.begun = start + Duration::from_secs(1);
         tracker.absorb(start + Duration::from_millis(1500), Phase::Fine, &Report { units, ..Report::default() });
@@ -131,7 +127,8 @@ fn pages_that_scans_missed_are_hot_where_each_scan_sees_others_and_cold_where_al
     assert_eq!(hot, [PageMap::ALL, PageMap::ALL, fifth(0), fifth(0)]);
     let cold = PageMap::ALL.without(fifth(0));
     assert_eq!([0, 1, 2, 3].map(|index| tracker.candidates(unit(index))), [None, None, Some(cold), Some(cold)]);
-    let touched = tracker.size_candidates(|_| true).into_iter().map(|candidate| candidate.touched).collect::<Vec<_>>();
+    let touched = |index| tracker.touched_pages(unit(index), tracker.units().inside(unit(index)).expect("scanned"));
+    let touched = [0, 1, 2, 3].map(touched);
     assert!(touched[..2].iter().all(|pages| *pages > 400), "{touched:?}");
     assert!(touched[2..].iter().all(|pages| *pages < 200), "{touched:?}");
 }
@@ -141,7 +138,7 @@ fn a_recording_replays_to_the_same_heat() {
     let guest = Guest(64);
     let mut source = Scripted::default();
     (0..8).for_each(|index| source.touch(unit(index), PageMap::first(u64::from(index) * 64)));
-    source.write(unit(20), PageMap::first(3));
+    source.touch(unit(20), PageMap::first(3));
     let mut tracker = Tracker::new(Settings::default(), 1);
     let mut now = Duration::ZERO;
     assert_eq!(Recording::decode(&tracker.cycles_after(now, 0, "scripted")).expect("empty").cycles().count(), 0);
@@ -194,19 +191,18 @@ fn a_cycle_that_failed_teaches_nothing_and_tracking_goes_on() {
 proptest! {
     #[test]
     fn any_history_leaves_known_units_with_consistent_entries_and_generations(
-        history in proptest::collection::vec((any::<bool>(), proptest::collection::vec((0u32..20, 0u64..600, 0u64..600, 0u8..3), 0..30)), 0..60),
+        history in proptest::collection::vec((any::<bool>(), proptest::collection::vec((0u32..20, 0u64..600, 0u64..600, any::<bool>()), 0..30)), 0..60),
     ) {
         let guest = Guest(16);
         let mut tracker = Tracker::new(Settings::default(), 5);
         let _ = tracker.next(Duration::ZERO, &guest);
         let mut touches = [0u32; 16];
         for (turn, (coarse, reports)) in history.into_iter().enumerate() {
-            let mut units: Vec<(UnitId, Seen)> = reports.into_iter().map(|(index, watched, touched, kind)| {
-                let seen = match kind {
-                    0 => Seen::Coarse { touched: touched % 2 == 0, written: None },
-                    _ => Seen::Fine {
+            let mut units: Vec<(UnitId, Seen)> = reports.into_iter().map(|(index, watched, touched, is_coarse)| {
+                let seen = match is_coarse {
+                    true => Seen::Coarse { touched: touched % 2 == 0 },
+                    false => Seen::Fine {
                         watched: PageMap::first(watched), touched: PageMap::first(touched),
-                        written: (kind == 2).then_some(PageMap::first(touched / 2)),
                     },
                 };
                 (unit(index), seen)
