@@ -11,6 +11,7 @@ use std::io;
 
 use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store};
+use ballast_sys::memfd;
 
 use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Punched};
@@ -68,6 +69,9 @@ pub struct Evicted {
     pub store_full: bool,
     /// True if the store could not answer.
     pub store_busy: bool,
+    /// Granules, by their first pages, that could not be read because memory failed. They are Resident again and counted as
+    /// refused.
+    pub unreadable: Vec<PageIdx>,
     /// Why some pages could not be read or punched. They are Resident again and counted as refused.
     pub failed: Option<io::Error>,
 }
@@ -129,13 +133,14 @@ pub fn evict<'a>(
             }
         }
     }
-    let (copies, all_zero) = copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
+    let Copied { words: copies, all_zero, unreadable } =
+        copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
     // Only now, all at once: whoever touches a page of the run waits for its punch, not for the copying of the others.
     let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
     for (index, Claim { page, evicting, lock }) in claimed.into_iter().enumerate() {
         let (granule, key) = (granule_of(page), PageKey { region, page });
         let words = copies.chunks(size as usize).nth(index).unwrap_or_default();
-        if words.len() < size as usize {
+        if words.len() < size as usize || unreadable[index] {
             free_copies(&to, key, words.iter().copied());
             let resident = Word::new(State::Resident, evicting.age());
             let given_back = match lock {
@@ -180,8 +185,18 @@ pub fn evict<'a>(
     result
 }
 
-/// Copy the granules in `claimed` to the store, until one is refused or cannot be read. Answers what the words of their
-/// pages are to say, page after page (the last granule's may be incomplete), and which granules are all zero.
+/// What came of copying.
+struct Copied {
+    /// What the words of the granules' pages are to say, page after page; the last granule's may be incomplete.
+    words: Vec<Word>,
+    /// Which granules are all zero.
+    all_zero: Vec<bool>,
+    /// Whose memory failed. They have words like the others, which mean nothing.
+    unreadable: Vec<bool>,
+}
+
+/// Copy the granules in `claimed` to the store, until one is refused, or cannot be read for another reason than that its
+/// memory failed.
 fn copy_out<'a>(
     region: u32,
     claimed: &[Claim<'_>],
@@ -190,11 +205,13 @@ fn copy_out<'a>(
     to: To<'_>,
     buffer: &mut [PageBytes],
     result: &mut Evicted,
-) -> (Vec<Word>, Vec<bool>) {
+) -> Copied {
     let size = claimed.first().map_or(1, |claim| granule_of(claim.page).pages()) as usize;
     let mut copies: Vec<Word> = Vec::with_capacity(claimed.len() * size);
-    let mut all_zero = vec![true; claimed.len()];
-    while let Some(Claim { page: first, evicting, lock }) = claimed.get(copies.len() / size) {
+    let (mut all_zero, mut unreadable) = (vec![true; claimed.len()], vec![false; claimed.len()]);
+    // Up to here pages are read one by one, because one of them cannot be.
+    let mut singly_until = 0;
+    'granules: while let Some(Claim { page: first, evicting, lock }) = claimed.get(copies.len() / size) {
         let done = copies.len() % size;
         if done > 0 && lock.is_none() && granule_of(*first).cell().load() != *evicting {
             // Touched: the rest of a huge page need not be copied. It will not be committed.
@@ -203,10 +220,23 @@ fn copy_out<'a>(
         }
         let granules = claimed[copies.len() / size..].iter().zip((first.0..).step_by(size));
         let adjacent = granules.take_while(|(claim, expected)| claim.page.0 == *expected).count() * size;
-        let stretch = (adjacent - done).min(buffer.len());
+        let most = if copies.len() < singly_until { 1 } else { buffer.len() };
+        let stretch = (adjacent - done).min(most);
         if let Err(error) = backing.read(PageIdx(first.0 + done as u64), &mut buffer[..stretch]) {
-            result.failed = Some(error);
-            break;
+            if !memfd::is_memory_error(&error) {
+                result.failed = Some(error);
+                break;
+            }
+            if stretch > 1 {
+                singly_until = copies.len() + stretch;
+                continue;
+            }
+            let kept = copies.len() - done;
+            free_copies(&to, PageKey { region, page: *first }, copies.drain(kept..));
+            copies.resize(kept + size, Word::INITIAL);
+            unreadable[kept / size] = true;
+            result.unreadable.push(*first);
+            continue;
         }
         for bytes in &buffer[..stretch] {
             let index = copies.len() / size;
@@ -223,13 +253,13 @@ fn copy_out<'a>(
                     refused => {
                         result.store_full |= refused == PutOutcome::Full;
                         result.store_busy |= refused == PutOutcome::Busy;
-                        return (copies, all_zero);
+                        break 'granules;
                     }
                 }
             });
         }
     }
-    (copies, all_zero)
+    Copied { words: copies, all_zero, unreadable }
 }
 
 /// A granule on its way out; locked if it is held from its copying on.
@@ -300,15 +330,15 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
     }
 }
 
-/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place. If
-/// they will not go, whoever touches the page has them replaced.
+/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place, or
+/// memory that failed. If they will not go, whoever touches the page has them replaced.
 #[cfg_attr(loom, allow(dead_code, reason = "called by `vm`, which is not modelled"))]
 pub(crate) fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
     if word.state() == State::Far
         && !word.is_locked()
         && let Some(_lock) = granule.cell().lock(word, word)
-        && backing.holds(page, granule.pages())? == Holds::Zeros
+        && matches!(backing.holds(page, granule.pages())?, Holds::Zeros | Holds::Failed)
     {
         backing.punch(page, granule.pages())?;
     }
@@ -404,16 +434,18 @@ mod tests {
 
     use ballast_base::Bytes;
     use ballast_store::NullStore;
+    use rustix::io::Errno;
 
     use super::*;
 
-    /// RAM whose third page cannot be read: a memory error of the host, say.
-    struct Broken;
+    /// RAM whose third page cannot be read, for this reason.
+    struct Broken(Errno);
 
     impl Backing for Broken {
         fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
             out.fill([7; _]);
-            if first.0 + out.len() as u64 > 2 { Err(io::Error::other("a bad page")) } else { Ok(()) }
+            let pages = first.0..first.0 + out.len() as u64;
+            if pages.contains(&2) { Err(self.0.into()) } else { Ok(()) }
         }
 
         fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
@@ -508,21 +540,37 @@ mod tests {
         }
     }
 
+    fn evicted_around(why: Errno, from: LockedFrom, at_a_time: usize) -> (Evicted, [State; 4], u64) {
+        let ticket = Ticket::new(1, 1);
+        let words: [AtomicU64; 4] = Default::default();
+        let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
+        let cell_of = |page: PageIdx| granule_of(page).cell();
+        assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
+        let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), vec![[0; _]; at_a_time]);
+        let to = To { number: 1, store: &store, since: 7 };
+        let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken(why), to, &mut buffer, from);
+        let held = store.usage().pages;
+        (done, [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state()), held)
+    }
+
     #[test]
     fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
         for from in [LockedFrom::Punch, LockedFrom::Copy] {
-            let ticket = Ticket::new(1, 1);
-            let words: [AtomicU64; 4] = Default::default();
-            let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
-            let cell_of = |page: PageIdx| granule_of(page).cell();
-            assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
-            let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 2]);
-            let to = To { number: 1, store: &store, since: 7 };
-            let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken, to, &mut buffer, from);
-            assert_eq!((done.far, done.zero, done.aborted, done.refused), (2, 0, 0, 2));
-            assert!(done.failed.is_some_and(|error| error.to_string() == "a bad page"));
-            let states = [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state());
+            let (done, states, held) = evicted_around(Errno::FBIG, from, 2);
+            assert_eq!((done.far, done.zero, done.aborted, done.refused, held), (2, 0, 0, 2, 2));
+            assert!(done.failed.is_some_and(|error| error.raw_os_error() == Some(Errno::FBIG.raw_os_error())));
             assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
+        }
+    }
+
+    #[test]
+    fn a_page_whose_memory_failed_stays_and_the_pages_around_it_go() {
+        for (from, at_a_time) in [(LockedFrom::Punch, 4), (LockedFrom::Copy, 4), (LockedFrom::Copy, 1)] {
+            let (done, states, held) = evicted_around(Errno::IO, from, at_a_time);
+            assert!(done.failed.is_none(), "{:?}", done.failed);
+            assert_eq!((done.far, done.zero, done.aborted, done.refused, held), (3, 0, 0, 1, 3));
+            assert_eq!(done.unreadable, [PageIdx(2)]);
+            assert_eq!(states, [State::Far, State::Far, State::Resident, State::Far]);
         }
     }
 }

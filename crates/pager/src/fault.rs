@@ -4,7 +4,8 @@
 //! why not.
 //! Threads: any number: fault lanes, lanes that wait for a disk, prefetch, and whoever brings all back. Never waits for policy,
 //! logging, another VM or another page.
-//! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so.
+//! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose memory
+//! failed while it was unmapped gives the guest the memory error that it would have had without us, and nothing worse.
 
 use std::io::{self, ErrorKind};
 
@@ -38,6 +39,8 @@ pub enum Served {
         /// Found just now, as opposed to touched again.
         newly: bool,
     },
+    /// The memory that the page was in failed, found just now. It is Poisoned from now on.
+    Failed,
     /// Another lane works on this page, the store is busy or not among those given, or the address space is changing:
     /// serve it again soon.
     Later,
@@ -73,14 +76,21 @@ pub fn serve(
                 // The lock keeps reclaim from picking the page again before it is mapped.
                 let rescued = state != State::Resident;
                 let to = if rescued { resident.with_age(touched(word.age())) } else { resident };
-                let Some(_lock) = cell.lock(word, to) else { continue };
-                return (rescued, bring_in(key.page, kind, memory));
+                let Some(lock) = cell.lock(word, to) else { continue };
+                return (
+                    rescued,
+                    bring_in(key.page, kind, memory).and_then(|served| lost(served, lock, key.page, memory)),
+                );
             }
             State::Zero => {
                 let Some(mut lock) = cell.lock(word, word) else { continue };
                 let filled = memory.install_zero(key.page).and_then(|outcome| fill_hole(outcome, key.page, memory));
                 if matches!(filled, Ok(Filled::Yes)) {
                     lock.set(Word::new(State::Resident, 0));
+                }
+                if matches!(filled, Ok(Filled::No(Served::Failed))) {
+                    // It is not the page's: it has not been mapped since it was all zeros.
+                    return (false, backing.punch(key.page, granule.pages()).map(|_| Served::Later));
                 }
                 return (false, filled.map(|filled| filled.or(Served::Zeroed)));
             }
@@ -149,16 +159,20 @@ fn restore(
         }
         let zeros = holds != Holds::Bytes;
         if zeros {
-            outcome = replace(&mut lock, key.page, memory, backing, room)?;
+            outcome = replace(&mut lock, key.page, memory, backing, (holds, room))?;
         }
-        served = Served::Filled { zeros };
+        served = if holds == Holds::Failed { Served::Restored } else { Served::Filled { zeros } };
     }
     let filled = fill_hole(outcome, key.page, memory)?;
     if filled == Filled::Yes {
         lock.set(Word::new(State::Resident, 0));
         forget_copies(lock, far, granule, key, stores);
     }
-    Ok(filled.or(served))
+    Ok(match filled.or(served) {
+        // Just now. It stays Far until it is looked at again, and the copy is what counts.
+        Served::Failed => Served::Later,
+        served => served,
+    })
 }
 
 /// Fill a far granule's hole. Its word says Restoring meanwhile, and after that Far again.
@@ -176,7 +190,8 @@ fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[
 
 /// Put a far granule's bytes in the place of zeros that are in its file. They are not its bytes (it would be Zero), and it has
 /// not been mapped since it went: somebody who is not of the VM maps the file and has read there, or allocated it, or an
-/// old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too.
+/// old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too. Nor is memory there that
+/// failed its bytes.
 ///
 /// What such a process *writes* between our look and this is lost, as it would be at any other time that the page is far.
 fn replace(
@@ -184,9 +199,9 @@ fn replace(
     page: PageIdx,
     memory: &impl Mapped,
     backing: &impl Backing,
-    bytes: &[PageBytes],
+    (holds, bytes): (Holds, &[PageBytes]),
 ) -> io::Result<FillOutcome> {
-    if let [bytes] = bytes {
+    if let ([bytes], Holds::Zeros) = (bytes, holds) {
         return match backing.write(page, bytes) {
             Ok(()) => Ok(FillOutcome::AlreadyThere),
             // The zeros are gone again, and there is no memory for a page just now.
@@ -196,7 +211,7 @@ fn replace(
             Err(error) => Err(error),
         };
     }
-    // A huge page's file cannot be written to.
+    // A huge page's file cannot be written to, and memory that failed not either.
     backing.punch(page, bytes.len() as u64)?;
     Ok(match install(lock, page, memory, bytes)? {
         // Filled again already.
@@ -289,7 +304,26 @@ fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served
         FillOutcome::Done | FillOutcome::AlreadyThere | FillOutcome::NotInFile => Served::Poisoned { newly },
         FillOutcome::Retry => Served::Later,
         FillOutcome::Gone => Served::Gone,
+        FillOutcome::Failed => return Err(io::Error::other("the kernel would not poison a page whose memory failed")),
     })
+}
+
+/// If this says that the memory of a page in its file failed, the page is Poisoned: every touch is a memory error from now on.
+/// What is in the file stays there, unreadable, until it is discarded.
+fn lost(served: Served, mut lock: Locked<'_>, page: PageIdx, memory: &impl Mapped) -> io::Result<Served> {
+    if served != Served::Failed {
+        return Ok(served);
+    }
+    let before = lock.word();
+    // The word first: should we die here, the successor finds a page that is never handed out.
+    lock.publish(Word::new(State::Poisoned, before.age()));
+    let poisoned = poison(page, memory, true);
+    if !matches!(poisoned, Ok(Served::Poisoned { .. })) {
+        // Found lost again, and said so, when it is tried again.
+        lock.set(before);
+        return poisoned;
+    }
+    Ok(Served::Failed)
 }
 
 /// Did a hole get filled, so that the page in the file is now the one that counts?
@@ -320,6 +354,7 @@ fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::R
         }
         FillOutcome::NotInFile | FillOutcome::Retry => Filled::No(Served::Later),
         FillOutcome::Gone => Filled::No(Served::Gone),
+        FillOutcome::Failed => Filled::No(Served::Failed),
     })
 }
 
@@ -336,6 +371,7 @@ fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped) -> io::Result<
             FillOutcome::NotInFile => {}
             FillOutcome::Retry => return Ok(Served::Later),
             FillOutcome::Gone => return Ok(Served::Gone),
+            FillOutcome::Failed => return Ok(Served::Failed),
         }
     }
     match memory.install_zero(page)? {

@@ -27,6 +27,8 @@ pub enum Holds {
     Nothing,
     /// Memory that is all zeros. Of a granule that is Far these are never its bytes: one of zeros is Zero instead.
     Zeros,
+    /// Memory that failed: nobody can read it.
+    Failed,
     /// Anything else.
     Bytes,
 }

@@ -18,7 +18,7 @@
 //!
 //! | State | In the file | Mapped | Who moves it on, holding what | A guest touch |
 //! |---|---|---|---|---|
-//! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS | runs on; if unmapped, the fault lane maps it under the lock |
+//! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS. fault: to Poisoned, under the lock, if its memory failed (so from Quarantine and Evicting) | runs on; if unmapped, the fault lane maps it under the lock |
 //! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T (with the lock, if it insists) | faults; mapped again, Resident |
 //! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket | faults; mapped again, Resident; the copy is dropped |
 //! | Evicting(ticket), locked by reclaim | yes | no | reclaim, which insists: to Far or Zero, still locked; unlocks as Resident if it cannot be read or stored | waits for this page |
@@ -28,7 +28,7 @@
 //! | Far, locked by spill | no | no | spill: unlocks as Far, in the old store or the new one | waits for this page |
 //! | Restoring (always locked) | being filled | becoming so | fault: to Resident; back to Far if the store is busy; to Poisoned if it lost the page | waits for this page |
 //! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
-//! | Poisoned | no | no | discard: to Resident under the lock | memory error |
+//! | Poisoned | no, or its memory failed and the file cannot be read there | no | discard: to Resident under the lock | memory error |
 //!
 //! *A stranger* is whoever has something put into the file that is not of the VM: a process that maps it and touches a hole, the
 //! kernel's own huge-page daemon before Linux 6.4, a `fallocate` nobody was told of. A page that is Far was not all zeros when it
@@ -70,7 +70,7 @@ pub enum State {
     Restoring = 4,
     /// All zeros; nothing is stored.
     Zero = 5,
-    /// Lost by the store.
+    /// Lost by the store, or by the memory it was in.
     Poisoned = 6,
 }
 

@@ -277,6 +277,12 @@ impl Lane<'_> {
                 vm.stats().sub(Counter::Quarantined, release(run, ticket, granule_of));
                 vm.stats().add(Counter::Failed, evicted.refused);
             }
+            if let Some(first) = evicted.unreadable.first() {
+                evicted.unreadable.iter().for_each(|page| region.set_aside(*page));
+                let (pages, number) = (evicted.unreadable.len() as u64 * region.granule_pages(), region.number);
+                let text = format!("memory of the host failed: {pages} pages from {first} on of region {number}");
+                vm.report("memory-error", format!("{text} cannot be read, and stay where they are"));
+            }
             if let Some(error) = evicted.failed {
                 return Err(error);
             }

@@ -11,7 +11,7 @@
 //! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
-//! | Far, locked | committed, maybe not punched yet; or a stranger's zeros were being replaced | Resident if in the file, else Far. If the file holds zeros: Far |
+//! | Far, locked | committed, maybe not punched yet; or a stranger's zeros were being replaced | Resident if in the file, else Far. If the file holds zeros, or memory that failed: Far |
 //! | Far, locked, by spill | a second copy may exist, uncommitted | Far, under the handle it has; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
@@ -24,6 +24,7 @@ use std::io;
 
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::Handle;
+use ballast_sys::memfd;
 
 use crate::evict::is_zero;
 use crate::memory::Backing;
@@ -42,7 +43,8 @@ pub struct Recovered {
     pub live_in_file: Vec<Handle>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
-    /// Pages that are Far and whose file holds zeros in their place (see [`crate::memory::Punched`]): region and page.
+    /// Pages that are Far and whose file holds zeros in their place (see [`crate::memory::Punched`]), or memory that failed:
+    /// region and page.
     pub zeroed: Vec<(u32, PageIdx)>,
 }
 
@@ -64,8 +66,11 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 let mut zeroed = false;
                 let holds_zeros = || -> io::Result<bool> {
                     let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
-                    region.read(page, &mut bytes)?;
-                    zeroed = bytes.iter().all(is_zero);
+                    zeroed = match region.read(page, &mut bytes) {
+                        // The copy was complete before the word was locked as Far, and nobody has had the page mapped since.
+                        Err(error) if memfd::is_memory_error(&error) => true,
+                        read => read.map(|()| bytes.iter().all(is_zero))?,
+                    };
                     Ok(zeroed)
                 };
                 let after = mend(before, || region.is_present(page), holds_zeros)?;
@@ -111,7 +116,7 @@ fn mend(
     Ok(match word.state() {
         State::Resident | State::Quarantine | State::Evicting => resident,
         State::Far | State::Zero if !word.is_locked() => word,
-        // What was committed as Far was not all zeros: an unfinished punch left these.
+        // What was committed as Far was not all zeros: an unfinished punch left these. Or it cannot be read.
         State::Far if is_present()? && holds_zeros()? => word.unlocked(),
         State::Far | State::Restoring | State::Zero if is_present()? => resident,
         State::Restoring => word.in_state(State::Far).unlocked(),

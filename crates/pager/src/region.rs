@@ -4,10 +4,12 @@
 //! Threads: any. Units: pages from the start of the region.
 //! Promise: reads and punches go through the file descriptor; the engine never maps guest RAM.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
@@ -71,6 +73,9 @@ pub struct Region {
     huge: Option<Presence>,
     units: Units,
     departures: Departures,
+    /// Pages that could not be read, by their granules' first ones: never to be picked again. A flag, so that nobody need look.
+    unreadable: Mutex<BTreeSet<PageIdx>>,
+    has_unreadable: AtomicBool,
     removed: AtomicBool,
 }
 
@@ -115,6 +120,8 @@ impl Region {
             table,
             units: Units::new(record.pages),
             departures: Departures::new(if record.removed { 0 } else { record.pages.0 }),
+            unreadable: Mutex::default(),
+            has_unreadable: AtomicBool::new(false),
             removed: AtomicBool::new(record.removed),
         })
     }
@@ -177,6 +184,27 @@ impl Region {
     /// First pages of the granules that begin in a range of pages.
     pub fn granules(&self, pages: std::ops::Range<u64>) -> impl Iterator<Item = PageIdx> + use<> {
         (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
+    }
+
+    /// This page's memory failed, or that of another page of the huge page it is in: it stays where it is. The guest finds out
+    /// whether it can still be read, when it touches it.
+    pub(crate) fn set_aside(&self, page: PageIdx) {
+        self.unreadable.lock().expect("no panic while held").insert(self.first_of(page));
+        self.has_unreadable.store(true, Ordering::Release);
+    }
+
+    /// Is it such a page?
+    pub(crate) fn is_set_aside(&self, page: PageIdx) -> bool {
+        self.has_unreadable.load(Ordering::Acquire)
+            && self.unreadable.lock().expect("no panic while held").contains(&self.first_of(page))
+    }
+
+    /// These pages were discarded: what comes after them is other memory.
+    pub(crate) fn take_back(&self, first: PageIdx, count: u64) {
+        if self.has_unreadable.load(Ordering::Acquire) {
+            let discarded = first..PageIdx(first.0 + count);
+            self.unreadable.lock().expect("no panic while held").retain(|page| !discarded.contains(page));
+        }
     }
 
     /// When its pages went.
@@ -285,7 +313,10 @@ impl Backing for Region {
         }
         let mut bytes = [[0; PAGE_SIZE]];
         for page in first.0..first.0 + count {
-            self.read(PageIdx(page), &mut bytes)?;
+            match self.read(PageIdx(page), &mut bytes) {
+                Err(error) if memfd::is_memory_error(&error) => return Ok(Holds::Failed),
+                read => read?,
+            }
             if !is_zero(&bytes[0]) {
                 return Ok(Holds::Bytes);
             }

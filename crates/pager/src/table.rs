@@ -45,8 +45,10 @@ impl Pages for Table<'_> {
     }
 
     fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
-        let word = self.regions[region as usize].word(page);
-        (word.state() == State::Resident && !word.is_locked()).then(|| word.age())
+        let region = &self.regions[region as usize];
+        let word = region.word(page);
+        let can_go = word.state() == State::Resident && !word.is_locked() && !region.is_set_aside(page);
+        can_go.then(|| word.age())
     }
 
     fn set_age(&self, region: u32, page: PageIdx, age: u8) {

@@ -319,7 +319,8 @@ impl RegionView<'_> {
             done += mapped;
             match outcome {
                 FillOutcome::Done | FillOutcome::Gone => break,
-                FillOutcome::AlreadyThere | FillOutcome::NotInFile => done += 1,
+                // Whoever touches one whose memory failed will fault.
+                FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
                 FillOutcome::Retry if mapped == 0 => tries += 1,
                 FillOutcome::Retry => {}
             }

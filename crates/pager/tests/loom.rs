@@ -43,6 +43,10 @@ fn value_of(bytes: &PageBytes) -> u64 {
 struct Kernel {
     file: Option<u64>,
     mapped: bool,
+    /// The memory of what is in the file failed.
+    failed: bool,
+    /// A touch is a memory error.
+    poisoned: bool,
 }
 
 /// One granule, of one page or of several.
@@ -69,18 +73,24 @@ impl std::fmt::Debug for World {
 impl Backing for World {
     fn read(&self, _: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
         assert_eq!(out.len(), 1, "page by page, so that a guest can write between them");
-        out[0] = page_of(self.kernel.lock().unwrap().file.unwrap_or(0));
+        let kernel = self.kernel.lock().unwrap();
+        if kernel.failed {
+            return Err(rustix::io::Errno::IO.into());
+        }
+        out[0] = page_of(kernel.file.unwrap_or(0));
         Ok(())
     }
     fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
-        Ok(match self.kernel.lock().unwrap().file {
+        let kernel = self.kernel.lock().unwrap();
+        Ok(match kernel.file {
             None => Holds::Nothing,
+            Some(_) if kernel.failed => Holds::Failed,
             Some(0) => Holds::Zeros,
             Some(_) => Holds::Bytes,
         })
     }
     fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
-        *self.kernel.lock().unwrap() = Kernel { file: self.stuck.then_some(0), mapped: false };
+        *self.kernel.lock().unwrap() = Kernel { file: self.stuck.then_some(0), ..Kernel::default() };
         Ok(if self.stuck { Punched::Stuck } else { Punched::Gone })
     }
     fn write(&self, _: PageIdx, bytes: &PageBytes) -> io::Result<()> {
@@ -98,7 +108,7 @@ impl Mapped for World {
             return Ok(FillOutcome::AlreadyThere);
         }
         assert!(bytes.iter().all(|page| page == &bytes[0]), "pages of one granule come from different times");
-        *kernel = Kernel { file: Some(value_of(&bytes[0])), mapped: true };
+        *kernel = Kernel { file: Some(value_of(&bytes[0])), mapped: true, ..Kernel::default() };
         Ok(FillOutcome::Done)
     }
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
@@ -109,6 +119,7 @@ impl Mapped for World {
         Ok(match (kernel.file, kernel.mapped) {
             (None, _) => FillOutcome::NotInFile,
             (_, true) => FillOutcome::AlreadyThere,
+            _ if kernel.failed => FillOutcome::Failed,
             _ => {
                 kernel.mapped = true;
                 FillOutcome::Done
@@ -116,7 +127,10 @@ impl Mapped for World {
         })
     }
     fn poison(&self, _: PageIdx) -> io::Result<FillOutcome> {
-        panic!("a page was lost");
+        let mut kernel = self.kernel.lock().unwrap();
+        assert!(kernel.failed, "a page was lost");
+        kernel.poisoned = true;
+        Ok(FillOutcome::Done)
     }
     fn wake(&self, _: PageIdx) -> io::Result<()> {
         Ok(())
@@ -167,7 +181,7 @@ impl World {
     fn granule(pages: u64, value: u64) -> Arc<Self> {
         Arc::new(Self {
             words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
-            kernel: Mutex::new(Kernel { file: Some(value), mapped: true }),
+            kernel: Mutex::new(Kernel { file: Some(value), mapped: true, ..Kernel::default() }),
             stuck: false,
             ram: Shelf::default(),
             file: Shelf::default(),
@@ -215,11 +229,17 @@ impl World {
 
     /// A guest access: runs if the page is mapped, else faults and tries again.
     fn touch<T>(&self, access: impl Fn(&mut u64) -> T) -> T {
+        self.try_touch(access).expect("no memory failed")
+    }
+
+    /// The same; `None` is a memory error.
+    fn try_touch<T>(&self, access: impl Fn(&mut u64) -> T) -> Option<T> {
         loop {
             let kind = {
                 let mut kernel = self.kernel.lock().unwrap();
                 match &mut *kernel {
-                    Kernel { file: Some(value), mapped: true } => return access(value),
+                    Kernel { poisoned: true, .. } => return None,
+                    Kernel { file: Some(value), mapped: true, .. } => return Some(access(value)),
                     Kernel { file: Some(_), .. } => FaultKind::Minor,
                     Kernel { file: None, .. } => FaultKind::Missing,
                 }
@@ -256,11 +276,19 @@ impl World {
         let mut buffer = [[0; _]];
         let to = To { number: RAM_STORE, store: &self.ram, since: 7 };
         let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, to, &mut buffer, from);
-        assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
+        assert!(evicted.failed.is_none(), "what the modelled kernel refuses is to read memory that failed");
     }
 
     fn discard(&self) {
         discard(0, self.run(), |_| self.whole(), self, self, thread::yield_now, |_| Ok(())).expect("punch");
+    }
+
+    /// The memory of the page fails, if it is in DRAM: the kernel unmaps it.
+    fn fail(&self) {
+        let mut kernel = self.kernel.lock().unwrap();
+        if kernel.file.is_some() {
+            *kernel = Kernel { mapped: false, failed: true, ..*kernel };
+        }
     }
 
     /// A spill lane meets the page: it marks it, and moves its copy to the file as if it were old.
@@ -331,6 +359,29 @@ fn a_guest_that_writes_while_its_page_is_evicted_reads_its_last_write() {
         assert_eq!(world.read(), 3);
         world.check_settled();
     });
+}
+
+#[test]
+fn memory_that_fails_while_its_page_is_evicted_is_a_memory_error_or_costs_nothing() {
+    for from in [LockedFrom::Punch, LockedFrom::Copy] {
+        explore(move || {
+            let world = World::resident(1);
+            world.write(2);
+            let reclaim = thread::spawn({
+                let world = world.clone();
+                move || world.reclaim_and(Ticket::new(1, 0), from)
+            });
+            world.fail();
+            let seen = world.try_touch(|value| *value);
+            assert!(matches!(seen, None | Some(2)), "{seen:?}");
+            reclaim.join().unwrap();
+            assert_eq!(world.try_touch(|value| *value).is_none(), world.cell().load().state() == State::Poisoned);
+            if seen.is_none() {
+                assert_eq!(world.cell().load().state(), State::Poisoned);
+            }
+            world.check_settled();
+        });
+    }
 }
 
 #[test]

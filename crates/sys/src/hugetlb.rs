@@ -46,6 +46,8 @@ impl Presence {
                     return Ok(true);
                 }
                 FillOutcome::NotInFile => return Ok(false),
+                // It is there, and nothing was mapped.
+                FillOutcome::Failed => return Ok(true),
                 FillOutcome::Retry => std::thread::yield_now(),
                 FillOutcome::Gone => return Err(io::Error::other("a mapping of our own is not registered")),
             }

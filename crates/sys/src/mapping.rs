@@ -145,6 +145,18 @@ impl Mapping {
         Ok(())
     }
 
+    /// Have the memory of a page fail, as if the machine had found it damaged: for tests. What is in it is lost, here and in the
+    /// file. The calling thread gets a `SIGBUS` of its own, as one that had found the damage by touching it.
+    ///
+    /// # Errors
+    /// `EPERM` without `CAP_SYS_ADMIN`, `EINVAL` where the kernel handles no such failures (`CONFIG_MEMORY_FAILURE`).
+    pub fn fail_memory(&self, offset: usize) -> io::Result<()> {
+        let ptr = self.ptr(offset, PAGE_SIZE);
+        // SAFETY: the page is inside this mapping of a file, to whose bytes no Rust reference exists; losing them is asked for.
+        unsafe { rustix::mm::madvise(ptr.cast(), PAGE_SIZE, Advice::LinuxHwPoison)? };
+        Ok(())
+    }
+
     /// Drop this process's page-table entries of a range; the data stays in the file.
     pub fn zap(&self, offset: usize, len: usize) -> io::Result<()> {
         self.zap_all(&[(offset, len)])

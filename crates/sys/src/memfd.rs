@@ -49,6 +49,11 @@ pub fn read_exact_at(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()>
     file.read_exact_at(out, offset)
 }
 
+/// Does this error, of a read, say that the bytes are lost: that the memory failed, or the device it was swapped to?
+pub fn is_memory_error(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EIO)
+}
+
 /// Is the page at `offset` present in the file? A hole is not.
 pub fn is_present(fd: impl AsFd, offset: u64) -> io::Result<bool> {
     match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {

@@ -164,6 +164,8 @@ pub enum FillOutcome {
     Retry,
     /// The range is not registered (any more), or the process is gone.
     Gone,
+    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. Nobody was woken.
+    Failed,
 }
 
 /// A userfaultfd. Non-blocking, close-on-exec.
@@ -390,6 +392,8 @@ fn outcome(answer: io::Result<()>, done: i64) -> io::Result<FillOutcome> {
         // The host, or the memory cgroup that is charged, is short of memory for a moment: reclaim mends that.
         Some(libc::ENOMEM | libc::EINTR) => Ok(FillOutcome::Retry),
         Some(libc::ENOENT | libc::ESRCH) => Ok(FillOutcome::Gone),
+        // What `UFFDIO_CONTINUE` says of a page in the file that the kernel marked as poisoned, or could not swap in.
+        Some(libc::EIO) => Ok(FillOutcome::Failed),
         _ => Err(error),
     }
 }

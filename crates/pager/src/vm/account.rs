@@ -39,6 +39,7 @@ impl Vm {
                     stats.add(Counter::Poisoned, pages);
                 }
             }
+            Served::Failed => stats.add(Counter::Poisoned, pages),
             Served::Later => stats.add(Counter::FaultDeferred, 1),
             Served::Gone => {}
         }
@@ -87,6 +88,10 @@ impl Vm {
             Served::Poisoned { newly: true } => {
                 let text = "the guest gets a memory error when it touches it";
                 self.report("page-lost", format!("the store lost page {page} of region {region}: {text}"));
+            }
+            Served::Failed => {
+                let text = "memory of the host failed: the guest gets a memory error when it touches";
+                self.report("memory-error", format!("{text} page {page} of region {region}"));
             }
             Served::Filled { zeros } => {
                 // Said at the 1st, 2nd, 4th, 8th ... time.

@@ -64,6 +64,7 @@ impl Vm {
             region.units().disturb(run.0, run.1, std::thread::yield_now);
             let granule_of = |page| region.granule(page);
             let done = discard(region.number, run, granule_of, region, &self.stores, std::thread::yield_now, heal)?;
+            region.take_back(run.0, run.1);
             stats.add(Counter::Discarded, done.counts.iter().sum());
             not_healed = done.not_healed.or(not_healed);
             for (state, gauge) in [
