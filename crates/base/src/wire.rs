@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
 /// Version of every message here. Version 2: file stores in escrow. Version 3: several userfaultfds.
-/// Version 4: an attach that must wait.
-pub const VERSION: u16 = 4;
+/// Version 4: an attach that must wait. Version 5: a zap answered part by part.
+pub const VERSION: u16 = 5;
 /// First bytes of every message.
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Most RAM regions one VM may have.
@@ -259,12 +259,15 @@ pub enum EngineToClient {
 /// Client to engine, on the control socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ClientToEngine {
-    /// The zap with this number is done. `error` holds the first errno met, if any.
+    /// The zap with this number is done.
     Zapped {
         /// From [`EngineToClient::Zap`].
         seq: u64,
-        /// First errno of a range that could not be zapped.
+        /// The request makes no sense, and nothing was done.
         error: Option<i32>,
+        /// Which parts of the ranges were not zapped, at most [`MAX_RANGES`]: they are announced RAM no more (the VMM
+        /// has mapped something over them), or the kernel would not.
+        kept: Vec<Range>,
     },
     /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem). Sent before it does, and it
     /// waits for [`EngineToClient::DiscardDone`].

@@ -441,18 +441,7 @@ impl Client {
             let table = lock(&self.shared.table);
             table.iter().flat_map(|region| table.overlap(region.info.hva, region.info.len.0)).collect()
         };
-        for (hva, len) in parts {
-            // SAFETY: MADV_POPULATE_READ changes no bytes and frees nothing; an address that is unmapped meanwhile is
-            // an error, not a fault.
-            unsafe {
-                rustix::mm::madvise(
-                    hva.0 as *mut std::ffi::c_void,
-                    len as usize,
-                    rustix::mm::Advice::LinuxPopulateRead,
-                )?;
-            }
-        }
-        Ok(())
+        parts.into_iter().try_for_each(populate)
     }
 
     /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem): whole pages, each range inside
@@ -492,10 +481,29 @@ impl Client {
     }
 
     /// These addresses are about to be unmapped or mapped over. Regions covered whole are removed as by
-    /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed.
+    /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed. What of it is far is brought
+    /// back first, by touches of this thread: what is mapped there next may be the same RAM, and raises no faults.
     pub fn unmapping(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
         let _quiet = visit::enter();
-        let whole = lock(&self.shared.table).unmapping(hva, len);
+        let (whole, parts) = lock(&self.shared.table).unmapping(hva, len);
+        for (hva, len) in parts {
+            if populate((hva, len)).is_ok() {
+                continue;
+            }
+            // A page that cannot be read (a memory error may be why it is mapped over) keeps none of the others away.
+            for at in (hva.0..hva.0 + len).step_by(ballast_base::PAGE_SIZE) {
+                let _ = populate((Hva(at), ballast_base::PAGE_SIZE as u64));
+            }
+        }
         whole.into_iter().map(|hva| self.remove_region(hva)).fold(Ok(()), Result::and)
     }
+}
+
+/// Touch every page of a range, so that none is far.
+fn populate((hva, len): Range) -> std::io::Result<()> {
+    let advice = rustix::mm::Advice::LinuxPopulateRead;
+    // SAFETY: MADV_POPULATE_READ changes no bytes and frees nothing; an address that is unmapped meanwhile is an error, not
+    // a fault.
+    unsafe { rustix::mm::madvise(hva.0 as *mut std::ffi::c_void, len as usize, advice)? };
+    Ok(())
 }

@@ -112,7 +112,7 @@ impl Table {
         self.regions.len() < before
     }
 
-    /// May this range be zapped or discarded: whole pages of one region, still mapped?
+    /// May this range be discarded: whole pages of one region, still mapped?
     pub fn allows(&self, (hva, len): Range) -> bool {
         let Some(end) = hva.0.checked_add(len) else { return false };
         len > 0
@@ -121,6 +121,28 @@ impl Table {
                 let whole = hva.0.is_multiple_of(region.page) && len.is_multiple_of(region.page);
                 whole && from <= hva.0 && end <= to && !region.holes.iter().any(|&(h0, h1)| h0 < end && hva.0 < h1)
             })
+    }
+
+    /// The parts of this range that may be zapped, and the others. A range that is not whole pages may not be at all.
+    pub fn split(&self, range: Range) -> (Vec<Range>, Vec<Range>) {
+        let (hva, len) = range;
+        let whole = |page: u64| hva.0.is_multiple_of(page) && len.is_multiple_of(page);
+        let Some(end) = hva.0.checked_add(len).filter(|_| len > 0 && whole(PAGE_SIZE as u64)) else {
+            return (Vec::new(), vec![range]);
+        };
+        let mut parts = self.overlap(hva, len);
+        parts.retain(|(start, len)| {
+            let region = self.regions.iter().find(|region| (region.span().0..region.span().1).contains(&start.0));
+            region.is_some_and(|region| start.0.is_multiple_of(region.page) && len.is_multiple_of(region.page))
+        });
+        parts.sort_unstable();
+        let (mut holes, mut next) = (Vec::new(), hva.0);
+        for (start, len) in &parts {
+            holes.extend((next < start.0).then(|| (Hva(next), start.0 - next)));
+            next = start.0 + len;
+        }
+        holes.extend((next < end).then(|| (Hva(next), end - next)));
+        (parts, holes)
     }
 
     /// The parts of `[hva, hva + len)` that are announced RAM, hole-free.
@@ -159,10 +181,11 @@ impl Table {
         parts
     }
 
-    /// These addresses are about to be unmapped or mapped over. Regions covered whole are answered (the keeper must be
-    /// told); a part of a region becomes a hole that is never zapped again.
-    pub fn unmapping(&mut self, hva: Hva, len: u64) -> Vec<Hva> {
+    /// These addresses are about to be unmapped or mapped over. Returns which regions they cover whole (the keeper must be
+    /// told), and which parts of others, which from now on are holes that are never zapped again.
+    pub fn unmapping(&mut self, hva: Hva, len: u64) -> (Vec<Hva>, Vec<Range>) {
         let end = hva.0.saturating_add(len);
+        let parts = self.overlap(hva, len);
         let mut whole = Vec::new();
         for region in &mut self.regions {
             let (from, to) = region.span();
@@ -173,7 +196,14 @@ impl Table {
                 merge(&mut region.holes);
             }
         }
-        whole
+        let in_part = |(start, _): &Range| {
+            self.regions.iter().any(|region| {
+                let (from, to) = region.span();
+                (from..to).contains(&start.0) && !whole.contains(&region.info.hva)
+            })
+        };
+        let parts = parts.into_iter().filter(in_part).collect();
+        (whole, parts)
     }
 
     /// Memory that the RAM files use now.
@@ -247,13 +277,20 @@ mod tests {
     fn a_part_that_was_unmapped_is_never_allowed_again() {
         let (map, mut table) = one_region();
         let base = map.addr() as u64;
-        assert_eq!(table.unmapping(Hva(base + 4096), 4096), []);
-        assert_eq!(table.unmapping(Hva(base + 8192), 4096), []);
+        assert_eq!(table.unmapping(Hva(base + 4096), 4096), (vec![], vec![(Hva(base + 4096), 4096)]));
+        assert_eq!(table.unmapping(Hva(base + 4096), 8192), (vec![], vec![(Hva(base + 8192), 4096)]));
         assert!(!table.allows((Hva(base), LEN)) && !table.allows((Hva(base + 8192), 4096)));
         assert!(table.allows((Hva(base), 4096)) && table.allows((Hva(base + 12288), 4096)));
         let parts = table.overlap(Hva(base), LEN);
         assert_eq!(parts, [(Hva(base), 4096), (Hva(base + 12288), LEN - 12288)]);
-        assert_eq!(table.unmapping(Hva(base - 4096), LEN + 8192), [Hva(base)]);
+        let (may, not) = table.split((Hva(base - 4096), LEN + 8192));
+        assert_eq!(may, [(Hva(base), 4096), (Hva(base + 12288), LEN - 12288)]);
+        assert_eq!(not, [(Hva(base - 4096), 4096), (Hva(base + 4096), 8192), (Hva(base + LEN), 4096)]);
+        for odd in [(base + 1, 4096), (base, 100), (u64::MAX - 4095, 8192)] {
+            let odd = (Hva(odd.0), odd.1);
+            assert_eq!(table.split(odd), (vec![], vec![odd]));
+        }
+        assert_eq!(table.unmapping(Hva(base - 4096), LEN + 8192), (vec![Hva(base)], vec![]));
     }
 
     #[test]

@@ -10,10 +10,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::Bytes;
 use ballast_base::wire::{
     self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_ESCROW, MAX_RANGES, MIN_ESCROW,
 };
+use ballast_base::{Bytes, Hva};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -262,7 +262,11 @@ impl Service<'_> {
             };
             let answer = match wire::decode(&received.bytes) {
                 Ok(EngineToClient::Zap { seq, ranges }) => {
-                    ClientToEngine::Zapped { seq, error: zap(self.shared, &ranges) }
+                    let (error, kept) = match zap(self.shared, &ranges) {
+                        Ok(kept) => (None, kept),
+                        Err(errno) => (Some(errno), Vec::new()),
+                    };
+                    ClientToEngine::Zapped { seq, error, kept }
                 }
                 Ok(EngineToClient::Ping { seq }) => ClientToEngine::Pong { seq },
                 Ok(EngineToClient::DiscardDone { seq, error }) => {
@@ -288,21 +292,37 @@ impl Service<'_> {
     }
 }
 
-/// Drop the page-table entries of these ranges. Answers an errno if one could not be. A range that is not announced RAM is
-/// EINVAL and is left alone; the others are zapped all the same.
-fn zap(shared: &Shared, ranges: &[wire::Range]) -> Option<i32> {
+/// Drop the page-table entries of these ranges. Returns which parts of them were left alone: what is not announced RAM, and what
+/// the kernel would not zap.
+///
+/// # Errors
+/// EINVAL: more ranges than an engine may send; nothing was done.
+fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32> {
     if ranges.len() > MAX_RANGES {
-        return Some(libc::EINVAL);
+        return Err(libc::EINVAL);
     }
     let table = lock(&shared.table);
-    let (ours, others): (Vec<_>, Vec<_>) = ranges.iter().partition(|range| table.allows(**range));
-    let ours: Vec<_> = ours.into_iter().map(|(hva, len)| (hva.0 as usize, len as usize)).collect();
+    // Of each range what is not to be zapped; each part that is, and the number of its range.
+    let (mut left, mut ours, mut of) = (Vec::new(), Vec::new(), Vec::new());
+    for (number, range) in ranges.iter().enumerate() {
+        let (parts, holes) = table.split(*range);
+        left.push(holes);
+        of.extend(parts.iter().map(|_| number));
+        ours.extend(parts.into_iter().map(|(hva, len)| (hva.0 as usize, len as usize)));
+    }
     // SAFETY: each range is page-aligned and whole inside announced RAM, which was checked to be a MAP_SHARED mapping of
     // its file when announced and has not been unmapped since (the table's lock is held, and unmapping takes the range off
     // the table first). So the bytes stay in the file.
-    let zapped = unsafe { ballast_sys::zap::zap(&ours) };
-    let error = zapped.err().map(|error| error.raw_os_error().unwrap_or(libc::EIO));
-    if others.is_empty() { error } else { Some(libc::EINVAL) }
+    for (index, _) in unsafe { ballast_sys::zap::zap(&ours) } {
+        left[of[index]].push((Hva(ours[index].0 as u64), ours[index].1 as u64));
+    }
+    let mut kept = Vec::new();
+    for (number, (range, left)) in ranges.iter().zip(left).enumerate() {
+        // One answer for each later range has to fit; of what is in too many pieces, all counts as left alone.
+        let room = MAX_RANGES - (ranges.len() - number - 1) - kept.len();
+        if left.len() <= room { kept.extend(left) } else { kept.push(*range) }
+    }
+    Ok(kept)
 }
 
 fn timespec(duration: Duration) -> Timespec {

@@ -560,6 +560,45 @@ fn a_region_removed_while_keepers_change_is_unknown_to_the_next_one_too() {
 }
 
 #[test]
+fn a_zap_is_answered_part_by_part_where_ram_was_mapped_over_and_what_was_far_there_is_back_before() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    session.register_all();
+    let at = |page| hva(map.addr()) + pages(page);
+    assert_eq!(session.zap(1, vec![session.whole(0)]), None);
+    // The VMM is about to map over two pages, the first of which is far.
+    memfd::punch(&fd, pages(3), pages(1)).expect("punch");
+    std::thread::scope(|scope| {
+        let mapping = scope.spawn(|| client.unmapping(at(3), pages(2)));
+        let mut bytes = [0; ballast_base::PAGE_SIZE];
+        bytes[..8].copy_from_slice(&4u64.to_le_bytes());
+        let fault = session.next_fault();
+        assert_eq!((fault.addr, fault.kind), (at(3), FaultKind::Missing), "the bytes are asked for before it goes on");
+        assert_eq!(session.uffd.copy(at(3), &bytes).expect("fill"), FillOutcome::Done);
+        let fault = session.next_fault();
+        assert_eq!((fault.addr, fault.kind), (at(4), FaultKind::Minor));
+        // The hole is known already.
+        assert_eq!(session.zap_parts(2, vec![(at(3), pages(1))]), (None, vec![(at(3), pages(1))]));
+        assert_eq!(session.uffd.map_existing(at(4), pages(1)).expect("continue"), FillOutcome::Done);
+        mapping.join().expect("thread").expect("told");
+    });
+    assert_eq!((word(&map, 3), word(&map, 4)), (4, 5));
+    for page in (0..PAGES).filter(|page| ![3, 4].contains(page)) {
+        assert_ne!(session.uffd.map_existing(at(page), pages(1)).expect("continue"), FillOutcome::Gone);
+    }
+    let whole = session.whole(0);
+    assert_eq!(session.zap_parts(3, vec![whole]), (None, vec![(at(3), pages(2))]));
+    // All but the two was zapped.
+    assert_eq!(session.uffd.map_existing(at(2), pages(1)).expect("continue"), FillOutcome::Done);
+    assert_eq!(session.uffd.map_existing(at(5), pages(1)).expect("continue"), FillOutcome::Done);
+    assert_eq!((word(&map, 3), word(&map, 4)), (4, 5), "these are mapped still");
+}
+
+#[test]
 fn restore_all_brings_far_pages_back_through_faults() {
     if !have_uffd() {
         return;

@@ -39,6 +39,8 @@ pub mod follow;
 #[cfg(not(loom))]
 pub(crate) mod forgotten;
 #[cfg(not(loom))]
+pub(crate) mod kept;
+#[cfg(not(loom))]
 pub mod lane;
 #[cfg(not(loom))]
 pub mod prefetch;

@@ -382,9 +382,13 @@ impl Lane<'_> {
         for (guess, run) in picked.into_iter().map(|run| (Guess::Hand, run)).chain(recent) {
             let Some(region) = vm.region(run.region) else { continue };
             // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
-            if let Err(error) = vm.register(&region, run.first, PageIdx(run.first.0 + run.count)) {
-                self.unmark(&marked, ticket);
-                return Err(error);
+            match vm.register_or_keep(&region, run.first, PageIdx(run.first.0 + run.count)) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(error) => {
+                    self.unmark(&marked, ticket);
+                    return Err(error);
+                }
             }
             let count = region.granule_pages();
             for page in region.granules(run.first.0..run.first.0 + run.count) {
@@ -418,10 +422,19 @@ impl Lane<'_> {
                 .iter()
                 .filter_map(|(_, run)| Some((view.base(run.region)? + run.first.offset(), PageIdx(run.count).offset())))
                 .collect();
-            if let Err(error) = view.zap(&ranges) {
-                vm.stats().add(Counter::Failed, pages);
-                self.unmark(&marked, ticket);
-                return Err(error);
+            match view.zap(&ranges) {
+                Ok(kept) => {
+                    for (region, run) in vm.keep_parts(&view, &kept) {
+                        let released = release(run, ticket, |page| region.granule(page));
+                        vm.stats().add(Counter::Failed, released);
+                        vm.stats().sub(Counter::Quarantined, released);
+                    }
+                }
+                Err(error) => {
+                    vm.stats().add(Counter::Failed, pages);
+                    self.unmark(&marked, ticket);
+                    return Err(error);
+                }
             }
         }
         if !marked.is_empty() {

@@ -1,7 +1,7 @@
 //! A VM's pages as heat sees them: which are in DRAM, and what their words say of their age.
 //!
 //! Before: reclaim asks heat for cold pages, or the tracker passes judgement. After: ages are read, and written, where no lane is
-//! at work. Threads: any. Promise: nothing but the age of a page changes, and a race is lost rather than won.
+//! at work; what a view keeps has none, and so is not proposed. Threads: any. Promise: nothing but the age of a page changes, and a race is lost rather than won.
 
 use std::sync::Arc;
 
@@ -10,17 +10,22 @@ use ballast_heat::Pages;
 
 use crate::page_state::{State, Word};
 use crate::region::Region;
+use crate::view::View;
 use crate::vm::Vm;
 
 /// The VM's pages as heat sees them.
 pub(crate) struct Table<'a> {
     vm: &'a Vm,
     regions: Vec<Arc<Region>>,
+    /// Views that keep some pages.
+    keep: Vec<Arc<View>>,
 }
 
 impl<'a> Table<'a> {
     pub fn of(vm: &'a Vm) -> Self {
-        Self { vm, regions: vm.regions() }
+        let mut keep = vm.views();
+        keep.retain(|view| view.kept.any());
+        Self { vm, regions: vm.regions(), keep }
     }
 }
 
@@ -45,6 +50,9 @@ impl Pages for Table<'_> {
     }
 
     fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
+        if self.keep.iter().any(|view| view.kept.contains(region, page.0)) {
+            return None;
+        }
         let region = &self.regions[region as usize];
         let word = region.word(page);
         let can_go = word.state() == State::Resident && !word.is_locked() && !region.is_set_aside(page);

@@ -3,7 +3,7 @@
 //! Before: the keeper hands over the descriptors. After: fault lanes read and resolve its faults; reclaim zaps through it.
 //! Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
 //! Threads: any; zaps of several lanes are told apart by sequence numbers.
-//! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted.
+//! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted; nor is one that the client kept.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,6 +18,7 @@ use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
 
+use crate::kept::Kept;
 use crate::lane::Stall;
 use crate::memory::Mapped;
 use crate::region::{Region, Registered};
@@ -25,6 +26,9 @@ use crate::shard::{Shards, Stripes};
 
 /// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
 const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a client has answered to a zap: which parts it left alone, or an errno.
+type Zapped = Result<Vec<wire::Range>, i32>;
 
 /// One process's view of a VM.
 #[derive(Debug)]
@@ -43,8 +47,10 @@ pub struct View {
     serving: RwLock<()>,
     serving_from_disk: RwLock<()>,
     next_seq: AtomicU64,
-    /// Zaps under way: `None` until answered.
-    zaps: Mutex<HashMap<u64, Option<Option<i32>>>>,
+    /// Zaps under way: `None` until answered; then which ranges were not zapped.
+    zaps: Mutex<HashMap<u64, Option<Zapped>>>,
+    /// What cannot be.
+    pub(crate) kept: Kept,
     answered: Condvar,
     /// Who waits here.
     pub(crate) stall: Stall,
@@ -78,6 +84,7 @@ impl View {
             serving_from_disk: RwLock::default(),
             next_seq: AtomicU64::new(epoch << 32),
             zaps: Mutex::default(),
+            kept: Kept::default(),
             answered: Condvar::new(),
             disconnected: AtomicBool::new(false),
             closed: AtomicBool::new(false),
@@ -123,6 +130,7 @@ impl View {
         let at = spans.iter().position(|span| span.0 == start)?;
         let (_, _, number) = spans.remove(at);
         drop(spans);
+        self.kept.forget(number);
         // In turn: while the second is waited for, the first is free.
         for serving in [&self.serving, &self.serving_from_disk] {
             drop(serving.write().expect("no panic while held"));
@@ -181,19 +189,22 @@ impl View {
         scm::try_send(&self.control, &wire::encode(message))
     }
 
-    /// Have the client drop its page-table entries of these ranges; returns when it has.
+    /// Have the client drop its page-table entries of these ranges; returns when it has, with the parts of them that it could
+    /// not: they may be mapped still.
     ///
     /// # Errors
     /// The client answered with an error, not in time, or is gone. Some ranges may have been zapped, which is harmless.
-    pub fn zap(&self, ranges: &[wire::Range]) -> io::Result<()> {
+    pub fn zap(&self, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
+        let mut kept = Vec::new();
         for part in ranges.chunks(MAX_RANGES) {
             let seq = self.next_seq.fetch_add(1, Ordering::Relaxed);
             self.zaps.lock().expect("no panic while held").insert(seq, None);
             let sent = self.tell(&EngineToClient::Zap { seq, ranges: part.to_vec() });
             let waiting = self.zaps.lock().expect("no panic while held");
+            let unanswered = |zaps: &mut HashMap<u64, Option<Zapped>>| matches!(zaps.get(&seq), Some(None));
             let (mut zaps, timeout) = if sent.is_ok() {
                 self.answered
-                    .wait_timeout_while(waiting, ZAP_TIMEOUT, |zaps| zaps.get(&seq) == Some(&None))
+                    .wait_timeout_while(waiting, ZAP_TIMEOUT, unanswered)
                     .map(|(zaps, timeout)| (zaps, timeout.timed_out()))
                     .expect("no panic while held")
             } else {
@@ -203,23 +214,37 @@ impl View {
             drop(zaps);
             sent?;
             match answer {
-                Some(None) => {}
-                Some(Some(errno)) => return Err(io::Error::from_raw_os_error(errno)),
+                Some(Ok(parts)) => kept.extend(parts),
+                Some(Err(errno)) => return Err(io::Error::from_raw_os_error(errno)),
                 None if timeout => {
                     return Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time"));
                 }
                 None => return Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
             }
         }
-        Ok(())
+        Ok(kept)
+    }
+
+    /// Pages that this range of addresses touches, region by region.
+    pub(crate) fn pages_in(&self, (start, len): wire::Range) -> Vec<(u32, std::ops::Range<u64>)> {
+        let end = Hva(start.0.saturating_add(len));
+        let spans = self.spans.read().expect("no panic while held");
+        let touched = spans.iter().filter(|(from, to, _)| *from < end && start < *to);
+        let page = |at: Hva, from: Hva| (at.0 - from.0) / PAGE_SIZE as u64;
+        touched
+            .map(|(from, to, region)| {
+                let last = Hva(end.min(*to).0 - 1);
+                (*region, page(start.max(*from), *from)..page(last, *from) + 1)
+            })
+            .collect()
     }
 
     /// Take the client's answer to a zap. Answers meant for an earlier engine are not known here and are ignored.
     pub fn zapped(&self, answer: &ClientToEngine) {
-        if let ClientToEngine::Zapped { seq, error } = answer
+        if let ClientToEngine::Zapped { seq, error, kept } = answer
             && let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(seq)
         {
-            *slot = Some(*error);
+            *slot = Some(error.map_or_else(|| Ok(kept.clone()), Err));
             self.answered.notify_all();
         }
     }

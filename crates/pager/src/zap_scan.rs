@@ -131,7 +131,8 @@ impl<'a> ZapScan<'a> {
                     _ => ranges.push((start, HUGE_SIZE as u64)),
                 }
             }
-            view.zap(&ranges)?;
+            let kept = view.zap(&ranges)?;
+            vm.keep_parts(view, &kept);
         }
         // Held from here on so that no region is unplugged meanwhile.
         let _layout = vm.layout();

@@ -9,7 +9,7 @@
 //!
 //! | Symbol | Why |
 //! |---|---|
-//! | `mmap`, `mmap64` | finds guest RAM (shared, readable and writable, shmem file, 2 MiB or more) and attaches or adds it; puts big reservations on 2 MiB borders; notices RAM being mapped over |
+//! | `mmap`, `mmap64` | finds guest RAM (shared, readable and writable, shmem file, 2 MiB or more) and attaches or adds it; puts big reservations on 2 MiB borders; notices RAM being mapped over: what is far there comes back first, and that part stays |
 //! | `munmap` | RAM is unplugged: the keeper hears of it first |
 //! | `mremap` | refused for guest RAM: a moved mapping loses its userfaultfd |
 //! | `fallocate`, `fallocate64` | punching RAM is a discard: the engine hears of it first. Filling RAM is refused: it would put zeros where pages are far |

@@ -170,7 +170,8 @@ impl Mapping {
         let ranges: Vec<_> = ranges.iter().map(|&(offset, len)| (self.ptr(offset, len) as usize, len)).collect();
         // SAFETY: each range is inside this shared file mapping, so its contents stay in the file and come back at the next
         // touch.
-        unsafe { crate::zap::zap(&ranges) }
+        let failed = unsafe { crate::zap::zap(&ranges) };
+        failed.into_iter().next().map_or(Ok(()), |(_, error)| Err(error))
     }
 }
 

@@ -14,28 +14,26 @@ use std::os::fd::AsRawFd;
 use rustix::mm::Advice;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
-/// Drop the entries of all these ranges, `(address, bytes)`. All are tried; the first error is answered.
+/// Drop the entries of all these ranges, `(address, bytes)`. All are tried. Returns which could not be, by their index: a range is not
+/// mapped, or locked, or not aligned to pages.
 ///
 /// # Safety
 /// Each range is inside mappings that are `MAP_SHARED` and stay mapped during the call, so that nothing is lost.
-///
-/// # Errors
-/// A range is not mapped, or not aligned to pages.
-pub unsafe fn zap(ranges: &[(usize, usize)]) -> io::Result<()> {
+pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
     const MOST: usize = libc::UIO_MAXIOV as usize;
-    let mut result = Ok(());
-    for some in ranges.chunks(MOST) {
+    let mut failed = Vec::new();
+    for (done, some) in (0..).step_by(MOST).zip(ranges.chunks(MOST)) {
         // SAFETY: the caller's promise, twice: zapping again what is zapped changes nothing.
         unsafe {
             if some.len() > 1 && together(some) {
                 continue;
             }
-            for range in some {
-                result = result.and(alone(*range));
+            for (index, range) in some.iter().enumerate() {
+                failed.extend(alone(*range).err().map(|error| (done + index, error)));
             }
         }
     }
-    result
+    failed
 }
 
 /// All in one call. False if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
@@ -75,7 +73,7 @@ mod tests {
     use crate::Mapping;
 
     #[test]
-    fn what_can_be_zapped_is_and_the_first_error_is_told() {
+    fn what_can_be_zapped_is_and_what_cannot_is_told() {
         let fd = crate::memfd::create("ballast-test", Bytes(3 * PAGE_SIZE as u64)).expect("memfd");
         let map = Mapping::shared(&fd, 0, 3 * PAGE_SIZE).expect("map");
         let words = [0, 1, 2].map(|page| &map.words(page * PAGE_SIZE, 1)[0]);
@@ -90,8 +88,9 @@ mod tests {
         // The second is not aligned.
         let ranges = [(start, PAGE_SIZE), (start + 1, PAGE_SIZE), (start + 2 * PAGE_SIZE, PAGE_SIZE)];
         // SAFETY: all are inside `map`, which is a shared mapping of a file.
-        let error = unsafe { zap(&ranges) }.expect_err("not aligned");
-        assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
+        let failed = unsafe { zap(&ranges) };
+        let failed: Vec<_> = failed.into_iter().map(|(index, error)| (index, error.raw_os_error())).collect();
+        assert_eq!(failed, [(1, Some(libc::EINVAL))]);
         assert_eq!(is_mapped(), 1);
         assert_eq!(words.map(|word| word.load(Ordering::Relaxed)), [1, 2, 3]);
     }

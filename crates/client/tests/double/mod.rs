@@ -141,10 +141,17 @@ impl Session {
         wire::decode(&received.bytes).expect("decode")
     }
 
+    /// Zap these ranges; EINVAL also if a part of them was not.
     pub fn zap(&self, seq: u64, ranges: Vec<Range>) -> Option<i32> {
+        let (error, kept) = self.zap_parts(seq, ranges);
+        error.or((!kept.is_empty()).then_some(libc::EINVAL))
+    }
+
+    /// The same; which parts were not.
+    pub fn zap_parts(&self, seq: u64, ranges: Vec<Range>) -> (Option<i32>, Vec<Range>) {
         self.tell(&EngineToClient::Zap { seq, ranges });
         match self.hear() {
-            ClientToEngine::Zapped { seq: answered, error } if answered == seq => error,
+            ClientToEngine::Zapped { seq: answered, error, kept } if answered == seq => (error, kept),
             other => panic!("{other:?} instead of an answer to zap {seq}"),
         }
     }

@@ -5,15 +5,17 @@
 //! Promise: no page is zapped in a chunk that is not registered with every view.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ballast_base::wire::RegionInfo;
-use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::wire::{self, RegionInfo};
+use ballast_base::{Hva, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_heat::UnitId;
 
 use super::Vm;
 use super::lanes::Serves;
+use crate::evict::Run;
 use crate::page_state::{State, Word};
 use crate::region::{Region, Registered};
 use crate::stats::Counter;
@@ -108,6 +110,50 @@ impl Vm {
         Ok(())
     }
 
+    /// The same, if that can be. Returns false if the VMM has mapped something in these chunks that is no RAM and that the kernel
+    /// will not register: then they are kept.
+    pub(crate) fn register_or_keep(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<bool> {
+        let Err(error) = self.register(region, first, end) else { return Ok(true) };
+        if error.kind() != io::ErrorKind::InvalidInput {
+            return Err(error);
+        }
+        for (first, count, _) in region.chunks(first, end) {
+            let chunk = first.0..first.0 + count;
+            let Err(error) = self.register(region, first, PageIdx(chunk.end)) else { continue };
+            let views = self.views();
+            let mut mapped = views.iter().filter(|view| view.base(region.number).is_some());
+            let Some(view) = mapped.find(|_| error.kind() == io::ErrorKind::InvalidInput) else { return Err(error) };
+            self.keep(view, region, chunk);
+        }
+        Ok(false)
+    }
+
+    /// The client of this view could not zap these parts of its RAM. Returns their pages, whole granules; from now on they are
+    /// not proposed.
+    pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, Run)> {
+        let pages = parts.iter().flat_map(|part| view.pages_in(*part));
+        let kept = pages.filter_map(|(number, pages)| {
+            let region = self.region(number).filter(|region| !region.is_removed())?;
+            let end = pages.end.next_multiple_of(region.granule_pages()).min(region.pages().0);
+            let first = region.first_of(PageIdx(pages.start));
+            self.keep(view, &region, first.0..end);
+            Some((region, (first, end.saturating_sub(first.0))))
+        });
+        kept.collect()
+    }
+
+    fn keep(&self, view: &View, region: &Region, pages: Range<u64>) {
+        let first = !view.kept.any();
+        let at = view.base(region.number).map_or(Hva(0), |base| base + PageIdx(pages.start).offset());
+        let len = PageCount(pages.end - pages.start).bytes();
+        if view.kept.add(region.number, pages) && first {
+            let why = "it has mapped something over them, or locked them";
+            let text =
+                format!("process {} cannot unmap all of its RAM ({len} at {at} and perhaps more): {why}", view.pid);
+            self.report("ram-kept", format!("{text}. These pages stay in memory; the rest is reclaimed"));
+        }
+    }
+
     /// The region of a unit that is to be watched, registered: of what is not, the kernel maps touches again, and nobody
     /// knows. `None` if it is gone, or only a part of a unit at its end, of which nothing is learned.
     pub(crate) fn watchable(&self, id: UnitId) -> io::Result<Option<Arc<Region>>> {
@@ -116,8 +162,8 @@ impl Vm {
             return Ok(None);
         };
         let first = PageIdx::first_of_unit(u64::from(id.unit));
-        self.register(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
-        Ok(Some(region))
+        let registered = self.register_or_keep(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
+        Ok(registered.then_some(region))
     }
 
     /// A cycle of tracking begins: what is registered stays so until what this returns is dropped.

@@ -371,7 +371,7 @@ fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
         for (start, len) in ranges {
             guest.zap(start.0 as usize - guest.addr(), len as usize).expect("zap");
         }
-        let answer = wire::encode(&ClientToEngine::Zapped { seq, error: None });
+        let answer = wire::encode(&ClientToEngine::Zapped { seq, error: None, kept: Vec::new() });
         if scm::send(socket.as_fd(), &answer, &[]).is_err() {
             return;
         }

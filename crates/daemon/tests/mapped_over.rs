@@ -1,0 +1,107 @@
+//! A VMM that maps something over parts of its RAM, as QEMU does to get rid of a page with a memory error: the rest is held to
+//! its limit. A real keeper and engine, and the client that VMMs link. Needs userfaultfd.
+
+mod common;
+
+use std::os::fd::AsFd;
+
+use ballast_base::{Hva, PAGE_SIZE};
+use ballast_client::Client;
+use common::raw::{Ram, no_uffd};
+use common::{Daemon, until};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+
+const PAGES: u64 = 16 << 10;
+const LIMIT: u64 = 16 << 20;
+const QUICK: &str = "quarantine_ms = 5\n";
+/// Every so many pages so many are mapped over: no batch of a reclaim lane is without some.
+const EVERY: u64 = 512;
+const HOLE: u64 = 4;
+
+/// What is mapped over guest RAM.
+#[derive(Clone, Copy)]
+enum With {
+    /// The same part of the same file.
+    Itself,
+    /// Nothing.
+    Nothing,
+}
+
+fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
+    let (at, len) = (ram.map.addr() as u64 + page * PAGE_SIZE as u64, pages * PAGE_SIZE as u64);
+    client.unmapping(Hva(at), len).expect("told");
+    let (at, len) = (at as *mut _, len as usize);
+    let both = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: inside `ram.map`, of which nobody holds references; its own bytes are mapped there again, or its user does
+    // not touch the part any more.
+    unsafe {
+        match with {
+            With::Itself => {
+                let offset = page * PAGE_SIZE as u64;
+                mmap(at, len, both, MapFlags::SHARED | MapFlags::FIXED, ram.fd.as_fd(), offset).expect("map")
+            }
+            With::Nothing => {
+                let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+                mmap_anonymous(at, len, ProtFlags::empty(), flags).expect("map")
+            }
+        }
+    };
+}
+
+fn held(daemon: &Daemon) -> bool {
+    daemon.api.vm("web").is_ok_and(|vm| vm.resident_bytes <= LIMIT)
+}
+
+fn kept_events(daemon: &Daemon) -> usize {
+    daemon.api.events().expect("events").iter().filter(|event| event.kind == "ram-kept").count()
+}
+
+#[test]
+fn a_vm_whose_ram_is_mapped_over_in_places_is_held_to_its_limit_and_loses_no_byte() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let ram = Ram::new(PAGES);
+    ram.mark();
+    let client = ram.vm(&daemon, "web").may_pin(false).attach().expect("attach");
+    until("it is served", || daemon.api.vm("web").is_ok());
+    (0..PAGES).step_by(EVERY as usize).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
+    daemon.api.set_limit("web", Some(LIMIT)).expect("limit");
+    until("the limit holds", || held(&daemon));
+    assert_eq!(kept_events(&daemon), 1);
+    // Now some whose pages may be far, or in quarantine.
+    let later = |page: &u64| page % EVERY == EVERY / 2;
+    (0..PAGES).filter(later).for_each(|page| map_over(&client, &ram, page, HOLE, With::Itself));
+    let wrong = (0..PAGES).filter(|page| !ram.is_marked(*page)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
+    until("the limit holds again", || held(&daemon));
+    let wrong = (0..PAGES).rev().filter(|page| !ram.is_marked(*page)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
+    assert_eq!(kept_events(&daemon), 1, "it is said once");
+    // A successor finds out for itself.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    until("the limit holds after a takeover", || held(&daemon));
+    let wrong = (0..PAGES).filter(|page| !ram.is_marked(*page)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes after a takeover\n{}", daemon.log());
+}
+
+#[test]
+fn what_is_mapped_over_before_it_is_watched_keeps_its_chunk_and_no_other() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    // Two chunks of 32 MiB, of which one has something in it that is no RAM.
+    let ram = Ram::new(PAGES);
+    ram.mark();
+    let client = ram.vm(&daemon, "web").may_pin(false).attach().expect("attach");
+    until("it is served", || daemon.api.vm("web").is_ok());
+    map_over(&client, &ram, 100, 1, With::Nothing);
+    daemon.api.set_limit("web", Some(40 << 20)).expect("limit");
+    until("the limit holds", || daemon.api.vm("web").is_ok_and(|vm| vm.resident_bytes <= 40 << 20));
+    assert_eq!(kept_events(&daemon), 1);
+    let wrong = (0..PAGES).filter(|page| *page != 100 && !ram.is_marked(*page)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes\n{}", daemon.log());
+}
