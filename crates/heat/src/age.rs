@@ -1,22 +1,22 @@
-//! The age byte of a page's word: what quarantine taught about it.
+//! The age byte of a page's word: what quarantine learned about the page.
 //!
-//! Before: a fault lane rescued a page that was picked wrongly. After: [`crate::HeatSource`] passes it over for a while.
-//! A page that fails the test of quarantine (it was touched) is passed over for 1, 3, 7, then 15 rounds, so that the hot
-//! set of a VM under pressure pays for a minor fault ever more seldom, and one that cools down is found again.
+//! Before: a page was touched in quarantine (a *quarantine hit*). After: [`crate::HeatSource`] skips it for some
+//! rounds. The first hit makes it skip 1 round, the next 3, 7, then 15. So the hot set of a VM under pressure has fewer
+//! and fewer minor faults, and a page that cools down is still found.
 //!
-//! Units: rounds in which the page was looked at, not seconds. Promise: pure.
+//! Units: rounds in which the page was a candidate, not seconds. Promise: pure.
 
-/// The age byte of a page: rounds to be passed over yet, and how often in a row it was rescued.
+/// The age byte of a page: how many more rounds skip it, and how many quarantine hits it had in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Age {
-    /// Rounds that still pass the page over.
+    /// Rounds that still skip the page.
     pub credit: u8,
-    /// Rescues in a row, 0 to [`Age::MAX_LEVEL`].
+    /// Quarantine hits in a row, 0 to [`Age::MAX_LEVEL`].
     pub level: u8,
 }
 
 impl Age {
-    /// Rescues beyond this many earn no more credit: 2^4 - 1 = 15 rounds fill the four bits of the credit.
+    /// Hits beyond this number earn no more credit: 2^4 - 1 = 15 rounds fill the four bits of the credit.
     pub const MAX_LEVEL: u8 = 4;
 
     /// Unpack.

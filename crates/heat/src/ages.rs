@@ -1,7 +1,7 @@
-//! How old a VM's memory is: what people and programs are told of heat.
+//! Ages: what the API and the CLI show of a VM's heat.
 //!
 //! Before: the tracker absorbed cycles. After: the API and `ballast vm heat` show this.
-//! Units: bytes of memory that is present (far memory has left these figures); ages since the last touch seen.
+//! Units: bytes of memory that is present (far memory does not count); ages since the last touch seen.
 //! Promise: the buckets add up to `present_bytes`, and so do the generations.
 
 use std::time::Duration;
@@ -14,17 +14,17 @@ use crate::source::UnitId;
 use crate::tracker::{RECENT, Tracker};
 use crate::units::Moment;
 
-/// Upper ends of the age buckets, in seconds. What is older than the last is in one more bucket.
+/// Upper ends of the age buckets, in seconds. One more bucket has what is older than the last.
 pub const BUCKETS_S: [u64; 11] = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
-/// The shares whose ages are told: "so much of present memory was touched within ...".
+/// The percentiles shown: this share of present memory was touched within an age.
 pub const PERCENTS: [u64; 5] = [50, 75, 90, 95, 99];
 
-/// One piece of the guest's address space.
+/// One cell of the strip.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cell {
     /// Share of it that is in memory.
     pub present: f64,
-    /// Share of it that was touched in the recent cycles, as far as pages are known.
+    /// Share of it that was touched in the recent cycles, as far as is known.
     pub hot: f64,
     /// Since the youngest touch in it; `None` if nothing of it is in memory.
     pub age: Option<Duration>,
@@ -33,27 +33,27 @@ pub struct Cell {
 /// Heat at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Heat {
-    /// Coarse cycles so far; with 0 all the rest means nothing yet.
+    /// Coarse cycles so far; with 0 the other figures mean nothing.
     pub cycles: u64,
     /// Fine cycles so far.
     pub fine_cycles: u64,
-    /// Memory that tracking knows of.
+    /// Memory that is tracked.
     pub present_bytes: u64,
-    /// Touched in the recent cycles: pages where they are known, else as much of a touched unit as of those like it.
+    /// Touched in the recent cycles. A touched unit without a fine scan counts at the average share of those with one.
     pub wss_bytes: u64,
-    /// The same if a touched unit counts as a whole: what tracking huge pages alone would say.
+    /// The same if every touched unit counts as a whole: what tracking huge pages alone would show.
     pub wss_huge_bytes: u64,
-    /// How long the recent cycles took.
+    /// The time of the recent cycles.
     pub wss_span: Duration,
-    /// The part of the touched units whose inside is known, and so of the estimate that is measured.
+    /// The part of the touched units that had a fine scan, so that their share is measured.
     pub known_share: f64,
     /// By age: one for each of [`BUCKETS_S`], and one for older.
     pub ages: [u64; BUCKETS_S.len() + 1],
-    /// For each of [`PERCENTS`]: so much was touched within this time.
+    /// For each of [`PERCENTS`]: that share was touched within this time.
     pub percentiles: [Duration; PERCENTS.len()],
     /// Youngest first.
     pub generations: [u64; GENERATIONS],
-    /// Hot units in which hardly anything is hot.
+    /// Hot units of which hardly any page is hot.
     pub bloated_units: u64,
     /// Their cold pages.
     pub bloat_bytes: u64,
@@ -67,7 +67,7 @@ pub struct Heat {
     pub strip: Vec<Cell>,
 }
 
-/// Draw it up. `cells` is how many pieces the strip has.
+/// Compute it. `cells` is the number of cells of the strip.
 pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
     let at = Moment::at(now);
     let units = tracker.units();
@@ -87,7 +87,7 @@ pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
         let present = units.present_pages(unit);
         let age = at.since(units.seen(unit).unwrap_or(at));
         match units.blocks(unit) {
-            // Which of its pages are present is not known; generations are taken in proportion.
+            // Which of its pages are present is not known: each generation gets its share.
             Some(blocks) => {
                 let mut pages = 0;
                 for (generation, bytes) in heat.generations.iter_mut().enumerate() {
@@ -116,7 +116,7 @@ pub fn heat(tracker: &Tracker, now: Duration, cells: usize) -> Heat {
         }
         match inside {
             Some(Inside::Scanned(scanned)) if units.pages_of(unit) > 0 => {
-                // Their ages likewise.
+                // So does each age.
                 let of = units.pages_of(unit);
                 for page in 0..of {
                     let weight = present * (page + 1) / of - present * page / of;
@@ -170,7 +170,7 @@ impl Sum {
     }
 }
 
-/// The strip while it is added up, in pages.
+/// The strip while it is summed up, in pages.
 #[derive(Default)]
 struct Strip {
     /// Where each region begins, in pages, and the end of the last.
@@ -224,7 +224,7 @@ impl Strip {
 
     fn finish(self, density: f64) -> Vec<Cell> {
         let pages = self.total() as f64 / self.cells.len().max(1) as f64;
-        // With no region yet there is no memory to share.
+        // With no region there is no memory.
         let share = |value: f64| if pages > 0.0 { (value / pages).clamp(0.0, 1.0) } else { 0.0 };
         let cell = |cell: StripCell| Cell {
             present: share(cell.present),
@@ -240,6 +240,7 @@ mod tests {
     use super::*;
     use crate::source::{PageMap, Report, Seen};
     use crate::tracker::{Phase, Settings};
+    use proptest::collection::vec;
     use proptest::prelude::*;
 
     fn unit(unit: u32) -> UnitId {
@@ -273,10 +274,10 @@ mod tests {
         let unit_bytes = ballast_base::HUGE_SIZE as u64;
         assert_eq!(heat.present_bytes, 8 * unit_bytes);
         assert_eq!(heat.wss_huge_bytes, 2 * unit_bytes);
-        // One of the two is known to be an eighth hot; the other is taken to be like it.
+        // One of the two is an eighth hot; the other is assumed to be like it.
         assert_eq!(heat.wss_bytes, 2 * unit_bytes / 8);
         assert_eq!((heat.known_share, heat.bloated_units, heat.bloat_bytes), (0.5, 1, unit_bytes * 7 / 8));
-        // Unit 1 and the touched pages of unit 0 are fresh, and so are its cold pages as long as one scan is all there is.
+        // Unit 1 and the touched pages of unit 0 are fresh. So are its cold pages, with one scan.
         assert_eq!(heat.ages[0], 2 * unit_bytes);
         assert_eq!(heat.ages[6], 6 * unit_bytes);
         assert_eq!(heat.percentiles[0], Duration::from_secs(100));
@@ -287,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_of_which_nothing_is_known_has_a_strip_of_nothing() {
+    fn a_vm_of_which_nothing_is_known_has_an_empty_strip() {
         let heat = heat(&Tracker::new(Settings::default(), 1), Duration::from_secs(5), 3);
         assert_eq!((heat.strip, heat.present_bytes, heat.known_share), (vec![Cell::default(); 3], 0, 1.0));
     }
@@ -295,8 +296,8 @@ mod tests {
     proptest! {
         #[test]
         fn buckets_and_generations_add_up_whatever_was_seen(
-            present in proptest::collection::vec(0u16..=512, 1..20),
-            cycles in proptest::collection::vec((any::<u32>(), proptest::collection::vec((0u32..20, 0u64..=512), 0..6)), 0..12),
+            present in vec(0u16..=512, 1..20),
+            cycles in vec((any::<u32>(), vec((0u32..20, 0u64..=512), 0..6)), 0..12),
             cells in 0usize..50,
         ) {
             let mut tracker = Tracker::new(Settings::default(), 1);

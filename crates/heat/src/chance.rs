@@ -1,25 +1,26 @@
-//! What short looks say of a longer time: the chance that a page that looks missed is touched in it after all.
+//! What short scans say of a longer time: the chance that a page that they missed is touched in it.
 //!
-//! Before: looks into units, each of a second or less, and the pages that the last looks saw untouched. After: how much of a
-//! unit is touched within the span of the working set, and whether its other pages are cold or were only missed.
-//! Units: chances, 0 to 1; times in looks. Promise: pure. Where nothing was looked into twice, the answer is what the looks
-//! saw and no more.
+//! Before: fine scans of units, each a second or shorter, and the pages that the last ones saw untouched. After: how
+//! much of a unit is touched within the span of the working set, and whether its other pages are cold or were only
+//! missed.
+//! Units: chances, 0 to 1; times in lengths of a scan. Promise: pure. Where no unit was scanned twice, the result is
+//! what the scans saw.
 //!
-//! One look cannot tell a unit of which a fifth is hot from one of which all is lukewarm: both show a fifth. Two can: the
-//! first shows the same pages again, the second mostly others. So it is counted, as in a table of lives: of the pages that
-//! the last one, two, three, ... looks all missed, whatever looks before them saw, how many did the next one see touched? For
-//! a longer time that is gone on with; a page that was missed more often than was ever counted is taken to be like those
-//! that were missed most.
+//! One scan cannot tell a unit of which a fifth is hot from a unit of which all is lukewarm: both show a fifth. Two
+//! scans can: in the first unit they show the same pages, in the second mostly others. So this file counts, as a life
+//! table does: of the pages that the last one, two, three, ... scans all missed, how many did the next scan see
+//! touched? A longer time is a number of such scans in a row. A page that was missed more often than was ever counted
+//! is assumed to be like those that were missed most often.
 
-/// Misses in a row that are told apart: a page that was missed three times is counted as missed once, twice and three times.
+/// Misses in a row that are counted apart. A page missed three times counts as missed once, twice and three times.
 const MISSES: usize = 4;
-/// What was counted is mixed with so many pages of what is known besides: of no touch at all, to begin with; of pages with one
-/// miss fewer; of the VM, for a unit. So a chance that was told from a few pages is near what was known before.
-const LEAN: f64 = 64.0;
-/// What is kept when a cycle has passed: looks of some dozens of cycles count.
+/// Pages that the prior weighs as much as. The prior is: no touch, for one miss; the chance with one miss fewer, for
+/// more; the VM's chance, for a unit. So a chance that comes from few pages stays near its prior.
+const PRIOR: f64 = 64.0;
+/// What is kept of the counts after each cycle: scans of some dozens of cycles count.
 const KEPT: f64 = 0.97;
 
-/// Pages that were missed, and how many of them the next look saw touched.
+/// Pages that were missed, and how many of them the next scan saw touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Counts {
     missed: [f64; MISSES],
@@ -27,7 +28,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// A look watched a page that so many looks before it had all missed.
+    /// A scan watched a page that the last `misses` scans before it had all missed.
     pub fn push(&mut self, misses: u32, touched: bool) {
         for class in 0..(misses as usize).min(MISSES) {
             self.missed[class] += 1.0;
@@ -35,52 +36,52 @@ impl Counts {
         }
     }
 
-    /// The share touched of the pages that the look before, or more, had missed; `None` if there were none.
+    /// Of the pages that at least the scan before had missed, the share touched; `None` if there were none.
     pub fn of_missed(&self) -> Option<f64> {
         (self.missed[0] > 0.0).then(|| self.seen[0] / self.missed[0])
     }
 
-    /// A cycle has passed: what is known grows old.
+    /// A cycle has passed: older counts weigh less.
     pub fn fade(&mut self) {
         self.missed.iter_mut().chain(&mut self.seen).for_each(|count| *count *= KEPT);
     }
 
-    /// The chances in a VM of which this was counted.
+    /// The chances in the VM that these are the counts of.
     pub fn chances(&self) -> Chances {
         let mut chance = 0.0;
         Chances(std::array::from_fn(|class| {
-            chance = (self.seen[class] + LEAN * chance) / (self.missed[class] + LEAN);
+            chance = (self.seen[class] + PRIOR * chance) / (self.missed[class] + PRIOR);
             chance
         }))
     }
 }
 
-/// The chance to be seen touched by the next look, of a page that the last one, two, ... looks missed.
+/// The chance that the next scan sees a page touched that the last one, two, ... scans missed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chances([f64; MISSES]);
 
 impl Chances {
-    /// Those of one unit, of which this was counted besides.
+    /// The chances of one unit of the VM, by its own counts.
     pub fn of_unit(&self, own: Counts) -> Self {
-        // What is colder than its VM with few misses is so with more.
+        // A unit that is colder than its VM after few misses is assumed colder after more.
         let mut colder = 1.0;
         Self(std::array::from_fn(|class| {
             let vm = self.0[class];
-            let chance = (own.seen[class] + LEAN * vm * colder) / (own.missed[class] + LEAN);
+            let chance = (own.seen[class] + PRIOR * vm * colder) / (own.missed[class] + PRIOR);
             colder = if vm > chance { chance / vm } else { 1.0 };
             chance
         }))
     }
 
-    /// The chance that a page that was missed by so many looks, at least one, is touched in the time of `span` looks more.
+    /// The chance that a page that the last `misses` scans missed, at least one, is touched in the time of `span` more.
     pub fn after_misses(&self, misses: u32, span: f64) -> f64 {
-        let spared = |look: u32| 1.0 - self.0[(misses + look).clamp(1, MISSES as u32) as usize - 1];
+        let spared = |scan: u32| 1.0 - self.0[(misses + scan).clamp(1, MISSES as u32) as usize - 1];
         let span = span.clamp(0.0, 1e4);
         let whole = span.floor() as u32;
         1.0 - (0..whole).map(spared).product::<f64>() * spared(whole).powf(span.fract())
     }
 
-    /// The share of pages that are touched in the time of `span` looks, of which one sees `share` touched.
+    /// The share of pages that are touched in the time of `span` scans, if one scan sees `share` touched.
     pub fn within(&self, share: f64, span: f64) -> f64 {
         share + (1.0 - share) * self.after_misses(1, span - 1.0)
     }
@@ -89,29 +90,29 @@ impl Chances {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::Dice;
+    use crate::sample::SplitMix64;
     use proptest::prelude::*;
 
     const SPAN: f64 = 7.5;
 
-    /// Count so many looks into a unit whose pages have these chances, in turn; answers the share seen.
-    fn count(law: &[f64], looks: usize, dice: &mut Dice, counts: &mut Counts) -> f64 {
+    /// Count a number of scans of a unit whose pages have these chances, in turn. Returns the share seen.
+    fn count(law: &[f64], scans: usize, rng: &mut SplitMix64, counts: &mut Counts) -> f64 {
         let (mut seen, mut misses) = (0, [0; 512]);
-        for _ in 0..looks {
+        for _ in 0..scans {
             for (page, misses) in misses.iter_mut().enumerate() {
-                let touched = (dice.below(1 << 32) as f64) < law[page % law.len()] * (1u64 << 32) as f64;
+                let touched = (rng.below(1 << 32) as f64) < law[page % law.len()] * (1u64 << 32) as f64;
                 counts.push(*misses, touched);
                 *misses = if touched { 0 } else { *misses + 1 };
                 seen += u32::from(touched);
             }
         }
-        f64::from(seen) / (512 * looks) as f64
+        f64::from(seen) / (512 * scans) as f64
     }
 
     /// The same of many units, whose chances become those of a VM.
-    fn vm(law: &[f64], looks: usize) -> (Chances, f64) {
-        let (mut dice, mut counts) = (Dice::new(5), Counts::default());
-        let share = (0..50).map(|_| count(law, looks, &mut dice, &mut counts)).sum::<f64>() / 50.0;
+    fn vm(law: &[f64], scans: usize) -> (Chances, f64) {
+        let (mut rng, mut counts) = (SplitMix64::new(5), Counts::default());
+        let share = (0..50).map(|_| count(law, scans, &mut rng, &mut counts)).sum::<f64>() / 50.0;
         (counts.chances(), share)
     }
 
@@ -130,28 +131,28 @@ mod tests {
     }
 
     #[test]
-    fn of_pages_of_every_warmth_more_looks_tell_better_what_a_longer_time_would_touch() {
+    fn of_pages_of_every_warmth_more_scans_estimate_better_what_a_longer_time_would_touch() {
         let law: [f64; 10] = [0.9, 0.5, 0.3, 0.2, 0.1, 0.1, 0.05, 0.02, 0.01, 0.01];
         let truth = law.iter().map(|p| 1.0 - (1.0 - p).powf(SPAN)).sum::<f64>() / law.len() as f64;
-        let error = |looks| {
-            let (chances, share) = vm(&law, looks);
+        let error = |scans| {
+            let (chances, share) = vm(&law, scans);
             (chances.within(share, SPAN) - truth).abs()
         };
         assert!(error(2) < 0.2 && error(6) < 0.1, "{} {}", error(2), error(6));
     }
 
     #[test]
-    fn what_looks_into_a_unit_show_outweighs_what_its_vm_is_like() {
+    fn scans_of_a_unit_outweigh_what_its_vm_is_like() {
         let (vm, _) = vm(&[0.2], 3);
         let mut own = Counts::default();
-        let share = count(&[1.0, 0.0, 0.0, 0.0, 0.0], 2, &mut Dice::new(1), &mut own);
+        let share = count(&[1.0, 0.0, 0.0, 0.0, 0.0], 2, &mut SplitMix64::new(1), &mut own);
         assert!(vm.after_misses(1, SPAN) > 0.5);
         let unit = vm.of_unit(own);
         assert!(unit.after_misses(2, SPAN) < 0.2 && unit.within(share, SPAN) < 0.4, "{unit:?}");
     }
 
     #[test]
-    fn with_nothing_to_compare_a_look_means_what_it_saw() {
+    fn with_nothing_to_compare_a_scan_means_what_it_saw() {
         let chances = Counts::default().chances();
         assert_eq!((chances.within(0.25, SPAN), chances.after_misses(1, SPAN)), (0.25, 0.0));
     }
@@ -159,9 +160,11 @@ mod tests {
     proptest! {
         #[test]
         fn a_chance_is_one_and_grows_with_time(
-            counts in proptest::array::uniform4((0.0f64..1e5, 0.0f64..=1.0)), share in 0.0f64..=1.0, misses in 1u32..40, span in 0.0f64..300.0,
+            counts in proptest::array::uniform4((0.0f64..1e5, 0.0f64..=1.0)),
+            share in 0.0f64..=1.0, misses in 1u32..40, span in 0.0f64..300.0,
         ) {
-            let counts = Counts { missed: counts.map(|(missed, _)| missed), seen: counts.map(|(missed, part)| missed * part) };
+            let seen = counts.map(|(missed, part)| missed * part);
+            let counts = Counts { missed: counts.map(|(missed, _)| missed), seen };
             for chances in [counts.chances(), Counts::default().chances().of_unit(counts)] {
                 let chance = chances.after_misses(misses, span);
                 prop_assert!((0.0..=1.0).contains(&chance), "{chance}");

@@ -1,13 +1,13 @@
 //! A source that asks DAMON, the kernel's access monitor, about physical memory (sysfs, operations `paddr`).
 //!
-//! Before: root, a kernel with DAMON and nobody else using it. After: which units were touched, by the accessed bits that
-//! DAMON samples; no fault, no zap, no mapping changes.
+//! Before: root, and a kernel whose DAMON nobody uses. After: which units were touched, by the accessed bits that DAMON
+//! samples; no fault, no zap, no change of a mapping.
 //! Threads: one; [`AccessSource::end`] waits for DAMON's next aggregation. Units: physical byte addresses.
-//! Promise: DAMON is switched off and the number of its threads is as it was, at the end of a cycle and when dropped.
+//! Promise: at the end of a cycle and when dropped, DAMON is off and the number of its threads is as before.
 //!
-//! It is not the default: a unit must be one huge page, or it has no one place in physical memory and is left out. And
-//! DAMON joins neighbours that look alike into one range and samples one page of each at a time, so its answers are
-//! estimates, good for the coarse phase of a large guest.
+//! It is not the default. A unit that is not one huge page has no single place in physical memory and is left out.
+//! DAMON merges neighbours with similar access into one range and samples one page of each at a time, so what it
+//! reports is an estimate, good for the coarse phase of a large guest.
 
 use std::fs;
 use std::io;
@@ -19,9 +19,9 @@ use ballast_sys::Remote;
 
 use crate::source::{Ability, AccessSource, Cost, Granularity, Report, Seen, UnitId, Watch};
 
-/// Where the kernel keeps it.
+/// DAMON's directory.
 pub const SYSFS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
-/// DAMON looks at a page of each range so often. Its own default.
+/// DAMON samples a page of each range at this interval: its own default.
 const SAMPLE: Duration = Duration::from_millis(5);
 
 /// Where a region is mapped.
@@ -29,14 +29,14 @@ const SAMPLE: Duration = Duration::from_millis(5);
 pub struct Span {
     /// Number of the region in its VM.
     pub region: u32,
-    /// Its first byte in the process.
+    /// Address of its first byte in the process.
     pub start: Hva,
-    /// Its bytes; whole pages.
+    /// Its size in bytes; whole pages.
     pub len: u64,
 }
 
 impl Span {
-    /// Where a unit of it is, and how long that is; `None` if it is another region's or beyond the end.
+    /// Address and length of a unit; `None` if it is of another region or beyond the end.
     pub fn of(&self, unit: UnitId) -> Option<(Hva, u64)> {
         let offset = PageIdx::first_of_unit(unit.unit.into()).offset();
         let here = unit.region == self.region && offset < self.len;
@@ -50,15 +50,15 @@ pub struct Damon {
     root: PathBuf,
     remote: Remote,
     spans: Vec<Span>,
-    /// What is aggregated into one answer: as long as a cycle lasts.
+    /// What DAMON aggregates: as long as a cycle lasts.
     window: Duration,
-    /// How many threads were configured before.
+    /// How many of its threads were configured before.
     threads: Option<String>,
     /// Physical address of each unit that the cycle that runs watches, ascending.
     running: Option<Vec<(u64, UnitId)>>,
 }
 
-/// What was done, to which file: what a bare errno does not say.
+/// Adds to an error what was done to which file.
 fn at(path: &Path, what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what} {}: {error}", path.display()))
 }
@@ -71,12 +71,12 @@ impl Damon {
         Ok(damon)
     }
 
-    /// Is it there, and does nobody use it?
+    /// An error if the kernel has no DAMON, or it is in use.
     fn check_free(&self) -> io::Result<()> {
         let count: u32 = self.read("nr_kdamonds")?.parse().unwrap_or(0);
         for number in 0..count {
             if self.read(&format!("{number}/state"))? == "on" {
-                return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in use by somebody else"));
+                return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in use by another program"));
             }
         }
         Ok(())
@@ -139,7 +139,7 @@ impl Damon {
 
     /// The ranges seen touched, `(start, end)`.
     fn touched(&self) -> io::Result<Vec<(u64, u64)>> {
-        // Answered once the aggregation that is under way is complete.
+        // Returns when the current aggregation is complete.
         self.write("0/state", "update_schemes_tried_regions")?;
         let directory = self.root.join("0/contexts/0/schemes/0/tried_regions");
         let entries = fs::read_dir(&directory).map_err(|error| at(&directory, "Listing", &error))?;
@@ -159,8 +159,8 @@ impl Damon {
         Ok(ranges)
     }
 
-    /// Off, and as it was found.
-    fn put_back(&mut self) -> io::Result<()> {
+    /// Switch it off and restore what was configured.
+    fn restore(&mut self) -> io::Result<()> {
         let Some(before) = self.threads.take() else { return Ok(()) };
         if self.read("0/state")? == "on" {
             self.write("0/state", "off")?;
@@ -180,8 +180,8 @@ fn overlapping(places: &[(u64, UnitId)], ranges: &[(u64, u64)]) -> Vec<bool> {
 
 impl Drop for Damon {
     fn drop(&mut self) {
-        // Nobody is left to tell; the next user of DAMON finds it on and says so.
-        let _ = self.put_back();
+        // An error cannot be reported here; the next user of DAMON finds it on and says so.
+        let _ = self.restore();
     }
 }
 
@@ -201,7 +201,7 @@ impl AccessSource for Damon {
         if !places.is_empty()
             && let Err(error) = self.configure(&places)
         {
-            let _ = self.put_back();
+            let _ = self.restore();
             return Err(error);
         }
         self.running = Some(places);
@@ -214,12 +214,12 @@ impl AccessSource for Damon {
             .take()
             .ok_or_else(|| io::Error::other("Asking DAMON what was touched: no cycle is running"))?;
         let ranges = if places.is_empty() { Ok(Vec::new()) } else { self.touched() };
-        self.put_back()?;
+        self.restore()?;
         let touched = overlapping(&places, &ranges?);
         let mut units: Vec<_> =
             places.iter().zip(touched).map(|((_, unit), touched)| (*unit, Seen::Coarse { touched })).collect();
         units.sort_unstable_by_key(|(unit, _)| *unit);
-        // Its thread is the kernel's; what it takes is in no account of ours.
+        // DAMON's thread is the kernel's: its CPU time is not counted.
         Ok(Report { units, cost: Cost::default() })
     }
 }
@@ -245,7 +245,8 @@ mod tests {
         assert_eq!(overlapping(&places, &[]), [false; 4]);
     }
 
-    /// Eight units of our own, each one huge page; aloud `None` where that, or seeing where they are, is impossible.
+    /// Eight units of our own, each one huge page. `None`, with a skip printed, where that is impossible or their
+    /// physical addresses are hidden.
     fn huge_pages() -> Option<(Mapping, Remote, Span, u64)> {
         const UNITS: usize = 8;
         let fd = memfd::create("ballast-test", Bytes((UNITS * HUGE_SIZE) as u64)).expect("memfd");
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn it_asks_about_the_places_of_the_units_and_understands_the_answer() {
+    fn it_asks_about_the_addresses_of_the_units_and_reads_the_result() {
         let Some((_map, remote, span, place)) = huge_pages() else { return };
         let root = tempfile::tempdir().expect("directory");
         let file = |name: &str| root.path().join(name);
@@ -300,10 +301,10 @@ mod tests {
         });
         fs::write(file("nr_kdamonds"), "0\n").expect("write");
         fs::write(file("0/state"), "off\n").expect("write");
-        let answer = format!("{context}/schemes/0/tried_regions");
-        fs::write(file(&format!("{answer}/total_bytes")), "4096\n").expect("write");
-        fs::write(file(&format!("{answer}/0/start")), format!("{}\n", place + 4096)).expect("write");
-        fs::write(file(&format!("{answer}/0/end")), format!("{}\n", place + 8192)).expect("write");
+        let tried = format!("{context}/schemes/0/tried_regions");
+        fs::write(file(&format!("{tried}/total_bytes")), "4096\n").expect("write");
+        fs::write(file(&format!("{tried}/0/start")), format!("{}\n", place + 4096)).expect("write");
+        fs::write(file(&format!("{tried}/0/end")), format!("{}\n", place + 8192)).expect("write");
 
         let mut damon = Damon::new(root.path(), remote, vec![span], Duration::from_millis(100)).expect("free");
         damon.start(&watch()).expect("start");
@@ -318,17 +319,17 @@ mod tests {
         assert!(starts.contains(&place) && starts.is_sorted(), "{starts:?}");
         let report = damon.end().expect("end");
         assert_eq!((report.units.len(), touched(&report)), (8, vec![0]));
-        assert_eq!(text("nr_kdamonds"), "0", "put back");
+        assert_eq!(text("nr_kdamonds"), "0", "restored");
 
         fs::write(file("nr_kdamonds"), "1\n").expect("write");
         fs::write(file("0/state"), "on\n").expect("write");
         assert!(damon.start(&watch()).expect_err("in use").to_string().contains("in use"));
         drop(damon);
-        assert_eq!(text("0/state"), "on\n", "another's is left alone");
+        assert_eq!(text("0/state"), "on\n", "what another program uses is left alone");
     }
 
     #[test]
-    fn damon_tells_touched_huge_pages_from_untouched_ones_and_is_put_back() {
+    fn damon_tells_touched_huge_pages_from_untouched_ones_and_is_restored() {
         let Some((map, remote, span, _)) = huge_pages() else { return };
         let made = Damon::new(Path::new(SYSFS), remote, vec![span], Duration::from_millis(200));
         let Ok(mut damon) = made.inspect_err(|error| skip("damon", error)) else { return };
@@ -348,7 +349,7 @@ mod tests {
             report
         });
         assert_eq!(damon.read("nr_kdamonds").expect("count"), before);
-        let touched = touched(&report.expect("a free DAMON answers"));
+        let touched = touched(&report.expect("DAMON is free"));
         assert!(touched.contains(&2) && touched.contains(&5), "{touched:?}");
     }
 }

@@ -1,10 +1,10 @@
-//! The access entry: what the last 32 cycles saw of one page or one unit (HugeScope 3.5).
+//! The access entry: what the last 32 cycles saw of one page or one unit (HugeScope, 3.5).
 //!
 //! Before: a source reported a cycle. After: age, frequency and skew are read from entries.
 //! Units: ages are cycles in which the page or unit was watched; a cycle that did not watch it leaves no bit.
 
-/// Access history of a page or unit: a bit for each cycle that watched it, the last one in bit 0. The default is one that
-/// was never seen touched.
+/// Access history of a page or unit: a bit for each cycle that watched it, the last one in bit 0. The default is one
+/// that was never seen touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct Entry(pub u32);

@@ -1,18 +1,18 @@
-//! Four generations, with the meaning they have in the kernel's multi-generational LRU.
+//! Four generations, as in the kernel's multi-generational LRU.
 //!
-//! Before: a cycle said which units were touched. After: reclaim drains the oldest generation.
+//! Before: a cycle said which units were touched. After: reclaim takes the oldest generation first.
 //! Units: generation 0 is the youngest, 3 the oldest. Promise: pure; a cycle that ages everything costs one addition.
 //!
-//! A huge page has 512 times the chances of a base page to be touched, so a touch must not mean as much. *Fair* promotion
-//! (Blowfish §4.3.1): a touched base page becomes youngest at once, a touched huge page becomes one generation younger than
-//! it was; an untouched one becomes one older. One that is touched in most cycles climbs, one that is touched now and
-//! then drifts into the oldest generation. *Classic* makes a touched huge page youngest as well.
+//! A huge page is 512 times as likely to be touched as a base page, so a touch of it must mean less. *Fair* promotion
+//! (Blowfish, 4.3.1): a touched base page becomes youngest at once; a touched huge page becomes one generation younger
+//! than it was; an untouched one becomes one older. A huge page that is touched in most cycles climbs, one that is
+//! touched rarely drifts into the oldest generation. *Classic* promotion makes a touched huge page youngest, too.
 //!
-//! To see each base page touched would cost a fault for each. What a cycle sees for little are *blocks* of 64 base pages, so
-//! those have generations, and a base page has that of its block until a look into the unit told more.
+//! To see the touch of each base page would cost a fault for each. A cycle sees *blocks* of 64 base pages cheaply, so
+//! blocks have generations, and a base page has that of its block until a fine scan says more.
 //!
-//! A thing's place is the number of the cycle in which it would have been youngest (its *birth*), so that everything ages
-//! when the current cycle's number grows.
+//! The place of a unit is the number of the cycle in which it would have been youngest (its *birth*), so that
+//! everything ages when the number of the current cycle grows.
 
 use crate::Entry;
 use crate::source::{BLOCK, PageMap};
@@ -31,7 +31,7 @@ pub enum Promotion {
     Classic,
 }
 
-/// The clock by which generations are told.
+/// The clock of the generations.
 #[derive(Clone, Copy, Debug)]
 pub struct Generations {
     now: u32,
@@ -41,7 +41,7 @@ pub struct Generations {
 impl Generations {
     /// Nothing has aged yet.
     pub fn new(promotion: Promotion) -> Self {
-        // So that the oldest generation has a birth that can be written down.
+        // So that the oldest generation has a birth above zero.
         Self { now: SPAN, promotion }
     }
 
@@ -50,12 +50,12 @@ impl Generations {
         self.now
     }
 
-    /// Everything grows one generation older; what was oldest stays so.
+    /// Everything becomes one generation older; what was oldest stays oldest.
     pub fn advance(&mut self) {
         self.now += 1;
     }
 
-    /// The generation of something born then.
+    /// The generation of a unit with this birth.
     pub fn of(&self, birth: u32) -> usize {
         self.now.saturating_sub(birth).min(SPAN) as usize
     }
@@ -69,16 +69,15 @@ impl Generations {
         }
     }
 
-    /// The new birth of a unit of which that cycle learned nothing: it neither ages nor climbs.
+    /// The new birth of a unit that the cycle did not report: it neither ages nor climbs.
     pub fn unseen(&self, birth: u32) -> u32 {
         (birth.max(self.now - 1 - SPAN.min(self.now - 1)) + 1).min(self.now)
     }
 }
 
-/// The generations of the eight blocks of a unit that is not one huge page: by the rule of base pages, whatever the rule for
-/// huge ones.
+/// The generations of the eight blocks of a unit that is not one huge page, by the rule of base pages.
 ///
-/// For each block four bits: the last cycles that saw the unit, the newest in bit 0. The default has only oldest ones.
+/// Four bits for each block: the last cycles that saw the unit, the newest in bit 0. By default all are oldest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Blocks(u32);
 
@@ -90,14 +89,14 @@ impl Blocks {
         Self(0x1111_1111 << generation.min(GENERATIONS - 1))
     }
 
-    /// All one generation older.
+    /// All blocks one generation older.
     #[must_use]
     pub fn aged(self) -> Self {
-        // The oldest bit of a block is not the newest of the next.
+        // The oldest bit of a block must not become the newest of the next.
         Self(self.0 << 1 & 0xEEEE_EEEE)
     }
 
-    /// These youngest.
+    /// These blocks youngest.
     #[must_use]
     pub fn touched(self, touched: u8) -> Self {
         let newest = (0..Self::COUNT).map(|block| u32::from(touched >> block & 1) << (block * 4));
@@ -117,8 +116,8 @@ impl Blocks {
     }
 }
 
-/// The generation of a base page: youngest when the last scan of its unit saw it touched, one older with each that did
-/// not, oldest when none did.
+/// The generation of a base page: youngest if the last scan of its unit saw it touched, one older for each that did
+/// not, oldest if none did.
 pub fn of_page(entry: Entry) -> usize {
     entry.age().min(SPAN) as usize
 }

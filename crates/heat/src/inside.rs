@@ -1,8 +1,8 @@
 //! What is known of the pages inside one unit.
 //!
-//! Before: a look into the unit, at some of its pages or all. After: which of them were touched of late and which not, and
-//! what that says of the others.
-//! Units: shares of 1; a page is one of the unit's 512. Promise: pure; 2 KiB and a little for a unit that was scanned.
+//! Before: fine scans of the unit. After: which of its pages were touched recently and which were not, and what that
+//! says of the others.
+//! Units: shares of 1; a page is one of the unit's 512. Promise: pure; about 2 KiB for a unit that had a full scan.
 
 use ballast_base::PAGES_PER_UNIT;
 
@@ -13,18 +13,18 @@ use crate::sample::Estimate;
 use crate::source::PageMap;
 use crate::units::Moment;
 
-/// Scans of one unit whose times are remembered.
+/// Full scans of one unit whose times are kept.
 const SCANS: usize = 4;
 
-/// The pages of a unit that was scanned.
+/// The pages of a unit that had a full scan.
 #[derive(Clone, Debug)]
 pub struct Scanned {
     entries: Box<[Entry; PAGES_PER_UNIT as usize]>,
-    /// When, the last one first; the first of all in the places not used yet.
+    /// When, the last scan first; unused places hold the time of the first.
     at: [Moment; SCANS],
-    /// Scans so far, at most [`SCANS`] counted.
+    /// Scans so far, at most [`SCANS`].
     scans: usize,
-    /// The last scan found it bloated: its cold pages are candidates, once two scans agree.
+    /// The last scan found it bloated. Its cold pages are candidates once two scans agree.
     pub bloated: bool,
 }
 
@@ -55,12 +55,12 @@ impl Scanned {
         self.at[0]
     }
 
-    /// The pages that one of the last `scans` scans saw touched.
+    /// The pages that any of the last `scans` scans saw touched.
     pub fn touched_within(&self, scans: u32) -> PageMap {
         self.pages(|entry| entry.age() < scans)
     }
 
-    /// How many of the last `scans` there were, and the share of a unit of `of` pages that they saw touched, on average.
+    /// How many of the last `scans` scans there were, and the average share of `of` pages that they saw touched.
     pub fn share_within(&self, scans: u32, of: u64) -> (u32, f64) {
         let scans = scans.min(self.scans as u32);
         let mask = u32::MAX.checked_shr(Entry::CYCLES - scans).unwrap_or(0);
@@ -68,12 +68,12 @@ impl Scanned {
         (scans, f64::from(seen) / (f64::from(scans) * of as f64).max(1.0))
     }
 
-    /// How many looks in a row missed a page, up to the last.
+    /// How many of the last scans in a row missed a page.
     fn misses(&self, page: u64) -> u32 {
         self.entry(page).age().min(self.scans as u32)
     }
 
-    /// What the last scan counted of pages that those before had missed, of a unit of `of` pages.
+    /// What the last scan counted of pages that the scans before had missed, of a unit of `of` pages.
     pub fn counts(&self, of: u64) -> Counts {
         let mut counts = Counts::default();
         let before = (self.scans as u32).saturating_sub(1);
@@ -94,21 +94,21 @@ impl Scanned {
         map
     }
 
-    /// When a page was last seen touched; the first scan that is remembered if none saw it.
+    /// When a page was last seen touched; the time of the oldest scan that is kept if none saw it.
     pub fn seen(&self, page: u64) -> Moment {
         let age = self.entry(page).age() as usize;
         self.at[age.min(self.scans.saturating_sub(1))]
     }
 }
 
-/// A unit of which a random few pages were watched.
+/// A unit of which a random sample of pages was watched.
 #[derive(Clone, Copy, Debug)]
 pub struct Sampled {
-    /// What they say of all.
+    /// What the sample says of all pages.
     pub estimate: Estimate,
     /// When.
     pub at: Moment,
-    /// Which they were.
+    /// Its pages.
     pub watched: PageMap,
     /// Those of them that were touched.
     pub touched: PageMap,
@@ -117,14 +117,14 @@ pub struct Sampled {
 /// What is known of the inside of a unit.
 #[derive(Clone, Debug)]
 pub enum Inside {
-    /// A random few of its pages were watched.
+    /// By a sample.
     Sampled(Sampled),
-    /// Every page was.
+    /// By full scans.
     Scanned(Scanned),
 }
 
 impl Inside {
-    /// When that was.
+    /// When the last fine scan was.
     pub fn last(&self) -> Moment {
         match self {
             Self::Sampled(sampled) => sampled.at,
@@ -132,7 +132,7 @@ impl Inside {
         }
     }
 
-    /// How many of the looks that are remembered, up to the last, missed a page; 0 if they did not watch it.
+    /// How many of the last fine scans in a row missed a page; 0 if they did not watch it.
     pub fn misses(&self, page: u64) -> u32 {
         match self {
             Self::Sampled(sampled) => u32::from(sampled.watched.without(sampled.touched).get(page)),
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn misses_are_counted_in_looks_that_watched_the_page_and_the_last_scan_tells_what_came_of_them() {
+    fn misses_are_counted_in_scans_that_watched_the_page_and_the_last_scan_counts_what_followed() {
         let (watched, touched) = (PageMap::first(3), PageMap::first(1));
         let sampled = Inside::Sampled(Sampled { estimate: Estimate::new(1, 3, 512), at: Moment(1), watched, touched });
         assert_eq!([0, 1, 2, 3].map(|page| sampled.misses(page)), [0, 1, 1, 0]);

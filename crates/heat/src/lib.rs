@@ -1,11 +1,18 @@
-//! Who is hot: what a guest touched, how hot its memory is, and which pages look cold enough to be taken.
+//! Heat: what a guest touched, how hot its memory is, and which pages are cold enough to be reclaimed.
 //!
-//! Before: an [`AccessSource`] says what was touched in a cycle; the pager shows its table of pages through [`Pages`].
-//! After: its reclaim lane quarantines what [`HeatSource::pick`] proposes, and tells what happened through the age byte;
-//! the API shows ages and the working set; tiering and sharing ask for skew.
-//! Threads: a VM's [`Tracker`] is shared by its tracking lane, its reclaim lane and the API; [`touched`] is pure and called
-//! by fault lanes.
-//! Promise: no I/O but in sources, no unsafe; proposes only pages that are in the file and Resident.
+//! Before: an [`AccessSource`] reports what was touched in a cycle; the pager shows its table of pages through
+//! [`Pages`]. After: the reclaim worker quarantines what [`HeatSource::pick`] proposes, and reports the result through
+//! the age byte; the API shows ages and the working set.
+//! Threads: a VM's tracking worker, its reclaim worker and the API share its [`Tracker`]; fault workers call
+//! [`touched`], which is pure.
+//! Promise: no I/O outside sources, no unsafe code; proposes only pages that are in the file and Resident.
+//!
+//! | Word | Meaning |
+//! |---|---|
+//! | unit | 2 MiB of a region, aligned |
+//! | cycle | the time in which a source watches; *coarse*: all units as wholes; *fine*: chosen units page by page |
+//! | fine scan | one unit in a fine cycle: a *sample* of its pages, or a *full scan* of all |
+//! | bloated | a hot unit of which hardly any page is hot |
 //!
 //! | HugeScope's Figure 5 | here |
 //! |---|---|
@@ -57,7 +64,7 @@ pub struct ColdRun {
     pub count: u64,
 }
 
-/// What a source may know about a VM's pages.
+/// What heat may know about a VM's pages.
 pub trait Pages {
     /// Regions the VM has; numbers of regions that were unplugged have zero pages.
     fn regions(&self) -> u32;
@@ -65,8 +72,8 @@ pub trait Pages {
     /// Pages in a region.
     fn len(&self, region: u32) -> u64;
 
-    /// Pages of a region that are taken as one: each such *granule* begins at a multiple of this many pages, and is taken
-    /// whole or not at all. What is true of one of its pages is true of all.
+    /// Pages of a region that are reclaimed as one. Each such *granule* begins at a multiple of this number, and is
+    /// reclaimed whole or not at all. What is true of one of its pages is true of all.
     fn granule(&self, _region: u32) -> u64 {
         1
     }
@@ -74,18 +81,18 @@ pub trait Pages {
     /// The first run of pages in `from..until` that are in the file, as `(first, end)`, cut at `until`.
     fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)>;
 
-    /// The age byte of a page that is Resident and free to take; `None` for any other page.
+    /// The age byte of a page that is Resident and can be reclaimed; `None` for any other page.
     fn age(&self, region: u32, page: PageIdx) -> Option<u8>;
 
-    /// Write the age byte of a page if it is still Resident and free.
+    /// Write the age byte of a page if it is still Resident and unlocked.
     fn set_age(&self, region: u32, page: PageIdx, age: u8);
 }
 
-/// How choosy a pick is.
+/// Which pages a pick may propose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pick {
-    /// Only pages that look cold.
+    /// Only cold pages.
     Cold,
-    /// The next pages whatever they look like: the VM is over its limit and some must go.
+    /// The next pages, hot or not: the VM is over its limit.
     Any,
 }

@@ -1,7 +1,7 @@
-//! How often tracking may run: a period that adapts until its cost keeps within a budget.
+//! Pace: how often tracking may run. The period adapts until the cost is within a budget.
 //!
-//! Before: a cycle said what it cost. After: the next one starts a period after it did. Promise: pure; the period stays
-//! within its bounds and moves by at most a factor of four at a time.
+//! Before: a cycle reported its cost. After: the next cycle starts one period after it did. Promise: pure; the period
+//! stays within its bounds and changes by at most a factor of four at a time.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::source::Cost;
 pub struct Budget {
     /// Share of one CPU that our own threads may take.
     pub cpu: f64,
-    /// Share of the time that guest threads may wait, all their waits added up.
+    /// Share of the time that guest threads may wait, as the sum of their waits.
     pub guest: f64,
 }
 
@@ -27,30 +27,30 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Begin with the shortest period.
+    /// Starts with the shortest period.
     pub fn new(shortest: Duration, longest: Duration, budget: Budget) -> Self {
         let nothing = Budget { cpu: 0.0, guest: 0.0 };
         Self { period: shortest, shortest, longest: longest.max(shortest), budget, spent: nothing }
     }
 
-    /// From the start of one cycle to that of the next.
+    /// From the start of one cycle to the start of the next.
     pub fn period(&self) -> Duration {
         self.period
     }
 
-    /// Shares that the last cycle took of the time from its start to the next.
+    /// Cost of the last cycle, as shares of the time from its start to the next.
     pub fn spent(&self) -> Budget {
         self.spent
     }
 
-    /// A cycle cost this, and the next begins a period after it began.
-    pub fn paid(&mut self, cost: Cost) {
+    /// Record the cost of a cycle, and set the period to the next.
+    pub fn record(&mut self, cost: Cost) {
         let over = |spent: Duration| spent.as_secs_f64() / self.period.as_secs_f64();
         self.spent = Budget { cpu: over(cost.cpu), guest: over(cost.guest) };
         let share = |spent: f64, budget: f64| if budget > 0.0 { spent / budget } else { f64::INFINITY };
         let load = share(self.spent.cpu, self.budget.cpu).max(share(self.spent.guest, self.budget.guest));
-        // A little inside the budget, so that chance does not carry it over; shrinking slowly, for the same reason, but growing
-        // fast: a guest whose memory is mapped in base pages costs many times what one in huge pages does.
+        // Slightly below the budget, so that noise does not exceed it. For the same reason the period shrinks slowly.
+        // It grows fast: a guest in base pages costs many times what a guest in huge pages does.
         const AIM: f64 = 0.9;
         let factor = (load / AIM).clamp(0.8, 4.0);
         self.period = self.period.mul_f64(factor).clamp(self.shortest, self.longest);
@@ -71,12 +71,12 @@ mod tests {
             let mut pace = Pace::new(shortest, longest, BUDGET);
             let cost = Cost { cpu: Duration::from_millis(cpu_ms), guest: Duration::from_millis(guest_ms), faults: 0 };
             for _ in 0..50 {
-                pace.paid(cost);
+                pace.record(cost);
                 prop_assert!((shortest..=longest).contains(&pace.period()));
             }
             let within = pace.spent().cpu <= BUDGET.cpu && pace.spent().guest <= BUDGET.guest;
             prop_assert!(within || pace.period() == longest, "{:?}", pace);
-            // And not needlessly slow.
+            // And no slower than needed.
             let used = (pace.spent().cpu / BUDGET.cpu).max(pace.spent().guest / BUDGET.guest);
             prop_assert!(used > 0.7 || pace.period() == shortest, "{:?}", pace);
         }

@@ -1,22 +1,22 @@
-//! Which pages go next: the coldest first, by what tracking knows.
+//! Pick: which pages reclaim takes next, the coldest first.
 //!
 //! Before: reclaim says how many pages it wants. After: it puts those proposed into quarantine, the last test.
-//! Threads: a VM's reclaim lane owns its source. Units: a round offers each unit with pages in memory once.
-//! Promise: proposes no page twice in a call, no more than wanted but for what is taken as one; a call looks at each page
-//! at most once.
+//! Threads: a VM's reclaim worker owns its source. Units: a round offers each unit with pages in memory once.
+//! Promise: a call proposes no page twice, checks each page at most once, and proposes more than wanted only to
+//! complete a granule.
 //!
 //! | Order | What |
 //! |---|---|
-//! | 0 | what is of the oldest generation, untouched for longest first |
-//! | 1 | cold pages of hot-bloated units |
-//! | 2 | cold pages of other units that were scanned; the third generation |
+//! | 0 | the oldest generation |
+//! | 1 | cold pages of bloated units |
+//! | 2 | cold pages of other units that had a full scan; the third generation |
 //! | 3, 4 | the rest of the second and of the youngest generation |
 //!
-//! What has a generation is a unit, or where that is not one huge page each block of it. Of one order goes first what is untouched
-//! for longest, and of what the same cycle saw touched, the unit that was touched in the fewest cycles: a limit below what
-//! is touched in each cycle has to be met from the youngest generation, and there the hottest memory looks like the rest but for that.
-//! What even that does not tell apart goes in an order that differs from round to round: by address, a guest whose hottest memory
-//! comes first would lose it in each.
+//! A unit has a generation; where it is not one huge page, each of its blocks has one. Within an order, the memory that
+//! is untouched for longest goes first, and of what the same cycle saw touched, the unit that was touched in the fewest
+//! cycles: a limit below what is touched in every cycle must be met from the youngest generation, where only that tells
+//! the hottest memory from the rest. The last tie-break is random and differs from round to round: by address, a guest
+//! whose hottest memory comes first would lose it in every round.
 //!
 //! Cold is what has order 0 or 1. With tracking, a round is made once for each coarse cycle, because nothing else makes
 //! memory cold. Without it, everything has order 0, and rounds go through memory by address, as a clock hand does.
@@ -29,7 +29,7 @@ use crate::age::Age;
 use crate::entry::Entry;
 use crate::generations::{Blocks, GENERATIONS};
 use crate::inside::Inside;
-use crate::sample::Dice;
+use crate::sample::SplitMix64;
 use crate::shared::VmHeat;
 use crate::source::{PageMap, UnitId};
 use crate::tracker::Tracker;
@@ -40,20 +40,20 @@ const OLDEST: u8 = 0;
 const BLOAT: u8 = 1;
 const COLD_PART: u8 = 2;
 
-/// Some pages of a unit that may go.
+/// Some pages of a unit that may be reclaimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Offer {
     /// See the table above.
     order: u8,
     /// Last touch seen.
     seen: Moment,
-    /// In how many of the cycles that are remembered the unit was touched.
+    /// In how many of the cycles that its entry remembers the unit was touched.
     often: u32,
-    /// Where in the round it comes by chance; 0 for what is cold, which goes by address.
-    lot: u64,
+    /// The random tie-break of the round; 0 for what is cold, which goes by address.
+    tie_break: u64,
     unit: UnitId,
     part: Part,
-    /// What comes before this page of the unit was dealt with.
+    /// The first page of the unit that no call has checked.
     from: u16,
 }
 
@@ -62,32 +62,32 @@ struct Offer {
 enum Part {
     /// All.
     All,
-    /// Those its last scans found cold.
+    /// Those that its last full scans found cold.
     Cold,
-    /// Those they did not.
+    /// The others.
     Warm,
-    /// The blocks of this generation, but for what is cold in a younger one.
+    /// The blocks of this generation, without the cold pages of a younger one.
     Blocks(u8),
 }
 
-/// Proposes what tracking found cold.
+/// Proposes pages to reclaim: the seam between *how much* (reclaim) and *which* (heat).
 #[derive(Debug)]
 pub struct HeatSource {
     heat: Arc<VmHeat>,
     /// The next at the end.
     round: Vec<Offer>,
-    /// Coarse cycles there had been when the round was made; `None` without tracking.
+    /// Number of coarse cycles when the round was made; `None` without tracking.
     made_at: Option<u64>,
 }
 
 impl HeatSource {
-    /// Nothing offered yet.
+    /// Starts without a round.
     pub fn new(heat: Arc<VmHeat>) -> Self {
         Self { heat, round: Vec::new(), made_at: None }
     }
 
-    /// Propose up to about `want` pages, coldest first, into `out`. Fewer come when fewer look cold; calling again goes on
-    /// from there. No page is proposed twice while it stays in quarantine, because then it is not Resident.
+    /// Propose up to about `want` pages, coldest first, into `out`. Fewer come if fewer are cold; calling again goes
+    /// on from there. No page is proposed twice while it stays in quarantine, because then it is not Resident.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
         let heat = self.heat.clone();
         let tracker = heat.lock();
@@ -125,18 +125,18 @@ impl HeatSource {
     }
 }
 
-/// A number for a unit in a round.
-fn lot(unit: UnitId, round: u64) -> u64 {
-    let of_round = Dice::new(round).roll();
-    Dice::new(of_round ^ (u64::from(unit.region) << 32 | u64::from(unit.unit))).roll()
+/// A random number for a unit in a round.
+fn tie_break(unit: UnitId, round: u64) -> u64 {
+    let of_round = SplitMix64::new(round).next_u64();
+    SplitMix64::new(of_round ^ (u64::from(unit.region) << 32 | u64::from(unit.unit))).next_u64()
 }
 
 /// Offer a unit, whole or in parts.
 fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut Vec<Offer>) {
     let often = tracker.units().entry(unit).map_or(0, Entry::frequency);
     let mut push = |order, seen, part| {
-        let lot = if order > BLOAT { lot(unit, tracker.cycles().0) } else { 0 };
-        out.push(Offer { order, seen, often, lot, unit, part, from: 0 });
+        let tie_break = if order > BLOAT { tie_break(unit, tracker.cycles().0) } else { 0 };
+        out.push(Offer { order, seen, often, tie_break, unit, part, from: 0 });
     };
     if !tracked {
         return push(OLDEST, Moment(0), Part::All);
@@ -146,7 +146,7 @@ fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut
         younger => COLD_PART + younger as u8 - 1,
     };
     let seen = tracker.units().seen(unit).unwrap_or(Moment(u32::MAX));
-    // Memory that no cycle has watched yet is new, and so as young as can be.
+    // Memory that no cycle has watched is new: of the youngest generation.
     let generation = tracker.generation(unit).unwrap_or(0);
     let scanned = match tracker.units().inside(unit) {
         Some(Inside::Scanned(scanned)) if granule == 1 && generation < GENERATIONS - 1 => Some(scanned),
@@ -167,7 +167,7 @@ fn offer(tracker: &Tracker, unit: UnitId, tracked: bool, granule: u64, out: &mut
     }
 }
 
-/// Propose the pages of one offer until enough is found. Answers what was not come to.
+/// Propose the pages of one offer until there are enough. Returns what is left of the offer.
 fn sweep(
     tracker: &Tracker,
     pages: &dyn Pages,
@@ -186,11 +186,11 @@ fn sweep(
     };
     let blocks = tracker.units().blocks(offer.unit).unwrap_or_default();
     let oldest = GENERATIONS - 1;
-    // Asked anew in each call, since scans go on meanwhile: what was touched since is not cold any more.
+    // Read again in each call, because scans continue: what they saw touched since is no longer cold.
     let wanted = match offer.part {
         Part::All => PageMap::ALL,
         Part::Cold if offer.order == BLOAT && !bloated => PageMap::NONE,
-        // The oldest blocks were offered already.
+        // The oldest blocks are an offer of their own.
         Part::Cold if blocks != Blocks::default() => cold.without(blocks.pages(oldest)),
         Part::Cold => cold,
         Part::Warm => PageMap::ALL.without(cold),
@@ -206,7 +206,7 @@ fn sweep(
             if *left == 0 {
                 return Some(Offer { from: (page - base) as u16, ..offer });
             }
-            if wanted.get(page - base) && is_takeable(pages, region, PageIdx(page), pick) {
+            if wanted.get(page - base) && is_candidate(pages, region, PageIdx(page), pick) {
                 *left = left.saturating_sub(granule);
                 push_run(out, region, PageIdx(page), granule);
             }
@@ -219,8 +219,8 @@ fn sweep(
     None
 }
 
-/// Is the page Resident and free, and not to be passed over? Passing it over uses up one round of its credit.
-fn is_takeable(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
+/// Is the page Resident and unlocked, and without credit? To skip it uses up one round of its credit.
+fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
     let Some(byte) = pages.age(region, page) else { return false };
     let age = Age::from_byte(byte);
     if age.credit > 0 && pick == Pick::Cold {
@@ -230,7 +230,7 @@ fn is_takeable(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> boo
     true
 }
 
-/// Add pages to runs, to the last one if they follow it.
+/// Add pages to runs; to the last run if they follow it.
 pub fn push_run(out: &mut Vec<ColdRun>, region: u32, first: PageIdx, count: u64) {
     match out.last_mut() {
         Some(run) if run.region == region && run.first.0 + run.count == first.0 => run.count += count,
@@ -244,6 +244,7 @@ mod tests {
     use crate::source::{Report, Seen};
     use crate::touched;
     use crate::tracker::{Phase, Settings};
+    use proptest::collection::vec;
     use proptest::prelude::*;
     use std::cell::RefCell;
     use std::time::Duration;
@@ -326,12 +327,12 @@ mod tests {
     }
 
     #[test]
-    fn with_tracking_only_the_oldest_generation_is_cold_and_any_takes_the_young_ones_last() {
+    fn with_tracking_only_the_oldest_generation_is_cold_and_any_proposes_the_young_ones_last() {
         let table = table(&[&[Some(0); 4 * 512]]);
         let mut source = source();
         track(&source, &table, &[0, 2]);
         assert_eq!(pick(&mut source, &table, 4096), [run(0, 512, 512), run(0, 3 * 512, 512)]);
-        assert_eq!(pick(&mut source, &table, 4096), [], "nothing else grew cold");
+        assert_eq!(pick(&mut source, &table, 4096), [], "nothing else is cold");
         let mut out = Vec::new();
         source.pick(&table, 4096, Pick::Any, &mut out);
         out.sort_by_key(|run| run.first);
@@ -372,7 +373,7 @@ mod tests {
         let mut source = source();
         track(&source, &table, &[0, 1]);
         scan(&source, unit(1), PageMap::first(5));
-        assert_eq!(pick(&mut source, &table, 100), [], "each look may see others");
+        assert_eq!(pick(&mut source, &table, 100), [], "another scan may see others");
         scan(&source, unit(1), PageMap::first(5));
         track(&source, &table, &[0, 1]);
         assert_eq!(pick(&mut source, &table, 100), [run(0, 512 + 5, 100)]);
@@ -387,20 +388,20 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_keeps_being_rescued_is_passed_over_for_1_3_7_then_15_rounds() {
+    fn a_page_with_quarantine_hits_is_skipped_for_1_3_7_then_15_rounds() {
         let mut byte = 0;
         for rounds in [1, 3, 7, 15, 15] {
             byte = touched(byte);
             assert_eq!(Age::from_byte(byte).credit, rounds);
             let table = table(&[&[Some(byte)]]);
             let mut source = source();
-            let passed_over = (0..100).take_while(|_| pick(&mut source, &table, 1).is_empty()).count();
-            assert_eq!(passed_over, rounds as usize);
+            let skipped = (0..100).take_while(|_| pick(&mut source, &table, 1).is_empty()).count();
+            assert_eq!(skipped, rounds as usize);
         }
     }
 
     #[test]
-    fn a_pick_of_any_pages_takes_rescued_ones_too() {
+    fn a_pick_of_any_pages_proposes_pages_with_credit_too() {
         let table = table(&[&[Some(touched(0)), Some(0), Some(touched(touched(0)))]]);
         let mut out = Vec::new();
         source().pick(&table, 9, Pick::Any, &mut out);
@@ -409,11 +410,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_pick_proposes_only_takeable_pages_once_and_at_most_what_was_wanted(
-            regions in proptest::collection::vec(proptest::collection::vec(proptest::option::of(any::<u8>()), 0..1200), 0..4),
-            wants in proptest::collection::vec((0u64..2000, any::<bool>()), 1..10),
-            hot in proptest::option::of(proptest::collection::vec(0u32..3, 0..3)),
-            scans in proptest::collection::vec((0u32..3, 0u64..512), 0..3),
+        fn a_pick_proposes_only_candidates_once_and_at_most_what_was_wanted(
+            regions in vec(vec(proptest::option::of(any::<u8>()), 0..1200), 0..4),
+            wants in vec((0u64..2000, any::<bool>()), 1..10),
+            hot in proptest::option::of(vec(0u32..3, 0..3)),
+            scans in vec((0u32..3, 0u64..512), 0..3),
         ) {
             let table = Table(regions.into_iter().map(RefCell::new).collect());
             let mut source = source();
@@ -438,8 +439,8 @@ mod tests {
         }
 
         #[test]
-        fn every_takeable_page_is_proposed_within_sixteen_rounds(
-            ages in proptest::collection::vec(any::<u8>(), 1..1100), tracked: bool, hot in proptest::collection::vec(0u32..3, 0..3),
+        fn every_candidate_is_proposed_within_sixteen_rounds(
+            ages in vec(any::<u8>(), 1..1100), tracked: bool, hot in vec(0u32..3, 0..3),
         ) {
             let table = Table(vec![RefCell::new(ages.iter().map(|age| Some(*age)).collect())]);
             let mut source = source();

@@ -1,71 +1,72 @@
-//! How much may be looked into at a time: what a fine cycle will cost is guessed from what the last ones did.
+//! Quota: how many units a fine cycle may watch. Its cost is estimated from the cost of the last ones.
 //!
-//! Before: a fine cycle said what it cost. After: the next one watches no more than its budget probably pays for, so that a
-//! guest is not stopped by thousands of faults at once and then left alone for a minute.
-//! Units: seconds. Promise: pure. It is a guess: [`crate::pace`] sees to it that budgets hold.
+//! Before: a fine cycle reported its cost. After: the next one watches no more than its budget probably covers. Without
+//! this a guest would get thousands of faults at once, and then none for a minute.
+//! Units: seconds. Promise: pure. It is an estimate: [`crate::pace`] keeps the budget.
 
 use std::time::Duration;
 
 use crate::pace::Budget;
 use crate::source::{Cost, Report, Seen, UnitId};
 
-/// Weight of the last cycle in what is remembered.
-const NEWS: f64 = 0.5;
-/// With fewer faults, how long they take is chance.
-const ENOUGH: u64 = 64;
-/// Weight of the last unit in what the next one is expected to be like that was never looked into.
-const LOOK_NEWS: f64 = 1.0 / 16.0;
-/// Where fewer of their pages are touched than this share, a sample of a unit would only say that it is to be scanned. A
-/// sample costs as much as the scan of such a unit (300 us here: each gap between its pages is mapped by a call of its own).
+/// Weight of the last cycle in the running averages.
+const WEIGHT: f64 = 0.5;
+/// Fewer faults than this say nothing of the time of one.
+const LEAST_FAULTS: u64 = 64;
+/// Weight of the last unit that had its first fine scan, in what is expected of the next.
+const FIRST_WEIGHT: f64 = 1.0 / 16.0;
+/// If a smaller share of their pages is touched, a sample of a unit would only lead to a full scan. The sample costs as
+/// much as the full scan of such a unit (300 us here: each gap between its pages is mapped by a call of its own).
 const SPARSE: f64 = 0.2;
 
-/// What looking into units costs.
+/// What fine scans cost.
 #[derive(Clone, Copy, Debug)]
 pub struct Quota {
-    /// A thread waits so long for each page it touches, and a CPU works for it.
+    /// What a thread waits for each page it touches, and a CPU works.
     per_fault: f64,
-    /// A CPU works so long for each unit that is sampled, and for each that is scanned, whatever is touched.
+    /// What a CPU works for each sample, and for each full scan, without the touches.
     per_sample: f64,
     per_scan: f64,
-    /// Share of its watched pages that are touched of a unit that is looked into for the first time.
+    /// Share of the watched pages that are touched, of a unit in its first fine scan.
     share: f64,
 }
 
 impl Default for Quota {
-    /// Before anything is known: a dear fault (design §4), a sample, which maps the pages it does not watch, and units of
-    /// which everything is touched.
+    /// The start: an expensive fault; a sample, which also maps the pages that it does not watch; and units of which
+    /// every page is touched.
     fn default() -> Self {
         Self { per_fault: 6e-6, per_sample: 3e-4, per_scan: 1e-4, share: 1.0 }
     }
 }
 
 impl Quota {
-    /// What a cycle may cost that comes once in a period.
-    pub fn purse(&self, budget: Budget, period: Duration) -> Purse {
+    /// What a cycle may cost that runs once in a period.
+    pub fn allowance(&self, budget: Budget, period: Duration) -> Allowance {
         let of = |share: f64| share * period.as_secs_f64();
-        Purse { quota: *self, cpu: of(budget.cpu), guest: of(budget.guest) }
+        Allowance { quota: *self, cpu: of(budget.cpu), guest: of(budget.guest) }
     }
 
-    /// The share of a unit's watched pages that will be touched, if it was never looked into: as of those that were of late.
+    /// The share of the watched pages of a unit that will be touched in its first fine scan, as in other units
+    /// recently.
     pub fn share(&self) -> f64 {
         self.share
     }
 
-    /// Is there no use in a sample of a unit that was never looked into?
+    /// Is a sample of a unit without a fine scan useless?
     pub fn is_sparse(&self) -> bool {
         self.share < SPARSE
     }
 
-    /// Of so many pages of a unit that were watched for the first time, so many were touched.
-    pub fn looked(&mut self, touched: u64, watched: u64) {
-        self.share += LOOK_NEWS * (touched as f64 / watched.max(1) as f64 - self.share);
+    /// Record the first fine scan of a unit.
+    pub fn first_scan(&mut self, touched: u64, watched: u64) {
+        self.share += FIRST_WEIGHT * (touched as f64 / watched.max(1) as f64 - self.share);
     }
 
-    /// A fine cycle is over. `pages_of` answers how many pages a unit has.
+    /// Record a fine cycle. `pages_of` returns how many pages a unit has.
     pub fn learn(&mut self, report: &Report, pages_of: impl Fn(UnitId) -> u64) {
         let Cost { cpu, guest, faults } = report.cost;
-        if faults >= ENOUGH {
-            self.per_fault += NEWS * (guest.as_secs_f64() / faults as f64 - self.per_fault);
+        if faults >= LEAST_FAULTS {
+            self.per_fault += WEIGHT * (guest.as_secs_f64() / faults as f64 - self.per_fault);
         }
         let is_sample = |(unit, seen): &&(UnitId, Seen)| match seen {
             Seen::Fine { watched, .. } => watched.count() < pages_of(*unit),
@@ -75,30 +76,30 @@ impl Quota {
         let scans = report.units.len() as f64 - samples;
         let expected = samples * self.per_sample + scans * self.per_scan;
         if expected > 0.0 {
-            // Which of the two was dearer than expected, nobody knows: both, then, where both were there.
+            // The cost of a sample and of a full scan cannot be told apart: both change, if there were both.
             let times = cpu.saturating_sub(guest).as_secs_f64() / expected;
-            let news = |each: f64| each * (1.0 + NEWS * (times - 1.0)).max(0.1);
+            let updated = |each: f64| each * (1.0 + WEIGHT * (times - 1.0)).max(0.1);
             if samples > 0.0 {
-                self.per_sample = news(self.per_sample);
+                self.per_sample = updated(self.per_sample);
             }
             if scans > 0.0 {
-                self.per_scan = news(self.per_scan);
+                self.per_scan = updated(self.per_scan);
             }
         }
     }
 }
 
-/// What is left for one cycle.
+/// What one cycle may still cost.
 #[derive(Clone, Copy, Debug)]
-pub struct Purse {
+pub struct Allowance {
     quota: Quota,
     cpu: f64,
     guest: f64,
 }
 
-impl Purse {
-    /// Pay for one unit in which so many touches are expected, sampled or scanned; false if there is too little left.
-    pub fn pay(&mut self, touches: f64, is_sample: bool) -> bool {
+impl Allowance {
+    /// Charge one unit of which this number of touches is expected. Returns false if the allowance is used up.
+    pub fn charge(&mut self, touches: f64, is_sample: bool) -> bool {
         let waits = touches * self.quota.per_fault;
         self.guest -= waits;
         self.cpu -= waits + if is_sample { self.quota.per_sample } else { self.quota.per_scan };
@@ -112,14 +113,14 @@ mod tests {
     use crate::source::PageMap;
 
     #[test]
-    fn a_unit_of_which_nothing_is_known_is_expected_to_be_like_those_looked_into_of_late() {
+    fn a_unit_without_a_fine_scan_is_expected_to_be_like_those_that_had_their_first_recently() {
         let mut quota = Quota::default();
         assert_eq!((quota.share(), quota.is_sparse()), (1.0, false), "everything may be touched");
-        (0..100).for_each(|_| quota.looked(3, 32));
+        (0..100).for_each(|_| quota.first_scan(3, 32));
         assert!((quota.share() - 3.0 / 32.0).abs() < 0.01 && quota.is_sparse(), "{quota:?}");
-        (0..10).for_each(|_| quota.looked(512, 512));
+        (0..10).for_each(|_| quota.first_scan(512, 512));
         assert!(quota.share() > 0.4 && !quota.is_sparse(), "{quota:?}");
-        quota.looked(0, 0);
+        quota.first_scan(0, 0);
     }
 
     #[test]
@@ -146,13 +147,13 @@ mod tests {
             let mut quota = Quota::default();
             let scan = Seen::Fine { watched: PageMap::ALL, touched: PageMap::first(100) };
             let units = (0..10).map(|unit| (UnitId { region: 0, unit }, scan)).collect();
-            // A fault takes 10 us, a unit 1 ms besides.
+            // A fault takes 10 us, a unit another 1 ms.
             let (cpu, guest) = (Duration::from_millis(20), Duration::from_millis(10));
             let report = Report { units, cost: Cost { cpu, guest, faults: 1000 } };
             (0..20).for_each(|_| quota.learn(&report, |_| 512));
             quota.learn(&Report::default(), |_| 512);
-            let mut purse = quota.purse(budget, Duration::from_secs(2));
-            (0..).take_while(|_| purse.pay(100.0, false)).count()
+            let mut allowance = quota.allowance(budget, Duration::from_secs(2));
+            (0..).take_while(|_| allowance.charge(100.0, false)).count()
         };
         // 40 ms of CPU at 2 ms, 10 ms of waiting at 1 ms.
         assert!((19..=20).contains(&units(Budget { cpu: 0.02, guest: 1.0 })));

@@ -1,8 +1,8 @@
-//! Raw access cycles in a file, so that they can be looked at again, or by something else.
+//! Record: access cycles in a file, to be replayed or analysed.
 //!
-//! Before: [`crate::Tracker`] keeps the last cycles for whoever asks. After: `ballast vm heat --record` writes them,
-//! `--replay` feeds them to a new tracker. Units: milliseconds and nanoseconds, in the field names.
-//! Promise: what comes from outside is bounded, checked and refused by name, never trusted; a file that was cut short or
+//! Before: [`crate::Tracker`] keeps the last cycles while a recorder asks for them. After: `ballast vm heat --record`
+//! writes them, `--replay` feeds them to a new tracker. Units: milliseconds and nanoseconds, in the field names.
+//! Promise: input is never trusted, and its lengths are checked before they are used; a file that is cut short or
 //! changed is refused, and the error says where.
 //!
 //! ```text
@@ -11,11 +11,12 @@
 //! body    kind u8 (1 layout, 2 coarse, 3 fine) | numbers of 7 bits a byte, low first
 //! layout  regions | pages of each
 //! cycle   number | begun_ms | ended_ms | cpu_ns | guest_ns | faults | units | unit ...
-//! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | maps of 64 bytes, or u8
-//! flags   1 seen | 2 fine | 4 touched | 8 all pages watched | 16 blocks, u8 follows
+//! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | seen
+//! seen    of a fine unit a map of 64 bytes each: watched unless all is, touched; of blocks u8; else nothing
+//! flags   1 seen | 2 fine | 4 touched | 8 all pages watched | 16 blocks
 //! ```
 //!
-//! All little-endian. A coarse cycle lists every unit in memory, also those of which nothing was learned.
+//! All little-endian. A coarse cycle lists every unit in memory, also those that it did not report.
 
 use std::time::Duration;
 
@@ -26,13 +27,13 @@ use crate::source::{Cost, PageMap, Seen, UnitId};
 use crate::tracker::{Phase, Settings, Tracker};
 
 const MAGIC: &[u8; 8] = b"BLSTHEAT";
-/// Of the file's layout.
+/// Version of the file's layout.
 pub const VERSION: u16 = 3;
-/// A frame's body: a cycle of a guest of 4 TiB fits.
+/// Most bytes of a frame's body: a cycle of a guest of 4 TiB fits.
 const MOST_BODY: usize = 64 << 20;
-/// A VM has a handful of regions.
+/// Most regions: a VM has a few.
 const MOST_REGIONS: u64 = 4096;
-/// 1 PiB.
+/// Most pages of a region: 1 PiB.
 const MOST_PAGES: u64 = 1 << 38;
 
 const SEEN: u8 = 1;
@@ -41,10 +42,10 @@ const TOUCHED: u8 = 4;
 const ALL_WATCHED: u8 = 8;
 const BLOCKS: u8 = 16;
 
-/// A recording that is not one, or is damaged.
+/// A file that is no recording, or is damaged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
-    /// Not ours, or from another version.
+    /// No recording of this version.
     #[error("Reading a heat recording: {0}")]
     Header(String),
     /// Cut short or changed.
@@ -66,7 +67,7 @@ pub struct Line {
     pub unit: UnitId,
     /// Its pages in memory.
     pub present: u16,
-    /// What was seen; `None` if nothing was learned.
+    /// What was seen; `None` if the cycle did not report the unit.
     pub seen: Option<Seen>,
 }
 
@@ -87,7 +88,7 @@ pub struct Recorded {
     pub lines: Vec<Line>,
 }
 
-/// A piece of a recording.
+/// A part of a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frame {
     /// From here on the VM has these regions, in pages.
@@ -182,7 +183,7 @@ fn encode_line(body: &mut Vec<u8>, line: &Line, last: UnitId) {
     }
 }
 
-/// Bytes that are taken from the front; errors are words.
+/// Reads from the front of a slice. Errors are texts.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -256,7 +257,7 @@ impl Recording {
         out
     }
 
-    /// Feed it to a new tracker; `each` sees the tracker after each cycle.
+    /// Feed it to a new tracker. `each` is called after each cycle.
     pub fn replay(&self, settings: Settings, mut each: impl FnMut(&Tracker, &Recorded)) -> Tracker {
         let mut tracker = Tracker::new(settings, 0);
         for frame in &self.frames {
@@ -329,7 +330,7 @@ fn read_cycle(body: &mut Reader<'_>, phase: Phase, layout: &[u64]) -> Result<Rec
     }
     let (cpu, guest) = (Duration::from_nanos(body.number()?), Duration::from_nanos(body.number()?));
     let cost = Cost { cpu, guest, faults: body.number()? };
-    // Each unit takes four bytes at least, so this bounds what is allocated.
+    // Each unit takes four bytes at least: this bounds what is allocated.
     let count = body.at_most(body.0.len() as u64 / 4, "the number of units")?;
     let mut lines: Vec<Line> = Vec::with_capacity(count as usize);
     for _ in 0..count {
@@ -341,7 +342,8 @@ fn read_cycle(body: &mut Reader<'_>, phase: Phase, layout: &[u64]) -> Result<Rec
 fn read_line(body: &mut Reader<'_>, last: Option<UnitId>, layout: &[u64]) -> Result<Line, String> {
     let before = last.unwrap_or(UnitId { region: 0, unit: 0 });
     let region = u64::from(before.region) + body.at_most(MOST_REGIONS, "a step between regions")?;
-    let pages = *layout.get(region as usize).ok_or_else(|| format!("it names region {region}, which there is not"))?;
+    let pages =
+        *layout.get(region as usize).ok_or_else(|| format!("it names region {region}, which does not exist"))?;
     let from = if region == u64::from(before.region) { u64::from(before.unit) } else { 0 };
     let unit = from.saturating_add(body.number()?);
     let units = pages.div_ceil(PAGES_PER_UNIT);
@@ -428,7 +430,9 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_recording_is_refused_wherever_it_is_hit(recording in recording(), at: prop::sample::Index, bit in 0u8..8) {
+        fn a_damaged_recording_is_refused_wherever_it_is_hit(
+            recording in recording(), at: prop::sample::Index, bit in 0u8..8,
+        ) {
             let mut bytes = recording.encode();
             let at = at.index(bytes.len());
             bytes[at] ^= 1 << bit;
@@ -440,7 +444,9 @@ mod tests {
         }
 
         #[test]
-        fn one_that_was_cut_short_is_refused_unless_cut_between_frames(recording in recording(), at: prop::sample::Index) {
+        fn one_that_was_cut_short_is_refused_unless_cut_between_frames(
+            recording in recording(), at: prop::sample::Index,
+        ) {
             let bytes = recording.encode();
             let cut = at.index(bytes.len());
             if let Ok(read) = Recording::decode(&bytes[..cut]) {
@@ -460,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said_by_name() {
+    fn an_error_names_what_is_wrong_and_where() {
         let error = |bytes: &[u8]| Recording::decode(bytes).expect_err("refused").to_string();
         assert_eq!(error(b"PNG"), "Reading a heat recording: it is too short to be one");
         assert!(error(b"NOT-HEAT-AT-ALL").contains("does not begin as one"));

@@ -1,8 +1,8 @@
-//! A source for tests: a guest whose touches are written down.
+//! A source for tests: a guest whose touches the test sets.
 //!
-//! Before: a test says which pages each unit touches in a cycle. After: the tracker hears exactly that.
-//! Promise: reports only what is watched, counts what a zap scan would have cost the guest, and refuses to run two cycles
-//! at once.
+//! Before: a test says which pages of each unit a cycle touches. After: the tracker gets exactly that.
+//! Promise: reports only what is watched, counts what a zap scan would have cost the guest, and refuses a second cycle
+//! while one runs.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,7 +22,7 @@ pub struct Scripted {
 }
 
 impl Scripted {
-    /// What a coarse touch costs in a zap scan (design §4), and a fine one.
+    /// What a touch costs in a zap scan: of a unit mapped huge (measured: 5.6 us), and of one page (3 us, an estimate).
     pub const COST: (Duration, Duration) = (Duration::from_nanos(5600), Duration::from_nanos(3000));
 
     /// From now on, each cycle touches these pages of the unit.

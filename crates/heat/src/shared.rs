@@ -1,7 +1,7 @@
-//! One VM's tracker as its threads share it, with the clock it does not have itself.
+//! One VM's tracker as its threads share it, with a clock.
 //!
-//! Before: the VM is opened. After: the tracking lane turns it, reclaim picks by it, the API shows it.
-//! Threads: any; the lock is held for as long as it takes to look at each unit once. A fault lane never takes it.
+//! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
+//! Threads: any; the lock is held for one pass over all units at most. A fault worker never takes it.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
@@ -21,12 +21,12 @@ pub struct VmHeat {
 }
 
 impl VmHeat {
-    /// Nothing known yet, and nobody tracking.
+    /// Nothing is known, and no source tracks.
     pub fn new(settings: Settings, seed: u64) -> Self {
         Self { began: Instant::now(), tracker: Mutex::new(Tracker::new(settings, seed)), source: Mutex::default() }
     }
 
-    /// The time that the tracker counts.
+    /// The tracker's time.
     pub fn now(&self) -> Duration {
         self.began.elapsed()
     }
@@ -36,18 +36,18 @@ impl VmHeat {
         self.tracker.lock().expect("no panic while held")
     }
 
-    /// Who tracks, as far as anybody does.
+    /// The source that tracks, if any.
     pub fn source(&self) -> Option<Ability> {
         *self.source.lock().expect("no panic while held")
     }
 
-    /// Somebody begins to track, or `None` ends it.
+    /// A source begins to track; `None`: tracking ended.
     pub fn set_source(&self, source: Option<Ability>) {
         *self.source.lock().expect("no panic while held") = source;
     }
 
-    /// One step of the tracking lane: a cycle, or a pause. `wait` sleeps so long and answers false if it was cut short: then
-    /// the cycle is ended at once, and nothing is learned of it, because less was touched than in a whole one.
+    /// One step of the tracking worker: a cycle, or a pause. `wait` sleeps for a time and returns false if it was cut
+    /// short: then the cycle ends at once and its report is dropped, because less was touched than in a whole cycle.
     pub fn turn(
         &self,
         source: &mut dyn AccessSource,
@@ -57,7 +57,7 @@ impl VmHeat {
         // Not in the match: the lock would be held while we wait.
         let planning = Instant::now();
         let step = self.lock().next(self.now(), pages);
-        // Looking for what is in memory may cost more than the cycle, where it is in many pieces.
+        // To find what is in memory may cost more than the cycle, if it is in many pieces.
         let planning = planning.elapsed();
         match step {
             Step::Rest(pause) => {
@@ -78,7 +78,7 @@ impl VmHeat {
         }
     }
 
-    /// What is to be shown, with a strip of so many cells.
+    /// What the API shows, with a strip of this number of cells.
     pub fn heat(&self, cells: usize) -> Heat {
         crate::heat(&self.lock(), self.now(), cells)
     }

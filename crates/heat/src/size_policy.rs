@@ -1,12 +1,12 @@
-//! Which units should be mapped as huge pages and which in base pages (HugeScope §3.4).
+//! Page-size policy: which units to map as huge pages and which in base pages (HugeScope, 3.4).
 //!
-//! Before: a back end (tiering, sharing, reclaim) knows how much hot memory it can hold and which units it would let
-//! change. After: it splits and coalesces what [`plan`] says. Promise: a pure function; HugeScope's Figure 5 calls it
-//! the page-size policy, and the candidates are its custom candidate set.
+//! Before: a back end (tiering, sharing, reclaim) knows how much hot memory it can hold, and which units may change.
+//! After: it splits and coalesces what [`plan`] says. Promise: a pure function. It is the page-size policy of
+//! HugeScope's Figure 5, and the candidates are its custom candidate set.
 //!
-//! A huge page is hot as a whole when one page in it is. *Hot pressure* is by how much hot memory, counted so, exceeds
-//! the line that the back end drew. Above zero, units are split, the most skewed first, because their cold pages stop
-//! counting as hot while little speed is lost. Below zero there is room for units to be coalesced, the least skewed first.
+//! A huge page counts as hot as a whole if one page in it is. *Hot pressure* is the hot memory, so counted, above the
+//! limit of the back end. If it is above zero, units are split, the most skewed first, because their cold pages stop
+//! counting as hot and little speed is lost. Below zero there is room to coalesce units, the least skewed first.
 
 use ballast_base::PAGES_PER_UNIT;
 
@@ -17,7 +17,7 @@ use crate::source::UnitId;
 pub struct Candidate {
     /// Which.
     pub unit: UnitId,
-    /// Its pages that were touched; 512 minus these are what a split would free of heat.
+    /// Its pages that were touched; a split would make the others cold.
     pub touched: u64,
     /// True if it is a huge page now, false if it is in base pages.
     pub huge: bool,
@@ -39,17 +39,17 @@ pub struct Plan {
     pub coalesce: Vec<UnitId>,
     /// Hot pressure before, in pages.
     pub pressure: i64,
-    /// And when all that is done.
+    /// Hot pressure when all of it is done, in pages.
     pub after: i64,
 }
 
-/// Decide. `hot` is the memory that counts as hot now (huge pages as a whole), `line` how much of it is wanted, both in
-/// pages. Only candidates change.
+/// Decide. `hot` is the memory that counts as hot now (huge pages as a whole), `limit` how much of it the back end
+/// wants, both in pages. Only candidates change.
 ///
-/// Unlike the paper's loop, which coalesces while the pressure is below zero, this stops before a unit that would lift
-/// it above: that one would be split again at once.
-pub fn plan(hot: u64, line: u64, candidates: &[Candidate]) -> Plan {
-    let pressure = hot as i64 - line as i64;
+/// The paper's loop coalesces while the pressure is below zero. This stops before a unit that would lift it above zero,
+/// because that unit would be split again at once.
+pub fn plan(hot: u64, limit: u64, candidates: &[Candidate]) -> Plan {
+    let pressure = hot as i64 - limit as i64;
     let mut plan = Plan { pressure, after: pressure, ..Plan::default() };
     let wanted = |huge: bool| {
         let mut units: Vec<Candidate> = candidates.iter().filter(|unit| unit.huge == huge).copied().collect();
@@ -92,9 +92,9 @@ mod tests {
     proptest! {
         #[test]
         fn the_most_skewed_are_split_the_least_skewed_coalesced_and_no_more_than_needed(
-            units in candidates(), hot in 0u64..30_000, line in 0u64..30_000,
+            units in candidates(), hot in 0u64..30_000, limit in 0u64..30_000,
         ) {
-            let plan = plan(hot, line, &units);
+            let plan = plan(hot, limit, &units);
             let of = |id: &UnitId| units.iter().find(|unit| unit.unit == *id).expect("a candidate");
             prop_assert!(plan.split.is_empty() || plan.coalesce.is_empty());
             prop_assert!(plan.split.iter().all(|id| of(id).huge) && plan.coalesce.iter().all(|id| !of(id).huge));
@@ -102,14 +102,15 @@ mod tests {
             prop_assert!(plan.coalesce.is_sorted_by_key(|id| std::cmp::Reverse(of(id).touched)));
             let changed: i64 = plan.coalesce.iter().map(|id| of(id).bloat()).sum::<i64>()
                 - plan.split.iter().map(|id| of(id).bloat()).sum::<i64>();
-            prop_assert_eq!(plan.after, hot as i64 - line as i64 + changed);
+            prop_assert_eq!(plan.after, hot as i64 - limit as i64 + changed);
             if let Some(last) = plan.split.last() {
                 prop_assert!(plan.after + of(last).bloat() > 0, "the last split was not needed");
                 let spared = units.iter().filter(|unit| unit.huge && !plan.split.contains(&unit.unit));
                 prop_assert!(spared.clone().all(|unit| unit.bloat() <= of(last).bloat()));
             }
             if plan.pressure > 0 && plan.after > 0 {
-                prop_assert!(units.iter().all(|unit| !unit.huge || unit.bloat() == 0 || plan.split.contains(&unit.unit)));
+                let stays = |unit: &Candidate| !unit.huge || unit.bloat() == 0;
+                prop_assert!(units.iter().all(|unit| stays(unit) || plan.split.contains(&unit.unit)));
             }
             if plan.pressure <= 0 {
                 prop_assert!(plan.after <= 0);
@@ -117,11 +118,13 @@ mod tests {
         }
 
         #[test]
-        fn carrying_a_plan_out_leads_to_rest_within_two_more(mut units in candidates(), hot in 0u64..30_000, line in 0u64..30_000) {
+        fn a_plan_that_is_carried_out_needs_at_most_two_more(
+            mut units in candidates(), hot in 0u64..30_000, limit in 0u64..30_000,
+        ) {
             let mut hot = hot as i64;
             for round in 0..4 {
-                let plan = plan(hot.max(0) as u64, line, &units);
-                prop_assert!(round < 3 || (plan.split.is_empty() && plan.coalesce.is_empty()), "it never rests");
+                let plan = plan(hot.max(0) as u64, limit, &units);
+                prop_assert!(round < 3 || (plan.split.is_empty() && plan.coalesce.is_empty()), "it never settles");
                 hot = hot.max(0) + plan.after - plan.pressure;
                 for unit in &mut units {
                     unit.huge = (unit.huge && !plan.split.contains(&unit.unit)) || plan.coalesce.contains(&unit.unit);

@@ -1,16 +1,15 @@
 //! The seam between *what was touched* (a source) and *what it means* (everything else in this crate).
 //!
-//! Before: the tracker of a VM says what to watch in the next cycle. After: a source says, for each unit watched, what was
-//! touched between [`AccessSource::start`] and [`AccessSource::end`].
-//! Threads: one tracking lane per VM owns its source; it may block in `start` and `end`, and sleeps between them.
-//! Units: a unit is 2 MiB; a cycle is the time between a start and its end.
-//! Units are watched by the pager's `zap_scan` and `rwp_scan` in the product; the others are [`crate::damon`] and,
-//! for tests, [`crate::scripted`].
+//! Before: the tracker of a VM says what to watch in the next cycle. After: a source reports, for each unit watched,
+//! what was touched between [`AccessSource::start`] and [`AccessSource::end`].
+//! Threads: one tracking worker per VM owns its source; it may block in `start` and `end`, and sleeps between them.
+//! Units: a unit is 2 MiB; a cycle is the time between a start and its end. The source of the product is the pager's
+//! `scans`; the others are [`crate::damon`] and, for tests, [`crate::scripted`].
 //! Promise: a source changes nothing that the guest can see but time, and at the end of a cycle every unit that was
 //! mapped huge is mapped huge again.
 //!
-//! In the words of HugeScope's Figure 5: a watch with coarse units only is its coarse phase, one with fine units its
-//! fine phase. One cycle may do both.
+//! In the terms of HugeScope's Figure 5: a watch with coarse units is its coarse phase, one with fine units its fine
+//! phase. One cycle may do both.
 
 use std::io;
 use std::time::Duration;
@@ -38,7 +37,7 @@ impl PageMap {
     /// Every page.
     pub const ALL: Self = Self([u64::MAX; WORDS]);
 
-    /// The first `count` pages; all of them if there are not more.
+    /// The first `count` pages, or all.
     pub fn first(count: u64) -> Self {
         Self(std::array::from_fn(|word| match count.saturating_sub(word as u64 * 64) {
             0 => 0,
@@ -47,7 +46,7 @@ impl PageMap {
         }))
     }
 
-    /// Is this page in it?
+    /// Does it hold this page?
     ///
     /// # Panics
     /// If `page` is not below 512.
@@ -55,7 +54,7 @@ impl PageMap {
         self.0[page as usize / 64] >> (page % 64) & 1 == 1
     }
 
-    /// Put a page in.
+    /// Add a page.
     ///
     /// # Panics
     /// If `page` is not below 512.
@@ -63,12 +62,12 @@ impl PageMap {
         self.0[page as usize / 64] |= 1 << (page % 64);
     }
 
-    /// How many pages are in it.
+    /// Number of pages.
     pub fn count(&self) -> u64 {
         self.0.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Is no page in it?
+    /// Does it hold no page?
     pub fn is_empty(&self) -> bool {
         *self == Self::NONE
     }
@@ -88,7 +87,7 @@ impl PageMap {
         Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
     }
 
-    /// The pages in it, ascending.
+    /// Its pages, ascending.
     pub fn iter(self) -> impl Iterator<Item = u64> {
         self.0.into_iter().enumerate().flat_map(|(word, mut bits)| {
             std::iter::from_fn(move || {
@@ -99,7 +98,7 @@ impl PageMap {
         })
     }
 
-    /// The pages in it as runs, `(first, count)`, ascending.
+    /// Its pages as runs, `(first, count)`, ascending.
     pub fn runs(self) -> impl Iterator<Item = (u64, u64)> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -123,14 +122,14 @@ pub const BLOCK: u64 = PAGES_PER_UNIT / 8;
 pub struct FineWatch {
     /// Which.
     pub unit: UnitId,
-    /// The pages whose touches are wanted: all of them, or a sample. A source may watch more, never fewer.
+    /// The pages to watch: all, or a sample. A source may watch more, never fewer.
     pub pages: PageMap,
 }
 
 /// What to watch in a cycle. No unit is in both lists; each is in ascending order without repeats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Watch {
-    /// Units of which only "touched or not" is wanted.
+    /// Units to be watched as wholes.
     pub coarse: Vec<UnitId>,
     /// Units to be watched page by page.
     pub fine: Vec<FineWatch>,
@@ -172,7 +171,7 @@ impl Seen {
 /// What one cycle cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// CPU time of our own threads, faults served for the cycle included.
+    /// CPU time of our threads, including the faults that they served for the cycle.
     pub cpu: Duration,
     /// Time guest threads waited for faults that the cycle caused.
     pub guest: Duration,
@@ -180,17 +179,17 @@ pub struct Cost {
     pub faults: u64,
 }
 
-/// What a cycle brought.
+/// What a cycle reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// One entry for each unit of which something is known, ascending. A unit that was to be watched but could not be
-    /// (unplugged, far, busy) is left out: nothing is learned of it. A unit watched finely may be reported coarsely.
+    /// One entry for each unit that was watched, ascending. A unit that could not be watched (unplugged, far, busy) is
+    /// left out. A unit watched page by page may be reported as a whole.
     pub units: Vec<(UnitId, Seen)>,
     /// What it cost.
     pub cost: Cost,
 }
 
-/// The finest thing a source can tell apart.
+/// The finest that a source can see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Granularity {
     /// 4 KiB.
@@ -208,16 +207,16 @@ pub struct Ability {
     pub granularity: Granularity,
 }
 
-/// Somebody who can tell what a guest touched.
+/// Finds out what a guest touched.
 pub trait AccessSource: Send {
-    /// What it can do: may change from one cycle to the next.
+    /// What it can do. May change from one cycle to the next.
     fn ability(&self) -> Ability;
 
-    /// Begin a cycle: from now on, touches of what is watched are remembered. Called only when no cycle is running.
+    /// Begin a cycle: from now on, touches of what is watched are recorded. Called only when no cycle runs.
     fn start(&mut self, watch: &Watch) -> io::Result<()>;
 
-    /// End the cycle and say what was touched. Whatever happens, also on an error, no cycle runs afterwards and nothing
-    /// of it remains in the guest's page tables.
+    /// End the cycle and report what was touched. Also after an error no cycle runs, and nothing of it remains in the
+    /// guest's page tables.
     fn end(&mut self) -> io::Result<Report>;
 }
 
@@ -228,7 +227,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_page_map_is_a_set_of_pages(pages in proptest::collection::btree_set(0..PAGES_PER_UNIT, 0..512), n in 0u64..600) {
+        fn a_page_map_is_a_set_of_pages(
+            pages in proptest::collection::btree_set(0..PAGES_PER_UNIT, 0..512), n in 0u64..600,
+        ) {
             let mut map = PageMap::NONE;
             pages.iter().for_each(|page| map.set(*page));
             prop_assert_eq!(map.count(), pages.len() as u64);

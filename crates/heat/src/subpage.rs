@@ -1,60 +1,61 @@
-//! The subpage tracker: which hot units to look into next (Blowfish §4.3.2).
+//! The subpage tracker: which hot units get a fine scan next (Blowfish, 4.3.2).
 //!
-//! Before: a coarse cycle sorted the units into generations. After: batches of hot units are watched page by page; those of
-//! which hardly anything was touched are *hot-bloated*, and their cold pages can go once a second look agrees (`tracker`).
-//! Units: shares of 1. Promise: pure; at most one batch per interval, of no more units than are allowed in the time it is
-//! watched; backs off while it finds nothing.
+//! Before: a coarse cycle sorted the units into generations. After: batches of hot units are watched page by page.
+//! Those of which hardly any page was touched are *bloated*: their cold pages are candidates once a second scan agrees
+//! (`tracker`).
+//! Units: shares of 1. Promise: pure; at most one batch per interval, of no more units than its window allows; backs
+//! off while it finds nothing.
 //!
-//! A round begins with those that wait for their second look, then come the units looked into longest ago: first those that
-//! never were, and of them the second-youngest generation, where units with a few hot pages gather under fair promotion,
-//! before the youngest, where those that are touched in every cycle end. A unit is first sampled; only if skew cannot be ruled out,
-//! if it was bloated before, or if units that were never looked into turn out sparse of late, is it scanned in full. A
-//! balanced unit (nearly everything touched) is left out of the next round.
+//! A round begins with the units that wait for their second scan. Then come those whose last scan is longest ago: first
+//! units without any, and of these the second-youngest generation before the youngest. Units with a few hot pages
+//! gather in the second-youngest under fair promotion; those touched in every cycle end in the youngest. A unit gets a
+//! sample first. It gets a full scan if the sample cannot rule out skew, if it was bloated before, or if first scans
+//! found units sparse recently. A balanced unit (nearly every page touched) is left out of the next round.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
 
-use crate::sample::{Dice, Estimate};
+use crate::sample::{Estimate, SplitMix64};
 use crate::source::{FineWatch, PageMap, UnitId};
 
-/// Fewer of its pages touched than this, and a unit is hot-bloated.
+/// A hot unit is bloated if a smaller share of its pages is touched.
 pub const BLOATED_BELOW: f64 = 0.2;
-/// More than this, and it is balanced.
+/// It is balanced if a larger share is.
 pub const BALANCED_ABOVE: f64 = 0.8;
 
-/// Units in a batch that are looked into whatever that costs: nothing would ever be found otherwise.
+/// Units in a batch whatever they cost: otherwise an expensive guest would never be scanned.
 const LEAST: usize = 4;
 
 /// How it works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Units that may be looked into in each of these times.
+    /// Most units in a batch for each `every` that it is watched.
     pub batch: usize,
-    /// Such a time; and from one batch to the next, at least.
+    /// Shortest interval from one batch to the next.
     pub every: Duration,
-    /// The same, at most, when nothing is found.
+    /// Longest interval, while nothing is found.
     pub at_most: Duration,
-    /// Pages of a unit that are watched first; `None` scans every unit in full at once.
+    /// Pages in a sample; `None`: every scan is a full one.
     pub sample: Option<u64>,
 }
 
 impl Default for Limits {
-    /// The paper's 32 units per 100 ms. A sample of 32 pages tells a bloated unit from one half touched.
+    /// The paper's 32 units per 100 ms. A sample of 32 pages tells a bloated unit from one of which half is touched.
     fn default() -> Self {
         Self { batch: 32, every: Duration::from_millis(100), at_most: Duration::from_millis(6400), sample: Some(32) }
     }
 }
 
-/// What a look into a unit came to.
+/// What a fine scan found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Sampled: skew cannot be ruled out, it will be scanned in full.
+    /// By a sample: it may be bloated and will get a full scan.
     Suspect,
-    /// Hardly anything was touched. Whether what was not is colder than the rest, a second look will tell.
+    /// Hardly any page was touched. A second scan will say whether the others are colder.
     Bloated,
     /// Neither.
     Mixed,
-    /// Nearly everything was touched.
+    /// Nearly every page was touched.
     Balanced,
 }
 
@@ -62,10 +63,10 @@ pub enum Verdict {
 #[derive(Clone, Debug)]
 pub struct Subpages {
     limits: Limits,
-    dice: Dice,
-    /// To be scanned in full.
+    rng: SplitMix64,
+    /// They wait for a full scan.
     suspects: VecDeque<UnitId>,
-    /// To be looked into first: sampled, or at once in full where that is worth it.
+    /// The rest of the round, and whether the unit gets a full scan at once.
     round: VecDeque<(UnitId, bool)>,
     balanced: HashSet<UnitId>,
     interval: Duration,
@@ -73,22 +74,21 @@ pub struct Subpages {
 }
 
 impl Subpages {
-    /// Nothing to do yet.
-    pub fn new(limits: Limits, dice: Dice) -> Self {
+    /// Starts without a round.
+    pub fn new(limits: Limits, rng: SplitMix64) -> Self {
         let (suspects, round, balanced) = Default::default();
-        Self { limits, dice, suspects, round, balanced, interval: limits.every, found: false }
+        Self { limits, rng, suspects, round, balanced, interval: limits.every, found: false }
     }
 
-    /// Begin a round with these units, in this order: those looked into longest ago come first, since a round may be cut
-    /// short. With each, whether to scan it at once: where a sample would only say that. What the last
-    /// round had not come to is dropped, but not a suspect.
+    /// Begin a round with these units, in this order. The order matters because a round may be cut short. With each
+    /// comes whether it gets a full scan at once. The rest of the last round is dropped, but not its suspects.
     pub fn begin_round(&mut self, units: impl Iterator<Item = (UnitId, bool)>) {
         let skip = std::mem::take(&mut self.balanced);
         let suspects: HashSet<UnitId> = self.suspects.iter().copied().collect();
         self.round = units.filter(|(unit, _)| !skip.contains(unit) && !suspects.contains(unit)).collect();
     }
 
-    /// Is there anything to look into?
+    /// Is there no unit to scan?
     pub fn is_idle(&self) -> bool {
         self.suspects.is_empty() && self.round.is_empty()
     }
@@ -98,13 +98,13 @@ impl Subpages {
         self.interval
     }
 
-    /// The next batch, ascending, to be watched for `window`. `pages_of` answers how many pages a unit has, 0 if it is gone;
-    /// `pay` whether there is still enough to pay for watching so many pages of one.
+    /// The next batch, ascending, to be watched for `window`. `pages_of` returns how many pages a unit has, 0 if it is
+    /// gone. `charge` returns whether the allowance covers a number of pages of a unit.
     pub fn batch(
         &mut self,
         window: Duration,
         pages_of: impl Fn(UnitId) -> u64,
-        mut pay: impl FnMut(UnitId, u64) -> bool,
+        mut charge: impl FnMut(UnitId, u64) -> bool,
     ) -> Vec<FineWatch> {
         let mut batch: Vec<FineWatch> = Vec::new();
         let times = window.as_millis() / self.limits.every.as_millis().max(1);
@@ -114,11 +114,11 @@ impl Subpages {
             let Some((unit, full)) = suspect.or_else(|| self.round.pop_front()) else { break };
             let pages = match (pages_of(unit), self.limits.sample) {
                 (0, _) => continue,
-                (of, Some(sample)) if !full => self.dice.pages(sample, of),
+                (of, Some(sample)) if !full => self.rng.pages(sample, of),
                 (of, _) => PageMap::first(of),
             };
-            if !pay(unit, pages.count()) && batch.len() >= LEAST {
-                // Its turn comes first next time.
+            if !charge(unit, pages.count()) && batch.len() >= LEAST {
+                // It is the first of the next batch.
                 if suspect.is_some() {
                     self.suspects.push_front(unit);
                 } else {
@@ -133,7 +133,7 @@ impl Subpages {
         batch
     }
 
-    /// One unit of the batch was seen: `touched` of `watched` pages, of which it has `of`.
+    /// Judge one unit of the batch: `touched` of `watched` pages, of the `of` it has.
     pub fn judge(&mut self, unit: UnitId, touched: u64, watched: u64, of: u64) -> Verdict {
         let estimate = Estimate::new(touched, watched, of);
         if watched < of && estimate.may_be_below(BLOATED_BELOW) {
@@ -153,7 +153,7 @@ impl Subpages {
 
     /// The batch is over: wait longer while nothing is found.
     pub fn end_batch(&mut self) {
-        // A suspect is not nothing: its scan is still to come.
+        // Its full scan may find a suspect bloated.
         let found = self.found || !self.suspects.is_empty();
         self.interval = if found { self.limits.every } else { (self.interval * 2).min(self.limits.at_most) };
     }
@@ -162,6 +162,7 @@ impl Subpages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::collection::{btree_set, vec};
     use proptest::prelude::*;
 
     /// One batch fits.
@@ -175,7 +176,7 @@ mod tests {
         (unit(number), false)
     }
 
-    /// Run batches until nothing is left; answers which units were called bloated, and how many pages were watched.
+    /// Run batches until nothing is left. Returns the units found bloated, and how many pages were watched.
     fn run(tracker: &mut Subpages, touched_of: &dyn Fn(UnitId) -> PageMap) -> (Vec<UnitId>, u64) {
         let (mut bloated, mut watched) = (Vec::new(), 0);
         while !tracker.is_idle() {
@@ -195,7 +196,7 @@ mod tests {
     #[test]
     fn every_bloated_unit_is_found_and_evenly_hot_ones_are_only_sampled() {
         let touched_of = |id: UnitId| if id.unit < 10 { PageMap::first(8) } else { PageMap::ALL };
-        let mut tracker = Subpages::new(Limits::default(), Dice::new(1));
+        let mut tracker = Subpages::new(Limits::default(), SplitMix64::new(1));
         tracker.begin_round((0..100).map(sampled));
         let (bloated, watched) = run(&mut tracker, &touched_of);
         assert_eq!(bloated, (0..10).map(unit).collect::<Vec<_>>());
@@ -204,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_balanced_unit_is_skipped_for_one_round() {
-        let mut tracker = Subpages::new(Limits::default(), Dice::new(1));
+        let mut tracker = Subpages::new(Limits::default(), SplitMix64::new(1));
         for (round, expected) in [(0, 3), (1, 1), (2, 3)] {
             tracker.begin_round((0..3).map(sampled));
             let batch = tracker.batch(WINDOW, |_| 512, |_, _| true);
@@ -218,8 +219,8 @@ mod tests {
     }
 
     #[test]
-    fn a_round_that_is_cut_short_by_its_price_is_gone_on_with_where_it_was_cut() {
-        let mut tracker = Subpages::new(Limits::default(), Dice::new(1));
+    fn a_round_that_the_allowance_cuts_short_continues_there() {
+        let mut tracker = Subpages::new(Limits::default(), SplitMix64::new(1));
         tracker.begin_round((0..10).map(|number| (unit(number), number == 5)));
         let mut seen = Vec::new();
         while !tracker.is_idle() {
@@ -233,7 +234,7 @@ mod tests {
             tracker.end_batch();
         }
         assert_eq!(seen, (0..10).map(|number| (number, if number == 5 { 512 } else { 32 })).collect::<Vec<_>>());
-        // A price that nothing can pay still lets a few through.
+        // With no allowance at all there are still a few.
         tracker.begin_round((10..20).map(sampled));
         assert_eq!(tracker.batch(WINDOW, |_| 512, |_, _| false).len(), LEAST);
     }
@@ -241,7 +242,7 @@ mod tests {
     #[test]
     fn it_backs_off_while_nothing_is_found_and_returns_at_once_when_something_is() {
         let limits = Limits { sample: None, batch: 1, ..Limits::default() };
-        let mut tracker = Subpages::new(limits, Dice::new(1));
+        let mut tracker = Subpages::new(limits, SplitMix64::new(1));
         for (touched, expected) in [(400, 200), (400, 400), (400, 800), (10, 100), (400, 200)] {
             tracker.begin_round([sampled(0)].into_iter());
             let watch = tracker.batch(WINDOW, |_| 512, |_, _| true)[0];
@@ -254,11 +255,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_batch_is_bounded_ascending_without_repeats_and_of_units_there_are(
-            rounds in proptest::collection::vec((proptest::collection::btree_set(0u32..300, 0..300), any::<u64>()), 1..10),
+        fn a_batch_is_bounded_ascending_without_repeats_and_of_units_that_exist(
+            rounds in vec((btree_set(0u32..300, 0..300), any::<u64>()), 1..10),
             batch in 1usize..40,
         ) {
-            let mut tracker = Subpages::new(Limits { batch, ..Limits::default() }, Dice::new(3));
+            let mut tracker = Subpages::new(Limits { batch, ..Limits::default() }, SplitMix64::new(3));
             for (units, heat) in rounds {
                 tracker.begin_round(units.iter().copied().map(sampled));
                 for _ in 0..3 {

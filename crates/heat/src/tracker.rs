@@ -1,18 +1,18 @@
-//! The tracker: when to watch what, and what the answers mean. The mind of the tracking lane.
+//! The tracker: decides what to watch when, and what the reports mean.
 //!
-//! Before: the lane asks [`Tracker::next`] what to do, lets an [`crate::AccessSource`] do it, and hands the report to
-//! [`Tracker::absorb`]. After: reclaim picks from the generations, the API shows ages.
-//! Threads: one tracker per VM behind a lock ([`crate::VmHeat`]); the lane, reclaim and the API hold it for short.
-//! Units: `now` is the time since tracking of this VM began. Promise: no clock, no I/O; the same reports in, the same
-//! state out, so that a recording replays exactly.
+//! Before: the tracking worker asks [`Tracker::next`] what to do, lets an [`crate::AccessSource`] do it, and hands the
+//! report to [`Tracker::absorb`]. After: reclaim picks from the generations, the API shows ages.
+//! Threads: one tracker per VM behind a lock ([`crate::VmHeat`]), which the worker, reclaim and the API hold briefly.
+//! Units: `now` is the time since tracking of this VM began. Promise: no clock and no I/O; the same reports give the
+//! same state, so that a recording replays exactly.
 //!
 //! ```text
 //! |<---------------- period, adapts ---------------->|
 //! | coarse window: all units | fine: chosen ones |   | coarse ...
 //! ```
 
-mod answers;
-mod tape;
+mod log;
+mod queries;
 #[cfg(test)]
 mod tests;
 
@@ -26,42 +26,42 @@ use crate::inside::Inside;
 use crate::pace::{Budget, Pace};
 use crate::quota::Quota;
 use crate::record::Frame;
-use crate::sample::Dice;
+use crate::sample::SplitMix64;
 use crate::source::{PageMap, Report, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
 use crate::units::{Moment, Units};
-use tape::Tape;
+use log::CycleLog;
 
-/// Scans and cycles that count as "recent": those of the working set and of a unit's skew.
+/// Number of last cycles and scans that are "recent": they define the working set and the skew of a unit.
 pub const RECENT: u32 = 3;
-/// What was learned of the inside of a unit is forgotten after this.
+/// A fine scan is forgotten after this time.
 const KEEP_INSIDE: Duration = Duration::from_secs(600);
-/// With no coarse cycle for this long, what is known is no longer news.
+/// After this time without a coarse cycle, what is known is stale.
 const STALE: Duration = Duration::from_secs(600);
 
 /// How tracking works.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// From the start of one coarse cycle to that of the next, at least. It grows as the budget demands.
+    /// Shortest time from the start of one coarse cycle to the start of the next. It grows to keep the budget.
     pub period: Duration,
-    /// The same, at most.
+    /// Longest.
     pub longest_period: Duration,
-    /// Part of the period in which all units are watched coarsely; fine batches fit into the rest.
+    /// Part of the period in which all units are watched as wholes.
     pub coarse_share: f64,
-    /// Part of the period in which chosen units are watched finely, after that. 0: none are.
+    /// Part of the period in which chosen units are watched page by page, after that. 0: never.
     pub fine_share: f64,
-    /// Which units are watched finely, and how many at a time.
+    /// Which units get a fine scan, and how many at a time.
     pub subpages: Limits,
-    /// What the coarse phase may cost, and the fine phase again.
+    /// What each of the two phases may cost.
     pub budget: Budget,
     /// How a touched unit is promoted.
     pub promotion: Promotion,
 }
 
 impl Default for Settings {
-    /// A cycle each 2 s where that is cheap. Budgets: half of HugeScope's 3 % for each phase. A unit's pages are watched about
-    /// as long as the unit was when it was found hot: in Blowfish's 100 ms, a unit of which every page is touched once a
-    /// second looks like one that is nearly all cold.
+    /// A cycle every 2 s if that is cheap. Budgets: half of HugeScope's 3 % for each phase. The pages of a unit are
+    /// watched about as long as the unit was when it was found hot: in Blowfish's 100 ms, a unit of which every page is
+    /// touched once a second seems nearly all cold.
     fn default() -> Self {
         Self {
             period: Duration::from_secs(2),
@@ -84,19 +84,19 @@ pub enum Phase {
     Fine,
 }
 
-/// What the lane does next.
+/// What the tracking worker does next.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Start a cycle, end it after `window`, and hand in the report.
+    /// Start a cycle, end it after `window`, and absorb the report.
     Watch {
-        /// To be handed back with the report.
+        /// To be passed on with the report.
         phase: Phase,
         /// What to watch.
         watch: Watch,
-        /// How long.
+        /// For this time.
         window: Duration,
     },
-    /// Nothing for so long.
+    /// Do nothing for this time.
     Rest(Duration),
 }
 
@@ -115,30 +115,30 @@ pub struct Tracker {
     next_fine: Duration,
     /// When the running cycle began.
     pub(crate) begun: Duration,
-    /// What looks into the same units saw of pages that looks before had missed.
+    /// What fine scans saw of pages that the scans before had missed.
     counts: Counts,
     /// How long the last fine cycle took.
-    look: Duration,
-    /// Begin and end of the last coarse cycles, the newest last; at most [`RECENT`].
+    fine_length: Duration,
+    /// Start and end of the last coarse cycles, the newest last; at most [`RECENT`].
     recent: VecDeque<(Duration, Duration)>,
     cycles: u64,
     fine_cycles: u64,
-    /// Fine cycles there had been at the last coarse cycle and the one before.
+    /// Number of fine cycles at the last coarse cycle and at the one before.
     fine_before: [u64; 2],
-    /// Grows with each report: whoever derived something from this state knows when to derive it anew.
+    /// Grows with each report, so that a reader knows whether anything changed.
     version: u64,
-    tape: Tape,
+    log: CycleLog,
 }
 
 impl Tracker {
-    /// Nothing known yet. `seed` decides which pages are sampled.
+    /// Knows nothing. `seed` decides which pages are sampled.
     pub fn new(settings: Settings, seed: u64) -> Self {
         let pace = |shortest, longest| Pace::new(shortest, longest, settings.budget);
         Self {
             settings,
             units: Units::default(),
             generations: Generations::new(settings.promotion),
-            subpages: Subpages::new(settings.subpages, Dice::new(seed)),
+            subpages: Subpages::new(settings.subpages, SplitMix64::new(seed)),
             coarse: pace(settings.period, settings.longest_period),
             fine: pace(settings.period, settings.longest_period),
             quota: Quota::default(),
@@ -146,13 +146,13 @@ impl Tracker {
             next_fine: Duration::ZERO,
             begun: Duration::ZERO,
             counts: Counts::default(),
-            look: Duration::ZERO,
+            fine_length: Duration::ZERO,
             recent: VecDeque::new(),
             cycles: 0,
             fine_cycles: 0,
             fine_before: [0; 2],
             version: 0,
-            tape: Tape::default(),
+            log: CycleLog::default(),
         }
     }
 
@@ -161,7 +161,7 @@ impl Tracker {
         &self.settings
     }
 
-    /// What to do now. A step to watch is under way until its report is absorbed.
+    /// What to do now. A step to watch lasts until its report is absorbed.
     pub fn next(&mut self, now: Duration, pages: &dyn Pages) -> Step {
         if now >= self.next_coarse {
             self.units.survey(pages, Moment::at(now), self.generations.youngest());
@@ -177,16 +177,16 @@ impl Tracker {
             };
         }
         let window = self.coarse.period().mul_f64(self.settings.fine_share);
-        // No later than the next coarse cycle, with which it must not overlap.
+        // It must end before the next coarse cycle.
         let fits = |at: Duration| !window.is_zero() && at + window <= self.next_coarse;
         if !self.subpages.is_idle() && now >= self.next_fine && fits(now) {
             let units = &self.units;
-            let mut purse = self.quota.purse(self.settings.budget, self.coarse.period());
+            let mut allowance = self.quota.allowance(self.settings.budget, self.coarse.period());
             let unknown = self.quota.share();
             let pages_of = |unit| if units.present_pages(unit) > 0 { units.pages_of(unit) } else { 0 };
             let fine = self.subpages.batch(window, pages_of, |unit, watched| {
                 let share = units.inside(unit).map_or(unknown, |inside| inside.share().share);
-                purse.pay(watched as f64 * share, watched < units.pages_of(unit))
+                allowance.charge(watched as f64 * share, watched < units.pages_of(unit))
             });
             if !fine.is_empty() {
                 self.begun = now;
@@ -198,26 +198,26 @@ impl Tracker {
         Step::Rest(until - now)
     }
 
-    /// A cycle is over; `now` is its end. For a cycle that failed, hand in an empty report.
+    /// Take in the report of a cycle that ended `now`; an empty report of a cycle that failed.
     pub fn absorb(&mut self, now: Duration, phase: Phase, report: &Report) {
         let at = Moment::at(now);
         self.version += 1;
-        if self.tape.is_wanted(now) {
+        if self.log.is_wanted(now) {
             let frame = Frame::Cycle(self.recorded(self.version, now, phase, report)).encode();
-            self.tape.push(self.units.region_pages().collect(), self.version, frame);
+            self.log.push(self.units.region_pages().collect(), self.version, frame);
         } else {
-            self.tape = Tape::default();
+            self.log = CycleLog::default();
         }
         if phase == Phase::Coarse {
             self.generations.advance();
         }
         if phase == Phase::Fine {
             self.counts.fade();
-            self.look = now.saturating_sub(self.begun);
+            self.fine_length = now.saturating_sub(self.begun);
         }
         let mut reported = report.units.iter().map(|(unit, _)| *unit).peekable();
         if phase == Phase::Coarse {
-            // What the cycle learned nothing of stays in its generation.
+            // What the cycle did not report stays in its generation.
             for unit in self.units.present().collect::<Vec<_>>() {
                 while reported.next_if(|seen| *seen < unit).is_some() {}
                 if reported.peek() != Some(&unit) {
@@ -232,13 +232,13 @@ impl Tracker {
             Phase::Coarse => {
                 self.cycles += 1;
                 self.fine_before = [self.fine_cycles, self.fine_before[0]];
-                // Tracking may have rested for long.
+                // Tracking may have been off for long.
                 self.recent.retain(|(_, end)| self.begun.saturating_sub(*end) <= STALE);
                 self.recent.push_back((self.begun, now));
                 if self.recent.len() > RECENT as usize {
                     self.recent.pop_front();
                 }
-                self.coarse.paid(report.cost);
+                self.coarse.record(report.cost);
                 self.next_coarse = (self.begun + self.coarse.period()).max(now);
                 self.units.forget_old(at, KEEP_INSIDE);
                 self.begin_round();
@@ -248,7 +248,7 @@ impl Tracker {
                 let units = &self.units;
                 self.quota.learn(report, |unit| units.pages_of(unit));
                 self.subpages.end_batch();
-                self.fine.paid(report.cost);
+                self.fine.record(report.cost);
                 self.next_fine = (self.begun + self.fine.period().max(self.subpages.interval())).max(now);
             }
         }
@@ -274,7 +274,7 @@ impl Tracker {
                 None => self.set_birth(unit, Generations::touched),
             }
         } else if seen.touched() {
-            // Being watched more often than others must not make it younger: no entry, no promotion.
+            // A unit that is watched more often than others must not become younger by it: no entry, no promotion.
             self.units.touch(unit, at);
         }
         let Seen::Fine { watched, touched } = *seen else { return };
@@ -283,26 +283,26 @@ impl Tracker {
         let (watched, touched) = (watched.and(here), touched.and(watched).and(here));
         match self.units.inside(unit) {
             Some(inside) => watched.iter().for_each(|page| self.counts.push(inside.misses(page), touched.get(page))),
-            None => self.quota.looked(touched.count(), watched.count()),
+            None => self.quota.first_scan(touched.count(), watched.count()),
         }
         if watched == here && of > 0 {
             self.units.push_scan(unit, at, watched, touched);
         } else if !watched.is_empty() {
             self.units.push_sample(unit, at, watched, touched);
         }
-        // In a coarse cycle a source may give pages for free, and then the verdict is free as well.
+        // In a coarse cycle, too: a source may report pages at no cost.
         let verdict = self.subpages.judge(unit, touched.count(), watched.count(), of);
         if let Some(scanned) = self.units.scanned_mut(unit).filter(|_| verdict != Verdict::Suspect) {
             scanned.bloated = verdict == Verdict::Bloated;
         }
     }
 
-    /// After a coarse cycle: which hot units to look into.
+    /// After a coarse cycle: which hot units get a fine scan.
     fn begin_round(&mut self) {
         let mut hot = Vec::new();
         for unit in self.units.present() {
             let generation = self.units.birth(unit).map_or(GENERATIONS, |birth| self.generations.of(birth));
-            // One that is young only because it is new, or cools down, has nothing hot inside.
+            // A unit that is young only because it is new, or cools down, has no hot pages.
             let touched = self.units.entry(unit).is_some_and(|entry| entry.age() < RECENT);
             if generation < 2 && touched {
                 let inside = self.units.inside(unit);
@@ -310,9 +310,9 @@ impl Tracker {
                     Some(Inside::Scanned(scanned)) if scanned.bloated => Some(scanned),
                     _ => None,
                 };
-                // Half done: only a second look can tell a few hot pages from many that are lukewarm.
+                // Half done: only a second scan tells a few hot pages from many lukewarm ones.
                 let is_done = bloated.is_none_or(|scanned| scanned.share_within(RECENT, 1).0 > 1);
-                // The one looked into longest ago comes first, and of those that never were the second-youngest generation's.
+                // The longest ago first; of those without a scan, the second-youngest generation first.
                 let scan = bloated.is_some() || inside.is_none() && self.quota.is_sparse();
                 hot.push((is_done, inside.map(Inside::last), generation == 0, unit, scan));
             }
@@ -321,7 +321,7 @@ impl Tracker {
         self.subpages.begin_round(hot.into_iter().map(|(.., unit, scan)| (unit, scan)));
     }
 
-    /// Is what is known still news?
+    /// Is what is known recent?
     pub fn is_fresh(&self, now: Duration) -> bool {
         self.recent.back().is_some_and(|(_, end)| now.saturating_sub(*end) <= STALE)
     }
@@ -336,20 +336,20 @@ impl Tracker {
         self.version
     }
 
-    /// From one coarse cycle to the next, now.
+    /// The current time from one coarse cycle to the next.
     pub fn period(&self) -> Duration {
         self.coarse.period()
     }
 
-    /// Shares that tracking took of late: of a CPU, and of the guest's time.
+    /// What tracking costs now: shares of a CPU, and of the guest's time.
     pub fn spent(&self) -> Budget {
         let (coarse, fine) = (self.coarse.spent(), self.fine.spent());
-        // Batches run only while there is something to look into.
+        // Batches run only while there is a unit to scan.
         let fine = if self.fine_cycles > self.fine_before[1] { fine } else { Budget { cpu: 0.0, guest: 0.0 } };
         Budget { cpu: coarse.cpu + fine.cpu, guest: coarse.guest + fine.guest }
     }
 
-    /// From the begin of the last [`RECENT`] coarse cycles to their end.
+    /// From the start of the last [`RECENT`] coarse cycles to their end.
     pub fn recent_span(&self) -> Duration {
         match (self.recent.front(), self.recent.back()) {
             (Some((first, _)), Some((_, last))) => *last - *first,

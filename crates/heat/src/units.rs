@@ -1,9 +1,9 @@
-//! What is remembered of each unit of a VM, and of the pages inside those that were scanned finely.
+//! Units: what is kept of each unit of a VM, and of the pages inside those that had a fine scan.
 //!
-//! Before: the tracker hears of a cycle. After: ages, generations and candidates are read from here.
+//! Before: the tracker absorbs a cycle. After: ages, generations and candidates are read from here.
 //! Units: times are tenths of a second since tracking began. Promise: 18 bytes for a unit (9 MiB for a guest of 1 TiB,
-//! 2 MiB of them access entries); 2 KiB more for a unit scanned finely, only while that is fresh, and at most
-//! [`Units::most_scans`] of those.
+//! 2 MiB of them access entries); 2 KiB more for a unit that had a full scan, until that is old, and of at most
+//! [`Units::most_scans`] units.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::{Entry, Pages, RECENT};
 pub struct Moment(pub u32);
 
 impl Moment {
-    /// Rounded down; 13 years at most.
+    /// Rounded down; at most 13 years.
     pub fn at(since_start: Duration) -> Self {
         Self(u32::try_from(since_start.as_millis() / 100).unwrap_or(u32::MAX))
     }
@@ -36,7 +36,7 @@ impl Moment {
 #[derive(Clone, Debug, Default)]
 pub struct Region {
     pub(crate) pages: u64,
-    /// Pages of the unit that are in memory; 0 for a unit of which nothing is known.
+    /// Pages of the unit that are in memory; 0: nothing else is known of it.
     pub(crate) present: Vec<u16>,
     pub(crate) entries: Vec<Entry>,
     pub(crate) seen: Vec<Moment>,
@@ -52,7 +52,7 @@ pub struct Units {
 }
 
 impl Units {
-    /// Make room for the regions there are. A region whose size changed was unplugged or plugged: nothing is known of it.
+    /// Set the sizes of the regions. A region whose size changed was plugged or unplugged: it starts anew.
     pub fn layout(&mut self, pages_of: impl ExactSizeIterator<Item = u64>) {
         self.regions.resize_with(pages_of.len(), Region::default);
         for (number, pages) in pages_of.enumerate() {
@@ -72,7 +72,7 @@ impl Units {
         }
     }
 
-    /// Count what is in memory. A unit that was not known begins as seen now, with `birth`; one that is gone is forgotten.
+    /// Count what is in memory. A new unit starts as touched now, with `birth`; a unit that left memory is forgotten.
     pub fn survey(&mut self, pages: &dyn Pages, now: Moment, birth: u32) {
         self.layout((0..pages.regions()).map(|region| pages.len(region)).collect::<Vec<_>>().into_iter());
         for number in 0..self.regions.len() {
@@ -94,7 +94,7 @@ impl Units {
         }
     }
 
-    /// This many pages of the unit are in memory.
+    /// Set how many pages of a unit are in memory.
     pub fn set_present(&mut self, unit: UnitId, count: u16, now: Moment, birth: u32) {
         let Some(region) = self.regions.get_mut(unit.region as usize) else { return };
         let index = unit.unit as usize;
@@ -144,7 +144,7 @@ impl Units {
         self.column(unit, |region, index| region.entries[index])
     }
 
-    /// When it was last seen touched; when it was first seen if it never was.
+    /// When it was last seen touched, or else when it was first seen.
     pub fn seen(&self, unit: UnitId) -> Option<Moment> {
         self.column(unit, |region, index| region.seen[index])
     }
@@ -159,8 +159,8 @@ impl Units {
         self.column(unit, |region, index| region.blocks[index]).filter(|blocks| *blocks != Blocks::default())
     }
 
-    /// A cycle saw these blocks of it touched; `None` if it saw one huge page. `generation` is the unit's, but for this touch:
-    /// if it was a huge page until now, its blocks begin as old as it was.
+    /// Record the blocks that a cycle saw touched; `None` if it saw one huge page. `generation` is the unit's before
+    /// this touch: if it was a huge page until now, its blocks start with that.
     pub fn push_blocks(&mut self, unit: UnitId, touched: Option<u8>, generation: usize) {
         let aged = self.blocks(unit).map_or(Blocks::all_in(generation), Blocks::aged);
         if self.column(unit, |_, _| ()).is_some() {
@@ -175,7 +175,7 @@ impl Units {
         (*region.present.get(index)? > 0).then(|| value(region, index))
     }
 
-    /// A cycle saw the unit. False if it is not one that has pages in memory.
+    /// Record what a cycle saw of a unit. Returns false if it has no pages in memory.
     pub fn push(&mut self, unit: UnitId, touched: bool, now: Moment) -> bool {
         if self.column(unit, |_, _| ()).is_none() {
             return false;
@@ -188,14 +188,14 @@ impl Units {
         true
     }
 
-    /// A touch was seen outside of a cycle that ages.
+    /// Record a touch that a fine cycle saw.
     pub fn touch(&mut self, unit: UnitId, now: Moment) {
         if self.column(unit, |_, _| ()).is_some() {
             self.regions[unit.region as usize].seen[unit.unit as usize] = now;
         }
     }
 
-    /// Every page of the unit was watched.
+    /// Record a full scan.
     pub fn push_scan(&mut self, unit: UnitId, now: Moment, watched: PageMap, touched: PageMap) {
         if self.column(unit, |_, _| ()).is_none() {
             return;
@@ -209,7 +209,7 @@ impl Units {
         }
     }
 
-    /// Some of its pages were watched. What a full scan found stays worth more, unless it cannot be true any more.
+    /// Record a sample. Full scans are kept instead, unless the sample contradicts them.
     pub fn push_sample(&mut self, unit: UnitId, now: Moment, watched: PageMap, touched: PageMap) {
         let of = self.pages_of(unit);
         let estimate = Estimate::new(touched.count(), watched.count(), of);
@@ -226,7 +226,7 @@ impl Units {
         self.inside.get(&unit)
     }
 
-    /// The scan of a unit, to be marked.
+    /// The full scans of a unit, to be marked.
     pub fn scanned_mut(&mut self, unit: UnitId) -> Option<&mut Scanned> {
         match self.inside.get_mut(&unit) {
             Some(Inside::Scanned(scanned)) => Some(scanned),
@@ -234,23 +234,24 @@ impl Units {
         }
     }
 
-    /// Everything known of pages inside units.
+    /// The units that had a fine scan.
     pub fn insides(&self) -> impl Iterator<Item = (UnitId, &Inside)> {
         self.inside.iter().map(|(unit, inside)| (*unit, inside))
     }
 
-    /// Most units with a scan at a time: their 2 KiB each are within 1/4096 of the guest, but 8 MiB may always be used.
+    /// Most units with a fine scan at a time: their 2 KiB each are within 1/4096 of the guest, but 8 MiB may always be
+    /// used.
     pub fn most_scans(&self) -> usize {
         let units: usize = self.regions.iter().map(|region| region.present.len()).sum();
         (units / 4).max(4096)
     }
 
-    /// Forget the inside of units that was learned longer ago than `keep`.
+    /// Forget fine scans that are older than `keep`.
     pub fn forget_old(&mut self, now: Moment, keep: Duration) {
         self.inside.retain(|_, inside| now.since(inside.last()) <= keep);
     }
 
-    /// Room for one more scan: the oldest quarter goes when there are too many.
+    /// Make room for one more scan: if there are too many, the oldest quarter is forgotten.
     fn make_room(&mut self) {
         if self.inside.len() < self.most_scans() {
             return;
@@ -321,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_that_finds_more_than_the_scans_knew_takes_their_place() {
+    fn a_sample_that_finds_more_than_the_scans_replaces_them() {
         let mut units = units(1);
         units.push_scan(UNIT, Moment(5), PageMap::ALL, PageMap::first(10));
         let sample = PageMap::first(32);

@@ -1,10 +1,10 @@
-//! What fair promotion and blocks of base pages are worth (Blowfish §4.3.1), in a model: the real tracker and the real picking,
-//! over a guest whose pages are touched at random, each at a rate of its own.
+//! What fair promotion and blocks of base pages gain (Blowfish, 4.3.1), in a model: the real tracker and the real
+//! picking, over a guest whose pages are touched at random, each at its own rate.
 //!
-//! Before: a law of rates. After: which part of the touches missed while the guest was held to a part of its memory.
-//! Units: touches per second; shares of 1. Promise: no clock and no sleeping; the same seed gives the same answer.
+//! Before: a distribution of rates. After: which part of the touches missed while a limit kept part of the memory.
+//! Units: touches per second; shares of 1. Promise: no clock and no sleeping; the same seed gives the same result.
 //!
-//! In the model pages go once in a cycle, quarantine tests nothing, and nothing is prefetched.
+//! In the model pages are reclaimed once per cycle, quarantine tests nothing, and nothing is prefetched.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_heat::generations::Promotion;
-use ballast_heat::sample::Dice;
+use ballast_heat::sample::SplitMix64;
 use ballast_heat::source::BLOCK;
 use ballast_heat::{HeatSource, Pages, Phase, Pick, Report, Seen, Settings, Step, UnitId, VmHeat};
 
@@ -26,7 +26,7 @@ fn is_huge(unit: usize) -> bool {
     unit.is_multiple_of(2)
 }
 
-/// How base pages are told of.
+/// How base pages are reported.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Base {
     /// By 2 MiB, as huge pages are.
@@ -57,14 +57,14 @@ impl Pages for Guest {
     fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
 }
 
-/// Which pages are touched in so long.
-fn touches(rates: &[f64], time: Duration, dice: &mut Dice) -> Vec<bool> {
+/// Which pages are touched in a time.
+fn touches(rates: &[f64], time: Duration, rng: &mut SplitMix64) -> Vec<bool> {
     let whole = 1u64 << 32;
-    let touched = |rate: &f64| (dice.below(whole) as f64) < (1.0 - (-rate * time.as_secs_f64()).exp()) * whole as f64;
+    let touched = |rate: &f64| (rng.below(whole) as f64) < (1.0 - (-rate * time.as_secs_f64()).exp()) * whole as f64;
     rates.iter().map(touched).collect()
 }
 
-/// What is touched comes back; answers how much of it was away.
+/// Restore what is touched. Returns how many of these pages were not present.
 fn restore(guest: &Guest, touched: &[bool]) -> usize {
     let mut present = guest.0.borrow_mut();
     let missed = (0..PAGES).filter(|page| touched[*page] && !present[*page]).collect::<Vec<_>>();
@@ -72,13 +72,13 @@ fn restore(guest: &Guest, touched: &[bool]) -> usize {
     missed.len()
 }
 
-/// Hold the guest to `keep` of its memory; answers the part of the touches that missed.
+/// Keep the guest at `keep` of its memory. Returns the part of the touches that missed.
 fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
-    // A unit's looks would tell of base pages what this is not about.
+    // Fine scans would report base pages, which is not the subject here.
     let settings = Settings { promotion, fine_share: 0.0, ..Settings::default() };
     let heat = Arc::new(VmHeat::new(settings, 1));
     let mut source = HeatSource::new(heat.clone());
-    let (guest, mut dice) = (Guest(RefCell::new(vec![true; PAGES])), Dice::new(7));
+    let (guest, mut rng) = (Guest(RefCell::new(vec![true; PAGES])), SplitMix64::new(7));
     let (mut now, mut missed, mut cycle) = (Duration::ZERO, 0, 0);
     while cycle < CYCLES[2] {
         let step = heat.lock().next(now, &guest);
@@ -87,7 +87,7 @@ fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
             Step::Watch { window, .. } => *window,
         };
         now += time;
-        let touched = touches(rates, time, &mut dice);
+        let touched = touches(rates, time, &mut rng);
         let misses = restore(&guest, &touched);
         missed += if cycle >= CYCLES[1] { misses } else { 0 };
         let Step::Watch { watch, .. } = step else { continue };
@@ -120,7 +120,7 @@ fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
     missed as f64 / (rates.iter().sum::<f64>() * time)
 }
 
-/// Zipf's law over pages, popular ones side by side; so many touches in a second of all of them.
+/// Zipf's law over pages, popular ones side by side, with this number of touches per second in all.
 fn zipf(per_s: f64) -> Vec<f64> {
     let weights = (0..PAGES).map(|page| (page as f64 + 1.0).powf(-0.99)).collect::<Vec<_>>();
     let sum: f64 = weights.iter().sum();
@@ -135,11 +135,11 @@ fn both(per_s: f64, keep: f64, base: Base) -> [f64; 2] {
     missed
 }
 
-/// The 2 MiB at the edge of what is kept are touched some once in two seconds, the 256 KiB some once in a quarter of a minute:
-/// a cycle sees a huge page touched that is used less, for its size, than base pages that it sees untouched. Before picking asked in
-/// how many cycles a unit was touched, classic missed 25 and 11 % of touches here, fair 19 and 10.
+/// The units at the edge of what is kept are touched about once in 2 s, the blocks about once in 15 s. So a cycle sees
+/// a huge page touched that is used less, for its size, than base pages that it sees untouched. When picking did not
+/// count in how many cycles a unit was touched, classic missed 25 and 11 % of touches here, fair 19 and 10.
 #[test]
-fn in_how_many_cycles_a_unit_was_touched_says_more_than_either_rule_of_promotion() {
+fn the_number_of_cycles_that_touched_a_unit_says_more_than_either_rule_of_promotion() {
     for (per_s, keep, most) in [(300.0, 0.3, 0.16), (300.0, 0.5, 0.11), (100.0, 0.3, 0.21)] {
         let [classic, fair] = both(per_s, keep, Base::Blocks);
         assert!(fair < 1.01 * classic && classic < most, "{fair} {classic}");
@@ -148,23 +148,23 @@ fn in_how_many_cycles_a_unit_was_touched_says_more_than_either_rule_of_promotion
 
 /// Picked by address they missed 27 %: the hottest memory comes first.
 #[test]
-fn where_every_unit_is_touched_in_every_cycle_what_goes_is_left_to_chance() {
+fn where_every_unit_is_touched_in_every_cycle_the_victims_are_random() {
     for missed in both(3000.0, 0.5, Base::Blocks) {
         assert!(missed < 0.13, "{missed}");
     }
 }
 
 #[test]
-fn where_every_huge_page_is_touched_in_every_cycle_or_the_coldest_in_none_there_is_nothing_to_be_fair_about() {
+fn where_every_huge_page_is_touched_in_every_cycle_or_the_coldest_in_none_both_rules_are_alike() {
     for (per_s, keep) in [(30.0, 0.7), (3000.0, 0.5)] {
         let [classic, fair] = both(per_s, keep, Base::Blocks);
         assert!((fair - classic).abs() < 0.01 * classic, "{fair} {classic}");
     }
 }
 
-/// And none where base pages are told by 2 MiB as well, of which one is touched as soon as the other.
+/// No less where base pages are reported by 2 MiB, too: then one unit is touched as soon as the other.
 #[test]
-fn base_pages_that_are_told_by_blocks_are_missed_less_where_every_unit_is_touched_in_every_cycle() {
+fn base_pages_that_are_reported_by_blocks_are_missed_less_where_every_unit_is_touched_in_every_cycle() {
     for promotion in 0..2 {
         let units = both(3000.0, 0.7, Base::Units)[promotion];
         let blocks = both(3000.0, 0.7, Base::Blocks)[promotion];

@@ -28,8 +28,8 @@ pub const FINE_UNITS: usize = 512;
 /// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us. So which
 /// of these blocks were touched costs no more to know.
 const AROUND: u64 = BLOCK;
-/// What a waiting thread loses before its fault is read and after it is answered, on the CPU of the lane (design §4: 3.6 us
-/// in all, less what the lane itself sees).
+/// What a waiting thread loses before its fault is read and after it is answered, on the CPU of the lane: 3.6 us
+/// measured in all, less what the lane itself sees.
 const UNSEEN: Duration = Duration::from_micros(2);
 
 /// What fault lanes tell the tracker of one VM.

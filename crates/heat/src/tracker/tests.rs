@@ -1,10 +1,11 @@
-//! A tracker that is driven as its lane does, on a made-up clock, by scripted sources.
+//! The tracker, driven as its worker does, on a made-up clock, by scripted sources.
 
 use super::*;
 use crate::AccessSource;
 use crate::record::Recording;
 use crate::scripted::Scripted;
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use proptest::collection::vec;
 use proptest::prelude::*;
 
 /// One region, all of it in memory.
@@ -31,7 +32,7 @@ fn unit(unit: u32) -> UnitId {
     UnitId { region: 0, unit }
 }
 
-/// Drive source and tracker as the lane does, on a made-up clock, until `until`.
+/// Run source and tracker as the tracking worker does, on a made-up clock, until `until`.
 fn drive(tracker: &mut Tracker, source: &mut Scripted, guest: &Guest, now: &mut Duration, until: Duration) {
     while *now < until {
         match tracker.next(*now, guest) {
@@ -77,8 +78,8 @@ fn pages_are_watched_about_as_long_as_units_are_and_no_longer_than_until_the_nex
     let mut source = Scripted::default();
     (0..8).for_each(|index| source.touch(unit(index), PageMap::first(9)));
     let mut tracker = Tracker::new(Settings::default(), 1);
-    let (mut now, mut begun, mut coarse, mut looks) = (Duration::ZERO, Duration::ZERO, Duration::ZERO, 0);
-    while looks < 5 {
+    let (mut now, mut begun, mut coarse, mut scans) = (Duration::ZERO, Duration::ZERO, Duration::ZERO, 0);
+    while scans < 5 {
         match tracker.next(now, &guest) {
             Step::Rest(pause) => now += pause,
             Step::Watch { phase, watch, window } => {
@@ -86,7 +87,7 @@ fn pages_are_watched_about_as_long_as_units_are_and_no_longer_than_until_the_nex
                     (coarse, begun) = (window, now);
                 } else {
                     assert!(window >= coarse / 2 && now + window <= begun + coarse * 2, "{window:?}");
-                    looks += 1;
+                    scans += 1;
                 }
                 source.start(&watch).expect("start");
                 now += window;
@@ -97,7 +98,7 @@ fn pages_are_watched_about_as_long_as_units_are_and_no_longer_than_until_the_nex
 }
 
 #[test]
-fn a_tracker_that_does_not_look_inside_knows_units_only() {
+fn a_tracker_without_fine_cycles_knows_units_only() {
     let mut source = Scripted::default();
     source.touch(unit(0), PageMap::first(5));
     let mut tracker = Tracker::new(Settings { fine_share: 0.0, ..Settings::default() }, 1);
@@ -154,7 +155,7 @@ fn a_recording_replays_to_the_same_heat() {
 }
 
 #[test]
-fn a_dear_source_is_asked_less_often() {
+fn an_expensive_source_runs_less_often() {
     let guest = Guest(40_000);
     let mut source = Scripted::default();
     (0..40_000).for_each(|index| source.touch(unit(index), PageMap::ALL));
@@ -166,7 +167,7 @@ fn a_dear_source_is_asked_less_often() {
 }
 
 #[test]
-fn a_cycle_that_failed_teaches_nothing_and_tracking_goes_on() {
+fn a_cycle_that_failed_changes_nothing_and_tracking_continues() {
     let guest = Guest(4);
     let mut tracker = Tracker::new(Settings::default(), 1);
     let mut source = Scripted::default();
@@ -191,7 +192,7 @@ fn a_cycle_that_failed_teaches_nothing_and_tracking_goes_on() {
 proptest! {
     #[test]
     fn any_history_leaves_known_units_with_consistent_entries_and_generations(
-        history in proptest::collection::vec((any::<bool>(), proptest::collection::vec((0u32..20, 0u64..600, 0u64..600, any::<bool>()), 0..30)), 0..60),
+        history in vec((any::<bool>(), vec((0u32..20, 0u64..600, 0u64..600, any::<bool>()), 0..30)), 0..60),
     ) {
         let guest = Guest(16);
         let mut tracker = Tracker::new(Settings::default(), 5);

@@ -1,8 +1,9 @@
-//! The tape: the last cycles, kept while somebody records them; and recorded cycles, absorbed again.
+//! Log: the last cycles, kept while a recorder asks for them; and how recorded cycles are absorbed again.
 //!
-//! Before: a recorder asks each second or so ([`Tracker::cycles_after`]). After: `record` has the file, and replays it.
-//! Threads: under the tracker's lock. Units: bytes of encoded frames. Promise: a recorder that has gone leaves nothing that
-//! grows; a cycle that is replayed leaves the same state as it did.
+//! Before: a recorder asks about every second ([`Tracker::cycles_after`]). After: `record` has the file, and replays
+//! it.
+//! Threads: under the tracker's lock. Units: bytes of encoded frames. Promise: without a recorder nothing grows; a
+//! cycle that is replayed leaves the same state as the first time.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -12,23 +13,23 @@ use crate::record::{self, Frame, Line, Recorded};
 use crate::source::{Report, Seen, UnitId};
 use crate::units::Moment;
 
-/// The last cycles, ready to be written to a file, while somebody wants them.
+/// The last cycles, ready to be written to a file, while a recorder asks for them.
 #[derive(Debug, Default)]
-pub(super) struct Tape {
+pub(super) struct CycleLog {
     wanted_until: Duration,
-    /// The regions that all frames are about.
+    /// Pages of the regions, the same for all frames.
     layout: Vec<u64>,
     frames: VecDeque<(u64, Vec<u8>)>,
     bytes: usize,
 }
 
-impl Tape {
-    /// A recorder asks each second or so; one that has been silent for this long is gone.
-    const PATIENCE: Duration = Duration::from_secs(30);
-    /// What is kept for one that is late.
+impl CycleLog {
+    /// A recorder asks about every second; after this time it is gone.
+    const TIMEOUT: Duration = Duration::from_secs(30);
+    /// Most bytes that are kept for a late recorder.
     const MOST_BYTES: usize = 16 << 20;
 
-    /// Is somebody recording?
+    /// Is there a recorder?
     pub(super) fn is_wanted(&self, now: Duration) -> bool {
         now < self.wanted_until
     }
@@ -46,20 +47,20 @@ impl Tape {
 }
 
 impl Tracker {
-    /// A recording of the cycles after number `after` that are still kept. The first call begins to keep them, and so its
-    /// answer has none; without a call for half a minute, nothing is kept any more.
+    /// A recording of the cycles after number `after` that are still kept. The first call begins to keep them and
+    /// returns none; after half a minute without a call, none are kept.
     pub fn cycles_after(&mut self, now: Duration, after: u64, source: &str) -> Vec<u8> {
-        self.tape.wanted_until = now + Tape::PATIENCE;
+        self.log.wanted_until = now + CycleLog::TIMEOUT;
         let mut out = record::header(source);
-        out.extend(Frame::Layout(self.tape.layout.clone()).encode());
-        // Another engine counted further than this one has: to whoever asks, all is news.
+        out.extend(Frame::Layout(self.log.layout.clone()).encode());
+        // The number is another engine's: the recorder has none of these.
         let after = if after > self.version { 0 } else { after };
-        let late = self.tape.frames.iter().filter(|(number, _)| *number > after);
+        let late = self.log.frames.iter().filter(|(number, _)| *number > after);
         late.for_each(|(_, frame)| out.extend(frame));
         out
     }
 
-    /// A cycle as it would be recorded: to be called before it is absorbed.
+    /// A cycle as it is recorded. Call this before the cycle is absorbed.
     pub(crate) fn recorded(&self, number: u64, ended: Duration, phase: Phase, report: &Report) -> Recorded {
         let mut seen = report.units.iter().peekable();
         let lines = match phase {

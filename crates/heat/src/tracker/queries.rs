@@ -1,7 +1,7 @@
-//! What a tracker answers: generations, cold pages, the hot set.
+//! What a tracker knows: generations, cold pages, the hot set.
 //!
-//! Before: `tracker` absorbed the reports. After: `pick` and `ages` ask.
-//! Threads: under the tracker's lock. Units: pages, units, looks (one fine cycle). Promise: nothing changes by asking.
+//! Before: `tracker` absorbed the reports. After: `pick` and `ages` read them here.
+//! Threads: under the tracker's lock. Units: pages, units, lengths of a fine cycle. Promise: nothing changes.
 
 use super::{RECENT, Tracker};
 use crate::inside::{Inside, Scanned};
@@ -14,19 +14,20 @@ impl Tracker {
         self.units.birth(unit).map(|birth| self.generations.of(birth))
     }
 
-    /// When what is in this generation by the rule of base pages was last seen touched; of the oldest, before when.
+    /// When memory of this generation, by the rule of base pages, was last seen touched. Of the oldest: no later than
+    /// this.
     pub(crate) fn seen_in(&self, generation: usize) -> Moment {
         let ends = self.recent.iter().rev().map(|(_, end)| *end);
         let first = self.recent.front().map(|(begun, _)| *begun);
         Moment::at(ends.chain(first).nth(generation).or(first).unwrap_or_default())
     }
 
-    /// Entries, ages and what is known of the inside of units.
+    /// Entries, ages and fine scans of units.
     pub fn units(&self) -> &Units {
         &self.units
     }
 
-    /// The pages of a hot-bloated unit that can go.
+    /// The cold pages of a bloated unit.
     pub fn candidates(&self, unit: UnitId) -> Option<PageMap> {
         match self.units.inside(unit)? {
             Inside::Scanned(scanned) if scanned.bloated => self.cold_pages(unit),
@@ -34,9 +35,10 @@ impl Tracker {
         }
     }
 
-    /// The pages of a scanned unit that are colder than the unit is: its last scans did not see them touched, and of such pages
-    /// the last look saw not half as many, in proportion, as looks see of all. `None` if there are none, or one look is all
-    /// there is: of a unit that is lukewarm all over it misses nearly all pages, which are as warm as the others.
+    /// The pages of a unit that are colder than the rest. Its last full scans did not see them touched, and of the
+    /// pages that scans had missed, the last scan saw touched less than half the share that scans see of all pages.
+    /// `None` if there are none, or there was only one scan: of a unit that is lukewarm all over, one scan misses
+    /// nearly all pages, which are as warm as the others.
     pub(crate) fn cold_pages(&self, unit: UnitId) -> Option<PageMap> {
         let Inside::Scanned(scanned) = self.units.inside(unit)? else { return None };
         let of = self.units.pages_of(unit);
@@ -45,9 +47,9 @@ impl Tracker {
         (scans > 1 && (2.0 * warmth < share || share == 0.0)).then(|| scanned.cold().and(PageMap::first(of)))
     }
 
-    /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A unit
-    /// that was not scanned, because it was not looked into yet or is evenly hot, counts with all its pages, and so does one
-    /// whose other pages are more likely than not to be touched as well in the time of the recent cycles: scans are short.
+    /// The hot set: each unit touched in the recent cycles, and those of its pages that recent scans saw touched. A
+    /// unit without a full scan counts with all its pages. So does a unit whose other pages are more likely than not to
+    /// be touched in the time of the recent cycles, because scans are short.
     pub fn hot_pages(&self) -> impl Iterator<Item = (UnitId, PageMap)> {
         let hot = |unit: &UnitId| self.units.entry(*unit).is_some_and(|entry| entry.age() < RECENT);
         self.units.present().filter(hot).map(|unit| {
@@ -61,19 +63,19 @@ impl Tracker {
         })
     }
 
-    /// The chance that a page that none of the recent scans of its unit saw touched is touched in the time of the recent
-    /// cycles.
+    /// The chance that a page that none of the recent scans of its unit saw touched is touched in the time of the
+    /// recent cycles.
     fn unseen(&self, scanned: &Scanned, of: u64) -> f64 {
         let (scans, _) = scanned.share_within(RECENT, of);
-        self.counts.chances().of_unit(scanned.counts(of)).after_misses(scans, self.span_in_looks())
+        self.counts.chances().of_unit(scanned.counts(of)).after_misses(scans, self.span_in_scans())
     }
 
-    /// The time of the recent cycles, in looks.
-    fn span_in_looks(&self) -> f64 {
-        if self.look.is_zero() { 1.0 } else { self.recent_span().as_secs_f64() / self.look.as_secs_f64() }
+    /// The time of the recent cycles, in lengths of a fine cycle.
+    fn span_in_scans(&self) -> f64 {
+        if self.fine_length.is_zero() { 1.0 } else { self.recent_span().as_secs_f64() / self.fine_length.as_secs_f64() }
     }
 
-    /// So many of its pages are touched in the time of the recent cycles, as far as is known.
+    /// An estimate of how many of its pages are touched in the time of the recent cycles.
     pub(crate) fn touched_pages(&self, unit: UnitId, inside: &Inside) -> u64 {
         let of = self.units.pages_of(unit);
         let chances = self.counts.chances();
@@ -81,6 +83,6 @@ impl Tracker {
             Inside::Scanned(scanned) => (chances.of_unit(scanned.counts(of)), scanned.share_within(RECENT, of).1),
             Inside::Sampled(sampled) => (chances, sampled.estimate.share),
         };
-        (chances.within(share, self.span_in_looks()) * of as f64).round() as u64
+        (chances.within(share, self.span_in_scans()) * of as f64).round() as u64
     }
 }
