@@ -201,7 +201,7 @@ fn replace(
     backing: &impl Backing,
     (holds, bytes): (Holds, &[PageBytes]),
 ) -> io::Result<FillOutcome> {
-    if let ([bytes], Holds::Zeros) = (bytes, holds) {
+    if let ([bytes], Holds::Zeros | Holds::Nothing) = (bytes, holds) {
         return match backing.write(page, bytes) {
             Ok(()) => Ok(FillOutcome::AlreadyThere),
             // The zeros are gone again, and there is no memory for a page just now.

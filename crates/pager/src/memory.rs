@@ -84,6 +84,7 @@ pub trait Mapped {
 ///
 /// # Errors
 /// The first `punch` failed. An error of a later one is none: by then the bytes may be zeros.
+#[cfg_attr(loom, allow(dead_code, reason = "called by `region`, which is not modelled"))]
 pub(crate) fn punch_until_gone(
     mut punch: impl FnMut() -> io::Result<()>,
     is_hole: impl Fn() -> io::Result<bool>,

@@ -274,6 +274,53 @@ fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
 }
 
 #[test]
+fn a_page_that_no_process_maps_any_more_keeps_no_other_page_away() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let gone = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
+    let at = rig.guest.addr() + gone as usize * PAGE_SIZE;
+    // SAFETY: nobody touches this page any more.
+    unsafe { rustix::mm::munmap(at as *mut _, PAGE_SIZE).expect("unmap") };
+    let error = rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect_err("one cannot be had");
+    assert!(error.to_string().contains(&format!("page {} ", PageIdx(gone))), "{error}");
+    let left = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count();
+    assert_eq!(left, 1, "pages that are far still");
+    assert!((0..rig.pages).all(|page| page == gone || rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
+fn each_page_is_brought_back_through_whichever_process_maps_it() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).take(400).collect();
+    let (other, _other) = another_view(&rig, 1);
+    // SAFETY: a second mapping of the same shared pages, at an address of the kernel's choice, which nothing else uses.
+    let copy = unsafe {
+        rustix::mm::mremap(rig.guest.addr() as *mut _, 0, RAM.0 as usize, rustix::mm::MremapFlags::MAYMOVE)
+            .expect("map")
+    };
+    rig.vm.add_view(other, &mapped_at(Hva(copy as u64), RAM)).expect("view");
+    // One of two neighbours is not mapped by the first process, the other one not by the second.
+    for page in &far {
+        let base = if page % 2 == 0 { rig.guest.addr() } else { copy as usize };
+        // SAFETY: nobody touches this page any more.
+        unsafe { rustix::mm::munmap((base + *page as usize * PAGE_SIZE) as *mut _, PAGE_SIZE).expect("unmap") };
+    }
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("every page is mapped somewhere");
+    assert_eq!(rig.vm.stats().get(Counter::Far), 0);
+    assert!((0..rig.pages).all(|page| page % 2 == 0 && far.contains(&page) || rig.holds(page, 1)), "a byte was lost");
+    rig.vm.remove_view(1);
+    // SAFETY: nobody touches the copy.
+    unsafe { rustix::mm::munmap(copy, RAM.0 as usize).expect("unmap") };
+}
+
+#[test]
 fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

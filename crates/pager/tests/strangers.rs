@@ -132,6 +132,20 @@ fn a_stranger_that_reads_what_is_on_disk_costs_no_byte() {
 }
 
 #[test]
+fn memory_that_somebody_allocates_in_the_place_of_far_pages_costs_no_byte() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    let far = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
+    let file = std::fs::File::options().read(true).write(true).open(file_of(&rig)).expect("open");
+    ballast_sys::memfd::allocate(&file, 0, RAM.0).expect("fallocate");
+    assert_eq!(rig.resident(), RAM, "every hole is filled");
+    check_every_page(&rig, far);
+}
+
+#[test]
 fn what_a_stranger_wrote_to_a_far_page_is_the_page_and_is_told() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

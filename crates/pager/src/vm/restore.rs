@@ -23,15 +23,19 @@ const BATCH: u64 = PAGES_PER_UNIT;
 
 impl Vm {
     /// Hold reclaim for this reason and bring every page back. Returns when none is far.
+    ///
+    /// # Errors
+    /// The first that was met. What could be brought back is back all the same.
     pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
         self.hold(kind, Some(reason));
         // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch that
         // did not see this hold is under way.
         drop(self.layout.write().expect("no panic while held"));
+        let mut done = Ok(());
         for region in self.regions() {
-            self.restore_all(&region)?;
+            done = done.and(self.restore_all(&region));
         }
-        Ok(())
+        done
     }
 
     /// Finish what the last engine left half done: these pages are far, and their file holds zeros in their place.
@@ -47,23 +51,27 @@ impl Vm {
     /// Bring every far or zero page of a region back.
     fn restore_all(&self, region: &Region) -> io::Result<()> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
+        let mut done = Ok(());
         // Words that were never written say Resident; to read them would have the kernel make memory for them.
         for written in self.state.written_words(&record)? {
             let mut next = written.start;
             while next < written.end {
                 let end = written.end.min((next + 1).next_multiple_of(BATCH));
-                self.restore_through(region, next..end, &self.views(), &mut || {
+                done = done.and(self.restore_through(region, next..end, &self.views(), &mut || {
                     std::thread::yield_now();
                     true
-                })?;
+                }));
                 next = end;
             }
         }
-        Ok(())
+        done
     }
 
     /// Bring every far or zero page of these back through one of these views. `wait` is called while a page cannot be had
     /// just now, and says whether to go on.
+    ///
+    /// # Errors
+    /// The first that was met, after all pages were tried.
     pub(super) fn restore_through(
         &self,
         region: &Region,
@@ -76,10 +84,15 @@ impl Vm {
         if region.is_removed() {
             return Ok(());
         }
-        let mut memories = views.iter().filter_map(|view| view.of_region(region));
-        let Some(mut memory) = memories.next() else { return Ok(()) };
+        let memories: Vec<_> = views.iter().filter_map(|view| view.of_region(region)).collect();
+        if memories.is_empty() {
+            return Ok(());
+        }
+        let mut done = Ok(());
         for page in region.granules(pages) {
             let (granule, key) = (region.granule(page), region.key(page));
+            let mut memory = &memories[0];
+            let mut others = memories[1..].iter();
             loop {
                 let word = granule.cell().load();
                 if !matches!(word.state(), State::Far | State::Restoring | State::Zero) {
@@ -94,19 +107,25 @@ impl Vm {
                 }
                 // As if it were in the file: then it is looked first. Who maps it without being of the VM may be why we are here.
                 let kind = FaultKind::Minor;
-                let (rescued, served) = serve(granule, key, kind, &memory, region, &self.stores, |age| age);
+                let (rescued, served) = serve(granule, key, kind, memory, region, &self.stores, |age| age);
                 self.count_rescued(rescued, granule.pages());
-                match served? {
-                    Served::Later if wait() => {}
-                    Served::Later => return Ok(()),
+                match served {
+                    Ok(Served::Later) if wait() => {}
+                    Ok(Served::Later) => return done,
                     // That process has gone, or does not map this part any more: through another one.
-                    Served::Gone => match memories.next() {
+                    Ok(Served::Gone) => match others.next() {
                         Some(next) => memory = next,
                         None => {
-                            return Err(io::Error::other(format!("no process of the VM maps page {page} any more")));
+                            let what = format!("no process of the VM maps page {page} any more");
+                            done = done.and(Err(io::Error::other(what)));
+                            break;
                         }
                     },
-                    served => {
+                    Err(error) => {
+                        done = done.and(Err(error));
+                        break;
+                    }
+                    Ok(served) => {
                         self.count(served, granule.pages());
                         self.tell(served, region.number, page);
                         break;
@@ -114,6 +133,6 @@ impl Vm {
                 }
             }
         }
-        Ok(())
+        done
     }
 }
