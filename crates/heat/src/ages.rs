@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageCount};
 
+use crate::entry::RECENT;
 use crate::generations::GENERATIONS;
 use crate::inside::Inside;
+use crate::moment::Moment;
 use crate::source::UnitId;
-use crate::tracker::{RECENT, Tracker};
-use crate::units::Moment;
+use crate::tracker::Tracker;
 
 /// Upper ends of the age buckets, in seconds. One more bucket has what is older than the last.
 pub const BUCKETS_S: [u64; 11] = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600];
@@ -238,8 +239,9 @@ impl Strip {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::Phase;
     use crate::source::{PageMap, Report, Seen};
-    use crate::tracker::{Phase, Settings};
+    use crate::tracker::Settings;
     use proptest::collection::vec;
     use proptest::prelude::*;
 

@@ -3,6 +3,8 @@
 //! Before: a source reported a cycle. After: age, frequency and skew are read from entries.
 //! Units: ages are cycles in which the page or unit was watched; a cycle that did not watch it leaves no bit.
 
+/// Number of last cycles and scans that are "recent": they define the working set and the skew of a unit.
+pub const RECENT: u32 = 3;
 /// Access history of a page or unit: a bit for each cycle that watched it, the last one in bit 0. The default is one
 /// that was never seen touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

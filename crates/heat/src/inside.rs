@@ -9,9 +9,9 @@ use ballast_base::PAGES_PER_UNIT;
 use crate::Entry;
 use crate::chance::Counts;
 use crate::generations::{self, GENERATIONS};
+use crate::moment::Moment;
 use crate::sample::Estimate;
 use crate::source::PageMap;
-use crate::units::Moment;
 
 /// Full scans of one unit whose times are kept.
 const SCANS: usize = 4;

@@ -30,6 +30,7 @@ pub mod damon;
 mod entry;
 pub mod generations;
 pub mod inside;
+pub mod moment;
 pub mod pace;
 mod pick;
 mod quota;
@@ -47,11 +48,11 @@ use ballast_base::PageIdx;
 
 pub use age::{Age, touched};
 pub use ages::{Heat, heat};
-pub use entry::Entry;
+pub use entry::{Entry, RECENT};
 pub use pick::{HeatSource, push_run};
 pub use shared::VmHeat;
-pub use source::{AccessSource, PageMap, Report, Seen, UnitId, Watch};
-pub use tracker::{Phase, RECENT, Settings, Step, Tracker};
+pub use source::{AccessSource, PageMap, Phase, Report, Seen, UnitId, Watch};
+pub use tracker::{Settings, Step, Tracker};
 
 /// A run of candidate pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

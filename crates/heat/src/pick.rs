@@ -29,11 +29,11 @@ use crate::age::Age;
 use crate::entry::Entry;
 use crate::generations::{Blocks, GENERATIONS};
 use crate::inside::Inside;
+use crate::moment::Moment;
 use crate::sample::SplitMix64;
 use crate::shared::VmHeat;
 use crate::source::{PageMap, UnitId};
 use crate::tracker::Tracker;
-use crate::units::Moment;
 use crate::{ColdRun, Pages, Pick};
 
 const OLDEST: u8 = 0;
@@ -241,9 +241,10 @@ pub fn push_run(out: &mut Vec<ColdRun>, region: u32, first: PageIdx, count: u64)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::Phase;
     use crate::source::{Report, Seen};
     use crate::touched;
-    use crate::tracker::{Phase, Settings};
+    use crate::tracker::Settings;
     use proptest::collection::vec;
     use proptest::prelude::*;
     use std::cell::RefCell;

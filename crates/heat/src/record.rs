@@ -23,8 +23,7 @@ use std::time::Duration;
 use ballast_base::PAGES_PER_UNIT;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::source::{Cost, PageMap, Seen, UnitId};
-use crate::tracker::{Phase, Settings, Tracker};
+use crate::source::{Cost, PageMap, Phase, Seen, UnitId};
 
 const MAGIC: &[u8; 8] = b"BLSTHEAT";
 /// Version of the file's layout.
@@ -257,21 +256,6 @@ impl Recording {
         out
     }
 
-    /// Feed it to a new tracker. `each` is called after each cycle.
-    pub fn replay(&self, settings: Settings, mut each: impl FnMut(&Tracker, &Recorded)) -> Tracker {
-        let mut tracker = Tracker::new(settings, 0);
-        for frame in &self.frames {
-            match frame {
-                Frame::Layout(regions) => tracker.units.layout(regions.iter().copied()),
-                Frame::Cycle(cycle) => {
-                    tracker.replay(cycle);
-                    each(&tracker, cycle);
-                }
-            }
-        }
-        tracker
-    }
-
     /// The cycles.
     pub fn cycles(&self) -> impl DoubleEndedIterator<Item = &Recorded> {
         self.frames.iter().filter_map(|frame| match frame {
@@ -376,6 +360,7 @@ fn read_line(body: &mut Reader<'_>, last: Option<UnitId>, layout: &[u64]) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Settings;
     use proptest::prelude::*;
 
     const REGIONS: [u64; 2] = [20 * PAGES_PER_UNIT, 7 * PAGES_PER_UNIT - 100];

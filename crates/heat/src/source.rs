@@ -135,6 +135,15 @@ pub struct Watch {
     pub fine: Vec<FineWatch>,
 }
 
+/// What a cycle is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// All units, as wholes: generations age by it.
+    Coarse,
+    /// Chosen units, page by page.
+    Fine,
+}
+
 /// What was seen of one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {

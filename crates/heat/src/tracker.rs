@@ -11,8 +11,9 @@
 //! | coarse window: all units | fine: chosen ones |   | coarse ...
 //! ```
 
-mod log;
+mod cycle_log;
 mod queries;
+mod replay;
 #[cfg(test)]
 mod tests;
 
@@ -21,19 +22,19 @@ use std::time::Duration;
 
 use crate::Pages;
 use crate::chance::Counts;
+use crate::entry::RECENT;
 use crate::generations::{GENERATIONS, Generations, Promotion};
 use crate::inside::Inside;
+use crate::moment::Moment;
 use crate::pace::{Budget, Pace};
 use crate::quota::Quota;
 use crate::record::Frame;
 use crate::sample::SplitMix64;
-use crate::source::{PageMap, Report, Seen, UnitId, Watch};
+use crate::source::{PageMap, Phase, Report, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
-use crate::units::{Moment, Units};
-use log::CycleLog;
+use crate::units::Units;
+use cycle_log::CycleLog;
 
-/// Number of last cycles and scans that are "recent": they define the working set and the skew of a unit.
-pub const RECENT: u32 = 3;
 /// A fine scan is forgotten after this time.
 const KEEP_INSIDE: Duration = Duration::from_secs(600);
 /// After this time without a coarse cycle, what is known is stale.
@@ -73,15 +74,6 @@ impl Default for Settings {
             promotion: Promotion::Fair,
         }
     }
-}
-
-/// What a cycle is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
-    /// All units, as wholes: generations age by it.
-    Coarse,
-    /// Chosen units, page by page.
-    Fine,
 }
 
 /// What the tracking worker does next.

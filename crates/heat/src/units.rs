@@ -12,25 +12,10 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
 use crate::generations::Blocks;
 use crate::inside::{Inside, Sampled, Scanned};
+use crate::moment::Moment;
 use crate::sample::Estimate;
 use crate::source::{PageMap, UnitId};
 use crate::{Entry, Pages, RECENT};
-
-/// A moment: tenths of a second since tracking began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Moment(pub u32);
-
-impl Moment {
-    /// Rounded down; at most 13 years.
-    pub fn at(since_start: Duration) -> Self {
-        Self(u32::try_from(since_start.as_millis() / 100).unwrap_or(u32::MAX))
-    }
-
-    /// From an earlier moment to this one.
-    pub fn since(self, earlier: Self) -> Duration {
-        Duration::from_millis(u64::from(self.0.saturating_sub(earlier.0)) * 100)
-    }
-}
 
 /// The columns of one region; the index is the unit.
 #[derive(Clone, Debug, Default)]

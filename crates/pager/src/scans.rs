@@ -23,8 +23,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::region::{Region, Registered};
 use crate::rwp_scan::{self, Run, RwpScan};
-use crate::touch::FINE_UNITS;
-use crate::vm::{KeepRegistered, Vm};
+use crate::touch::{FINE_UNITS, KeepRegistered};
+use crate::vm::Vm;
 use crate::zap_scan::{self, Watched, ZapScan};
 
 /// See above.

@@ -44,6 +44,16 @@ pub(crate) struct Touches {
     waited_ns: AtomicU64,
 }
 
+/// While it lives, a cycle runs and no chunk is unregistered.
+#[derive(Debug)]
+pub(crate) struct KeepRegistered<'a>(&'a Touches);
+
+impl Drop for KeepRegistered<'_> {
+    fn drop(&mut self) {
+        self.0.running.store(false, Ordering::Release);
+    }
+}
+
 /// One unit that is watched page by page.
 #[derive(Debug, Default)]
 struct Slot {
@@ -82,12 +92,13 @@ impl Touches {
         self.waited_ns.store(0, Ordering::Relaxed);
     }
 
-    /// A cycle begins or is over.
-    pub fn set_running(&self, running: bool) {
-        self.running.store(running, Ordering::Release);
+    /// A cycle runs until what this returns is dropped.
+    pub fn begin_cycle(&self) -> KeepRegistered<'_> {
+        self.running.store(true, Ordering::Release);
+        KeepRegistered(self)
     }
 
-    /// Does one run?
+    /// Does a cycle run?
     pub fn is_running(&self) -> bool {
         self.running.load(Ordering::Acquire)
     }

@@ -40,7 +40,6 @@ mod views;
 mod write_back;
 
 pub use account::{Census, Whereabouts};
-pub(crate) use views::KeepRegistered;
 pub use write_back::WrittenBack;
 
 /// Settings of the two loops.

@@ -27,8 +27,9 @@ fn crates() -> Vec<PathBuf> {
     found
 }
 
-/// The text of a source without comments, strings and what follows the first module of tests.
+/// The text of a source without comments, strings and what follows the first module of tests, if that is in the file.
 fn strip(text: &str) -> String {
+    let text = &text.replace("#[cfg(test)]\nmod tests;\n", "");
     let end =
         ["#[cfg(test)]\nmod ", "#[cfg(all(test", "#[cfg(test)]\npub"].iter().filter_map(|mark| text.find(mark)).min();
     let mut out = String::new();

@@ -3,10 +3,12 @@
 //! Before: `tracker` absorbed the reports. After: `pick` and `ages` read them here.
 //! Threads: under the tracker's lock. Units: pages, units, lengths of a fine cycle. Promise: nothing changes.
 
-use super::{RECENT, Tracker};
+use super::Tracker;
+use crate::entry::RECENT;
 use crate::inside::{Inside, Scanned};
+use crate::moment::Moment;
 use crate::source::{PageMap, UnitId};
-use crate::units::{Moment, Units};
+use crate::units::Units;
 
 impl Tracker {
     /// The generation of a unit with pages in memory: 0 is the youngest.

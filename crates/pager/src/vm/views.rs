@@ -19,18 +19,9 @@ use crate::evict::Run;
 use crate::page_state::{State, Word};
 use crate::region::{Region, Registered};
 use crate::stats::Counter;
+use crate::touch::KeepRegistered;
 use crate::view::View;
 use crate::{coalesce, lane};
-
-/// While it lives, no chunk is unregistered: a cycle of tracking runs. See [`Vm::keep_registered`].
-#[derive(Debug)]
-pub(crate) struct KeepRegistered<'a>(&'a Vm);
-
-impl Drop for KeepRegistered<'_> {
-    fn drop(&mut self) {
-        self.0.touches.set_running(false);
-    }
-}
 
 impl Vm {
     /// Serve one more process that maps this VM's RAM.
@@ -169,8 +160,7 @@ impl Vm {
     /// A cycle of tracking begins: what is registered stays so until what this returns is dropped.
     pub(crate) fn keep_registered(&self) -> KeepRegistered<'_> {
         let _one = self.registering.lock().expect("no panic while held");
-        self.touches.set_running(true);
-        KeepRegistered(self)
+        self.touches.begin_cycle()
     }
 
     /// Give chunks without far, zero or quarantined pages back to the kernel, unless a cycle of tracking runs.

@@ -1,62 +1,27 @@
-//! Log: the last cycles, kept while a recorder asks for them; and how recorded cycles are absorbed again.
+//! Replay: hands a recorder the last cycles, and absorbs recorded cycles again.
 //!
-//! Before: a recorder asks about every second ([`Tracker::cycles_after`]). After: `record` has the file, and replays
-//! it.
-//! Threads: under the tracker's lock. Units: bytes of encoded frames. Promise: without a recorder nothing grows; a
-//! cycle that is replayed leaves the same state as the first time.
+//! Before: a recorder asks about every second ([`Tracker::cycles_after`]). After: `record` has the file, and a new tracker
+//! absorbs it. Threads: under the tracker's lock. Units: bytes of encoded frames.
+//! Promise: a cycle that is replayed leaves the same state as the first time.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::HashSet;
 use std::time::Duration;
 
-use super::{Phase, Tracker};
-use crate::record::{self, Frame, Line, Recorded};
-use crate::source::{Report, Seen, UnitId};
-use crate::units::Moment;
-
-/// The last cycles, ready to be written to a file, while a recorder asks for them.
-#[derive(Debug, Default)]
-pub(super) struct CycleLog {
-    wanted_until: Duration,
-    /// Pages of the regions, the same for all frames.
-    layout: Vec<u64>,
-    frames: VecDeque<(u64, Vec<u8>)>,
-    bytes: usize,
-}
-
-impl CycleLog {
-    /// A recorder asks about every second; after this time it is gone.
-    const TIMEOUT: Duration = Duration::from_secs(30);
-    /// Most bytes that are kept for a late recorder.
-    const MOST_BYTES: usize = 16 << 20;
-
-    /// Is there a recorder?
-    pub(super) fn is_wanted(&self, now: Duration) -> bool {
-        now < self.wanted_until
-    }
-
-    pub(super) fn push(&mut self, layout: Vec<u64>, number: u64, frame: Vec<u8>) {
-        if self.layout != layout {
-            *self = Self { wanted_until: self.wanted_until, layout, ..Self::default() };
-        }
-        self.bytes += frame.len();
-        self.frames.push_back((number, frame));
-        while self.bytes > Self::MOST_BYTES && self.frames.len() > 1 {
-            self.bytes -= self.frames.pop_front().map_or(0, |(_, frame)| frame.len());
-        }
-    }
-}
+use super::{Settings, Tracker};
+use crate::moment::Moment;
+use crate::record::{self, Frame, Line, Recorded, Recording};
+use crate::source::{Phase, Report, Seen, UnitId};
 
 impl Tracker {
     /// A recording of the cycles after number `after` that are still kept. The first call begins to keep them and
     /// returns none; after half a minute without a call, none are kept.
     pub fn cycles_after(&mut self, now: Duration, after: u64, source: &str) -> Vec<u8> {
-        self.log.wanted_until = now + CycleLog::TIMEOUT;
+        self.log.keep(now);
         let mut out = record::header(source);
-        out.extend(Frame::Layout(self.log.layout.clone()).encode());
+        out.extend(Frame::Layout(self.log.layout().to_vec()).encode());
         // The number is another engine's: the recorder has none of these.
         let after = if after > self.version { 0 } else { after };
-        let late = self.log.frames.iter().filter(|(number, _)| *number > after);
-        late.for_each(|(_, frame)| out.extend(frame));
+        self.log.frames_after(after).for_each(|frame| out.extend(frame));
         out
     }
 
@@ -82,7 +47,7 @@ impl Tracker {
     }
 
     /// Absorb a recorded cycle.
-    pub(crate) fn replay(&mut self, cycle: &Recorded) {
+    fn replay(&mut self, cycle: &Recorded) {
         let (at, birth) = (Moment::at(cycle.begun), self.generations.youngest());
         if cycle.phase == Phase::Coarse {
             let listed: HashSet<UnitId> = cycle.lines.iter().map(|line| line.unit).collect();
@@ -97,5 +62,22 @@ impl Tracker {
         let report = Report { units, cost: cycle.cost };
         self.begun = cycle.begun;
         self.absorb(cycle.ended, cycle.phase, &report);
+    }
+}
+
+impl Recording {
+    /// Feed it to a new tracker. `each` is called after each cycle.
+    pub fn replay(&self, settings: Settings, mut each: impl FnMut(&Tracker, &Recorded)) -> Tracker {
+        let mut tracker = Tracker::new(settings, 0);
+        for frame in &self.frames {
+            match frame {
+                Frame::Layout(regions) => tracker.units.layout(regions.iter().copied()),
+                Frame::Cycle(cycle) => {
+                    tracker.replay(cycle);
+                    each(&tracker, cycle);
+                }
+            }
+        }
+        tracker
     }
 }
