@@ -53,9 +53,6 @@ RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
     cargo build --target x86_64-unknown-linux-gnu -p ballast-sys -p ballast-pager --tests
 # The newest program of this name is the one just built.
 program() { ls -t "$target/x86_64-unknown-linux-gnu/debug/deps/$1"-* | grep -v '\.d$' | head -n 1; }
-# Emulated, a touch may meet the very moment in which its unit is mapped huge, and the kernel puts that off; a VM that is held then
-# has nobody to do it later, which this test of a cycle's end does not expect.
-unlike=a_vm_is_tracked_when_asked_and_left_alone_while_it_is_held
 QEMU_MEMORY=4G REQUIRE=rwp,uffd,collapse,hwpoison exec scripts/in-qemu.sh "$out/vmlinuz" "$(program ballast_sys) remote" \
-    "$(program unregister)" "$(program answered)" "$(program rwp)" "$(program track) --skip $unlike" "$(program coalesce)" \
+    "$(program unregister)" "$(program answered)" "$(program rwp)" "$(program track)" "$(program coalesce)" \
     "$(program shard)" "$(program native)" "$(program memory_error)"

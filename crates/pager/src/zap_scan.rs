@@ -28,7 +28,7 @@ use crate::memory::Mapped;
 use crate::page_state::State;
 use crate::region::Region;
 use crate::touch::{map_huge, map_resident};
-use crate::unit::Mapping;
+use crate::unit::{Mapping, Stage};
 use crate::units::UnitState;
 use crate::vm::Vm;
 
@@ -78,6 +78,19 @@ impl Watched {
     fn first(&self) -> PageIdx {
         PageIdx::first_of_unit(self.number())
     }
+
+    /// Is it mapped by one entry, and watched as that?
+    fn is_whole(&self) -> bool {
+        self.huge && self.pages.is_none()
+    }
+
+    /// Have its next touch map all of it.
+    fn watch_whole(&self) {
+        if !self.unit().as_whole().watch(|| is_resident(&self.region, self.number())) {
+            // Pages of it are away, or reclaim is about to take some.
+            self.unit().tear();
+        }
+    }
 }
 
 impl<'a> ZapScan<'a> {
@@ -113,10 +126,8 @@ impl<'a> ZapScan<'a> {
         for watched in units {
             let unit = watched.unit();
             unit.track();
-            let whole = watched.huge && watched.pages.is_none();
-            if whole && !unit.as_whole().watch(|| is_resident(&watched.region, watched.number())) {
-                // Pages of it are away, or reclaim is about to take some.
-                unit.tear();
+            if watched.is_whole() {
+                watched.watch_whole();
             } else if !watched.huge && watched.region.granule_pages() == 1 {
                 unit.zap();
             }
@@ -133,6 +144,17 @@ impl<'a> ZapScan<'a> {
             }
             let kept = view.zap(&ranges)?;
             vm.keep_parts(view, &kept);
+        }
+        // A fault that was raised before the zap may have been served since the unit was watched: then the unit was mapped, and
+        // the zap has unmapped it. Nobody would map it again.
+        for watched in units.iter().filter(|watched| watched.is_whole()) {
+            let unit = watched.unit();
+            while unit.as_whole().is_mapping() {
+                std::thread::yield_now();
+            }
+            if unit.is_huge() && unit.as_whole().stage() == Stage::Plain {
+                watched.watch_whole();
+            }
         }
         // Held from here on so that no region is unplugged meanwhile.
         let _layout = vm.layout();

@@ -96,6 +96,34 @@ fn exactly_the_pages_that_were_touched_are_reported_and_the_units_are_huge_again
 }
 
 #[test]
+fn units_that_are_touched_while_one_cycle_follows_another_are_all_huge_again() {
+    const TURNS: u64 = 100;
+    let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
+    let mut source = Scans::new(&rig.vm);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let (rig, done) = (&rig, &done);
+            scope.spawn(move || {
+                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+                while !done.load(Ordering::Relaxed) {
+                    assert!(rig.holds(random(&state) % rig.pages, 1), "a byte was lost");
+                }
+            });
+        }
+        let _end = Finally(|| done.store(true, Ordering::Relaxed));
+        for _ in 0..TURNS {
+            // A fault of the first one may be served when the second has begun, and is about to zap what it maps.
+            for _ in 0..2 {
+                source.start(&all()).expect("start");
+                source.end().expect("end");
+            }
+            until("all of it is huge", || rig.mapped_huge() == RAM);
+        }
+    });
+}
+
+#[test]
 fn of_a_sample_only_its_pages_cost_a_fault() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     let mut source = Scans::new(&rig.vm);
