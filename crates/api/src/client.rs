@@ -134,6 +134,16 @@ impl Client {
         self.json(Method::PATCH, &vm_path(name), body(patch))
     }
 
+    /// Have all of a VM brought back and kept in memory, whatever its limit. Answers its state now; it takes a while.
+    pub fn restore(&self, name: &str) -> Result<VmStat, ClientError> {
+        self.json(Method::PUT, &(vm_path(name) + "/restore"), Vec::new())
+    }
+
+    /// Its limit counts again.
+    pub fn end_restore(&self, name: &str) -> Result<VmStat, ClientError> {
+        self.json(Method::DELETE, &(vm_path(name) + "/restore"), Vec::new())
+    }
+
     /// The last decisions about a VM, oldest first.
     pub fn decisions(&self, name: &str) -> Result<Vec<DecisionRecord>, ClientError> {
         self.get(&(vm_path(name) + "/decisions"))

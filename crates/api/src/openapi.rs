@@ -97,7 +97,7 @@ fn with_number(operation: OperationBuilder, name: &str, description: &str) -> Op
 }
 
 fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
-    use HttpMethod::{Get, Patch, Put};
+    use HttpMethod::{Delete, Get, Patch, Put};
     let missing = ("404", "No VM has that name");
     let bad_query = ("400", "The query has an unknown key or a value out of range");
     let body = |schema: &str| {
@@ -126,6 +126,22 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             with_name(operation("patchVm", "Change one VM; answers its new state", Answer::One("VmStat"), &refused))
                 .request_body(body("VmPatch"))
                 .build(),
+        ),
+        (
+            "/v1/vms/{name}/restore",
+            Put,
+            with_name(operation(
+                "restoreVm",
+                "Bring all of one VM back and keep it in memory, whatever its limit; answers its state now",
+                Answer::One("VmStat"),
+                &[missing],
+            ))
+            .build(),
+        ),
+        (
+            "/v1/vms/{name}/restore",
+            Delete,
+            with_name(operation("endRestore", "Let its limit count again", Answer::One("VmStat"), &[missing])).build(),
         ),
         (
             "/v1/vms/{name}/decisions",

@@ -92,6 +92,14 @@ pub enum VmCommand {
         #[arg(value_name = "BYTES|none")]
         limit: LimitArg,
     },
+    /// Bring all of a VM back and keep it in memory, whatever its limit: before a core dump
+    Restore {
+        /// The VM's name
+        name: String,
+        /// Let its limit count again
+        #[arg(long)]
+        end: bool,
+    },
     /// Say what a VM is worth when memory is short; what is not named stays
     Set(SetArgs),
 }

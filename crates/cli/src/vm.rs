@@ -1,8 +1,9 @@
 //! `ballast vm`: list, one screen about one, its heat, its limit, and what it is worth.
 
 use std::fmt::Write;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use ballast_api::{Client, ClientError, Latency, Psi, VmPatch, VmStat};
 use ballast_base::{Bytes, PAGE_SIZE};
 
@@ -31,6 +32,18 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .with_context(|| format!("Setting the limit of VM {name}"))?;
             if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
         }
+        VmCommand::Restore { name, end: true } => {
+            let vm = client.end_restore(name).map_err(|error| explain(client, name, error))?;
+            if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: its limit counts again\n"))?) }
+        }
+        VmCommand::Restore { name, end: false } => {
+            let vm = restore(client, name).with_context(|| format!("Bringing all of VM {name} back"))?;
+            let resident = show::size(vm.resident_bytes);
+            let text = format!(
+                "VM {name}: all of it is in memory ({resident}) and stays there until `ballast vm restore {name} --end`\n"
+            );
+            if json { show::json(&vm) } else { Ok(show::print(&text)?) }
+        }
         VmCommand::Set(args) => {
             let name = &args.name;
             let patch = VmPatch {
@@ -47,6 +60,35 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
                 .with_context(|| format!("Setting what VM {name} is worth"))?;
             if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: {}\n", worth(&vm)))?) }
         }
+    }
+}
+
+/// Have all of a VM brought back, and wait until it is.
+fn restore(client: &Client, name: &str) -> Result<VmStat> {
+    /// From one look to the next.
+    const PAUSE: Duration = Duration::from_millis(100);
+    /// How long nothing may come back before it is given up.
+    const PATIENCE: Duration = Duration::from_secs(60);
+    let mut vm = client.restore(name).map_err(|error| explain(client, name, error))?;
+    let mut changed = Instant::now();
+    loop {
+        // What is registered is not mapped everywhere. A page that is lost keeps its surroundings registered.
+        let left = |vm: &VmStat| {
+            let registered = if vm.poisoned_bytes > 0 { 0 } else { vm.registered_bytes };
+            [vm.far_bytes, vm.zero_bytes, vm.quarantine_bytes, registered]
+        };
+        if left(&vm) == [0; 4] {
+            return Ok(vm);
+        }
+        if changed.elapsed() > PATIENCE {
+            bail!("{} are still far and no more comes back; `ballast events` may say why", show::size(vm.far_bytes));
+        }
+        std::thread::sleep(PAUSE);
+        let now = client.vm(name).map_err(|error| explain(client, name, error))?;
+        if left(&now) != left(&vm) {
+            changed = Instant::now();
+        }
+        vm = now;
     }
 }
 

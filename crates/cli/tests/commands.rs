@@ -95,6 +95,15 @@ impl Backend for Canned {
         vm.class = vm.settings.class;
         Ok(vm.clone())
     }
+    fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
+        let mut vms = self.0.lock().expect("lock");
+        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(ChangeError::NotFound)?;
+        if kept {
+            vm.resident_bytes += vm.far_bytes;
+            (vm.far_bytes, vm.zero_bytes, vm.quarantine_bytes, vm.registered_bytes) = (0, 0, 0, 0);
+        }
+        Ok(vm.clone())
+    }
     fn host(&self) -> HostStat {
         HostStat {
             version: "0.1.0".into(),
@@ -280,6 +289,10 @@ fn people_read_tables() {
     assert_eq!(rows, ["db", "web-1"], "{frame}");
     assert!(fine(&daemon.socket, &["vm", "limit", "db", "1G"]).contains("limit 1 GiB"));
     assert!(fine(&daemon.socket, &["vm", "limit", "db", "64MiB"]).contains("goes far"));
+    let restored = fine(&daemon.socket, &["vm", "restore", "web-1"]);
+    assert!(restored.contains("stays there until `ballast vm restore web-1 --end`"), "{restored}");
+    assert!(fine(&daemon.socket, &["vm", "restore", "web-1", "--end"]).contains("its limit counts again"));
+    assert_eq!(ballast(&daemon.socket, &["vm", "restore", "nobody"]).0, 3);
     for shell in ["bash", "zsh", "fish"] {
         assert!(fine(&daemon.socket, &["completions", shell]).contains("ballast"), "{shell}");
     }

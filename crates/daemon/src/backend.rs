@@ -31,6 +31,9 @@ use crate::tracking;
 /// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
 pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
 
+/// Why a VM is held that an operator had restored.
+pub const KEPT: &str = "an operator wants all of it in memory (`ballast vm restore NAME --end` ends that)";
+
 /// A VM the engine serves.
 #[derive(Debug)]
 pub struct Served {
@@ -61,10 +64,10 @@ impl Served {
         reason: String,
         then: impl FnOnce(io::Result<()>) + Send + 'static,
     ) -> io::Result<()> {
-        self.vm.hold(kind, Some(reason.clone()));
+        self.vm.hold(kind, Some(reason));
         let vm = self.vm.clone();
         self.jobs.begin("restore", move || {
-            let result = vm.restore_for(kind, reason);
+            let result = vm.restore();
             if let Err(error) = &result {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
@@ -234,6 +237,24 @@ impl Backend for Host {
                 after.headroom_percent
             );
             self.events.add(Some(name.to_owned()), "settings", text);
+        }
+        Ok(stat(&served))
+    }
+
+    fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
+        let served = self.by_name(name).ok_or(ChangeError::NotFound)?;
+        let vm = &served.vm;
+        // The word first: an engine that takes over now goes on with it.
+        let was = vm.state.kept();
+        vm.state.set_kept(kept);
+        if kept {
+            served.restore(Hold::Kept, KEPT.into(), |_| ()).map_err(|error| ChangeError::Invalid(error.to_string()))?;
+        } else {
+            vm.hold(Hold::Kept, None);
+        }
+        if was != kept {
+            let text = if kept { "all of it comes back and stays in memory" } else { "its limit counts again" };
+            self.events.add(Some(name.to_owned()), "restore", format!("{name}: {text}"));
         }
         Ok(stat(&served))
     }

@@ -189,3 +189,52 @@ fn what_nobody_can_come_to_any_more_is_not_written_back() {
     until("the VM is gone", || has_event(&daemon, "gone") && daemon.host().store_bytes == 0);
     assert!(!has_event(&daemon, "writing-back"), "{}", daemon.log());
 }
+
+/// Pages of the VMM's RAM that somebody who dumps its memory does not find, by the file that debuggers read.
+fn pages_missing_in_a_dump(vmm: &Vmm) -> u64 {
+    use std::os::unix::fs::FileExt;
+    let pid = vmm.child.id();
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("the VMM runs");
+    // It may be cut into several mappings where parts of it are registered.
+    let ranges = maps.lines().filter(|line| line.contains("guest-ram")).map(|line| {
+        let (range, _) = line.split_once(' ').expect("a range");
+        let (start, end) = range.split_once('-').expect("two ends");
+        [start, end].map(|text| u64::from_str_radix(text, 16).expect("hexadecimal"))
+    });
+    let memory = std::fs::File::open(format!("/proc/{pid}/mem")).expect("open its memory");
+    let mut word = [0; 8];
+    let addresses = ranges.flat_map(|[start, end]| (start..end).step_by(4096));
+    let found = addresses.zip(0u64..).filter(|(address, page)| {
+        let read = memory.read_exact_at(&mut word, *address);
+        read.is_ok() && u64::from_le_bytes(word) == page * 7919 + 1
+    });
+    PAGES - found.count() as u64
+}
+
+#[test]
+fn a_dump_of_a_vmm_is_whole_after_an_operator_had_its_memory_restored_and_the_limit_stays() {
+    let Some(program) = Program::compile() else { return };
+    let daemon = Daemon::start(QUICK);
+    let mut vmm = program.start(&daemon, "core", "memfd", PAGES);
+    squeeze(&daemon, "core");
+    assert!(pages_missing_in_a_dump(&vmm) > PAGES / 2, "what is far is not in it");
+    let ballast = std::path::PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    let restore = |words: &[&str]| {
+        let mut command = std::process::Command::new(&ballast);
+        command.arg("--socket").arg(daemon.dir().join("api.sock")).args(["vm", "restore", "core"]).args(words);
+        let output = command.output().expect("run ballast");
+        assert!(output.status.success(), "{output:?}\n{}", daemon.log());
+    };
+    restore(&[]);
+    assert_eq!(pages_missing_in_a_dump(&vmm), 0);
+    // The next engine keeps it so.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    let vm = daemon.vm("core");
+    assert_eq!((vm.limit_bytes, vm.far_bytes, vm.status), (Some(LIMIT), 0, VmStatus::Blocked), "{vm:?}");
+    let reason = || daemon.vm("core").status_reason.unwrap_or_default();
+    until("it says why", || reason().contains("--end"));
+    restore(&["--end"]);
+    until("its limit is held again", || daemon.vm("core").resident_bytes <= LIMIT);
+    assert_eq!(vmm.ask("verify"), "wrong 0");
+}

@@ -173,7 +173,7 @@ impl Lane<'_> {
                     vm.over_limit.store(false, Ordering::Relaxed);
                     self.release_all();
                 }
-                return if rest == Rest::Unlimited { self.settle() } else { Ok(IDLE) };
+                return if rest == Rest::StoreRefused { Ok(IDLE) } else { self.settle() };
             }
         };
         let resident = vm.resident()?.bytes().0;
@@ -243,7 +243,8 @@ impl Lane<'_> {
     /// Nothing is to be reclaimed: let go of what need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
         // Tracking sees touches only of what is registered.
-        if self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.is_tracked() {
+        let is_watched = self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.views().is_empty();
+        if is_watched && !self.vm.is_tracked() {
             let _layout = self.vm.layout();
             for region in self.vm.regions() {
                 self.vm.unregister_settled(&region)?;

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! 0        magic, layout version, VM id, epoch, limit, engine pid and start time, region count, end of used space,
-//!          target, settings (words added later: zero says nothing)
+//!          target, settings, kept (words added later: zero says nothing)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes
 //! 4096     counters          8192  histograms          32768  end of the header
@@ -62,8 +62,9 @@ enum Field {
     End = 9,
     Target = 10,
     Settings = 11,
+    Kept = 11 + SETTINGS,
 }
-const FIELDS: usize = 11 + SETTINGS;
+const FIELDS: usize = 12 + SETTINGS;
 /// Words of what the operator said of the VM beside its limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 /// What a region's record says of its end; zero while it lives.
@@ -222,6 +223,16 @@ impl StateFile {
         for (at, word) in settings.into_iter().enumerate() {
             self.words()[Field::Settings as usize + at].store(word, Ordering::Release);
         }
+    }
+
+    /// Does an operator want all of the VM in memory, whatever its limit?
+    pub fn kept(&self) -> bool {
+        self.get(Field::Kept) != 0
+    }
+
+    /// Change that.
+    pub fn set_kept(&self, kept: bool) {
+        self.set(Field::Kept, kept.into());
     }
 
     /// The engine that serves the VM, as pid and start time; `None` before the first.
@@ -392,6 +403,8 @@ mod tests {
         assert_eq!((file.target(), file.settings()), (None, [0; SETTINGS]), "new words say nothing");
         file.set_target(Some(Bytes(1 << 29)));
         file.set_settings([1, 2, 3, 4, u64::MAX]);
+        assert!(!file.kept());
+        file.set_kept(true);
         let first = file.add_region(some_file(), Bytes(0), PageCount(20_000)).expect("add");
         let second = file.add_region(some_file(), Bytes(1 << 30), PageCount(1)).expect("add");
         assert_eq!((first, second, file.take_over(10, 99)), (0, 1, 1));
@@ -403,6 +416,7 @@ mod tests {
         assert_eq!((again.id(), again.name().as_str()), (VmId([7; 16]), "web-1"));
         assert_eq!((again.limit(), again.engine()), (Some(Bytes(1 << 30)), Some((10, 99))));
         assert_eq!((again.target(), again.settings()), (Some(Bytes(1 << 29)), [1, 2, 3, 4, u64::MAX]));
+        assert!(again.kept());
         again.set_target(None);
         assert_eq!((file.target(), file.limit()), (None, Some(Bytes(1 << 30))));
         assert_eq!(again.take_over(11, 100), 2);

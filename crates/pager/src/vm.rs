@@ -85,10 +85,12 @@ pub enum Hold {
     Unchecked,
     /// No keeper runs, so nobody would replace this engine.
     Orphaned,
+    /// An operator wants all of it in memory.
+    Kept,
 }
 
 impl Hold {
-    const COUNT: usize = 4;
+    const COUNT: usize = 5;
 }
 
 /// Something an operator should know.

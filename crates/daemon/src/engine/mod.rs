@@ -25,7 +25,7 @@ use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{Budget, Codec, FileOptions, FileStore, RamOptions, RamStore, Store};
 use ballast_sys::scm;
 
-use crate::backend::{Host, Served};
+use crate::backend::{Host, KEPT, Served};
 use crate::config::Compression;
 use crate::events::Events;
 use crate::http::{self, PeerPolicy};
@@ -428,6 +428,7 @@ impl Engine {
             vm.set_may_pin();
         }
         vm.hold(Hold::Pinned, pinned);
+        vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
         vm.start()?;
         let served = Arc::new(Served::new(vm, store, file.opened(), vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
@@ -476,6 +477,8 @@ impl Engine {
         if served.vm.is_pinned() {
             // Nobody waits for this one: the hold has been there since the VM was opened.
             served.restore(Hold::Pinned, served.vm.held().unwrap_or_default(), |_| ())?;
+        } else if served.vm.is_held_for(Hold::Kept) {
+            served.restore(Hold::Kept, KEPT.into(), |_| ())?;
         }
         self.watch.send(served.clone()).context("Asking the watch to look")
     }

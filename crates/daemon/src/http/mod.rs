@@ -36,6 +36,8 @@ pub trait Backend: Control + Send + Sync + 'static {
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
     /// Change what the operator says of a VM, all of it or nothing; answers its state after the change.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
+    /// Bring all of a VM back and keep it in memory, or let its limit count again; answers its state now.
+    fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
     /// The host and Ballast itself.
     fn host(&self) -> HostStat;
     /// Recent events, oldest first.

@@ -14,7 +14,7 @@ use axum::extract::{Path, Request, State, rejection::PathRejection};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, put};
 use ballast_api::{DEFAULT_CELLS, HeatPatch, MAX_BODY_BYTES, MAX_CELLS, Problem, VmPatch};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
@@ -56,6 +56,7 @@ pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Durat
     Router::new()
         .route("/v1/vms", get(vms))
         .route("/v1/vms/{name}", get(vm).patch(patch_vm))
+        .route("/v1/vms/{name}/restore", put(restore).delete(end_restore))
         .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
         .merge(control::routes())
@@ -192,6 +193,24 @@ async fn patch_vm(
         return json(&vm.ok_or_else(|| no_such_vm(&name))?);
     }
     match ask(&connection, move |backend| backend.patch_vm(&asked, &patch)).await? {
+        Ok(vm) => json(&vm),
+        Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
+        Err(ChangeError::Invalid(why)) => Err(invalid(why)),
+    }
+}
+
+async fn restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
+    keep(&connection, name, true).await
+}
+
+async fn end_restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {
+    keep(&connection, name, false).await
+}
+
+async fn keep(connection: &Connection, name: Result<Path<String>, PathRejection>, kept: bool) -> Answer {
+    let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
+    let asked = name.clone();
+    match ask(connection, move |backend| backend.keep(&asked, kept)).await? {
         Ok(vm) => json(&vm),
         Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
         Err(ChangeError::Invalid(why)) => Err(invalid(why)),

@@ -62,6 +62,12 @@ impl Backend for Canned {
         vm.settings = patch.settings_after(vm.settings);
         Ok(vm.clone())
     }
+    fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
+        let mut vms = self.vms.lock().expect("lock");
+        let vm = vms.iter_mut().find(|vm| vm.name == name).ok_or(ChangeError::NotFound)?;
+        vm.status = if kept { VmStatus::Blocked } else { VmStatus::Running };
+        Ok(vm.clone())
+    }
     fn host(&self) -> HostStat {
         HostStat { version: "9.9.9".into(), vms: 1, mem_total_bytes: 64 * MIB, ..HostStat::default() }
     }

@@ -28,6 +28,11 @@ impl Vm {
     /// The first that was met. What could be brought back is back all the same.
     pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
         self.hold(kind, Some(reason));
+        self.restore()
+    }
+
+    /// Bring every page of a VM back that is held. Returns when none is far.
+    pub fn restore(&self) -> io::Result<()> {
         // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch that
         // did not see this hold is under way.
         drop(self.layout.write().expect("no panic while held"));
