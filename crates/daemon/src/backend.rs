@@ -21,6 +21,7 @@ use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::{Budget, FileStore, RamStore, Store};
 
 use crate::engine::control::{Control, words};
+use crate::engine::huge_pages;
 use crate::engine::strangers;
 use crate::engine::workers::Jobs;
 use crate::events::Events;
@@ -142,6 +143,9 @@ impl Host {
         if limit < vm.size().bytes() {
             if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
                 return Err(format!("the VM is pinned: {reason}"));
+            }
+            if let Some(reason) = huge_pages::danger(served) {
+                return Err(reason);
             }
             let look = strangers::look_for_strangers(&[served]);
             if let Some(reason) = strangers::stranger(served, &look) {

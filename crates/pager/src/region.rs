@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -144,6 +144,12 @@ impl Region {
     /// The RAM file's identity.
     pub fn file_id(&self) -> FileId {
         self.file_id
+    }
+
+    /// Is the RAM file a memfd? Such a file is in no file system that is mounted anywhere.
+    pub fn is_memfd(&self) -> bool {
+        let path = std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).unwrap_or_default();
+        path.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
     }
 
     /// Names that the RAM file has in its file system: one that has any can be opened by others later.

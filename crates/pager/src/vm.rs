@@ -87,10 +87,12 @@ pub enum Hold {
     Orphaned,
     /// An operator wants all of it in memory.
     Kept,
+    /// khugepaged may put zeros in the place of what is far.
+    HugePages,
 }
 
 impl Hold {
-    const COUNT: usize = 5;
+    const COUNT: usize = 6;
 }
 
 /// Something an operator should know.

@@ -13,6 +13,7 @@ use crate::uffd::{ACCESS_FEATURES, feature};
 
 mod host;
 mod kernel;
+pub mod khugepaged;
 
 /// Is a feature there?
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -173,11 +174,11 @@ pub fn probe() -> Vec<Feature> {
         "no huge pages after a 4 KiB reclaim",
     );
     add(
-        "shmem huge page setting",
-        OPTIONAL,
-        "Linux 4.8",
-        host::shmem_enabled(),
-        "with always or force, khugepaged may fill holes of guest RAM; set it to never or advise",
+        "khugepaged spares guest RAM",
+        REQUIRED,
+        "Linux 6.4, or by its settings",
+        khugepaged::finding(),
+        "VMs are held at full size: zeros could take the place of far pages",
     );
     add(
         "pidfd",

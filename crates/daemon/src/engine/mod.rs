@@ -37,6 +37,7 @@ use workers::Workers;
 use write_back::Closing;
 
 pub mod control;
+pub mod huge_pages;
 pub mod strangers;
 mod views;
 pub mod workers;

@@ -13,6 +13,7 @@ use ballast_pager::vm::Hold;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
 
+use super::huge_pages;
 use crate::backend::{Host, Served};
 use crate::keeper::fence::Process;
 use crate::watch::{self, Look};
@@ -51,7 +52,10 @@ impl Watch {
         }
         let look = look_for_strangers(&wanted);
         for served in &wanted {
-            judge(served, stranger(served, &look));
+            let nobody = "no other process maps this VM's RAM any more";
+            judge(served, Hold::Shared, "ram-shared", stranger(served, &look), nobody);
+            let spared = "khugepaged spares this VM's RAM now";
+            judge(served, Hold::HugePages, "huge-pages", huge_pages::danger(served), spared);
             served.vm.hold(Hold::Unchecked, None);
         }
         let unreadable: HashSet<Process> = look.unreadable.into_iter().collect();
@@ -118,18 +122,18 @@ pub fn stranger(served: &Served, look: &Look) -> Option<String> {
 }
 
 /// Hold a VM while there is such a reason; let it go again when that is over.
-fn judge(served: &Arc<Served>, reason: Option<String>) {
+fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, over: &str) {
     let vm = &served.vm;
-    match (reason, vm.is_held_for(Hold::Shared)) {
+    match (reason, vm.is_held_for(kind)) {
         (Some(reason), false) => {
-            vm.report("ram-shared", reason.clone());
-            if let Err(error) = served.restore(Hold::Shared, reason, |_| ()) {
+            vm.report(event, reason.clone());
+            if let Err(error) = served.restore(kind, reason, |_| ()) {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
         }
         (None, true) => {
-            vm.report("ram-shared", "no other process maps this VM's RAM any more".into());
-            vm.hold(Hold::Shared, None);
+            vm.report(event, over.into());
+            vm.hold(kind, None);
         }
         _ => {}
     }

@@ -6,16 +6,8 @@ use std::path::Path;
 
 use super::{Finding, Presence, no, refused, unknown, yes};
 
-pub(super) fn shmem_enabled() -> Finding {
-    match selected("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
-        Ok(setting) if setting == "always" || setting == "force" => no(format!("warning: {setting}")),
-        Ok(setting) => yes(setting),
-        Err(error) => unknown(error.to_string()),
-    }
-}
-
 /// The word in brackets of a settings file such as `always [never]`.
-fn selected(path: &str) -> io::Result<String> {
+pub(super) fn selected(path: &str) -> io::Result<String> {
     let text = fs::read_to_string(path)?;
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(word, _)| word.to_owned());
     word.ok_or_else(|| io::Error::other(format!("{path} selects nothing")))

@@ -1,0 +1,40 @@
+//! A VM is not reclaimed from where khugepaged may put zeros in the place of its far pages.
+//!
+//! Before: the watch looks at a VM. After: the reason to hold it, if there is one.
+//! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each look, so a change counts
+//! within seconds; what the kernel filled in between is mended by whoever touches it (`fault`).
+
+use std::sync::LazyLock;
+
+use ballast_pager::region::Region;
+use ballast_sys::probe::khugepaged::{self, Khugepaged, Kind};
+use rustix::fs::{major, minor};
+
+use crate::backend::Served;
+
+/// Does a collapse fill the holes of a registered range?
+static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);
+
+/// Why no page may leave this VM, as far as khugepaged is concerned.
+pub fn danger(served: &Served) -> Option<String> {
+    if *FILLS == Some(false) {
+        return None;
+    }
+    let now = Khugepaged::now(*FILLS);
+    let regions = served.vm.regions();
+    regions
+        .iter()
+        .filter(|region| !region.is_removed() && region.granule_pages() == 1)
+        .find_map(|region| of(&now, region))
+}
+
+fn of(now: &Khugepaged, region: &Region) -> Option<String> {
+    if region.is_memfd() {
+        return now.danger(Kind::Memfd);
+    }
+    let device = region.file_id().dev;
+    match khugepaged::mount_of(major(device), minor(device)) {
+        Some(huge) => now.danger(Kind::Tmpfs(huge.as_deref())),
+        None => now.danger(Kind::Unknown),
+    }
+}

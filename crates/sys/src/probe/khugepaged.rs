@@ -1,0 +1,177 @@
+//! May khugepaged fill holes of guest RAM?
+//!
+//! Before: guest RAM is in a shared memory file, and some of its holes are far pages. After: it is known whether the kernel may make
+//! a huge page of such a place by itself, with zeros in the holes.
+//! Threads: any. Promise: where it cannot be known, it may.
+//!
+//! Since Linux 6.4 a collapse respects a registration for missing faults. Before, it fills the holes: khugepaged does so on its own,
+//! with shared memory files that it may make huge. On Linux 6.1 (seen, with holes in one page of four): where `enabled` is not
+//! `never`, `shmem_enabled` of `always` and `within_size` have it fill them, and so has `advise` with `MADV_HUGEPAGE`, which QEMU asks
+//! for; `never` and `deny` have not. A tmpfs that is mounted with `huge=` goes by that.
+
+use std::fs;
+
+use super::host::selected;
+use super::kernel::collapse_spares_holes;
+use super::{Finding, Presence, kernel_release, no, yes};
+
+/// What decides it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Khugepaged {
+    /// Does a collapse fill the holes of a registered range? Tried; `None` if it could not be (Linux before 6.1).
+    pub fills: Option<bool>,
+    /// The kernel's release.
+    pub release: String,
+    /// `transparent_hugepage/enabled`; `None` if the kernel has no huge pages.
+    pub enabled: Option<String>,
+    /// `transparent_hugepage/shmem_enabled`, likewise.
+    pub shmem: Option<String>,
+}
+
+/// How a shared memory file may become huge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind<'a> {
+    /// By `shmem_enabled`: a memfd.
+    Memfd,
+    /// By the mount option `huge=` of its tmpfs; `None` if the mount has none.
+    Tmpfs(Option<&'a str>),
+    /// Its mount is not seen from here.
+    Unknown,
+}
+
+impl Khugepaged {
+    /// As it is now. What was `tried` once stays true as long as the kernel runs.
+    pub fn now(tried: Option<bool>) -> Self {
+        const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
+        let setting = |name: &str| selected(&format!("{DIRECTORY}/{name}")).ok();
+        let (enabled, shmem) = (setting("enabled"), setting("shmem_enabled"));
+        Self { fills: tried, release: kernel_release(), enabled, shmem }
+    }
+
+    /// What to change before holes in such a file are safe; `None` if they are.
+    pub fn danger(&self, kind: Kind<'_>) -> Option<String> {
+        /// The first kernel whose collapse looks for userfaultfds.
+        const SPARES: (u32, u32) = (6, 4);
+        let may_fill = self.fills.unwrap_or_else(|| version(&self.release).is_none_or(|version| version < SPARES));
+        let never = |setting: &Option<String>| setting.as_deref().is_none_or(|word| word == "never");
+        if !may_fill || never(&self.enabled) || self.shmem.as_deref().is_none_or(|word| word == "deny") {
+            return None;
+        }
+        let shmem = self.shmem.as_deref().unwrap_or_default();
+        let shmem_is =
+            || format!("shmem_enabled is {shmem}: write never to /sys/kernel/mm/transparent_hugepage/shmem_enabled");
+        let what = match kind {
+            _ if shmem == "force" => shmem_is(),
+            Kind::Memfd if shmem == "never" => return None,
+            Kind::Memfd => shmem_is(),
+            Kind::Tmpfs(None | Some("never")) => return None,
+            Kind::Tmpfs(Some(huge)) => format!("its tmpfs is mounted with huge={huge}: mount it with huge=never"),
+            Kind::Unknown => "how its tmpfs is mounted is not seen: use a memfd".into(),
+        };
+        Some(format!("khugepaged of Linux {} fills holes of guest RAM with zeros, and {what}", self.release))
+    }
+}
+
+/// Does a collapse fill the holes of a registered range? Tries it, on memory of its own; `None` if it cannot be tried.
+pub fn fills_holes() -> Option<bool> {
+    match collapse_spares_holes().0 {
+        Presence::Yes => Some(false),
+        Presence::No => Some(true),
+        Presence::Unknown(_) => None,
+    }
+}
+
+pub(super) fn finding() -> Finding {
+    let now = Khugepaged::now(fills_holes());
+    match now.danger(Kind::Memfd) {
+        None => yes(now.shmem.map_or("no huge pages".into(), |shmem| format!("shmem_enabled is {shmem}"))),
+        Some(danger) => no(danger),
+    }
+}
+
+/// The option `huge=` of the mount of this device, in the text of `/proc/self/mountinfo`; `None` if there is no such mount.
+pub fn huge_option(mountinfo: &str, major: u32, minor: u32) -> Option<Option<&str>> {
+    let device = format!("{major}:{minor}");
+    let mount = mountinfo.lines().find(|line| line.split_ascii_whitespace().nth(2) == Some(&device))?;
+    let options = mount.split_ascii_whitespace().next_back()?;
+    Some(options.split(',').find_map(|option| option.strip_prefix("huge=")))
+}
+
+/// The same of the tmpfs that is mounted there now.
+pub fn mount_of(major: u32, minor: u32) -> Option<Option<String>> {
+    let mountinfo = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    huge_option(&mountinfo, major, minor).map(|huge| huge.map(str::to_owned))
+}
+
+/// Major and minor version of a release such as `6.1.0-56-cloud-amd64`.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|letter: char| !letter.is_ascii_digit()).map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(fills: Option<bool>, release: &str, enabled: &str, shmem: &str) -> Khugepaged {
+        let [enabled, shmem] = [enabled, shmem].map(|word| Some(word.to_owned()));
+        Khugepaged { fills, release: release.into(), enabled, shmem }
+    }
+
+    #[test]
+    fn a_memfd_is_in_danger_where_the_kernel_fills_holes_and_may_make_it_huge() {
+        let table = [
+            // As tried on Linux 6.1; what could not be tried is told by the version.
+            (Some(true), "6.1.0-56-cloud-amd64", "madvise", "always", true),
+            (Some(true), "6.1.0-56-cloud-amd64", "madvise", "within_size", true),
+            (Some(true), "6.1.0-56-cloud-amd64", "always", "advise", true),
+            (Some(true), "6.1.0-56-cloud-amd64", "always", "force", true),
+            (Some(true), "6.1.0-56-cloud-amd64", "always", "never", false),
+            (Some(true), "6.1.0-56-cloud-amd64", "always", "deny", false),
+            (Some(true), "6.1.0-56-cloud-amd64", "never", "always", false),
+            (None, "5.14.0-427.el9.x86_64", "always", "advise", true),
+            (None, "6.3.9", "always", "always", true),
+            (None, "6.4.0", "always", "always", false),
+            (None, "a kernel of one's own", "always", "always", true),
+            // A kernel of a distributor may have it though its version says no, and the other way round.
+            (Some(false), "5.14.0-427.el9.x86_64", "always", "always", false),
+            (Some(true), "6.18.0", "always", "always", true),
+        ];
+        for (fills, release, enabled, shmem, expected) in table {
+            let danger = with(fills, release, enabled, shmem).danger(Kind::Memfd);
+            assert_eq!(danger.is_some(), expected, "{fills:?} {release} {enabled} {shmem}: {danger:?}");
+        }
+        let none = Khugepaged { fills: None, release: "5.15.0".into(), enabled: None, shmem: None };
+        assert_eq!(none.danger(Kind::Memfd), None, "a kernel without huge pages");
+    }
+
+    #[test]
+    fn a_file_in_a_tmpfs_goes_by_its_mount_unless_all_may_or_none() {
+        let at = |shmem| with(Some(true), "6.1.0", "always", shmem);
+        for (kind, expected) in [
+            (Kind::Tmpfs(None), [false, false, false, true]),
+            (Kind::Tmpfs(Some("never")), [false, false, false, true]),
+            (Kind::Tmpfs(Some("advise")), [true, true, false, true]),
+            (Kind::Unknown, [true, true, false, true]),
+        ] {
+            let found = ["never", "always", "deny", "force"].map(|shmem| at(shmem).danger(kind).is_some());
+            assert_eq!(found, expected, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn the_mount_of_a_device_is_found_with_its_option() {
+        let text = "26 1 0:24 / /dev/shm rw,nosuid - tmpfs tmpfs rw,size=1024k,inode64\n\
+                    31 1 0:27 / /mnt/with\\040blank rw shared:3 - tmpfs none rw,huge=within_size\n";
+        assert_eq!(huge_option(text, 0, 24), Some(None));
+        assert_eq!(huge_option(text, 0, 27), Some(Some("within_size")));
+        assert_eq!(huge_option(text, 0, 2), None);
+    }
+
+    #[test]
+    fn this_kernel_is_tried_and_its_version_says_the_same() {
+        let now = Khugepaged::now(fills_holes());
+        let Some(fills) = now.fills else { return ballast_needs::skip("collapse", "MADV_COLLAPSE cannot be tried") };
+        assert_eq!(fills, version(&now.release).is_none_or(|version| version < (6, 4)), "{now:?}");
+    }
+}
