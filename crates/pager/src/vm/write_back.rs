@@ -53,9 +53,9 @@ impl Vm {
     /// had; it may wait.
     ///
     /// # Errors
-    /// The kernel has no memory, or refuses a userfaultfd; what is far stays far.
+    /// The kernel refuses a userfaultfd; or the first page that could not be brought back, after all were tried.
     pub fn write_back(&self, regions: &[Arc<Region>], go_on: &mut dyn FnMut() -> bool) -> io::Result<WrittenBack> {
-        let mut done = WrittenBack::default();
+        let (mut done, mut failed) = (WrittenBack::default(), Ok(()));
         for region in regions {
             let own = OwnView::of(region)?;
             let views = [own.view.clone()];
@@ -65,11 +65,14 @@ impl Vm {
                 }
                 own.cover(region, &chunk)?;
                 let mut stopped = false;
-                self.restore_through(region, chunk.clone(), &views, &mut || {
+                let restored = self.restore_through(region, chunk.clone(), &views, &mut || {
                     std::thread::sleep(PAUSE);
                     stopped = !go_on();
                     !stopped
-                })?;
+                });
+                if restored.is_err() && failed.is_ok() {
+                    failed = restored;
+                }
                 // Its page tables are not needed any more, and nobody shall think that this process uses the memory.
                 own.uncover(&chunk)?;
                 done.pages.0 += far * u64::from(!stopped);
@@ -80,7 +83,7 @@ impl Vm {
                 break;
             }
         }
-        Ok(done)
+        failed.map(|()| done)
     }
 
     /// Call this with every chunk that has far pages, and how many; until it answers false.
