@@ -32,7 +32,7 @@ fn start(bench: &mut Bench, ram: Bytes) -> Result<(Worker, f64, f64)> {
 
 pub(crate) fn measure(bench: &mut Bench, repetitions: u64, row: &mut Row) -> Result<()> {
     let (mut attach, mut known) = (Vec::new(), Vec::new());
-    for _ in 0..=repetitions {
+    for _ in bench.progress.over("large VM", 0..=repetitions) {
         let (_worker, attach_ms, known_ms) = start(bench, LARGE)?;
         attach.push(attach_ms);
         known.push(known_ms);

@@ -27,8 +27,10 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     // Its data, and what it may hold besides while it is squeezed.
     bench.guard.huge_pages(pages / PAGES_PER_UNIT + 4)?;
     let data = Data::HalfCompressible;
+    let progress = bench.progress.clone();
     let named = |what: &str| {
         let mut row = Row::new("huge", "native", what);
+        progress.row(row.title());
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
@@ -57,7 +59,7 @@ fn one_page(bench: &mut Bench, subjects: &mut [Subject], repetitions: u64, data:
     let (mut ours, mut p99, mut floor) = (Vec::new(), Vec::new(), Vec::new());
     let mut store = Floor::new(data)?;
     for subject in subjects.iter_mut().filter(|subject| subject.way == Way::Huge) {
-        for round in 0..=repetitions {
+        for round in bench.progress.over("round", 0..=repetitions) {
             out(bench, &mut [&mut *subject])?;
             let touched = walk(subject, Pattern::OnePerHuge, round)?.faults;
             let least = store.measure()?;
@@ -92,7 +94,7 @@ fn under_pressure(
     for subject in &mut *subjects {
         subject.hold_to(bench, subject.data_bytes() / 2)?;
     }
-    for round in 0..=repetitions {
+    for round in bench.progress.over("round", 0..=repetitions) {
         if killed {
             subjects.retain(|subject| subject.way != Way::Kernel);
         }

@@ -155,14 +155,17 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         (false, true) => (64 << 20, 30, 5, 40),
     };
     for (zipf, workload) in [(false, "hotset"), (true, "zipf")] {
-        let mut row = Row::new("idle", bench.options.guest(), workload);
+        let mut row = bench.row(workload);
         row.fact("workload", workload);
         row.fact("ram_bytes", ram_bytes);
         row.fact("repetitions", repetitions);
         row.fact("turns_per_phase", turns);
         row.fact("turn_ms", ms);
-        let pairs: Vec<Pair> =
-            (0..repetitions).map(|_| pair(bench, zipf, ram_bytes, turns, ms)).collect::<Result<_>>()?;
+        let pairs: Vec<Pair> = bench
+            .progress
+            .over("pair of VMs", 0..repetitions)
+            .map(|_| pair(bench, zipf, ram_bytes, turns, ms))
+            .collect::<Result<_>>()?;
         let cost = |clock| pairs.iter().map(|pair| pair.cost_pct(clock)).collect::<Vec<_>>();
         let noise = |clock| pairs.iter().map(|pair| pair.noise_pct(clock)).collect::<Vec<_>>();
         row.difference("idle_overhead_pct", &cost(0));

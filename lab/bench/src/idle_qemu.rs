@@ -21,8 +21,8 @@ fn speed(worker: &mut Worker, zipf: bool, ms: u64) -> Result<[f64; 2]> {
 }
 
 fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
-    let config =
-        GuestConfig { backing, kind: GuestKind::Qemu, pages, data: Data::HalfCompressible, huge: false, lanes: None };
+    let (kind, data, dir) = (GuestKind::Qemu, Data::HalfCompressible, bench.guest_dir());
+    let config = GuestConfig { backing, kind, pages, data, huge: false, lanes: None, dir };
     let mut worker = Worker::start(&Role::Guest(config))?;
     worker.ask(&Order::Fill)?;
     if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }
@@ -57,7 +57,7 @@ fn trio(workers: &mut [Worker], attached: usize, zipf: bool, turns: usize, ms: u
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let (pages, repetitions, turns, ms) = if bench.options.quick { (1024, 2, 4, 20) } else { (8192, 6, 15, 100) };
     let (mut slower, mut speeds) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
-    for repetition in 0..repetitions {
+    for repetition in bench.progress.over("trio of guests", 0..repetitions) {
         let attached = repetition % 3;
         bench.names += 1;
         let name = format!("bench-{}", bench.names);
@@ -78,7 +78,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         }
     }
     for (workload, name) in ["hotset", "zipf"].into_iter().enumerate() {
-        let mut row = Row::new("idle", GuestKind::Qemu.name(), name);
+        let mut row = bench.row(name);
         row.fact("workload", name);
         row.fact("data_pages", pages);
         row.fact("repetitions", repetitions);

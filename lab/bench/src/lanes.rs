@@ -43,14 +43,14 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     // Whole stripes of 32 MiB, as many for each of two lanes.
     let (pages, repetitions) = if bench.options.quick { (16_384, 2) } else { (32_768, 10) };
     let data = Data::HalfCompressible;
-    let mut row = Row::new("scale", bench.options.guest(), "two threads of one VM, on one fault lane and on two");
+    let mut row = bench.row("two threads of one VM, on one fault lane and on two");
     row.fact("data", data.name());
     row.fact("pages", pages);
     row.fact("repetitions", repetitions);
     let make = |lanes| Subject::with_lanes(bench, Way::Ballast, Some(lanes), pages, data);
     let mut vms = [1, 2].into_iter().map(make).collect::<Result<Vec<_>>>()?;
     let mut series: [Series; 2] = Default::default();
-    for round in 0..=repetitions {
+    for round in bench.progress.over("round", 0..=repetitions) {
         for (vm, series) in in_turn(vms.iter_mut().zip(&mut series), round) {
             let mut warm_up = Series::default();
             let of = if round == 0 { &mut warm_up } else { series };

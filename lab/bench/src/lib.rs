@@ -1,7 +1,7 @@
 //! `ballast bench`: Ballast against the kernel's own swap, a plain userfaultfd handler and the floor.
 //!
-//! Before: `ballastd` lies beside this program or on `PATH`; root and zram for the kernel's columns. After: rows, and a machine that
-//! is as it was.
+//! Before: `ballastd` lies beside this program or on `PATH`; root and zram for the kernel's columns. After: rows, and a
+//! machine that is as it was.
 //! Threads: the caller's; guests, handler, guard and daemon are processes.
 //! Units: in every key. Promise: all sides are measured in the same run, on the same data, in the same order of
 //! touches, in turns; every page's contents are checked; a figure that could not be measured says why.
@@ -29,6 +29,7 @@ mod many;
 mod order;
 mod overhead;
 mod plain;
+mod progress;
 mod qemu;
 mod reclaim;
 mod report;
@@ -60,6 +61,7 @@ pub use worker::ROLE_COMMAND;
 
 use cpu::Stay;
 use guard::Guard;
+use progress::Progress;
 use subject::{Subject, Way};
 
 /// Wait until no bench runs, and put back what one left that was killed together with its guard.
@@ -89,6 +91,23 @@ pub enum Which {
     Balance,
     /// Who is hot: how well that is known, and what knowing costs.
     Track,
+}
+
+impl Which {
+    /// As it stands in JSON and tables.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Restore => "restore",
+            Self::Reclaim => "reclaim",
+            Self::Scale => "scale",
+            Self::Idle => "idle",
+            Self::Storm => "storm",
+            Self::Spill => "spill",
+            Self::Huge => "huge",
+            Self::Balance => "balance",
+            Self::Track => "track",
+        }
+    }
 }
 
 /// A part of what [`Which::Balance`] measures.
@@ -145,12 +164,14 @@ pub(crate) struct Bench {
     /// The swap device, or why there is none.
     kernel: Result<PathBuf, String>,
     names: u32,
+    progress: Progress,
     guard: Guard,
     _one_cpu: Option<Stay>,
 }
 
 impl Bench {
     fn start(options: Options) -> Result<Self> {
+        let progress = Progress::start();
         // What is started from here on inherits it.
         let one_cpu = (options.which == Which::Idle && !options.is(GuestKind::Qemu)).then(Stay::here);
         let mut guard = Guard::start()?;
@@ -163,7 +184,7 @@ impl Bench {
             Which::Spill => guard.swap_file(options.dir.clone(), spill::SWAP).map_err(|error| format!("{error:#}")),
             _ => guard.swap().map_err(|error| format!("{error:#}")),
         };
-        Ok(Self { options, daemon, kernel, names: 0, guard, _one_cpu: one_cpu })
+        Ok(Self { options, daemon, kernel, names: 0, progress, guard, _one_cpu: one_cpu })
     }
 
     /// Do something with a daemon that has other settings, in the place of the bench's own.
@@ -178,6 +199,19 @@ impl Bench {
         }
         self.daemon = own;
         result
+    }
+
+    /// A row about this, which is measured from now on.
+    fn row(&self, what: &str) -> Row {
+        let row = Row::new(self.options.which.name(), self.options.guest(), what);
+        self.progress.row(row.title());
+        row
+    }
+
+    /// A directory for a guest's files, which is made when it is needed and goes with the guest or the daemon.
+    fn guest_dir(&mut self) -> PathBuf {
+        self.names += 1;
+        self.daemon.dir().join(format!("guest-{}", self.names))
     }
 
     fn engine_pid(&self) -> Result<u32> {
@@ -214,7 +248,8 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let mut bench = Bench::start(options)?;
-    let mut each = |row: Row| each(&row, &machine);
+    let progress = bench.progress.clone();
+    let mut each = |row: Row| progress.aside(|| each(&row, &machine));
     let result = match bench.options.which {
         Which::Restore => restore::run(&mut bench, &mut each),
         Which::Reclaim => reclaim::run(&mut bench, &mut each),
@@ -226,6 +261,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Balance => balance::run(&mut bench, &mut each),
         Which::Track => track::run(&mut bench, &mut each),
     };
+    bench.progress.end();
     if result.is_err() {
         eprintln!("ballast bench: the daemon's log:\n{}", bench.daemon.log());
     }

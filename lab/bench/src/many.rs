@@ -46,7 +46,7 @@ impl Series {
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let (pages, repetitions) = if bench.options.quick { (2048, 2) } else { (8192, 6) };
     let data = Data::HalfCompressible;
-    let mut row = Row::new("scale", bench.options.guest(), "ten VMs at once");
+    let mut row = bench.row("ten VMs at once");
     row.fact("data", data.name());
     row.fact("vms", VMS);
     row.fact("pages", pages);
@@ -56,7 +56,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     for way in [Way::Ballast, Way::Kernel] {
         sides.push((bench.subjects(&[way; VMS], pages, data, &mut row)?, Series::default()));
     }
-    for round in 0..=repetitions {
+    for round in bench.progress.over("round", 0..=repetitions) {
         for (vms, series) in in_turn(sides.iter_mut().filter(|(vms, _)| vms.len() == VMS), round) {
             let mut warm_up = Series::default();
             let of = if round == 0 { &mut warm_up } else { series };

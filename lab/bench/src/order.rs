@@ -131,6 +131,8 @@ pub struct GuestConfig {
     pub huge: bool,
     /// Fault lanes; `None`: as many as the client makes (native guests alone).
     pub lanes: Option<usize>,
+    /// Where its files go (QEMU guests alone). Its process may be killed, so somebody else removes it.
+    pub dir: PathBuf,
 }
 
 /// In which order pages are touched, wherever they are.

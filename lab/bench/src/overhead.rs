@@ -92,11 +92,11 @@ fn settled(bench: &Bench) -> Result<Held> {
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let (ram, repetitions) = if bench.options.quick { (Bytes(64 * MIB), 2) } else { (Bytes(GIB), 4) };
     let gib = ram.0 as f64 / GIB as f64;
-    let mut row = Row::new("scale", bench.options.guest(), "what the engine needs for a GiB of guest RAM");
+    let mut row = bench.row("what the engine needs for a GiB of guest RAM");
     row.fact("ram_bytes", ram.0);
     row.fact("repetitions", repetitions);
     let (mut base, mut idle, mut half) = (Vec::new(), [const { Vec::new() }; 2], [const { Vec::new() }; 3]);
-    for round in 0..=repetitions {
+    for round in bench.progress.over("round", 0..=repetitions) {
         let before = settled(bench)?;
         // RAM is twice the data.
         let pages = ram.pages_floor().0 / 2;

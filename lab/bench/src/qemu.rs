@@ -51,7 +51,8 @@ impl Vmm {
             prefix.extend(words);
         }
         let memory = Bytes((ballast_base::PageCount(config.pages).bytes().0 + BESIDE.0).next_multiple_of(2 * MIB));
-        let mut qemu = QemuGuest::builder().name("bench").memory(memory).prefix(prefix).bench().spawn()?;
+        let mut qemu =
+            QemuGuest::builder().name("bench").memory(memory).prefix(prefix).dir(&config.dir).bench().spawn()?;
         qemu.wait_ready(PATIENCE)?;
         qemu.tell(&format!("f {} {}", config.pages, u8::from(config.data == Data::Incompressible)))?;
         ensure!(qemu.answer(PATIENCE)? == "filled", "the guest does not fill its memory");

@@ -66,7 +66,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     }
     for (data, pages, repetitions) in rows {
         let title = if pages == LARGE { "half_compressible, a large guest" } else { data.name() };
-        let mut row = Row::new("reclaim", bench.options.guest(), title);
+        let mut row = bench.row(title);
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
@@ -79,7 +79,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let ways = if qemu { &WAYS[..2] } else { &WAYS };
         let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
         let mut series: [Series; 3] = Default::default();
-        for round in 0..=repetitions {
+        for round in bench.progress.over("round", 0..=repetitions) {
             for subject in in_turn(&mut subjects, round) {
                 let out = out(bench, &mut [&mut *subject])?;
                 if round > 0 {

@@ -41,6 +41,11 @@ impl Row {
         row
     }
 
+    /// What it is about.
+    pub(crate) fn title(&self) -> &str {
+        &self.title
+    }
+
     /// Something that is so, and was not measured in repetitions.
     pub fn fact(&mut self, key: &str, value: impl Into<Value>) {
         self.facts.push((key.to_owned(), value.into()));

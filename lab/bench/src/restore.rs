@@ -72,7 +72,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         (false, _) => (8192, 4),
     };
     for data in bench.options.data() {
-        let mut row = Row::new("restore", bench.options.guest(), data.name());
+        let mut row = bench.row(data.name());
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
@@ -91,7 +91,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         };
         let mut subjects = bench.subjects(ways, pages, data, &mut row)?;
         let mut series: [Series; 4] = Default::default();
-        for round in 0..=repetitions {
+        for round in bench.progress.over("round", 0..=repetitions) {
             for subject in in_turn(&mut subjects, round) {
                 // Round 0 warms up, into figures nobody looks at.
                 let mut warm_up = Series::default();

@@ -54,7 +54,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         (false, true) => (16_384, 2),
     };
     let data = Data::HalfCompressible;
-    let mut row = Row::new("scale", bench.options.guest(), "two VMs at once against one");
+    let mut row = bench.row("two VMs at once against one");
     row.fact("data", data.name());
     row.fact("pages", pages);
     row.fact("repetitions", repetitions);
@@ -63,7 +63,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         pairs.push(bench.subjects(&[way, way], pages, data, &mut row)?);
     }
     let mut series: [Series; 2] = Default::default();
-    for round in 0..=repetitions {
+    for round in bench.progress.over("round", 0..=repetitions) {
         for (pair, series) in pairs.iter_mut().zip(&mut series) {
             let mut warm_up = Series::default();
             let of = if round == 0 { &mut warm_up } else { series };

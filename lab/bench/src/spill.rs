@@ -171,14 +171,14 @@ impl Floor {
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     if !bench.options.is(GuestKind::Native) {
-        let mut row = Row::new("spill", bench.options.guest(), "pages on a disk");
+        let mut row = bench.row("pages on a disk");
         row.because("the disk is what is measured, and it is the same for all guests (--guest native)");
         KEYS.iter().for_each(|key| row.figure(key, &[]));
         return each(row);
     }
     let (pages, repetitions) = if bench.options.quick { (4096, 2) } else { (16_384, 4) };
     for data in bench.options.data() {
-        let mut row = Row::new("spill", bench.options.guest(), data.name());
+        let mut row = bench.row(data.name());
         row.fact("data", data.name());
         row.fact("pages", pages);
         row.fact("repetitions", repetitions);
@@ -188,7 +188,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let mut floor = Floor::new(&bench.options.dir, pages, data)?;
         let mut reads = Series::default();
         let mut series: [Series; 2] = Default::default();
-        for round in 0..=repetitions {
+        for round in bench.progress.over("round", 0..=repetitions) {
             for subject in in_turn(&mut subjects, round) {
                 // Round 0 warms up.
                 let mut warm_up = Series::default();

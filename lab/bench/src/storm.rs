@@ -66,7 +66,7 @@ impl Series {
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     if !bench.options.is(GuestKind::Native) {
-        let mut row = Row::new("storm", bench.options.guest(), "a victim alone and beside a fault storm");
+        let mut row = bench.row("a victim alone and beside a fault storm");
         row.because("a storm of another guest than threads: its order of touches is not the bench's (--guest native)");
         KEYS.iter().for_each(|key| row.figure(key, &[]));
         return each(row);
@@ -74,7 +74,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let (repetitions, turns) = if bench.options.quick { (2, 4) } else { (8, 10) };
     let pages = TURN + 4096;
     let data = Data::HalfCompressible;
-    let mut row = Row::new("storm", bench.options.guest(), "a victim alone and beside a fault storm");
+    let mut row = bench.row("a victim alone and beside a fault storm");
     row.fact("data", data.name());
     row.fact("victim_pages", pages);
     row.fact("neighbour_pages", NEIGHBOUR_PAGES);
@@ -87,7 +87,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         pairs.push(pair);
     }
     let mut series: [Series; 2] = Default::default();
-    for round in 0..=repetitions {
+    for round in bench.progress.over("round", 0..=repetitions) {
         for (pair, series) in pairs.iter_mut().zip(&mut series) {
             let mut warm_up = Series::default();
             let of = if round == 0 { &mut warm_up } else { &mut *series };

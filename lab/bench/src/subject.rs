@@ -84,7 +84,8 @@ impl Subject {
             _ => Backing::Ballast { socket: bench.daemon.attach_socket(), name: String::new() },
         };
         let huge = way == Way::Huge;
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge, lanes };
+        let dir = bench.guest_dir();
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge, lanes, dir };
         let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;

@@ -108,7 +108,7 @@ impl Sweep {
         let base = pair.ratio(plan)?;
         let mut found = Found { noise_pct: (1.0 - pair.ratio(plan)? / base).abs() * 100.0, ..Found::default() };
         let (mut least, mut most) = (0.0, 1.0);
-        for _ in 0..plan.steps {
+        for _ in bench.progress.over("size", 0..plan.steps) {
             let taken = f64::midpoint(least, most);
             let mut is_bearable = false;
             // Twice, if need be: what was taken too much has come back by then.

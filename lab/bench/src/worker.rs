@@ -1,10 +1,12 @@
 //! A helper process, as the bench sees it.
 //!
 //! Before: a [`Role`]. After: `ballast-bench bench-role` plays it in a process of its own, which ends with the bench.
-//! Threads: the one that started the helper. Promise: a helper is ended and reaped when this is dropped.
+//! Threads: the one that started the helper. Promise: when this is dropped, the helper is ended and reaped, and its
+//! files are removed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -31,6 +33,8 @@ pub struct Worker {
     answers: BufReader<ChildStdout>,
     /// It ends by itself when its input ends, and must not be killed.
     patient: bool,
+    /// Files that it leaves behind.
+    dir: Option<PathBuf>,
 }
 
 impl Worker {
@@ -45,7 +49,8 @@ impl Worker {
         }
         let mut child = command.spawn().context("Starting a helper of the bench")?;
         let (orders, answers) = (child.stdin.take(), child.stdout.take().context("a helper has no output")?);
-        Ok(Self { child, orders, answers: BufReader::new(answers), patient })
+        let dir = if let Role::Guest(config) = role { Some(config.dir.clone()) } else { None };
+        Ok(Self { child, orders, answers: BufReader::new(answers), patient, dir })
     }
 
     /// Its process id.
@@ -88,5 +93,9 @@ impl Drop for Worker {
             let _ = self.child.kill();
         }
         let _ = self.child.wait();
+        if let Some(dir) = &self.dir {
+            // Most guests make none.
+            let _ = std::fs::remove_dir_all(dir);
+        }
     }
 }

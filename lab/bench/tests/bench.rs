@@ -49,9 +49,17 @@ fn machine_before() -> String {
 
 /// The rows of a bench in haste.
 fn rows(arguments: &[&str]) -> Vec<Value> {
-    let output = Command::new(BENCH).arg("bench").args(arguments).args(["--quick", "--json"]).output();
-    let output = output.expect("start ballast");
-    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut bench = Command::new(BENCH);
+    bench.arg("bench").args(arguments).args(["--quick", "--json"]).env("TMPDIR", dir.path());
+    let output = bench.output().expect("start ballast-bench");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {said}");
+    // No terminal, so a line for each row, and nothing to draw with.
+    assert!(said.lines().any(|line| line.starts_with(&format!("ballast bench: {}, ", arguments[0]))), "{said}");
+    assert!(!said.contains('\x1b'), "{said}");
+    let left: Vec<_> = std::fs::read_dir(dir.path()).expect("read").flatten().map(|entry| entry.file_name()).collect();
+    assert!(left.is_empty(), "{arguments:?} left {left:?}");
     let text = String::from_utf8_lossy(&output.stdout);
     text.lines().map(|line| serde_json::from_str(line).expect("one JSON object a line")).collect()
 }

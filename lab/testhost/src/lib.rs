@@ -1,6 +1,7 @@
 //! A ballastd of one's own, in a temporary directory: for benches and the demo.
 //!
-//! Before: `ballastd` lies beside this program or on `PATH`. After: keeper and engine have ended, the directory is gone.
+//! Before: `ballastd` lies beside this program or on `PATH`. After: keeper and engine have ended, and the directory is
+//! gone.
 //! Threads: the keeper's and engine's, in their processes. Promise: no other daemon on the machine is touched.
 
 use std::path::{Path, PathBuf};

@@ -28,7 +28,7 @@ const JUMPS: usize = 3;
 const LEVEL_PCT: u64 = 68;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let mut row = Row::new("balance", bench.options.guest(), "a VM whose demand jumps");
+    let mut row = bench.row("a VM whose demand jumps");
     row.fact("vms", 4);
     row.fact("level_pct", LEVEL_PCT);
     row.fact("vm_bytes", scale.ram_bytes);

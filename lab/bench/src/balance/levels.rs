@@ -102,7 +102,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
     };
     for level in LEVELS.into_iter().filter(|level| !bench.options.quick || QUICK.contains(level)) {
         let bytes = ours.cast.size_bytes() * level / 100;
-        let mut row = Row::new("balance", bench.options.guest(), &format!("eight VMs, {level} % of their memory"));
+        let mut row = bench.row(&format!("eight VMs, {level} % of their memory"));
         row.fact("vms", specs.len());
         row.fact("level_pct", level);
         row.fact("level_bytes", bytes);

@@ -16,7 +16,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
     let scale = Scale { settle: scale.settle / 2, window: scale.window * 2 / 3, ..scale };
     for [first, second] in pairs_of(&CAST, bench.options.quick) {
         let pair = format!("{}+{}", word(*first), word(*second));
-        let mut row = Row::new("balance", bench.options.guest(), &format!("{pair}, half of their peak"));
+        let mut row = bench.row(&format!("{pair}, half of their peak"));
         row.fact("vms", 2);
         row.fact("pair", pair);
         let specs = [*first, *second].map(|workload| spec(workload, scale.ram_bytes, 1, scale.store_ops));

@@ -32,7 +32,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
     let plan = if bench.options.quick { Plan::QUICK } else { Plan::FULL };
     let all = guests(scale);
     for guest in all.into_iter().take(if bench.options.quick { 1 } else { usize::MAX }) {
-        let mut row = Row::new("balance", bench.options.guest(), &format!("{}, 5 % slower", guest.what));
+        let mut row = bench.row(&format!("{}, 5 % slower", guest.what));
         row.fact("workload", guest.what);
         row.fact("vm_bytes", guest.spec.ram.0);
         row.fact("allowed_pct", plan.allowed_pct);

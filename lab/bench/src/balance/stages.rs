@@ -78,7 +78,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
     let programs = Program::all(if bench.options.quick { 10_000 } else { 200_000 });
     for programs in pairs_of(&programs, bench.options.quick) {
         let name = programs.map(|program| program.name).join("+");
-        let mut row = Row::new("balance", bench.options.guest(), &format!("{name} in stages, half of their peak"));
+        let mut row = bench.row(&format!("{name} in stages, half of their peak"));
         row.fact("vms", 2);
         row.fact("pair", name);
         both_sides(bench, &mut row, "pair_slowdown", |bench, row, side, prefix| {
@@ -104,7 +104,7 @@ fn pair(bench: &mut Bench, side: Side, programs: [&Program; 2], scale: Scale) ->
     let half = cast.size_bytes() / 2;
     cast.begin_to_hold(bench, POLICY, half)?;
     let mut slow = Vec::new();
-    for _ in 0..RUNS {
+    for _ in bench.progress.over("run", 0..RUNS) {
         let took = one_run(&mut cast, ops)?;
         slow.push(took.iter().zip(&alone).map(|(took, alone)| took / alone).collect());
     }

@@ -44,14 +44,14 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             let repetitions = if quick { 1 } else { *repetitions };
             let spec = spec(workload, Bytes(*ram));
             let what = format!("the hot set after {cycles} cycles, {}, {} MiB", name(workload), ram / MIB);
-            let mut row = Row::new("track", bench.options.guest(), &what);
+            let mut row = bench.row(&what);
             row.fact("measures", "accuracy");
             row.fact("workload", name(workload));
             row.fact("ram_bytes", *ram);
             row.fact("cycles", *cycles);
             row.fact("repetitions", repetitions);
             let mut scores = Scores::default();
-            for _ in 0..repetitions {
+            for _ in bench.progress.over("guest", 0..repetitions) {
                 let mut guest = Tracked::start(bench, spec.clone())?;
                 scores.add(&spec, &guest.watch(bench, *cycles)?)?;
             }

@@ -21,7 +21,7 @@ const SIDES: [(&str, &str); 2] =
     [("fine", "[heat]\nlook_inside = true\n"), ("coarse", "[heat]\nlook_inside = false\n")];
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let mut row = Row::new("track", bench.options.guest(), "hot bloat: what can be taken at 5 % slowdown");
+    let mut row = bench.row("hot bloat: what can be taken at 5 % slowdown");
     row.fact("measures", "bloat");
     let (shares, plan, ram): (&[u32], _, _) = if bench.options.quick {
         (&[100], Plan::QUICK, RAM / 4)
@@ -38,7 +38,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             row.because("native guests alone: what is taken does not depend on who touches the memory");
         }
         let mut noise = Vec::new();
-        for share in shares {
+        for share in bench.progress.over("share of bloat", shares) {
             let mut found = Vec::new();
             if bench.options.is(GuestKind::Native) {
                 let mut spec = Spec::new(Workload::Hotset, Bytes(ram));

@@ -68,7 +68,7 @@ struct Point {
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let plan = if bench.options.quick { QUICK } else { FULL };
-    let mut row = Row::new("track", bench.options.guest(), "fair against classic generations");
+    let mut row = bench.row("fair against classic generations");
     row.fact("measures", "fair");
     row.fact("ram_bytes", plan.ram);
     row.fact("huge_pct", HUGE_PCT);
@@ -84,11 +84,10 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     } else if free < needed {
         row.because(&format!("{} MiB of memory are free, {} are needed", free / MIB, needed / MIB));
     } else {
-        for repetition in 0..plan.repetitions {
-            for turn in 0..2 {
-                let side = (repetition + turn) % 2;
-                curves[side].push(bench.with_settings(SIDES[side].1, |bench| plan.run(bench))?);
-            }
+        for turn in bench.progress.over("turn", 0..2 * plan.repetitions) {
+            // One side first, then the other.
+            let side = (turn / 2 + turn % 2) % 2;
+            curves[side].push(bench.with_settings(SIDES[side].1, |bench| plan.run(bench))?);
         }
     }
     let ratios = curves.each_ref().map(|curves| curves.iter().map(|curve| ratio(curve)).collect::<Vec<_>>());

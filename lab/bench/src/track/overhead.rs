@@ -38,7 +38,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     for (workload, mib, half_ms, pairs) in if quick { &GUESTS[..2] } else { &GUESTS[..] } {
         let (half_ms, pairs) = if quick { (QUICK_HALF_MS, 2) } else { (*half_ms, *pairs) };
         let name = format!("{workload:?}").to_lowercase();
-        let mut row = Row::new("track", bench.options.guest(), &format!("what tracking costs, {name}, {mib} MiB"));
+        let mut row = bench.row(&format!("what tracking costs, {name}, {mib} MiB"));
         row.fact("measures", "overhead");
         row.fact("workload", name);
         row.fact("ram_bytes", mib * MIB);
@@ -72,7 +72,7 @@ fn measure(bench: &mut Bench, spec: Spec, half_ms: u64, pairs: usize, row: &mut 
     track(bench, Track::Off)?;
     guest.speed(half_ms)?;
     let (mut overhead, mut noise, mut speeds, mut waited) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for pair in 0..pairs {
+    for pair in bench.progress.over("pair", 0..pairs) {
         let mut off = [0.0; 2];
         let mut on = 0.0;
         // The other way round each time: a guest that gets faster with time must not seem to gain by tracking.

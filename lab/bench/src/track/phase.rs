@@ -29,12 +29,12 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let mut spec = Spec::new(Workload::Phase, Bytes(ram));
     (spec.hot_weight, spec.think_ticks, spec.move_at) = (1.0, THINK_TICKS, Some(move_at));
     spec.ops = u64::MAX;
-    let mut row = Row::new("track", bench.options.guest(), "the working set, and a move of it");
+    let mut row = bench.row("the working set, and a move of it");
     row.fact("measures", "phase");
     row.fact("ram_bytes", ram);
     row.fact("repetitions", repetitions);
     let (mut errors, mut delays, mut forgets) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..repetitions {
+    for _ in bench.progress.over("guest", 0..repetitions) {
         let mut guest = Tracked::start(bench, spec.clone())?;
         let watched = guest.watch(bench, cycles)?;
         // A slow guest: nothing can be said of the move, but of the time before it.

@@ -17,7 +17,7 @@ use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::qemu::{Accel, QemuGuest};
 
 use crate::Bench;
-use crate::order::{GuestKind, Role};
+use crate::order::Role;
 use crate::report::Row;
 use crate::worker::ROLE_COMMAND;
 
@@ -32,7 +32,7 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let (mut guest, name) = boot(bench, Bytes(data + BESIDE))?;
     let mut data = Dataset::new((data / VALUE) as usize, VALUE as usize, 1);
     load::load(guest.redis_addr(), &data)?;
-    let mut row = Row::new("track", GuestKind::Qemu.name(), "Redis");
+    let mut row = bench.row("Redis");
     row.fact("measures", "redis");
     row.fact("accelerator", if Accel::detect() == Accel::Kvm { "kvm" } else { "tcg" });
     let mix = Mix { duration: Duration::from_millis(half_ms), ..Mix::default() };
@@ -92,7 +92,7 @@ fn measure(
     let (mut overhead, mut noise, mut speeds, mut waited) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let (mut wss, mut huge, mut spans, mut known) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let (mut used, mut cycles) = (Vec::new(), [0; 2]);
-    for pair in 0..pairs {
+    for pair in bench.progress.over("pair", 0..pairs) {
         let (mut off, mut on) = ([0.0; 2], 0.0);
         // The other way round each time: a guest that gets faster with time must not seem to gain by tracking.
         for is_on in if pair % 2 == 0 { [false, true] } else { [true, false] } {

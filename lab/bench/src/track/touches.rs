@@ -31,7 +31,7 @@ const UNITS: usize = 8;
 const LEN: usize = UNITS * HUGE_SIZE;
 
 pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let mut row = Row::new("track", bench.options.guest(), "the touch of a watched base page");
+    let mut row = bench.row("the touch of a watched base page");
     row.fact("measures", "touches");
     let mut figures: [Vec<f64>; 3] = Default::default();
     if bench.options.is(GuestKind::Native) {
@@ -40,7 +40,7 @@ pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Res
             row.because("by the kernel: no read-write protection by userfaultfd here (Linux 7.3)");
         }
         // Round 0 warms up.
-        for round in 0..=if bench.options.quick { 2 } else { 10 } {
+        for round in bench.progress.over("round", 0..=if bench.options.quick { 2 } else { 10 }) {
             let mut all = vec![memory.zapped(1)?, memory.zapped(BLOCK)?];
             if memory.sees_accesses {
                 all.push(memory.protected()?);

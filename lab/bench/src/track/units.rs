@@ -32,7 +32,7 @@ use crate::stats::median;
 const UNITS: usize = 32;
 
 pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
-    let mut row = Row::new("track", bench.options.guest(), "splitting and coalescing one unit");
+    let mut row = bench.row("splitting and coalescing one unit");
     row.fact("measures", "units");
     row.fact("kernel_split", "punching one page out of it");
     let keys = ["split_us_per_unit", "coalesce_us_per_unit", "kernel_split_us", "kernel_collapse_us"];
@@ -41,7 +41,7 @@ pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Res
         let repetitions = if bench.options.quick { 2 } else { 10 };
         let memory = Memory::new()?;
         // Round 0 warms up.
-        for round in 0..=repetitions {
+        for round in bench.progress.over("round", 0..=repetitions) {
             let ours = memory.ours()?;
             let kernels = memory.kernels()?;
             for (figure, value) in figures.iter_mut().zip(ours.into_iter().chain(kernels)).filter(|_| round > 0) {
