@@ -4,7 +4,9 @@
 //! Units: as in the API. Promise: a recording grows with whole frames only, so that one cut short is still readable; a
 //! damaged one is refused, and nothing is drawn from it.
 
+mod canvas;
 mod map;
+mod picture;
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -15,13 +17,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use ballast_api::{Client, DEFAULT_CELLS, HeatCell, Track, VmHeat};
 use ballast_base::Bytes;
-use ballast_heat::record::{Frame, Recording, header};
+use ballast_heat::record::{Frame, Memory, Recording, header};
 use ballast_heat::{Heat, Settings};
 use clap::Args;
 
 use crate::show;
 use crate::vm::explain;
 use map::Map;
+use picture::Format;
 
 /// How to look at heat.
 #[derive(Debug, Args)]
@@ -58,7 +61,7 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// Do it.
 pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
-    let format = args.out.as_deref().map(map::Format::of).transpose()?;
+    let format = args.out.as_deref().map(Format::of).transpose()?;
     let (heat, recording) = match (&args.replay, &args.name) {
         (Some(file), _) => {
             let recording = read(file)?;
@@ -130,12 +133,19 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
     let mut layout = None;
     while begun.elapsed() < time {
         std::thread::sleep(LOOK.min(time.saturating_sub(begun.elapsed())));
-        for frame in ask(after)?.frames {
+        let mut frames = ask(after)?.frames;
+        if frames.iter().any(|frame| matches!(frame, Frame::Cycle(_))) {
+            let vm = client.vm(name).map_err(|error| explain(client, name, error))?;
+            let limit = [vm.limit_bytes, vm.target_bytes].into_iter().flatten().min();
+            frames.push(Frame::Memory(Memory { limit, resident: vm.resident_bytes }));
+        }
+        for frame in frames {
             match &frame {
                 // Said with every answer; only news goes into the recording.
                 Frame::Layout(pages) if layout.as_ref() == Some(pages) => continue,
                 Frame::Layout(pages) => layout = Some(pages.clone()),
                 Frame::Cycle(cycle) => after = cycle.number,
+                Frame::Memory(_) => {}
             }
             if let Some(out) = &mut out {
                 out.write_all(&frame.encode()).with_context(writing)?;

@@ -548,7 +548,7 @@ fn a_recording_is_written_replayed_and_drawn_and_a_damaged_one_is_refused() {
     std::fs::write(&file, &bytes).expect("damage it");
     let (code, out, err) = ballast(nobody, &["vm", "heat", "--replay", &file]);
     assert!(code == 1 && out.is_empty(), "{code} {out}");
-    assert!(err.contains("web.heat") && err.contains("frame 1") && err.contains("its checksum is wrong"), "{err}");
+    assert!(err.contains("web.heat") && err.contains("frame 2") && err.contains("its checksum is wrong"), "{err}");
     let (code, _, err) = ballast(&daemon.socket, &["vm", "heat", "db", "--record", &path("db.heat"), "--seconds", "1"]);
     assert!(code == 1 && err.contains("nobody tracks"), "{code} {err}");
 }

@@ -8,9 +8,10 @@
 //! ```text
 //! file    "BLSTHEAT" | version u16 | length u16 | name of the source | frame ...
 //! frame   length u32 | XXH3 of the body u64 | body
-//! body    kind u8 (1 layout, 2 coarse, 3 fine) | numbers of 7 bits a byte, low first
+//! body    kind u8 (1 layout, 2 coarse, 3 fine, 4 memory) | numbers of 7 bits a byte, low first
 //! layout  regions | pages of each
 //! cycle   number | begun_ms | ended_ms | cpu_ns | guest_ns | faults | units | unit ...
+//! memory  limit + 1, or 0 for none | bytes in DRAM
 //! unit    region - last region | unit - last unit (or unit, in a new region) | pages present | flags u8 | seen
 //! seen    of a fine unit a map of 64 bytes each: watched unless all is, touched; of blocks u8; else nothing
 //! flags   1 seen | 2 fine | 4 touched | 8 all pages watched | 16 blocks
@@ -87,6 +88,15 @@ pub struct Recorded {
     pub lines: Vec<Line>,
 }
 
+/// What a VM had, and might have, when the cycle before was fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// The limit that held, in bytes, if there was one.
+    pub limit: Option<u64>,
+    /// Bytes in DRAM.
+    pub resident: u64,
+}
+
 /// A part of a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frame {
@@ -94,6 +104,8 @@ pub enum Frame {
     Layout(Vec<u64>),
     /// A cycle.
     Cycle(Recorded),
+    /// Who records adds it; a tracker does not need it.
+    Memory(Memory),
 }
 
 /// A whole recording.
@@ -136,6 +148,11 @@ impl Frame {
                 body.push(1);
                 put(&mut body, regions.len() as u64);
                 regions.iter().for_each(|pages| put(&mut body, *pages));
+            }
+            Self::Memory(Memory { limit, resident }) => {
+                body.push(4);
+                put(&mut body, limit.map_or(0, |limit| limit.saturating_add(1)));
+                put(&mut body, *resident);
             }
             Self::Cycle(cycle) => {
                 body.push(if cycle.phase == Phase::Coarse { 2 } else { 3 });
@@ -260,7 +277,7 @@ impl Recording {
     pub fn cycles(&self) -> impl DoubleEndedIterator<Item = &Recorded> {
         self.frames.iter().filter_map(|frame| match frame {
             Frame::Cycle(cycle) => Some(cycle),
-            Frame::Layout(_) => None,
+            Frame::Layout(_) | Frame::Memory(_) => None,
         })
     }
 }
@@ -298,6 +315,7 @@ fn read_frame(reader: &mut Reader<'_>, layout: &mut Vec<u64>) -> Result<Frame, S
             Frame::Layout(layout.clone())
         }
         2 | 3 => Frame::Cycle(read_cycle(&mut body, if kind == 2 { Phase::Coarse } else { Phase::Fine }, layout)?),
+        4 => Frame::Memory(Memory { limit: body.number()?.checked_sub(1), resident: body.number()? }),
         other => return Err(format!("its kind is {other}, which this program does not know")),
     };
     if !body.0.is_empty() {
@@ -400,8 +418,12 @@ mod tests {
     fn recording() -> impl Strategy<Value = Recording> {
         proptest::collection::vec(cycle(), 0..6).prop_map(|mut cycles| {
             cycles.sort_by_key(|cycle| cycle.begun);
-            let frames = std::iter::once(Frame::Layout(REGIONS.into())).chain(cycles.into_iter().map(Frame::Cycle));
-            Recording { source: "scripted".into(), frames: frames.collect() }
+            let mut frames = vec![Frame::Layout(REGIONS.into())];
+            for cycle in cycles {
+                let memory = Memory { limit: cycle.number.checked_sub(1), resident: cycle.cost.faults };
+                frames.extend([Frame::Cycle(cycle), Frame::Memory(memory)]);
+            }
+            Recording { source: "scripted".into(), frames }
         })
     }
 

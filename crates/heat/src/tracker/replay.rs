@@ -76,6 +76,7 @@ impl Recording {
                     tracker.replay(cycle);
                     each(&tracker, cycle);
                 }
+                Frame::Memory(_) => {}
             }
         }
         tracker
