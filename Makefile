@@ -1,10 +1,10 @@
-# The two commands. Both do their own set-up on a fresh Debian machine, as root.
+# `demo` and `test` do their own set-up on a fresh Debian machine, as root.
 
 # Debian's libzstd instead of compiling one: a minute less.
 export ZSTD_SYS_USE_PKG_CONFIG = 1
 export RUST_BACKTRACE ?= 0
 
-.PHONY: demo test setup build
+.PHONY: demo test setup build release
 
 # Two real VMs are squeezed to half of their memory while the engine is killed; ends in a small table.
 demo: setup build
@@ -16,6 +16,10 @@ test: setup
 
 build:
 	cargo build -p ballast-cli -p ballast-daemon -p ballast-preload -p ballast-bench
+
+# The programs as they are installed, in target/dist: stripped, with debug files beside them.
+release:
+	scripts/release.sh
 
 # Packages, the guest kernel and image (under target/); quick when nothing is missing.
 setup:
