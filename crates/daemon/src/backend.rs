@@ -3,7 +3,7 @@
 //! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a lane.
 //! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is what the others leave.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -48,6 +48,8 @@ pub struct Served {
     pub vmm: String,
     /// What is going on beside its orders and lanes.
     pub jobs: Jobs,
+    /// Its processes, those included that are about to be served.
+    pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served wherever they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
 }
@@ -55,7 +57,7 @@ pub struct Served {
 impl Served {
     /// A VM without processes yet.
     pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: Option<Arc<FileStore>>, vmm: String) -> Self {
-        Self { vm, store, file, vmm, jobs: Jobs::default(), unserved: Mutex::default() }
+        Self { vm, store, file, vmm, jobs: Jobs::default(), pids: Mutex::default(), unserved: Mutex::default() }
     }
 
     /// Hold reclaim at once, and bring every page back on a thread of its own, which then says how it went.
@@ -68,12 +70,23 @@ impl Served {
         self.vm.hold(kind, Some(reason));
         let vm = self.vm.clone();
         self.jobs.begin("restore", move || {
+            let _listed = vm.state.list_thread();
             let result = vm.restore();
             if let Err(error) = &result {
                 vm.report("restore-failed", format!("Bringing its pages back: {error}"));
             }
             then(result);
         })
+    }
+
+    /// Its processes.
+    pub fn pids(&self) -> Vec<u32> {
+        self.pids.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+    }
+
+    /// This process is one of them.
+    pub fn add_pid(&self, pid: u32) {
+        self.pids.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
     }
 
     fn all_unserved(&self) -> std::sync::MutexGuard<'_, HashMap<u32, String>> {
@@ -96,7 +109,8 @@ impl Served {
     }
 
     /// This process is gone.
-    pub fn clear_unserved(&self, pid: u32) {
+    pub fn forget_pid(&self, pid: u32) {
+        self.pids.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
         self.all_unserved().remove(&pid);
     }
 }

@@ -20,5 +20,6 @@ pub mod events;
 pub mod http;
 pub mod keeper;
 pub mod orders;
+pub mod sleep;
 pub mod tracking;
 pub mod watch;

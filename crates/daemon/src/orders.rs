@@ -12,8 +12,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::Compression;
 use crate::tracking::Tracking;
 
-/// Of the messages in this file. The keeper names it when it starts an engine.
-pub const VERSION: u16 = 2;
+/// Of the messages in this file, and of what keeper and engine leave to each other in a VM's state file: an engine of
+/// version 2 did not list its threads there. The keeper names it when it starts an engine.
+pub const VERSION: u16 = 3;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -252,7 +253,7 @@ mod tests {
             .collect();
         assert_eq!(
             (VERSION, said.join(" ")),
-            (2, SAID.to_owned()),
+            (3, SAID.to_owned()),
             "raise VERSION, and put what is said now into SAID"
         );
     }

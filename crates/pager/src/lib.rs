@@ -11,7 +11,7 @@
 //! [`memory`] (what they ask of the kernel), [`stores`] and [`shift`] (where far pages are, and their way from RAM to a
 //! file), then `region`, `shard`, `view` and `vm` (the real thing), `lane` and `reclaim` (the two loops that drive it),
 //! `prefetch` (what comes back unasked), `track`, `scans`, `zap_scan`, `rwp_scan` and `touch` (who is hot), [`unit`], `units` and
-//! `coalesce` (what is mapped huge again), `spill` and `slow` (to a file and back), `recover` (after a death), `stats` and `stages` (what
+//! `coalesce` (what is mapped huge again), `spill` and `slow` (to a file and back), `threads` and `recover` (after a death), `stats` and `stages` (what
 //! operators see).
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
@@ -72,6 +72,8 @@ pub mod stats;
 pub mod streams;
 #[cfg(not(loom))]
 pub(crate) mod table;
+#[cfg(not(loom))]
+pub mod threads;
 #[cfg(not(loom))]
 pub mod touch;
 #[cfg(not(loom))]

@@ -11,7 +11,7 @@
 //!          target, settings, kept (words added later: zero says nothing)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes
-//! 4096     counters          8192  histograms          32768  end of the header
+//! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
 //! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page
 //! ```
 
@@ -25,6 +25,8 @@ use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::{Mapping, memfd::create};
 
+use crate::threads;
+
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// Layout 1: first release.
 const LAYOUT: u64 = 1;
@@ -33,6 +35,7 @@ const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
 const REGION_RECORD: usize = 64;
 const COUNTERS_OFFSET: usize = 4096;
+const THREADS_OFFSET: usize = COUNTERS_OFFSET + COUNTERS * 8;
 const HISTOGRAMS_OFFSET: usize = 8192;
 const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= COUNTERS_OFFSET);
 
@@ -103,6 +106,8 @@ pub enum StateError {
 pub struct StateFile {
     fd: OwnedFd,
     header: Mapping,
+    /// The engine that opened it, if this is one ([`crate::threads`]).
+    tag: AtomicU64,
 }
 
 /// One region's words and registration flags.
@@ -119,7 +124,7 @@ impl StateFile {
         // Only its owner may write: clients keep a read-only descriptor of it and must not get more by reopening.
         rustix::fs::fchmod(&fd, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).map_err(io::Error::from)?;
         let header = Mapping::shared(&fd, 0, HEADER_LEN)?;
-        let file = Self { fd, header };
+        let file = Self { fd, header, tag: AtomicU64::new(0) };
         let (a, b) = id.0.split_at(8);
         file.set(Field::Id0, u64::from_le_bytes(a.try_into().expect("8 bytes")));
         file.set(Field::Id1, u64::from_le_bytes(b.try_into().expect("8 bytes")));
@@ -138,7 +143,7 @@ impl StateFile {
         if size < HEADER_LEN as u64 {
             return invalid(format!("it has {size} bytes, fewer than its header"));
         }
-        let file = Self { header: Mapping::shared(&fd, 0, HEADER_LEN)?, fd };
+        let file = Self { header: Mapping::shared(&fd, 0, HEADER_LEN)?, fd, tag: AtomicU64::new(0) };
         if file.get(Field::Magic) != MAGIC {
             return invalid("it does not begin with the Ballast magic".into());
         }
@@ -256,6 +261,7 @@ impl StateFile {
     /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
     /// later keeper ends whoever is named here, also one that has not come round to opening it.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
+        self.begin_threads(pid, start_time);
         // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
@@ -264,6 +270,7 @@ impl StateFile {
     /// Write down that this engine serves the VM from now on; answers its epoch.
     pub fn take_over(&self, pid: u32, start_time: u64) -> u64 {
         self.name_engine(pid, start_time);
+        self.open_as(pid, start_time);
         self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1
     }
 
@@ -336,6 +343,21 @@ impl StateFile {
             at = end;
         }
         Ok(ranges)
+    }
+
+    /// The list of [`crate::threads`].
+    pub(crate) fn thread_words(&self) -> &[AtomicU64] {
+        self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8)
+    }
+
+    /// Say which engine this is, for that list.
+    pub fn open_as(&self, pid: u32, start_time: u64) {
+        self.tag.store(threads::tag(pid, start_time), Ordering::Release);
+    }
+
+    /// Which engine this is; zero if it was not said.
+    pub(crate) fn own_tag(&self) -> u64 {
+        self.tag.load(Ordering::Acquire)
     }
 
     /// The counters of [`crate::stats`].

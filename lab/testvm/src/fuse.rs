@@ -156,10 +156,11 @@ impl Fuse {
         self.shared.changed.notify_all();
     }
 
-    /// Wait until so many requests wait for their answers.
+    /// Wait until so many reads wait for their answers.
     pub fn wait_for_held(&self, least: usize) {
-        let enough = |state: &mut State| state.late.len() < least;
-        drop(self.shared.changed.wait_while(self.shared.lock(), enough).unwrap_or_else(PoisonError::into_inner));
+        let reads = |state: &State| state.late.iter().filter(|(_, request)| u32_at(request, 4) == op::READ).count();
+        let waited = self.shared.changed.wait_while(self.shared.lock(), |state| reads(state) < least);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
     /// Reads that came.

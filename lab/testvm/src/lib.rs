@@ -25,6 +25,7 @@ mod guest;
 mod kvm;
 mod model;
 mod outcome;
+pub mod park;
 pub mod qemu;
 mod ram;
 mod vm;

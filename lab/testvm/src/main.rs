@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::{Bytes, Hva};
 use ballast_client::Client;
+use ballast_testvm::park::Parking;
 use ballast_testvm::{Error, GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload};
 use clap::Parser;
 
@@ -78,6 +79,10 @@ struct Args {
     /// End the operations when stdin has a line or ends, then verify
     #[arg(long)]
     until_stdin: bool,
+    /// For tests: on the lines "read" and "map" of stdin, hang in the kernel over this file (see `park`); any other line
+    /// ends the operations
+    #[arg(long, value_name = "FILE", requires = "until_stdin")]
+    park_on: Option<PathBuf>,
     /// Print progress to stderr this often
     #[arg(long, value_name = "MS")]
     progress_ms: Option<u64>,
@@ -150,15 +155,34 @@ fn watch(args: &Args, vm: &Vm, news: Receiver<End>) {
     }
 }
 
+/// Take what is told on stdin, until it is the end.
+fn listen(parking: Option<&Parking>) -> std::io::Result<()> {
+    let mut line = String::with_capacity(64);
+    loop {
+        line.clear();
+        std::io::stdin().lock().read_line(&mut line)?;
+        match (line.trim_end(), parking) {
+            ("read", Some(parking)) => parking.read()?,
+            ("map", Some(parking)) => parking.map()?,
+            _ => return Ok(()),
+        }
+    }
+}
+
 fn run(args: &Args) -> Result<Outcome, Error> {
     let vm = Vm::new(&args.spec(), args.guest)?;
     let (sender, news) = channel();
     if args.until_stdin {
         let sender: Sender<End> = sender.clone();
+        let parking = args.park_on.as_deref().map(Parking::open).transpose().unwrap_or_else(|error| {
+            eprintln!("Opening the file to park on: {error}");
+            std::process::exit(4)
+        });
         // Detached on purpose: it may wait in a read for ever, and has nothing to clean up.
         std::thread::spawn(move || {
-            let mut line = String::new();
-            let _ = std::io::stdin().lock().read_line(&mut line);
+            if let Err(error) = listen(parking.as_ref()) {
+                eprintln!("Taking a line of stdin: {error}");
+            }
             let _ = sender.send(End::Stop);
         });
     }

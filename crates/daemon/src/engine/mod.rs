@@ -2,8 +2,9 @@
 //!
 //! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the last
 //! VM too.
-//! Threads: this one takes orders and never waits for what they are about; the API has one; the watch has one; the
-//! control loop has one; every VM has one that carries out its orders, and its lanes.
+//! Threads: this one takes orders and never waits for what they are about; the API, the watch, the control loop and the
+//! look for stuck threads have one each, and change nothing of any VM but words in memory; every VM has one that carries
+//! out its orders, its lanes, and jobs. Those of a VM are in the list of its state file (`ballast_pager::threads`).
 //! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
 //! only VMs whose state file names it.
 
@@ -39,10 +40,13 @@ use write_back::Closing;
 pub mod control;
 pub mod huge_pages;
 pub mod strangers;
+pub mod stuck;
 mod views;
 pub mod workers;
 mod write_back;
 
+/// How long the API waits for VMs to be opened: one of hundreds of GiB takes a second or two.
+const OPENING: Duration = Duration::from_secs(3);
 /// How often an engine without keeper looks whether any VM is left.
 const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
 
@@ -81,6 +85,7 @@ pub fn run(version: Option<u16>) -> anyhow::Result<()> {
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = strangers::start(host.clone())?;
     Control::start(host.clone(), watch.clone()).context("Starting the control loop")?;
+    stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine { keeper, me, begin, host, events, watch, closing: Mutex::default() });
     let mut orders = Orders { engine, workers: Workers::default(), api: Some(api) };
@@ -181,12 +186,14 @@ impl Orders {
     }
 
     /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist because
-    /// it has not been opened yet.
+    /// it has not been opened yet. One that does not open in time keeps nobody from all the others.
     fn serve(&mut self) -> anyhow::Result<()> {
         let opened = self.workers.all_so_far();
         let (engine, api) = (self.engine.clone(), self.api.take());
         std::thread::Builder::new().name("serve".into()).spawn(move || {
-            opened.wait();
+            if !opened.wait(OPENING) {
+                tracing::warn!("not every VM is open and served after {OPENING:?}: answering the API all the same");
+            }
             let served = api.map_or(Ok(()), |api| serve_api(api, engine.host.clone(), engine.begin.reader_gid));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
                 engine.failed(None, "Serve", &error);
@@ -314,7 +321,7 @@ impl Engine {
             }
             (Order::RemoveView { pid, .. }, Some(served)) => {
                 served.vm.remove_view(pid);
-                served.clear_unserved(pid);
+                served.forget_pid(pid);
                 Ok(())
             }
             // Nothing is reclaimed from a VM that is not open: what they ask for is so.
@@ -378,6 +385,9 @@ impl Engine {
         let (Some(state), Some(arena)) = (fds.next(), fds.next()) else { bail!("state and arena file are missing") };
         let state = StateFile::open(state)?;
         let Process { pid, start } = self.me;
+        state.open_as(pid, start);
+        // This thread works for the VM until it has closed it. A keeper may have killed us a moment ago: then it ends here.
+        std::mem::forget(state.list_thread());
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
         let epoch = state.take_over(pid, start);
@@ -466,6 +476,7 @@ impl Engine {
         unserved_since_ns: Option<u64>,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
+        served.add_pid(pid);
         served.vm.hold(Hold::Unchecked, Some("nobody has looked yet who else maps its RAM".into()));
         views::add(served, pid, uffd_features, views::descriptors(fds)?, spans)?;
         if let Some(since_ns) = unserved_since_ns {
@@ -527,6 +538,7 @@ impl Engine {
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
             self.write_back(&served, closing);
+            served.vm.state.unlist_thread();
         }
     }
 }

@@ -97,10 +97,10 @@ pub fn look_for_strangers(vms: &[&Arc<Served>]) -> Look {
     })
 }
 
-/// Who may map a VM's RAM: its views, and this engine, which asks hugetlbfs through a mapping that nobody ever touches
+/// Who may map a VM's RAM: its processes, and this engine, which asks hugetlbfs through a mapping that nobody ever touches
 /// what a file holds.
 fn pids_of(served: &Served) -> HashSet<u32> {
-    served.vm.views().iter().map(|view| view.pid).chain([std::process::id()]).collect()
+    served.pids().into_iter().chain([std::process::id()]).collect()
 }
 
 /// Why no page may leave this VM, by what the look has found.

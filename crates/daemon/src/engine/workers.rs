@@ -10,9 +10,10 @@ use std::collections::HashMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use ballast_base::wire::VmId;
 
@@ -89,9 +90,9 @@ fn run(work: Work) {
 pub struct Done(Receiver<()>);
 
 impl Done {
-    /// Wait for it.
-    pub fn wait(self) {
-        let _ = self.0.recv();
+    /// Wait for it, at most so long; returns whether it is done.
+    pub fn wait(&self, at_most: Duration) -> bool {
+        self.0.recv_timeout(at_most) == Err(RecvTimeoutError::Disconnected)
     }
 
     /// Is it done?
@@ -155,9 +156,9 @@ mod tests {
         let a_done = workers.all_so_far();
         workers.give(B, tell("b")).expect("a thread");
         assert_eq!(says.recv(), Ok("b"), "another VM's order is carried out, and this thread is free");
-        assert!(!a_done.is_over() && says.try_recv().is_err());
+        assert!(!a_done.is_over() && !a_done.wait(Duration::ZERO) && says.try_recv().is_err());
         drop(release);
-        a_done.wait();
+        while !a_done.wait(Duration::from_secs(60)) {}
         assert_eq!(says.recv(), Ok("a"));
     }
 
@@ -178,7 +179,7 @@ mod tests {
         drop(release);
         assert_eq!([says.recv(), says.recv()], [Ok("closed"), Ok("opened again")]);
         workers.give_last(A, || ()).expect("given");
-        workers.all_so_far().wait();
+        while !workers.all_so_far().wait(Duration::from_secs(60)) {}
         workers.sweep();
         assert!(workers.0.is_empty());
     }

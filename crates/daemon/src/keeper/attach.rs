@@ -3,8 +3,8 @@
 //! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client is answered:
 //! one that joins a VM, when its faults are served.
 //! Threads: the keeper's one.
-//! Promise: a VM is who its id says. A resumed one gets its words back whoever has taken its name, whichever of its
-//! processes comes first, and only after the engine that may have been serving it is gone.
+//! Promise: a VM is who its id says. A resumed one gets its words back whoever has taken its name, and whichever of its
+//! processes comes first; no engine has it before the one that may have been serving it is done with it.
 
 use std::collections::HashSet;
 use std::os::fd::AsFd;
@@ -106,8 +106,8 @@ impl Keeper {
             // Nothing of a new VM is far. What is far of one that comes back is registered, and its faults wait.
             self.search_or_hand_over(vm);
             self.give_escrow(key, vm, &escrow);
-        } else if self.vms[index].search.is_some() {
-            // It may search for a minute, and nobody is served meanwhile.
+        } else if !self.vms[index].is_handed_over() {
+            // That may take a minute or more, and nobody is served meanwhile.
             if attach.resume.is_some() {
                 self.answer_attached(key);
             } else {
@@ -165,8 +165,8 @@ impl Keeper {
     }
 
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
-    /// about to open it: that one must be gone before another begins. Our own engine was told to close the VM before
-    /// this, and carries out the orders about a VM in turn.
+    /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until nothing of it is left. Our own engine was
+    /// told to close the VM before this, and carries out the orders about a VM in turn.
     pub(super) fn resume(
         &mut self,
         attach: &Attach,
@@ -181,8 +181,12 @@ impl Keeper {
         if let Some((pid, start)) = state.engine()
             && !self.is_ours(fence::Process { pid, start })
         {
-            fence::end(fence::Process { pid, start })
+            let killed = fence::kill(fence::Process { pid, start })
                 .map_err(|error| format!("Ending the engine of the last keeper, process {pid}: {error}"))?;
+            if let Some(pidfd) = killed {
+                tracing::warn!(pid, "ended the engine that the last keeper left behind");
+                self.dying.push(pidfd);
+            }
         }
         let name = state.name();
         if self.has_name(&name) {
@@ -297,7 +301,7 @@ impl Keeper {
     }
 
     fn tell_region(&mut self, vm: VmId, pid: u32, info: RegionInfo, number: u32) {
-        let Some(entry) = self.vm(vm).filter(|vm| vm.search.is_none()) else { return };
+        let Some(entry) = self.vm(vm).filter(|vm| vm.is_handed_over()) else { return };
         let Some((fd, _)) = entry.ram.get(number as usize).and_then(Option::as_ref) else { return };
         let fd = fd.clone();
         self.order(&Order::AddRegion { vm, pid, info, number }, &[fd]);

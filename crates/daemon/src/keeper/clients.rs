@@ -19,6 +19,7 @@ use rustix::io::Errno;
 
 use super::Keeper;
 use super::closer::{self, SentFd};
+use super::regions::VmEntry;
 use crate::orders::Order;
 
 /// Connections, attached or not.
@@ -322,7 +323,7 @@ impl Keeper {
         self.next_seq += 1;
         let order = order(seq, vm, client.pid);
         // An engine that is to get the VM later gets what is pending, too.
-        if self.vm(vm).is_some_and(|vm| vm.search.is_none()) {
+        if self.vm(vm).is_some_and(VmEntry::is_handed_over) {
             self.order(&order, &[]);
         }
         self.pending.insert(seq, Asked { client: key, order, answer });

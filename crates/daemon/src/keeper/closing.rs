@@ -9,6 +9,7 @@ use ballast_base::wire::VmId;
 use ballast_sys::memfd::FileId;
 
 use super::Keeper;
+use super::fence::{self, Left};
 use super::regions::VmEntry;
 use crate::orders::Order;
 
@@ -19,6 +20,15 @@ const MOST: usize = 256;
 pub struct Closing {
     seq: u64,
     entry: VmEntry,
+    /// The engine has it.
+    given: bool,
+}
+
+impl Closing {
+    /// Its engine is dead.
+    pub fn take_back(&mut self) {
+        self.given = false;
+    }
 }
 
 impl Keeper {
@@ -28,10 +38,13 @@ impl Keeper {
         let entry = self.vms.remove(at);
         let seq = self.next_seq;
         self.next_seq += 1;
-        self.order(&Order::CloseVm { seq, vm: id }, &[]);
+        let given = entry.is_handed_over();
+        if given {
+            self.order(&Order::CloseVm { seq, vm: id }, &[]);
+        }
         // One that waits for regions no engine has.
         if entry.search.is_none() && self.closing.len() < MOST {
-            self.closing.push(Closing { seq, entry });
+            self.closing.push(Closing { seq, entry, given });
         }
     }
 
@@ -53,14 +66,25 @@ impl Keeper {
         })
     }
 
-    /// Have a new engine finish what the last one had begun.
-    pub(super) fn hand_over_closing(&mut self) {
-        let orders: Vec<_> =
-            self.closing.iter().map(|closing| (closing.seq, self.open_order(&closing.entry))).collect();
-        for (seq, opening) in orders {
-            let Some((vm, order, fds)) = opening else { continue };
-            self.order(&order, &fds);
-            self.order(&Order::CloseVm { seq, vm }, &[]);
+    /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must wait.
+    pub(super) fn tend_closing(&mut self) -> bool {
+        let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return false };
+        let is_free = |entry: &VmEntry| matches!(fence::end_for(&entry.state, Some(engine)), Ok(Left::Nothing));
+        let mut orders = Vec::new();
+        for at in 0..self.closing.len() {
+            let closing = &self.closing[at];
+            if !closing.given
+                && is_free(&closing.entry)
+                && let Some((vm, order, fds)) = self.open_order(&closing.entry)
+            {
+                orders.push((order, fds));
+                orders.push((Order::CloseVm { seq: closing.seq, vm }, Vec::new()));
+                self.closing[at].given = true;
+            }
         }
+        for (order, fds) in orders {
+            self.order(&order, &fds);
+        }
+        self.closing.iter().any(|closing| !closing.given)
     }
 }

@@ -2,10 +2,11 @@
 //!
 //! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in an order that makes sense.
 //! Threads: the keeper's one. Nothing here waits: what the engine's socket does not take stays in a queue.
-//! Promise: the state file of a VM names an engine before that engine can have heard of the VM.
+//! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and never two engines in
+//! turn before the first can do nothing to the VM any more. A VM for which that takes long delays no other.
 
 use std::collections::VecDeque;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -17,13 +18,15 @@ use ballast_sys::scm;
 use rustix::event::PollFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::Keeper;
 use super::clients::ClientView;
 use super::closer::SentFd;
-use super::fence::Process;
-use super::regions::VmEntry;
-use crate::engine::monotonic_ns;
+use super::closing::Closing;
+use super::fence::{self, Left, Process};
+use super::regions::{Fenced, VmEntry};
+use super::{Keeper, SOON};
+use crate::engine::{monotonic_ns, stuck};
 use crate::orders::{self, Begin, Order, Report, Spilling};
+use crate::sleep::{self, Sleeper};
 
 /// How often the engine is asked whether it is there.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -32,6 +35,13 @@ const SILENCE: u32 = 15;
 /// How many times it may answer without saying that it serves. Opening a VM takes seconds at most; ten minutes without
 /// an end is an engine that waits for itself.
 const STARTING: u32 = 600;
+/// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as long as
+/// the kernel likes.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// How often to look whether they are done after that.
+const LATER: Duration = Duration::from_millis(200);
+/// When operators are told that a VM waits.
+const TELL_AFTER: Duration = Duration::from_secs(2);
 /// Engines that die before they serve, one after the other, are started again ever more slowly, up to this.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
@@ -93,6 +103,9 @@ pub struct Engine {
     starved: bool,
     /// Why it was killed, if it was.
     killed: Option<&'static str>,
+    begun: Instant,
+    /// It was told that it has all VMs there are.
+    told_to_serve: bool,
 }
 
 impl Engine {
@@ -127,6 +140,7 @@ impl Engine {
 impl Keeper {
     /// Start an engine if there is none and it is time; ping the one there is.
     pub(super) fn keep_engine(&mut self) {
+        self.zombies.retain_mut(|child| !matches!(child.try_wait(), Ok(Some(_))));
         // What it said while we did something else, or were stopped, counts before its silence does.
         self.hear_engine();
         let Some(engine) = &mut self.engine else {
@@ -145,11 +159,13 @@ impl Keeper {
         };
         match engine.pulse.beat(Instant::now()) {
             Beat::Rest => {}
+            // Its pidfd is silent while the kernel keeps one of its threads. That is in the way of one VM, not of all.
+            _ if engine.killed.is_some() || engine.process.is_dying() => return self.bury_engine(),
             // With orders waiting, a ping would only make the queue longer, and answers are missing anyway.
             Beat::Ask if engine.orders.is_empty() => self.order(&Order::Ping, &[]),
             Beat::Ask => {}
             Beat::Dead(how) => {
-                // Not waited for here: its pidfd tells. Two engines at once would be worse than none for a while.
+                // Not waited for here: its pidfd tells, or the next beat.
                 tracing::error!(pid = engine.process.pid, "the engine is alive but {how}: ending it");
                 let _ = pidfd_send_signal(&engine.pidfd, Signal::KILL);
                 engine.killed = Some(how);
@@ -195,9 +211,27 @@ impl Keeper {
         for vm in self.vms.iter().map(|vm| vm.state.id()).collect::<Vec<_>>() {
             self.hand_over(vm, since);
         }
-        self.hand_over_closing();
-        self.order(&Order::Serve, &[]);
+        self.closing.iter_mut().for_each(Closing::take_back);
+        self.tend_fences();
         Ok(())
+    }
+
+    /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or when
+    /// that takes long. Returns how soon to look again, if some wait.
+    pub(super) fn tend_fences(&mut self) -> Option<Duration> {
+        let fenced = |vm: &VmEntry| vm.fenced.as_ref().map(|fenced| (vm.state.id(), fenced.unserved_since_ns));
+        for (vm, since) in self.vms.iter().filter_map(fenced).collect::<Vec<_>>() {
+            self.hand_over(vm, since);
+        }
+        let waited = self.vms.iter().filter_map(|vm| vm.fenced.as_ref()).map(|fenced| fenced.since.elapsed()).min();
+        if let Some(engine) = self.engine.as_mut().filter(|engine| !engine.told_to_serve)
+            && (waited.is_none() || engine.begun.elapsed() > PATIENCE)
+        {
+            engine.told_to_serve = true;
+            self.order(&Order::Serve, &[]);
+        }
+        let closing = self.tend_closing().then_some(LATER);
+        waited.map(|waited| if waited < PATIENCE { SOON } else { LATER }).or(closing)
     }
 
     /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway.
@@ -220,9 +254,16 @@ impl Keeper {
         }
     }
 
-    /// Tell the engine all about a VM, unless some of its regions are still missing.
+    /// Tell the engine all about a VM, unless some of its regions are still missing, or its last engine is not done with
+    /// it.
     pub(super) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
-        let Some(vm) = self.vms.iter().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
+        let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return };
+        let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
+        match fence::end_for(&vm.state, Some(engine)) {
+            Ok(Left::Nothing) => vm.fenced = None,
+            left => return self.wait_for(id, unserved_since_ns, left),
+        }
+        let Some(vm) = self.vm(id) else { return };
         let Some((_, order, fds)) = self.open_order(vm) else { return };
         self.order(&order, &fds);
         let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
@@ -248,6 +289,34 @@ impl Keeper {
             has_file: vm.file_store.is_some(),
         };
         Some((id, order, vm.descriptors()))
+    }
+
+    /// A VM's last engine is not done with it.
+    fn wait_for(&mut self, id: VmId, unserved_since_ns: Option<u64>, left: io::Result<Left>) {
+        let views: Vec<u32> = self.views_of(id).map(|(pid, _)| pid).collect();
+        let now = self.engine.as_ref().map(|engine| engine.process);
+        let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
+        let since = Instant::now();
+        let fenced = vm.fenced.get_or_insert(Fenced { since, unserved_since_ns, told: None });
+        if fenced.told == now || fenced.since.elapsed() < TELL_AFTER {
+            return;
+        }
+        fenced.told = now;
+        let (name, waited_s) = (vm.state.name(), fenced.since.elapsed().as_secs());
+        let engine = vm.state.engine().map_or(0, |(pid, _)| pid);
+        let why = match left {
+            Ok(Left::Threads(threads)) => {
+                let sleepers: Vec<_> = threads.iter().filter_map(|thread| Sleeper::find(engine, *thread)).collect();
+                sleep::reason(&sleepers, engine, &views)
+            }
+            Ok(_) => format!("all of engine {engine} must be gone, which did not say who works for which VM"),
+            Err(error) => format!("what is left of engine {engine} cannot be found out: {error}"),
+        };
+        let message = format!(
+            "VM {name} has not been served for {waited_s} s, because its last engine, which is dead, is not done with it: \
+             {why}"
+        );
+        self.note(name, stuck::KIND, message);
     }
 
     /// Is it our engine that this state file names?
@@ -276,16 +345,21 @@ impl Keeper {
         }
     }
 
-    /// The engine is dead: its pidfd says so.
+    /// The engine is dead, but for threads that the kernel keeps.
     pub(super) fn bury_engine(&mut self) {
         let Some(mut engine) = self.engine.take() else { return };
         let how = engine.killed.unwrap_or("died");
-        let status = engine.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+        let status = match engine.child.try_wait() {
+            Ok(Some(status)) => status.to_string(),
+            Ok(None) => "the kernel keeps threads of it".into(),
+            Err(error) => error.to_string(),
+        };
         let how = format!("{how} ({status})");
         tracing::error!(pid = engine.child.id(), "the engine {how}: starting another");
         self.restarts += 1;
         self.young_deaths += u32::from(engine.pulse.starting.is_some());
         self.died = Some((Instant::now(), how));
+        self.zombies.push(engine.child);
     }
 }
 
@@ -314,6 +388,8 @@ fn spawn(program: &std::path::Path) -> anyhow::Result<Engine> {
                 orders: VecDeque::new(),
                 starved: false,
                 killed: None,
+                begun: Instant::now(),
+                told_to_serve: false,
             })
         }
         Err(error) => {

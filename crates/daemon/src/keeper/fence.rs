@@ -1,17 +1,23 @@
-//! Fence: which engine may be about to touch a VM, and how to be sure that it no longer is.
+//! Fence: what an engine that was killed may still do to a VM, and how to be sure that it can do nothing any more.
 //!
-//! Before: a client brings back a VM whose keeper died. After: the engine that its state file names is gone, all threads.
-//! Promise: "gone" is only ever what the kernel said. When it cannot be known, the answer is an error and the client asks
+//! Before: an engine died, or a client brings back a VM whose keeper died. After: no thread of the engine that the VM's
+//! state file names can change anything of the VM, and another engine may have it.
+//! Threads: any; nothing here waits.
+//! Promise: "nothing any more" is only ever what the kernel said. When it cannot be known, the VM waits and is looked at
 //! again: two engines that mend the same words at the same time would lose bytes.
+//!
+//! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on until
+//! it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a thread is in the
+//! way of its own VM only, and the VM's state file lists the threads that work for it (`ballast_pager::threads`). A thread
+//! that is on its way out ("exiting") has done its last call for any VM. What it left with io_uring the file store waits for.
 
 use std::io;
+use std::os::fd::OwnedFd;
 
+use ballast_pager::state_file::StateFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-
-/// How long a killed engine may take to be gone. One with much memory takes tenths of a second; the client asks again.
-const DYING: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
 /// A process, told by its start time from a later one with the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,16 +31,8 @@ pub struct Process {
 impl Process {
     /// The process that has this pid now; `None` if there is none.
     pub fn find(pid: u32) -> io::Result<Option<Self>> {
-        let stat = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-            Ok(stat) => stat,
-            // It ended before the file was opened, or before it was read.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        // The second field may hold anything, spaces and parentheses included, up to the last closing one.
-        let start = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19)?.parse().ok());
-        let start = start.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
+        let Some(stat) = read_stat(&format!("/proc/{pid}/stat"))? else { return Ok(None) };
+        let start = field(&stat, 19).ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
         Ok(Some(Self { pid, start }))
     }
 
@@ -42,67 +40,172 @@ impl Process {
     pub fn this() -> io::Result<Self> {
         Self::find(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
+
+    /// Has its first thread ended, or is about to? Then so has, or will, every other one.
+    pub fn is_dying(self) -> bool {
+        matches!(is_over(&format!("/proc/{}/stat", self.pid)), Ok(true))
+    }
 }
 
-/// Kill this process, if it is still there, and wait until it is gone.
+/// The `stat` of a process or thread; `None` if it is gone.
+fn read_stat(path: &str) -> io::Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(stat) => Ok(Some(stat)),
+        // It ended before the file was opened, or before it was read.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// A field of a `stat`, counted from the state, which comes after a name that may hold anything, spaces and parentheses
+/// included, up to the last closing one.
+fn field(stat: &str, number: usize) -> Option<u64> {
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number)?.parse().ok()
+}
+
+/// Is the thread with this `stat` gone, or so far gone that it has left its last system call?
+fn is_over(path: &str) -> io::Result<bool> {
+    const EXITING: u64 = 4;
+    let Some(stat) = read_stat(path)? else { return Ok(true) };
+    let is_dead = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));
+    Ok(is_dead || field(&stat, 6).is_some_and(|flags| flags & EXITING != 0))
+}
+
+/// Kill this process, if it is still there. Returns what becomes readable when all of it is gone; `None` if it is.
 ///
 /// # Errors
-/// It may still be there: the kernel could not say (no descriptors left), or it does not die in time.
-pub fn end(process: Process) -> io::Result<()> {
+/// It may still be there and run: the kernel could not say (no descriptors left), or would not kill it.
+pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     let Some(pid) = i32::try_from(process.pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
-        return Ok(());
+        return Ok(None);
     };
     let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => pidfd,
-        Err(Errno::SRCH) => return Ok(()),
+        Err(Errno::SRCH) => return Ok(None),
         // Some kernels say so when the number is a thread's of another process by now; its start time decides.
         Err(error) if Process::find(process.pid)? == Some(process) => return Err(error.into()),
-        Err(Errno::INVAL | Errno::NOENT) => return Ok(()),
+        Err(Errno::INVAL | Errno::NOENT) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
     if Process::find(process.pid)? != Some(process) {
-        return Ok(());
+        return Ok(None);
     }
-    tracing::warn!(pid = process.pid, "ending the engine that the last keeper left behind");
     match pidfd_send_signal(&pidfd, Signal::KILL) {
-        Ok(()) | Err(Errno::SRCH) => {}
-        Err(error) => return Err(error.into()),
-    }
-    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-    match poll(&mut fds, Some(&DYING)) {
-        Ok(_) if !fds[0].revents().is_empty() => Ok(()),
-        Ok(_) | Err(Errno::INTR) => Err(io::Error::new(io::ErrorKind::TimedOut, "it was killed and is not gone yet")),
+        Ok(()) => Ok(Some(pidfd)),
+        Err(Errno::SRCH) => Ok(None),
         Err(error) => Err(error.into()),
     }
+}
+
+/// What is left of a killed engine as far as one VM is concerned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Left {
+    /// Nothing that could change anything of the VM.
+    Nothing,
+    /// These threads may be in a call about it.
+    Threads(Vec<u32>),
+    /// Nobody knows which of its threads work for the VM: its engine has not written that down. All of it must go.
+    All,
+}
+
+/// Kill the engine that this VM's state file names, unless it is `ours`, and say what is left of it.
+///
+/// # Errors
+/// As for [`kill`]; or the kernel could not say what is left.
+pub fn end_for(state: &StateFile, ours: Option<Process>) -> io::Result<Left> {
+    let named = state.engine().map(|(pid, start)| Process { pid, start });
+    let Some(process) = named.filter(|process| Some(*process) != ours) else { return Ok(Left::Nothing) };
+    let Some(pidfd) = kill(process)? else { return Ok(Left::Nothing) };
+    // Only now, when it can begin nothing any more.
+    let Some(threads) = state.fence_threads(process.pid, process.start) else {
+        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default()))?;
+        return Ok(if fds[0].revents().is_empty() { Left::All } else { Left::Nothing });
+    };
+    let mut left = Vec::new();
+    for thread in threads {
+        if !is_over(&format!("/proc/{}/task/{thread}/stat", process.pid))? {
+            left.push(thread);
+        }
+    }
+    Ok(if left.is_empty() { Left::Nothing } else { Left::Threads(left) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::Command;
+    use ballast_base::wire::VmId;
+    use std::process::{Child, Command};
+
+    fn sleeping() -> (Child, Process) {
+        let child = Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let process = Process::find(child.id()).expect("readable").expect("running");
+        (child, process)
+    }
+
+    fn is_gone(pidfd: OwnedFd) {
+        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+        poll(&mut fds, None).expect("poll");
+    }
 
     #[test]
-    fn only_the_process_that_is_meant_is_ended_and_one_that_is_gone_is_no_error() {
-        let mut child = Command::new("sleep").arg("1000").spawn().expect("sleep");
-        let process = Process::find(child.id()).expect("readable").expect("running");
-        end(Process { start: process.start + 1, ..process }).expect("another process");
+    fn only_the_process_that_is_meant_is_killed_and_one_that_is_gone_is_no_error() {
+        let (mut child, process) = sleeping();
+        assert!(kill(Process { start: process.start + 1, ..process }).expect("another process").is_none());
         assert!(child.try_wait().expect("wait").is_none(), "a process of another start time was ended");
-        end(process).expect("end it");
+        is_gone(kill(process).expect("kill it").expect("it was there"));
+        assert!(process.is_dying(), "nobody has reaped it");
         assert!(!child.wait().expect("reap").success());
-        end(process).expect("gone already");
-        end(Process { pid: 0, start: 0 }).expect("nobody");
-        end(Process { pid: u32::MAX, start: 0 }).expect("nobody");
+        for gone in [process, Process { pid: 0, start: 0 }, Process { pid: u32::MAX, start: 0 }] {
+            assert!(kill(gone).expect("gone already").is_none());
+        }
+    }
+
+    #[test]
+    fn a_vm_waits_for_the_threads_of_its_own_list_and_for_no_other() {
+        let (mut child, process) = sleeping();
+        let state = StateFile::create(VmId([4; 16]), "test").expect("state");
+        assert_eq!(end_for(&state, None).expect("nobody is named"), Left::Nothing);
+        state.name_engine(process.pid, process.start);
+        assert_eq!(end_for(&state, Some(process)).expect("ours"), Left::Nothing);
+        assert!(child.try_wait().expect("wait").is_none(), "our own engine was ended");
+        assert_eq!(end_for(&state, None).expect("kill it"), Left::Nothing, "no thread of it works for this VM");
+        child.wait().expect("reap");
+
+        let (mut child, process) = sleeping();
+        state.take_over(process.pid, process.start);
+        // As if its first thread worked for the VM: it is gone when the process is.
+        std::mem::forget(state.list(process.pid).expect("not fenced"));
+        while end_for(&state, None).expect("kill it") != Left::Nothing {
+            std::thread::yield_now();
+        }
+        assert!(process.is_dying());
+        child.wait().expect("reap");
+    }
+
+    #[test]
+    fn an_engine_that_has_not_said_who_works_for_whom_must_be_gone_entirely() {
+        let (mut child, process) = sleeping();
+        let state = StateFile::create(VmId([4; 16]), "test").expect("state");
+        state.name_engine(process.pid, process.start);
+        (0..1000).for_each(|_| std::mem::forget(state.list(process.pid).expect("not fenced")));
+        while end_for(&state, None).expect("kill it") == Left::All {
+            std::thread::yield_now();
+        }
+        is_gone(kill(process).expect("it is dead").expect("and not reaped"));
+        child.wait().expect("reap");
     }
 
     #[test]
     fn without_descriptors_left_nobody_is_taken_for_gone() {
         // In a process of its own, because the limit is the whole process's.
         let program = std::env::current_exe().expect("this test program");
-        let mut victim = Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let (mut victim, _) = sleeping();
         let status = Command::new("sh")
             .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
             .arg(program)
-            .args(["--include-ignored", "--exact", "keeper::fence::tests::child_ends_without_descriptors"])
+            .args(["--include-ignored", "--exact", "keeper::fence::tests::child_kills_without_descriptors"])
             .env("BALLAST_TEST_VICTIM", victim.id().to_string())
             .status();
         let alive = victim.try_wait().expect("wait").is_none();
@@ -113,15 +216,15 @@ mod tests {
 
     #[test]
     #[ignore = "run by without_descriptors_left_nobody_is_taken_for_gone"]
-    fn child_ends_without_descriptors() {
+    fn child_kills_without_descriptors() {
         let Ok(victim) = std::env::var("BALLAST_TEST_VICTIM") else { return };
         let process = Process::find(victim.parse().expect("a pid")).expect("readable").expect("running");
         let mut held = Vec::new();
         while let Ok(file) = std::fs::File::open("/dev/null") {
             held.push(file);
         }
-        let ended = end(process);
+        let killed = kill(process);
         drop(held);
-        assert!(ended.is_err(), "{ended:?}");
+        assert!(killed.is_err(), "{killed:?}");
     }
 }

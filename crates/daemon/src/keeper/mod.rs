@@ -7,12 +7,12 @@
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
 //! [`clients`] listens to VMMs; [`attach`] makes VMs of them, with [`regions`] and [`lost`]; [`closing`] sees
-//! them off; [`engine_child`] has the
-//! engine; [`fence`] ends the engine of an earlier keeper.
+//! them off; [`engine_child`] has the engine; [`fence`] knows when an engine that died can do no more to a VM.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -48,6 +48,10 @@ struct Keeper {
     closer: Arc<Closer>,
     api: Arc<SentFd>,
     engine: Option<Engine>,
+    /// Engines that died and have not been reaped: the kernel may keep threads of them.
+    zombies: Vec<Child>,
+    /// Readable when an engine of an earlier keeper, which was killed, is gone.
+    dying: Vec<OwnedFd>,
     restarts: u64,
     /// Engines in a row that died before they served.
     young_deaths: u32,
@@ -135,6 +139,8 @@ impl Keeper {
             api: Arc::new(SentFd::new(api, 0, closer.clone())),
             closer,
             engine: None,
+            zombies: Vec::new(),
+            dying: Vec::new(),
             restarts: 0,
             young_deaths: 0,
             died: None,
@@ -155,7 +161,8 @@ impl Keeper {
             self.tend_clients(Instant::now());
             self.closer.tend(closer::PATIENCE);
             let is_searching = self.tend_vms();
-            let pause = if self.engine.is_none() || is_searching { SOON } else { PING_EVERY };
+            let fences = self.tend_fences();
+            let pause = if self.engine.is_none() || is_searching { SOON } else { fences.unwrap_or(PING_EVERY) };
             self.turn(attach, pause)?;
         }
     }
@@ -173,6 +180,8 @@ impl Keeper {
         }
         let first_client = fds.len();
         fds.extend(others);
+        let first_dying = fds.len();
+        fds.extend(self.dying.iter().map(|pidfd| PollFd::new(pidfd, PollFlags::IN)));
         let timeout = Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos() as _ };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -180,6 +189,8 @@ impl Keeper {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
+        let mut gone = ready[first_dying..].iter();
+        self.dying.retain(|_| gone.next() == Some(&false));
         if first_client == 3 {
             if ready[2] {
                 self.hear_engine();
@@ -191,7 +202,7 @@ impl Keeper {
                 self.bury_engine();
             }
         }
-        for (key, _) in keys.into_iter().zip(&ready[first_client..]).filter(|(_, ready)| **ready) {
+        for (key, _) in keys.into_iter().zip(&ready[first_client..first_dying]).filter(|(_, ready)| **ready) {
             // One that was heard before it may have had to do with this one's end.
             if self.clients.contains_key(&key) {
                 self.hear_client(key);

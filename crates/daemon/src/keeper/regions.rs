@@ -5,6 +5,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
@@ -14,6 +15,7 @@ use ballast_sys::direct;
 use ballast_sys::memfd::{self, FileId};
 
 use super::closer::{Closer, SentFd};
+use super::fence::Process;
 use super::lost::Search;
 use crate::admit;
 use crate::config::Spill;
@@ -36,6 +38,17 @@ pub struct VmEntry {
     pub may_pin: bool,
     /// Set while some of its regions are missing: no engine has it then.
     pub search: Option<Search>,
+    /// Set while its last engine, which is dead, may still change something of it: no other has it then.
+    pub fenced: Option<Fenced>,
+}
+
+/// A VM that waits for the end of its last engine.
+pub struct Fenced {
+    pub since: Instant,
+    /// Since when nobody serves it, on the monotonic clock.
+    pub unserved_since_ns: Option<u64>,
+    /// The engine in whose events it was said: the next one's list begins anew.
+    pub told: Option<Process>,
 }
 
 impl VmEntry {
@@ -76,7 +89,13 @@ impl VmEntry {
             pinned: None,
             may_pin: false,
             search: None,
+            fenced: None,
         })
+    }
+
+    /// Has the engine been given it?
+    pub fn is_handed_over(&self) -> bool {
+        self.search.is_none() && self.fenced.is_none()
     }
 
     /// What travels beside `OpenVm`.

@@ -45,6 +45,12 @@ impl Guest {
         guest
     }
 
+    /// Tell it something on its standard input.
+    pub fn tell(&mut self, line: &str) {
+        let stdin = self.child.as_mut().and_then(|child| child.stdin.as_mut()).expect("running, and listening");
+        stdin.write_all(line.as_bytes()).expect("tell the test VM");
+    }
+
     /// The VM's process.
     pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("running").id()

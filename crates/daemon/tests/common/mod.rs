@@ -136,7 +136,12 @@ fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
 /// The engine among the children of a keeper.
 fn engine_of(keeper: u32) -> Option<u32> {
     let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
-    children.split_ascii_whitespace().next()?.parse().ok()
+    // One that was killed may be there still, for as long as the kernel keeps one of its threads.
+    let is_alive = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    };
+    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(is_alive)
 }
 
 /// SIGKILL.

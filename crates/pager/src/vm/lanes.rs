@@ -67,6 +67,7 @@ impl Vm {
     /// a VM that nobody can serve is stopped.
     pub(super) fn run_lane(&self, kind: &str, serves: Serves<'_>, body: impl Fn()) {
         const MOST_PANICS: u32 = 3;
+        let _listed = self.state.list_thread();
         for _ in 0..MOST_PANICS {
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(&body)).is_ok() {
                 return;

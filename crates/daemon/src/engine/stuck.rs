@@ -1,0 +1,84 @@
+//! Stuck: says when a VM waits for a thread of this engine that the kernel does not let go on.
+//!
+//! Before: a thread that works for a VM sleeps in a system call, for the `mmap_lock` of a VMM that holds it, say. After: an
+//! operator has been told which, and again when it goes on. Other VMs do not wait for it: each has threads of its own.
+//! Threads: one, which looks at the states of threads and at nothing that could keep it waiting.
+//! Promise: one event for a sleep and one for its end, however long it takes.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+
+use crate::backend::{Host, Served};
+use crate::sleep::{Sleeper, reason};
+
+/// How often threads are looked at, and how long one must have slept without a break to be told of.
+const EVERY: Duration = Duration::from_secs(2);
+const LONG: Duration = Duration::from_secs(4);
+/// The event.
+pub const KIND: &str = "vm-stuck";
+
+/// Start looking.
+pub fn start(host: Arc<Host>) -> std::io::Result<()> {
+    let mut seen = HashMap::new();
+    let body = move || {
+        loop {
+            std::thread::sleep(EVERY);
+            look(&host, &mut seen);
+        }
+    };
+    std::thread::Builder::new().name("stuck".into()).spawn(body).map(drop)
+}
+
+/// What was seen of a VM.
+#[derive(Default)]
+struct Seen {
+    /// Threads that slept at the last look, how long they had run by then, and since when that has not changed.
+    sleeping: HashMap<u32, (u64, Instant)>,
+    told: Option<Instant>,
+}
+
+fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
+    let now = Instant::now();
+    let vms = host.all();
+    seen.retain(|id, _| vms.iter().any(|served| served.vm.state.id() == *id));
+    for served in vms {
+        let text = seen.entry(served.vm.state.id()).or_default().look(&served, now);
+        if let Some(text) = text {
+            tracing::warn!(vm = served.vm.state.name(), "{text}");
+            host.events.add(Some(served.vm.state.name()), KIND, text);
+        }
+    }
+}
+
+impl Seen {
+    /// What there is to say of this VM now.
+    fn look(&mut self, served: &Served, now: Instant) -> Option<String> {
+        let me = std::process::id();
+        let sleepers: Vec<Sleeper> =
+            served.vm.state.threads().into_iter().filter_map(|thread| Sleeper::find(me, thread)).collect();
+        let before = std::mem::take(&mut self.sleeping);
+        for sleeper in &sleepers {
+            let same = before.get(&sleeper.thread).filter(|(ran_ns, _)| *ran_ns == sleeper.ran_ns);
+            self.sleeping.insert(sleeper.thread, (sleeper.ran_ns, same.map_or(now, |(_, since)| *since)));
+        }
+        let longest = self.sleeping.values().map(|(_, since)| *since).min();
+        let stuck = longest.filter(|since| now.duration_since(*since) >= LONG);
+        let name = served.vm.state.name();
+        match (stuck, self.told) {
+            (Some(since), None) => {
+                self.told = Some(since);
+                let slept_s = now.duration_since(since).as_secs();
+                let views: Vec<u32> = served.pids();
+                Some(format!("VM {name} has waited for {slept_s} s: {}", reason(&sleepers, me, &views)))
+            }
+            (None, Some(since)) => {
+                self.told = None;
+                Some(format!("VM {name} goes on after {} s", now.duration_since(since).as_secs()))
+            }
+            _ => None,
+        }
+    }
+}

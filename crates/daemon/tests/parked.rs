@@ -1,0 +1,215 @@
+//! A VMM that holds its own `mmap_lock` in the kernel, over a file server that does not answer: every other VM is served,
+//! whichever of engine and keeper dies meanwhile, and the VM itself again when the lock is free, with every byte right.
+//! Real processes, a real FUSE server. Needs root.
+
+mod common;
+
+use ballast_api::VmStatus;
+use ballast_testvm::fuse::Fuse;
+use ballast_testvm::park::HOLDER;
+
+use common::guest::Guest;
+use common::{Daemon, missing, until};
+
+const QUICK: &str = "quarantine_ms = 5\n";
+/// Pages go out and come back all the time.
+const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+fn fuse() -> Option<Fuse> {
+    let served = Fuse::serve();
+    let refused = served.as_ref().err().map(|error| format!("no FUSE server: {error}"));
+    if missing("fuse", refused) { None } else { served.ok() }
+}
+
+/// A guest that can be parked on `fuse`.
+fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str) -> Guest {
+    let file = fuse.dir().join(name);
+    std::fs::write(&file, [7; 4096]).expect("a file to park on");
+    Guest::start(daemon, name, &format!("{BUSY} --park-on {}", file.display()))
+}
+
+/// Nothing is parked on this server any more when this is dropped: else nothing of a test that fails could be ended.
+struct Parked<'a>(&'a Fuse);
+
+impl Drop for Parked<'_> {
+    fn drop(&mut self) {
+        self.0.release();
+    }
+}
+
+/// Have it park. `nth` guests are parked on this server then.
+fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Parked<'a> {
+    fuse.hold();
+    guest.tell("read\n");
+    fuse.wait_for_held(nth);
+    guest.tell("map\n");
+    let pid = guest.pid();
+    until("a thread waits for the page in mmap", || sleeps_in(pid, HOLDER, "folio"));
+    Parked(fuse)
+}
+
+/// Does a thread of this name sleep there in the kernel?
+fn sleeps_in(pid: u32, name: &str, function: &str) -> bool {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    let read = |task: &std::fs::DirEntry, what| std::fs::read_to_string(task.path().join(what)).unwrap_or_default();
+    tasks.flatten().any(|task| read(&task, "comm").trim_end() == name && read(&task, "wchan").contains(function))
+}
+
+fn restored(daemon: &Daemon, name: &str) -> u64 {
+    daemon.api.vm(name).map_or(0, |vm| vm.faults.restore)
+}
+
+/// All that others may want of the daemon works.
+fn everything_works(daemon: &Daemon, bystander: &str) {
+    let before = restored(daemon, bystander);
+    until("pages of the bystander come back", || restored(daemon, bystander) > before);
+    for limit in [20 << 20, 16 << 20] {
+        let changed = daemon.api.set_limit(bystander, Some(limit)).expect("a limit");
+        assert_eq!(changed.limit_bytes, Some(limit));
+    }
+    assert!(daemon.api.metrics().expect("metrics").contains(bystander));
+    Guest::start(daemon, "newcomer", BUSY).finish();
+    until("the newcomer is forgotten", || daemon.api.vm("newcomer").is_err());
+}
+
+fn evicting(daemon: &Daemon, name: &str) {
+    until("pages go out and come back", || {
+        let vm = daemon.vm(name);
+        vm.reclaim.evicted_pages > 0 && vm.faults.restore > 0
+    });
+}
+
+fn is_said(daemon: &Daemon, vm: &str, pid: u32) -> bool {
+    let events = daemon.api.events().unwrap_or_default();
+    let about = format!("process {pid},");
+    events
+        .iter()
+        .any(|event| event.kind == "vm-stuck" && event.vm.as_deref() == Some(vm) && event.message.contains(&about))
+}
+
+fn is_served(daemon: &Daemon, name: &str) -> bool {
+    daemon.api.vm(name).is_ok_and(|vm| vm.status == VmStatus::Running)
+}
+
+#[test]
+fn an_engine_dies_while_a_vmm_is_parked_and_its_successor_serves_all_others() {
+    let Some(fuse) = fuse() else { return };
+    let daemon = Daemon::start(QUICK);
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    let mut parked = parkable(&daemon, &fuse, "parked");
+    evicting(&daemon, "parked");
+    let held = park(&fuse, &mut parked, 1);
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    everything_works(&daemon, "bystander");
+    until("it is said who does not let go of its lock", || is_said(&daemon, "parked", parked.pid()));
+    drop(held);
+    until("the parked VM is served", || is_served(&daemon, "parked"));
+    evicting(&daemon, "parked");
+    parked.finish();
+    bystander.finish();
+}
+
+#[test]
+fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_its_successor_serves_all_others() {
+    let Some(fuse) = fuse() else { return };
+    let daemon = Daemon::start(QUICK);
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    let mut parked = parkable(&daemon, &fuse, "parked");
+    evicting(&daemon, "parked");
+    let held = park(&fuse, &mut parked, 1);
+    let old = daemon.kill_engine();
+    // Its successor has to register the parked VM's memory: that needs the lock, and cannot be interrupted.
+    let is_new = |pid: &u32| *pid != old;
+    until("the engine sleeps in the parked VMM", || {
+        daemon.engine_pid().filter(is_new).is_some_and(|pid| sleeps_in(pid, "orders", "userfaultfd_register"))
+    });
+    for _ in 0..3 {
+        let old = daemon.engine_pid().expect("an engine");
+        common::kill(old);
+        daemon.wait_for_engine_after(old);
+        everything_works(&daemon, "bystander");
+    }
+    until("it is said who does not let go of its lock", || is_said(&daemon, "parked", parked.pid()));
+    assert!(!is_served(&daemon, "parked"), "an engine that is not done with it may still register its memory");
+    drop(held);
+    until("the parked VM is served", || is_served(&daemon, "parked"));
+    evicting(&daemon, "parked");
+    parked.finish();
+    bystander.finish();
+}
+
+#[test]
+fn two_parked_vmms_and_a_server_that_goes_for_good() {
+    let Some(fuse) = fuse() else { return };
+    let daemon = Daemon::start(QUICK);
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    let mut parked = ["one", "two"].map(|name| parkable(&daemon, &fuse, name));
+    let [one, two] = &mut parked;
+    let _held = [park(&fuse, one, 1), park(&fuse, two, 2)];
+    for _ in 0..3 {
+        let old = daemon.engine_pid().expect("an engine");
+        common::kill(old);
+        daemon.wait_for_engine_after(old);
+        everything_works(&daemon, "bystander");
+    }
+    fuse.end();
+    for (name, guest) in ["one", "two"].into_iter().zip(parked) {
+        until("the parked VM is served", || is_served(&daemon, name));
+        evicting(&daemon, name);
+        guest.finish();
+    }
+    bystander.finish();
+}
+
+#[test]
+fn keeper_and_engine_die_while_a_vmm_is_parked() {
+    let Some(fuse) = fuse() else { return };
+    let mut daemon = Daemon::start(QUICK);
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    let mut parked = parkable(&daemon, &fuse, "parked");
+    evicting(&daemon, "parked");
+    let held = park(&fuse, &mut parked, 1);
+    // First its engine only, so that the next one has a thread in the parked VM.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    for both in [true, false] {
+        let engine = daemon.engine_pid().expect("an engine");
+        daemon.kill_keeper();
+        if both {
+            common::kill(engine);
+        }
+        daemon.restart_keeper();
+        daemon.wait_for_engine_after(engine);
+        until("the bystander is attached again", || is_served(&daemon, "bystander"));
+        everything_works(&daemon, "bystander");
+    }
+    drop(held);
+    until("the parked VM is served", || is_served(&daemon, "parked"));
+    evicting(&daemon, "parked");
+    parked.finish();
+    bystander.finish();
+}
+
+#[test]
+fn a_parked_vmm_is_killed_and_forgotten_when_it_can_die() {
+    let Some(fuse) = fuse() else { return };
+    let daemon = Daemon::start(QUICK);
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    let mut parked = parkable(&daemon, &fuse, "parked");
+    evicting(&daemon, "parked");
+    let held = park(&fuse, &mut parked, 1);
+    for _ in 0..2 {
+        let old = daemon.engine_pid().expect("an engine");
+        common::kill(old);
+        daemon.wait_for_engine_after(old);
+    }
+    common::kill(parked.pid());
+    everything_works(&daemon, "bystander");
+    drop(held);
+    drop(parked);
+    let is_gone = || daemon.api.vms().is_ok_and(|vms| vms.iter().all(|vm| vm.name != "parked"));
+    until("the parked VM is forgotten", is_gone);
+    // Its name is free again: nothing of it is left in keeper or engine.
+    Guest::start(&daemon, "parked", BUSY).finish();
+    bystander.finish();
+}

@@ -1,0 +1,165 @@
+//! Threads: which threads of an engine work for a VM, written into the VM's state file where a keeper can read it.
+//!
+//! Before: a thread of an engine is about to work for a VM. After: it is in the list for as long as it does. A killed
+//! engine runs no more code, but a call that it is in goes on until it is over, which may be never: one that wants the
+//! `mmap_lock` of a VMM that holds it, or the disk of a file store. So another engine may have the VM when no thread of
+//! the list is left, and need not wait for threads that work for other VMs.
+//! Threads: any. Promise: what a keeper reads after it killed the engine has every thread in it that may still change
+//! anything of the VM: its memory, its words or its stores.
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use crate::state_file::StateFile;
+
+/// Words of the list: whose it is, whom a keeper has killed, whether there was no room for a thread; then thread ids,
+/// zero where there is none.
+const OF: usize = 0;
+const FENCED: usize = 1;
+const OVERFLOWN: usize = 2;
+const FIRST: usize = 3;
+
+/// A thread in the list, until this is dropped.
+#[derive(Debug)]
+#[must_use = "the thread is in the list only as long as this lives"]
+pub struct Listed<'a>(Option<&'a AtomicU64>);
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.0 {
+            slot.store(0, Ordering::Release);
+        }
+    }
+}
+
+/// A keeper has killed this engine.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Fenced;
+
+fn this_thread() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get() as u32
+}
+
+/// An engine in a word: pids have 22 bits, and start times in ticks fit 40 for centuries.
+pub(crate) fn tag(pid: u32, start_time: u64) -> u64 {
+    u64::from(pid) << 40 | start_time & ((1 << 40) - 1)
+}
+
+impl StateFile {
+    /// This thread works for the VM from now on. An engine that a keeper has killed gets no further than this.
+    pub fn list_thread(&self) -> Listed<'_> {
+        self.list(this_thread()).unwrap_or_else(|Fenced| {
+            loop {
+                std::thread::park();
+            }
+        })
+    }
+
+    /// This thread works for the VM no more, if the guard that said so is lost.
+    pub fn unlist_thread(&self) {
+        let me = u64::from(this_thread());
+        for slot in &self.thread_words()[FIRST..] {
+            let _ = slot.compare_exchange(me, 0, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
+    /// The same as [`Self::list_thread`] for another thread, which does not wait if it gets no further.
+    #[doc(hidden)]
+    pub fn list(&self, thread: u32) -> Result<Listed<'_>, Fenced> {
+        let words = self.thread_words();
+        let claim = |slot: &&AtomicU64| {
+            slot.compare_exchange(0, u64::from(thread), Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        };
+        let slot = words[FIRST..].iter().find(claim);
+        if slot.is_none() {
+            words[OVERFLOWN].store(1, Ordering::SeqCst);
+        }
+        // The keeper writes there, then reads the list; we the other way round. One of the two sees the other.
+        fence(Ordering::SeqCst);
+        let fenced = words[FENCED].load(Ordering::SeqCst);
+        if fenced != 0 && fenced == self.own_tag() { Err(Fenced) } else { Ok(Listed(slot)) }
+    }
+
+    /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
+    /// must have been killed: it can begin nothing for this VM any more.
+    pub fn fence_threads(&self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
+        let words = self.thread_words();
+        words[FENCED].store(tag(pid, start_time), Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let is_known = words[OF].load(Ordering::SeqCst) == tag(pid, start_time);
+        if !is_known || words[OVERFLOWN].load(Ordering::SeqCst) != 0 {
+            return None;
+        }
+        let slots = words[FIRST..].iter().map(|slot| slot.load(Ordering::SeqCst) as u32);
+        Some(slots.filter(|thread| *thread != 0).collect())
+    }
+
+    /// The threads that work for the VM now.
+    pub fn threads(&self) -> Vec<u32> {
+        let slots = self.thread_words()[FIRST..].iter().map(|slot| slot.load(Ordering::Acquire) as u32);
+        slots.filter(|thread| *thread != 0).collect()
+    }
+
+    /// From now on the list is this engine's. Its predecessor's last thread is gone, so the list is empty.
+    pub(crate) fn begin_threads(&self, pid: u32, start_time: u64) {
+        let words = self.thread_words();
+        if words[OF].load(Ordering::Acquire) == tag(pid, start_time) {
+            return;
+        }
+        // While it is nobody's, nothing is known.
+        words[OF].store(0, Ordering::SeqCst);
+        words[OVERFLOWN..].iter().for_each(|word| word.store(0, Ordering::SeqCst));
+        words[OF].store(tag(pid, start_time), Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::wire::VmId;
+
+    fn state() -> StateFile {
+        let state = StateFile::create(VmId([5; 16]), "test").expect("state");
+        state.take_over(10, 99);
+        state
+    }
+
+    #[test]
+    fn a_thread_is_in_the_list_as_long_as_it_works_for_the_vm() {
+        let state = state();
+        let me = this_thread();
+        let listed = state.list_thread();
+        let other = state.list(7).expect("not fenced");
+        state.name_engine(10, 99);
+        assert_eq!(state.threads(), [me, 7], "the same engine once more: it may be closing the VM still");
+        drop(listed);
+        assert_eq!(state.fence_threads(10, 99), Some(vec![7]));
+        drop(other);
+        assert_eq!(state.fence_threads(10, 99), Some(vec![]));
+        assert_eq!(state.threads(), []);
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_taken_for_nothing() {
+        let state = state();
+        assert_eq!(state.fence_threads(10, 98), None, "another engine with this number");
+        assert_eq!(state.fence_threads(11, 99), None, "another engine with this start time");
+        let many: Vec<_> = (1..1000).map(|thread| state.list(thread).expect("not fenced")).collect();
+        assert_eq!(state.fence_threads(10, 99), None, "some found no room");
+        drop(many);
+        assert_eq!(state.fence_threads(10, 99), None, "nobody knows which");
+        state.name_engine(11, 99);
+        assert_eq!(state.fence_threads(11, 99), Some(vec![]));
+    }
+
+    #[test]
+    fn a_thread_that_comes_after_its_engine_was_killed_does_nothing_for_the_vm() {
+        let state = state();
+        assert_eq!(state.fence_threads(10, 99), Some(vec![]));
+        state.list(7).expect_err("fenced");
+        // It may come so late that another engine has the VM.
+        state.name_engine(12, 100);
+        state.list(7).expect_err("still that engine's thread");
+        state.take_over(12, 100);
+        state.list(8).map(drop).expect("the other engine's");
+    }
+}
