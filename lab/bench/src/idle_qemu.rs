@@ -57,6 +57,7 @@ fn trio(workers: &mut [Worker], attached: usize, zipf: bool, turns: usize, ms: u
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let (pages, repetitions, turns, ms) = if bench.options.quick { (1024, 2, 4, 20) } else { (8192, 6, 15, 100) };
     let (mut slower, mut speeds) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2]);
+    bench.progress.row("idle, qemu guest, one of three attached");
     for repetition in bench.progress.over("trio of guests", 0..repetitions) {
         let attached = repetition % 3;
         bench.names += 1;
