@@ -58,4 +58,11 @@ version=$(rustc --version | awk '{ print $2 }')
 [ "$(printf '%s\n%s\n' "$rust_floor" "$version" | sort -V | head -n 1)" = "$rust_floor" ] ||
     die "rustc is $version, but $rust_floor or newer is needed: rustup update stable"
 
+# A full disk ends a build with a linker error that does not name it. What target/ holds already counts as free.
+need_gib=8
+free_kib=$(df -Pk . | awk 'NR == 2 { print $4 }')
+built_kib=$( { [ -d target ] && du -sk target; } | awk '{ print $1 }')
+[ $((free_kib + ${built_kib:-0})) -ge $((need_gib * 1024 * 1024)) ] ||
+    die "needs $need_gib GiB for target/ on the file system of $PWD; $((free_kib / 1024)) MiB are free"
+
 say "ready: $(qemu-system-x86_64 --version | awk 'NR == 1 { print $1, $2, $4 }'), rustc $version"

@@ -20,6 +20,7 @@
 //! | keeper | the tiny process that holds every descriptor and outlives engines |
 #![forbid(unsafe_code)]
 
+pub mod format;
 pub mod units;
 pub mod wire;
 

@@ -10,15 +10,15 @@
 //! Promise: [`decode`] accepts any bytes and answers a message or an error, and [`Attach::validate`] is all a receiver
 //! needs to trust the numbers of an attach message.
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 
+use crate::format::{Format, Message};
+pub use crate::format::{WireError, decode, encode};
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
-/// Version of every message here. Version 2: file stores in escrow. Version 3: several userfaultfds.
-/// Version 4: an attach that must wait. Version 5: a zap answered part by part.
-pub const VERSION: u16 = 5;
-/// First bytes of every message.
-pub const MAGIC: [u8; 4] = *b"BLST";
+/// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must wait.
+/// Version 5: a zap answered part by part. Version 6: each message states its least reader; nothing older is read.
+pub const FORMAT: Format = Format { version: 6, least_reader: 6, oldest: 6 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
 /// Most userfaultfds of one process; each has a lane of the engine. (An attach message has 45 descriptors at most.)
@@ -31,53 +31,6 @@ pub const MIN_ESCROW: usize = 2;
 pub const MAX_ESCROW: usize = 4;
 /// Longest VM name, in bytes.
 pub const MAX_NAME: usize = 64;
-
-const HEADER: usize = MAGIC.len() + 2;
-
-/// A message that could not be understood. Caused by a client of another version, or a hostile one.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum WireError {
-    /// The first bytes are not ours.
-    #[error("Reading a message: it does not begin with the Ballast magic")]
-    Magic,
-    /// A version we do not speak.
-    #[error("Reading a message: its version is {theirs}, this side speaks {VERSION}")]
-    Version {
-        /// The version in the message.
-        theirs: u16,
-    },
-    /// The body is not a message of the expected kind.
-    #[error("Reading a message: the body of {len} bytes is not understood")]
-    Body {
-        /// Length of the body.
-        len: usize,
-    },
-}
-
-/// The bytes of a message.
-pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(256);
-    bytes.extend_from_slice(&MAGIC);
-    bytes.extend_from_slice(&VERSION.to_le_bytes());
-    // Serialising our own plain data types into a growing buffer has no way to fail.
-    postcard::to_extend(message, bytes).expect("messages serialise")
-}
-
-/// The message in `bytes`; anything may be in there.
-pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
-    let Some((header, body)) = bytes.split_at_checked(HEADER) else { return Err(WireError::Magic) };
-    if header[..4] != MAGIC {
-        return Err(WireError::Magic);
-    }
-    let theirs = u16::from_le_bytes([header[4], header[5]]);
-    if theirs != VERSION {
-        return Err(WireError::Version { theirs });
-    }
-    match postcard::take_from_bytes(body) {
-        Ok((message, [])) => Ok(message),
-        _ => Err(WireError::Body { len: body.len() }),
-    }
-}
 
 /// Identity of a VM: 128 random bits given by the keeper at first attach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -284,9 +237,23 @@ pub enum ClientToEngine {
     },
 }
 
+impl Message for ClientToKeeper {
+    const FORMAT: Format = FORMAT;
+}
+impl Message for KeeperToClient {
+    const FORMAT: Format = FORMAT;
+}
+impl Message for EngineToClient {
+    const FORMAT: Format = FORMAT;
+}
+impl Message for ClientToEngine {
+    const FORMAT: Format = FORMAT;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::HEADER;
     use crate::units::{GIB, MIB};
     use proptest::prelude::*;
 
@@ -315,8 +282,54 @@ mod tests {
     fn another_version_is_named_in_the_error() {
         let mut bytes = encode(&KeeperToClient::Ok);
         bytes[4] = 9;
-        assert_eq!(decode::<KeeperToClient>(&bytes), Err(WireError::Version { theirs: 9 }));
+        bytes[6] = 9;
+        let said = decode::<KeeperToClient>(&bytes).expect_err("too new").to_string();
+        assert!(said.contains("has version 9"), "{said}");
     }
+
+    #[test]
+    fn what_is_said_is_what_this_version_says() {
+        let attach =
+            Attach { pinned: Some("p".into()), may_pin: true, resume: Some(VmId([7; 16])), has_file: true, ..attach() };
+        let region = attach.regions[0];
+        let text = || "t".to_owned();
+        let range = (Hva(0x1000), 0x2000);
+        let client = [
+            ClientToKeeper::Attach(attach),
+            ClientToKeeper::AddRegion(region),
+            ClientToKeeper::RemoveRegion(Hva(0x1000)),
+            ClientToKeeper::Pin(text()),
+            ClientToKeeper::MayPin,
+        ];
+        let keeper = [
+            KeeperToClient::Attached(VmId([7; 16])),
+            KeeperToClient::Ok,
+            KeeperToClient::Refused(text()),
+            KeeperToClient::Later(text()),
+        ];
+        let engine = [
+            EngineToClient::Zap { seq: 1, ranges: vec![range] },
+            EngineToClient::DiscardDone { seq: 2, error: Some(text()) },
+            EngineToClient::Ping { seq: 3 },
+            EngineToClient::FailStop { reason: text() },
+        ];
+        let back = [
+            ClientToEngine::Zapped { seq: 1, error: Some(22), kept: vec![range] },
+            ClientToEngine::Discard { seq: 2, ranges: vec![range] },
+            ClientToEngine::Pong { seq: 3 },
+        ];
+        fn hex<T: Message>(messages: &[T]) -> Vec<String> {
+            let body = |message| encode(message)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
+            messages.iter().map(body).collect()
+        }
+        let said = [hex(&client), hex(&keeper), hex(&engine), hex(&back)].concat().join(" ");
+        assert_eq!((FORMAT.version, said.as_str()), (6, SAID), "raise FORMAT, and put what is said now into SAID");
+    }
+
+    const SAID: &str = "00057765622d310180808080021271656d752d73797374656d2d7838365f3634a00a0101017001018080808080e01f\
+        808080800400010707070707070707070707070707070701 018080808080e01f808080800400 028020 030174 04 \
+        0007070707070707070707070707070707 01 020174 030174 00010180208040 0102010174 0203 030174 0001012c0180208040 \
+        01020180208040 0203";
 
     #[test]
     fn trailing_bytes_are_refused() {
@@ -351,8 +364,8 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_decode_to_a_message_or_an_error(body in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let mut bytes = Vec::from(MAGIC);
-            bytes.extend_from_slice(&VERSION.to_le_bytes());
+            let mut bytes = encode(&KeeperToClient::Ok);
+            bytes.truncate(HEADER);
             bytes.extend_from_slice(&body);
             let _ = decode::<ClientToKeeper>(&body);
             if let Ok(ClientToKeeper::Attach(attach)) = decode::<ClientToKeeper>(&bytes) {

@@ -23,11 +23,7 @@ struct Args {
 enum Role {
     /// Started by the keeper with a socket as standard input
     #[command(hide = true)]
-    Engine {
-        /// What the keeper's orders are written in.
-        #[arg(long)]
-        orders: Option<u16>,
-    },
+    Engine,
     /// Check the configuration, print the effective values, and exit
     Check,
 }
@@ -55,7 +51,7 @@ fn run(args: Args) -> anyhow::Result<()> {
     }
     match args.role {
         None => ballast_daemon::keeper::run(config),
-        Some(Role::Engine { orders }) => ballast_daemon::engine::run(orders),
+        Some(Role::Engine) => ballast_daemon::engine::run(),
         Some(Role::Check) => {
             print!("{}", config.to_toml()?);
             Ok(())

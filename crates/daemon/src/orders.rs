@@ -1,9 +1,10 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
-//! Same framing as `base::wire` (magic, version, one datagram each), and a version of its own: the engine is started from the
-//! same file as the keeper, or from the one that replaced it. One that speaks another version says so and ends; a restart of
+//! Framed like the client's messages (`base::format`), with versions of their own: the engine is started from the same file
+//! as the keeper, or from the one that replaced it. An engine that cannot read its first order says so and ends; a restart of
 //! the keeper helps.
 
+use ballast_base::format::{Format, Message};
 use ballast_base::wire::{RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_policy::Setup;
@@ -12,9 +13,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::Compression;
 use crate::tracking::Tracking;
 
-/// Of the messages in this file, and of what keeper and engine leave to each other in a VM's state file: an engine of
-/// version 2 did not list its threads there. The keeper names it when it starts an engine.
-pub const VERSION: u16 = 3;
+/// The messages in this file. Version 4: each states its least reader; nothing older is read.
+pub const FORMAT: Format = Format { version: 4, least_reader: 4, oldest: 4 };
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -201,11 +201,18 @@ pub enum Report {
     Policy(Setup),
 }
 
+impl Message for Order {
+    const FORMAT: Format = FORMAT;
+}
+impl Message for Report {
+    const FORMAT: Format = FORMAT;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use ballast_api::Track;
-    use ballast_base::wire::encode;
+    use ballast_base::format::{HEADER, encode};
     use ballast_policy::{Kind, Params};
 
     #[test]
@@ -245,25 +252,25 @@ mod tests {
         ];
         let reports =
             [Report::Done { seq: 1, result: Err("e".into()) }, Report::Serving, Report::Pong, Report::Policy(setup)];
-        let hex = |bytes: Vec<u8>| bytes[6..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let said: Vec<String> = orders
             .iter()
             .map(|order| hex(encode(order)))
             .chain(reports.iter().map(|report| hex(encode(report))))
             .collect();
         assert_eq!(
-            (VERSION, said.join(" ")),
-            (3, SAID.to_owned()),
-            "raise VERSION, and put what is said now into SAID"
+            (FORMAT.version, said.join(" ")),
+            (4, SAID.to_owned()),
+            "raise FORMAT, and put what is said now into SAID"
         );
     }
 
     #[test]
-    fn an_engine_of_another_version_says_so_and_takes_no_order() {
-        for version in [None, Some(VERSION + 1)] {
-            let refused = crate::engine::run(version).expect_err("it must not begin").to_string();
-            assert!(refused.contains("restart ballastd"), "{refused}");
-        }
+    fn an_order_of_a_newer_keeper_that_an_engine_may_not_ignore_is_refused_by_name() {
+        let mut bytes = encode(&Order::Ping);
+        bytes[4..8].copy_from_slice(&[FORMAT.version as u8 + 1, 0, FORMAT.version as u8 + 1, 0]);
+        let said = ballast_base::format::decode::<Order>(&bytes).expect_err("too new").to_string();
+        assert!(said.contains("this program has version 4"), "{said}");
     }
 
     const SAID: &str = "0001020304000501060107080900000000000000e03f01000501010203000000000000e03f04 \

@@ -4,7 +4,7 @@
 //! vCPUs is not served by one thread.
 //! Threads: any; nothing here changes. Units: pages from the start of a region.
 //! Promise: a page has one and the same userfaultfd as long as its process lives, whichever engine asks: the kernel
-//! lets no second one register it. So [`Stripes`] may change only together with `wire::VERSION`, which keeps a client
+//! lets no second one register it. So [`Stripes`] may change only together with `wire::FORMAT`, which keeps a client
 //! of another rule from being taken over.
 //!
 //! A region is cut into stripes that go round the userfaultfds. A stripe is made of whole chunks, which are what is

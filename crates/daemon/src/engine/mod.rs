@@ -31,7 +31,7 @@ use crate::config::Compression;
 use crate::events::Events;
 use crate::http::{self, PeerPolicy};
 use crate::keeper::fence::Process;
-use crate::orders::{self, Begin, Order, Report};
+use crate::orders::{Begin, Order, Report};
 use crate::tracking;
 use control::Control;
 use workers::Workers;
@@ -50,12 +50,8 @@ const OPENING: Duration = Duration::from_secs(3);
 /// How often an engine without keeper looks whether any VM is left.
 const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
 
-/// Take orders, which the keeper writes in this version, until the keeper is gone and no VM is left.
-pub fn run(version: Option<u16>) -> anyhow::Result<()> {
-    if version != Some(orders::VERSION) {
-        let theirs = version.map_or("an earlier one".into(), |version| version.to_string());
-        bail!("this engine takes orders of version {}, its keeper gives {theirs}: restart ballastd", orders::VERSION);
-    }
+/// Take orders until the keeper is gone and no VM is left.
+pub fn run() -> anyhow::Result<()> {
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
     let keeper = Arc::new(keeper);
     let Some(first) =
@@ -63,8 +59,9 @@ pub fn run(version: Option<u16>) -> anyhow::Result<()> {
     else {
         bail!("the keeper closed the socket before its first order");
     };
-    let (Ok(Order::Begin(begin)), [api]) = (wire::decode::<Order>(&first.bytes), &first.fds[..]) else {
-        bail!("the first order is not one this engine understands: keeper and engine are of different releases");
+    let order = wire::decode::<Order>(&first.bytes).context("This engine cannot serve its keeper: restart ballastd")?;
+    let (Order::Begin(begin), [api]) = (order, &first.fds[..]) else {
+        bail!("the keeper's first order is not the one to begin");
     };
     protect_from_oom_killer();
     let events = Arc::new(Events::default());

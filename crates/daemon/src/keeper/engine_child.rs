@@ -25,7 +25,7 @@ use super::fence::{self, Left, Process};
 use super::regions::{Fenced, VmEntry};
 use super::{Keeper, SOON};
 use crate::engine::{monotonic_ns, stuck};
-use crate::orders::{self, Begin, Order, Report, Spilling};
+use crate::orders::{Begin, Order, Report, Spilling};
 use crate::sleep::{self, Sleeper};
 
 /// How often the engine is asked whether it is there.
@@ -367,7 +367,7 @@ fn spawn(program: &std::path::Path) -> anyhow::Result<Engine> {
     let (ours, theirs) = scm::pair().context("Making a socket")?;
     rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
     let mut child = Command::new(program)
-        .args(["engine", "--orders", &orders::VERSION.to_string()])
+        .arg("engine")
         .stdin(Stdio::from(theirs))
         .spawn()
         .with_context(|| format!("Running {} engine", program.display()))?;

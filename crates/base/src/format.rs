@@ -1,0 +1,238 @@
+//! Formats that programs of different versions share: messages between processes, and files in shared memory.
+//!
+//! Before: a program writes a message or makes a file. After: another one, older or newer, reads it or refuses it.
+//! Promise: no I/O. The rule is the same for every format:
+//!
+//! 1. Every message and every file states the version of its writer and its *least reader*: the oldest version that may
+//!    read it.
+//! 2. A new field goes to the end of its message, or into a reserved word of its file. **Zero says nothing**: a reader
+//!    takes a field that the writer did not know for zero. The version is raised.
+//! 3. If an older reader must not ignore the change, the least reader is raised, too. A message of a new kind has its own
+//!    least reader; other messages keep theirs.
+//! 4. A reader refuses what it is too old for (least reader above its own version) and what it no longer knows (version
+//!    below [`Format::oldest`]). The error names both sides.
+//!
+//! Each format has a test that holds its bytes or offsets against the version, so a change without a new version fails.
+
+use serde::{Serialize, de::DeserializeOwned};
+
+/// What a program writes and reads of one format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Format {
+    /// What this program writes.
+    pub version: u16,
+    /// The oldest version of a program that may read it.
+    pub least_reader: u16,
+    /// The oldest version that this program reads.
+    pub oldest: u16,
+}
+
+/// What a message or file states of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// Version of the writer.
+    pub version: u16,
+    /// Oldest version that may read it.
+    pub least_reader: u16,
+}
+
+/// Written by a program that is too new, or too old, for this one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "it has version {} and needs a reader of at least {}; this program has version {} and reads from {} on",
+    theirs.version, theirs.least_reader, ours.version, ours.oldest
+)]
+pub struct Unreadable {
+    /// What it states.
+    pub theirs: Stamp,
+    /// What this program knows.
+    pub ours: Format,
+}
+
+impl Format {
+    /// What this program states in what it writes.
+    pub const fn stamp(&self) -> Stamp {
+        Stamp { version: self.version, least_reader: self.least_reader }
+    }
+
+    /// May this program read what states this?
+    ///
+    /// # Errors
+    /// It may not.
+    pub const fn check(&self, theirs: Stamp) -> Result<(), Unreadable> {
+        if theirs.least_reader > self.version || theirs.version < self.oldest {
+            return Err(Unreadable { theirs, ours: *self });
+        }
+        Ok(())
+    }
+}
+
+impl Stamp {
+    /// As one word of a file.
+    pub const fn to_word(self) -> u64 {
+        self.version as u64 | (self.least_reader as u64) << 32
+    }
+
+    /// From a word of a file, which may hold anything: what does not fit becomes the largest version, which is refused.
+    pub const fn from_word(word: u64) -> Self {
+        const fn half(half: u64) -> u16 {
+            if half > u16::MAX as u64 { u16::MAX } else { half as u16 }
+        }
+        Self { version: half(word & 0xFFFF_FFFF), least_reader: half(word >> 32) }
+    }
+}
+
+/// First bytes of every message.
+pub const MAGIC: [u8; 4] = *b"BLST";
+/// Magic, version and least reader, in little-endian bytes.
+pub const HEADER: usize = MAGIC.len() + 4;
+/// Zeros that stand for the fields an older writer did not know: no message has so many bytes of new fields that are zero.
+const UNKNOWN_FIELDS: usize = 256;
+
+/// A message between two processes.
+pub trait Message: Serialize + DeserializeOwned {
+    /// The format of the link it travels on.
+    const FORMAT: Format;
+
+    /// The oldest version that knows this kind of message.
+    fn least_reader(&self) -> u16 {
+        Self::FORMAT.least_reader
+    }
+}
+
+/// A message that cannot be understood. Caused by a process of another version, or a hostile one.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// The first bytes are not ours.
+    #[error("Reading a message: it does not begin with the Ballast magic")]
+    Magic,
+    /// The other side is too new or too old.
+    #[error("Reading a message: {0}")]
+    Version(Unreadable),
+    /// The body is not a message of the expected kind.
+    #[error("Reading a message: the body of {len} bytes is not understood")]
+    Body {
+        /// Length of the body.
+        len: usize,
+    },
+}
+
+/// The bytes of a message.
+pub fn encode<T: Message>(message: &T) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(256);
+    bytes.extend_from_slice(&MAGIC);
+    bytes.extend_from_slice(&T::FORMAT.version.to_le_bytes());
+    bytes.extend_from_slice(&message.least_reader().to_le_bytes());
+    // Serialising our own plain data types into a growing buffer has no way to fail.
+    postcard::to_extend(message, bytes).expect("messages serialise")
+}
+
+/// The message in `bytes`; anything may be in there. What a newer writer appended is ignored; what an older one did not
+/// know reads as zero.
+pub fn decode<T: Message>(bytes: &[u8]) -> Result<T, WireError> {
+    let Some((header, body)) = bytes.split_at_checked(HEADER) else { return Err(WireError::Magic) };
+    if header[..4] != MAGIC {
+        return Err(WireError::Magic);
+    }
+    let half = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
+    let theirs = Stamp { version: half(4), least_reader: half(6) };
+    T::FORMAT.check(theirs).map_err(WireError::Version)?;
+    let refused = WireError::Body { len: body.len() };
+    if theirs.version < T::FORMAT.version {
+        let padded = [body, &[0; UNKNOWN_FIELDS]].concat();
+        return match postcard::take_from_bytes(&padded) {
+            // All that the writer said was read, and nothing after the zeros that stand for what it did not know.
+            Ok((message, left)) if left.len() <= UNKNOWN_FIELDS => Ok(message),
+            _ => Err(refused),
+        };
+    }
+    match postcard::take_from_bytes(body) {
+        Ok((message, left)) if left.is_empty() || theirs.version > T::FORMAT.version => Ok(message),
+        _ => Err(refused),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+
+    const fn format(version: u16, least_reader: u16, oldest: u16) -> Format {
+        Format { version, least_reader, oldest }
+    }
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    enum Old {
+        Say { seq: u64, words: Vec<String> },
+    }
+    impl Message for Old {
+        const FORMAT: Format = format(3, 2, 2);
+    }
+
+    /// A version later: with more to say, and one more kind of message.
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    enum New {
+        Say { seq: u64, words: Vec<String>, urgent: bool, why: Option<String>, count: u64, names: Vec<String> },
+        Shout,
+    }
+    impl Message for New {
+        const FORMAT: Format = format(4, 2, 2);
+        fn least_reader(&self) -> u16 {
+            if *self == Self::Shout { 4 } else { Self::FORMAT.least_reader }
+        }
+    }
+
+    fn words() -> Vec<String> {
+        vec!["a".into(), "b".into()]
+    }
+
+    #[test]
+    fn an_older_reader_takes_what_it_knows_of_a_newer_message() {
+        let (urgent, why, names) = (true, Some("fire".into()), words());
+        let new = New::Say { seq: 7, words: words(), urgent, why, count: 300, names };
+        assert_eq!(decode::<Old>(&encode(&new)), Ok(Old::Say { seq: 7, words: words() }));
+    }
+
+    #[test]
+    fn a_newer_reader_takes_for_zero_what_an_older_writer_did_not_know() {
+        let old = Old::Say { seq: 7, words: words() };
+        let none = New::Say { seq: 7, words: words(), urgent: false, why: None, count: 0, names: Vec::new() };
+        assert_eq!(decode::<New>(&encode(&old)), Ok(none));
+        let mut cut = encode(&old);
+        cut.truncate(cut.len() - 2);
+        let read = decode::<Old>(&cut);
+        assert!(matches!(read, Err(WireError::Body { .. })), "of its own version nothing may lack: {read:?}");
+    }
+
+    #[test]
+    fn a_kind_that_an_older_reader_does_not_know_is_refused_with_both_versions() {
+        let error = decode::<Old>(&encode(&New::Shout)).expect_err("it cannot be understood");
+        let theirs = Stamp { version: 4, least_reader: 4 };
+        assert_eq!(error, WireError::Version(Unreadable { theirs, ours: Old::FORMAT }));
+        let said = error.to_string();
+        assert!(said.contains("has version 4 and needs a reader of at least 4"), "{said}");
+        assert!(said.contains("this program has version 3 and reads from 2 on"), "{said}");
+    }
+
+    #[test]
+    fn every_pair_of_versions_reads_or_is_refused_by_the_rule() {
+        for (theirs, least) in (0..6).flat_map(|version| (0..=version).map(move |least| (version, least))) {
+            for ours in 1..6 {
+                for oldest in 0..=ours {
+                    let may = format(ours, 0, oldest).check(Stamp { version: theirs, least_reader: least }).is_ok();
+                    assert_eq!(may, least <= ours && theirs >= oldest, "{theirs}/{least} by {ours} from {oldest}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_word_that_is_no_stamp_is_refused() {
+        for stamp in [Stamp { version: 2, least_reader: 1 }, Stamp { version: u16::MAX, least_reader: 7 }] {
+            assert_eq!(Stamp::from_word(stamp.to_word()), stamp);
+        }
+        for word in [u64::MAX, 1 << 50, 0] {
+            assert!(format(2, 2, 1).check(Stamp::from_word(word)).is_err(), "{word:#x}");
+        }
+    }
+}
