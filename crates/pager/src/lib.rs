@@ -17,72 +17,36 @@
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
 
-pub mod evict;
+#[cfg(not(loom))]
 pub mod fault;
-pub mod gate;
-pub mod granule;
-pub mod memory;
-pub mod page_state;
-pub mod shift;
-pub mod stores;
-pub mod sync;
-pub mod unit;
-
-#[cfg(not(loom))]
-pub mod away;
-#[cfg(not(loom))]
-pub mod busy;
-#[cfg(not(loom))]
-pub mod coalesce;
-#[cfg(not(loom))]
-pub mod follow;
-#[cfg(not(loom))]
-pub(crate) mod forgotten;
-#[cfg(not(loom))]
-pub(crate) mod kept;
-#[cfg(not(loom))]
-pub mod lane;
-#[cfg(not(loom))]
-pub mod prefetch;
-#[cfg(not(loom))]
-pub mod recent;
+pub mod page;
 #[cfg(not(loom))]
 pub mod reclaim;
 #[cfg(not(loom))]
-pub mod recover;
+pub mod scan;
 #[cfg(not(loom))]
-pub mod region;
-#[cfg(not(loom))]
-pub(crate) mod rwp_scan;
-#[cfg(not(loom))]
-pub mod scans;
-#[cfg(not(loom))]
-pub mod shard;
-#[cfg(not(loom))]
-pub mod slow;
-#[cfg(not(loom))]
-pub mod spill;
-#[cfg(not(loom))]
-pub(crate) mod stages;
-#[cfg(not(loom))]
-pub mod state_file;
-#[cfg(not(loom))]
-pub mod stats;
-#[cfg(not(loom))]
-pub mod streams;
-#[cfg(not(loom))]
-pub(crate) mod table;
-#[cfg(not(loom))]
-pub mod threads;
-#[cfg(not(loom))]
-pub mod touch;
-#[cfg(not(loom))]
-pub mod track;
-#[cfg(not(loom))]
-pub mod units;
-#[cfg(not(loom))]
-pub mod view;
+pub mod tier;
 #[cfg(not(loom))]
 pub mod vm;
+
 #[cfg(not(loom))]
-pub(crate) mod zap_scan;
+pub use fault::{busy, follow, prefetch, readahead as streams, throttle as gate, worker as lane};
+#[cfg(not(loom))]
+pub(crate) use fault::{forgotten, stages};
+#[cfg(loom)]
+pub use page::{copies as stores, fault};
+pub use page::{evict, granule, memory, page_state, shift, sync, unit};
+#[cfg(not(loom))]
+pub(crate) use reclaim::kept;
+#[cfg(not(loom))]
+pub use reclaim::{interval as away, refault as recent};
+#[cfg(not(loom))]
+pub use scan::{coalesce, source as scans, touch, units, worker as track};
+#[cfg(not(loom))]
+pub(crate) use scan::{rwp as rwp_scan, zap as zap_scan};
+#[cfg(not(loom))]
+pub use tier::{slow, spill, stores};
+#[cfg(not(loom))]
+pub(crate) use vm::table;
+#[cfg(not(loom))]
+pub use vm::{recover, region, shard, state_file, stats, threads, view};

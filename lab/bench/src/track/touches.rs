@@ -1,5 +1,5 @@
 //! The touch of a base page that is watched: what the thread that touches waits, by zap scan and where the kernel sees for
-//! us (`pager/src/zap_scan.rs`, `rwp_scan.rs`).
+//! us (`pager/src/scan/zap.rs`, `scan/rwp.rs`).
 //!
 //! Before: memory of this process in base pages, and a thread that serves its faults as a fault lane does. After:
 //! microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.

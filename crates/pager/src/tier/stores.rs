@@ -1,42 +1,15 @@
-//! Stores: where a far page's word says that its bytes are.
+//! The stores of one VM, by the numbers that words name them by.
 //!
-//! Before: `evict` put a page into the RAM store, and `spill` may have moved it on to the file store. After: whoever has
-//! the word has the store. Threads: any.
-//! Promise: a word names a store by its number alone. A number nobody knows resolves to nothing, and the page waits.
+//! Before: the engine opened them. After: `evict` puts pages into the RAM store, `spill` moves them on to the file store, and
+//! faults bring them back from either. Threads: any.
+//! Promise: a store that cannot be opened loses nothing: its pages wait.
 
 use std::sync::Arc;
 
-use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
-use crate::page_state::{State, Word};
-
-/// Number of the compressed store in RAM: where evicted pages go.
-pub const RAM_STORE: u8 = 1;
-/// Number of the store in a file: where pages go that have been far for long.
-pub const FILE_STORE: u8 = 2;
-
-/// Finds the store a far page is in.
-pub trait StoreOf {
-    /// The store that this word (Far or Restoring) names. With `None` the page is served later, by somebody who has it.
-    fn store_of(&self, word: Word) -> Option<&dyn Store>;
-}
-
-/// The handle a word keeps alive in its store, if any: what `recover` tells the store not to sweep.
-pub fn live_handle(word: Word) -> Option<Handle> {
-    matches!(word.state(), State::Far | State::Restoring).then(|| word.handle())
-}
-
-/// Free the copies that these words keep alive, of pages from `first` on.
-pub fn free_copies(stores: &impl StoreOf, first: PageKey, words: impl IntoIterator<Item = Word>) {
-    for (page, word) in (first.page.0..).zip(words) {
-        if let Some(handle) = live_handle(word)
-            && let Some(store) = stores.store_of(word)
-        {
-            store.free(PageKey { page: PageIdx(page), ..first }, handle);
-        }
-    }
-}
+pub use crate::page::copies::{FILE_STORE, RAM_STORE, StoreOf, free_copies, is_in_file, live_handle};
+use crate::page_state::Word;
 
 /// The stores of one VM.
 #[derive(Clone, Debug)]
@@ -77,11 +50,6 @@ impl StoreOf for Near<'_> {
     fn store_of(&self, word: Word) -> Option<&dyn Store> {
         (word.store() == RAM_STORE).then_some(self.0)
     }
-}
-
-/// Are this page's bytes in the file store?
-pub fn is_in_file(word: Word) -> bool {
-    matches!(word.state(), State::Far | State::Restoring) && word.store() == FILE_STORE
 }
 
 /// Stands in for a store that is there and cannot be opened: whoever wants a page of it waits, and nothing is lost.

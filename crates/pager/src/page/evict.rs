@@ -13,10 +13,10 @@ use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store};
 use ballast_sys::memfd;
 
+use super::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Punched};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
-use crate::stores::{StoreOf, free_copies};
 
 /// A run of pages of one region, whole granules: first page and count.
 pub type Run = (PageIdx, u64);

@@ -13,10 +13,10 @@ use ballast_base::PageIdx;
 use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
+use super::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Mapped};
 use crate::page_state::{Cell, Locked, State, Word};
-use crate::stores::{StoreOf, free_copies};
 
 /// What became of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

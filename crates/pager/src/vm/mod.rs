@@ -35,7 +35,15 @@ use crate::view::View;
 mod account;
 mod discard;
 mod lanes;
+pub mod recover;
+pub mod region;
 mod restore;
+pub mod shard;
+pub mod state_file;
+pub mod stats;
+pub(crate) mod table;
+pub mod threads;
+pub mod view;
 mod views;
 mod write_back;
 

@@ -16,8 +16,8 @@
 
 use ballast_store::PageBytes;
 
+use super::copies::is_in_file;
 use crate::page_state::{Cell, State, Word};
-use crate::stores::is_in_file;
 use crate::sync::AtomicU64;
 
 /// The words of one granule.

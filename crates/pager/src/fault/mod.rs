@@ -1,0 +1,17 @@
+//! Faults: the threads that serve them, and what they decide on the way.
+//!
+//! Before: the guest touched a page that is not mapped. After: it runs on. `worker` reads and resolves faults, within the
+//! fault throttle (`throttle`), with what comes next in order (`readahead`) and what left together (`prefetch`).
+//! Threads: a fault worker for each userfaultfd, a prefetch worker for each VM. Promise: every fault read is served, or
+//! raised again by a wake.
+
+pub mod busy;
+pub mod follow;
+pub(crate) mod forgotten;
+pub mod prefetch;
+pub mod readahead;
+pub(crate) mod stages;
+pub mod throttle;
+pub mod worker;
+
+pub use crate::page::fault::{Served, restore_run, serve};

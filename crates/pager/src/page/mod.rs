@@ -1,0 +1,15 @@
+//! The moves of one page: what the model checker runs.
+//!
+//! Before: nothing; it knows no VM, no thread and no file. After: `fault`, `reclaim` and `tier` call these functions on the
+//! pages of real regions. Threads: any number, of any number of engines. Units: pages of a region.
+//! Promise: a word only moves as the table in [`page_state`] says.
+
+pub mod copies;
+pub mod evict;
+pub mod fault;
+pub mod granule;
+pub mod memory;
+pub mod page_state;
+pub mod shift;
+pub mod sync;
+pub mod unit;

@@ -1,0 +1,13 @@
+//! Scans: what the guest touches, and which memory is mapped huge.
+//!
+//! Before: a VM is tracked. After: heat knows which units and pages are touched. `worker` runs the cycles of `source`, which
+//! gives each chunk to the `zap` or the `rwp` scan; `coalesce` maps units huge again.
+//! Threads: a tracking worker and a coalescing worker for each VM. Promise: no byte changes.
+
+pub mod coalesce;
+pub(crate) mod rwp;
+pub mod source;
+pub mod touch;
+pub mod units;
+pub mod worker;
+pub(crate) mod zap;
