@@ -15,7 +15,7 @@ use ballast_pager::page_state::State;
 use ballast_pager::stats::Counter;
 use ballast_pager::view::View;
 use ballast_pager::vm::Hold;
-use common::{Rig, hammer, mapped_at, random, until};
+use common::{Rig, hammer, mapped_at, random, until, vacate};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const QUICK: Duration = Duration::from_millis(20);
@@ -266,8 +266,7 @@ fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
     rig.vm.remove_view(std::process::id());
     let (second, _second) = another_view(&rig, std::process::id());
     rig.vm.add_view(second, &mapped_at(Hva(rig.guest.addr() as u64), RAM)).expect("view");
-    // SAFETY: nobody touches the copy.
-    unsafe { rustix::mm::munmap(copy, RAM.0 as usize).expect("unmap") };
+    vacate(copy as usize, RAM.0 as usize);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!(rig.resident(), RAM);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -282,8 +281,7 @@ fn a_page_that_no_process_maps_any_more_keeps_no_other_page_away() {
     rig.wait_for_quarantine();
     let gone = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
     let at = rig.guest.addr() + gone as usize * PAGE_SIZE;
-    // SAFETY: nobody touches this page any more.
-    unsafe { rustix::mm::munmap(at as *mut _, PAGE_SIZE).expect("unmap") };
+    vacate(at, PAGE_SIZE);
     let error = rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect_err("one cannot be had");
     assert!(error.to_string().contains(&format!("page {} ", PageIdx(gone))), "{error}");
     let left = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count();
@@ -309,15 +307,13 @@ fn each_page_is_brought_back_through_whichever_process_maps_it() {
     // One of two neighbours is not mapped by the first process, the other one not by the second.
     for page in &far {
         let base = if page % 2 == 0 { rig.guest.addr() } else { copy as usize };
-        // SAFETY: nobody touches this page any more.
-        unsafe { rustix::mm::munmap((base + *page as usize * PAGE_SIZE) as *mut _, PAGE_SIZE).expect("unmap") };
+        vacate(base + *page as usize * PAGE_SIZE, PAGE_SIZE);
     }
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("every page is mapped somewhere");
     assert_eq!(rig.vm.stats().get(Counter::Far), 0);
     assert!((0..rig.pages).all(|page| page % 2 == 0 && far.contains(&page) || rig.holds(page, 1)), "a byte was lost");
     rig.vm.remove_view(1);
-    // SAFETY: nobody touches the copy.
-    unsafe { rustix::mm::munmap(copy, RAM.0 as usize).expect("unmap") };
+    vacate(copy as usize, RAM.0 as usize);
 }
 
 #[test]

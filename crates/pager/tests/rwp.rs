@@ -21,7 +21,7 @@ use ballast_pager::track::Track;
 use ballast_pager::view::View;
 use ballast_sys::scm;
 use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES, Uffd};
-use common::{Finally, Rig, coarse, mapped_at, pages, random, unit, until};
+use common::{Finally, Rig, coarse, mapped_at, pages, random, unit, until, vacate};
 
 const UNITS: u64 = 8;
 const RAM: Bytes = Bytes(UNITS * 2 * MIB);
@@ -156,8 +156,7 @@ fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_n
     assert!(seen.iter().all(|(unit, seen)| seen.touched() == (unit.unit == 5)));
     rig.check_bytes();
     rig.vm.remove_view(1);
-    // SAFETY: nobody touches the copy.
-    unsafe { rustix::mm::munmap(copy, RAM.0 as usize).expect("unmap") };
+    vacate(copy as usize, RAM.0 as usize);
 }
 
 #[test]

@@ -278,9 +278,13 @@ impl Rig {
         self.vm.resident().expect("stat").bytes()
     }
 
-    /// Every page is in exactly one place, and the gauges know where.
+    /// Every page is in exactly one place, and the gauges know where, as soon as nothing moves: a VM that is held has its
+    /// zero pages turned back.
     pub fn check_census(&self) {
-        use ballast_pager::stats::Counter;
+        until("the gauge of zero pages has settled", || {
+            let zero = |rig: &Self| rig.vm.census().expect("census").zero.0;
+            self.vm.stats().get(Counter::Zero) == zero(self)
+        });
         let census = self.vm.census().expect("census");
         let sum = census.resident.0 + census.far.0 + census.zero.0 + census.untouched.0 + census.poisoned.0;
         assert_eq!(sum, census.size.0, "{census:?}");
@@ -407,6 +411,18 @@ pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         until("what the test waits for", &until_done);
     });
+}
+
+/// Unmap guest RAM for good: nobody touches it any more. The addresses stay taken. A hole would be given to whoever maps
+/// memory next, perhaps another test of this process, and then `UFFDIO_COPY`, which takes any registered mapping,
+/// would fill that one's page, and this guest's end would unmap it.
+pub fn vacate(addr: usize, len: usize) {
+    use rustix::mm::{MapFlags, ProtFlags};
+    // SAFETY: the callers give up their own mapping, and nothing touches it afterwards.
+    unsafe {
+        rustix::mm::mmap_anonymous(addr as *mut _, len, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::FIXED)
+            .expect("unmap")
+    };
 }
 
 /// Wait until something becomes true. Panics after a minute: then it never will.
