@@ -69,6 +69,13 @@ pub struct VmStat {
     pub resident_bytes: u64,
     /// Part of resident: picked for reclaim, zapped, and waiting to prove it is cold.
     pub quarantine_bytes: u64,
+    /// Part of resident: pages that should have gone, and that something beside the guest holds (a device, I/O under way, a
+    /// registered buffer) and could write to unseen. Seen again each second.
+    #[serde(default)]
+    pub pinned_pages: u64,
+    /// Of those, held for a minute or longer.
+    #[serde(default)]
+    pub pinned_long_pages: u64,
     /// Content lives in a store. Uncompressed size; see `store_bytes`.
     pub far_bytes: u64,
     /// Part of far: in the file store, on disk.
@@ -287,6 +294,10 @@ pub struct HostStat {
     pub guest_budget_bytes: u64,
     /// The part of it that may still be reserved.
     pub schedulable_bytes: u64,
+    /// Why it cannot be known who holds a page, so that a VM that may pin memory is held to its limit more slowly; null if it
+    /// can.
+    #[serde(default)]
+    pub pin_check_missing: Option<String>,
 }
 
 /// Something worth telling an operator.

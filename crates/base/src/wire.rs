@@ -73,8 +73,9 @@ pub struct Attach {
     pub shards: u8,
     /// Why this memory must never be reclaimed (VFIO, locked memory); `None` if it may be.
     pub pinned: Option<String>,
-    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT,
-    /// io_uring, vhost)? Then no page is ever evicted before the full quarantine time; see ARCHITECTURE.md.
+    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT, vhost,
+    /// a read from FUSE past the page cache)? False is a promise. Else, where it cannot be seen who holds a page, none is ever
+    /// evicted before the full quarantine time; see ARCHITECTURE.md.
     pub may_pin: bool,
     /// The RAM.
     pub regions: Vec<RegionInfo>,

@@ -45,6 +45,9 @@ fn describe(host: &HostStat) -> String {
         format!("; the host is {}", crate::policy::host_state(host.state, host.exhaustion_ms))
     });
     let _ = writeln!(text, "policy  {}{state}", host.policy);
+    if let Some(why) = &host.pin_check_missing {
+        let _ = writeln!(text, "pins    cannot be seen, so pages wait longer: {why}");
+    }
     let (budget, left) = (size(host.guest_budget_bytes), size(host.schedulable_bytes));
     let _ = writeln!(text, "budget  {budget} for guests, of which {left} may still be reserved");
     let _ = writeln!(

@@ -219,6 +219,9 @@ fn memory(vm: &VmStat) -> String {
         row(name, *bytes, "");
         if *name == "resident" {
             row("  in quarantine", vm.quarantine_bytes, "part of resident");
+            if vm.pinned_pages > 0 {
+                row("  pinned", vm.pinned_pages * PAGE_SIZE as u64, "part of resident, held by something");
+            }
         }
         if *name == "far" && vm.far_file_bytes > 0 {
             row("  on disk", vm.far_file_bytes, "part of far");
@@ -245,6 +248,13 @@ fn memory(vm: &VmStat) -> String {
         if vm.file_bytes > 0 { format!(" and {} of disk", show::size(vm.file_bytes)) } else { String::new() },
         show::percent(vm.registered_bytes, vm.size_bytes),
     );
+    if vm.pinned_long_pages > 0 {
+        let _ = writeln!(
+            text,
+            "{} have been pinned for a minute or longer, by a device, I/O that does not end or registered buffers: they stay",
+            show::size(vm.pinned_long_pages * PAGE_SIZE as u64)
+        );
+    }
     text
 }
 

@@ -27,7 +27,9 @@ struct ballast_config {
     uint64_t limit;     /* most DRAM in bytes; 0: no limit */
     const char *pinned; /* why no page may ever be reclaimed; NULL: reclaim is fine */
     int never_pins;     /* 0 (the careful answer): the kernel or a device may write to RAM for a while past the page table, as
-                         * with O_DIRECT and vhost. 1: not before ballast_may_pin(), and pages can be taken sooner */
+                         * with O_DIRECT, vhost, and a plain read() from FUSE, virtiofs, 9p or CIFS past the page cache. 1: a
+                         * promise that nothing does before ballast_may_pin(); where the engine cannot see who holds a
+                         * page, pages can then be taken sooner */
 };
 
 struct ballast_region {

@@ -14,6 +14,7 @@ use ballast_api::{
 };
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
+use ballast_pager::pinned::Pins;
 use ballast_pager::region::Region;
 use ballast_pager::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, Vm, Whereabouts};
@@ -130,6 +131,8 @@ pub struct Host {
     pub file_budget: Arc<Budget>,
     /// Who decides how much each VM may have.
     pub control: Control,
+    /// Whether it can be known who holds a page.
+    pub pins: Arc<Pins>,
 }
 
 impl Host {
@@ -308,6 +311,7 @@ impl Backend for Host {
             exhaustion_ms: brief.exhaustion_ms,
             guest_budget_bytes: brief.budget_bytes,
             schedulable_bytes: brief.schedulable_bytes,
+            pin_check_missing: self.pins.missing(),
         }
     }
 
@@ -373,6 +377,8 @@ fn stat(served: &Served) -> VmStat {
         warnings: settings.warnings(memory.size.0, limit_bytes),
         resident_bytes: memory.resident.0,
         quarantine_bytes: bytes(Counter::Quarantined).min(memory.resident.0),
+        pinned_pages: vm.pinned.pages().0,
+        pinned_long_pages: vm.pinned.long().0,
         far_bytes: memory.far.0,
         // A page on its way has a copy that does not count yet.
         far_file_bytes: PageCount(file.pages).bytes().0.min(memory.far.0),

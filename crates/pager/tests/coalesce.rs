@@ -47,7 +47,7 @@ fn memory_that_was_huge_before_it_went_far_is_huge_again_when_it_is_back() {
 #[test]
 fn memory_that_was_only_watched_is_huge_again_without_a_touch() {
     // Nothing is old enough to go: pages are zapped, the limit is raised, and they are taken out of quarantine.
-    let Some(rig) = huge_rig(Duration::from_secs(3600)) else { return };
+    let Some(rig) = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600)).made_huge() else { return };
     rig.vm.set_may_pin();
     rig.set_limit(Some(Bytes(2 * MIB)));
     until("pages are in quarantine", || rig.vm.stats().get(Counter::Quarantined) > PAGES_PER_UNIT);
@@ -81,7 +81,8 @@ fn a_unit_with_a_hole_is_left_alone_and_so_is_memory_that_was_never_huge() {
 #[test]
 fn pages_of_a_huge_page_that_somebody_has_pinned_keep_their_bytes_and_go_far_later() {
     use rustix::pipe::{IoSliceRaw, SpliceFlags, pipe, vmsplice};
-    let Some(rig) = huge_rig(QUICK) else { return };
+    // Where it is known that the page is held, none of the unit is tried.
+    let Some(rig) = Rig::unasked(RAM, AMPLE, QUICK).made_huge() else { return };
     let (reader, writer) = pipe().expect("pipe");
     // SAFETY: the page is inside the guest's mapping, which outlives the pipe; the kernel only takes a reference to it.
     let page = unsafe { std::slice::from_raw_parts(rig.guest.ptr(5 * PAGE_SIZE, PAGE_SIZE), PAGE_SIZE) };

@@ -47,6 +47,10 @@ struct Kernel {
     failed: bool,
     /// A touch is a memory error.
     poisoned: bool,
+    /// Devices that hold the page.
+    pins: u32,
+    /// How often it was punched: a device that holds a page of before writes to memory that nobody sees any more.
+    frame: u32,
 }
 
 /// One granule, of one page or of several.
@@ -71,6 +75,9 @@ impl std::fmt::Debug for World {
 }
 
 impl Backing for World {
+    fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
+        if self.kernel.lock().unwrap().pins > 0 { granules.to_vec() } else { Vec::new() }
+    }
     fn read(&self, _: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
         assert_eq!(out.len(), 1, "page by page, so that a guest can write between them");
         let kernel = self.kernel.lock().unwrap();
@@ -90,7 +97,9 @@ impl Backing for World {
         })
     }
     fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
-        *self.kernel.lock().unwrap() = Kernel { file: self.stuck.then_some(0), ..Kernel::default() };
+        let mut kernel = self.kernel.lock().unwrap();
+        let frame = kernel.frame + u32::from(!self.stuck);
+        *kernel = Kernel { file: self.stuck.then_some(0), pins: kernel.pins, frame, ..Kernel::default() };
         Ok(if self.stuck { Punched::Stuck } else { Punched::Gone })
     }
     fn write(&self, _: PageIdx, bytes: &PageBytes) -> io::Result<()> {
@@ -108,7 +117,8 @@ impl Mapped for World {
             return Ok(FillOutcome::AlreadyThere);
         }
         assert!(bytes.iter().all(|page| page == &bytes[0]), "pages of one granule come from different times");
-        *kernel = Kernel { file: Some(value_of(&bytes[0])), mapped: true, ..Kernel::default() };
+        let (pins, frame) = (kernel.pins, kernel.frame);
+        *kernel = Kernel { file: Some(value_of(&bytes[0])), mapped: true, pins, frame, ..Kernel::default() };
         Ok(FillOutcome::Done)
     }
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
@@ -256,6 +266,29 @@ impl World {
         self.touch(|value| *value)
     }
 
+    /// A device is given the page, as the guest's own accesses are: by the page table.
+    fn pin(&self) -> u32 {
+        loop {
+            self.read();
+            let mut kernel = self.kernel.lock().unwrap();
+            if kernel.mapped {
+                kernel.pins += 1;
+                return kernel.frame;
+            }
+        }
+    }
+
+    /// The device writes to it, whatever the page table says, and lets go of it.
+    fn write_and_unpin(&self, frame: u32, new: u64) {
+        {
+            let mut kernel = self.kernel.lock().unwrap();
+            if kernel.frame == frame {
+                kernel.file = Some(new);
+            }
+        }
+        self.kernel.lock().unwrap().pins -= 1;
+    }
+
     /// One round of a reclaim lane: quarantine, zap, evict.
     fn reclaim(&self, ticket: Ticket) {
         self.reclaim_and(ticket, LockedFrom::Punch);
@@ -342,6 +375,24 @@ fn explore(test: impl Fn() + Sync + Send + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(test);
+}
+
+#[test]
+fn what_a_device_writes_to_a_page_that_it_was_given_is_there_although_the_page_is_evicted_meanwhile() {
+    for from in [LockedFrom::Punch, LockedFrom::Copy] {
+        explore(move || {
+            let world = World::resident(1);
+            let reclaim = thread::spawn({
+                let world = world.clone();
+                move || world.reclaim_and(Ticket::new(1, 0), from)
+            });
+            let frame = world.pin();
+            world.write_and_unpin(frame, 2);
+            reclaim.join().unwrap();
+            assert_eq!(world.read(), 2);
+            world.check_settled();
+        });
+    }
 }
 
 #[test]

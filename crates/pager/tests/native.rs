@@ -377,7 +377,7 @@ fn nothing_is_reclaimed_before_a_view_is_there() {
 
 #[test]
 fn pages_quarantined_before_a_view_came_start_their_quarantine_anew() {
-    let rig = Rig::new(RAM, AMPLE, Duration::from_secs(3600));
+    let rig = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600));
     rig.vm.set_may_pin();
     rig.fill_all();
     rig.set_limit(Some(LIMIT));
@@ -496,7 +496,7 @@ fn a_vm_whose_working_set_is_larger_than_its_limit_is_held_to_it() {
 
 #[test]
 fn where_memory_may_be_pinned_no_page_goes_before_the_full_quarantine() {
-    let rig = Rig::new(RAM, AMPLE, Duration::from_secs(3600));
+    let rig = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600));
     rig.vm.set_may_pin();
     (0..rig.pages).for_each(|page| rig.word(page).store(page, Ordering::Relaxed));
     rig.set_limit(Some(LIMIT));

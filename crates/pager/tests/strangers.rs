@@ -18,7 +18,7 @@ use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
-use common::{Finally, Rig, random, until};
+use common::{Finally, Rig, file_of, mapped_by_a_stranger, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);
@@ -26,21 +26,6 @@ const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 /// Names the file that the other process is to map.
 const FILE: &str = "BALLAST_TEST_RAM_FILE";
-
-/// The RAM file of a rig, under a name that any process of root can open.
-fn file_of(rig: &Rig) -> String {
-    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
-    let start = format!("{:x}-", rig.guest.addr());
-    let line = maps.lines().find(|line| line.starts_with(&start)).expect("guest RAM begins a mapping");
-    let range = line.split_ascii_whitespace().next().expect("a range");
-    format!("/proc/{}/map_files/{range}", std::process::id())
-}
-
-/// The RAM file of a rig, mapped by somebody who is not part of the VM.
-fn mapped_by_a_stranger(rig: &Rig) -> Mapping {
-    let file = std::fs::File::options().read(true).write(true).open(file_of(rig)).expect("open");
-    Mapping::shared(&file, 0, rig.guest.len()).expect("map")
-}
 
 /// The other process: it maps the file and reads each page once.
 #[test]
@@ -208,14 +193,15 @@ fn churn_beside_a_stranger(rig: &Rig, evictions: u64) {
 
 #[test]
 fn a_guest_that_writes_while_a_stranger_reads_all_the_time_reads_what_it_wrote() {
-    let rig = Rig::new(RAM, AMPLE, Duration::from_millis(1));
+    // Where it is asked who holds a page, one that a stranger has mapped stays.
+    let rig = Rig::unasked(RAM, AMPLE, Duration::from_millis(1));
     rig.set_limit(Some(LIMIT));
     churn_beside_a_stranger(&rig, 20_000);
 }
 
 #[test]
 fn a_guest_on_huge_pages_that_writes_while_a_stranger_reads_all_the_time_reads_what_it_wrote() {
-    let Some(rig) = Rig::huge(RAM, AMPLE, Duration::from_millis(1), None) else { return };
+    let Some(rig) = Rig::huge_unasked(RAM, AMPLE, Duration::from_millis(1)) else { return };
     rig.set_limit(Some(LIMIT));
     churn_beside_a_stranger(&rig, 20_000);
 }

@@ -39,6 +39,7 @@ use write_back::Closing;
 
 pub mod control;
 pub mod huge_pages;
+mod pin_check;
 pub mod strangers;
 pub mod stuck;
 mod views;
@@ -78,9 +79,11 @@ pub fn run() -> anyhow::Result<()> {
         begin: begin.clone(),
         vms: RwLock::default(),
         events: events.clone(),
+        pins: Arc::default(),
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = strangers::start(host.clone())?;
+    pin_check::start(host.pins.clone())?;
     Control::start(host.clone(), watch.clone()).context("Starting the control loop")?;
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
@@ -412,7 +415,7 @@ impl Engine {
             ..Tuning::default()
         };
         let stores = Stores { ram: store.clone(), file: file.store() };
-        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report));
+        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(self.host.pins.clone()));
         for file in fds {
             vm.open_region(file)?;
         }

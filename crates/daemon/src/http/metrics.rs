@@ -108,6 +108,9 @@ pub(super) const HOST: &[Metric<HostSamples>] = &[
     metric("ballast_host_exhaustion_seconds", Kind::Gauge, "When no memory is free any more, at this rate.", |host| {
         host.exhaustion_ms.map(|ms| vec![(Vec::new(), ms as f64 / 1e3)]).unwrap_or_default()
     }),
+    metric("ballast_host_pin_check", Kind::Gauge, "1 if it can be known who holds a page.", |host| {
+        one(u64::from(host.pin_check_missing.is_none()))
+    }),
     metric("ballast_host_guest_budget_bytes", Kind::Gauge, "DRAM that all guests together may use.", |host| {
         one(host.guest_budget_bytes)
     }),
@@ -139,6 +142,9 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     }),
     metric("ballast_vm_quarantine_bytes", Kind::Gauge, "Part of resident: zapped, proving it is cold.", |vm| {
         one(vm.quarantine_bytes)
+    }),
+    metric("ballast_vm_pinned_bytes", Kind::Gauge, "Part of resident: held, so that it cannot go.", |vm| {
+        one(pages(vm.pinned_pages))
     }),
     metric("ballast_vm_limit_bytes", Kind::Gauge, "DRAM cap; absent when there is none.", |vm| {
         vm.limit_bytes.map(one).unwrap_or_default()

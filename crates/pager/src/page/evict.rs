@@ -61,6 +61,8 @@ pub struct Evicted {
     pub zero: u64,
     /// Pages the guest touched while they were copied.
     pub aborted: u64,
+    /// Granules, by their first pages, that somebody beside the file holds. They are Resident again, and were not read.
+    pub held: Vec<PageIdx>,
     /// Pages the store would not take. They are Resident again.
     pub refused: u64,
     /// Pages the kernel would not let go: part of a huge page that somebody uses. They are Resident again.
@@ -133,26 +135,31 @@ pub fn evict<'a>(
             }
         }
     }
+    // Only now, when nobody comes to hold one without being seen; and before anything is read, for what whoever let go of a page
+    // has written to it must be in the copy.
+    let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
+    let mut held = backing.held(&pages).into_iter().peekable();
+    claimed.retain_mut(|claim| {
+        let stays = held.next_if_eq(&claim.page);
+        if stays.is_some() && claim.give_back(granule_of(claim.page)) {
+            result.held.push(claim.page);
+        }
+        stays.is_none()
+    });
     let Copied { words: copies, all_zero, unreadable } =
         copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
     // Only now, all at once: whoever touches a page of the run waits for its punch, not for the copying of the others.
     let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
-    for (index, Claim { page, evicting, lock }) in claimed.into_iter().enumerate() {
+    for (index, mut claim) in claimed.into_iter().enumerate() {
+        let page = claim.page;
         let (granule, key) = (granule_of(page), PageKey { region, page });
         let words = copies.chunks(size as usize).nth(index).unwrap_or_default();
         if words.len() < size as usize || unreadable[index] {
             free_copies(&to, key, words.iter().copied());
-            let resident = Word::new(State::Resident, evicting.age());
-            let given_back = match lock {
-                Some(mut lock) => {
-                    lock.set(resident);
-                    true
-                }
-                None => granule.cell().swap(evicting, resident),
-            };
-            result.refused += size * u64::from(given_back);
+            result.refused += size * u64::from(claim.give_back(granule));
             continue;
         }
+        let Claim { evicting, lock, .. } = claim;
         let gone = if all_zero[index] { Word::new(State::Zero, to.since) } else { words[0] };
         let lock = match lock {
             Some(mut lock) => {
@@ -267,6 +274,20 @@ struct Claim<'a> {
     page: PageIdx,
     evicting: Word,
     lock: Option<Locked<'a>>,
+}
+
+impl Claim<'_> {
+    /// Back to Resident; false if it was touched meanwhile, and is so already.
+    fn give_back(&mut self, granule: Granule<'_>) -> bool {
+        let resident = Word::new(State::Resident, self.evicting.age());
+        match self.lock.take() {
+            Some(mut lock) => {
+                lock.set(resident);
+                true
+            }
+            None => granule.cell().swap(self.evicting, resident),
+        }
+    }
 }
 
 impl Evicted {

@@ -35,6 +35,14 @@ pub enum Holds {
 
 /// The file that holds one region.
 pub trait Backing {
+    /// Those of these granules that somebody beside the file holds, or may hold, in their order: a device, say, that writes to
+    /// one without a fault. Asked when they are zapped and claimed, and before they are read. Where nobody can tell, none:
+    /// then all there is to go by is how long they have been zapped.
+    fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
+        let _ = granules;
+        Vec::new()
+    }
+
     /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()>;
 

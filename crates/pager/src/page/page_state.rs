@@ -20,8 +20,8 @@
 //! |---|---|---|---|---|
 //! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS. fault: to Poisoned, under the lock, if its memory failed (so from Quarantine and Evicting) | runs on; if unmapped, the fault lane maps it under the lock |
 //! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T (with the lock, if it insists) | faults; mapped again, Resident |
-//! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket | faults; mapped again, Resident; the copy is dropped |
-//! | Evicting(ticket), locked by reclaim | yes | no | reclaim, which insists: to Far or Zero, still locked; unlocks as Resident if it cannot be read or stored | waits for this page |
+//! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket; to Resident, by CAS, if somebody holds the page (`pinned`) or it cannot be read or stored | faults; mapped again, Resident; the copy is dropped |
+//! | Evicting(ticket), locked by reclaim | yes | no | reclaim, which insists: to Far or Zero, still locked; unlocks as Resident if somebody holds it, or it cannot be read or stored | waits for this page |
 //! | Far, locked by reclaim | being punched | no | reclaim: unlocks when the punch is done | waits for this page |
 //! | Far | no, or filled by a stranger | no | fault: to Restoring with the lock, or as below. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
 //! | Far, locked by fault | filled by a stranger: zeros are being replaced by the copy, other bytes are the page now | becoming so | fault: to Resident, or to Restoring where zeros can only be punched; back to Far if that cannot be done now | waits for this page |

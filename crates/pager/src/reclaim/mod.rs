@@ -1,11 +1,12 @@
 //! Reclaim: what goes, and when.
 //!
 //! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop; `refault` and `interval`
-//! tell it what came back and how soon, `kept` what cannot go.
+//! tell it what came back and how soon, `kept` and `pinned` what cannot go.
 //! Threads: one reclaim worker for each VM. Promise: a page goes only after its quarantine.
 
 pub mod interval;
 pub(crate) mod kept;
+pub mod pinned;
 pub mod refault;
 pub mod worker;
 

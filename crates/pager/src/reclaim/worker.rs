@@ -12,11 +12,11 @@
 //!
 //! Above *low* the lane works in the background: it keeps a supply of pages in quarantine and evicts those that stayed
 //! untouched for T until resident is at low again. Above *limit* it does the same without pauses, takes warm pages, too,
-//! and (unless something may have pages pinned) waits only a short T, halved as long as the guest rescues nearly
-//! everything. If it does so even with no T at all, the lane *insists*: pages are locked before they are copied. And from a
-//! margin above the limit on, a page comes in only when one has gone (`gate`); a fault that waits for that first has more
-//! pages kept in quarantine, then T halved. So a VM whose working set is larger than its limit is held to it, at the price
-//! of restores.
+//! and (unless something may have pages pinned and it cannot be known of which page) waits only a short T, halved as long as
+//! the guest rescues nearly everything. If it does so even with no T at all, the lane *insists*: pages are locked before they
+//! are copied. And from a margin above the limit on, a page comes in only when one has gone (`gate`); a fault that waits for
+//! that first has more pages kept in quarantine, then T halved. So a VM whose working set is larger than its limit is held to
+//! it, at the price of restores.
 //!
 //! *What* goes are two guesses: what heat offers (a clock hand, or tracking's oldest), and what came back of late (`recent`,
 //! which learns which of the two stays away longer). Either has to stay untouched in quarantine.
@@ -31,10 +31,12 @@ use ballast_base::wire::Range;
 use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_heat::{ColdRun, HeatSource, Pick};
 use ballast_store::PageBytes;
+use ballast_sys::PinCheck;
 
 use crate::away;
 use crate::evict::{Evicted, LockedFrom, To, evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
+use crate::pinned::Asked;
 use crate::recent::{Guess, Returned};
 use crate::region::Region;
 use crate::state_file::StateError;
@@ -84,6 +86,9 @@ struct Due {
     count: u64,
 }
 
+/// So many times as long as it took to find nothing but pinned pages passes before the next try: less than a twentieth of a CPU.
+const PINNED_REST: u32 = 20;
+
 /// Why nothing goes now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rest {
@@ -99,6 +104,8 @@ enum Rest {
 struct Lane<'a> {
     vm: &'a Vm,
     source: HeatSource,
+    /// What tells who holds a page, if anything can; the same for all of a round.
+    check: Option<Arc<PinCheck>>,
     returned: Returned,
     batches: VecDeque<Batch>,
     /// T when over the limit, where T is no safety matter.
@@ -123,6 +130,7 @@ pub fn run(vm: &Vm) {
     let mut lane = Lane {
         vm,
         source: HeatSource::new(vm.heat.clone()),
+        check: None,
         returned: Returned::default(),
         batches: VecDeque::new(),
         patience: vm.tuning.direct_quarantine,
@@ -165,12 +173,14 @@ impl Lane<'_> {
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm;
         let now = Instant::now();
+        self.look_at_pinned(now);
         let limit = match self.limit(now) {
             Ok(limit) => limit,
             Err(rest) => {
                 vm.gate.open();
                 if rest != Rest::StoreRefused {
                     vm.over_limit.store(false, Ordering::Relaxed);
+                    vm.pinned.clear();
                     self.release_all();
                 }
                 return if rest == Rest::StoreRefused { Ok(IDLE) } else { self.settle() };
@@ -179,7 +189,7 @@ impl Lane<'_> {
         let resident = vm.resident()?.bytes().0;
         vm.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
-        if vm.may_pin() {
+        if vm.may_pin() && self.check.is_none() {
             // Its pages must stay in quarantine for T, however long its faults would wait.
             vm.gate.open();
         } else {
@@ -220,11 +230,51 @@ impl Lane<'_> {
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
             self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
         }
+        let is_held_up = vm.stats().get(Counter::Quarantined) == 0 && vm.pinned.pages().0 > 0;
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,
-            (true, false) => DIRECT.min(vm.quarantine(Some(self.patience))),
+            (true, false) if is_held_up => {
+                // All that could go is pinned: no fault need wait for it, and looking for more costs a look at every page.
+                vm.gate.open();
+                IDLE.max(now.elapsed() * PINNED_REST)
+            }
+            (true, false) => DIRECT.min(self.wait_for(Some(self.patience))),
             _ => BACKGROUND,
         })
+    }
+
+    /// T, now.
+    fn wait_for(&self, direct: Option<Duration>) -> Duration {
+        self.vm.quarantine(direct, self.check.is_some())
+    }
+
+    /// See what can tell who holds a page, and look again at those that somebody held.
+    fn look_at_pinned(&mut self, now: Instant) {
+        let vm = self.vm;
+        self.check = vm.pins.check();
+        let Some(check) = &self.check else { return vm.pinned.clear() };
+        match vm.pinned.look_again(check, |number| vm.region(number), now) {
+            Ok(None) => {}
+            Ok(Some(pages)) => {
+                let text = format!(
+                    "{} pages ({}) have been held for a minute or longer by something that can write to them unseen, such as \
+                     a device, I/O that does not end, or buffers registered with io_uring: they stay in memory",
+                    pages.0,
+                    pages.bytes()
+                );
+                vm.report("pages-pinned", text);
+            }
+            Err(error) => self.lose_check(&error),
+        }
+    }
+
+    /// Nobody can tell any more who holds a page. From now on T rules.
+    fn lose_check(&mut self, error: &std::io::Error) {
+        if self.check.take().is_some() {
+            self.vm.pins.lost(error);
+            self.vm
+                .report("pin-check-lost", format!("asking who holds a page: {error}; from now on time alone says it"));
+        }
     }
 
     /// What the VM is to be held to now.
@@ -265,12 +315,20 @@ impl Lane<'_> {
             let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: away::stamp() };
             let from = if over_limit && self.insists { LockedFrom::Copy } else { LockedFrom::Punch };
             region.departures().go(first.0..first.0 + count);
-            let evicted = evict(region.number, run, granule_of, ticket, &*region, to, &mut self.buffer[..], from);
-            account(vm.stats(), &evicted);
+            let check = self.check.clone();
+            let asked = Asked::new(&region, check.as_deref());
+            let evicted = evict(region.number, run, granule_of, ticket, &asked, to, &mut self.buffer[..], from);
+            if let Some(error) = asked.failed() {
+                self.lose_check(&error);
+            }
+            let size = region.granule_pages();
+            evicted.held.iter().for_each(|page| vm.pinned.add(region.number, *page, size));
+            let held = evicted.held.len() as u64 * size;
+            account(vm.stats(), &evicted, held);
             if evicted.far == count {
                 self.returned.guesses.went(guess, (region.number, first), Instant::now());
             }
-            tried += count;
+            tried += count - held;
             gone += evicted.far + evicted.zero;
             vm.gate.went(evicted.far + evicted.zero);
             let refused = evicted.store_full || evicted.store_busy;
@@ -305,6 +363,7 @@ impl Lane<'_> {
     /// [`Vm::set_may_pin`] count from the moment they have had it.
     fn due(&mut self, over_limit: bool, now: Instant) -> Option<Due> {
         let vm = self.vm;
+        let wait = self.wait_for(over_limit.then_some(self.patience));
         loop {
             let batch = self.batches.front_mut()?;
             if batch.generation != vm.generation() {
@@ -314,7 +373,7 @@ impl Lane<'_> {
                 continue;
             }
             let in_quarantine = now.saturating_duration_since(batch.zapped_at);
-            if vm.held().is_some() || in_quarantine < vm.quarantine(over_limit.then_some(self.patience)) {
+            if vm.held().is_some() || in_quarantine < wait {
                 return None;
             }
             let Some((guess, run)) = batch.runs.pop() else {
@@ -483,13 +542,13 @@ impl Lane<'_> {
     }
 }
 
-/// Count what became of a run.
-fn account(stats: Stats<'_>, evicted: &Evicted) {
+/// Count what became of a run, of which so many pages were held.
+fn account(stats: Stats<'_>, evicted: &Evicted, held: u64) {
     stats.add(Counter::Evicted, evicted.far);
     stats.add(Counter::Far, evicted.far);
     stats.add(Counter::EvictedZero, evicted.zero);
     stats.add(Counter::Zero, evicted.zero);
     stats.add(Counter::Aborted, evicted.aborted);
-    stats.sub(Counter::Quarantined, evicted.far + evicted.zero + evicted.refused + evicted.stuck);
+    stats.sub(Counter::Quarantined, held + evicted.far + evicted.zero + evicted.refused + evicted.stuck);
     stats.add(Counter::Failed, evicted.stuck);
 }

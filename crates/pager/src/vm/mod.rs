@@ -20,6 +20,7 @@ use ballast_heat::{Settings, VmHeat};
 use crate::coalesce;
 use crate::gate::Gate;
 use crate::page_state::Ticket;
+use crate::pinned::{Pinned, Pins};
 use crate::prefetch::Prefetch;
 use crate::recent::Recent;
 use crate::region::Region;
@@ -139,6 +140,10 @@ pub struct Vm {
     holds: Mutex<[Option<String>; Hold::COUNT]>,
     /// May something write to its memory without faulting, for a while?
     may_pin: AtomicBool,
+    /// Whether it can be known who holds a page.
+    pub(crate) pins: Arc<Pins>,
+    /// Pages that somebody holds.
+    pub pinned: Pinned,
     /// Was it above its limit when the reclaim lane last looked?
     pub(crate) over_limit: AtomicBool,
     /// How fast pages may come in while it is above its limit.
@@ -190,6 +195,8 @@ impl Vm {
             halted: OnceLock::new(),
             holds: Mutex::default(),
             may_pin: AtomicBool::new(false),
+            pins: Arc::default(),
+            pinned: Pinned::default(),
             over_limit: AtomicBool::new(false),
             gate: Gate::default(),
             recent: Recent::default(),
@@ -202,6 +209,11 @@ impl Vm {
             layout: RwLock::default(),
             report,
         }
+    }
+
+    /// The same with the pin check of its host.
+    pub fn with_pins(self, pins: Arc<Pins>) -> Self {
+        Self { pins, ..self }
     }
 
     /// Its counters.
@@ -307,9 +319,9 @@ impl Vm {
     }
 
     /// How long a page must have been zapped before it may go, now: T, or what direct reclaim would rather have where T
-    /// is no safety matter.
-    pub(crate) fn quarantine(&self, direct: Option<Duration>) -> Duration {
-        let direct = direct.filter(|_| !self.may_pin());
+    /// is no safety matter, because nothing holds pages of this VM or because it is asked of each whether anything does.
+    pub(crate) fn quarantine(&self, direct: Option<Duration>, is_asked: bool) -> Duration {
+        let direct = direct.filter(|_| is_asked || !self.may_pin());
         direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))
     }
 

@@ -162,6 +162,16 @@ impl Region {
         Mapping::shared(&self.file, self.file_offset.0, self.pages.bytes().0 as usize)
     }
 
+    /// The RAM file.
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Where the region begins in it.
+    pub(crate) fn file_offset(&self) -> Bytes {
+        self.file_offset
+    }
+
     /// DRAM the RAM file uses. A file that holds several regions is counted once by the caller.
     pub fn file_resident(&self) -> io::Result<PageCount> {
         memfd::resident(&self.file)

@@ -53,6 +53,10 @@ impl Pages for Table<'_> {
         if self.keep.iter().any(|view| view.kept.contains(region, page.0)) {
             return None;
         }
+        // What somebody holds would only come back from quarantine.
+        if self.vm.pinned.contains(region, page) {
+            return None;
+        }
         let region = &self.regions[region as usize];
         let word = region.word(page);
         let can_go = word.state() == State::Resident && !word.is_locked() && !region.is_set_aside(page);

@@ -5,14 +5,15 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_heat::{PageMap, UnitId, Watch};
-use ballast_needs::skip;
+use ballast_needs::{missing, skip};
+use ballast_pager::pinned::Pins;
 use ballast_pager::shard::Shards;
 use ballast_pager::state_file::StateFile;
 use ballast_pager::stats::Counter;
@@ -58,13 +59,25 @@ struct Setup {
     shards: usize,
     /// Features of userfaultfd that are asked for, beside those that are required.
     features: u64,
+    /// The pin check of this machine, or none.
+    pins: Arc<Pins>,
+}
+
+/// The pin check of this machine, for all rigs.
+fn pins() -> Arc<Pins> {
+    static PINS: LazyLock<Arc<Pins>> = LazyLock::new(|| {
+        let pins = Arc::new(Pins::default());
+        let _ = pins.find_out().inspect_err(|why| skip("pin-check", why));
+        pins
+    });
+    PINS.clone()
 }
 
 impl Setup {
     /// In base pages, with one userfaultfd and no file store.
     fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
         let features = uffd::HUGETLB_FEATURES | uffd::ACCESS_FEATURES | uffd::feature::POISON;
-        Self { ram, store_budget, quarantine, spill: None, huge: false, shards: 1, features }
+        Self { ram, store_budget, quarantine, spill: None, huge: false, shards: 1, features, pins: pins() }
     }
 }
 
@@ -80,6 +93,18 @@ impl Rig {
         let rig = Self::open(Setup { shards, ..Setup::new(ram, store_budget, quarantine) });
         rig.add_view();
         rig
+    }
+
+    /// The same as `new` where nobody can tell who holds a page.
+    pub fn unasked(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
+        let rig = Self::open(Setup { pins: Arc::default(), ..Setup::new(ram, store_budget, quarantine) });
+        rig.add_view();
+        rig
+    }
+
+    /// Is it asked of each page who holds it? If not, says so.
+    pub fn is_asked(&self) -> bool {
+        !missing("pin-check", pins().missing())
     }
 
     /// The same as `new` on a kernel that cannot record accesses: base pages, too, are tracked by zaps.
@@ -119,8 +144,17 @@ impl Rig {
         spill: Option<(Arc<dyn Store>, Duration)>,
         shards: usize,
     ) -> Option<Self> {
+        Self::of_huge(Setup { spill, shards, ..Setup::new(ram, store_budget, quarantine) })
+    }
+
+    /// The same as `huge` where nobody can tell who holds a page.
+    pub fn huge_unasked(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
+        Self::of_huge(Setup { pins: Arc::default(), ..Setup::new(ram, store_budget, quarantine) })
+    }
+
+    fn of_huge(setup: Setup) -> Option<Self> {
         let Err(why) = memfd::create_huge("ballast-test", Bytes(HUGE_SIZE as u64)) else {
-            let rig = Self::open(Setup { spill, huge: true, shards, ..Setup::new(ram, store_budget, quarantine) });
+            let rig = Self::open(Setup { huge: true, ..setup });
             rig.add_view();
             return Some(rig);
         };
@@ -168,7 +202,7 @@ impl Rig {
     }
 
     fn open(setup: Setup) -> Self {
-        let Setup { ram, store_budget, quarantine, spill, huge, shards, features } = setup;
+        let Setup { ram, store_budget, quarantine, spill, huge, shards, features, pins } = setup;
         // What the pool lends must cover all of RAM.
         let loan = huge.then(|| PoolLoan::new(ram.0 / HUGE_SIZE as u64).expect("huge pages"));
         let create = if huge { memfd::create_huge } else { memfd::create };
@@ -200,7 +234,7 @@ impl Rig {
         };
         let track = Track::Off;
         let tuning = Tuning { quarantine, spill_after, coalesce_every, track, heat, ..Tuning::default() };
-        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report));
+        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(pins));
         vm.open_region(file).expect("region");
         vm.start().expect("start");
         let (ours, theirs) = scm::pair().expect("socketpair");
@@ -362,6 +396,21 @@ impl<S: Store> Store for PanickyStore<S> {
     fn usage(&self) -> StoreUsage {
         self.inner.usage()
     }
+}
+
+/// The RAM file of a rig, under a name that any process of root can open.
+pub fn file_of(rig: &Rig) -> String {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    let start = format!("{:x}-", rig.guest.addr());
+    let line = maps.lines().find(|line| line.starts_with(&start)).expect("guest RAM begins a mapping");
+    let range = line.split_ascii_whitespace().next().expect("a range");
+    format!("/proc/{}/map_files/{range}", std::process::id())
+}
+
+/// The RAM file of a rig, mapped by somebody who is not part of the VM.
+pub fn mapped_by_a_stranger(rig: &Rig) -> Mapping {
+    let file = std::fs::File::options().read(true).write(true).open(file_of(rig)).expect("open");
+    Mapping::shared(&file, 0, rig.guest.len()).expect("map")
 }
 
 /// What a process tells of a rig's one region.

@@ -9,74 +9,72 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 
+use super::check::{Check, Pin};
 use super::program::CHUNK;
-use super::{Pin, PinCheck};
 use crate::{Mapping, memfd};
 
-impl PinCheck {
-    /// Look until it is as expected: what the kernel itself does holds pages for a moment.
-    pub(super) fn expect(
-        &self,
-        what: &str,
-        file: impl AsFd + Copy,
-        pages: &[u64],
-        expected: impl Fn(&[Pin]) -> bool,
-    ) -> Result<(), String> {
-        const TRIES: u32 = 50;
-        let mut pins = Vec::new();
-        for _ in 0..TRIES {
-            pins = self.look(file, pages).map_err(|error| error.to_string())?;
-            if expected(&pins) {
-                return Ok(());
-            }
-            self.drain();
+/// Look until it is as expected: what the kernel itself does holds pages for a moment.
+pub(super) fn expect(
+    (check, drain, knows_large): (&Check, &Drain, bool),
+    what: &str,
+    file: impl AsFd + Copy,
+    pages: &[u64],
+    expected: impl Fn(&[Pin]) -> bool,
+) -> Result<(), String> {
+    const TRIES: u32 = 50;
+    let mut pins = Vec::new();
+    for _ in 0..TRIES {
+        pins = check.look(file, pages, knows_large).map_err(|error| error.to_string())?;
+        if expected(&pins) {
+            return Ok(());
         }
-        Err(format!("{what}: {pins:?}"))
+        drain.drain();
     }
+    Err(format!("{what}: {pins:?}"))
+}
 
-    /// Mapped, zapped, absent and held pages.
-    pub(super) fn test_pages(&self) -> Result<(), String> {
-        // More than a node of the tree has slots, so that there is more than one level.
-        const PAGES: u64 = 4 * CHUNK as u64 * CHUNK as u64;
-        const USED: [u64; 4] = [0, 1, CHUNK as u64 + 1, PAGES - 1];
-        let failed = |error: io::Error| error.to_string();
-        let (file, map) = own_memory(Bytes(PAGES * PAGE_SIZE as u64)).map_err(failed)?;
-        let at = |page: u64| page as usize * PAGE_SIZE;
-        USED.iter().for_each(|page| map.words(at(*page), 1)[0].store(*page + 1, Ordering::Relaxed));
-        self.expect("mapped pages", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Mapped))?;
-        map.zap(0, map.len()).map_err(failed)?;
-        self.expect("free pages", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))?;
-        self.expect("holes", &file, &[2, CHUNK as u64, PAGES, 1 << 40], |pins| {
-            pins.iter().all(|pin| *pin == Pin::Absent)
-        })?;
-        let held = Held::new(&map, at(1)).map_err(failed)?;
-        map.zap(0, map.len()).map_err(failed)?;
-        let one_held = |pins: &[Pin]| pins == [Pin::Free, Pin::Held(1), Pin::Free, Pin::Free];
-        self.expect("a page that is held", &file, &USED, one_held)?;
-        drop(held);
-        self.expect("a page that was held", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))
-    }
+/// Mapped, zapped, absent and held pages.
+pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
+    // More than a node of the tree has slots, so that there is more than one level.
+    const PAGES: u64 = 4 * CHUNK as u64 * CHUNK as u64;
+    const USED: [u64; 4] = [0, 1, CHUNK as u64 + 1, PAGES - 1];
+    let failed = |error: io::Error| error.to_string();
+    let (file, map) = own_memory(Bytes(PAGES * PAGE_SIZE as u64)).map_err(failed)?;
+    let at = |page: u64| page as usize * PAGE_SIZE;
+    USED.iter().for_each(|page| map.words(at(*page), 1)[0].store(*page + 1, Ordering::Relaxed));
+    expect((check, drain, false), "mapped pages", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Mapped))?;
+    map.zap(0, map.len()).map_err(failed)?;
+    expect((check, drain, false), "free pages", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))?;
+    expect((check, drain, false), "holes", &file, &[2, CHUNK as u64, PAGES, 1 << 40], |pins| {
+        pins.iter().all(|pin| *pin == Pin::Absent)
+    })?;
+    let held = Held::new(&map, at(1)).map_err(failed)?;
+    map.zap(0, map.len()).map_err(failed)?;
+    let one_held = |pins: &[Pin]| pins == [Pin::Free, Pin::Held(1), Pin::Free, Pin::Free];
+    expect((check, drain, false), "a page that is held", &file, &USED, one_held)?;
+    drop(held);
+    expect((check, drain, false), "a page that was held", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))
+}
 
-    /// The same of a large folio. False if there was none to be had: then the kernel makes none by itself, and its pool of
-    /// huge pages is empty.
-    pub(super) fn test_large(&self) -> Result<bool, String> {
-        const PAGES: [u64; 3] = [0, 7, 511];
-        let failed = |error: io::Error| error.to_string();
-        let Some((file, map)) = own_large_folio().map_err(|error| format!("no huge page for it: {error}"))? else {
-            return Ok(false);
-        };
-        let all = |pin: Pin| move |pins: &[Pin]| pins.iter().all(|found| *found == pin);
-        self.expect("a mapped huge page", &file, &PAGES, all(Pin::Free))?;
-        map.zap(0, HUGE_SIZE).map_err(failed)?;
-        self.expect("a huge page", &file, &PAGES, all(Pin::Free))?;
-        let held = Held::new(&map, 7 * PAGE_SIZE).map_err(failed)?;
-        self.expect("a huge page that is held and mapped", &file, &PAGES, all(Pin::Held(1)))?;
-        map.zap(0, HUGE_SIZE).map_err(failed)?;
-        self.expect("a huge page that is held", &file, &PAGES, all(Pin::Held(1)))?;
-        drop(held);
-        self.expect("a huge page that was held", &file, &PAGES, all(Pin::Free))?;
-        Ok(true)
-    }
+/// The same of a large folio. False if there was none to be had: then the kernel makes none by itself, and its pool of
+/// huge pages is empty.
+pub(super) fn test_large(check: &Check, drain: &Drain) -> Result<bool, String> {
+    const PAGES: [u64; 3] = [0, 7, 511];
+    let failed = |error: io::Error| error.to_string();
+    let Some((file, map)) = own_large_folio().map_err(|error| format!("no huge page for it: {error}"))? else {
+        return Ok(false);
+    };
+    let all = |pin: Pin| move |pins: &[Pin]| pins.iter().all(|found| *found == pin);
+    expect((check, drain, true), "a mapped huge page", &file, &PAGES, all(Pin::Free))?;
+    map.zap(0, HUGE_SIZE).map_err(failed)?;
+    expect((check, drain, true), "a huge page", &file, &PAGES, all(Pin::Free))?;
+    let held = Held::new(&map, 7 * PAGE_SIZE).map_err(failed)?;
+    expect((check, drain, true), "a huge page that is held and mapped", &file, &PAGES, all(Pin::Held(1)))?;
+    map.zap(0, HUGE_SIZE).map_err(failed)?;
+    expect((check, drain, true), "a huge page that is held", &file, &PAGES, all(Pin::Held(1)))?;
+    drop(held);
+    expect((check, drain, true), "a huge page that was held", &file, &PAGES, all(Pin::Free))?;
+    Ok(true)
 }
 
 /// Memory of our own.

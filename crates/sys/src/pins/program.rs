@@ -33,6 +33,8 @@ pub(super) struct Layout {
     folio_mappings: i32,
     /// Bit of the flags that says that it is.
     large_bit: i32,
+    /// Bit of the flags that says that its memory failed; none where the kernel does not see such failures.
+    failed_bit: Option<i32>,
 }
 
 /// Bytes of a `struct page`: 64 on every 64-bit kernel that a distribution builds.
@@ -77,6 +79,7 @@ impl Layout {
                 Some(bit @ 0..64) => bit as i32,
                 _ => return Err("there is no PG_head".into()),
             },
+            failed_bit: btf.constant("pageflags", "PG_hwpoison").filter(|bit| *bit < 64).map(|bit| bit as i32),
         })
     }
 }
@@ -108,6 +111,8 @@ pub(super) mod found {
     /// Mappings and references of a large folio, in turn.
     pub(in crate::pins) const AGAIN: i16 = 24;
     pub(in crate::pins) const READINGS: i16 = 5;
+    /// 1 if the memory of the page, or of the first page of a large folio, failed.
+    pub(in crate::pins) const FAILED: i16 = 44;
 
     // `WHAT`.
     pub(in crate::pins) const NOTHING: i32 = 0;
@@ -310,6 +315,13 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.store(Word, R1, found::MAPCOUNT, R2);
     asm.load(Word, R2, Fp, FOLIO + at.folio_refcount);
     asm.store(Word, R1, found::REFS, R2);
+    asm.alu(Op::Mov, R3, 0);
+    if let Some(bit) = at.failed_bit {
+        asm.load(Double, R3, Fp, FOLIO + at.folio_flags);
+        asm.alu(Op::Rsh, R3, bit);
+        asm.alu(Op::And, R3, 1);
+    }
+    asm.store(Word, R1, found::FAILED, R3);
     asm.load(Double, R3, Fp, FOLIO + at.folio_flags);
     asm.alu(Op::Rsh, R3, at.large_bit);
     asm.alu(Op::And, R3, 1);

@@ -1,16 +1,29 @@
 //! What the pin check promises, against the real kernel.
 
+use super::check::{Found, Pin, SLOTS};
 use super::own::{Held, own_large_folio, own_memory};
 use super::program::found;
 use super::*;
+use crate::Mapping;
 use crate::hugetlb::PoolLoan;
 use crate::memfd;
-use ballast_base::{Bytes, HUGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use ballast_needs::skip;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 fn check() -> Option<PinCheck> {
     PinCheck::new().inspect_err(|why| skip("pin-check", why)).ok()
+}
+
+/// Look until it is as expected: what the kernel itself does holds pages for a moment.
+fn expect(
+    check: &PinCheck,
+    what: &str,
+    file: impl AsFd + Copy,
+    pages: &[u64],
+    expected: impl Fn(&[Pin]) -> bool,
+) -> Result<(), String> {
+    super::own::expect((&check.check, &check.drain, check.knows_large), what, file, pages, expected)
 }
 
 /// Run `around` again and again on a thread of its own, while these pages are looked at many times; what was found.
@@ -30,7 +43,15 @@ fn look_while(check: &PinCheck, file: impl AsFd, pages: &[u64], around: impl Fn(
 fn counts_mean_what_they_must() {
     const NR: i32 = 512;
     let page = |refs, mapcount| {
-        let found = Found { what: found::PAGE, order: 0, index: 9, mapcount, refs: [refs, 0, 0], mappings: [0, 0, 0] };
+        let found = Found {
+            what: found::PAGE,
+            order: 0,
+            index: 9,
+            mapcount,
+            refs: [refs, 0, 0],
+            mappings: [0, 0, 0],
+            failed: false,
+        };
         found.judge(9, false)
     };
     assert_eq!([page(1, -1), page(2, -1), page(1025, -1)], [Pin::Free, Pin::Held(1), Pin::Held(1024)]);
@@ -43,6 +64,7 @@ fn counts_mean_what_they_must() {
         mapcount: 7,
         refs,
         mappings,
+        failed: false,
     };
     let judge = |refs, mappings| large(refs, mappings).judge(1023, true);
     assert_eq!(judge([NR; 3], [-1; 3]), Pin::Free);
@@ -59,6 +81,7 @@ fn counts_mean_what_they_must() {
     let good = large([NR; 3], [-1; 3]);
     assert_eq!([good.judge(511, true), good.judge(1024, true), good.judge(512, false)], [Pin::Unknown; 3]);
     assert_eq!(Found { order: 0, ..good }.judge(512, true), Pin::Unknown);
+    assert_eq!(Found { failed: true, ..good }.judge(512, true), Pin::Failed);
     assert_eq!(Found { what: found::NOTHING, ..good }.judge(512, true), Pin::Unknown);
     assert_eq!(Found { what: found::ABSENT, ..good }.judge(0, false), Pin::Absent);
 }
@@ -112,9 +135,9 @@ fn pages_of_registered_buffers_are_held() {
     unsafe { ring.submitter().register_buffers(&[buffer]) }.expect("register");
     map.zap(0, map.len()).expect("zap");
     let held = |pins: &[Pin]| matches!(pins, [Pin::Free, Pin::Held(_), Pin::Held(_), Pin::Free]);
-    check.expect("registered", &file, &[0, 1, 2, 3], held).expect("as it is");
+    expect(&check, "registered", &file, &[0, 1, 2, 3], held).expect("as it is");
     ring.submitter().unregister_buffers().expect("unregister");
-    check.expect("given back", &file, &[0, 1, 2, 3], |pins| pins == [Pin::Free; 4]).expect("as it is");
+    expect(&check, "given back", &file, &[0, 1, 2, 3], |pins| pins == [Pin::Free; 4]).expect("as it is");
 }
 
 #[test]
@@ -131,11 +154,11 @@ fn huge_pages_of_the_pool_are_told_held_from_free() {
     map.zap(0, map.len()).expect("zap");
     let pages = [0, 511, 512, 517, 1023];
     let second = [Pin::Free, Pin::Free, Pin::Held(1), Pin::Held(1), Pin::Held(1)];
-    check.expect("one of two is held", &file, &pages, |pins| pins == second).expect("as it is");
+    expect(&check, "one of two is held", &file, &pages, |pins| pins == second).expect("as it is");
     drop(held);
-    check.expect("none is", &file, &pages, |pins| pins == [Pin::Free; 5]).expect("as it is");
+    expect(&check, "none is", &file, &pages, |pins| pins == [Pin::Free; 5]).expect("as it is");
     memfd::punch(&file, 0, HUGE_SIZE as u64).expect("punch");
-    check.expect("one is gone", &file, &[3, 600], |pins| pins == [Pin::Absent, Pin::Free]).expect("as it is");
+    expect(&check, "one is gone", &file, &[3, 600], |pins| pins == [Pin::Absent, Pin::Free]).expect("as it is");
 }
 
 #[test]

@@ -1,0 +1,37 @@
+//! Finding out whether it can be known who holds a page of guest RAM.
+//!
+//! Before: the engine began; until it is known, time alone says when a page may go. After: the reclaim lanes of all VMs ask.
+//! Threads: one of its own, because it takes some tens of milliseconds in which faults are to be served. Units: seconds.
+//! Promise: what changes is logged once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use ballast_pager::pinned::Pins;
+
+/// What is missing may come (memory for a huge page), and what there is may go. A try costs 30 ms of CPU time.
+const EVERY: Duration = Duration::from_secs(60);
+
+/// Find out, and look again now and then.
+pub fn start(pins: Arc<Pins>) -> anyhow::Result<()> {
+    let look = move || {
+        let mut said = None;
+        loop {
+            if pins.check().is_none() {
+                let found = pins.find_out().err();
+                match &found {
+                    None => tracing::info!("it is asked of each page who holds it before it goes"),
+                    Some(why) if said.as_ref() != Some(&found) => {
+                        tracing::warn!("who holds a page cannot be known, so T says when it may go: {why}");
+                    }
+                    Some(_) => {}
+                }
+                said = Some(found);
+            }
+            std::thread::sleep(EVERY);
+        }
+    };
+    std::thread::Builder::new().name("pin-check".into()).spawn(look).context("Starting the thread of the pin check")?;
+    Ok(())
+}
