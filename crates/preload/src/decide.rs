@@ -30,8 +30,6 @@ static CLIENT: OnceLock<Client> = OnceLock::new();
 static ATTACHING: Mutex<()> = Mutex::new(());
 /// A reason to pin that came before there was RAM.
 static EARLY_PIN: Mutex<Option<&'static str>> = Mutex::new(None);
-/// Something came before there was RAM that lets the kernel write to RAM past the page table.
-static EARLY_MAY_PIN: AtomicBool = AtomicBool::new(false);
 /// `mlockall(MCL_FUTURE)` was called.
 static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
 
@@ -122,8 +120,9 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
 fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
     let text = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let required = text("BALLAST_REQUIRE").is_some_and(|value| value != "0");
-    let may_pin = EARLY_MAY_PIN.load(Ordering::Relaxed);
-    let mut builder = Client::builder().region(fd, hva, len, offset).may_pin(may_pin);
+    // A VMM that nobody taught of it promises nothing: direct I/O, vhost, and plain reads of some file systems write to RAM
+    // past the page table.
+    let mut builder = Client::builder().region(fd, hva, len, offset).may_pin(true);
     if let Some(name) = text("BALLAST_VM_NAME") {
         builder = builder.name(name);
     }
@@ -195,16 +194,6 @@ pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
     Ok(())
 }
 
-/// The kernel may write to guest RAM past the page table once this call has gone through, so the keeper must know before.
-/// `Err` is the errno with which to refuse it. After the first success this asks nobody.
-pub fn may_pin_before(what: &str) -> Result<(), c_int> {
-    let Some(client) = client_or_note(|| EARLY_MAY_PIN.store(true, Ordering::Relaxed)) else { return Ok(()) };
-    client.may_pin().map_err(|error| {
-        announce(format_args!("{what}: refused, because {error}"));
-        libc::EAGAIN
-    })
-}
-
 /// This process executes another program. If it is the VMM, which may hand its RAM on (QEMU's `cpr-exec` does), every page must
 /// be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages are far.
 pub fn executing() -> Result<(), c_int> {
@@ -224,14 +213,6 @@ pub fn executed_nothing() {
     if OWNER.load(Ordering::Acquire) == std::process::id() && client().is_some() {
         announce("the other program could not be executed; this VM stays pinned");
     }
-}
-
-/// The VMM opens a file, or changes the flags of an open one.
-pub fn opening(flags: c_int) -> Result<(), c_int> {
-    if flags & libc::O_DIRECT == 0 {
-        return Ok(());
-    }
-    may_pin_before("direct I/O (O_DIRECT)")
 }
 
 /// The VMM locks memory: all of it (`None`) or a range.
@@ -316,18 +297,6 @@ pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
         IOMMU_IOAS_MAP_FILE => Some(("a VFIO device holds its memory for DMA", true)),
         VHOST_VDPA_GET_DEVICE_ID => Some(("a vDPA device holds its memory for DMA", false)),
         UDMABUF_CREATE | UDMABUF_CREATE_LIST => Some(("its memory is exported as a DMA buffer (udmabuf)", true)),
-        _ => None,
-    }
-}
-
-/// What an `ioctl` begins that lets the kernel write to guest RAM past the page table for a while.
-pub fn ioctl_writes_ram(request: libc::c_ulong) -> Option<&'static str> {
-    // The numbers of linux/vhost.h and scsi/sg.h.
-    const VHOST_SET_OWNER: libc::c_ulong = 0xAF01;
-    const SG_IO: libc::c_ulong = 0x2285;
-    match request & 0xFFFF_FFFF {
-        VHOST_SET_OWNER => Some("a vhost device in the kernel"),
-        SG_IO => Some("SCSI pass-through (SG_IO)"),
         _ => None,
     }
 }

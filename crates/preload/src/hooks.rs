@@ -3,7 +3,7 @@
 //! Promise: errno after a call that went through is the one that call left; a panic in our part is announced once and the
 //! call goes through as if we were not there.
 
-use std::ffi::{c_char, c_int, c_long, c_uint, c_ulong, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
@@ -227,75 +227,8 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void) ->
     {
         return refuse(errno, -1);
     }
-    if let Some(what) = decide::ioctl_writes_ram(request)
-        && let Err(errno) = quietly(Ok(()), || decide::may_pin_before(what))
-    {
-        return refuse(errno, -1);
-    }
     // SAFETY: the caller's promise.
     unsafe { next::ioctl(fd, request, arg) }
-}
-
-/// Declares hooks of functions that open a file: ask about the flags, then call the next function `$next`.
-macro_rules! opens {
-    ($flags:ident in $($name:ident => $next:ident($($arg:ident: $ty:ty),*);)*) => {$(
-        /// # Safety
-        /// As the C function. An optional `mode` is passed on as it came, used or not.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($arg: $ty),*) -> c_int {
-            match quietly(Ok(()), || decide::opening($flags)) {
-                // SAFETY: the caller's promise.
-                Ok(()) => unsafe { next::$next($($arg),*) },
-                Err(errno) => refuse(errno, -1),
-            }
-        }
-    )*};
-}
-
-// On 64-bit Linux the `64` names are the plain functions. The `_2` names are what a fortified build calls when it gives no
-// mode; their next function checks that none was needed.
-opens! {
-    flags in
-    open => open(path: *const c_char, flags: c_int, mode: c_uint);
-    open64 => open(path: *const c_char, flags: c_int, mode: c_uint);
-    openat => openat(dir: c_int, path: *const c_char, flags: c_int, mode: c_uint);
-    openat64 => openat(dir: c_int, path: *const c_char, flags: c_int, mode: c_uint);
-    __open_2 => open_2(path: *const c_char, flags: c_int);
-    __open64_2 => open_2(path: *const c_char, flags: c_int);
-    __openat_2 => openat_2(dir: c_int, path: *const c_char, flags: c_int);
-    __openat64_2 => openat_2(dir: c_int, path: *const c_char, flags: c_int);
-}
-
-/// # Safety
-/// As the C function. Its one optional argument is a word that is passed on as it came, used or not.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn fcntl(fd: c_int, command: c_int, arg: c_long) -> c_int {
-    if command == libc::F_SETFL
-        && let Err(errno) = quietly(Ok(()), || decide::opening(arg as c_int))
-    {
-        return refuse(errno, -1);
-    }
-    // SAFETY: the caller's promise.
-    unsafe { next::fcntl(fd, command, arg) }
-}
-
-/// # Safety
-/// As the C function; on 64-bit Linux it is `fcntl`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, arg: c_long) -> c_int {
-    // SAFETY: the caller's promise.
-    unsafe { fcntl(fd, command, arg) }
-}
-
-/// # Safety
-/// As the function of libaio, which answers the negative errno.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn io_setup(events: c_int, context: *mut *mut c_void) -> c_int {
-    match quietly(Ok(()), || decide::may_pin_before("asynchronous direct I/O (libaio)")) {
-        // SAFETY: the caller's promise.
-        Ok(()) => unsafe { next::io_setup(events, context) },
-        Err(errno) => -errno,
-    }
 }
 
 /// Declares hooks of functions that execute another program in the place of this one.

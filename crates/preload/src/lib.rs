@@ -16,29 +16,21 @@
 //! | `posix_fallocate`, `posix_fallocate64` | filling RAM is refused, as above |
 //! | `madvise` | `MADV_REMOVE` on RAM is a discard. (`MADV_DONTNEED` of a shared mapping drops no data: goes through) |
 //! | `mlock`, `mlock2`, `mlockall` | locked memory must not be taken: pins the VM |
-//! | `ioctl` | VFIO, iommufd, vDPA and udmabuf take hold of RAM pages for long: pins the VM. `VHOST_SET_OWNER` (vhost-net, vhost-scsi, vhost-vsock) and `SG_IO` (SCSI pass-through): the VM *may pin*, see below |
+//! | `ioctl` | VFIO, iommufd, vDPA and udmabuf take hold of RAM pages for long: pins the VM. |
 //! | `sendmsg` | a RAM file on its way to another process (vhost-user): pins the VM and brings every page back first, because the other process's touches raise no faults here |
-//! | `open`, `openat`, with `64`, and `__open_2`, `__openat_2`, with `64` | `O_DIRECT`: the device writes to RAM pages: *may pin* |
-//! | `fcntl`, `fcntl64` | `F_SETFL` with `O_DIRECT`, as QEMU does to descriptors passed to it: *may pin* |
 //! | `execve`, `execv`, `execvp`, `execvpe`, `fexecve`, `execveat` | the VMM may hand its RAM to the program that takes its place (QEMU's `cpr-exec`): every page is brought back first, or the call fails with EAGAIN. A child's `exec` goes through |
-//! | `io_setup` | libaio, which is asynchronous for direct I/O only: *may pin* |
 //!
-//! # VMs that may pin
+//! # Memory that is pinned for a while
 //!
-//! A VM begins as one whose RAM the kernel writes to only through the page table, while the zap of a page takes effect at
-//! once. The first of the calls marked *may pin* ends that: the keeper is told, and the call goes on after it has answered.
-//! If it refuses, or does not answer in 5 seconds, the call fails with EAGAIN. A call before there is RAM is told with the
-//! attach message. It is never taken back.
-//!
-//! `io_uring_setup` is not among them. QEMU 7.2 makes two rings at every start, with no disk at all, to watch
-//! descriptors, so the call says nothing. And io_uring on a file without `O_DIRECT` copies through the page table, from
-//! the page cache, like `read`: it needs the `O_DIRECT` that is seen above to write to RAM past the page table.
+//! Direct I/O, vhost, SCSI pass-through, and plain reads of some file systems (FUSE past the page cache, so virtiofs, 9p, CIFS
+//! without a cache) have the kernel or a device write to RAM past the page table. They are not watched for: a VM of this library
+//! *may pin* from the start, and the engine asks of each page whether somebody holds it, or waits.
 //!
 //! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
-//! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file, RDMA memory
-//! registration, io_uring registered buffers that stay pinned over guest RAM, `open`, `fcntl` and `exec` by way of `syscall`, `execl`
-//! and its like (of a VMM that executes itself this way, pages are written back when it is seen to be gone, and may come too late),
-//! a static VMM binary.
+//! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file; memory registered for RDMA or
+//! with io_uring, where the engine cannot ask who holds a page; `exec` by way of `syscall`, `execl` and its like (of a VMM
+//! that executes itself this way, pages are written back when it is seen to be gone, and may come too late); a static VMM
+//! binary.
 //!
 //! # Environment
 //!

@@ -51,19 +51,6 @@ pub unsafe fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
     unsafe { function(fd, offset, len) }
 }
 
-/// `io_setup` of libaio, which answers the negative errno; a program that calls it has loaded libaio.
-///
-/// # Safety
-/// As that function.
-pub unsafe fn io_setup(events: c_int, context: *mut *mut c_void) -> c_int {
-    static NEXT: Next = Next::new(c"io_setup");
-    let Some(function) = NEXT.get() else { return -libc::ENOSYS };
-    // SAFETY: this is the address of the libaio function of this name, whose signature this is.
-    let function: unsafe extern "C" fn(c_int, *mut *mut c_void) -> c_int = unsafe { std::mem::transmute(function) };
-    // SAFETY: the caller's promise.
-    unsafe { function(events, context) }
-}
-
 /// Declares `fn name(args) -> ret` that calls the next function of that name, or the system call `$number`.
 macro_rules! next {
     ($name:ident, $symbol:literal, $number:expr, ($($arg:ident: $ty:ty),*) -> $ret:ty) => {
@@ -85,7 +72,7 @@ macro_rules! next {
     };
 }
 
-use libc::{c_char, c_int, c_long, c_uint, c_ulong, msghdr, off_t, size_t, ssize_t};
+use libc::{c_char, c_int, c_uint, c_ulong, msghdr, off_t, size_t, ssize_t};
 
 next!(mmap, c"mmap", libc::SYS_mmap,
     (addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off_t) -> *mut c_void);
@@ -99,11 +86,6 @@ next!(mlock2, c"mlock2", libc::SYS_mlock2, (addr: *const c_void, len: size_t, fl
 next!(mlockall, c"mlockall", libc::SYS_mlockall, (flags: c_int) -> c_int);
 next!(ioctl, c"ioctl", libc::SYS_ioctl, (fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int);
 next!(sendmsg, c"sendmsg", libc::SYS_sendmsg, (fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t);
-next!(open, c"open", libc::SYS_open, (path: *const c_char, flags: c_int, mode: c_uint) -> c_int);
-next!(openat, c"openat", libc::SYS_openat, (dir: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int);
-next!(open_2, c"__open_2", libc::SYS_open, (path: *const c_char, flags: c_int) -> c_int);
-next!(openat_2, c"__openat_2", libc::SYS_openat, (dir: c_int, path: *const c_char, flags: c_int) -> c_int);
-next!(fcntl, c"fcntl", libc::SYS_fcntl, (fd: c_int, command: c_int, arg: c_long) -> c_int);
 
 /// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. It is found before `main`,
 /// because a child between `vfork` and `exec` calls it and must not look for it. Where there is none it cannot be done.

@@ -103,48 +103,6 @@ static int do_errno(void) {
     return errno == 77 ? 0 : 1;
 }
 
-/* A file that is opened for direct I/O only when asked; some file systems cannot, which is no matter here. */
-static int do_direct(int (*opener)(const char *)) {
-    int fd = opener("/proc/self/exe");
-    if (fd < 0)
-        return errno == EINVAL ? 0 : -1;
-    return close(fd);
-}
-
-static int open_plain(const char *path) { return open(path, O_RDONLY | O_CLOEXEC); }
-static int open_direct(const char *path) { return open(path, O_RDONLY | O_CLOEXEC | O_DIRECT); }
-static int openat_direct(const char *path) { return openat(AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_DIRECT); }
-int __open_2(const char *path, int flags);
-static int open_2_direct(const char *path) { return __open_2(path, O_RDONLY | O_CLOEXEC | O_DIRECT); }
-static int open_then_set(const char *path) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd >= 0 && fcntl(fd, F_SETFL, O_DIRECT) != 0) {
-        int error = errno;
-        close(fd);
-        errno = error;
-        return -1;
-    }
-    return fd;
-}
-
-/* Files made by a mode passed through the hooks have that mode. */
-static int do_mode(void) {
-    char name[] = "/tmp/ballast-host-XXXXXX", path[64];
-    struct stat status;
-    if (mkdtemp(name) == NULL)
-        return -1;
-    snprintf(path, sizeof path, "%s/file", name);
-    umask(0);
-    int fd = open(path, O_CREAT | O_RDWR, 0642);
-    int right = fd >= 0 && fstat(fd, &status) == 0 && (status.st_mode & 0777) == 0642;
-    right = right && fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 && fcntl(fd, F_GETFD) == FD_CLOEXEC;
-    right = right && open("/nowhere", O_RDONLY) == -1 && errno == ENOENT;
-    close(fd);
-    unlink(path);
-    rmdir(name);
-    return right ? 0 : 1;
-}
-
 static int deed(const char *what) {
     int punch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
     if (!strcmp(what, "punch")) return fallocate(ram_fd, punch, 0, 2 * PAGE);
@@ -156,14 +114,6 @@ static int deed(const char *what) {
     if (!strcmp(what, "mlock")) return mlock(ram, PAGE);
     if (!strcmp(what, "vfio")) return ioctl(-1, 0x3B71, 0);
     if (!strcmp(what, "udmabuf")) return ioctl(-1, 0x40187542, 0);
-    if (!strcmp(what, "vhost")) return ioctl(-1, 0xAF01, 0);
-    if (!strcmp(what, "sg-io")) return ioctl(-1, 0x2285, 0);
-    if (!strcmp(what, "plain")) return do_direct(open_plain);
-    if (!strcmp(what, "direct")) return do_direct(open_direct);
-    if (!strcmp(what, "directat")) return do_direct(openat_direct);
-    if (!strcmp(what, "direct-2")) return do_direct(open_2_direct);
-    if (!strcmp(what, "set-direct")) return do_direct(open_then_set);
-    if (!strcmp(what, "mode")) return do_mode();
     if (!strcmp(what, "send")) return send_ram();
     if (!strcmp(what, "mremap")) return mremap(ram, RAM, 2 * RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "twice")) return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;

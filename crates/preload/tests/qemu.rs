@@ -57,7 +57,7 @@ fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped()
     let info = session.attach.regions[0];
     assert_eq!((session.attach.regions.len(), info.len, info.file_offset), (1, Bytes(5 * GIB), Bytes(0)));
     assert_eq!(session.attach.shards, 1, "a VM of this size needs no more, on however many CPUs");
-    assert!(!session.attach.may_pin, "it has no disk; its io_uring rings watch descriptors only");
+    assert!(session.attach.may_pin, "QEMU promises nothing");
     assert!(info.hva.0.is_multiple_of(HUGE_SIZE as u64), "{} can have no huge pages", info.hva);
     session.accept();
     qemu.qmp_start();
@@ -184,71 +184,6 @@ fn locked_memory_attaches_pinned() {
     });
     assert_eq!(reason, "memory is locked (mlock)");
     qemu.qmp_start();
-    qemu.qmp("quit", json!({}));
-    assert_eq!(qemu.finish().0, Some(0));
-}
-
-#[test]
-fn a_disk_makes_a_vm_that_may_pin_only_if_it_bypasses_the_page_cache() {
-    if !have_qemu() {
-        return;
-    }
-    // A file system without direct I/O would do for the first two, but QEMU would not start with the others.
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("tempdir");
-    let image = dir.path().join("x.img");
-    let file = std::fs::File::create(&image).expect("create");
-    file.set_len(MIB).expect("grow");
-    let cases = [
-        ("cache=writeback", false),
-        ("cache=writeback,aio=io_uring", false),
-        ("cache=none", true),
-        ("cache=none,aio=native", true),
-        ("cache=none,aio=io_uring", true),
-    ];
-    for (options, may_pin) in cases {
-        let keeper = Keeper::start();
-        let words = format!(
-            "-machine pc,memory-backend=ram0 -m 64M {} -drive file={},format=raw,if=virtio,{options}",
-            backend("ram0", "64M"),
-            image.display()
-        );
-        let mut qemu = Driven::start(qemu(&keeper, &words));
-        let session = keeper.client();
-        assert_eq!(session.attach.may_pin, may_pin, "QEMU opens its disks before it makes its RAM: {options}");
-        session.accept();
-        qemu.qmp_start();
-        qemu.qmp("quit", json!({}));
-        let (code, text) = qemu.finish();
-        assert_eq!(code, Some(0), "{options}: {text}");
-    }
-}
-
-#[test]
-fn a_direct_disk_that_is_plugged_later_waits_for_the_keeper() {
-    if !have_qemu() {
-        return;
-    }
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("tempdir");
-    let image = dir.path().join("x.img");
-    std::fs::File::create(&image).expect("create").set_len(MIB).expect("grow");
-    let keeper = Keeper::start();
-    let words = format!("-machine pc,memory-backend=ram0 -m 64M {}", backend("ram0", "64M"));
-    let mut qemu = Driven::start(qemu(&keeper, &words));
-    let session = keeper.client();
-    assert!(!session.attach.may_pin);
-    session.accept();
-    qemu.qmp_start();
-    let disk = |direct: bool| {
-        let cache = json!({ "direct": direct, "no-flush": false });
-        json!({ "driver": "file", "node-name": format!("disk-{direct}"), "filename": image, "cache": cache })
-    };
-    qemu.qmp("blockdev-add", disk(false));
-    std::thread::scope(|scope| {
-        let adding = scope.spawn(|| qemu.qmp("blockdev-add", disk(true)));
-        assert_eq!(session.request().0, ClientToKeeper::MayPin);
-        session.answer(&KeeperToClient::Ok);
-        adding.join().expect("plugged");
-    });
     qemu.qmp("quit", json!({}));
     assert_eq!(qemu.finish().0, Some(0));
 }
