@@ -82,7 +82,8 @@ impl Found {
         };
         match self.what {
             found::ABSENT => Pin::Absent,
-            found::PAGE | found::LARGE if self.failed => Pin::Failed,
+            // Of a large folio this is known of its first page; the others count as usual.
+            found::PAGE | found::LARGE if self.failed && self.index == page => Pin::Failed,
             found::PAGE if self.index == page => {
                 let mapped = i64::from(self.mapcount) + 1;
                 match beyond(self.refs[0], 1 + mapped) {

@@ -82,6 +82,12 @@ fn counts_mean_what_they_must() {
     assert_eq!([good.judge(511, true), good.judge(1024, true), good.judge(512, false)], [Pin::Unknown; 3]);
     assert_eq!(Found { order: 0, ..good }.judge(512, true), Pin::Unknown);
     assert_eq!(Found { failed: true, ..good }.judge(512, true), Pin::Failed);
+    let held = Found { failed: true, ..large([NR + 1; 3], [-1; 3]) };
+    assert_eq!(
+        held.judge(513, true),
+        Pin::Held(1),
+        "the failure is another page's, which can be read no more; this one can"
+    );
     assert_eq!(Found { what: found::NOTHING, ..good }.judge(512, true), Pin::Unknown);
     assert_eq!(Found { what: found::ABSENT, ..good }.judge(0, false), Pin::Absent);
 }
