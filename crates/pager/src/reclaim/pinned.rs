@@ -6,11 +6,12 @@
 //! Units: pages of a region, seconds. Promise: asking comes after the zap was acknowledged and before the bytes are read, and
 //! "cannot be known" counts as held.
 
+use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Bound;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
@@ -24,7 +25,7 @@ use crate::region::Region;
 /// How often pinned pages are looked at again, and how many at a time: 16,384 cost 3 ms.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 const AT_ONCE: u64 = 1 << 14;
-/// What is held for so long is told.
+/// What is held for so long is told. And so often it is tried whether what a foreign mapper had mapped can go: that costs a zap.
 const LONG: Duration = Duration::from_secs(60);
 
 /// The pin check of a host, which all its VMs share; nothing is known of it at first.
@@ -91,18 +92,25 @@ impl Pins {
 pub(crate) struct Asked<'a> {
     region: &'a Region,
     check: Option<&'a PinCheck>,
-    failed: OnceLock<io::Error>,
+    failed: OnceCell<io::Error>,
+    /// Held by nothing but a mapping, in their order.
+    mapped: RefCell<Vec<PageIdx>>,
 }
 
 impl<'a> Asked<'a> {
     /// With no check nobody holds any page, as far as can be known.
     pub fn new(region: &'a Region, check: Option<&'a PinCheck>) -> Self {
-        Self { region, check, failed: OnceLock::new() }
+        Self { region, check, failed: OnceCell::new(), mapped: RefCell::default() }
     }
 
-    /// Why the check did not answer, if so. All pages were then taken to be held.
-    pub fn failed(self) -> Option<io::Error> {
-        self.failed.into_inner()
+    /// Remember what was found held. An error is why the check failed; all pages were then taken to be held.
+    pub fn remember(self, held: &[PageIdx], pinned: &Pinned) -> io::Result<()> {
+        let mapped = self.mapped.into_inner();
+        for page in held {
+            let by = if mapped.binary_search(page).is_ok() { By::Mapping } else { By::Reference };
+            pinned.add(self.region.number, *page, self.region.granule_pages(), by);
+        }
+        self.failed.into_inner().map_or(Ok(()), Err)
     }
 
     fn look(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<PageIdx>> {
@@ -120,8 +128,19 @@ impl<'a> Asked<'a> {
             let pins = self.region.look(check, &doubtful)?;
             held = doubtful.into_iter().zip(pins).filter(|(_, pin)| stays(*pin)).collect();
         }
+        let mapped = held.iter().filter(|(_, pin)| *pin == Pin::Mapped).map(|(page, _)| *page);
+        self.mapped.borrow_mut().extend(mapped);
         Ok(held.into_iter().map(|(page, _)| page).collect())
     }
+}
+
+/// What holds a page that no process of the VM has mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    /// A mapping in a process that is not of the VM.
+    Mapping,
+    /// Anything else, or that cannot be known.
+    Reference,
 }
 
 /// Must a page that was asked for stay? One whose memory failed goes on to be read: that fails, which says what it is.
@@ -180,8 +199,26 @@ type Place = (u32, u64);
 #[derive(Clone, Copy, Debug)]
 struct Held {
     now: PageMap,
-    /// Those of them that were held already when that was last counted, and ever since.
+    /// Those of them that a foreign mapper had mapped. Once the guest touches one, the VM has it mapped, too, and nobody can
+    /// tell whether the other mapping is still there.
+    mapped: PageMap,
+    /// Those that were held when that was last counted, and were not found free since.
     before: PageMap,
+}
+
+impl Held {
+    const NONE: Self = Self { now: PageMap::NONE, mapped: PageMap::NONE, before: PageMap::NONE };
+
+    fn without(self, pages: PageMap) -> Self {
+        let Self { now, mapped, before } = self;
+        Self { now: now.without(pages), mapped: mapped.without(pages), before: before.without(pages) }
+    }
+
+    /// Is a page of it free, if this is what was found of it?
+    fn is_free(&self, page: u64, pin: Pin) -> bool {
+        // Mapped by the VM again, which says that nothing else holds it.
+        !stays(pin) || pin == Pin::Mapped && !self.mapped.get(page)
+    }
 }
 
 impl Pinned {
@@ -192,7 +229,8 @@ impl Pinned {
 
     /// How many have been held for a minute or longer.
     pub fn long(&self) -> PageCount {
-        PageCount(self.long.load(Ordering::Relaxed))
+        // Some may have gone since they were counted.
+        PageCount(self.long.load(Ordering::Relaxed)).min(self.pages())
     }
 
     fn units(&self) -> MutexGuard<'_, Units> {
@@ -206,19 +244,25 @@ impl Pinned {
     }
 
     /// This granule was found held.
-    pub(crate) fn add(&self, region: u32, first: PageIdx, pages: u64) {
+    fn add(&self, region: u32, first: PageIdx, pages: u64, by: By) {
         let mut units = self.units();
-        let held =
-            units.held.entry((region, first.unit())).or_insert(Held { now: PageMap::NONE, before: PageMap::NONE });
+        let held = units.held.entry((region, first.unit())).or_insert(Held::NONE);
         let had = held.now.count();
-        (first.0..first.0 + pages).for_each(|page| held.now.set(page % PAGES_PER_UNIT));
+        for page in first.0..first.0 + pages {
+            held.now.set(page % PAGES_PER_UNIT);
+            if by == By::Mapping {
+                held.mapped.set(page % PAGES_PER_UNIT);
+            }
+        }
         self.pages.fetch_add(held.now.count() - had, Ordering::Relaxed);
     }
 
     /// Forget all.
     pub(crate) fn clear(&self) {
-        if self.pages.swap(0, Ordering::Relaxed) > 0 {
-            *self.units() = Units::default();
+        let mut units = self.units();
+        if !units.held.is_empty() {
+            *units = Units::default();
+            self.pages.store(0, Ordering::Relaxed);
             self.long.store(0, Ordering::Relaxed);
         }
     }
@@ -231,29 +275,28 @@ impl Pinned {
         region_of: impl Fn(u32) -> Option<Arc<Region>>,
         now: Instant,
     ) -> io::Result<Option<PageCount>> {
-        if self.pages.load(Ordering::Relaxed) == 0 {
-            return Ok(None);
-        }
         let due = {
             let mut units = self.units();
-            if units.looked_at.is_some_and(|at| now.saturating_duration_since(at) < AGAIN_EVERY) {
+            if units.held.is_empty()
+                || units.looked_at.is_some_and(|at| now.saturating_duration_since(at) < AGAIN_EVERY)
+            {
                 return Ok(None);
             }
             units.looked_at = Some(now);
             units.next()
         };
         // Nobody else takes anything out meanwhile.
-        for (place, pages) in due {
+        for (place, held) in due {
             let region = region_of(place.0).filter(|region| !region.is_removed());
             let free = match &region {
-                None => pages,
+                None => PageMap::ALL,
                 Some(region) => {
                     let base = place.1 * PAGES_PER_UNIT;
-                    let of_unit = pages.iter().map(|page| PageIdx(base + page));
+                    let of_unit = held.now.iter().map(|page| PageIdx(base + page));
                     let firsts: Vec<_> = of_unit.filter(|page| region.first_of(*page) == *page).collect();
                     let mut free = PageMap::NONE;
                     for (first, pin) in firsts.iter().zip(region.look(check, &firsts)?) {
-                        if !stays(pin) || pin == Pin::Mapped {
+                        if held.is_free(first.0 % PAGES_PER_UNIT, pin) {
                             (first.0..first.0 + region.granule_pages())
                                 .for_each(|page| free.set(page % PAGES_PER_UNIT));
                         }
@@ -270,13 +313,13 @@ impl Pinned {
         let mut units = self.units();
         let Some(held) = units.held.get_mut(&place) else { return };
         self.pages.fetch_sub(held.now.and(pages).count(), Ordering::Relaxed);
-        *held = Held { now: held.now.without(pages), before: held.before.without(pages) };
-        if held.now.is_empty() {
+        *held = held.without(pages);
+        if held.now.or(held.before).is_empty() {
             units.held.remove(&place);
         }
     }
 
-    /// Count those held for long, if it is time.
+    /// Count those held for long, if it is time. Then those that a foreign mapper had mapped may be picked again.
     fn count(&self, now: Instant) -> Option<PageCount> {
         let mut units = self.units();
         let since = *units.counted_at.get_or_insert(now);
@@ -284,8 +327,14 @@ impl Pinned {
             return None;
         }
         units.counted_at = Some(now);
-        let long: u64 = units.held.values().map(|held| held.before.count()).sum();
-        units.held.values_mut().for_each(|held| held.before = held.now);
+        let (mut long, mut again) = (0, 0);
+        units.held.retain(|_, held| {
+            long += held.before.and(held.now).count();
+            again += held.mapped.count();
+            *held = Held { now: held.now.without(held.mapped), mapped: PageMap::NONE, before: held.now };
+            !held.before.is_empty()
+        });
+        self.pages.fetch_sub(again, Ordering::Relaxed);
         let had = self.long.swap(long, Ordering::Relaxed);
         (had == 0 && long > 0).then_some(PageCount(long))
     }
@@ -293,7 +342,7 @@ impl Pinned {
 
 impl Units {
     /// Some of them in turn.
-    fn next(&mut self) -> Vec<(Place, PageMap)> {
+    fn next(&mut self) -> Vec<(Place, Held)> {
         let after = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let until = self.last.map_or(Bound::Unbounded, Bound::Included);
         let mut wrapped = self.held.range((after, Bound::Unbounded)).chain(
@@ -306,7 +355,7 @@ impl Units {
             && let Some((place, held)) = wrapped.next()
         {
             pages += held.now.count();
-            due.push((*place, held.now));
+            due.push((*place, *held));
         }
         self.last = due.last().map(|(place, _)| *place);
         due
@@ -319,5 +368,57 @@ impl Region {
         let base = self.file_offset().0 / PAGE_SIZE as u64;
         let numbers: Vec<u64> = granules.iter().map(|page| base + page.0).collect();
         check.look(self.file(), &numbers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the kernel says of a page at some time.
+    fn found(pinned: &Pinned, page: u64, pin: Pin) {
+        let held = pinned.units().held.get(&(0, 0)).copied().unwrap_or(Held::NONE);
+        if held.is_free(page, pin) {
+            let mut free = PageMap::NONE;
+            free.set(page);
+            pinned.take_out((0, 0), free);
+        }
+    }
+
+    fn state(pinned: &Pinned) -> (Vec<u64>, u64, u64) {
+        let held = (0..PAGES_PER_UNIT).filter(|page| pinned.contains(0, PageIdx(*page))).collect();
+        (held, pinned.pages().0, pinned.long().0)
+    }
+
+    #[test]
+    fn what_is_let_go_and_mapped_by_the_vm_again_may_go_at_once_and_what_others_map_is_tried_once_a_minute_and_told_once()
+     {
+        let (pinned, start) = (Pinned::default(), Instant::now());
+        let minutes = |count: u32| start + count * LONG;
+        for (page, by) in [(1, By::Reference), (2, By::Reference), (3, By::Mapping), (4, By::Mapping)] {
+            pinned.add(0, PageIdx(page), 1, by);
+        }
+        assert_eq!(pinned.count(start), None);
+        assert_eq!(state(&pinned), (vec![1, 2, 3, 4], 4, 0));
+        for (page, pin) in [(1, Pin::Held(1)), (2, Pin::Mapped), (3, Pin::Mapped), (4, Pin::Free)] {
+            found(&pinned, page, pin);
+        }
+        assert_eq!(state(&pinned), (vec![1, 3], 2, 0));
+        assert_eq!(pinned.count(minutes(1) - Duration::from_millis(1)), None);
+        assert_eq!(state(&pinned), (vec![1, 3], 2, 0));
+        for minute in 1..9 {
+            let told = pinned.count(minutes(minute));
+            assert_eq!(told, (minute == 2).then_some(PageCount(2)), "after {minute} minutes");
+            assert_eq!(state(&pinned).0, [1], "the mapped page is tried");
+            pinned.add(0, PageIdx(3), 1, By::Mapping);
+            assert_eq!(state(&pinned), (vec![1, 3], 2, if minute == 1 { 0 } else { 2 }));
+        }
+        found(&pinned, 1, Pin::Absent);
+        assert_eq!(state(&pinned), (vec![3], 1, 1), "no more are held for long than are held");
+        // Tried, and gone.
+        assert_eq!(pinned.count(minutes(9)), None);
+        assert_eq!(state(&pinned), (vec![], 0, 0));
+        assert_eq!(pinned.count(minutes(10)), None);
+        assert!(pinned.units().held.is_empty() && pinned.long.load(Ordering::Relaxed) == 0);
     }
 }

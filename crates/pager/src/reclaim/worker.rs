@@ -86,7 +86,10 @@ struct Due {
     count: u64,
 }
 
-/// So many times as long as it took to find nothing but pinned pages passes before the next try: less than a twentieth of a CPU.
+/// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first of them may
+/// only have come to the end of what heat offers in one go.
+const HELD_UP_AFTER: u32 = 3;
+/// So many times as long as such a round took passes before the next one: less than a twentieth of a CPU.
 const PINNED_REST: u32 = 20;
 
 /// Why nothing goes now.
@@ -106,6 +109,8 @@ struct Lane<'a> {
     source: HeatSource,
     /// What tells who holds a page, if anything can; the same for all of a round.
     check: Option<Arc<PinCheck>>,
+    /// Rounds in a row that found nothing to zap, while something was pinned.
+    fruitless: u32,
     returned: Returned,
     batches: VecDeque<Batch>,
     /// T when over the limit, where T is no safety matter.
@@ -131,6 +136,7 @@ pub fn run(vm: &Vm) {
         vm,
         source: HeatSource::new(vm.heat.clone()),
         check: None,
+        fruitless: 0,
         returned: Returned::default(),
         batches: VecDeque::new(),
         patience: vm.tuning.direct_quarantine,
@@ -225,16 +231,19 @@ impl Lane<'_> {
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
+        let mut zapped = 0;
         if watched < wanted {
             let most = if self.patience < vm.tuning.direct_quarantine { TOP_UP_HURRIED } else { TOP_UP };
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
-            self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
+            zapped =
+                self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
         }
-        let is_held_up = vm.stats().get(Counter::Quarantined) == 0 && vm.pinned.pages().0 > 0;
+        let is_fruitless = watched == 0 && zapped == 0 && vm.pinned.pages().0 > 0;
+        self.fruitless = if is_fruitless { self.fruitless.saturating_add(1) } else { 0 };
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,
-            (true, false) if is_held_up => {
-                // All that could go is pinned: no fault need wait for it, and looking for more costs a look at every page.
+            (true, false) if self.fruitless >= HELD_UP_AFTER => {
+                // No fault need wait for room, and looking for more costs a look at every page.
                 vm.gate.open();
                 IDLE.max(now.elapsed() * PINNED_REST)
             }
@@ -258,7 +267,8 @@ impl Lane<'_> {
             Ok(Some(pages)) => {
                 let text = format!(
                     "{} pages ({}) have been held for a minute or longer by something that can write to them unseen, such as \
-                     a device, I/O that does not end, or buffers registered with io_uring: they stay in memory",
+                     a device, I/O that does not end, buffers registered with io_uring, or a process that is not of the \
+                     VM and maps them: they stay in memory",
                     pages.0,
                     pages.bytes()
                 );
@@ -318,12 +328,10 @@ impl Lane<'_> {
             let check = self.check.clone();
             let asked = Asked::new(&region, check.as_deref());
             let evicted = evict(region.number, run, granule_of, ticket, &asked, to, &mut self.buffer[..], from);
-            if let Some(error) = asked.failed() {
+            if let Err(error) = asked.remember(&evicted.held, &vm.pinned) {
                 self.lose_check(&error);
             }
-            let size = region.granule_pages();
-            evicted.held.iter().for_each(|page| vm.pinned.add(region.number, *page, size));
-            let held = evicted.held.len() as u64 * size;
+            let held = evicted.held.len() as u64 * region.granule_pages();
             account(vm.stats(), &evicted, held);
             if evicted.far == count {
                 self.returned.guesses.went(guess, (region.number, first), Instant::now());
@@ -420,13 +428,13 @@ impl Lane<'_> {
         self.release_all();
     }
 
-    /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are.
-    fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<()> {
+    /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are. Returns how many that were.
+    fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
         let vm = self.vm;
         let layout = vm.layout();
         let (views, generation) = (vm.views(), vm.generation());
         if views.is_empty() || vm.held().is_some() {
-            return Ok(());
+            return Ok(0);
         }
         let table = Table::of(vm);
         let asked = self.returned.guesses.recent(want, Instant::now());
@@ -502,7 +510,7 @@ impl Lane<'_> {
             marked.reverse();
             self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs: marked });
         }
-        Ok(())
+        Ok(pages)
     }
 
     /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
