@@ -29,24 +29,22 @@ pub mod tier;
 #[cfg(not(loom))]
 pub mod vm;
 
-#[cfg(not(loom))]
-pub use fault::{busy, follow, prefetch, readahead as streams, throttle as gate, worker as lane};
-#[cfg(not(loom))]
-pub(crate) use fault::{forgotten, stages};
 #[cfg(loom)]
-pub use page::{copies as stores, fault};
+pub use page::copies as stores;
+#[cfg(loom)]
+pub use page::fault;
 pub use page::{evict, granule, memory, page_state, shift, sync, unit};
 #[cfg(not(loom))]
 pub(crate) use reclaim::kept;
 #[cfg(not(loom))]
-pub use reclaim::{interval as away, pinned, refault as recent};
-#[cfg(not(loom))]
-pub use scan::{coalesce, source as scans, touch, units, worker as track};
-#[cfg(not(loom))]
-pub(crate) use scan::{rwp as rwp_scan, zap as zap_scan};
-#[cfg(not(loom))]
-pub use tier::{slow, spill, stores};
+pub(crate) use scan::touch;
 #[cfg(not(loom))]
 pub(crate) use vm::table;
 #[cfg(not(loom))]
-pub use vm::{recover, region, shard, state_file, stats, threads, view};
+pub use {
+    fault::throttle as gate,
+    reclaim::{interval as away, pinned, refault as recent},
+    scan::{coalesce, source as scans, units},
+    tier::stores,
+    vm::{recover, region, shard, state_file, stats, threads, tuning as track, view},
+};

@@ -57,7 +57,7 @@ fn split(vm: &Vm, view: &View, spans: &[(RegionInfo, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
     for (info, number) in spans {
         let region = vm.region(*number);
-        match region.map_or(Ok(()), |region| region.register_as_flagged(&view.at(&region, info.hva))) {
+        match region.map_or(Ok(()), |region| view.at(&region, info.hva).register_as_flagged(&region)) {
             Ok(()) => good.push((*info, *number)),
             Err(error) => bad.push((*number, error)),
         }

@@ -1,12 +1,12 @@
-//! Follow: keep a fault lane on the CPU whose guest thread faults.
+//! Follow: keep a fault worker on the CPU whose guest thread faults.
 //!
-//! Before: the lane has read faults. After: its thread runs where the thread that waits ran, so that waking the lane and
-//! resuming the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that very moment.
-//! Threads: each fault lane has its own. Units: CPU numbers as the kernel counts them.
-//! Promise: a hint and nothing more. What cannot be found out or set leaves the lane where the scheduler puts it.
+//! Before: the worker has read faults. After: it runs where the thread that waits ran, so that waking the worker and resuming
+//! the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that very moment.
+//! Threads: each fault worker has its own. Units: CPU numbers as the kernel counts them.
+//! Promise: a hint and nothing more. What cannot be found out or set leaves the worker where the scheduler puts it.
 //!
-//! The lane moves when two looks agree and may run anywhere when they do not, so a VM whose threads fault on many CPUs
-//! does not chase its lane around.
+//! The worker moves when two samples agree and may run anywhere when they do not, so a VM whose threads fault on many CPUs
+//! does not move its worker all the time.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// How often it is asked where a faulting thread ran, at first and when nothing changes. Asking costs some 5 us.
-const LOOK_EVERY: Duration = Duration::from_millis(1);
-const LOOK_RARELY: Duration = Duration::from_millis(64);
+/// How often the CPU of a faulting thread is sampled, at first and when nothing changes. A sample costs some 5 us.
+const SAMPLE_EVERY: Duration = Duration::from_millis(1);
+const SAMPLE_RARELY: Duration = Duration::from_millis(64);
 
-/// Where a lane runs.
+/// Where a fault worker runs.
 #[derive(Debug)]
 pub struct Follow {
     pid: u32,
@@ -26,11 +26,11 @@ pub struct Follow {
     anywhere: Option<CpuSet>,
     /// Where it was put.
     at: Option<usize>,
-    /// What the last look found.
+    /// What the last sample found.
     seen: Option<usize>,
-    next_look: Instant,
+    next_sample: Instant,
     interval: Duration,
-    /// The thread looked at last, and its `stat`.
+    /// The thread sampled last, and its `stat`.
     thread: Option<(u32, File)>,
 }
 
@@ -42,24 +42,24 @@ impl Follow {
             anywhere: sched_getaffinity(None).ok(),
             at: None,
             seen: None,
-            next_look: Instant::now(),
-            interval: LOOK_EVERY,
+            next_sample: Instant::now(),
+            interval: SAMPLE_EVERY,
             thread: None,
         }
     }
 
     /// `thread` of the process waits for us now.
     pub fn faulted(&mut self, thread: u32, now: Instant) {
-        if now < self.next_look {
+        if now < self.next_sample {
             return;
         }
         let Some(anywhere) = self.anywhere else { return };
         let cpu = self.cpu_of(thread);
         let agreed = cpu.filter(|_| cpu == self.seen);
         self.seen = cpu;
-        self.interval = if agreed.is_some() && agreed == self.at { self.interval * 2 } else { LOOK_EVERY };
-        self.interval = self.interval.min(LOOK_RARELY);
-        self.next_look = now + self.interval;
+        self.interval = if agreed.is_some() && agreed == self.at { self.interval * 2 } else { SAMPLE_EVERY };
+        self.interval = self.interval.min(SAMPLE_RARELY);
+        self.next_sample = now + self.interval;
         if agreed == self.at {
             return;
         }
@@ -95,7 +95,7 @@ impl Drop for Follow {
 }
 
 /// The field `processor` of a `stat` file: the 39th. The second may hold anything, up to the last closing parenthesis.
-/// `None` for a real-time thread (the 41st field, `policy`, is not 0): a lane beside it might never run.
+/// `None` for a real-time thread (the 41st field, `policy`, is not 0): a worker beside it might never run.
 fn processor(stat: &str) -> Option<usize> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(36);
     let cpu = fields.next()?.parse().ok()?;
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_comes_to_the_cpu_of_the_thread_that_faults_and_is_let_go_when_they_differ() {
+    fn a_worker_comes_to_the_cpu_of_the_thread_that_faults_and_is_let_go_when_they_differ() {
         let allowed = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).take(2).collect();
         let [first, second] = cpus[..] else { return skip("native", "two CPUs") };
@@ -137,19 +137,19 @@ mod tests {
             });
             (told.recv().expect("told"), end, thread)
         };
-        let (guests, lane) = ([pinned(first), pinned(second)], Follow::new(std::process::id()));
-        let mut lane = lane;
+        let (guests, worker) = ([pinned(first), pinned(second)], Follow::new(std::process::id()));
+        let mut worker = worker;
         let mut now = Instant::now();
-        let mut fault = |lane: &mut Follow, guest: usize| {
-            now += LOOK_RARELY;
-            lane.faulted(guests[guest].0, now);
+        let mut fault = |worker: &mut Follow, guest: usize| {
+            now += SAMPLE_RARELY;
+            worker.faulted(guests[guest].0, now);
             sched_getaffinity(None).expect("affinity")
         };
-        fault(&mut lane, 1);
-        let there = fault(&mut lane, 1);
-        assert!(there.is_set(second) && !there.is_set(first), "two looks agree");
-        assert!(fault(&mut lane, 0) == allowed, "they do not");
-        let there = fault(&mut lane, 0);
+        fault(&mut worker, 1);
+        let there = fault(&mut worker, 1);
+        assert!(there.is_set(second) && !there.is_set(first), "two samples agree");
+        assert!(fault(&mut worker, 0) == allowed, "they do not");
+        let there = fault(&mut worker, 0);
         assert!(there.is_set(first) && !there.is_set(second), "they agree on the other");
         for (_, end, thread) in guests {
             drop(end);

@@ -1,13 +1,12 @@
-//! Forgotten: a thread that waits although nobody has its fault in hand is woken, and operators are told.
+//! Forgotten faults: a thread that waits although no worker has its fault is woken, and operators are told.
 //!
-//! Before: a fault lane read faults. After: whoever waits has its fault with a lane, or touches again and raises it anew.
-//! Threads: each fault lane looks after its own userfaultfd. Units: faults.
+//! Before: a fault worker read faults. After: each thread that waits has its fault with a worker, or faults again.
+//! Threads: each fault worker checks its own userfaultfd. Units: faults.
 //! Promise: whatever took a fault away from us (another program that reads the userfaultfd, a wake that came too soon), its
-//! thread stands still for about [`EVERY`], not for ever, as long as fewer faults wait for a disk.
+//! thread waits for about [`EVERY`], not for ever, as long as fewer faults wait for a disk.
 //!
-//! Nothing is known to cause it. The kernel says for the asking how many faults were read and not answered, which takes some
-//! microseconds, and this is the one fault whose victim could not even be told of. A wake is always safe: a thread that has no
-//! reason to go on faults again.
+//! Nothing is known to cause it. The kernel returns how many faults were read and not resolved, in some microseconds, and
+//! nothing else would report such a thread. A wake is always safe: a thread that has no reason to go on faults again.
 
 use std::time::{Duration, Instant};
 
@@ -16,26 +15,26 @@ use ballast_sys::Uffd;
 use crate::view::View;
 use crate::vm::Vm;
 
-/// How often a lane looks.
+/// How often a worker checks.
 const EVERY: Duration = Duration::from_secs(1);
-/// How often operators are told, at most.
-const TOLD_EVERY: Duration = Duration::from_secs(60);
+/// How often it is reported, at most.
+const REPORT_EVERY: Duration = Duration::from_secs(60);
 
-/// What a lane remembers of it.
+/// What a fault worker remembers of it.
 #[derive(Debug)]
 pub(crate) struct Forgotten {
     next: Instant,
-    told: Option<Instant>,
+    reported: Option<Instant>,
 }
 
 impl Forgotten {
-    /// Not at once: what an earlier engine had read is raised anew when the lanes have begun.
+    /// Not at once: what an earlier engine had read is raised anew when the workers have begun.
     pub fn new(now: Instant) -> Self {
-        Self { next: now + EVERY, told: None }
+        Self { next: now + EVERY, reported: None }
     }
 
-    /// Look, if it is time. The caller has so many faults of this userfaultfd in hand, and reads no other one meanwhile.
-    pub fn look(&mut self, vm: &Vm, view: &View, uffd: &Uffd, in_hand: usize, now: Instant) {
+    /// Check, if it is time. The caller has `in_hand` faults of this userfaultfd, and reads no other one meanwhile.
+    pub fn check(&mut self, vm: &Vm, view: &View, uffd: &Uffd, in_hand: usize, now: Instant) {
         // A VM that was told to stop has a fault that cannot be answered, and said so.
         if now < self.next || vm.halted().is_some() {
             return;
@@ -54,8 +53,8 @@ impl Forgotten {
             Ok(()) => "they touch again now".to_owned(),
             Err(error) => format!("waking them failed: {error}"),
         };
-        if self.told.is_none_or(|told| now.saturating_duration_since(told) >= TOLD_EVERY) {
-            self.told = Some(now);
+        if self.reported.is_none_or(|reported| now.saturating_duration_since(reported) >= REPORT_EVERY) {
+            self.reported = Some(now);
             let pid = view.pid;
             let text =
                 format!("{forgotten} threads of process {pid} waited for faults that nobody had in hand; {woken}");

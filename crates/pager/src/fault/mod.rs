@@ -6,11 +6,16 @@
 //! raised again by a wake.
 
 pub mod busy;
+pub mod cluster;
+pub(crate) mod far_run;
 pub mod follow;
 pub(crate) mod forgotten;
-pub mod prefetch;
+pub(crate) mod prefetch;
+pub mod prefetch_queue;
 pub mod readahead;
+pub(crate) mod resolve;
 pub(crate) mod stages;
+pub(crate) mod stall;
 pub mod throttle;
 pub mod worker;
 

@@ -1,23 +1,23 @@
-//! Streams: threads that touch one page after the other, and how far ahead of them pages should be brought back.
+//! Sequential readahead: threads that touch one page after the other, and how far ahead of them to bring pages back.
 //!
-//! Before: a fault on a far page. After: which far pages behind it come back before its thread goes on.
-//! Threads: a fault lane has its own. Units: pages of a region. Promise: no reads, no waits; a guess costs time and room,
-//! never bytes.
+//! Before: a fault on a far page. After: which far pages ahead of it come back before its thread goes on.
+//! Threads: each fault worker has its own. Units: pages of a region. Promise: no reads, no waits; a guess costs time and
+//! space, never bytes.
 //!
-//! A stream is found when a fault is on the next far page after what came back last: it brings two more pages, the one after
-//! that four, and so on. Unlike what left together ([`crate::prefetch`]), what comes next in a stream need not be measured: each
-//! page of it would be a fault of its own, which costs two switches of threads, and a page that comes with another one
-//! only its decompression. It also comes in time: where CPUs are short, a lane of its own is too late.
+//! A stream is found when a fault is on the next far page after the pages that came back last: it brings two more pages, the
+//! next fault four, and so on. Unlike clustered prefetch ([`super::cluster`]), it need not be measured whether that pays: each
+//! page of a stream would be a fault of its own, which costs two switches of threads, and a page that comes with another one
+//! only its decompression. It also comes in time: where CPUs are short, a worker of its own is too late.
 
 use std::ops::Range;
 
 use ballast_base::PAGES_PER_UNIT;
 
-/// Streams of a VM that are followed at a time, by each lane.
+/// Streams that each fault worker follows at a time.
 const STREAMS: usize = 8;
 /// Pages that come with another one at most: 16 of them take some 35 us.
 pub const MOST: u64 = 16;
-/// The next far page is looked for so far behind the last one.
+/// How far ahead of the last page the next far one is searched, in pages.
 const REACH: u64 = 64;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,23 +33,23 @@ struct Stream {
     met: u64,
 }
 
-/// What a fault lane knows of the order in which far pages are touched.
+/// What a fault worker knows of the order in which far pages are touched.
 #[derive(Debug, Default)]
-pub struct Streams {
+pub struct Readahead {
     streams: [Stream; STREAMS],
     faults: u64,
 }
 
-impl Streams {
-    /// A fault on this far page of a region with so many. Answers how many far pages should come with it, and where they are
-    /// looked for.
+impl Readahead {
+    /// A fault on this far page of a region of `pages` pages. Returns how many far pages should come with it, and the range to
+    /// take them from.
     pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, Range<u64>) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
-        let behind = page + 1..(page + 1 + REACH).min(unit_end).min(pages);
+        let range = page + 1..(page + 1 + REACH).min(unit_end).min(pages);
         // The same fault once more, because its page could not be had.
         let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
         if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
-            return (0, behind);
+            return (0, range);
         }
         self.faults += 1;
         let leads_here = |stream: &&mut Stream| {
@@ -70,7 +70,7 @@ impl Streams {
                 0
             }
         };
-        (ahead, behind)
+        (ahead, range)
     }
 
     /// What came with the last fault ends before this page.
@@ -81,15 +81,15 @@ impl Streams {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
     const PAGES: u64 = 4096;
 
-    /// Touch these pages, of which some are far; answers how many faults that took, and how many pages came for nothing.
+    /// Touch these pages, of which some are far; returns how many faults that took, and how many pages came for nothing.
     fn touch(far: &mut [bool], touches: impl Iterator<Item = u64>) -> (u64, usize) {
-        let (mut streams, mut faults) = (Streams::default(), 0);
+        let (mut streams, mut faults) = (Readahead::default(), 0);
         let mut early = vec![false; far.len()];
         for page in touches {
             early[page as usize] = false;
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn a_fault_that_is_tried_again_neither_ends_its_stream_nor_brings_more() {
-        let mut streams = Streams::default();
+        let mut streams = Readahead::default();
         for page in 0..3 {
             let _ = streams.fault(0, page, PAGES, |_| true);
         }

@@ -1,8 +1,8 @@
 //! Stages: where the time of a restore goes, for one restore in [`EVERY`].
 //!
-//! Before: a lane is about to serve a fault. After: four histograms in `stats`, which operators and the bench see.
-//! Threads: one [`Watch`] belongs to one lane. Units: nanoseconds inside.
-//! Promise: a fault that is not watched costs one addition and a few comparisons, one that is watched some 100 ns.
+//! Before: a worker is about to serve a fault. After: four histograms in `stats`, which operators and the bench see.
+//! Threads: each fault worker has its own [`Sampler`]. Units: nanoseconds inside.
+//! Promise: a fault that is not timed costs one addition and a few comparisons, one that is timed some 100 ns.
 //!
 //! ```text
 //! read ── queue ──► taken up ── lookup ──► word found ── read ──► bytes there ── install ──► guest woken
@@ -21,24 +21,24 @@ use crate::page_state::Word;
 use crate::stats::{Stage, Stats};
 use crate::stores::StoreOf;
 
-/// Reading the clock takes longer than counting, so not every restore is watched.
+/// One restore in this many is timed: reading the clock takes longer than counting.
 const EVERY: u32 = 8;
 
-/// A lane's stop watch.
+/// Decides which faults are timed.
 #[derive(Debug, Default)]
-pub(crate) struct Watch {
+pub(crate) struct Sampler {
     faults: u32,
 }
 
-impl Watch {
-    /// Take a fault up: look at the clock, or not this time.
+impl Sampler {
+    /// Take a fault up: read the clock, or not this time.
     pub fn start(&mut self) -> Times {
         self.faults = self.faults.wrapping_add(1);
         if self.faults.is_multiple_of(EVERY) { Times::start() } else { Times::default() }
     }
 }
 
-/// When one fault passed from stage to stage; empty if nobody looks.
+/// When one fault passed from stage to stage; empty if it is not timed.
 #[derive(Debug, Default)]
 pub(crate) struct Times {
     taken_up: Option<Instant>,
@@ -47,17 +47,17 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// Look at the clock, whoever's turn it is.
+    /// Read the clock in any case.
     pub fn start() -> Self {
         Self { taken_up: Some(Instant::now()), ..Self::default() }
     }
 
-    /// The stores, seen by whoever serves: the first question ends the lookup.
+    /// The stores, as the fault sees them: the first look-up ends the stage.
     pub fn stores<'a, S>(&'a self, stores: &'a S) -> TimedStores<'a, S> {
         TimedStores { stores, times: self }
     }
 
-    /// The guest's memory, seen by whoever serves: an install begins when the bytes are there.
+    /// The guest's memory, as the fault sees it: an install begins when the bytes are there.
     pub fn memory<'a, M>(&'a self, memory: &'a M) -> TimedMemory<'a, M> {
         TimedMemory { memory, times: self }
     }
@@ -161,12 +161,12 @@ mod tests {
     }
 
     #[test]
-    fn one_fault_in_eight_is_watched_and_its_stages_add_up() {
+    fn one_fault_in_eight_is_timed_and_its_stages_add_up() {
         let file = StateFile::create(VmId([0; 16]), "x").expect("create");
-        let (stats, mut watch) = (Stats::of(&file), Watch::default());
+        let (stats, mut sampler) = (Stats::of(&file), Sampler::default());
         let since = Instant::now();
         for fault in 0..16 {
-            let times = watch.start();
+            let times = sampler.start();
             times.stores(&Anywhere).store_of(Word::INITIAL);
             // A fault that is resolved in another way than a restore has no stages.
             if fault != 7 {

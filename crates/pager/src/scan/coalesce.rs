@@ -20,8 +20,6 @@ use crate::units::pages_of;
 use crate::view::View;
 use crate::vm::Vm;
 
-/// Pause between two looks at all units, normally. A unit must be whole at two looks in a row.
-pub const PASS: Duration = Duration::from_secs(1);
 /// Time spent on collapsing, at most: 1 part in this many.
 const SHARE: u32 = 20;
 /// Pause after the host had no huge page to give.

@@ -7,7 +7,8 @@
 pub mod coalesce;
 pub(crate) mod rwp;
 pub mod source;
-pub mod touch;
+pub(crate) mod touch;
+pub(crate) mod touches;
 pub mod units;
 pub mod worker;
 pub(crate) mod zap;

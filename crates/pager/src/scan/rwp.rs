@@ -1,6 +1,6 @@
 //! RWP scan: the kernel records which base pages are touched (userfaultfd read-write protection, Linux 7.3).
 //!
-//! Before: [`crate::scans`] gives it the units that the kernel can watch. After: which of their pages were touched.
+//! Before: [`super::source`] gives it the units that the kernel can watch. After: which of their pages were touched.
 //! Threads: one tracking lane per VM; no fault lane and no client has part in it.
 //! Units: 2 MiB, and pages. Promise: no byte changes, nothing is unmapped, and no thread waits for us: the first touch of
 //! a protected page lifts its protection inside the kernel. An engine that dies in the middle of a cycle leaves pages

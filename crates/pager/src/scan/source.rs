@@ -21,11 +21,11 @@ use ballast_heat::source::Ability;
 use ballast_heat::{AccessSource, Report, UnitId, Watch};
 use rustix::time::{ClockId, clock_gettime};
 
+use super::rwp::{self, Run, RwpScan};
+use super::touches::{FINE_UNITS, KeepRegistered};
+use super::zap::{self, Watched, ZapScan};
 use crate::region::{Region, Registered};
-use crate::rwp_scan::{self, Run, RwpScan};
-use crate::touch::{FINE_UNITS, KeepRegistered};
 use crate::vm::Vm;
-use crate::zap_scan::{self, Watched, ZapScan};
 
 /// See above.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl<'a> Scans<'a> {
 
 impl AccessSource for Scans<'_> {
     fn ability(&self) -> Ability {
-        if self.is_rwp_used { rwp_scan::ABILITY } else { zap_scan::ABILITY }
+        if self.is_rwp_used { rwp::ABILITY } else { zap::ABILITY }
     }
 
     fn start(&mut self, watch: &Watch) -> io::Result<()> {

@@ -1,29 +1,17 @@
-//! Track: the lane that finds out who is hot in one VM.
+//! The tracking worker: finds out what is hot in one VM.
 //!
 //! Before: the VM has a limit, or somebody asked. After: `vm.heat` knows generations, ages and the working set, by which
-//! reclaim picks and the API answers.
-//! Threads: one lane per VM, at the pace of heat's budgets. Promise: no cycle runs while the VM is held or stopping; one
+//! reclaim picks and which the API shows.
+//! Threads: one worker per VM, at the pace of heat's budgets. Promise: no cycle runs while the VM is held or stopping; one
 //! that does is ended within [`LOOK`], and everything it zapped is mapped as it was.
 
 use std::time::{Duration, Instant};
 
 use ballast_heat::AccessSource;
 
-use crate::scans::Scans;
+use super::source::Scans;
 use crate::table::Table;
 use crate::vm::Vm;
-
-/// When a VM is tracked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Track {
-    /// While it has a limit below its size: then reclaim wants to know.
-    Auto,
-    /// Always.
-    On,
-    /// Never.
-    Off,
-}
 
 /// How often a cycle that runs is asked whether it still may.
 const LOOK: Duration = Duration::from_millis(20);

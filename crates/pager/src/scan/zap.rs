@@ -1,6 +1,6 @@
 //! Zap scan: finds out what a guest touches by unmapping it and counting the faults.
 //!
-//! Before: [`crate::scans`] gives it units to watch. After: which of them, or which of their pages, were touched.
+//! Before: [`super::source`] gives it units to watch. After: which of them, or which of their pages, were touched.
 //! Threads: one tracking lane per VM; it waits for the client's zaps, and no fault waits for it.
 //! Units: 2 MiB, and pages. Promise: no byte changes. Words stay Resident all the time, so an engine that dies in the
 //! middle of a cycle leaves minor faults and nothing else.
@@ -100,7 +100,7 @@ impl<'a> ZapScan<'a> {
     }
 
     /// Begin a cycle over these units, which are registered, in ascending order, at most
-    /// [`crate::touch::FINE_UNITS`] of them page by page. On an error no cycle runs.
+    /// [`super::touches::FINE_UNITS`] of them page by page. On an error no cycle runs.
     pub(crate) fn start(&mut self, units: Vec<Watched>) -> io::Result<()> {
         self.units = units;
         let begun = self.begin(&self.units);

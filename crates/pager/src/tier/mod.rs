@@ -4,6 +4,8 @@
 //! workers. Threads: a spill worker and some slow workers for each VM with a file store.
 //! Promise: moving a copy costs time, never bytes.
 
-pub mod slow;
-pub mod spill;
+pub(crate) mod slow;
+pub mod slow_queue;
+pub(crate) mod spill;
+pub mod spill_request;
 pub mod stores;

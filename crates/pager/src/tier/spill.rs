@@ -1,8 +1,8 @@
 //! Spill: move pages that have been far for long from the RAM store to the file store.
 //!
 //! Before: reclaim put pages into RAM, and nobody has touched them since. After: they are in the file, and the RAM store
-//! has room again. Threads: one lane per VM that has a file store. It may wait for the disk; no fault ever waits for it, but
-//! for the one page whose word it is changing (`shift`).
+//! has room again. Threads: one worker per VM that has a file store. It may wait for the disk; no fault ever waits for it,
+//! but for the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. What the file store does not take stays in RAM, and is said once.
 //!
@@ -11,8 +11,7 @@
 //! after one to two times that. While the RAM store's budget is nearly used, passes follow one another without that
 //! pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PageIdx};
@@ -23,13 +22,14 @@ use crate::region::Region;
 use crate::shift;
 use crate::stats::Counter;
 use crate::stores::{FILE_STORE, RAM_STORE};
+use crate::tier::spill_request::SpillRequest;
 use crate::vm::Vm;
 
 /// Pages written as one extent, if they are neighbours: 2 MiB.
 const RUN: usize = 512;
-/// Words looked at between looks at whether to stop: 512 KiB of words.
+/// Words read between two checks whether to stop: 512 KiB of words.
 const STRIDE: u64 = 64 * 1024;
-/// How often the lane looks whether RAM is short.
+/// How often the worker checks whether RAM is short.
 const TICK: Duration = Duration::from_secs(1);
 const SHORTEST_TICK: Duration = Duration::from_millis(5);
 /// Pages moved, and words read, at a time when RAM is short: 32 MiB of pages, 128 MiB of words.
@@ -40,43 +40,6 @@ const UNLIMITED: Quota = Quota { pages: u64::MAX, words: u64::MAX };
 /// How long to rest after the file store was full, and after it did not answer.
 const FULL_REST: Duration = Duration::from_secs(10);
 const BUSY_REST: Duration = Duration::from_secs(1);
-
-/// What other lanes ask of the spill lane.
-#[derive(Debug, Default)]
-pub struct Spill {
-    wanted: Mutex<bool>,
-    bell: Condvar,
-    /// The lane runs, and the last time it was asked for room it made some.
-    helps: AtomicBool,
-}
-
-impl Spill {
-    /// The RAM store is full: make room. Answers whether that is likely to come of it.
-    pub(crate) fn make_room(&self) -> bool {
-        *self.wanted.lock().expect("no panic while held") = true;
-        self.bell.notify_one();
-        self.helps.load(Ordering::Acquire)
-    }
-
-    /// Let the lane see that it is to stop.
-    pub(crate) fn ring(&self) {
-        // With the lock, so that it is not between looking and waiting.
-        let _wanted = self.wanted.lock().expect("no panic while held");
-        self.bell.notify_one();
-    }
-
-    /// Is there something more urgent than the pass under way?
-    fn is_wanted(&self) -> bool {
-        *self.wanted.lock().expect("no panic while held")
-    }
-
-    /// Wait, at most so long; true if room is wanted.
-    fn wait(&self, vm: &Vm, at_most: Duration) -> bool {
-        let wanted = self.wanted.lock().expect("no panic while held");
-        let waited = self.bell.wait_timeout_while(wanted, at_most, |wanted| !*wanted && !vm.is_stopping());
-        std::mem::take(&mut *waited.expect("no panic while held").0)
-    }
-}
 
 /// How much to do at most.
 #[derive(Clone, Copy)]
@@ -96,7 +59,7 @@ enum Take {
 /// A place among the words: region number and page.
 type Place = (u32, u64);
 
-struct Lane<'a> {
+struct SpillWorker<'a> {
     vm: &'a Vm,
     file: Arc<dyn Store>,
     after: Duration,
@@ -129,7 +92,7 @@ pub fn run(vm: &Vm) {
         return;
     };
     let now = Instant::now();
-    let mut lane = Lane {
+    let mut worker = SpillWorker {
         vm,
         file,
         after,
@@ -141,32 +104,32 @@ pub fn run(vm: &Vm) {
         said: false,
         run: Run::default(),
     };
-    vm.spill.helps.store(true, Ordering::Release);
+    vm.spill.set_helps(true);
     let _ends = Ends(&vm.spill);
     while !vm.is_stopping() {
-        let wanted = vm.spill.wait(vm, lane.pause());
-        lane.file.tidy();
-        if let Err(error) = lane.round(wanted, Instant::now()) {
+        let wanted = vm.spill.wait(|| vm.is_stopping(), worker.pause());
+        worker.file.tidy();
+        if let Err(error) = worker.round(wanted, Instant::now()) {
             vm.report("spill-failed", format!("Reading the page-state words: {error}"));
-            lane.next_pass = Instant::now() + after;
-            lane.pass = None;
+            worker.next_pass = Instant::now() + after;
+            worker.pass = None;
         }
         // The bytes of a run are kept only while they are used.
-        lane.run = Run::default();
+        worker.run = Run::default();
     }
 }
 
-/// The lane is over, be it by a panic: nobody should count on it.
-struct Ends<'a>(&'a Spill);
+/// The worker is over, be it by a panic: reclaim should not count on it.
+struct Ends<'a>(&'a SpillRequest);
 
 impl Drop for Ends<'_> {
     fn drop(&mut self) {
-        self.0.helps.store(false, Ordering::Release);
+        self.0.set_helps(false);
     }
 }
 
-impl Lane<'_> {
-    /// How long to wait for somebody who wants room.
+impl SpillWorker<'_> {
+    /// How long to wait for a request.
     fn pause(&self) -> Duration {
         if self.pass.is_some() && self.rest_until.is_none() {
             return Duration::ZERO;
@@ -183,7 +146,7 @@ impl Lane<'_> {
         let ram = &vm.stores.ram;
         if wanted {
             let moved = self.turn(Take::All, WANTED)?;
-            vm.spill.helps.store(moved > 0, Ordering::Release);
+            vm.spill.set_helps(moved > 0);
             ram.tidy();
             vm.ring();
         } else if self.pass.is_some() || now >= self.next_pass {
@@ -213,7 +176,7 @@ impl Lane<'_> {
         Ok(moved)
     }
 
-    /// Walk over the words that were ever written. Answers where it stopped before the end, and how many pages it moved.
+    /// Walk over the words that were ever written. Returns where it stopped before the end, and how many pages it moved.
     fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
         let vm = self.vm;
         let (mut moved, mut words) = (0, 0);
@@ -241,8 +204,8 @@ impl Lane<'_> {
         Ok((None, moved))
     }
 
-    /// Look at these pages, and move those that are to go, about `most` of them. Answers the page after the last one
-    /// looked at, and how many were moved.
+    /// Read the words of these pages, and move those that are to go, about `most` of them. Returns the page after the last one
+    /// read, and how many were moved.
     fn stretch(&mut self, region: &Region, pages: std::ops::Range<u64>, take: Take, most: u64) -> (u64, u64) {
         let (mut moved, mut next) = (0, pages.start);
         for page in pages {
@@ -296,7 +259,7 @@ impl Lane<'_> {
         true
     }
 
-    /// Write the run and change the words of its pages. Answers how many were moved.
+    /// Write the run and change the words of its pages. Returns how many were moved.
     fn flush(&mut self, region: &Region) -> u64 {
         let words = std::mem::take(&mut self.run.words);
         if words.is_empty() {
@@ -327,7 +290,7 @@ impl Lane<'_> {
             Some(outcome) => self.rest(outcome),
             None => {
                 self.said = false;
-                vm.spill.helps.store(true, Ordering::Release);
+                vm.spill.set_helps(true);
             }
         }
         moved
@@ -337,7 +300,7 @@ impl Lane<'_> {
     fn rest(&mut self, outcome: PutOutcome) {
         let full = outcome == PutOutcome::Full;
         self.rest_until = Some(Instant::now() + if full { FULL_REST } else { BUSY_REST });
-        self.vm.spill.helps.store(false, Ordering::Release);
+        self.vm.spill.set_helps(false);
         if !std::mem::replace(&mut self.said, true) {
             let usage = if full { "has no room" } else { "does not take pages now" };
             let why = self.file.last_refusal().unwrap_or_else(|| "it gives no reason".into());

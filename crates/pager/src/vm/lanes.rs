@@ -10,8 +10,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Vm;
+use crate::fault::prefetch;
+use crate::scan::worker as track;
+use crate::tier::{slow, spill};
 use crate::view::View;
-use crate::{coalesce, prefetch, reclaim, slow, spill, track};
+use crate::{coalesce, reclaim};
 
 /// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
 /// computes. No lane goes after it: each holds locks of pages now and then that a fault may want. Not -20: the kernel
@@ -38,7 +41,7 @@ impl Vm {
         if self.stores.file.is_none() {
             return Ok(());
         }
-        for _ in 0..slow::LANES {
+        for _ in 0..slow::WORKERS {
             let vm = self.clone();
             self.start_lane("slow", move || vm.run_lane("slow", Serves::All, || slow::run(&vm)))?;
         }
@@ -101,8 +104,8 @@ impl Vm {
         drop(self.dozing.0.lock().expect("no panic while held"));
         self.dozing.1.notify_all();
         self.prefetch.end();
-        self.slow.ring();
-        self.spill.ring();
+        self.slow.notify();
+        self.spill.notify();
         let lanes = std::mem::take(&mut *self.lanes.lock().expect("no panic while held"));
         for lane in lanes {
             if lane.thread().id() != std::thread::current().id() && lane.join().is_err() {

@@ -15,25 +15,24 @@ use std::time::Duration;
 
 use ballast_base::wire::EngineToClient;
 use ballast_base::{Bytes, PageCount};
-use ballast_heat::{Settings, VmHeat};
+use ballast_heat::VmHeat;
 
-use crate::coalesce;
+use crate::fault::prefetch_queue::PrefetchQueue;
 use crate::gate::Gate;
 use crate::page_state::Ticket;
 use crate::pinned::{Pinned, Pins};
-use crate::prefetch::Prefetch;
 use crate::recent::Recent;
 use crate::region::Region;
-use crate::slow::Slow;
-use crate::spill::Spill;
+use crate::scan::touches::Touches;
 use crate::state_file::{StateError, StateFile};
 use crate::stats::{Pressure, Stats};
 use crate::stores::Stores;
-use crate::touch::Touches;
-use crate::track::Track;
+use crate::tier::slow_queue::SlowQueue;
+use crate::tier::spill_request::SpillRequest;
 use crate::view::View;
 
 mod account;
+mod client;
 mod discard;
 mod lanes;
 pub mod recover;
@@ -44,43 +43,14 @@ pub mod state_file;
 pub mod stats;
 pub(crate) mod table;
 pub mod threads;
+pub mod tuning;
 pub mod view;
 mod views;
 mod write_back;
 
 pub use account::{Census, Whereabouts};
+pub use tuning::{Track, Tuning};
 pub use write_back::WrittenBack;
-
-/// Settings of the two loops.
-#[derive(Clone, Copy, Debug)]
-pub struct Tuning {
-    /// How long a page stays zapped before it is evicted (T).
-    pub quarantine: Duration,
-    /// The same, at most, when the VM is over its limit and nothing can have its memory pinned: then T is no safety
-    /// matter, and a long one would let a working set larger than the limit rescue every page for ever.
-    pub direct_quarantine: Duration,
-    /// How long a page is in the RAM store before it goes to the file store, at least; `None` if none is to go.
-    pub spill_after: Option<Duration>,
-    /// Pause between two looks for memory that can be mapped huge again.
-    pub coalesce_every: Duration,
-    /// When to find out who is hot; [`Vm::set_track`] changes it.
-    pub track: Track,
-    /// How.
-    pub heat: Settings,
-}
-
-impl Default for Tuning {
-    fn default() -> Self {
-        Self {
-            quarantine: Duration::from_secs(1),
-            direct_quarantine: Duration::from_millis(20),
-            spill_after: None,
-            coalesce_every: coalesce::PASS,
-            track: Track::Auto,
-            heat: Settings::default(),
-        }
-    }
-}
 
 /// Kinds of reasons not to reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,11 +93,11 @@ pub struct Vm {
     pub(crate) touches: Touches,
     track: AtomicU8,
     /// What to bring back unasked.
-    pub(crate) prefetch: Prefetch,
+    pub(crate) prefetch: PrefetchQueue,
     /// Faults that wait for a disk.
-    pub(crate) slow: Slow,
+    pub(crate) slow: SlowQueue,
     /// What the spill lane is asked for.
-    pub(crate) spill: Spill,
+    pub(crate) spill: SpillRequest,
     epoch: u64,
     tickets: AtomicU64,
     regions: RwLock<Vec<Arc<Region>>>,
@@ -183,9 +153,9 @@ impl Vm {
             heat: Arc::new(VmHeat::new(tuning.heat, epoch)),
             touches: Touches::default(),
             track: AtomicU8::new(tuning.track as u8),
-            prefetch: Prefetch::default(),
-            slow: Slow::default(),
-            spill: Spill::default(),
+            prefetch: PrefetchQueue::default(),
+            slow: SlowQueue::default(),
+            spill: SpillRequest::default(),
             epoch,
             tickets: AtomicU64::new(0),
             regions: RwLock::default(),

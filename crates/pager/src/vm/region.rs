@@ -26,7 +26,6 @@ use crate::page_state::Word;
 use crate::shard::Stripes;
 use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
 use crate::units::Units;
-use crate::view::RegionView;
 
 const HUGE: u64 = HUGE_SIZE as u64;
 
@@ -283,11 +282,6 @@ impl Region {
     /// How it is divided among so many userfaultfds: by the length it has had from the start.
     pub(crate) fn stripes(&self, shards: usize) -> Stripes {
         Stripes::new(self.pages, shards)
-    }
-
-    /// What is registered for one view must be registered for all, before any page of it can be far for this one.
-    pub fn register_as_flagged(&self, view: &RegionView<'_>) -> io::Result<()> {
-        self.registered_chunks().try_for_each(|(first, count, flag)| view.register(first, count, Registered::of(flag)))
     }
 
     /// How the chunk of a page is registered.

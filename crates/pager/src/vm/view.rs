@@ -18,8 +18,8 @@ use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
 
+use crate::fault::stall::Stall;
 use crate::kept::Kept;
-use crate::lane::Stall;
 use crate::memory::Mapped;
 use crate::region::{Region, Registered};
 use crate::shard::{Shards, Stripes};
@@ -307,6 +307,13 @@ impl RegionView<'_> {
                 answer => answer,
             },
         })
+    }
+
+    /// Register what is registered for the region's other views: before any page of it can be far for this one.
+    pub fn register_as_flagged(&self, region: &Region) -> io::Result<()> {
+        region
+            .registered_chunks()
+            .try_for_each(|(first, count, flag)| self.register(first, count, Registered::of(flag)))
     }
 
     /// Have the kernel look who touches these pages, or look no longer. Where they are not registered for accesses (the

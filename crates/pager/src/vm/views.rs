@@ -13,15 +13,16 @@ use ballast_base::wire::{self, RegionInfo};
 use ballast_base::{Hva, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_heat::UnitId;
 
-use super::Vm;
 use super::lanes::Serves;
+use super::{Vm, client};
+use crate::coalesce;
 use crate::evict::Run;
+use crate::fault::worker;
 use crate::page_state::{State, Word};
 use crate::region::{Region, Registered};
+use crate::scan::touches::KeepRegistered;
 use crate::stats::Counter;
-use crate::touch::KeepRegistered;
 use crate::view::View;
-use crate::{coalesce, lane};
 
 impl Vm {
     /// Serve one more process that maps this VM's RAM.
@@ -42,11 +43,11 @@ impl Vm {
         drop(layout);
         for shard in 0..view.shards().count() {
             let (vm, view) = (self.clone(), view.clone());
-            let body = move || vm.run_lane("fault", Serves::View(&view), || lane::serve_faults(&vm, &view, shard));
+            let body = move || vm.run_lane("fault", Serves::View(&view), || worker::run(&vm, &view, shard));
             self.start_lane("fault", body)?;
         }
         let (vm, of) = (self.clone(), view.clone());
-        let body = move || vm.run_lane("control", Serves::View(&of), || lane::serve_control(&vm, &of));
+        let body = move || vm.run_lane("control", Serves::View(&of), || client::run(&vm, &of));
         self.start_lane("control", body)?;
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
@@ -206,5 +207,5 @@ impl Vm {
 }
 
 fn register_as_flagged(region: &Region, view: &View) -> io::Result<()> {
-    view.of_region(region).map_or(Ok(()), |memory| region.register_as_flagged(&memory))
+    view.of_region(region).map_or(Ok(()), |memory| memory.register_as_flagged(region))
 }

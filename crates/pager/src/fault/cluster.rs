@@ -1,0 +1,208 @@
+//! Clustered prefetch: does it pay to bring back pages together that left together?
+//!
+//! Before: a fault worker restored a page. After: it knows which pages beside it to request from the prefetch worker.
+//! Threads: each fault worker has its own. Units: a *window* is an aligned group of [`WINDOW`] pages.
+//! Promise: no reads of pages, no waits. (Pages touched in order are not a guess: see [`super::readahead`].)
+//!
+//! Pages are evicted in runs, so neighbours left together. Whether they are *wanted* together is measured all the time:
+//! some windows are left alone after their first restore, and what is then restored in them soon is what a prefetch
+//! would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
+//! where most of those are wanted, all 2 MiB come back. The order of the touches plays no part.
+//!
+//! *Soon* is within a second. In a VM near its limit, where each page that comes drives out another, it is much sooner than
+//! the average refault interval: a guest that touches its memory at random wants all of every window again within a second
+//! or so, and would only exchange one page for the next.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use ballast_base::{PAGES_PER_UNIT, PageIdx};
+
+use super::far_run::{far_pages, is_in_ram_store};
+use super::prefetch_queue::WINDOW;
+use crate::region::Region;
+
+/// Share of a window's far pages that must be wanted soon for prefetch to pay: bringing one back in a run costs about a
+/// quarter of a fault.
+const PAYS: f64 = 0.25;
+/// Near the limit, soon is this part of the refault interval, and between these two; else the latter.
+const SOON_PART: u32 = 8;
+const SOONEST: Duration = Duration::from_millis(5);
+const HORIZON: Duration = Duration::from_secs(1);
+/// The refault interval is averaged over about this many pages.
+const INTERVAL_OVER: f64 = 64.0;
+/// One window in this many is left alone, as a trial; at first all are.
+const TRY_EVERY: u64 = 16;
+const TRY_AT_FIRST: u64 = 16;
+/// Trials under way at a time.
+const TRIALS: usize = 16;
+
+/// Region number and window number.
+type Window = (u32, u64);
+
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    window: Window,
+    far: u64,
+    hits: u64,
+    since: Instant,
+}
+
+/// Does bringing back the rest of a window pay?
+#[derive(Debug, Default)]
+struct Gain {
+    trials: Vec<Trial>,
+    /// Share of a left-alone window's far pages that were wanted, averaged over about the last eight trials.
+    share: f64,
+    /// Windows seen, and the last ones, which need not be looked at again.
+    windows: u64,
+    recent: [Option<Window>; 4],
+}
+
+impl Gain {
+    /// A page of this window was restored. Returns whether to prefetch the others, or nothing if that was asked just now.
+    /// `far` counts those that are far.
+    fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, soon: Duration, now: Instant) -> Option<bool> {
+        self.close_trials(soon, now);
+        if let Some(trial) = self.trials.iter_mut().find(|trial| trial.window == window) {
+            trial.hits += 1;
+            return None;
+        }
+        if self.recent.contains(&Some(window)) {
+            return None;
+        }
+        let far = far();
+        if far == 0 {
+            return None;
+        }
+        self.recent[self.windows as usize % self.recent.len()] = Some(window);
+        self.windows += 1;
+        if (self.windows <= TRY_AT_FIRST || self.windows.is_multiple_of(TRY_EVERY)) && self.trials.len() < TRIALS {
+            self.trials.push(Trial { window, far, hits: 0, since: now });
+            return Some(false);
+        }
+        Some(self.share >= PAYS)
+    }
+
+    /// What is left of this window comes back for another reason, so a trial of it says nothing.
+    fn give_up(&mut self, window: Window) {
+        self.trials.retain(|trial| trial.window != window);
+    }
+
+    /// A trial ends when it is not soon any more, or when it is clear that all the window was wanted.
+    fn close_trials(&mut self, soon: Duration, now: Instant) {
+        let share = &mut self.share;
+        self.trials.retain(|trial| {
+            let over = trial.hits >= trial.far || now.saturating_duration_since(trial.since) > soon;
+            if over {
+                *share += (trial.hits.min(trial.far) as f64 / trial.far as f64 - *share) / 8.0;
+            }
+            !over
+        });
+    }
+}
+
+/// Does prefetching pay in this VM, and how far?
+#[derive(Debug)]
+pub struct Cluster {
+    near: Gain,
+    /// The same of the windows of whole 2 MiB.
+    wide: Gain,
+    /// The refault interval, in seconds.
+    interval_s: f64,
+}
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self { near: Gain::default(), wide: Gain::default(), interval_s: (HORIZON * SOON_PART).as_secs_f64() }
+    }
+}
+
+impl Cluster {
+    /// A page was restored that had been away for this long, in a VM near its limit (`tight`) or not. Returns what else to
+    /// bring back, the most urgent last.
+    pub fn restored(
+        &mut self,
+        region: &Region,
+        page: PageIdx,
+        away: Duration,
+        tight: bool,
+        now: Instant,
+    ) -> Vec<Range<u64>> {
+        self.interval_s += (away.as_secs_f64() - self.interval_s) / INTERVAL_OVER;
+        let part = Duration::from_secs_f64(self.interval_s.max(0.0) / f64::from(SOON_PART));
+        let soon = if tight { part.clamp(SOONEST, HORIZON) } else { HORIZON };
+        let window = page.0 / WINDOW;
+        let near = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
+        let far = || far_pages(region, near.clone()).count() as u64;
+        // Of the 2 MiB each window counts once, however many of its pages are wanted.
+        let Some(pays) = self.near.restored((region.number, window), far, soon, now) else { return Vec::new() };
+        let unit = page.0 / PAGES_PER_UNIT;
+        let all = unit * PAGES_PER_UNIT..((unit + 1) * PAGES_PER_UNIT).min(region.pages().0);
+        let windows =
+            || all.clone().step_by(WINDOW as usize).filter(|page| is_in_ram_store(region, PageIdx(*page))).count();
+        let wide = self.wide.restored((region.number, unit), || windows() as u64, soon, now) == Some(true);
+        match (pays, wide) {
+            (true, true) => vec![all.start..near.start, near.end..all.end, near],
+            (true, false) => vec![near],
+            _ => Vec::new(),
+        }
+    }
+
+    /// A thread reads the memory around this page in order, for which [`super::readahead`] brings pages back.
+    pub fn read_in_order(&mut self, region: &Region, page: PageIdx) {
+        self.near.give_up((region.number, page.0 / WINDOW));
+        self.wide.give_up((region.number, page.0 / PAGES_PER_UNIT));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gain_after(windows: u64, touches: u64) -> (Gain, Instant) {
+        let mut gain = Gain::default();
+        let mut now = Instant::now();
+        for window in 0..windows {
+            for _ in 0..=touches {
+                let _ = gain.restored((0, window), || WINDOW - 1, HORIZON, now);
+            }
+            now += HORIZON / 8;
+        }
+        (gain, now + 2 * HORIZON)
+    }
+
+    #[test]
+    fn nothing_is_prefetched_until_windows_that_were_left_alone_were_wanted() {
+        let mut gain = Gain::default();
+        let now = Instant::now();
+        assert!((0..TRY_AT_FIRST + 8).all(|window| gain.restored((0, window), || 15, HORIZON, now) != Some(true)));
+        let (mut gain, now) = gain_after(64, WINDOW - 1);
+        assert_eq!(gain.restored((0, 1001), || 15, HORIZON, now), Some(true), "all of each window was wanted");
+    }
+
+    #[test]
+    fn a_guest_that_wants_one_page_of_each_window_gets_no_prefetch() {
+        let (mut gain, now) = gain_after(64, 0);
+        assert!((1001..1033).all(|window| gain.restored((0, window), || 15, HORIZON, now) != Some(true)));
+    }
+
+    #[test]
+    fn prefetch_ends_when_the_guest_changes_its_ways() {
+        let (mut gain, mut now) = gain_after(64, WINDOW - 1);
+        let mut prefetched = 0;
+        for window in 10_000..11_000 {
+            prefetched += u64::from(gain.restored((0, window), || 15, HORIZON, now) == Some(true));
+            now += HORIZON / 8;
+        }
+        assert!(prefetched < 500, "{prefetched} of 1000 windows were prefetched for nothing");
+        assert_ne!(gain.restored((0, 20_001), || 15, HORIZON, now), Some(true));
+    }
+
+    #[test]
+    fn a_window_without_other_far_pages_is_no_trial_and_no_prefetch() {
+        let mut gain = Gain::default();
+        assert_eq!(gain.restored((0, 1), || 0, HORIZON, Instant::now()), None);
+        assert!(gain.trials.is_empty() && gain.windows == 0);
+    }
+}

@@ -1,0 +1,54 @@
+//! Far runs: neighbouring far pages that come back together, before they are touched.
+//!
+//! Before: readahead or a prefetch request says which. After: they are in memory and mapped, and counted.
+//! Threads: fault workers and the prefetch worker. Units: base pages of a region.
+//! Promise: pages come back under their locks, from the RAM store only. What another thread holds, or what cannot be had
+//! now, is left to the fault that wants it.
+
+use std::ops::Range;
+
+use ballast_base::PageIdx;
+use ballast_store::PageBytes;
+
+use crate::page::copies::is_in_file;
+use crate::page::fault::restore_run;
+use crate::page_state::State;
+use crate::region::Region;
+use crate::stats::Counter;
+use crate::view::RegionView;
+use crate::vm::Vm;
+
+/// Is a page far, in RAM, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth its time.
+pub(crate) fn is_in_ram_store(region: &Region, page: PageIdx) -> bool {
+    let word = region.word(page);
+    word.state() == State::Far && !word.is_locked() && !is_in_file(word)
+}
+
+/// The pages of a range that are in the RAM store.
+pub(crate) fn far_pages(region: &Region, pages: Range<u64>) -> impl Iterator<Item = PageIdx> {
+    pages.map(PageIdx).filter(|page| is_in_ram_store(region, *page))
+}
+
+/// Bring back the first far pages of these that are neighbours, as many as fit the buffer. Returns which came back, or
+/// `None` if none is far.
+pub(crate) fn restore_next_run(
+    vm: &Vm,
+    region: &Region,
+    memory: &RegionView<'_>,
+    pages: Range<u64>,
+    buffer: &mut [PageBytes],
+) -> std::io::Result<Option<Range<u64>>> {
+    let Some(first) = far_pages(region, pages.clone()).next() else { return Ok(None) };
+    let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
+    let were: Vec<u8> = (first.0..pages.end).take(buffer.len()).map(|page| region.word(PageIdx(page)).age()).collect();
+    let back = restore_run(region.key(first), cells, memory, &vm.stores.near(), buffer)?;
+    vm.gate.came(back);
+    vm.came_back(region, first, 1, were.into_iter().take(back as usize));
+    vm.stats().add(Counter::Prefetched, back);
+    vm.stats().sub(Counter::Far, back);
+    if back == 0 {
+        // Another thread was quicker, or it cannot be had now, and the thread that wants it will fault.
+        return Ok(Some(first.0 + 1..first.0 + 1));
+    }
+    Ok(Some(first.0..first.0 + back))
+}

@@ -1,0 +1,77 @@
+//! Faults that are read and not served yet, and the time that guest threads wait for them.
+//!
+//! Before: a fault worker read faults. After: the stall counters say how long some, and all, of the VM's threads waited.
+//! Threads: all fault workers of a view, and the slow workers, share one clock. Units: nanoseconds.
+//! Promise: the time runs from the read of a fault to its resolution. What it waited before it was read is not visible in
+//! user space and is not counted.
+
+use std::collections::HashSet;
+use std::sync::Mutex;
+use std::time::Instant;
+
+use ballast_sys::uffd::Fault;
+
+use crate::stats::{Counter, Stats};
+
+/// A fault that was read and is not served yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PendingFault {
+    pub fault: Fault,
+    pub since: Instant,
+    /// The fault throttle keeps it waiting.
+    pub throttled: bool,
+}
+
+/// Adds up the time in which some, and all, of the threads of one view wait.
+#[derive(Debug)]
+pub(crate) struct Stall(Mutex<Waiters>);
+
+#[derive(Debug)]
+pub(crate) struct Waiters {
+    /// Threads that ever faulted here: what "all" means.
+    threads: HashSet<u32>,
+    since: Instant,
+    /// Pending faults of each fault worker, and of the slow workers.
+    pub here: Vec<usize>,
+    pub slow: usize,
+}
+
+impl Waiters {
+    /// Threads remembered at most; a VMM that churns threads then only loses "full".
+    const MAX_THREADS: usize = 4096;
+
+    /// Remember threads that faulted.
+    pub fn add_threads(&mut self, threads: impl Iterator<Item = u32>) {
+        if self.threads.len() < Self::MAX_THREADS {
+            self.threads.extend(threads);
+        }
+    }
+}
+
+impl Stall {
+    /// For a view with this many fault workers.
+    pub fn new(workers: usize) -> Self {
+        Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: vec![0; workers], slow: 0 }))
+    }
+
+    /// Faults that wait for the slow workers.
+    pub fn on_disk(&self) -> usize {
+        self.0.lock().expect("no panic while held").slow
+    }
+
+    /// Count the time since the last change, then change who waits.
+    pub fn update(&self, stats: Stats<'_>, change: impl FnOnce(&mut Waiters)) {
+        let mut waiters = self.0.lock().expect("no panic while held");
+        let now = Instant::now();
+        let elapsed = now.saturating_duration_since(waiters.since).as_nanos() as u64;
+        let waiting = waiters.here.iter().sum::<usize>() + waiters.slow;
+        if waiting > 0 {
+            stats.add(Counter::StallSomeNs, elapsed);
+            if waiting >= waiters.threads.len() {
+                stats.add(Counter::StallFullNs, elapsed);
+            }
+        }
+        waiters.since = now;
+        change(&mut waiters);
+    }
+}

@@ -1,0 +1,53 @@
+//! Settings of one VM's workers.
+//!
+//! Before: the engine reads its configuration. After: [`crate::vm::Vm`] has them. Threads: any; nothing here changes.
+
+use std::time::Duration;
+
+use ballast_heat::Settings;
+
+/// Pause between two passes over all units, normally: a unit must be whole in two passes in a row.
+const COALESCE_EVERY: Duration = Duration::from_secs(1);
+
+/// When a VM is tracked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Track {
+    /// While it has a limit below its size: then reclaim wants to know.
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+/// Settings of the two loops.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    /// How long a page stays zapped before it is evicted (T).
+    pub quarantine: Duration,
+    /// The same, at most, when the VM is over its limit and nothing can have its memory pinned: then T is no safety
+    /// matter, and a long one would let a working set larger than the limit rescue every page for ever.
+    pub direct_quarantine: Duration,
+    /// How long a page is in the RAM store before it goes to the file store, at least; `None` if none is to go.
+    pub spill_after: Option<Duration>,
+    /// Pause between two looks for memory that can be mapped huge again.
+    pub coalesce_every: Duration,
+    /// When to find out who is hot; [`Vm::set_track`] changes it.
+    pub track: Track,
+    /// How.
+    pub heat: Settings,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            quarantine: Duration::from_secs(1),
+            direct_quarantine: Duration::from_millis(20),
+            spill_after: None,
+            coalesce_every: COALESCE_EVERY,
+            track: Track::Auto,
+            heat: Settings::default(),
+        }
+    }
+}
