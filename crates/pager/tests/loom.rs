@@ -13,9 +13,10 @@ use std::io;
 
 use ballast_base::PageIdx;
 use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine};
-use ballast_pager::fault::{Served, restore_run, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Holds, Mapped, Punched};
+use ballast_pager::page::fault::{restore_run, serve};
+use ballast_pager::page::outcome::Served;
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
 use ballast_pager::shift::commit;
 use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
@@ -230,7 +231,7 @@ impl World {
     }
 
     fn serve(&self, kind: FaultKind) {
-        let (_, served) = serve(self.whole(), KEY, kind, self, self, self, |age| age);
+        let served = serve(self.whole(), KEY, kind, self, self, self, |age| age).served;
         let served = served.expect("the modelled kernel never refuses");
         if served == Served::Later {
             thread::yield_now();

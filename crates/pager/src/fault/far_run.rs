@@ -14,7 +14,6 @@ use crate::page::copies::is_in_file;
 use crate::page::fault::restore_run;
 use crate::page_state::State;
 use crate::region::Region;
-use crate::stats::Counter;
 use crate::view::RegionView;
 use crate::vm::Vm;
 
@@ -40,12 +39,9 @@ pub(crate) fn restore_next_run(
 ) -> std::io::Result<Option<Range<u64>>> {
     let Some(first) = far_pages(region, pages.clone()).next() else { return Ok(None) };
     let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
-    let were: Vec<u8> = (first.0..pages.end).take(buffer.len()).map(|page| region.word(PageIdx(page)).age()).collect();
-    let back = restore_run(region.key(first), cells, memory, &vm.stores.near(), buffer)?;
-    vm.gate.came(back);
-    vm.came_back(region, first, 1, were.into_iter().take(back as usize));
-    vm.stats().add(Counter::Prefetched, back);
-    vm.stats().sub(Counter::Far, back);
+    let moves = restore_run(region.key(first), cells, memory, &vm.stores.near(), buffer)?;
+    vm.ledger().prefetched(region, first, &moves);
+    let back = moves.len() as u64;
     if back == 0 {
         // Another thread was quicker, or it cannot be had now, and the thread that wants it will fault.
         return Ok(Some(first.0 + 1..first.0 + 1));

@@ -19,4 +19,5 @@ pub(crate) mod stall;
 pub mod throttle;
 pub mod worker;
 
-pub use crate::page::fault::{Served, restore_run, serve};
+pub use crate::page::fault::{restore_run, serve};
+pub use crate::page::outcome::Served;

@@ -5,7 +5,6 @@
 //! Promise: a fault that no view or region claims any more ends in a wake; one that cannot be resolved stops the VM and
 //! says why.
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,15 +13,14 @@ use ballast_base::{PAGE_SIZE, PageIdx};
 use super::stages::Times;
 use super::stall::PendingFault;
 use crate::memory::Mapped;
-use crate::page::fault::{Served, serve};
+use crate::page::fault::serve;
+use crate::page::outcome::{Outcome, Served};
 use crate::region::Region;
-use crate::stats::Latency;
 use crate::stores::StoreOf;
 use crate::view::{RegionView, View};
 use crate::vm::Vm;
 
-/// Serve a fault on a granule of this region with these stores, and account for it. Returns what became of it, and for how
-/// long the page had been away; `None` if it must be tried again.
+/// Serve a fault on a granule of this region with these stores, and book it: see [`settle`].
 pub(crate) fn resolve(
     vm: &Vm,
     region: &Region,
@@ -32,24 +30,18 @@ pub(crate) fn resolve(
     stores: &impl StoreOf,
     times: &Times,
 ) -> Option<(Served, Duration)> {
-    let granule = region.granule(page);
-    let since = granule.cell().load().age();
     let (memory, stores) = (times.memory(memory), times.stores(stores));
-    let (rescued, served) =
-        serve(granule, region.key(page), pending.fault.kind, &memory, region, &stores, ballast_heat::touched);
-    vm.count_rescued(rescued, granule.pages());
-    if matches!(served, Ok(Served::Gone)) {
+    let (granule, key) = (region.granule(page), region.key(page));
+    let outcome = serve(granule, key, pending.fault.kind, &memory, region, &stores, ballast_heat::touched);
+    if matches!(outcome.served, Ok(Served::Gone)) {
         // The process is gone, or what is mapped there is not ours any more: given back to the kernel, or the VMM put something
         // else in its place. Neither wakes a thread that waits there already.
         let _ = memory.wake(page);
     }
-    let served = settle(vm, region, page, pending, served)?;
-    if served != Served::Restored {
-        return Some((served, Duration::ZERO));
+    if matches!(outcome.served, Ok(Served::Restored)) {
+        times.restored(vm.stats(), pending.since);
     }
-    times.restored(vm.stats(), pending.since);
-    let away_ms = vm.came_back(region, page, granule.pages(), std::iter::once(since));
-    Some((served, Duration::from_millis(away_ms)))
+    settle(vm, region, page, pending, outcome)
 }
 
 /// The granule of a fault, by its first page, which stays where it is while the caller holds [`View::serving`]. `None` if
@@ -72,38 +64,25 @@ pub(crate) fn target<'a>(
     Some((region, page, memory))
 }
 
-/// Count what became of a fault, and report what operators should know. `None` if it must be tried again.
+/// Book what became of a fault. Returns that, and the refault interval of a page that was restored; `None` if it must be
+/// tried again.
 pub(crate) fn settle(
     vm: &Vm,
     region: &Region,
     page: PageIdx,
     pending: &PendingFault,
-    served: io::Result<Served>,
-) -> Option<Served> {
-    match served {
-        Ok(Served::Later) => {
-            vm.count(Served::Later, 1);
-            None
-        }
-        Ok(served) => {
-            vm.count(served, region.granule_pages());
-            let took = pending.since.elapsed();
-            vm.stats().record(Latency::Fault, took);
-            if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
-                vm.gate.came(region.granule_pages());
-            }
-            if matches!(served, Served::Restored | Served::Filled { .. }) {
-                vm.stats().record(Latency::Restore, took);
-            }
-            vm.tell(served, region.number, page);
-            Some(served)
-        }
+    outcome: Outcome,
+) -> Option<(Served, Duration)> {
+    let away = vm.ledger().fault(region, page, &outcome, pending.since);
+    match outcome.served {
+        Ok(Served::Later) => None,
+        Ok(served) => Some((served, away)),
         Err(error) => {
             // Nothing was lost, but the thread would wait for ever and nobody would know why.
             let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
             vm.report("fault-failed", reason.clone());
             vm.fail_stop(&reason);
-            Some(Served::Gone)
+            Some((Served::Gone, Duration::ZERO))
         }
     }
 }

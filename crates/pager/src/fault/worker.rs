@@ -24,7 +24,7 @@ use super::readahead::{self, Readahead};
 use super::resolve::{resolve, settle, target};
 use super::stages::Sampler;
 use super::stall::PendingFault;
-use crate::page::fault::Served;
+use crate::page::outcome::Served;
 use crate::region::Region;
 use crate::stats::Counter;
 use crate::touch::{self, Touch, touched};
@@ -160,10 +160,9 @@ impl FaultWorker<'_> {
             match touched(vm, self.view, &region, page, unit, pending) {
                 // The kernel may be copying the unit into a huge page: no other fault shall wait for that.
                 Touch::Aside => {
-                    vm.count(Served::Later, 1);
-                    return false;
+                    return settle(vm, &region, page, pending, Served::Later.into()).is_some();
                 }
-                Touch::Mapped => return settle(vm, &region, page, pending, Ok(Served::Mapped)).is_some(),
+                Touch::Mapped => return settle(vm, &region, page, pending, Served::Mapped.into()).is_some(),
                 Touch::Serve { tracked, around } => touch = Some((tracked, around)),
             }
         }

@@ -1,8 +1,8 @@
 //! Fault: the guest touched a page that is not mapped. Give it the bytes it last wrote.
 //!
-//! Before: the fault lane read the fault from a userfaultfd. After: the page is Resident and mapped, or its word says
+//! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word says
 //! why not.
-//! Threads: any number: fault lanes, lanes that wait for a disk, prefetch, and whoever brings all back. Never waits for policy,
+//! Threads: any number: fault workers, slow workers, prefetch, and those that bring all pages back. Never waits for policy,
 //! logging, another VM or another page.
 //! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose memory
 //! failed while it was unmapped gives the guest the memory error that it would have had without us, and nothing worse.
@@ -14,47 +14,15 @@ use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 
 use super::copies::{StoreOf, free_copies};
+use super::outcome::{Move, Outcome, Served};
 use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Mapped};
 use crate::page_state::{Cell, Locked, State, Word};
 
-/// What became of a fault.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Served {
-    /// The page was in DRAM: zapped and now mapped again.
-    Mapped,
-    /// The page had never been touched, or was discarded: zeros.
-    Fresh,
-    /// The page was known to be all zero.
-    Zeroed,
-    /// The page came back from the store.
-    Restored,
-    /// The page was far, and in its place in the file was memory that somebody else had put there.
-    Filled {
-        /// Of zeros, which the copy has replaced, as opposed to bytes, which now are the page.
-        zeros: bool,
-    },
-    /// The store lost the page. True the first time this page is found lost.
-    Poisoned {
-        /// Found just now, as opposed to touched again.
-        newly: bool,
-    },
-    /// The memory that the page was in failed, found just now. It is Poisoned from now on.
-    Failed,
-    /// Another lane works on this page, the store is busy or not among those given, or the address space is changing:
-    /// serve it again soon.
-    Later,
-    /// The range is not ours any more, or the process is gone. Whoever waits there still is not woken by this.
-    Gone,
-}
-
-/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. Answers also whether the granule left Quarantine or Evicting,
-/// which it may have done even if the fault must be served again.
+/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` is what heat makes of the
+/// age of a page that was just touched.
 ///
-/// `touched` is what heat makes of the age of a page that was just touched.
-///
-/// # Errors
-/// The kernel refused in a way it never should; the page's word is as it was before and nothing was lost.
+/// The granule may have left Quarantine or Evicting even if the fault must be served again: the outcome tells.
 pub fn serve(
     granule: Granule<'_>,
     key: PageKey,
@@ -63,73 +31,93 @@ pub fn serve(
     backing: &impl Backing,
     stores: &impl StoreOf,
     touched: fn(u8) -> u8,
-) -> (bool, io::Result<Served>) {
+) -> Outcome {
     let cell = granule.cell();
     loop {
-        let word = cell.load();
-        if word.is_locked() {
-            return (false, Ok(Served::Later));
+        let from = cell.load();
+        if from.is_locked() {
+            return Served::Later.into();
         }
-        let resident = Word::new(State::Resident, word.age());
-        match word.state() {
-            state @ (State::Resident | State::Quarantine | State::Evicting) => {
-                // The lock keeps reclaim from picking the page again before it is mapped.
-                let rescued = state != State::Resident;
-                let to = if rescued { resident.with_age(touched(word.age())) } else { resident };
-                let Some(lock) = cell.lock(word, to) else { continue };
-                return (
-                    rescued,
-                    bring_in(key.page, kind, memory).and_then(|served| lost(served, lock, key.page, memory)),
-                );
+        // The lock keeps reclaim from picking a page in memory again before it is mapped.
+        let to = match from.state() {
+            State::Resident => Word::new(State::Resident, from.age()),
+            State::Quarantine | State::Evicting => Word::new(State::Resident, touched(from.age())),
+            State::Zero | State::Poisoned => from,
+            State::Far | State::Restoring if stores.store_of(from).is_none() => return Served::Later.into(),
+            // A minor fault says that there is something in the file, and then the word must not say Restoring: see
+            // `recover`.
+            State::Far | State::Restoring if kind == FaultKind::Minor => from.in_state(State::Far),
+            State::Far | State::Restoring => from.in_state(State::Restoring),
+        };
+        let Some(mut lock) = cell.lock(from, to) else { continue };
+        let served = match from.state() {
+            State::Resident | State::Quarantine | State::Evicting => {
+                bring_in(key.page, kind, memory).and_then(|served| lost(served, &mut lock, key.page, memory))
             }
-            State::Zero => {
-                let Some(mut lock) = cell.lock(word, word) else { continue };
-                let filled = memory.install_zero(key.page).and_then(|outcome| fill_hole(outcome, key.page, memory));
-                if matches!(filled, Ok(Filled::Yes)) {
-                    lock.set(Word::new(State::Resident, 0));
-                }
-                if matches!(filled, Ok(Filled::No(Served::Failed))) {
-                    // It is not the page's: it has not been mapped since it was all zeros.
-                    return (false, backing.punch(key.page, granule.pages()).map(|_| Served::Later));
-                }
-                return (false, filled.map(|filled| filled.or(Served::Zeroed)));
-            }
+            State::Zero => fill_zeros(&mut lock, granule, key.page, memory, backing),
             State::Far | State::Restoring => {
-                if stores.store_of(word).is_none() {
-                    return (false, Ok(Served::Later));
-                }
-                // A minor fault says that there is something in the file, and then the word must not say Restoring: see
-                // `recover`.
-                let to = if kind == FaultKind::Minor { State::Far } else { State::Restoring };
-                let Some(lock) = cell.lock(word, word.in_state(to)) else { continue };
-                return (false, granule.with_room(|room| restore(lock, granule, key, memory, backing, stores, room)));
+                granule.with_buffer(|buffer| restore(&mut lock, granule, key, memory, backing, stores, buffer))
             }
-            State::Poisoned => {
-                let Some(_lock) = cell.lock(word, word) else { continue };
-                return (false, poison(key.page, memory, false));
-            }
-        }
+            State::Poisoned => poison(key.page, memory, false),
+        };
+        return Outcome { moved: Some(unlock(lock, from, granule, key, stores)), served };
     }
 }
 
-/// Bring a far granule back, through `room`. The lock's word is Restoring, or Far if the hole may be filled already; it is left
-/// Resident, Far (try again) or Poisoned.
+/// Unlock a granule, and free its copies if its word does not name them any more.
+fn unlock(mut lock: Locked<'_>, from: Word, granule: Granule<'_>, key: PageKey, stores: &impl StoreOf) -> Move {
+    let moved = Move { from, to: lock.word() };
+    if !moved.drops_copies() {
+        return moved;
+    }
+    let mut rest = Vec::new();
+    if granule.pages() > 1 {
+        lock.publish(lock.word());
+        rest = granule.take_rest();
+    }
+    drop(lock);
+    free_copies(stores, key, std::iter::once(from.in_state(State::Far)).chain(rest));
+    moved
+}
+
+/// Fill the hole of a granule that is known to be all zero.
+fn fill_zeros(
+    lock: &mut Locked<'_>,
+    granule: Granule<'_>,
+    page: PageIdx,
+    memory: &impl Mapped,
+    backing: &impl Backing,
+) -> io::Result<Served> {
+    let outcome = memory.install_zero(page)?;
+    match fill_hole(outcome, page, memory)? {
+        Filled::Yes => {
+            lock.set(Word::new(State::Resident, 0));
+            Ok(Served::Zeroed)
+        }
+        // Memory that failed is not the page's: it has not been mapped since it was all zeros.
+        Filled::No(Served::Failed) => backing.punch(page, granule.pages()).map(|_| Served::Later),
+        Filled::No(why) => Ok(why),
+    }
+}
+
+/// Bring a far granule back, through `buffer`. The lock's word is Restoring, or Far if the hole may be filled already; it is
+/// left Resident, Far (try again) or Poisoned.
 fn restore(
-    mut lock: Locked<'_>,
+    lock: &mut Locked<'_>,
     granule: Granule<'_>,
     key: PageKey,
     memory: &impl Mapped,
     backing: &impl Backing,
     stores: &impl StoreOf,
-    room: &mut [PageBytes],
+    buffer: &mut [PageBytes],
 ) -> io::Result<Served> {
     let word = lock.word();
     let far = word.in_state(State::Far);
-    // For whichever way out of here that says nothing else.
+    // For every way out of here that says nothing else.
     lock.set(far);
     let look = || backing.holds(key.page, granule.pages());
     let mut holds = if word.state() == State::Far { look()? } else { Holds::Nothing };
-    let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, room) };
+    let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, buffer) };
     match copy {
         GetOutcome::Found => {}
         GetOutcome::Busy => return Ok(Served::Later),
@@ -139,10 +127,8 @@ fn restore(
             // The word first: should we die here, the successor finds a page that is never handed out.
             lock.publish(Word::new(State::Poisoned, word.age()));
             let served = poison(key.page, memory, true);
-            if matches!(served, Ok(Served::Poisoned { .. })) {
-                forget_copies(lock, far, granule, key, stores);
-            } else {
-                // Found lost again, and said so, when it is tried again.
+            if !matches!(served, Ok(Served::Poisoned { .. })) {
+                // Found lost again, and reported, when it is tried again.
                 lock.set(far);
             }
             return served;
@@ -151,7 +137,7 @@ fn restore(
     let mut served = Served::Restored;
     let mut outcome = FillOutcome::AlreadyThere;
     if holds == Holds::Nothing {
-        outcome = install(&mut lock, key.page, memory, room)?;
+        outcome = install(lock, key.page, memory, buffer)?;
     }
     if outcome == FillOutcome::AlreadyThere {
         if holds == Holds::Nothing {
@@ -159,17 +145,16 @@ fn restore(
         }
         let zeros = holds != Holds::Bytes;
         if zeros {
-            outcome = replace(&mut lock, key.page, memory, backing, (holds, room))?;
+            outcome = replace(lock, key.page, memory, backing, (holds, buffer))?;
         }
         served = if holds == Holds::Failed { Served::Restored } else { Served::Filled { zeros } };
     }
     let filled = fill_hole(outcome, key.page, memory)?;
     if filled == Filled::Yes {
         lock.set(Word::new(State::Resident, 0));
-        forget_copies(lock, far, granule, key, stores);
     }
     Ok(match filled.or(served) {
-        // Just now. It stays Far until it is looked at again, and the copy is what counts.
+        // Memory failed just now. The page stays Far until it is tried again, and the copy is what counts.
         Served::Failed => Served::Later,
         served => served,
     })
@@ -246,57 +231,48 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
 }
 
-/// The granule's word need not name its copies any more: forget them, unlock, and free them.
-fn forget_copies(mut lock: Locked<'_>, word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf) {
-    let mut rest = Vec::new();
-    if granule.pages() > 1 {
-        lock.publish(lock.word());
-        rest = granule.take_rest();
-    }
-    drop(lock);
-    free_copies(stores, first, std::iter::once(word).chain(rest));
-}
-
-/// Bring far pages back that nobody has asked for, from `first` on, as many as there are cells and room; stops at the
-/// first that is not far, is locked or cannot be had at once. Answers how many came back. All are locked until the last
-/// is there, so a run should be short.
+/// Bring back far pages that have not been touched, from `first` on, as many as there are cells and the buffer holds; stops
+/// at the first that is not far, is locked or cannot be had at once. Returns the moves of those that came back. All are
+/// locked until the last is there, so a run should be short.
 ///
 /// # Errors
-/// As [`serve`]; the pages are far as before.
+/// The kernel refused in a way it never should; the pages are far as before.
 pub fn restore_run<'a>(
     first: PageKey,
     cells: impl Iterator<Item = Cell<'a>>,
     memory: &impl Mapped,
     stores: &impl StoreOf,
-    room: &mut [PageBytes],
-) -> io::Result<u64> {
-    let mut held: Vec<(PageKey, &dyn Store, Locked<'a>)> = Vec::with_capacity(room.len());
-    for (cell, out) in cells.zip(room.iter_mut()) {
+    buffer: &mut [PageBytes],
+) -> io::Result<Vec<Move>> {
+    let mut held: Vec<(PageKey, &dyn Store, Locked<'a>)> = Vec::with_capacity(buffer.len());
+    for (cell, out) in cells.zip(buffer.iter_mut()) {
         let word = cell.load();
         let key = PageKey { page: PageIdx(first.page.0 + held.len() as u64), ..first };
         let far = word.state() == State::Far && !word.is_locked();
         let Some(store) = stores.store_of(word).filter(|_| far) else { break };
         let Some(mut lock) = cell.lock(word, word.in_state(State::Restoring)) else { break };
-        // For whichever way out of here that says nothing else.
+        // For every way out of here that says nothing else.
         lock.set(word);
         if store.get(key, word.handle(), out) != GetOutcome::Found {
-            // Whoever wants it will fault, and find out what is wrong with it.
+            // A thread that wants it will fault, and that fault finds out what is wrong with it.
             break;
         }
         held.push((key, store, lock));
     }
     if held.is_empty() {
-        return Ok(0);
+        return Ok(Vec::new());
     }
-    // A page that is in its file already stays Far: whoever touches it has it looked into ([`restore`]).
-    let filled = memory.install_run(first.page, &room[..held.len()])?;
-    for (key, store, mut lock) in held.into_iter().take(filled) {
-        let word = lock.word();
+    // A page that is in its file already stays Far: the fault on it finds out what is there ([`restore`]).
+    let filled = memory.install_run(first.page, &buffer[..held.len()])?;
+    let come_back = held.into_iter().take(filled).map(|(key, store, mut lock)| {
+        let from = lock.word();
         lock.set(Word::new(State::Resident, 0));
+        let moved = Move { from, to: lock.word() };
         drop(lock);
-        store.free(key, word.handle());
-    }
-    Ok(filled as u64)
+        store.free(key, from.handle());
+        moved
+    });
+    Ok(come_back.collect())
 }
 
 fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served> {
@@ -310,7 +286,7 @@ fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served
 
 /// If this says that the memory of a page in its file failed, the page is Poisoned: every touch is a memory error from now on.
 /// What is in the file stays there, unreadable, until it is discarded.
-fn lost(served: Served, mut lock: Locked<'_>, page: PageIdx, memory: &impl Mapped) -> io::Result<Served> {
+fn lost(served: Served, lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped) -> io::Result<Served> {
     if served != Served::Failed {
         return Ok(served);
     }
@@ -319,7 +295,7 @@ fn lost(served: Served, mut lock: Locked<'_>, page: PageIdx, memory: &impl Mappe
     lock.publish(Word::new(State::Poisoned, before.age()));
     let poisoned = poison(page, memory, true);
     if !matches!(poisoned, Ok(Served::Poisoned { .. })) {
-        // Found lost again, and said so, when it is tried again.
+        // Found lost again, and reported, when it is tried again.
         lock.set(before);
         return poisoned;
     }

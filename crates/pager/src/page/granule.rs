@@ -89,26 +89,26 @@ impl<'a> Granule<'a> {
         words
     }
 
-    /// Lend room for the bytes of all its pages.
+    /// Lend a buffer for the bytes of all its pages.
     #[cfg(not(loom))]
-    pub(crate) fn with_room<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
+    pub(crate) fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         use std::cell::RefCell;
         thread_local! {
             // 2 MiB for each thread that ever restored a huge page, kept: fresh memory costs more than the copy.
-            static ROOM: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
+            static BUFFER: RefCell<Vec<PageBytes>> = const { RefCell::new(Vec::new()) };
         }
         if self.rest.is_empty() {
             return body(&mut [[0; _]]);
         }
-        ROOM.with_borrow_mut(|room| {
-            room.resize(self.pages() as usize, [0; _]);
-            body(room)
+        BUFFER.with_borrow_mut(|buffer| {
+            buffer.resize(self.pages() as usize, [0; _]);
+            body(buffer)
         })
     }
 
     /// The model checker runs all threads on one.
     #[cfg(loom)]
-    pub(crate) fn with_room<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
+    pub(crate) fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         body(&mut vec![[0; _]; self.pages() as usize])
     }
 }

@@ -9,6 +9,7 @@ pub mod evict;
 pub mod fault;
 pub mod granule;
 pub mod memory;
+pub mod outcome;
 pub mod page_state;
 pub mod shift;
 pub mod sync;

@@ -77,6 +77,9 @@ pub enum State {
 impl State {
     /// How many states there are.
     pub const COUNT: usize = 7;
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; Self::COUNT] =
+        [Self::Resident, Self::Quarantine, Self::Evicting, Self::Far, Self::Restoring, Self::Zero, Self::Poisoned];
 }
 
 /// A value of the page-state word.

@@ -34,13 +34,13 @@ use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
 use crate::away;
-use crate::evict::{Evicted, LockedFrom, To, evict, quarantine, release};
+use crate::evict::{LockedFrom, To, evict, quarantine, release};
 use crate::page_state::{State, Ticket, Word};
 use crate::pinned::Asked;
 use crate::recent::{Guess, Returned};
 use crate::region::Region;
 use crate::state_file::StateError;
-use crate::stats::{Counter, Stats};
+use crate::stats::Counter;
 use crate::stores::RAM_STORE;
 use crate::table::Table;
 use crate::vm::Vm;
@@ -332,16 +332,15 @@ impl Lane<'_> {
                 self.lose_check(&error);
             }
             let held = evicted.held.len() as u64 * region.granule_pages();
-            account(vm.stats(), &evicted, held);
+            vm.ledger().evicted(&evicted, region.granule_pages());
             if evicted.far == count {
                 self.returned.guesses.went(guess, (region.number, first), Instant::now());
             }
             tried += count - held;
             gone += evicted.far + evicted.zero;
-            vm.gate.went(evicted.far + evicted.zero);
             let refused = evicted.store_full || evicted.store_busy;
             if refused || evicted.failed.is_some() {
-                vm.stats().sub(Counter::Quarantined, release(run, ticket, granule_of));
+                vm.ledger().moved(State::Quarantine, State::Resident, release(run, ticket, granule_of));
                 vm.stats().add(Counter::Failed, evicted.refused);
             }
             if let Some(first) = evicted.unreadable.first() {
@@ -471,7 +470,7 @@ impl Lane<'_> {
                     }
                     _ => marked.push((guess, ColdRun { region: run.region, first: page, count })),
                 }
-                vm.stats().add(Counter::Quarantined, count);
+                vm.ledger().moved(State::Resident, State::Quarantine, count);
             }
         }
         let pages: u64 = marked.iter().map(|(_, run)| run.count).sum();
@@ -495,7 +494,7 @@ impl Lane<'_> {
                     for (region, run) in vm.keep_parts(&view, &kept) {
                         let released = release(run, ticket, |page| region.granule(page));
                         vm.stats().add(Counter::Failed, released);
-                        vm.stats().sub(Counter::Quarantined, released);
+                        vm.ledger().moved(State::Quarantine, State::Resident, released);
                     }
                 }
                 Err(error) => {
@@ -518,7 +517,7 @@ impl Lane<'_> {
         for (_, run) in runs {
             if let Some(region) = self.vm.region(run.region) {
                 let released = release((run.first, run.count), ticket, |page| region.granule(page));
-                self.vm.stats().sub(Counter::Quarantined, released);
+                self.vm.ledger().moved(State::Quarantine, State::Resident, released);
             }
         }
     }
@@ -548,15 +547,4 @@ impl Lane<'_> {
         self.vm.stats().set(Counter::Quarantined, 0);
         Ok(())
     }
-}
-
-/// Count what became of a run, of which so many pages were held.
-fn account(stats: Stats<'_>, evicted: &Evicted, held: u64) {
-    stats.add(Counter::Evicted, evicted.far);
-    stats.add(Counter::Far, evicted.far);
-    stats.add(Counter::EvictedZero, evicted.zero);
-    stats.add(Counter::Zero, evicted.zero);
-    stats.add(Counter::Aborted, evicted.aborted);
-    stats.sub(Counter::Quarantined, held + evicted.far + evicted.zero + evicted.refused + evicted.stuck);
-    stats.add(Counter::Failed, evicted.stuck);
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::fault::resolve::{resolve, target};
 use crate::fault::stages::Times;
 use crate::fault::stall::PendingFault;
-use crate::page::fault::Served;
+use crate::page::outcome::Served;
 use crate::stats::Counter;
 use crate::view::View;
 use crate::vm::Vm;

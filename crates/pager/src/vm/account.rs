@@ -1,7 +1,7 @@
-//! The accounts of a VM: counters of what happened to its pages, and where they are.
+//! Where the memory of a VM is: by its counters, by its words, and page by page.
 //!
-//! Before: a lane moved pages. After: the counters in the state file say so.
-//! Threads: any. Units: pages. Promise: gauges move with the words; [`Vm::census`] is the slow truth to hold them against.
+//! Before: the ledger booked what moved. After: the API and the policies know how much is resident, far, zero, untouched, lost.
+//! Threads: any. Units: pages. Promise: the parts sum to the whole.
 
 use std::collections::HashSet;
 use std::io;
@@ -10,105 +10,16 @@ use std::sync::atomic::Ordering;
 use ballast_base::{Bytes, PageCount, PageIdx};
 
 use super::Vm;
-use crate::away;
-use crate::fault::Served;
 use crate::page_state::State;
 use crate::region::Region;
 use crate::stats::Counter;
 
 impl Vm {
-    /// Count a served fault, and keep the gauges, which count the pages of its granule.
-    pub(crate) fn count(&self, served: Served, pages: u64) {
-        let stats = self.stats();
-        match served {
-            Served::Mapped => stats.add(Counter::FaultMinor, 1),
-            Served::Fresh => stats.add(Counter::FaultFresh, 1),
-            Served::Zeroed => {
-                stats.add(Counter::ZeroedPages, pages);
-                stats.add(Counter::FaultZero, 1);
-                stats.sub(Counter::Zero, pages);
-            }
-            Served::Restored | Served::Filled { .. } => {
-                stats.add(Counter::RestoredPages, pages);
-                stats.add(Counter::FaultRestore, 1);
-                stats.sub(Counter::Far, pages);
-            }
-            Served::Poisoned { newly } => {
-                if newly {
-                    stats.sub(Counter::Far, pages);
-                    stats.add(Counter::Poisoned, pages);
-                }
-            }
-            Served::Failed => stats.add(Counter::Poisoned, pages),
-            Served::Later => stats.add(Counter::FaultDeferred, 1),
-            Served::Gone => {}
-        }
-    }
-
-    /// Count pages that were touched on their way out.
-    pub(crate) fn count_rescued(&self, rescued: bool, pages: u64) {
-        if rescued {
-            self.stats().add(Counter::Rescued, pages);
-            self.stats().sub(Counter::Quarantined, pages);
-        }
-    }
-
-    /// These granules, from this one on, are back. Their words had these stamps of when they went. Answers for how many
-    /// milliseconds they were away, all together.
-    pub(crate) fn came_back(
-        &self,
-        region: &Region,
-        first: PageIdx,
-        granule: u64,
-        since: impl Iterator<Item = u8>,
-    ) -> u64 {
-        let (now_ms, mut away_ms, mut back_milli_hz) = (away::now_ms(), 0, 0);
-        for (at, since) in since.enumerate() {
-            let page = PageIdx(first.0 + at as u64 * granule);
-            let this_ms = region.departures().away_ms(page.0, since, now_ms);
-            self.recent.push((region.number, page), this_ms);
-            away_ms += this_ms;
-            back_milli_hz += away::milli_hz(this_ms);
-        }
-        self.stats().add(Counter::AwayMs, away_ms);
-        self.stats().add(Counter::BackMilliHz, back_milli_hz);
-        away_ms
-    }
-
     /// How many pages may come in that will most likely be touched next: half of what faults may bring in, because others fault,
     /// too.
     pub(crate) fn room_ahead(&self) -> u64 {
         let unlimited = || if self.over_limit.load(Ordering::Relaxed) { 0 } else { u64::MAX };
         self.gate.room().map_or_else(unlimited, |room| room / 2)
-    }
-
-    /// Say what operators should know of a fault that was served: a page was lost, or somebody else touched it.
-    pub(crate) fn tell(&self, served: Served, region: u32, page: PageIdx) {
-        match served {
-            Served::Poisoned { newly: true } => {
-                let text = "the guest gets a memory error when it touches it";
-                self.report("page-lost", format!("the store lost page {page} of region {region}: {text}"));
-            }
-            Served::Failed => {
-                let text = "memory of the host failed: the guest gets a memory error when it touches";
-                self.report("memory-error", format!("{text} page {page} of region {region}"));
-            }
-            Served::Filled { zeros } => {
-                // Said at the 1st, 2nd, 4th, 8th ... time.
-                let times = self.filled.fetch_add(1, Ordering::Relaxed) + 1;
-                if times.is_power_of_two() {
-                    let found = match zeros {
-                        true => {
-                            "zeros, which the page's bytes have replaced: a process that is not of the VM reads its RAM"
-                        }
-                        false => "bytes, which the guest gets: a process that is not of the VM writes to its RAM",
-                    };
-                    let text = format!("page {page} of region {region} was far, and in its file were {found}");
-                    self.report("far-filled", format!("{text} ({times} pages so far)"));
-                }
-            }
-            _ => {}
-        }
     }
 
     /// DRAM the RAM files use; a file that holds several regions counts once.

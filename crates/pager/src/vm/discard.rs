@@ -13,7 +13,6 @@ use ballast_sys::uffd::FillOutcome;
 use super::Vm;
 use crate::evict::discard;
 use crate::memory::Mapped;
-use crate::page_state::State;
 use crate::region::Region;
 use crate::stats::Counter;
 use crate::view::View;
@@ -36,7 +35,6 @@ impl Vm {
     fn discard_run(&self, region: &Region, first: u64, end: u64) -> io::Result<()> {
         /// Pages whose locks are held together.
         const BATCH: u64 = 512;
-        let stats = self.stats();
         let views = self.views();
         let heal = |page| {
             let mut memories = views.iter().filter_map(|view| view.of_region(region));
@@ -65,18 +63,8 @@ impl Vm {
             let granule_of = |page| region.granule(page);
             let done = discard(region.number, run, granule_of, region, &self.stores, std::thread::yield_now, heal)?;
             region.take_back(run.0, run.1);
-            stats.add(Counter::Discarded, done.counts.iter().sum());
+            self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);
-            for (state, gauge) in [
-                (State::Quarantine, Counter::Quarantined),
-                (State::Evicting, Counter::Quarantined),
-                (State::Far, Counter::Far),
-                (State::Restoring, Counter::Far),
-                (State::Zero, Counter::Zero),
-                (State::Poisoned, Counter::Poisoned),
-            ] {
-                stats.sub(gauge, done.counts[state as usize]);
-            }
         }
         not_healed.map_or(Ok(()), Err)
     }

@@ -35,6 +35,7 @@ mod account;
 mod client;
 mod discard;
 mod lanes;
+pub(crate) mod ledger;
 pub mod recover;
 pub mod region;
 mod restore;

@@ -12,10 +12,10 @@ use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
 use crate::evict::punch_left;
-use crate::fault::{Served, serve};
+use crate::page::fault::serve;
+use crate::page::outcome::Served;
 use crate::page_state::{State, Word};
 use crate::region::Region;
-use crate::stats::Counter;
 use crate::view::View;
 
 /// Pages that are brought back before whoever adds or removes RAM gets a turn.
@@ -104,17 +104,17 @@ impl Vm {
                     break;
                 }
                 if word.state() == State::Zero && !word.is_locked() {
-                    // A hole in the file is what zeros look like to everybody else, too.
+                    // A hole in the file reads as zeros to everybody else, too.
                     if granule.cell().swap(word, Word::new(State::Resident, 0)) {
-                        self.stats().sub(Counter::Zero, granule.pages());
+                        self.ledger().moved(State::Zero, State::Resident, granule.pages());
                     }
                     continue;
                 }
-                // As if it were in the file: then it is looked first. Who maps it without being of the VM may be why we are here.
+                // As if it were in the file: then that is checked first. A foreign mapper may be why we are here.
                 let kind = FaultKind::Minor;
-                let (rescued, served) = serve(granule, key, kind, memory, region, &self.stores, |age| age);
-                self.count_rescued(rescued, granule.pages());
-                match served {
+                let outcome = serve(granule, key, kind, memory, region, &self.stores, |age| age);
+                self.ledger().brought_in(region, page, &outcome);
+                match outcome.served {
                     Ok(Served::Later) if wait() => {}
                     Ok(Served::Later) => return done,
                     // That process has gone, or does not map this part any more: through another one.
@@ -130,11 +130,7 @@ impl Vm {
                         done = done.and(Err(error));
                         break;
                     }
-                    Ok(served) => {
-                        self.count(served, granule.pages());
-                        self.tell(served, region.number, page);
-                        break;
-                    }
+                    Ok(_) => break,
                 }
             }
         }

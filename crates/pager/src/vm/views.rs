@@ -184,7 +184,7 @@ impl Vm {
                     && !word.is_locked()
                     && granule.cell().swap(word, Word::new(State::Resident, 0))
                 {
-                    self.stats().sub(Counter::Zero, granule.pages());
+                    self.ledger().moved(State::Zero, State::Resident, granule.pages());
                 } else if word.state() != State::Resident || word.is_locked() {
                     settled = false;
                     break;

@@ -6,9 +6,10 @@ use std::io;
 
 use ballast_base::PageIdx;
 use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine, release};
-use ballast_pager::fault::{Served, serve};
 use ballast_pager::granule::Granule;
 use ballast_pager::memory::{Backing, Holds, Mapped, Punched};
+use ballast_pager::page::fault::serve;
+use ballast_pager::page::outcome::Served;
 use ballast_pager::page_state::{Cell, State, Ticket, Word};
 use ballast_pager::stores::{RAM_STORE, StoreOf};
 use ballast_pager::sync::{AtomicU8, AtomicU64};
@@ -171,7 +172,7 @@ impl World {
                 self.map_all();
                 continue;
             }
-            let (_, served) = serve(self.granule(key.page), key, kind, self, self, &self.store, |age| age);
+            let served = serve(self.granule(key.page), key, kind, self, self, &self.store, |age| age).served;
             if served.expect("the modelled kernel never refuses") == Served::Later {
                 thread::yield_now();
             }

@@ -1,0 +1,187 @@
+//! The ledger: books every move of a page, once.
+//!
+//! Before: a fault, a prefetch, an eviction or a discard has moved words. After: the gauges, the counters, the latencies, the
+//! refault history and the fault throttle know of it.
+//! Threads: any; counters are relaxed atomics. Units: pages.
+//! Promise: a gauge changes by the words that were replaced, under their lock, so the gauges are exact while nothing moves;
+//! [`Vm::census`] is the slow truth to compare them with.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ballast_base::PageIdx;
+
+use super::Vm;
+use crate::away;
+use crate::evict::{Discarded, Evicted};
+use crate::page::outcome::{Move, Outcome, Served};
+use crate::page_state::State;
+use crate::region::Region;
+use crate::stats::{Counter, Latency};
+
+/// The gauge that counts pages in this state.
+fn gauge(state: State) -> Option<Counter> {
+    match state {
+        State::Resident => None,
+        State::Quarantine | State::Evicting => Some(Counter::Quarantined),
+        State::Far | State::Restoring => Some(Counter::Far),
+        State::Zero => Some(Counter::Zero),
+        State::Poisoned => Some(Counter::Poisoned),
+    }
+}
+
+/// The ledger of one VM.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ledger<'a> {
+    vm: &'a Vm,
+}
+
+impl Vm {
+    /// Where moves are booked.
+    pub(crate) fn ledger(&self) -> Ledger<'_> {
+        Ledger { vm: self }
+    }
+}
+
+impl Ledger<'_> {
+    /// This many pages moved from one state to another.
+    pub fn moved(self, from: State, to: State, pages: u64) {
+        let (from, to) = (gauge(from), gauge(to));
+        if from == to {
+            return;
+        }
+        let stats = self.vm.stats();
+        if let Some(from) = from {
+            stats.sub(from, pages);
+        }
+        if let Some(to) = to {
+            stats.add(to, pages);
+        }
+    }
+
+    /// A fault that was read at `since` was tried. Returns the refault interval of a page that was restored.
+    pub fn fault(self, region: &Region, page: PageIdx, outcome: &Outcome, since: Instant) -> Duration {
+        let pages = region.granule_pages();
+        self.brought_in(region, page, outcome);
+        let Ok(served) = outcome.served else { return Duration::ZERO };
+        let stats = self.vm.stats();
+        if served == Served::Later {
+            stats.add(Counter::FaultDeferred, 1);
+            return Duration::ZERO;
+        }
+        let took = since.elapsed();
+        stats.record(Latency::Fault, took);
+        if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
+            self.vm.gate.came(pages);
+        }
+        if matches!(served, Served::Restored | Served::Filled { .. }) {
+            stats.record(Latency::Restore, took);
+        }
+        match outcome.moved {
+            Some(moved) if served == Served::Restored => self.refaulted(region, page, &[moved]),
+            _ => Duration::ZERO,
+        }
+    }
+
+    /// A granule was brought in, or that was tried: what counts whether a thread waits for it or not.
+    pub fn brought_in(self, region: &Region, page: PageIdx, outcome: &Outcome) {
+        let (stats, pages) = (self.vm.stats(), region.granule_pages());
+        if let Some(moved) = outcome.moved {
+            self.moved(moved.from.state(), moved.to.state(), pages);
+            if moved.is_quarantine_hit() {
+                stats.add(Counter::Rescued, pages);
+            }
+        }
+        let Ok(served) = outcome.served else { return };
+        match served {
+            Served::Mapped => stats.add(Counter::FaultMinor, 1),
+            Served::Fresh => stats.add(Counter::FaultFresh, 1),
+            Served::Zeroed => {
+                stats.add(Counter::ZeroedPages, pages);
+                stats.add(Counter::FaultZero, 1);
+            }
+            Served::Restored | Served::Filled { .. } => {
+                stats.add(Counter::RestoredPages, pages);
+                stats.add(Counter::FaultRestore, 1);
+            }
+            Served::Poisoned { .. } | Served::Failed | Served::Later | Served::Gone => {}
+        }
+        self.report(served, region.number, page);
+    }
+
+    /// Base pages came back before they were touched, from `first` on.
+    pub fn prefetched(self, region: &Region, first: PageIdx, moves: &[Move]) {
+        for moved in moves {
+            self.moved(moved.from.state(), moved.to.state(), 1);
+        }
+        self.vm.gate.came(moves.len() as u64);
+        self.refaulted(region, first, moves);
+        self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
+    }
+
+    /// Neighbouring granules were restored, from `first` on. Returns how long they had been away, all together.
+    fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
+        let (now_ms, mut away_ms, mut back_milli_hz) = (away::now_ms(), 0, 0);
+        for (at, moved) in moves.iter().enumerate() {
+            let page = PageIdx(first.0 + at as u64 * region.granule_pages());
+            let this_ms = region.departures().away_ms(page.0, moved.from.age(), now_ms);
+            self.vm.recent.push((region.number, page), this_ms);
+            away_ms += this_ms;
+            back_milli_hz += away::milli_hz(this_ms);
+        }
+        self.vm.stats().add(Counter::AwayMs, away_ms);
+        self.vm.stats().add(Counter::BackMilliHz, back_milli_hz);
+        Duration::from_millis(away_ms)
+    }
+
+    /// A run of granules of this many pages each went through an eviction.
+    pub fn evicted(self, evicted: &Evicted, granule: u64) {
+        let stats = self.vm.stats();
+        let held = evicted.held.len() as u64 * granule;
+        self.moved(State::Quarantine, State::Far, evicted.far);
+        self.moved(State::Quarantine, State::Zero, evicted.zero);
+        self.moved(State::Quarantine, State::Resident, held + evicted.refused + evicted.stuck);
+        stats.add(Counter::Evicted, evicted.far);
+        stats.add(Counter::EvictedZero, evicted.zero);
+        stats.add(Counter::Aborted, evicted.aborted);
+        stats.add(Counter::Failed, evicted.stuck);
+        self.vm.gate.went(evicted.far + evicted.zero);
+    }
+
+    /// Pages were given up by the VMM.
+    pub fn discarded(self, discarded: &Discarded) {
+        self.vm.stats().add(Counter::Discarded, discarded.counts.iter().sum());
+        for state in State::ALL {
+            self.moved(state, State::Resident, discarded.counts[state as usize]);
+        }
+    }
+
+    /// Report what operators should know: a page was lost, or another process filled its hole.
+    fn report(self, served: Served, region: u32, page: PageIdx) {
+        match served {
+            Served::Poisoned { newly: true } => {
+                let text = "the guest gets a memory error when it touches it";
+                self.vm.report("page-lost", format!("the store lost page {page} of region {region}: {text}"));
+            }
+            Served::Failed => {
+                let text = "memory of the host failed: the guest gets a memory error when it touches";
+                self.vm.report("memory-error", format!("{text} page {page} of region {region}"));
+            }
+            Served::Filled { zeros } => {
+                // At the 1st, 2nd, 4th, 8th ... time.
+                let times = self.vm.filled.fetch_add(1, Ordering::Relaxed) + 1;
+                if times.is_power_of_two() {
+                    let found = match zeros {
+                        true => {
+                            "zeros, which the page's bytes have replaced: a process that is not of the VM reads its RAM"
+                        }
+                        false => "bytes, which the guest gets: a process that is not of the VM writes to its RAM",
+                    };
+                    let text = format!("page {page} of region {region} was far, and in its file were {found}");
+                    self.vm.report("far-filled", format!("{text} ({times} pages so far)"));
+                }
+            }
+            _ => {}
+        }
+    }
+}
