@@ -27,7 +27,7 @@ step "build" cargo build --workspace --all-targets
 step "lints" cargo clippy --workspace --all-targets -- -D warnings
 step "unit, property, native, qemu and crash suites" cargo test --workspace --no-fail-fast -- --nocapture
 step "loom: the page-state model" env RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
-    cargo test -p ballast-pager --test loom
+    cargo test -p ballast-page --test loom
 if [ -e /dev/kvm ]; then
     echo "== kvm suite: ran above, on this machine's /dev/kvm"
 else

@@ -20,7 +20,9 @@
 //! | keeper | the tiny process that holds every descriptor and outlives engines |
 #![forbid(unsafe_code)]
 
+pub mod fill;
 pub mod format;
+pub mod store;
 pub mod units;
 pub mod wire;
 

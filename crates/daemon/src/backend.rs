@@ -14,9 +14,9 @@ use ballast_api::{
 };
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
-use ballast_pager::pinned::Pins;
-use ballast_pager::region::Region;
-use ballast_pager::stats::{self, Averages, Counter};
+use ballast_pager::reclaim::pinned::Pins;
+use ballast_pager::vm::region::Region;
+use ballast_pager::vm::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, Vm, Whereabouts};
 use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::{Budget, FileStore, RamStore, Store};

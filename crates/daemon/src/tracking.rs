@@ -52,8 +52,8 @@ impl Tracking {
 }
 
 /// The API's word as the pager's.
-pub fn to_pager(track: Track) -> ballast_pager::track::Track {
-    use ballast_pager::track::Track as Pager;
+pub fn to_pager(track: Track) -> ballast_pager::vm::tuning::Track {
+    use ballast_pager::vm::tuning::Track as Pager;
     match track {
         Track::Auto => Pager::Auto,
         Track::On => Pager::On,
@@ -62,8 +62,8 @@ pub fn to_pager(track: Track) -> ballast_pager::track::Track {
 }
 
 /// And back.
-pub fn from_pager(track: ballast_pager::track::Track) -> Track {
-    use ballast_pager::track::Track as Pager;
+pub fn from_pager(track: ballast_pager::vm::tuning::Track) -> Track {
+    use ballast_pager::vm::tuning::Track as Pager;
     match track {
         Pager::Auto => Track::Auto,
         Pager::On => Track::On,

@@ -17,34 +17,8 @@
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.
 
-#[cfg(not(loom))]
 pub mod fault;
-pub mod page;
-#[cfg(not(loom))]
 pub mod reclaim;
-#[cfg(not(loom))]
 pub mod scan;
-#[cfg(not(loom))]
 pub mod tier;
-#[cfg(not(loom))]
 pub mod vm;
-
-#[cfg(loom)]
-pub use page::copies as stores;
-#[cfg(loom)]
-pub use page::fault;
-pub use page::{evict, granule, memory, page_state, shift, sync, unit};
-#[cfg(not(loom))]
-pub(crate) use reclaim::kept;
-#[cfg(not(loom))]
-pub(crate) use scan::touch;
-#[cfg(not(loom))]
-pub(crate) use vm::table;
-#[cfg(not(loom))]
-pub use {
-    fault::throttle as gate,
-    reclaim::{interval as away, pinned, refault as recent},
-    scan::{coalesce, source as scans, units},
-    tier::stores,
-    vm::{recover, region, shard, state_file, stats, threads, tuning as track, view},
-};

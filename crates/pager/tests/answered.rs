@@ -1,8 +1,6 @@
 //! Every thread that waits for a fault goes on, also where the kernel or another program got between the fault and its answer.
 //! Against the real kernel, with a guest that is threads of this test. Needs root (userfaultfd).
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,8 +10,8 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Watch};
-use ballast_pager::scans::Scans;
-use ballast_pager::stats::Counter;
+use ballast_pager::scan::source::Scans;
+use ballast_pager::vm::stats::Counter;
 use common::{Finally, Rig, coarse, unit, until};
 use rustix::mm::{MapFlags, ProtFlags};
 

@@ -1,8 +1,6 @@
 //! Guest RAM that was mapped huge is mapped huge again, against the real kernel. The guest is threads of this test.
 //! Needs root (userfaultfd) and `MADV_COLLAPSE`.
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,8 +8,8 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
-use ballast_pager::stats::Counter;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
 use common::{Finally, Rig, random, until};
 
 const RAM: Bytes = Bytes(8 * MIB);

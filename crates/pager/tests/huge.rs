@@ -1,8 +1,6 @@
 //! A VM whose RAM is of huge pages of hugetlbfs, paged in strict units of 2 MiB, against the real kernel. Needs root
 //! (userfaultfd) and free memory for up to 48 huge pages; the pool's limit is raised meanwhile and put back.
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::Arc;
@@ -12,10 +10,10 @@ use std::time::Duration;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_needs::skip;
-use ballast_pager::page_state::State;
-use ballast_pager::recover::recover;
-use ballast_pager::stats::Counter;
+use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::recover::recover;
+use ballast_pager::vm::stats::Counter;
 use ballast_store::{Budget, FileOptions, FileStore, NullStore, Store};
 use common::{Rig, hammer, random, until};
 

@@ -2,8 +2,6 @@
 //! `CONFIG_MEMORY_FAILURE`), with a guest that is threads of this test. `scripts/newer-kernel-suite.sh` runs it where this one
 //! has not.
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
@@ -13,9 +11,9 @@ use std::time::Duration;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_needs::skip;
-use ballast_pager::page_state::State;
-use ballast_pager::stats::Counter;
+use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
 use ballast_sys::hugetlb::PoolLoan;
 use ballast_sys::{Mapping, memfd};
 use common::{Rig, until};

@@ -1,8 +1,6 @@
 //! One VM's life against the real kernel: real userfaultfd, real memfds, real store; the guest is threads of this test.
 //! Needs root (userfaultfd).
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::Arc;
@@ -11,10 +9,10 @@ use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
-use ballast_pager::page_state::State;
-use ballast_pager::stats::Counter;
-use ballast_pager::view::View;
+use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::view::View;
 use common::{Rig, hammer, mapped_at, random, until, vacate};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -236,7 +234,7 @@ fn pinning_brings_every_page_back_and_keeps_it() {
 fn another_view(rig: &Rig, pid: u32) -> (Arc<View>, std::os::fd::OwnedFd) {
     let (control, theirs) = ballast_sys::scm::pair().expect("socketpair");
     let uffd = rig.view.shards().get(0).try_clone().expect("dup");
-    let shards = ballast_pager::shard::Shards::new(vec![uffd]).expect("one");
+    let shards = ballast_pager::vm::shard::Shards::new(vec![uffd]).expect("one");
     (Arc::new(View::new(pid, shards, rig.uffd_features, control, 1)), theirs)
 }
 
@@ -342,7 +340,7 @@ fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
 
 #[test]
 fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() {
-    use ballast_pager::recover::recover;
+    use ballast_pager::vm::recover::recover;
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);

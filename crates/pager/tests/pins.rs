@@ -1,7 +1,5 @@
 //! Pages of guest RAM that somebody holds while they are on their way out: devices, direct I/O, system calls that have not
 //! returned. A FUSE server of the test's own is the slow file system.
-#![cfg(not(loom))]
-
 mod common;
 
 use std::fs::File;
@@ -12,9 +10,9 @@ use std::time::Duration;
 use ballast_base::units::{GIB, MIB};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_needs::skip;
-use ballast_pager::page_state::State;
-use ballast_pager::stats::Counter;
+use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
 use ballast_testvm::fuse::Fuse;
 
 use common::{Finally, Rig, hammer, mapped_by_a_stranger, until};

@@ -1,8 +1,6 @@
 //! The kernel sees for us which base pages a guest touches (userfaultfd read-write protection): against a kernel that has
 //! it, Linux 7.3, with a guest that is threads of this test. `scripts/newer-kernel-suite.sh` runs it where this one has not.
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::Arc;
@@ -14,11 +12,11 @@ use ballast_base::{Bytes, Hva, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, Watch};
 use ballast_needs::skip;
-use ballast_pager::scans::Scans;
-use ballast_pager::shard::Shards;
-use ballast_pager::stats::Counter;
-use ballast_pager::track::Track;
-use ballast_pager::view::View;
+use ballast_pager::scan::source::Scans;
+use ballast_pager::vm::shard::Shards;
+use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::tuning::Track;
+use ballast_pager::vm::view::View;
 use ballast_sys::scm;
 use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES, Uffd};
 use common::{Finally, Rig, coarse, mapped_at, pages, random, unit, until, vacate};
@@ -118,7 +116,7 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
     rig.set_limit(None);
     until("nothing is on its way out", || rig.vm.stats().get(Counter::Quarantined) == 0);
     let far: Vec<u64> =
-        (0..rig.pages).filter(|page| rig.state_of(*page) != ballast_pager::page_state::State::Resident).collect();
+        (0..rig.pages).filter(|page| rig.state_of(*page) != ballast_page::page_state::State::Resident).collect();
     assert!(!far.is_empty());
     let mut source = Scans::new(&rig.vm);
     for of_cycle in [far.as_slice(), &[], &far[..1]] {
@@ -195,7 +193,7 @@ fn a_vm_is_tracked_by_it_and_reclaim_takes_what_it_found_cold() {
         rig.set_limit(Some(Bytes(RAM.0 / 2)));
         until("resident is at the limit", || rig.resident().0 <= RAM.0 / 2);
         let of_hot =
-            (0..3 * PAGES_PER_UNIT).filter(|page| rig.state_of(*page) != ballast_pager::page_state::State::Resident);
+            (0..3 * PAGES_PER_UNIT).filter(|page| rig.state_of(*page) != ballast_page::page_state::State::Resident);
         let far = rig.vm.stats().get(Counter::Far);
         assert!(of_hot.count() as u64 <= far / 8, "hot pages went first");
     });

@@ -1,8 +1,6 @@
 //! A VM whose process has several userfaultfds, against the real kernel: each part of RAM is served through its own, by
 //! a lane of its own; the guest is threads of this test. Needs root (userfaultfd).
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,10 +9,10 @@ use std::time::{Duration, Instant};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::{AccessSource, UnitId, Watch};
-use ballast_pager::page_state::State;
-use ballast_pager::scans::Scans;
-use ballast_pager::stats::Counter;
+use ballast_page::page_state::State;
+use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
 use ballast_sys::uffd::ACCESS_FEATURES;
 use common::{Rig, random, until};
 

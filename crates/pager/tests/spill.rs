@@ -1,8 +1,6 @@
 //! Far pages on their way to a file and back, against the real kernel: real userfaultfd, real memfds, a real file store
 //! where the disk allows one; the guest is threads of this test. Needs root (userfaultfd).
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::Arc;
@@ -12,11 +10,12 @@ use std::time::Duration;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
-use ballast_pager::page_state::{State, Word};
-use ballast_pager::recover::recover;
-use ballast_pager::stats::Counter;
-use ballast_pager::stores::{AwayStore, FILE_STORE, is_in_file};
+use ballast_page::copies::{FILE_STORE, is_in_file};
+use ballast_page::page_state::{State, Word};
+use ballast_pager::tier::stores::AwayStore;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::recover::recover;
+use ballast_pager::vm::stats::Counter;
 use ballast_store::{
     Budget, Faults, FaultyStore, FileOptions, FileStore, NullStore, PutFault, RamOptions, RamStore, Store,
 };

@@ -1,8 +1,6 @@
 //! RAM that somebody maps without being part of the VM: what they read fills holes in the file with zeros, where pages are far.
 //! The real kernel, and a real process that maps the real file. Needs root (userfaultfd).
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::process::Command;
@@ -13,9 +11,9 @@ use std::time::Duration;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_needs::skip;
-use ballast_pager::page_state::State;
-use ballast_pager::stats::Counter;
+use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
 use common::{Finally, Rig, file_of, mapped_by_a_stranger, random, until};

@@ -1,8 +1,6 @@
 //! What a guest touches is found out, exactly, and its memory is left as it was: against the real kernel, with a guest
 //! that is threads of this test. Needs root (userfaultfd); most need `MADV_COLLAPSE`.
 
-#![cfg(not(loom))]
-
 mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,11 +10,11 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
-use ballast_pager::page_state::{State, Word};
-use ballast_pager::scans::Scans;
-use ballast_pager::stats::Counter;
-use ballast_pager::track::Track;
+use ballast_page::page_state::{State, Word};
+use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::tuning::Track;
 use ballast_sys::uffd::ACCESS_FEATURES;
 use common::{Finally, Rig, coarse, pages, random, unit, until};
 

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+pub use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::{Hva, PAGE_SIZE};
 
 const UFFD_API: u64 = 0xAA;
@@ -131,15 +132,6 @@ const RWPROTECT_MODE_RWP: u64 = 1 << 0;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
-/// What a fault found in the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultKind {
-    /// A hole: the page was never touched, was discarded, or is far.
-    Missing,
-    /// The page is in the file but not mapped: it was zapped.
-    Minor,
-}
-
 /// One fault.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
@@ -149,23 +141,6 @@ pub struct Fault {
     pub kind: FaultKind,
     /// The thread that waits.
     pub thread: u32,
-}
-
-/// What filling or mapping a page came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FillOutcome {
-    /// The page is in the file and mapped; its waiters were woken.
-    Done,
-    /// Somebody else was first. Nobody was woken: call [`Uffd::wake`].
-    AlreadyThere,
-    /// `CONTINUE` only: the file has a hole there.
-    NotInFile,
-    /// The address space is changing; ask again.
-    Retry,
-    /// The range is not registered (any more), or the process is gone.
-    Gone,
-    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. Nobody was woken.
-    Failed,
 }
 
 /// A userfaultfd. Non-blocking, close-on-exec.

@@ -6,7 +6,7 @@
 
 use std::sync::LazyLock;
 
-use ballast_pager::region::Region;
+use ballast_pager::vm::region::Region;
 use ballast_sys::probe::khugepaged::{self, Khugepaged, Kind};
 use rustix::fs::{major, minor};
 

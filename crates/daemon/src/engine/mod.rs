@@ -4,7 +4,7 @@
 //! VM too.
 //! Threads: this one takes orders and never waits for what they are about; the API, the watch, the control loop and the
 //! look for stuck threads have one each, and change nothing of any VM but words in memory; every VM has one that carries
-//! out its orders, its lanes, and jobs. Those of a VM are in the list of its state file (`ballast_pager::threads`).
+//! out its orders, its lanes, and jobs. Those of a VM are in the list of its state file (`ballast_pager::vm::threads`).
 //! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
 //! only VMs whose state file names it.
 
@@ -17,11 +17,11 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
-use ballast_pager::recover::recover;
-use ballast_pager::state_file::StateFile;
-use ballast_pager::stats::Counter;
-use ballast_pager::stores::{AwayStore, Stores};
-use ballast_pager::view::View;
+use ballast_pager::tier::stores::{AwayStore, Stores};
+use ballast_pager::vm::recover::recover;
+use ballast_pager::vm::state_file::StateFile;
+use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{Budget, Codec, FileOptions, FileStore, RamOptions, RamStore, Store};
 use ballast_sys::scm;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use ballast_pager::pinned::Pins;
+use ballast_pager::reclaim::pinned::Pins;
 
 /// What is missing may come (memory for a huge page), and what there is may go. A try costs 30 ms of CPU time.
 const EVERY: Duration = Duration::from_secs(60);

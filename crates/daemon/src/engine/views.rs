@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_base::wire::RegionInfo;
-use ballast_pager::shard::Shards;
-use ballast_pager::view::View;
+use ballast_pager::vm::shard::Shards;
+use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Vm};
 use ballast_sys::Uffd;
 

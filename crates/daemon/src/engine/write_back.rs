@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
-use ballast_pager::region::Region;
+use ballast_pager::vm::region::Region;
 
 use super::Engine;
 use crate::backend::{Served, meminfo};

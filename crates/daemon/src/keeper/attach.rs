@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ballast_base::Hva;
 use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
-use ballast_pager::state_file::StateFile;
+use ballast_pager::vm::state_file::StateFile;
 use ballast_sys::memfd::{self, FileId};
 
 use super::Keeper;

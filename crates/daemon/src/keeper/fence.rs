@@ -8,13 +8,13 @@
 //!
 //! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on until
 //! it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a thread is in the
-//! way of its own VM only, and the VM's state file lists the threads that work for it (`ballast_pager::threads`). A thread
+//! way of its own VM only, and the VM's state file lists the threads that work for it (`ballast_pager::vm::threads`). A thread
 //! that is on its way out ("exiting") has done its last call for any VM. What it left with io_uring the file store waits for.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
-use ballast_pager::state_file::StateFile;
+use ballast_pager::vm::state_file::StateFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};

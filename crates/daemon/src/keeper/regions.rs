@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
-use ballast_pager::state_file::{RegionRecord, StateFile};
+use ballast_pager::vm::state_file::{RegionRecord, StateFile};
 use ballast_store::{Budget, FileOptions, FileStore, RamOptions, RamStore};
 use ballast_sys::direct;
 use ballast_sys::memfd::{self, FileId};

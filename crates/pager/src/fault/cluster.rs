@@ -20,7 +20,7 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 
 use super::far_run::{far_pages, is_in_ram_store};
 use super::prefetch_queue::WINDOW;
-use crate::region::Region;
+use crate::vm::region::Region;
 
 /// Share of a window's far pages that must be wanted soon for prefetch to pay: bringing one back in a run costs about a
 /// quarter of a fault.

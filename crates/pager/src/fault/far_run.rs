@@ -10,12 +10,12 @@ use std::ops::Range;
 use ballast_base::PageIdx;
 use ballast_store::PageBytes;
 
-use crate::page::copies::is_in_file;
-use crate::page::fault::restore_run;
-use crate::page_state::State;
-use crate::region::Region;
-use crate::view::RegionView;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::view::RegionView;
+use ballast_page::copies::is_in_file;
+use ballast_page::fault::restore_run;
+use ballast_page::page_state::State;
 
 /// Is a page far, in RAM, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth its time.
 pub(crate) fn is_in_ram_store(region: &Region, page: PageIdx) -> bool {

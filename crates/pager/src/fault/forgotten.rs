@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use ballast_sys::Uffd;
 
-use crate::view::View;
 use crate::vm::Vm;
+use crate::vm::view::View;
 
 /// How often a worker checks.
 const EVERY: Duration = Duration::from_secs(1);

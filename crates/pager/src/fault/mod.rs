@@ -18,6 +18,3 @@ pub(crate) mod stages;
 pub(crate) mod stall;
 pub mod throttle;
 pub mod worker;
-
-pub use crate::page::fault::{restore_run, serve};
-pub use crate::page::outcome::Served;

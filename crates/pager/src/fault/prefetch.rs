@@ -14,9 +14,9 @@ use ballast_store::PageBytes;
 use super::busy::Busy;
 use super::far_run::restore_next_run;
 use super::prefetch_queue::Request;
-use crate::region::Region;
-use crate::view::View;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::view::View;
 
 /// Pages that come back as one: what a fault on one of them waits for, some 8 us.
 const RUN: usize = 8;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ballast_base::{Bytes, MIB};
 
 use super::busy::Busy;
-use crate::view::View;
+use crate::vm::view::View;
 
 /// Pages of a window: 64 KiB.
 pub const WINDOW: u64 = 16;

@@ -12,13 +12,13 @@ use ballast_base::{PAGE_SIZE, PageIdx};
 
 use super::stages::Times;
 use super::stall::PendingFault;
-use crate::memory::Mapped;
-use crate::page::fault::serve;
-use crate::page::outcome::{Outcome, Served};
-use crate::region::Region;
-use crate::stores::StoreOf;
-use crate::view::{RegionView, View};
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::view::{RegionView, View};
+use ballast_page::copies::StoreOf;
+use ballast_page::fault::serve;
+use ballast_page::memory::Mapped;
+use ballast_page::outcome::{Outcome, Served};
 
 /// Serve a fault on a granule of this region with these stores, and book it: see [`settle`].
 pub(crate) fn resolve(

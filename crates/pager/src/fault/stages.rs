@@ -16,10 +16,10 @@ use ballast_base::PageIdx;
 use ballast_store::{PageBytes, Store};
 use ballast_sys::uffd::FillOutcome;
 
-use crate::memory::Mapped;
-use crate::page_state::Word;
-use crate::stats::{Stage, Stats};
-use crate::stores::StoreOf;
+use crate::vm::stats::{Stage, Stats};
+use ballast_page::copies::StoreOf;
+use ballast_page::memory::Mapped;
+use ballast_page::page_state::Word;
 
 /// One restore in this many is timed: reading the clock takes longer than counting.
 const EVERY: u32 = 8;
@@ -130,8 +130,8 @@ impl<M: Mapped> Mapped for TimedMemory<'_, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state_file::StateFile;
-    use crate::stores::AwayStore;
+    use crate::tier::stores::AwayStore;
+    use crate::vm::state_file::StateFile;
     use ballast_base::wire::VmId;
 
     struct Anywhere;

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use ballast_sys::uffd::Fault;
 
-use crate::stats::{Counter, Stats};
+use crate::vm::stats::{Counter, Stats};
 
 /// A fault that was read and is not served yet.
 #[derive(Clone, Copy, Debug)]

@@ -24,12 +24,12 @@ use super::readahead::{self, Readahead};
 use super::resolve::{resolve, settle, target};
 use super::stages::Sampler;
 use super::stall::PendingFault;
-use crate::page::outcome::Served;
-use crate::region::Region;
-use crate::stats::Counter;
-use crate::touch::{self, Touch, touched};
-use crate::view::View;
+use crate::scan::touch::{self, Touch, touched};
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+use ballast_page::outcome::Served;
 
 /// How long a worker sleeps at most before it checks whether the VM is being stopped.
 pub(crate) const NAP: Duration = Duration::from_millis(100);

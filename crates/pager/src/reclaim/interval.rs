@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::state_file::PAGES_PER_CHUNK;
+use crate::vm::state_file::PAGES_PER_CHUNK;
 
 const STEP_MS: u64 = 256;
 /// A page that was away for longer is counted with what is left after this was taken off, as often as need be.

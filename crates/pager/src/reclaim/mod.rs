@@ -9,5 +9,3 @@ pub(crate) mod kept;
 pub mod pinned;
 pub mod refault;
 pub mod worker;
-
-pub use worker::{margin, run};

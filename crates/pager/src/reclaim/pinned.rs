@@ -19,8 +19,8 @@ use ballast_heat::PageMap;
 use ballast_store::PageBytes;
 use ballast_sys::pins::{Pin, PinCheck};
 
-use crate::memory::{Backing, Holds, Punched};
-use crate::region::Region;
+use crate::vm::region::Region;
+use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 
 /// How often pinned pages are looked at again, and how many at a time: 16,384 cost 3 ms.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
@@ -157,7 +157,7 @@ impl Backing for Asked<'_> {
         })
     }
 
-    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
         self.region.read(first, out)
     }
 

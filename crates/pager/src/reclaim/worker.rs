@@ -33,17 +33,17 @@ use ballast_heat::{ColdRun, HeatSource, Pick};
 use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
-use crate::away;
-use crate::evict::{LockedFrom, To, evict, quarantine, release};
-use crate::page_state::{State, Ticket, Word};
-use crate::pinned::Asked;
-use crate::recent::{Guess, Returned};
-use crate::region::Region;
-use crate::state_file::StateError;
-use crate::stats::Counter;
-use crate::stores::RAM_STORE;
-use crate::table::Table;
+use crate::reclaim::interval;
+use crate::reclaim::pinned::Asked;
+use crate::reclaim::refault::{Guess, Returned};
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::state_file::StateError;
+use crate::vm::stats::Counter;
+use crate::vm::table::Table;
+use ballast_page::copies::RAM_STORE;
+use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
+use ballast_page::page_state::{State, Ticket, Word};
 
 /// Pause between rounds with nothing to do, in the background, and when over the limit with nothing ready.
 const IDLE: Duration = Duration::from_millis(200);
@@ -322,7 +322,7 @@ impl Lane<'_> {
             let Some(Due { ticket, guess, region, first, count }) = self.due(over_limit, now) else { break };
             let run = (first, count);
             let granule_of = |page| region.granule(page);
-            let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: away::stamp() };
+            let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: interval::stamp() };
             let from = if over_limit && self.insists { LockedFrom::Copy } else { LockedFrom::Punch };
             region.departures().go(first.0..first.0 + count);
             let check = self.check.clone();

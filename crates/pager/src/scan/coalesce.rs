@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use ballast_base::{HUGE_SIZE, Hva, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_sys::remote::{Collapsed, is_unit_aligned};
 
-use crate::page_state::State;
-use crate::region::Region;
-use crate::stats::Counter;
-use crate::units::pages_of;
-use crate::view::View;
+use crate::scan::units::pages_of;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+use ballast_page::page_state::State;
 
 /// Time spent on collapsing, at most: 1 part in this many.
 const SHARE: u32 = 20;

@@ -17,11 +17,11 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_heat::source::{Ability, BLOCK, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
-use crate::region::Region;
-use crate::state_file::PAGES_PER_CHUNK;
-use crate::stats::Counter;
-use crate::view::RegionView;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::state_file::PAGES_PER_CHUNK;
+use crate::vm::stats::Counter;
+use crate::vm::view::RegionView;
 
 /// What a touch of a protected page costs the thread that touches: a fault that the kernel resolves, and for a vCPU an
 /// exit. It cannot be seen from outside, so this is an estimate; nobody measured it on hardware with such a kernel.

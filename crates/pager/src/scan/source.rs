@@ -24,8 +24,8 @@ use rustix::time::{ClockId, clock_gettime};
 use super::rwp::{self, Run, RwpScan};
 use super::touches::{FINE_UNITS, KeepRegistered};
 use super::zap::{self, Watched, ZapScan};
-use crate::region::{Region, Registered};
 use crate::vm::Vm;
+use crate::vm::region::{Region, Registered};
 
 /// See above.
 #[derive(Debug)]

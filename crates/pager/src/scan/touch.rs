@@ -11,14 +11,14 @@ use ballast_heat::source::BLOCK;
 use ballast_sys::remote::Collapsed;
 use ballast_sys::uffd::FaultKind;
 
-use crate::coalesce::unit_addr;
 use crate::fault::stall::PendingFault;
-use crate::page_state::State;
-use crate::region::Region;
-use crate::unit::Mapping;
-use crate::units::UnitState;
-use crate::view::{RegionView, View};
+use crate::scan::coalesce::unit_addr;
+use crate::scan::units::UnitState;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::view::{RegionView, View};
+use ballast_page::page_state::State;
+use ballast_page::unit::Mapping;
 
 /// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us. So which
 /// of these blocks were touched costs no more to know.

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_heat::source::BLOCK;
 
-use crate::unit::{Stage, Unit};
+use ballast_page::unit::{Stage, Unit};
 
 /// It was once seen mapped huge: worth mapping huge again.
 const HUGE: u8 = 1;

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use ballast_heat::AccessSource;
 
 use super::source::Scans;
-use crate::table::Table;
 use crate::vm::Vm;
+use crate::vm::table::Table;
 
 /// How often a cycle that runs is asked whether it still may.
 const LOOK: Duration = Duration::from_millis(20);

@@ -23,14 +23,14 @@ use ballast_base::{HUGE_SIZE, PageIdx};
 use ballast_heat::source::{Ability, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
-use crate::coalesce::is_resident;
-use crate::memory::Mapped;
-use crate::page_state::State;
-use crate::region::Region;
-use crate::touch::{map_huge, map_resident};
-use crate::unit::{Mapping, Stage};
-use crate::units::UnitState;
+use crate::scan::coalesce::is_resident;
+use crate::scan::touch::{map_huge, map_resident};
+use crate::scan::units::UnitState;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use ballast_page::memory::Mapped;
+use ballast_page::page_state::State;
+use ballast_page::unit::{Mapping, Stage};
 
 /// Units mapped huge by one call at the end of a cycle: faults on them are put aside for some 100 us.
 const RUN: usize = 32;

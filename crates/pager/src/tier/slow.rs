@@ -10,10 +10,10 @@ use std::time::Duration;
 use crate::fault::resolve::{resolve, target};
 use crate::fault::stages::Times;
 use crate::fault::stall::PendingFault;
-use crate::page::outcome::Served;
-use crate::stats::Counter;
-use crate::view::View;
 use crate::vm::Vm;
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+use ballast_page::outcome::Served;
 
 /// Reads of one VM that are under way at a time.
 pub const WORKERS: usize = 4;

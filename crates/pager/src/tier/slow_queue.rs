@@ -8,8 +8,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use crate::fault::stall::PendingFault;
-use crate::stats::Stats;
-use crate::view::View;
+use crate::vm::stats::Stats;
+use crate::vm::view::View;
 
 /// How long a worker sleeps at most before it checks whether the VM is being stopped.
 const NAP: Duration = Duration::from_millis(100);

@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::{GetOutcome, PageBytes, PutOutcome, Store};
 
-use crate::page_state::{State, Word};
-use crate::region::Region;
-use crate::shift;
-use crate::stats::Counter;
-use crate::stores::{FILE_STORE, RAM_STORE};
 use crate::tier::spill_request::SpillRequest;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use ballast_page::copies::{FILE_STORE, RAM_STORE};
+use ballast_page::page_state::{State, Word};
+use ballast_page::shift;
 
 /// Pages written as one extent, if they are neighbours: 2 MiB.
 const RUN: usize = 512;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
-pub use crate::page::copies::{FILE_STORE, RAM_STORE, StoreOf, free_copies, is_in_file, live_handle};
-use crate::page_state::Word;
+use ballast_page::copies::{FILE_STORE, RAM_STORE, StoreOf};
+use ballast_page::page_state::Word;
 
 /// The stores of one VM.
 #[derive(Clone, Debug)]

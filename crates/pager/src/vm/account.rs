@@ -10,9 +10,9 @@ use std::sync::atomic::Ordering;
 use ballast_base::{Bytes, PageCount, PageIdx};
 
 use super::Vm;
-use crate::page_state::State;
-use crate::region::Region;
-use crate::stats::Counter;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use ballast_page::page_state::State;
 
 impl Vm {
     /// How many pages may come in that will most likely be touched next: half of what faults may bring in, because others fault,

@@ -12,7 +12,7 @@ use ballast_sys::scm;
 
 use super::Vm;
 use crate::fault::worker::{NAP, sleep_until_readable};
-use crate::view::View;
+use crate::vm::view::View;
 
 /// Listen to the client until it or the engine is gone.
 pub(super) fn run(vm: &Vm, view: &Arc<View>) {

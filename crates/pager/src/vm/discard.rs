@@ -11,11 +11,11 @@ use ballast_base::{Hva, PAGE_SIZE, PageIdx};
 use ballast_sys::uffd::FillOutcome;
 
 use super::Vm;
-use crate::evict::discard;
-use crate::memory::Mapped;
-use crate::region::Region;
-use crate::stats::Counter;
-use crate::view::View;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+use ballast_page::evict::discard;
+use ballast_page::memory::Mapped;
 
 impl Vm {
     /// The VMM frees these ranges: drop far copies and memory. Addresses are those of `view`; ranges outside the VM's

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use super::Vm;
 use crate::fault::prefetch;
+use crate::reclaim::worker as reclaim;
+use crate::scan::coalesce;
 use crate::scan::worker as track;
 use crate::tier::{slow, spill};
-use crate::view::View;
-use crate::{coalesce, reclaim};
+use crate::vm::view::View;
 
 /// Nice value of fault lanes. A guest thread waits for one, and it runs for microseconds: it goes before all that
 /// computes. No lane goes after it: each holds locks of pages now and then that a fault may want. Not -20: the kernel
@@ -144,9 +145,9 @@ fn short(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state_file::StateFile;
-    use crate::stores::Stores;
+    use crate::tier::stores::Stores;
     use crate::vm::Tuning;
+    use crate::vm::state_file::StateFile;
     use ballast_base::Bytes;
     use ballast_base::wire::VmId;
     use ballast_store::{Budget, RamOptions, RamStore};

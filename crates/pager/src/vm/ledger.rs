@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use ballast_base::PageIdx;
 
 use super::Vm;
-use crate::away;
-use crate::evict::{Discarded, Evicted};
-use crate::page::outcome::{Move, Outcome, Served};
-use crate::page_state::State;
-use crate::region::Region;
-use crate::stats::{Counter, Latency};
+use crate::reclaim::interval;
+use crate::vm::region::Region;
+use crate::vm::stats::{Counter, Latency};
+use ballast_page::evict::{Discarded, Evicted};
+use ballast_page::outcome::{Move, Outcome, Served};
+use ballast_page::page_state::State;
 
 /// The gauge that counts pages in this state.
 fn gauge(state: State) -> Option<Counter> {
@@ -121,13 +121,13 @@ impl Ledger<'_> {
 
     /// Neighbouring granules were restored, from `first` on. Returns how long they had been away, all together.
     fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
-        let (now_ms, mut away_ms, mut back_milli_hz) = (away::now_ms(), 0, 0);
+        let (now_ms, mut away_ms, mut back_milli_hz) = (interval::now_ms(), 0, 0);
         for (at, moved) in moves.iter().enumerate() {
             let page = PageIdx(first.0 + at as u64 * region.granule_pages());
             let this_ms = region.departures().away_ms(page.0, moved.from.age(), now_ms);
             self.vm.recent.push((region.number, page), this_ms);
             away_ms += this_ms;
-            back_milli_hz += away::milli_hz(this_ms);
+            back_milli_hz += interval::milli_hz(this_ms);
         }
         self.vm.stats().add(Counter::AwayMs, away_ms);
         self.vm.stats().add(Counter::BackMilliHz, back_milli_hz);

@@ -18,18 +18,18 @@ use ballast_base::{Bytes, PageCount};
 use ballast_heat::VmHeat;
 
 use crate::fault::prefetch_queue::PrefetchQueue;
-use crate::gate::Gate;
-use crate::page_state::Ticket;
-use crate::pinned::{Pinned, Pins};
-use crate::recent::Recent;
-use crate::region::Region;
+use crate::fault::throttle::Gate;
+use crate::reclaim::pinned::{Pinned, Pins};
+use crate::reclaim::refault::Recent;
 use crate::scan::touches::Touches;
-use crate::state_file::{StateError, StateFile};
-use crate::stats::{Pressure, Stats};
-use crate::stores::Stores;
 use crate::tier::slow_queue::SlowQueue;
 use crate::tier::spill_request::SpillRequest;
-use crate::view::View;
+use crate::tier::stores::Stores;
+use crate::vm::region::Region;
+use crate::vm::state_file::{StateError, StateFile};
+use crate::vm::stats::{Pressure, Stats};
+use crate::vm::view::View;
+use ballast_page::page_state::Ticket;
 
 mod account;
 mod client;

@@ -24,15 +24,14 @@ use std::io;
 
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::Handle;
-use ballast_sys::memfd;
 
-use crate::evict::is_zero;
-use crate::memory::Backing;
-use crate::page_state::{State, Word};
-use crate::region::Region;
-use crate::state_file::{StateError, StateFile};
-use crate::stats::{Counter, Stats};
-use crate::stores::{is_in_file, live_handle};
+use crate::vm::region::Region;
+use crate::vm::state_file::{StateError, StateFile};
+use crate::vm::stats::{Counter, Stats};
+use ballast_base::store::is_zero;
+use ballast_page::copies::{is_in_file, live_handle};
+use ballast_page::memory::{Backing, ReadOutcome};
+use ballast_page::page_state::{State, Word};
 
 /// What recovery found.
 #[derive(Debug, Default)]
@@ -43,7 +42,7 @@ pub struct Recovered {
     pub live_in_file: Vec<Handle>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
-    /// Pages that are Far and whose file holds zeros in their place (see [`crate::memory::Punched`]), or memory that failed:
+    /// Pages that are Far and whose file holds zeros in their place (see [`ballast_page::memory::Punched`]), or memory that failed:
     /// region and page.
     pub zeroed: Vec<(u32, PageIdx)>,
 }
@@ -66,10 +65,10 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 let mut zeroed = false;
                 let holds_zeros = || -> io::Result<bool> {
                     let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
-                    zeroed = match region.read(page, &mut bytes) {
+                    zeroed = match region.read(page, &mut bytes)? {
                         // The copy was complete before the word was locked as Far, and nobody has had the page mapped since.
-                        Err(error) if memfd::is_memory_error(&error) => true,
-                        read => read.map(|()| bytes.iter().all(is_zero))?,
+                        ReadOutcome::Failed => true,
+                        ReadOutcome::Done => bytes.iter().all(is_zero),
                     };
                     Ok(zeroed)
                 };
@@ -127,8 +126,8 @@ fn mend(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page_state::Ticket;
-    use crate::stores::FILE_STORE;
+    use ballast_page::copies::FILE_STORE;
+    use ballast_page::page_state::Ticket;
 
     #[test]
     fn every_word_an_engine_can_leave_behind_is_mended_as_the_table_says() {

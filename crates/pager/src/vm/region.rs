@@ -12,20 +12,20 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
+use ballast_base::store::is_zero;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
 
-use crate::away::Departures;
-use crate::evict::is_zero;
-use crate::granule::Granule;
-use crate::memory::{Backing, Holds, Punched, punch_until_gone};
-use crate::page_state::Word;
-use crate::shard::Stripes;
-use crate::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
-use crate::units::Units;
+use crate::reclaim::interval::Departures;
+use crate::scan::units::Units;
+use crate::vm::shard::Stripes;
+use crate::vm::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
+use ballast_page::granule::Granule;
+use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome, punch_until_gone};
+use ballast_page::page_state::Word;
 
 const HUGE: u64 = HUGE_SIZE as u64;
 
@@ -306,8 +306,12 @@ fn invalid(what: String) -> io::Error {
 }
 
 impl Backing for Region {
-    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
-        memfd::read_exact_at(&self.file, self.file_offset.0 + first.offset(), out.as_flattened_mut())
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
+        match memfd::read_exact_at(&self.file, self.file_offset.0 + first.offset(), out.as_flattened_mut()) {
+            Ok(()) => Ok(ReadOutcome::Done),
+            Err(error) if memfd::is_memory_error(&error) => Ok(ReadOutcome::Failed),
+            Err(error) => Err(error),
+        }
     }
 
     fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
@@ -323,9 +327,8 @@ impl Backing for Region {
         }
         let mut bytes = [[0; PAGE_SIZE]];
         for page in first.0..first.0 + count {
-            match self.read(PageIdx(page), &mut bytes) {
-                Err(error) if memfd::is_memory_error(&error) => return Ok(Holds::Failed),
-                read => read?,
+            if self.read(PageIdx(page), &mut bytes)? == ReadOutcome::Failed {
+                return Ok(Holds::Failed);
             }
             if !is_zero(&bytes[0]) {
                 return Ok(Holds::Bytes);

@@ -11,12 +11,12 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
-use crate::evict::punch_left;
-use crate::page::fault::serve;
-use crate::page::outcome::Served;
-use crate::page_state::{State, Word};
-use crate::region::Region;
-use crate::view::View;
+use crate::vm::region::Region;
+use crate::vm::view::View;
+use ballast_page::evict::punch_left;
+use ballast_page::fault::serve;
+use ballast_page::outcome::Served;
+use ballast_page::page_state::{State, Word};
 
 /// Pages that are brought back before whoever adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;

@@ -16,7 +16,7 @@ use std::ops::Range;
 use ballast_base::{PageCount, PageIdx};
 use ballast_sys::Uffd;
 
-use crate::state_file::PAGES_PER_CHUNK;
+use crate::vm::state_file::PAGES_PER_CHUNK;
 
 /// Stripes of a region at most. The kernel keeps neighbours that are registered with different userfaultfds as mappings
 /// of their own, of which a process may have 65530: 32 regions of so many stripes make half of them.
@@ -80,7 +80,7 @@ impl Shards {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use ballast_base::{GIB, MIB, PAGES_PER_UNIT};

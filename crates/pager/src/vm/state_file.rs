@@ -25,7 +25,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::{Mapping, memfd::create};
 
-use crate::threads;
+use crate::vm::threads;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// Layout 1: first release.
@@ -106,7 +106,7 @@ pub enum StateError {
 pub struct StateFile {
     fd: OwnedFd,
     header: Mapping,
-    /// The engine that opened it, if this is one ([`crate::threads`]).
+    /// The engine that opened it, if this is one ([`crate::vm::threads`]).
     tag: AtomicU64,
 }
 
@@ -345,7 +345,7 @@ impl StateFile {
         Ok(ranges)
     }
 
-    /// The list of [`crate::threads`].
+    /// The list of [`crate::vm::threads`].
     pub(crate) fn thread_words(&self) -> &[AtomicU64] {
         self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8)
     }
@@ -360,12 +360,12 @@ impl StateFile {
         self.tag.load(Ordering::Acquire)
     }
 
-    /// The counters of [`crate::stats`].
+    /// The counters of [`crate::vm::stats`].
     pub fn counters(&self) -> &[AtomicU64] {
         self.header.words(COUNTERS_OFFSET, COUNTERS)
     }
 
-    /// The histograms of [`crate::stats`].
+    /// The histograms of [`crate::vm::stats`].
     pub fn histograms(&self) -> &[AtomicU64] {
         self.header.words(HISTOGRAMS_OFFSET, HISTOGRAM_WORDS)
     }
@@ -390,7 +390,7 @@ impl RegionTable {
         self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
     }
 
-    /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::region::Registered`]).
+    /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::vm::region::Registered`]).
     pub fn chunk_flags(&self) -> &[AtomicU8] {
         self.mapping.bytes(0, chunks(self.pages) as usize)
     }

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use ballast_base::PageIdx;
 use ballast_heat::Pages;
 
-use crate::page_state::{State, Word};
-use crate::region::Region;
-use crate::view::View;
 use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::view::View;
+use ballast_page::page_state::{State, Word};
 
 /// The VM's pages as heat sees them.
 pub(crate) struct Table<'a> {

@@ -9,7 +9,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use crate::state_file::StateFile;
+use crate::vm::state_file::StateFile;
 
 /// Words of the list: whose it is, whom a keeper has killed, whether there was no room for a thread; then thread ids,
 /// zero where there is none.

@@ -19,10 +19,10 @@ use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
 
 use crate::fault::stall::Stall;
-use crate::kept::Kept;
-use crate::memory::Mapped;
-use crate::region::{Region, Registered};
-use crate::shard::{Shards, Stripes};
+use crate::reclaim::kept::Kept;
+use crate::vm::region::{Region, Registered};
+use crate::vm::shard::{Shards, Stripes};
+use ballast_page::memory::Mapped;
 
 /// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
 const ZAP_TIMEOUT: Duration = Duration::from_secs(5);

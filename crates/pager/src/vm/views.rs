@@ -15,14 +15,14 @@ use ballast_heat::UnitId;
 
 use super::lanes::Serves;
 use super::{Vm, client};
-use crate::coalesce;
-use crate::evict::Run;
 use crate::fault::worker;
-use crate::page_state::{State, Word};
-use crate::region::{Region, Registered};
+use crate::scan::coalesce;
 use crate::scan::touches::KeepRegistered;
-use crate::stats::Counter;
-use crate::view::View;
+use crate::vm::region::{Region, Registered};
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+use ballast_page::evict::Run;
+use ballast_page::page_state::{State, Word};
 
 impl Vm {
     /// Serve one more process that maps this VM's RAM.

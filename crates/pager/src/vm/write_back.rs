@@ -18,11 +18,11 @@ use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, scm};
 
 use super::Vm;
-use crate::page_state::State;
-use crate::region::{Region, Registered};
-use crate::shard::Shards;
-use crate::state_file::PAGES_PER_CHUNK;
-use crate::view::View;
+use crate::vm::region::{Region, Registered};
+use crate::vm::shard::Shards;
+use crate::vm::state_file::PAGES_PER_CHUNK;
+use crate::vm::view::View;
+use ballast_page::page_state::State;
 
 /// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full.
 const PAUSE: Duration = Duration::from_millis(1);

@@ -1,6 +1,5 @@
 //! A VM without a VMM: guest RAM, a userfaultfd and a client thread in this process, everything real but the guest.
 
-#![cfg(not(loom))]
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,13 +12,13 @@ use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId}
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::{missing, skip};
-use ballast_pager::pinned::Pins;
-use ballast_pager::shard::Shards;
-use ballast_pager::state_file::StateFile;
-use ballast_pager::stats::Counter;
-use ballast_pager::stores::Stores;
-use ballast_pager::track::Track;
-use ballast_pager::view::View;
+use ballast_pager::reclaim::pinned::Pins;
+use ballast_pager::tier::stores::Stores;
+use ballast_pager::vm::shard::Shards;
+use ballast_pager::vm::state_file::StateFile;
+use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::tuning::Track;
+use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Tuning, Vm};
 use ballast_store::{
     Budget, Faults, FaultyStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store,
@@ -337,7 +336,7 @@ impl Rig {
         self.reports.lock().expect("report").iter().any(|(reported, _)| reported == kind)
     }
 
-    pub fn state_of(&self, page: u64) -> ballast_pager::page_state::State {
+    pub fn state_of(&self, page: u64) -> ballast_page::page_state::State {
         self.vm.region(0).expect("region").word(PageIdx(page)).state()
     }
 }

@@ -8,8 +8,8 @@ use std::collections::{HashMap, VecDeque};
 
 use ballast_base::wire::VmId;
 use ballast_base::{GIB, PAGE_SIZE, PageCount};
-use ballast_pager::stats::Counter;
 use ballast_pager::vm::Vm;
+use ballast_pager::vm::stats::Counter;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
 
 use super::{kernel_stall, words};

@@ -14,9 +14,9 @@
 //! - on the way back, and in a discard: the file, then the word says Resident (locked), then the other words, then the
 //!   unlock. A word that says Resident makes the others mean nothing, whatever they hold.
 
-use ballast_store::PageBytes;
+use ballast_base::store::PageBytes;
 
-use super::copies::is_in_file;
+use crate::copies::is_in_file;
 use crate::page_state::{Cell, State, Word};
 use crate::sync::AtomicU64;
 
@@ -55,7 +55,7 @@ impl<'a> Granule<'a> {
     }
 
     /// The words of the pages after the first.
-    pub(crate) fn rest(self) -> impl Iterator<Item = Word> {
+    pub fn rest(self) -> impl Iterator<Item = Word> {
         self.rest.iter().map(|word| Cell::new(word).load())
     }
 
@@ -65,19 +65,19 @@ impl<'a> Granule<'a> {
     }
 
     /// Write the word of page `index`, not the first. The caller holds the lock.
-    pub(crate) fn set_word_of(self, index: usize, word: Word) {
+    pub fn set_word_of(self, index: usize, word: Word) {
         Cell::new(&self.rest[index - 1]).reset(word);
     }
 
     /// Write them. The caller holds the lock.
-    pub(crate) fn set_rest(self, words: &[Word]) {
+    pub fn set_rest(self, words: &[Word]) {
         for (cell, word) in self.rest.iter().zip(words) {
             Cell::new(cell).reset(*word);
         }
     }
 
     /// Forget them; answers what they were. The caller holds the lock, and the granule's word says Resident or Poisoned.
-    pub(crate) fn take_rest(self) -> Vec<Word> {
+    pub fn take_rest(self) -> Vec<Word> {
         let words = self.rest().collect();
         for cell in self.rest {
             let cell = Cell::new(cell);
@@ -91,7 +91,7 @@ impl<'a> Granule<'a> {
 
     /// Lend a buffer for the bytes of all its pages.
     #[cfg(not(loom))]
-    pub(crate) fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
+    pub fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         use std::cell::RefCell;
         thread_local! {
             // 2 MiB for each thread that ever restored a huge page, kept: fresh memory costs more than the copy.
@@ -108,7 +108,7 @@ impl<'a> Granule<'a> {
 
     /// The model checker runs all threads on one.
     #[cfg(loom)]
-    pub(crate) fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
+    pub fn with_buffer<R>(self, body: impl FnOnce(&mut [PageBytes]) -> R) -> R {
         body(&mut vec![[0; _]; self.pages() as usize])
     }
 }

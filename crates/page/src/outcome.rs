@@ -5,7 +5,7 @@
 
 use std::io;
 
-use super::page_state::{State, Word};
+use crate::page_state::{State, Word};
 
 /// The word that a granule had when it was locked, and the one that it was left with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,13 +10,13 @@
 use std::io::{self, ErrorKind};
 
 use ballast_base::PageIdx;
-use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
-use ballast_sys::uffd::{FaultKind, FillOutcome};
+use ballast_base::fill::{FaultKind, FillOutcome};
+use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
 
-use super::copies::{StoreOf, free_copies};
-use super::outcome::{Move, Outcome, Served};
+use crate::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Mapped};
+use crate::outcome::{Move, Outcome, Served};
 use crate::page_state::{Cell, Locked, State, Word};
 
 /// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` is what heat makes of the

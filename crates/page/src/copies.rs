@@ -5,7 +5,7 @@
 //! Promise: a word names a store by its number alone. A number that is not known resolves to nothing, and the page waits.
 
 use ballast_base::PageIdx;
-use ballast_store::{Handle, PageKey, Store};
+use ballast_base::store::{Handle, PageKey, Store};
 
 use crate::page_state::{State, Word};
 

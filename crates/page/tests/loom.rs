@@ -1,6 +1,6 @@
 //! The page's life, model-checked: the very functions of `fault` and `evict`, on loom's atomics, over a modelled kernel.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" cargo test -p ballast-pager --test loom --release`. Each test explores every
+//! Run with `RUSTFLAGS="--cfg loom" cargo test -p ballast-page --test loom --release`. Each test explores every
 //! interleaving of its threads up to three forced pre-emptions (which is where published concurrency bugs live).
 //! The claim of each: the guest never reads anything but what it last wrote, or zeros if it discarded the page since.
 #![cfg(loom)]
@@ -12,17 +12,17 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine};
-use ballast_pager::granule::Granule;
-use ballast_pager::memory::{Backing, Holds, Mapped, Punched};
-use ballast_pager::page::fault::{restore_run, serve};
-use ballast_pager::page::outcome::Served;
-use ballast_pager::page_state::{Cell, State, Ticket, Word};
-use ballast_pager::shift::commit;
-use ballast_pager::stores::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
-use ballast_pager::sync::AtomicU64;
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
-use ballast_sys::uffd::{FaultKind, FillOutcome};
+use ballast_base::fill::{FaultKind, FillOutcome};
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_page::copies::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
+use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine};
+use ballast_page::fault::{restore_run, serve};
+use ballast_page::granule::Granule;
+use ballast_page::memory::{Backing, Holds, Mapped, Punched, ReadOutcome};
+use ballast_page::outcome::Served;
+use ballast_page::page_state::{Cell, State, Ticket, Word};
+use ballast_page::shift::commit;
+use ballast_page::sync::AtomicU64;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -79,14 +79,14 @@ impl Backing for World {
     fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
         if self.kernel.lock().unwrap().pins > 0 { granules.to_vec() } else { Vec::new() }
     }
-    fn read(&self, _: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+    fn read(&self, _: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
         assert_eq!(out.len(), 1, "page by page, so that a guest can write between them");
         let kernel = self.kernel.lock().unwrap();
         if kernel.failed {
-            return Err(rustix::io::Errno::IO.into());
+            return Ok(ReadOutcome::Failed);
         }
         out[0] = page_of(kernel.file.unwrap_or(0));
-        Ok(())
+        Ok(ReadOutcome::Done)
     }
     fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
         let kernel = self.kernel.lock().unwrap();

@@ -10,12 +10,11 @@
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store};
-use ballast_sys::memfd;
+use ballast_base::store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store, is_zero};
 
-use super::copies::{StoreOf, free_copies};
+use crate::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
-use crate::memory::{Backing, Holds, Punched};
+use crate::memory::{Backing, Holds, Punched, ReadOutcome};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
 
 /// A run of pages of one region, whole granules: first page and count.
@@ -229,21 +228,24 @@ fn copy_out<'a>(
         let adjacent = granules.take_while(|(claim, expected)| claim.page.0 == *expected).count() * size;
         let most = if copies.len() < singly_until { 1 } else { buffer.len() };
         let stretch = (adjacent - done).min(most);
-        if let Err(error) = backing.read(PageIdx(first.0 + done as u64), &mut buffer[..stretch]) {
-            if !memfd::is_memory_error(&error) {
+        match backing.read(PageIdx(first.0 + done as u64), &mut buffer[..stretch]) {
+            Ok(ReadOutcome::Done) => {}
+            Ok(ReadOutcome::Failed) => {
+                if stretch > 1 {
+                    singly_until = copies.len() + stretch;
+                    continue;
+                }
+                let kept = copies.len() - done;
+                free_copies(&to, PageKey { region, page: *first }, copies.drain(kept..));
+                copies.resize(kept + size, Word::INITIAL);
+                unreadable[kept / size] = true;
+                result.unreadable.push(*first);
+                continue;
+            }
+            Err(error) => {
                 result.failed = Some(error);
                 break;
             }
-            if stretch > 1 {
-                singly_until = copies.len() + stretch;
-                continue;
-            }
-            let kept = copies.len() - done;
-            free_copies(&to, PageKey { region, page: *first }, copies.drain(kept..));
-            copies.resize(kept + size, Word::INITIAL);
-            unreadable[kept / size] = true;
-            result.unreadable.push(*first);
-            continue;
         }
         for bytes in &buffer[..stretch] {
             let index = copies.len() / size;
@@ -353,8 +355,7 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
 
 /// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place, or
 /// memory that failed. If they will not go, whoever touches the page has them replaced.
-#[cfg_attr(loom, allow(dead_code, reason = "called by `vm`, which is not modelled"))]
-pub(crate) fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
+pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
     if word.state() == State::Far
         && !word.is_locked()
@@ -442,12 +443,6 @@ pub fn discard<'a>(
     Ok(done)
 }
 
-/// Is there nothing but zeros in it?
-pub(crate) fn is_zero(bytes: &PageBytes) -> bool {
-    // Compared in chunks the compiler turns into vector instructions.
-    bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::cell::RefCell;
@@ -455,18 +450,19 @@ mod tests {
 
     use ballast_base::Bytes;
     use ballast_store::NullStore;
-    use rustix::io::Errno;
 
     use super::*;
 
-    /// RAM whose third page cannot be read, for this reason.
-    struct Broken(Errno);
+    /// RAM whose third page cannot be read, for this reason; without one, because its memory failed.
+    struct Broken(Option<&'static str>);
 
     impl Backing for Broken {
-        fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+        fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
             out.fill([7; _]);
-            let pages = first.0..first.0 + out.len() as u64;
-            if pages.contains(&2) { Err(self.0.into()) } else { Ok(()) }
+            if !(first.0..first.0 + out.len() as u64).contains(&2) {
+                return Ok(ReadOutcome::Done);
+            }
+            self.0.map_or(Ok(ReadOutcome::Failed), |why| Err(io::Error::other(why)))
         }
 
         fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
@@ -490,11 +486,11 @@ mod tests {
     }
 
     impl Backing for Failing {
-        fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+        fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
             for (page, bytes) in self.file.borrow().iter().skip(first.0 as usize).zip(out) {
                 bytes.fill(page.unwrap_or(0));
             }
-            Ok(())
+            Ok(ReadOutcome::Done)
         }
 
         fn holds(&self, page: PageIdx, _: u64) -> io::Result<Holds> {
@@ -561,7 +557,7 @@ mod tests {
         }
     }
 
-    fn evicted_around(why: Errno, from: LockedFrom, at_a_time: usize) -> (Evicted, [State; 4], u64) {
+    fn evicted_around(why: Option<&'static str>, from: LockedFrom, at_a_time: usize) -> (Evicted, [State; 4], u64) {
         let ticket = Ticket::new(1, 1);
         let words: [AtomicU64; 4] = Default::default();
         let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
@@ -577,9 +573,9 @@ mod tests {
     #[test]
     fn pages_before_a_bad_one_are_evicted_and_counted_and_the_others_are_given_back() {
         for from in [LockedFrom::Punch, LockedFrom::Copy] {
-            let (done, states, held) = evicted_around(Errno::FBIG, from, 2);
+            let (done, states, held) = evicted_around(Some("a bad disk"), from, 2);
             assert_eq!((done.far, done.zero, done.aborted, done.refused, held), (2, 0, 0, 2, 2));
-            assert!(done.failed.is_some_and(|error| error.raw_os_error() == Some(Errno::FBIG.raw_os_error())));
+            assert!(done.failed.is_some_and(|error| error.to_string() == "a bad disk"));
             assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
         }
     }
@@ -587,7 +583,7 @@ mod tests {
     #[test]
     fn a_page_whose_memory_failed_stays_and_the_pages_around_it_go() {
         for (from, at_a_time) in [(LockedFrom::Punch, 4), (LockedFrom::Copy, 4), (LockedFrom::Copy, 1)] {
-            let (done, states, held) = evicted_around(Errno::IO, from, at_a_time);
+            let (done, states, held) = evicted_around(None, from, at_a_time);
             assert!(done.failed.is_none(), "{:?}", done.failed);
             assert_eq!((done.far, done.zero, done.aborted, done.refused, held), (3, 0, 0, 1, 3));
             assert_eq!(done.unreadable, [PageIdx(2)]);

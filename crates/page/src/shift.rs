@@ -5,7 +5,7 @@
 //! Threads: the spill lane; a fault or a discard that meets the lock waits for this one page, about a microsecond.
 //! Promise: at any instant one copy is complete and named by the word. A death leaks one copy, which `recover` sweeps.
 
-use ballast_store::{GetOutcome, PageBytes, PageKey, Store};
+use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
 
 use crate::granule::Granule;
 use crate::page_state::{State, Word};

@@ -42,7 +42,7 @@
 
 use std::fmt;
 
-use ballast_store::Handle;
+use ballast_base::store::Handle;
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -219,7 +219,7 @@ impl<'a> Cell<'a> {
     /// Overwrite the word. Only for `recover`, when no other lane of any engine runs, and for a [`Granule`]'s other words.
     ///
     /// [`Granule`]: crate::granule::Granule
-    pub(crate) fn reset(self, to: Word) {
+    pub fn reset(self, to: Word) {
         self.0.store(to.0, Ordering::Release);
     }
 }
@@ -243,7 +243,7 @@ impl Locked<'_> {
     }
 
     /// The same, and let everybody see it now, still locked.
-    pub(crate) fn publish(&mut self, to: Word) {
+    pub fn publish(&mut self, to: Word) {
         self.set(to);
         self.cell.0.store(self.word.locked().0, Ordering::Release);
     }

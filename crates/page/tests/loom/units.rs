@@ -5,17 +5,17 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_pager::evict::{LockedFrom, To, discard, evict, quarantine, release};
-use ballast_pager::granule::Granule;
-use ballast_pager::memory::{Backing, Holds, Mapped, Punched};
-use ballast_pager::page::fault::serve;
-use ballast_pager::page::outcome::Served;
-use ballast_pager::page_state::{Cell, State, Ticket, Word};
-use ballast_pager::stores::{RAM_STORE, StoreOf};
-use ballast_pager::sync::{AtomicU8, AtomicU64};
-use ballast_pager::unit::Unit;
-use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
-use ballast_sys::uffd::{FaultKind, FillOutcome};
+use ballast_base::fill::{FaultKind, FillOutcome};
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_page::copies::{RAM_STORE, StoreOf};
+use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine, release};
+use ballast_page::fault::serve;
+use ballast_page::granule::Granule;
+use ballast_page::memory::{Backing, Holds, Mapped, Punched, ReadOutcome};
+use ballast_page::outcome::Served;
+use ballast_page::page_state::{Cell, State, Ticket, Word};
+use ballast_page::sync::{AtomicU8, AtomicU64};
+use ballast_page::unit::Unit;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -75,10 +75,10 @@ impl StoreOf for Shelf {
 }
 
 impl Backing for World {
-    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()> {
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
         assert_eq!(out.len(), 1);
         out[0] = page_of(self.kernel.lock().unwrap().file[first.0 as usize].unwrap_or(0));
-        Ok(())
+        Ok(ReadOutcome::Done)
     }
     fn holds(&self, page: PageIdx, _: u64) -> io::Result<Holds> {
         Ok(match self.kernel.lock().unwrap().file[page.0 as usize] {

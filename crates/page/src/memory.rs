@@ -1,14 +1,14 @@
 //! What the pager asks of guest memory: a narrow face over the kernel, so that the model checker can stand in for it.
 //! A granule is named by its first page; how many pages it has, both sides know.
 //!
-//! Before: `fault` and `evict` decide. After: [`crate::view`] does it with userfaultfd and the region's file.
+//! Before: `fault` and `evict` decide. After: the view does it with userfaultfd and the region's file.
 //! Threads: any; whoever changes or judges a granule holds its lock. Promise: an outcome says what the file holds now.
 
 use std::io;
 
 use ballast_base::PageIdx;
-use ballast_store::PageBytes;
-use ballast_sys::uffd::FillOutcome;
+use ballast_base::fill::FillOutcome;
+use ballast_base::store::PageBytes;
 
 /// What punching came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +33,15 @@ pub enum Holds {
     Bytes,
 }
 
+/// What reading came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadOutcome {
+    /// The bytes are there.
+    Done,
+    /// Memory under some of the pages failed: they cannot be read, and what was read of the others does not count.
+    Failed,
+}
+
 /// The file that holds one region.
 pub trait Backing {
     /// Those of these granules that somebody beside the file holds, or may hold, in their order: a device, say, that writes to
@@ -44,7 +53,7 @@ pub trait Backing {
     }
 
     /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
-    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<()>;
+    fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome>;
 
     /// What is there of these pages, which are one granule?
     fn holds(&self, first: PageIdx, count: u64) -> io::Result<Holds>;
@@ -92,8 +101,7 @@ pub trait Mapped {
 ///
 /// # Errors
 /// The first `punch` failed. An error of a later one is none: by then the bytes may be zeros.
-#[cfg_attr(loom, allow(dead_code, reason = "called by `region`, which is not modelled"))]
-pub(crate) fn punch_until_gone(
+pub fn punch_until_gone(
     mut punch: impl FnMut() -> io::Result<()>,
     is_hole: impl Fn() -> io::Result<bool>,
 ) -> io::Result<Punched> {

@@ -1,0 +1,30 @@
+//! Faults on pages, and what filling or mapping a page came to.
+//!
+//! Before: userfaultfd reported a fault, or was asked to fill a hole. After: the moves of a page depend on it.
+//! Threads: any; plain values.
+
+/// What a fault found in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultKind {
+    /// A hole: the page was never touched, was discarded, or is far.
+    Missing,
+    /// The page is in the file but not mapped: it was zapped.
+    Minor,
+}
+
+/// What filling or mapping a page came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FillOutcome {
+    /// The page is in the file and mapped; its waiters were woken.
+    Done,
+    /// Somebody else was first. Nobody was woken: wake them.
+    AlreadyThere,
+    /// `CONTINUE` only: the file has a hole there.
+    NotInFile,
+    /// The address space is changing; ask again.
+    Retry,
+    /// The range is not registered (any more), or the process is gone.
+    Gone,
+    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. Nobody was woken.
+    Failed,
+}

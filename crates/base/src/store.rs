@@ -1,0 +1,157 @@
+//! What a store of far pages is: the trait, and the names of what it keeps.
+//!
+//! Before: the evict side hands over one page's bytes. After: the fault side asks for them back, once or more, and then frees
+//! the handle. The stores themselves are in the store crate.
+//! Threads: every method may be called from any thread at any time; a store never calls back.
+//! Units: one object is one base page of 4096 bytes.
+//! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
+
+use crate::{PAGE_SIZE, PageIdx};
+
+/// The bytes of one page.
+pub type PageBytes = [u8; PAGE_SIZE];
+
+/// Which page of which region an object belongs to. It seeds the checksum, so that a store that answers with another
+/// page's bytes is caught like one that answers with damaged bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageKey {
+    /// Number of the region inside its VM.
+    pub region: u32,
+    /// The page inside the region.
+    pub page: PageIdx,
+}
+
+/// Where a store put a page: 40 bits that mean something to that store alone. They travel in the page-state word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Handle(u64);
+
+impl Handle {
+    /// Bits a handle may use.
+    pub const BITS: u32 = 40;
+    /// The largest handle.
+    pub const MAX: u64 = (1 << Self::BITS) - 1;
+
+    /// A handle from its bits; `None` if they do not fit.
+    pub const fn new(bits: u64) -> Option<Self> {
+        if bits <= Self::MAX { Some(Self(bits)) } else { None }
+    }
+
+    /// The bits.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+}
+
+/// What a store says when it is given a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PutOutcome {
+    /// The page is complete in the store, and durable if the store is a durable one.
+    Stored(Handle),
+    /// The byte budget is used up. Nothing was kept.
+    Full,
+    /// The store cannot take it now (stalled device, lost connection). Nothing was kept; try later.
+    Busy,
+}
+
+/// What a store says when it is asked for a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GetOutcome {
+    /// The buffer holds the exact bytes; the checksum matched.
+    Found,
+    /// The store has no such object: lost for good.
+    Absent,
+    /// An object is there but its checksum does not match: lost for good.
+    Corrupt,
+    /// The store cannot answer now; ask again.
+    Busy,
+}
+
+/// Bytes and pages a store holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreUsage {
+    /// Objects stored, same-filled pages included.
+    pub pages: u64,
+    /// Memory or disk the store really occupies, in bytes.
+    pub bytes: u64,
+    /// The budget, in bytes.
+    pub budget_bytes: u64,
+}
+
+impl StoreUsage {
+    /// Is more than 15/16 of the budget used?
+    pub const fn is_short(self) -> bool {
+        self.bytes > self.budget_bytes - self.budget_bytes / 16
+    }
+}
+
+/// A place for far pages.
+///
+/// What the caller owes: a handle is freed once, under the key it was put under, and not while another call uses that
+/// handle. A caller that breaks this may lose that page (or one of the same key), never get another page's bytes.
+///
+/// What a store promises (and the store crate's conformance tests check):
+/// - `Found` means the exact bytes that were put under that handle *and key*.
+/// - A handle asked for under another key answers `Absent` or `Corrupt`. One exception is unavoidable: a store may keep
+///   a same-filled page in the handle itself, and then only a few bits of the handle can tell keys apart; about one
+///   wrong key in 128 answers `Found` with the bytes of that handle.
+/// - A freed handle answers `Absent` or `Corrupt`, or `Found` with bytes that were once put under that same key.
+/// - `Full` and `Busy` keep nothing, and do not disturb what is kept. After enough frees, `put` succeeds again.
+pub trait Store: Send + Sync + std::fmt::Debug {
+    /// Keep these bytes. When this returns `Stored`, the bytes can be got back even if this process dies.
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome;
+
+    /// Bring the bytes back into `out`. What `out` holds after anything but `Found` is unspecified.
+    /// Any 40-bit handle is safe to ask for; one that was never given out answers `Absent` or `Corrupt`.
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome;
+
+    /// Keep a run: `pages[i]` is the page `i` after `first`. Each page's outcome is appended, in order. A store on a
+    /// device writes up to 512 pages (2 MiB) as one extent if it can; what it answers for one page says nothing about
+    /// the next.
+    fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        for (page, bytes) in (first.page.0..).zip(pages) {
+            outcomes.push(self.put(PageKey { page: PageIdx(page), ..first }, bytes));
+        }
+    }
+
+    /// Bring a run back: `handles[i]` and `out[i]` belong to the page `i` after `first`. Each page's outcome is appended,
+    /// in order. Pages that were put as one extent are read as one.
+    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
+            outcomes.push(self.get(PageKey { page: PageIdx(page), ..first }, *handle, out));
+        }
+    }
+
+    /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
+    /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages suffers.)
+    fn free(&self, key: PageKey, handle: Handle);
+
+    /// Do work that was put off so that no fault waits for it, such as giving memory back. To be called now and then by
+    /// a thread that may wait; costs nothing when there is nothing to do.
+    fn tidy(&self) {}
+
+    /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
+    /// by moving it to another store.
+    fn takes_room(&self, _handle: Handle) -> bool {
+        true
+    }
+
+    /// Is more than 15/16 of the budget used? Asked often, so it must be cheap.
+    fn is_short(&self) -> bool {
+        let usage = self.usage();
+        usage.is_short()
+    }
+
+    /// Why the last put that was refused was refused, if this store can say more than `Full` and `Busy`.
+    fn last_refusal(&self) -> Option<String> {
+        None
+    }
+
+    /// What the store holds now; what was emptied counts until [`Store::tidy`] gives it back. Reads counters: never waits.
+    fn usage(&self) -> StoreUsage;
+}
+
+/// Is there nothing but zeros in it?
+pub fn is_zero(bytes: &PageBytes) -> bool {
+    // Compared in chunks the compiler turns into vector instructions.
+    bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
+}
