@@ -2,10 +2,10 @@
  *
  * Guest RAM must be mapped MAP_SHARED from a memfd, or a file in a tmpfs or in a hugetlbfs with pages of
  * 2 MiB. Link with -lballast_client.
- * Functions that answer int answer 0 or a negative errno; ballast_last_error() then has a sentence for the operator.
+ * Functions that return int return 0 or a negative errno; ballast_last_error() then has a sentence for the operator.
  * All functions may be called from any thread. One thread, "ballast-client", is added to the process.
  *
- * There is no detach: an attachment ends with the process. Memory must be freed only as ballast_discard() describes, and
+ * There is no detach: an attachment ends with the process. Memory must be freed only as ballast_discard() describes.
  * RAM must be read and written through its mapping only: read(2) on the file would see holes where pages are far.
  */
 #ifndef BALLAST_H
@@ -26,10 +26,10 @@ struct ballast_config {
     const char *socket; /* NULL: $BALLAST_SOCKET, else /run/ballast/attach.sock */
     uint64_t limit;     /* most DRAM in bytes; 0: no limit */
     const char *pinned; /* why no page may ever be reclaimed; NULL: reclaim is fine */
-    int never_pins;     /* 0 (the careful answer): the kernel or a device may write to RAM for a while past the page table, as
-                         * with O_DIRECT, vhost, and a plain read() from FUSE, virtiofs, 9p or CIFS past the page cache. 1: a
-                         * promise that nothing does before ballast_may_pin(); where the engine cannot see who holds a
-                         * page, pages can then be taken sooner */
+    int never_pins;     /* 0 (always safe): the kernel or a device may write to RAM past the page table for a while, as
+                         * with O_DIRECT, vhost, and a plain read() from FUSE, virtiofs, 9p or CIFS past the page
+                         * cache. 1: a promise that nothing does before ballast_may_pin(); where the engine cannot see
+                         * who holds a page, pages are then reclaimed sooner */
 };
 
 struct ballast_region {
@@ -51,7 +51,7 @@ const ballast_client *ballast_attach(const struct ballast_config *config, const 
 /* RAM was hot-plugged: call before the guest can see it. */
 int ballast_add_region(const ballast_client *client, const struct ballast_region *region);
 
-/* RAM is about to be unplugged: call before unmapping it; unmap afterwards, whatever it answers. */
+/* RAM is about to be unplugged: call before unmapping it; unmap afterwards, whatever it returns. */
 int ballast_remove_region(const ballast_client *client, void *address);
 
 /* The VMM is about to free this memory (balloon, free page reporting, virtio-mem); at most 1024 ranges.
@@ -62,11 +62,11 @@ int ballast_discard(const ballast_client *client, const struct ballast_range *ra
 /* From 0 on no page is taken any more (devices are about to pin RAM, another process is about to map it, ...). */
 int ballast_pin(const ballast_client *client, const char *reason);
 
-/* This process is about to hand its RAM on: to a program that it executes in its place, to a VMM that opens the file next.
- * 0: every page is in its file, and none is taken any more. Without it, do not go on: what is far would be zeros there. */
+/* This process is about to hand its RAM on: to a program that it executes, or to a VMM that opens the file next.
+ * 0: every page is in its file, and none is reclaimed any more. Otherwise do not go on: far pages would be zeros. */
 int ballast_bring_back(const ballast_client *client, const char *reason);
 
-/* After never_pins = 1: call before the first O_DIRECT read into RAM, vhost device, and so on; go on only after 0. Further
+/* After never_pins = 1: call before the first O_DIRECT read into RAM, vhost device, and so on; go on only after 0. More
  * calls cost nothing. */
 int ballast_may_pin(const ballast_client *client);
 

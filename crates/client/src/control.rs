@@ -1,6 +1,7 @@
 //! The control socket's client end, and discards: "I am about to free this memory" with a proof that it was heard.
 //!
-//! Before: a VMM thread wants to free memory. After: the engine has dropped its far copies, or the message was taken back.
+//! Before: a VMM thread wants to free memory. After: the engine has dropped its far copies, or the message was taken
+//! back.
 //! Threads: VMM threads send and wait; the service thread delivers answers and swaps the socket. One lock, short.
 //! Promise: a discard that failed will never take effect later. A waiter trusts only the answer to the *last* copy it
 //! sent: one engine reads in order, so every earlier copy was read before or died with its reader.
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{self, ClientToEngine, Range};
 use ballast_sys::scm;
 
-use crate::lock;
+use crate::lock::lock;
 
 /// Both ends of a control socket. The VMM keeps a duplicate of the engine's end too, so that it can take back messages
 /// that no engine has read.
@@ -89,7 +90,7 @@ impl State {
         }
     }
 
-    /// Take the unread copies of one waiter back; the other messages are put back in their order. Answers whether every
+    /// Take the unread copies of one waiter back; the other messages are put back in their order. Returns whether every
     /// copy ever sent on this socket was still unread.
     fn recall(&mut self, id: u64) -> bool {
         let Some(pair) = self.pair.clone() else { return true };

@@ -1,4 +1,5 @@
-//! Why an attachment or a request to the keeper failed. Operators read these, so they say what to do where one can know.
+//! Why an attachment or a request to the keeper failed. Operators read these, so they say what to do where that is
+//! known.
 
 use std::io;
 use std::path::PathBuf;

@@ -3,7 +3,7 @@
 //!
 //! Before: a VMM thread adds, removes or pins. After: the keeper has answered, or the next attach message will say it.
 //! Threads: VMM threads ask, one at a time; the service thread changes the phase and delivers answers.
-//! Promise: a request never waits longer than its limit; a late answer is never taken for the answer to a later request.
+//! Promise: a request never waits longer than its limit; a late answer is never taken for that to a later request.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,7 +14,8 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{self, ClientToKeeper, VmId};
 use ballast_sys::scm;
 
-use crate::{AttachError, RequestError, lock};
+use crate::error::{AttachError, RequestError};
+use crate::lock::lock;
 
 /// How things stand between client and keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,7 +246,7 @@ impl Link {
         self.missing(state, until, insist)
     }
 
-    /// Wait until a keeper is there, at most so long.
+    /// Wait until a keeper is there, for at most `limit`.
     pub fn wait_for_keeper(&self, limit: Duration) -> Result<(), RequestError> {
         let until = Instant::now() + limit;
         let mut state = lock(&self.state);

@@ -181,8 +181,8 @@ impl Table {
         parts
     }
 
-    /// These addresses are about to be unmapped or mapped over. Returns which regions they cover whole (the keeper must be
-    /// told), and which parts of others, which from now on are holes that are never zapped again.
+    /// These addresses are about to be unmapped or mapped over. Returns which regions they cover whole (the keeper must
+    /// be told), and which parts of others, which from now on are holes that are never zapped again.
     pub fn unmapping(&mut self, hva: Hva, len: u64) -> (Vec<Hva>, Vec<Range>) {
         let end = hva.0.saturating_add(len);
         let parts = self.overlap(hva, len);

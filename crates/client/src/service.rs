@@ -1,6 +1,7 @@
 //! The one thread a client adds to its VMM: zaps on request, watches the keeper, reconnects.
 //!
-//! Before: `Builder::attach` starts it. After: the engine reclaims, because this thread drops page-table entries for it.
+//! Before: `Builder::attach` starts it. After: the engine reclaims, because this thread drops page-table entries for
+//! it.
 //! Threads: `ballast-client`, all signals blocked. It never touches guest RAM, so it can never wait for a fault itself.
 //! Promise: whatever arrives on a socket, nothing outside announced RAM is zapped, no wait is unbounded, and a dead
 //! keeper or engine is only ever a pause.
@@ -19,9 +20,10 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::control::Pair;
-use crate::error::chain;
+use crate::error::{AttachError, chain};
 use crate::link::Phase;
-use crate::{AttachError, Shared, announce, lock};
+use crate::lock::lock;
+use crate::shared::{Shared, announce};
 
 /// Most messages taken from one socket before the others get their turn.
 const BURST: usize = 64;
@@ -160,7 +162,7 @@ impl Service<'_> {
     /// An attempt came to nothing: report it if it was the first, else try again later.
     fn failed(&mut self, error: AttachError) {
         if let AttachError::Later(_) = &error {
-            // However long it takes: a VM that goes on without Ballast would read zeros in the place of what is on its way.
+            // However long it takes: without Ballast the VM would read zeros where pages are still far.
             if !self.told_later {
                 self.told_later = true;
                 announce(&format!("{}; waiting", chain(&error)));
@@ -177,7 +179,7 @@ impl Service<'_> {
         if slow && !self.told_refused {
             self.told_refused = true;
             announce(&format!(
-                "{}. Without being attached again, pages that are far stay away and the guest may hang. Trying every {:?}",
+                "{}. Until it is attached again, far pages stay far and the guest may hang. Trying every {:?}",
                 chain(&error),
                 self.shared.timing.refused_pause
             ));
@@ -292,8 +294,8 @@ impl Service<'_> {
     }
 }
 
-/// Drop the page-table entries of these ranges. Returns which parts of them were left alone: what is not announced RAM, and what
-/// the kernel would not zap.
+/// Drop the page-table entries of these ranges. Returns the parts that were left alone: those that are not announced
+/// RAM, and those that the kernel would not zap.
 ///
 /// # Errors
 /// EINVAL: more ranges than an engine may send; nothing was done.
@@ -302,7 +304,8 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
         return Err(libc::EINVAL);
     }
     let table = lock(&shared.table);
-    // Of each range what is not to be zapped; each part that is, and the number of its range.
+    // `left`: the parts of each range that must not be zapped. `ours`, `of`: each part to zap, and the number of its
+    // range.
     let (mut left, mut ours, mut of) = (Vec::new(), Vec::new(), Vec::new());
     for (number, range) in ranges.iter().enumerate() {
         let (parts, holes) = table.split(*range);
@@ -310,9 +313,9 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
         of.extend(parts.iter().map(|_| number));
         ours.extend(parts.into_iter().map(|(hva, len)| (hva.0 as usize, len as usize)));
     }
-    // SAFETY: each range is page-aligned and whole inside announced RAM, which was checked to be a MAP_SHARED mapping of
-    // its file when announced and has not been unmapped since (the table's lock is held, and unmapping takes the range off
-    // the table first). So the bytes stay in the file.
+    // SAFETY: each range is page-aligned and whole inside announced RAM, which was checked to be a MAP_SHARED mapping
+    // of its file when announced and has not been unmapped since (the table's lock is held, and unmapping takes the
+    // range off the table first). So the bytes stay in the file.
     for (index, _) in unsafe { ballast_sys::zap::zap(&ours) } {
         left[of[index]].push((Hva(ours[index].0 as u64), ours[index].1 as u64));
     }

@@ -24,7 +24,7 @@ pub fn enter() -> Visit {
 }
 
 /// Go inside and never leave: for the client's own thread.
-pub fn enter_for_good() {
+pub fn enter_permanently() {
     std::mem::forget(enter());
 }
 

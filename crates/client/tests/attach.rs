@@ -273,7 +273,7 @@ fn resumes_with(files: usize) {
     assert_eq!(session.attach.regions.len(), 2);
     let ids = |fds: &[OwnedFd]| fds.iter().map(|fd| memfd::file_id(fd).expect("stat")).collect::<Vec<_>>();
     assert_eq!(session.attach.has_file, files == MAX_ESCROW);
-    assert_eq!(ids(&session.escrow), escrow, "state and arena files came back, and those of a file store");
+    assert_eq!(ids(&session.escrow), escrow, "state and arena files are handed back, and those of a file store");
     assert_eq!(ids(&session.ram), ids(&[fd, extra]));
     session.accept();
     session.ping(1 << 32);
@@ -295,7 +295,7 @@ fn several_userfaultfds_come_back_in_the_same_order_and_each_is_one_of_its_own()
         let all = std::iter::once(&session.uffd).chain(&session.more_uffds);
         all.map(|uffd| memfd::file_id(uffd).expect("stat").ino).collect::<Vec<_>>()
     };
-    let three = impatient(builder(&keeper, &fd, &map)).fault_lanes(3);
+    let three = impatient(builder(&keeper, &fd, &map)).fault_workers(3);
     let (client, (before, whole)) = attach_with(three, &keeper, |keeper| {
         let session = keeper.client();
         session.accept();
@@ -314,9 +314,9 @@ fn several_userfaultfds_come_back_in_the_same_order_and_each_is_one_of_its_own()
     session.more_uffds[1].register(whole.0, pages(4)).expect("what it registered before is still its own");
     session.more_uffds[0].register(whole.0, pages(4)).expect_err("another one's");
 
-    for lanes in [0, 9] {
-        let refused = builder(&keeper, &fd, &map).fault_lanes(lanes).attach();
-        assert!(matches!(&refused, Err(AttachError::Config(why)) if why.contains("fault lanes")), "{refused:?}");
+    for workers in [0, 9] {
+        let refused = builder(&keeper, &fd, &map).fault_workers(workers).attach();
+        assert!(matches!(&refused, Err(AttachError::Config(why)) if why.contains("fault workers")), "{refused:?}");
     }
 }
 
@@ -409,8 +409,8 @@ fn a_late_answer_is_not_taken_for_the_next_one_and_a_pin_needs_its_answer() {
     }
     let keeper = Keeper::start();
     let (fd, map) = ram();
-    let patience = Timing { answer: Duration::from_secs(2), ..Timing::default() };
-    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(patience), &keeper);
+    let timing = Timing { answer: Duration::from_secs(2), ..Timing::default() };
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).timing(timing), &keeper);
     assert!(matches!(client.pin("first"), Err(RequestError::NoAnswer)), "nobody answered");
     std::thread::scope(|scope| {
         let second = scope.spawn(|| client.pin("second"));
@@ -434,8 +434,8 @@ fn a_client_may_pin_unless_it_said_otherwise_and_tells_its_change_of_mind_once()
     client.may_pin().expect("nothing to ask");
 
     let keeper = Keeper::start();
-    let patience = Timing { answer: Duration::from_secs(2), ..Timing::default() };
-    let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false).timing(patience), &keeper);
+    let timing = Timing { answer: Duration::from_secs(2), ..Timing::default() };
+    let (client, session) = attached_as(builder(&keeper, &fd, &map).may_pin(false).timing(timing), &keeper);
     assert!(!session.attach.may_pin);
     // What nobody confirmed is not taken for known.
     assert!(matches!(client.may_pin(), Err(RequestError::NoAnswer)), "nobody answered");

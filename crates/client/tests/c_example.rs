@@ -1,4 +1,4 @@
-//! `examples/embed.c`, compiled with the system's C compiler against the header and the shared library: a VMM in another
+//! `examples/embed.c`, compiled by the system's C compiler against the header and the shared library: a VMM in another
 //! process than the engine that serves its faults.
 
 mod double;

@@ -185,30 +185,31 @@ pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
         libc::EAGAIN
     })?;
     if restore {
-        announce(format_args!("{reason}: this VM is pinned; bringing all of its memory back"));
+        announce(format_args!("{reason}: this VM is pinned; restoring all of its memory"));
         client.restore_all().map_err(|error| {
-            announce(format_args!("{reason}: refused, because not all memory came back: {error}"));
+            announce(format_args!("{reason}: refused, because not all memory was restored: {error}"));
             libc::EAGAIN
         })?;
     }
     Ok(())
 }
 
-/// This process executes another program. If it is the VMM, which may hand its RAM on (QEMU's `cpr-exec` does), every page must
-/// be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages are far.
+/// This process executes another program. If it is the VMM, it may hand its RAM on, as QEMU's `cpr-exec` does. So every
+/// page must be in its file before: `exec` closes the userfaultfds, and the next program would read zeros where pages
+/// are far.
 pub fn executing() -> Result<(), c_int> {
     if OWNER.load(Ordering::Acquire) != std::process::id() {
         return Ok(());
     }
     let Some(client) = client() else { return Ok(()) };
-    announce("the VMM executes another program: bringing all of its memory back first");
+    announce("the VMM executes another program: restoring all of its memory first");
     client.bring_back("the VMM executes another program").map_err(|error| {
-        announce(format_args!("the VMM may not execute another program: not all of its memory came back: {error}"));
+        announce(format_args!("the VMM may not execute another program: not all of its memory was restored: {error}"));
         libc::EAGAIN
     })
 }
 
-/// It did not: it goes on, and what was said cannot be taken back.
+/// The `exec` failed: the VMM goes on, and its pin cannot be taken back.
 pub fn executed_nothing() {
     if OWNER.load(Ordering::Acquire) == std::process::id() && client().is_some() {
         announce("the other program could not be executed; this VM stays pinned");
@@ -222,7 +223,7 @@ pub fn locking(range: Option<(*const c_void, usize)>, future: bool) -> Result<()
     }
     match (client(), range) {
         (Some(client), Some((addr, len))) if client.overlap(Hva(addr as u64), len as u64).is_empty() => Ok(()),
-        // Nothing there yet to lock; what comes later is looked at when it comes.
+        // There is no RAM to lock yet; RAM that is added later is checked then.
         (None, _) => Ok(()),
         _ => pin_before(LOCKED, false),
     }
@@ -235,7 +236,7 @@ pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Result<(), c_i
         return Ok(());
     }
     let visit = visit::enter();
-    // SAFETY: borrowed for `fstat` only, which answers EBADF if it is not open.
+    // SAFETY: borrowed for `fstat` only, which returns EBADF if it is not open.
     let Ok(file) = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }) else { return Ok(()) };
     drop(visit);
     let ranges = client.of_file(file, offset as u64, len as u64);

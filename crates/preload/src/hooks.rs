@@ -1,7 +1,7 @@
 //! The exported symbols. Each asks `decide`, then calls the next function of the same name.
 //!
-//! Promise: errno after a call that went through is the one that call left; a panic in our part is announced once and the
-//! call goes through as if we were not there.
+//! Promise: errno after a call that went through is the one that call left. A panic in our part is announced once, and
+//! the call goes through as if we were not there.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};

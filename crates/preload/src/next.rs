@@ -1,4 +1,5 @@
-//! The functions we stand in front of: found with `dlsym(RTLD_NEXT)` once, or the plain system call when that cannot work.
+//! The functions we stand in front of: found with `dlsym(RTLD_NEXT)` once, or the plain system call if that cannot
+//! work.
 //!
 //! Promise: callable at any time, even before constructors ran and from inside an allocator that `dlsym` itself uses.
 
@@ -87,8 +88,9 @@ next!(mlockall, c"mlockall", libc::SYS_mlockall, (flags: c_int) -> c_int);
 next!(ioctl, c"ioctl", libc::SYS_ioctl, (fd: c_int, request: c_ulong, arg: *mut c_void) -> c_int);
 next!(sendmsg, c"sendmsg", libc::SYS_sendmsg, (fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t);
 
-/// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. It is found before `main`,
-/// because a child between `vfork` and `exec` calls it and must not look for it. Where there is none it cannot be done.
+/// Declares `fn name(args) -> c_int` that executes another program by the next function of that name. That function is
+/// resolved before `main`, because a child between `vfork` and `exec` calls it and must not resolve it. Without one the
+/// call fails.
 macro_rules! executes {
     ($($name:ident, $symbol:literal, ($($arg:ident: $ty:ty),*);)*) => {
         mod executing {

@@ -39,7 +39,8 @@ static int send_ram(void) {
         abort();
     union { struct cmsghdr header; char space[CMSG_SPACE(sizeof(int))]; } control;
     struct iovec byte = {.iov_base = "x", .iov_len = 1};
-    struct msghdr message = {.msg_iov = &byte, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    struct msghdr message = {
+        .msg_iov = &byte, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     memset(&control, 0, sizeof control);
     control.header.cmsg_level = SOL_SOCKET;
     control.header.cmsg_type = SCM_RIGHTS;
@@ -116,7 +117,8 @@ static int deed(const char *what) {
     if (!strcmp(what, "udmabuf")) return ioctl(-1, 0x40187542, 0);
     if (!strcmp(what, "send")) return send_ram();
     if (!strcmp(what, "mremap")) return mremap(ram, RAM, 2 * RAM, MREMAP_MAYMOVE) == MAP_FAILED ? -1 : 0;
-    if (!strcmp(what, "twice")) return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
+    if (!strcmp(what, "twice"))
+        return mmap(NULL, RAM, PROT_READ | PROT_WRITE, MAP_SHARED, ram_fd, 0) == MAP_FAILED ? -1 : 0;
     if (!strcmp(what, "hole")) return munmap(ram + 8 * PAGE, PAGE);
     if (!strcmp(what, "unmap")) return munmap(ram - PAGE, RAM + 2 * PAGE);
     if (!strcmp(what, "fork")) return do_fork();

@@ -56,7 +56,7 @@ fn stage() -> Option<Stage> {
 }
 
 impl Stage {
-    /// Do a deed while answering every discard and request with yes; answers what was said, discards and requests.
+    /// Do a deed while answering every discard and request with yes. Returns what was said, discards and requests.
     fn deed(&mut self, line: &str) -> (String, Vec<ClientToEngine>, Vec<ClientToKeeper>) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let Self { host, session, .. } = self;

@@ -1,4 +1,4 @@
-//! Unmodified QEMU with the preload library against a scripted keeper: all of its RAM is found, at start and plugged later.
+//! Unmodified QEMU with the preload library against a scripted keeper: all RAM is found, at start and plugged later.
 //! No guest boots; the firmware is guest enough to touch memory.
 
 mod common;
@@ -34,7 +34,7 @@ fn backend(id: &str, size: &str) -> String {
     format!("-object memory-backend-memfd,id={id},size={size},share=on")
 }
 
-/// Accept the next AddRegion; answers its length and address.
+/// Accept the next AddRegion. Returns its length and address.
 fn accept_region(session: &Session) -> (Bytes, u64) {
     let (message, fds) = session.request();
     let ClientToKeeper::AddRegion(info) = message else { panic!("{message:?}") };
@@ -95,7 +95,7 @@ fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
         backend("n1", "64M")
     );
     let mut command = qemu(&keeper, &words);
-    command.env("BALLAST_FAULT_LANES", "2");
+    command.env("BALLAST_FAULT_WORKERS", "2");
     let mut qemu = Driven::start(command);
     let session = keeper.client();
     assert_eq!((session.attach.regions[0].len, session.attach.shards), (Bytes(128 * MIB), 2));

@@ -1,7 +1,8 @@
 //! What attaching costs: a large VM's time, ten VMs' memory. Part of `ballast bench scale`.
 //!
 //! Before: a daemon without these VMs. After: they are gone again, with the processes that made them.
-//! Units: milliseconds, bytes. Promise: the RAM is sparse, as a VM's is that has just started; nothing of it is touched.
+//! Units: milliseconds, bytes. Promise: the RAM is sparse, as a VM's is that has just started; nothing of it is
+//! touched.
 
 use std::time::Instant;
 
@@ -9,10 +10,11 @@ use anyhow::{Result, bail};
 use ballast_base::units::{GIB, MIB};
 use ballast_base::{Bytes, PAGE_SIZE};
 
+use crate::machine;
 use crate::order::{Answer, Order, Role, SparseConfig};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::worker::Worker;
-use crate::{Bench, machine};
 
 const LARGE: Bytes = Bytes(64 * GIB);
 const MANY: usize = 10;
@@ -20,8 +22,7 @@ const MANY: usize = 10;
 const WORD: u64 = 8;
 
 fn start(bench: &mut Bench, ram: Bytes) -> Result<(Worker, f64, f64)> {
-    bench.names += 1;
-    let name = format!("bench-{}", bench.names);
+    let name = bench.vm_name();
     let config = SparseConfig { socket: bench.daemon.attach_socket(), name: name.clone(), ram_bytes: ram.0 };
     let mut worker = Worker::start(&Role::Sparse(config))?;
     let start = Instant::now();

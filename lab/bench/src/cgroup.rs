@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::guard::warn;
+use crate::setting::warn;
 
-/// How long its processes may take to end.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the processes in it may take to end.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How the names of a bench's cgroups begin; its process id comes next.
 pub(crate) const NAME: &str = "ballast-bench-";
@@ -95,7 +95,7 @@ pub fn usage(cgroup: &Path) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{} says {text:?}", file.display()))
 }
 
-/// Have the kernel reclaim what it can of a cgroup. It answers with an error if that was not all, which it never is.
+/// Have the kernel reclaim what it can of a cgroup. The kernel returns an error unless that was all, which it never is.
 pub fn empty(cgroup: &Path) {
     // Version 2 has the one, version 1 the other.
     let all = (1u64 << 40).to_string();
@@ -109,7 +109,7 @@ impl Drop for Cgroup {
         let removed = loop {
             match fs::remove_dir(&self.path) {
                 // Its processes are being ended; there is nothing to wait on but their going.
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && start.elapsed() < PATIENCE => {
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && start.elapsed() < REMOVAL_TIMEOUT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => break Ok(()),

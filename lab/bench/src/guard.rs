@@ -14,17 +14,11 @@ use rustix::fd::OwnedFd;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::cgroup::{self, Cgroup};
+use crate::helper::obey;
 use crate::order::{Answer, Order, Role};
-use crate::role::obey;
+use crate::setting::warn;
 use crate::worker::Worker;
 use crate::zram::{Swap, SwapFile};
-
-/// Say what could not be put back.
-pub(crate) fn warn(what: &str, result: std::io::Result<()>) {
-    if let Err(error) = result {
-        eprintln!("ballast bench: {what}: {error}");
-    }
-}
 
 /// A process to end, by a descriptor that cannot come to mean another.
 struct Process(OwnedFd);
@@ -127,7 +121,7 @@ impl Guard {
         self.path(&Order::Cgroup(format!("{}{}-{}", cgroup::NAME, std::process::id(), self.cgroups)))
     }
 
-    /// So many huge pages more in the host's pool, until the end.
+    /// Add huge pages to the host's pool, until the end.
     pub fn huge_pages(&mut self, pages: u64) -> Result<()> {
         self.worker.ask(&Order::HugePages(pages)).map(drop)
     }

@@ -2,8 +2,8 @@
 //!
 //! Before: guests of both kinds hold their data. After: one touch of a far huge page against its floor; then, with half
 //! of their memory, the time per touch for three orders of touches, beside the kernel's swap.
-//! Units: microseconds. Promise: the floor does what a restore cannot do without, on the same data in the same run: get 512
-//! pages from a store and copy 2 MiB.
+//! Threads: the bench's one. Units: microseconds. Promise: the floor does the least that a restore must do, on the same
+//! data in the same run: get 512 pages from a store and copy 2 MiB.
 
 use std::time::{Duration, Instant};
 
@@ -11,9 +11,9 @@ use anyhow::{Result, bail};
 use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_store::{Budget, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store};
 
-use crate::Bench;
 use crate::order::{Data, GuestKind, Pattern};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::subject::{Subject, Way, out, walk};
 
@@ -24,7 +24,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         bail!("this bench has native guests alone");
     }
     let (pages, repetitions) = if bench.options.quick { (8192, 2) } else { (32_768, 5) };
-    // Its data, and what it may hold besides while it is squeezed.
+    // Its data, and what reclaim leaves above the limit.
     bench.guard.huge_pages(pages / PAGES_PER_UNIT + 4)?;
     let data = Data::HalfCompressible;
     let progress = bench.progress.clone();
@@ -164,7 +164,7 @@ fn steady(subject: &mut Subject, pattern: Pattern, round: u64, times: (Duration,
     Ok(Steady { touch_us: wall_us / touches.max(1) as f64, over_pct: median(&over).unwrap_or_default() })
 }
 
-/// What no restore of 2 MiB can do without, on memory that is as cold as the guest's: each of these is used in turn.
+/// The least that a restore of 2 MiB must do, on memory as cold as the guest's, because each unit is used in turn.
 struct Floor {
     store: RamStore,
     handles: Vec<Vec<ballast_store::Handle>>,

@@ -1,11 +1,11 @@
-//! What being attached costs a VM that nobody squeezes.
+//! What being attached costs a VM without a limit.
 //!
-//! Before: two VMs with the same workload, neither attached. After: by how much one of them got slower when it was, the
-//! other being the yardstick.
-//! Units: operations per second, of time and of CPU time. Promise: only one VM runs at a time, in short turns, so that
-//! whatever else the machine does hits both alike; all run on one CPU, the engine and its timers too, so that what these take
-//! is taken from the VMs (and because two CPUs are not equally fast: a VM that is moved to the other one changes more
-//! than what is looked for); attaching changes nothing else, not even where the memory lies.
+//! Before: two VMs with the same workload, neither attached. After: by how much one of them got slower when it was
+//! attached, with the other for reference.
+//! Threads: the bench's one; VMs are processes. Units: operations per second, of time and of CPU time.
+//! Promise: only one VM runs at a time, in short turns, so the machine's other load hits both alike. All run on one
+//! CPU, engine and timers included: the VMs pay for what these take, and no VM moves to a CPU of another speed, which
+//! would change more than what is measured. Attaching changes nothing else, not even where the memory lies.
 //!
 //! ```text
 //! phase      first VM     second VM
@@ -14,7 +14,7 @@
 //!   2        attached     free          ├ how far 2 is below the mean of 1 and 3 is the cost
 //!   3        attached     attached      ┘
 //! ```
-//! In phase 3 both are slower by it, so the yardstick is as it was in 1: a machine that drifts evenly changes nothing.
+//! In phase 3 both pay the cost, so their ratio is that of phase 1. A machine that drifts evenly changes nothing.
 
 use std::time::Instant;
 
@@ -25,9 +25,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::worker::Worker;
-use crate::{Bench, cpu, idle_qemu};
+use crate::{cpu, idle_qemu};
 
 /// The phases in which one VM more is attached.
 const FIRST_ATTACHED: usize = 2;
@@ -91,8 +92,7 @@ impl Pair {
 
 fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) -> Result<Pair> {
     let mut start = || {
-        bench.names += 1;
-        let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: format!("bench-{}", bench.names) };
+        let backing = Backing::Ballast { name: bench.vm_name(), socket: bench.daemon.attach_socket() };
         let spec = Spec::new(if zipf { Workload::Zipf } else { Workload::Hotset }, Bytes(ram_bytes));
         Contestant::start(WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing })
     };

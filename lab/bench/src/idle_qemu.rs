@@ -1,4 +1,4 @@
-//! What being attached costs a QEMU guest that nobody squeezes.
+//! What being attached costs a QEMU guest without a limit.
 //!
 //! Before: three guests, one under `ballast run`, two as they are. After: by how much the attached one is slower than
 //! another, and, as the noise, by how much the third is. Which of the three is attached changes with each repetition.
@@ -8,9 +8,9 @@
 
 use anyhow::{Context, Result, bail};
 
-use crate::Bench;
 use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Role};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::worker::Worker;
 
@@ -22,7 +22,7 @@ fn speed(worker: &mut Worker, zipf: bool, ms: u64) -> Result<[f64; 2]> {
 
 fn start(bench: &mut Bench, backing: Backing, pages: u64) -> Result<Worker> {
     let (kind, data, dir) = (GuestKind::Qemu, Data::HalfCompressible, bench.guest_dir());
-    let config = GuestConfig { backing, kind, pages, data, huge: false, lanes: None, dir };
+    let config = GuestConfig { backing, kind, pages, data, huge: false, fault_workers: None, dir };
     let mut worker = Worker::start(&Role::Guest(config))?;
     worker.ask(&Order::Fill)?;
     if bench.options.quick { Ok(worker) } else { speed(&mut worker, false, 1000).map(|_| worker) }
@@ -60,8 +60,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     bench.progress.row("idle, qemu guest, one of three attached");
     for repetition in bench.progress.over("trio of guests", 0..repetitions) {
         let attached = repetition % 3;
-        bench.names += 1;
-        let name = format!("bench-{}", bench.names);
+        let name = bench.vm_name();
         let ballast = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
         let mut workers = Vec::new();
         for at in 0..3 {

@@ -1,7 +1,7 @@
 //! What a bench left behind that was killed together with its guard: found by a note on its swap, and put back.
 //!
-//! Before: the machine's lock is held, so no bench that could own any of it lives. After: swap, settings and cgroups are
-//! as they were before that bench. Huge pages lent to the pool are not found again: nothing says whose they are.
+//! Before: the machine's lock is held, so no bench that could own any of it lives. After: swap, settings and cgroups
+//! are as they were before that bench. Huge pages lent to the pool are not found again: nothing says whose they are.
 //! Threads: one. Promise: only what carries our note or our name is touched, and of the settings only the two a bench
 //! changes.
 
@@ -12,13 +12,14 @@ use anyhow::{Context, Result};
 use ballast_sys::swap;
 
 use crate::cgroup;
-use crate::zram::{self, Active, Named, Setting, Sized};
+use crate::setting::Setting;
+use crate::swaps::{self, Active, Named, Sized};
 
 /// How a note begins. Each further line is a setting's path, a tab, and its value before.
 const FIRST_LINE: &str = "ballast bench: swapoff this, and put these back";
 
 /// The settings a bench changes and a reset of its device does not put back.
-const SETTINGS: [&str; 2] = [zram::PAGE_CLUSTER, zram::ZSWAP];
+const SETTINGS: [&str; 2] = [swaps::PAGE_CLUSTER, swaps::ZSWAP];
 
 /// What is written on a swap device before it is used.
 pub(crate) fn note(settings: &[Setting]) -> String {
@@ -36,11 +37,11 @@ fn read(note: &str) -> Option<Vec<Setting>> {
 
 /// Put everything back that can be found. The caller holds the machine's lock.
 pub(crate) fn put_back() -> Result<()> {
-    let active = zram::swaps()?;
+    let active = swaps::swaps()?;
     let is_active = |path: &Path| active.iter().any(|swap| Path::new(swap) == path);
     let ours = |path: &Path| swap::note(path).ok().as_deref().and_then(read);
     let mut found: Vec<Vec<Setting>> = Vec::new();
-    for (block, device, used) in zram::devices()? {
+    for (block, device, used) in swaps::devices()? {
         let Some(settings) = used.then(|| ours(&device)).flatten() else { continue };
         eprintln!("ballast bench: putting {} back, which a bench that was killed had left", device.display());
         if is_active(&device) {
@@ -81,13 +82,13 @@ mod tests {
     #[test]
     fn a_note_gives_back_the_two_settings_it_names_and_nothing_else() {
         assert!(read("").is_none() && read("GRUB").is_none());
-        let settings: Vec<_> = [(zram::PAGE_CLUSTER, "3"), ("/etc/passwd", "x"), (zram::ZSWAP, "Y")]
+        let settings: Vec<_> = [(swaps::PAGE_CLUSTER, "3"), ("/etc/passwd", "x"), (swaps::ZSWAP, "Y")]
             .map(|(path, before)| std::mem::ManuallyDrop::new(Setting::changed(path.into(), before.into())))
             .into();
         let lines: String =
             settings.iter().map(|s| format!("{}\t{}\n", s.before().0.display(), s.before().1)).collect();
         let read = read(&format!("{FIRST_LINE}\n{lines}")).expect("ours").into_iter().map(std::mem::ManuallyDrop::new);
         let read: Vec<_> = read.map(|s| (s.before().0.to_owned(), s.before().1.to_owned())).collect();
-        assert_eq!(read, [(zram::PAGE_CLUSTER.into(), "3".to_owned()), (zram::ZSWAP.into(), "Y".to_owned())]);
+        assert_eq!(read, [(swaps::PAGE_CLUSTER.into(), "3".to_owned()), (swaps::ZSWAP.into(), "Y".to_owned())]);
     }
 }

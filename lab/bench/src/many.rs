@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use anyhow::Result;
 
-use crate::Bench;
 use crate::order::{Data, Pace};
 use crate::reclaim::rate;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::subject::{Subject, Way, in_turn, out, touch};
 

@@ -129,8 +129,8 @@ pub struct GuestConfig {
     pub data: Data,
     /// RAM of huge pages (native guests alone).
     pub huge: bool,
-    /// Fault lanes; `None`: as many as the client makes (native guests alone).
-    pub lanes: Option<usize>,
+    /// Fault workers; `None`: the client decides (native guests alone).
+    pub fault_workers: Option<usize>,
     /// Where its files go (QEMU guests alone). Its process may be killed, so somebody else removes it.
     pub dir: PathBuf,
 }
@@ -200,7 +200,7 @@ pub enum Order {
     },
     /// Touch random pages as fast as possible until [`Order::Pause`].
     Storm,
-    /// End the storm; answers how many touches there were.
+    /// End the storm. The answer counts its touches.
     Pause,
     /// Compare every byte. A workload ends with it.
     Verify,
@@ -217,7 +217,7 @@ pub enum Order {
     Attach,
     /// Map the workload's RAM huge, in whole units.
     MapHuge {
-        /// So much of it, spread evenly.
+        /// This part of it, spread evenly.
         percent: u32,
     },
     /// How many operations the workload has done so far.
@@ -227,7 +227,7 @@ pub enum Order {
         /// How long.
         ms: u64,
     },
-    /// From now on the workload computes for so many rounds of some 3 ns before each operation.
+    /// From now on the workload computes for this number of rounds, some 3 ns each, before each operation.
     Think(u64),
     /// Guard: a zram device of our own as the only swap.
     Swap,
@@ -238,7 +238,7 @@ pub enum Order {
         /// Size of the file.
         bytes: u64,
     },
-    /// Guard: so many huge pages more for the host's pool.
+    /// Guard: add this number of huge pages to the host's pool.
     HugePages(u64),
     /// Guard: a memory cgroup of this name.
     Cgroup(String),
@@ -273,7 +273,7 @@ pub enum Answer {
         /// What all threads of the helper used meanwhile.
         cpu_us: f64,
     },
-    /// So many operations were done.
+    /// Operations done so far.
     Progress {
         /// Over all workers.
         ops: u64,
@@ -305,12 +305,12 @@ pub struct Out {
 /// A touch that is quicker than this raised no fault: a minor one with nothing else takes longer.
 pub const FAULT_NS: u32 = 700;
 
-/// How pages came back.
+/// How long touches took.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Touched {
     /// Time per touch.
     pub summary: Summary,
-    /// The same without those quicker than [`FAULT_NS`]: their pages were back already.
+    /// The same without those quicker than [`FAULT_NS`]: their pages were mapped already.
     pub faults: Summary,
     /// All touches, from the first to the last.
     pub wall_us: f64,
@@ -319,7 +319,7 @@ pub struct Touched {
 }
 
 impl Touched {
-    /// Of touches that took so many nanoseconds each, and so long all together.
+    /// Of the time of each touch in nanoseconds, and the time of all together.
     pub fn of(times: &mut [u32], wall: Duration, wrong: u64) -> Self {
         let summary = Summary::of(times);
         // Sorted now.

@@ -1,8 +1,9 @@
 //! What the engine and keeper themselves need for a GiB of guest RAM. Part of `ballast bench scale`.
 //!
 //! Before: a daemon without VMs. After: a VM of which half holds data was attached, then all its data went far.
-//! Units: bytes per GiB of guest RAM. Promise: guest RAM is not counted, nor what the far pages' bytes occupy: that is
-//! beside it. Memory that both processes map is counted once.
+//! Threads: the bench's one. Units: bytes per GiB of guest RAM.
+//! Promise: neither guest RAM nor the bytes of far pages are counted; the latter have a figure of their own. Memory
+//! that both processes map is counted once.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -12,16 +13,16 @@ use anyhow::{Context, Result, ensure};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
 
-use crate::Bench;
 use crate::order::Data;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::subject::{Subject, Way, out};
 
 /// How the engine names its memory files: page states, and arenas with their index.
 const OWN_FILES: [&str; 2] = ["ballast-state", "ballast-store"];
 
 /// How long the files of a VM may stay after it.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What both processes hold, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -84,7 +85,7 @@ fn settled(bench: &Bench) -> Result<Held> {
         if now.files == 0.0 {
             return Ok(now);
         }
-        ensure!(start.elapsed() < PATIENCE, "the memory files of a VM that has gone are still there");
+        ensure!(start.elapsed() < TIMEOUT, "the memory files of a VM that has gone are still there");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

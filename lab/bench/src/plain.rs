@@ -1,7 +1,7 @@
 //! The plain handler that Ballast is compared with: another process, one thread, one page at a time, a vector of
 //! compressed pages.
 //!
-//! Before: a guest in a helper process makes the userfaultfd. After: its pages go out and come back as simply as can
+//! Before: a guest in a helper process makes the userfaultfd. After: its pages go out and are restored as simply as can
 //! be.
 //! Threads: one. Units: pages. Promise: what any first version of such a program would do, with LZ4 blocks as
 //! Ballast's store, made by a common library; no quarantine, no checksums, no budget, nothing that outlives it.
@@ -51,7 +51,7 @@ impl Handler {
         Ok(handler)
     }
 
-    /// Put out zapped pages; answers the handler's CPU time.
+    /// Put out zapped pages. Returns the handler's CPU time.
     pub(crate) fn page_out(&mut self, pages: u64) -> Result<f64> {
         scm::send(&self.socket, &serde_json::to_vec(&Message::Out { pages })?, &[])?;
         self.done()
@@ -140,7 +140,7 @@ impl Served {
         };
         let mut page = [0; PAGE_SIZE];
         let len = lz4_flex::block::decompress_into(&compressed, &mut page)?;
-        ensure!(len == PAGE_SIZE, "page {number} came back with {len} bytes");
+        ensure!(len == PAGE_SIZE, "page {number} decompresses to {len} bytes");
         self.uffd.copy_page(fault.addr, &page)?;
         Ok(())
     }

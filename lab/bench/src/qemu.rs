@@ -18,12 +18,12 @@ use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Out, Role, Tou
 use crate::report::Row;
 use crate::stats::Summary;
 use crate::worker::ROLE_COMMAND;
-use crate::{cpu, zram};
+use crate::{cpu, swaps};
 
 /// RAM of a guest beyond its data: kernel, initrd twice.
 const BESIDE: Bytes = Bytes(160 * MIB);
-/// An interpreted guest on a busy machine is slow.
-const PATIENCE: Duration = Duration::from_secs(180);
+/// Until a guest has booted or done an order: an interpreted one on a busy machine is slow.
+const TIMEOUT: Duration = Duration::from_secs(180);
 /// The name of QEMU's memory files.
 const RAM_NAME: &str = "memfd:memory-backend-memfd";
 
@@ -53,9 +53,9 @@ impl Vmm {
         let memory = Bytes((ballast_base::PageCount(config.pages).bytes().0 + BESIDE.0).next_multiple_of(2 * MIB));
         let mut qemu =
             QemuGuest::builder().name("bench").memory(memory).prefix(prefix).dir(&config.dir).bench().spawn()?;
-        qemu.wait_ready(PATIENCE)?;
+        qemu.wait_ready(TIMEOUT)?;
         qemu.tell(&format!("f {} {}", config.pages, u8::from(config.data == Data::Incompressible)))?;
-        ensure!(qemu.answer(PATIENCE)? == "filled", "the guest does not fill its memory");
+        ensure!(qemu.answer(TIMEOUT)? == "filled", "the guest does not fill its memory");
         let pid = qemu.pid();
         let stays = matches!(config.backing, Backing::Floor).then_some(config.pages);
         Ok(Self { qemu, ram: ram_of(pid)?, mapped: mapping_of(pid)?, stays })
@@ -81,11 +81,11 @@ impl Vmm {
         if let Some(pages) = self.stays {
             return Ok(Out { pages, ..Out::default() });
         }
-        let (before, start, cpu) = (zram::used_pages()?, Instant::now(), cpu::of_thread()?);
+        let (before, start, cpu) = (swaps::used_pages()?, Instant::now(), cpu::of_thread()?);
         swap::page_out_of(self.pid(), self.mapped.0, self.mapped.1).context("Paging QEMU's memory out")?;
         let (wall_us, cpu_us) = (start.elapsed().as_secs_f64() * 1e6, cpu::of_thread()? - cpu);
         // The kernel does not show swapped pages of a memory file as holes; the swap is ours alone.
-        Ok(Out { pages: zram::used_pages()?.saturating_sub(before), wall_us, cpu_us, first_us: 0.0 })
+        Ok(Out { pages: swaps::used_pages()?.saturating_sub(before), wall_us, cpu_us, first_us: 0.0 })
     }
 
     /// Go on, and touch every page once.
@@ -118,7 +118,7 @@ impl Vmm {
 
     fn ask(&mut self, line: &str, name: &str) -> Result<Vec<u64>> {
         self.qemu.tell(line)?;
-        let answer = self.qemu.answer(PATIENCE)?;
+        let answer = self.qemu.answer(TIMEOUT)?;
         let mut words = answer.split_ascii_whitespace();
         ensure!(words.next() == Some(name), "the guest answers {answer:?} to {line:?}");
         words.map(|word| word.parse().with_context(|| format!("the guest says {answer:?}"))).collect()

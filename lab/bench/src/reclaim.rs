@@ -7,9 +7,10 @@
 use anyhow::Result;
 
 use crate::order::{Data, GuestKind, Out, Pace};
+use crate::qemu;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::subject::{Subject, Way, in_turn, out, touch};
-use crate::{Bench, qemu};
 
 const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
 

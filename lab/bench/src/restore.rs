@@ -1,23 +1,25 @@
 //! How long one touch of a far page takes, as the guest's thread sees it.
 //!
 //! Before: pages are out, by each way. After: percentiles of single touches in random order.
-//! Units: microseconds per touch. Promise: the ways take turns, forwards and backwards; each page is touched once.
+//! Threads: the bench's one. Units: microseconds per touch.
+//! Promise: the ways take turns, forwards and backwards; each page is touched once.
 
 use anyhow::Result;
 use ballast_api::RestoreStages;
 
 use crate::order::{GuestKind, Pace};
 use crate::report::{Row, rounded};
+use crate::rig::Bench;
 use crate::subject::{Subject, Way, in_turn, out, touch};
-use crate::{Bench, machine, qemu, zram};
+use crate::{machine, qemu, swaps};
 
 const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
 
-/// A pinned vCPU, as fast as it can: what the first figures are of.
+/// A pinned vCPU, as fast as it can: the headline figures.
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 /// With computing in between, so that whoever serves the touches has gone to sleep.
 const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true, ..Pace::ALL };
-/// A thread that the scheduler moves about.
+/// A thread that the scheduler migrates.
 const MOVING: Pace = Pace { most: 2000, ..Pace::ALL };
 
 /// What the rounds of one way came to.
@@ -163,9 +165,9 @@ fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<
             Way::Kernel => {
                 out(bench, &mut [&mut *subject])?;
                 if let Ok(device) = &bench.kernel {
-                    let (bytes, algorithm) = zram::used(device)?;
+                    let (bytes, algorithm) = swaps::used(device)?;
                     row.fact("kernel_compression", algorithm);
-                    row.fact("zram_bytes_per_page", bytes / zram::used_pages()?.max(1));
+                    row.fact("zram_bytes_per_page", bytes / swaps::used_pages()?.max(1));
                 }
             }
             Way::Plain | Way::Floor | Way::Huge => {}

@@ -1,10 +1,9 @@
-//! The helper's side: read orders, obey, answer.
+//! What a helper process plays: which role takes which orders.
 //!
 //! Before: `worker` started this process. After: exit when the orders end, or when the bench dies.
-//! Promise: an order that fails is answered with its reason; the process goes on.
+//! Promise: all roles but the guard's end with the bench.
 
 use std::ffi::OsString;
-use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -15,8 +14,10 @@ use ballast_base::Bytes;
 use ballast_testvm::GuestRam;
 use rustix::process::Signal;
 
-use crate::guest::{Guest, Pager, enter};
+use crate::guest::Guest;
+use crate::helper::obey;
 use crate::order::{Answer, Backing, Order, Role, SparseConfig};
+use crate::pager::{Pager, enter};
 use crate::workload::Runner;
 use crate::{guard, plain};
 
@@ -61,7 +62,7 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
     }
 }
 
-/// The signal that ends this process with its parent outlives the change, and the memory cgroup is the new program's.
+/// Execute another program. The signal that ends this process with its parent, and its memory cgroup, survive that.
 fn turn_into(words: &[OsString], procs: Option<PathBuf>) -> Result<()> {
     let (program, words) = words.split_first().context("there is no program to become")?;
     if let Some(procs) = procs {
@@ -69,18 +70,4 @@ fn turn_into(words: &[OsString], procs: Option<PathBuf>) -> Result<()> {
     }
     let error = Command::new(program).args(words).exec();
     Err(error).with_context(|| format!("Becoming {}", program.display()))
-}
-
-/// Answer each order in turn until they end.
-pub(crate) fn obey(mut obey: impl FnMut(Order) -> Result<Answer>) -> Result<()> {
-    for line in std::io::stdin().lock().lines() {
-        let line = line.context("Reading an order")?;
-        let order = serde_json::from_str(&line).with_context(|| format!("Understanding the order {line:?}"))?;
-        let answer = obey(order).unwrap_or_else(|error| Answer::Failed(format!("{error:#}")));
-        let mut out = std::io::stdout().lock();
-        serde_json::to_writer(&mut out, &answer)?;
-        out.write_all(b"\n")?;
-        out.flush()?;
-    }
-    Ok(())
 }

@@ -1,7 +1,7 @@
-//! What a second VM adds: two that go out (or come back) at once against one.
+//! What a second VM adds: two that are reclaimed (or restored) at once against one.
 //!
 //! Before: two guests of each way hold their data. After: throughput of two over throughput of one.
-//! Units: pages per second. Promise: one and two take turns, and both ways of both are measured from the same start.
+//! Threads: the bench's one. Units: pages per second. Promise: one and two take turns, from the same start.
 
 use std::time::Instant;
 
@@ -10,11 +10,12 @@ use anyhow::Result;
 use crate::order::{Data, GuestKind, Pace};
 use crate::reclaim::rate;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::subject::{Subject, Way, out, touch};
-use crate::{Bench, attach, lanes, many, overhead, qemu};
+use crate::{attach, fault_workers, many, overhead, qemu};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
-/// The figures that are looked for first.
+/// The headline figures.
 const KEYS: [&str; 2] = ["scale_2_threads", "scale_2_threads_restore"];
 
 #[derive(Default)]
@@ -95,7 +96,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     each(row)?;
     if bench.options.is(GuestKind::Native) {
         many::run(bench, each)?;
-        lanes::run(bench, each)?;
+        fault_workers::run(bench, each)?;
         overhead::run(bench, each)?;
     }
     Ok(())

@@ -17,25 +17,27 @@ use ballast_sys::direct;
 
 use crate::order::{Answer, Data, GuestKind, Order, Pace, Touched};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::{Summary, shuffle};
 use crate::subject::{Subject, Way, in_turn, out, touch};
-use crate::{Bench, cgroup, cpu, restore};
+use crate::{cgroup, cpu, restore};
 
 /// Size of the kernel's swap file.
 pub(crate) const SWAP: Bytes = Bytes(GIB);
 /// How long a page is far before it goes to the disk: the least that can be set.
 const AFTER_S: u64 = 1;
-/// Between two looks.
-const LOOK: Duration = Duration::from_millis(2);
-/// The lane's threads, by the beginning of their names.
-const LANE: &str = "spill";
-/// A pause longer than this is one between two passes of the spill lane, not a slow disk.
+/// Between two samples.
+const SAMPLE: Duration = Duration::from_millis(2);
+/// How the names of the spill worker's threads begin.
+const WORKER: &str = "spill";
+/// A longer pause is one between two passes of the spill worker, not a slow disk.
 const PAUSE: Duration = Duration::from_millis(200);
-const PATIENCE: Duration = Duration::from_secs(120);
+/// How long writing all pages to the disk may take.
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Reads of one round of the floor.
 const READS: usize = 2000;
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
-/// The figures that are looked for first.
+/// The headline figures.
 const KEYS: [&str; 3] = ["spill_mib_per_s", "file_restore_us_p50", "file_restore_us_p99"];
 
 /// The daemon's settings.
@@ -63,37 +65,37 @@ impl Series {
     }
 }
 
-/// Ballast: out to RAM, on to the file, and back.
+/// Ballast: reclaim to RAM, spill to the file, restore.
 fn ballast(bench: &mut Bench, subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     let stat = |bench: &Bench, subject: &Subject| bench.daemon.api().vm(subject.name());
     let before = stat(bench, subject)?.reclaim.spilled_pages;
     out(bench, &mut [&mut *subject])?;
-    let spill_lane = |name: &str| name.starts_with(LANE);
-    let cpu_us = cpu::of_threads(bench.engine_pid()?, spill_lane)?;
+    let spill_worker = |name: &str| name.starts_with(WORKER);
+    let cpu_us = cpu::of_threads(bench.engine_pid()?, spill_worker)?;
     let (start, mut active) = (Instant::now(), Duration::ZERO);
-    let (mut grew, mut looked, mut seen) = (start, start, before);
+    let (mut grew, mut sampled, mut seen) = (start, start, before);
     loop {
         let (now, stat) = (Instant::now(), stat(bench, subject)?);
         let spilled = stat.reclaim.spilled_pages;
         if spilled > seen {
-            // After a pause, the lane has worked since the last look at most.
-            active += if seen == before || now - grew > PAUSE { now - looked } else { now - grew };
+            // After a pause, the worker has worked since the last sample at most.
+            active += if seen == before || now - grew > PAUSE { now - sampled } else { now - grew };
             (grew, seen) = (now, spilled);
         }
-        looked = now;
+        sampled = now;
         if stat.far_bytes > 0 && stat.far_file_bytes >= stat.far_bytes {
             break;
         }
         ensure!(
-            start.elapsed() < PATIENCE,
+            start.elapsed() < TIMEOUT,
             "after {} s {} of {} far bytes are in the file",
-            PATIENCE.as_secs(),
+            TIMEOUT.as_secs(),
             stat.far_file_bytes,
             stat.far_bytes
         );
-        std::thread::sleep(LOOK);
+        std::thread::sleep(SAMPLE);
     }
-    let cpu_us = cpu::of_threads(bench.engine_pid()?, spill_lane)? - cpu_us;
+    let cpu_us = cpu::of_threads(bench.engine_pid()?, spill_worker)? - cpu_us;
     series.out.push((seen - before) as f64 / active.as_secs_f64());
     series.cpu.push(cpu_us / (seen - before).max(1) as f64);
     let before = stat(bench, subject)?.faults.file;
@@ -102,7 +104,7 @@ fn ballast(bench: &mut Bench, subject: &mut Subject, seed: u64, series: &mut Ser
     Ok(())
 }
 
-/// The kernel: out to the swap file and out of its cache, and back.
+/// The kernel: out to the swap file and out of the swap cache, then in again.
 fn kernel(subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     let cgroup = subject.cgroup().context("the kernel's guest has no cgroup")?.to_owned();
     // The whole host's, which is otherwise quiet: a cgroup's own counters are up to two seconds old.
@@ -110,8 +112,8 @@ fn kernel(subject: &mut Subject, seed: u64, series: &mut Series) -> Result<()> {
     let Answer::Out(out) = subject.ask(&Order::PageOut)? else { bail!("no page went out") };
     ensure!(out.pages > 0, "the kernel put no page out");
     while vmstat("nr_writeback")? > writing {
-        ensure!(start.elapsed() < PATIENCE, "after {} s pages are still being written", PATIENCE.as_secs());
-        std::thread::sleep(LOOK);
+        ensure!(start.elapsed() < TIMEOUT, "after {} s pages are still being written", TIMEOUT.as_secs());
+        std::thread::sleep(SAMPLE);
     }
     series.out.push(out.pages as f64 / start.elapsed().as_secs_f64());
     series.cpu.push(out.cpu_us / out.pages as f64);

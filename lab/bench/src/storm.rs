@@ -10,14 +10,14 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use ballast_base::PageCount;
 
-use crate::Bench;
 use crate::order::{Answer, Data, GuestKind, Order, Pace};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::subject::{Subject, Way, out, touch};
 
 const WAYS: [Way; 2] = [Way::Ballast, Way::Kernel];
-/// The figures that are looked for first.
+/// The headline figures.
 const KEYS: [&str; 2] = ["storm_victim_p99_ratio", "storm_victim_p50_ratio"];
 /// Touches in one turn of the victim.
 const TURN: u64 = 2000;

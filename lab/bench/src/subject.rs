@@ -1,4 +1,4 @@
-//! What is measured: a guest whose pages go out and come back by one of four ways.
+//! What is measured: a guest whose pages are put out and restored by one of four ways.
 //!
 //! Before: the bench has a daemon, and the kernel's swap if it could be had. After: figures of one round.
 //! Threads: the bench's one; the guests are processes. Units: pages, microseconds.
@@ -13,15 +13,17 @@ use ballast_base::{Bytes, PageCount};
 use ballast_sys::memfd;
 
 use crate::order::{Answer, Backing, Data, GuestConfig, GuestKind, Order, Out, Pace, Pattern, Role, Touched};
+use crate::report::Row;
+use crate::rig::Bench;
 use crate::worker::Worker;
-use crate::{Bench, cgroup, cpu};
+use crate::{cgroup, cpu};
 
-/// What a guest of Ballast is limited to while it is squeezed: next to nothing.
+/// The limit of a guest of Ballast while its pages go out: next to nothing.
 const SQUEEZED: Bytes = Bytes(4 * MIB);
 /// A squeeze that takes longer has failed.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Between two looks at a file's memory, each of which costs a microsecond.
-const LOOK: Duration = Duration::from_micros(200);
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Between two samples of a file's memory, each of which costs a microsecond.
+const SAMPLE: Duration = Duration::from_micros(200);
 
 /// The four ways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,11 +73,17 @@ struct Squeeze {
 impl Subject {
     /// Make one. A native guest is filled at once, a KVM guest before each round.
     pub fn new(bench: &mut Bench, way: Way, pages: u64, data: Data) -> Result<Self> {
-        Self::with_lanes(bench, way, None, pages, data)
+        Self::with_fault_workers(bench, way, None, pages, data)
     }
 
-    /// The same with so many fault lanes; `None`: as many as the client makes.
-    pub fn with_lanes(bench: &mut Bench, way: Way, lanes: Option<usize>, pages: u64, data: Data) -> Result<Self> {
+    /// The same with a number of fault workers; `None`: the client decides.
+    pub fn with_fault_workers(
+        bench: &mut Bench,
+        way: Way,
+        fault_workers: Option<usize>,
+        pages: u64,
+        data: Data,
+    ) -> Result<Self> {
         let cgroup = if way == Way::Kernel { Some(bench.guard.cgroup()?) } else { None };
         let backing = match (way, &cgroup) {
             (Way::Kernel, Some(cgroup)) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
@@ -85,7 +93,7 @@ impl Subject {
         };
         let huge = way == Way::Huge;
         let dir = bench.guest_dir();
-        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge, lanes, dir };
+        let config = GuestConfig { backing, kind: bench.options.guest, pages, data, huge, fault_workers, dir };
         let mut subject = Self { way, config, worker: None, vmm: None, ram: None, cgroup, name: String::new() };
         if !bench.options.is(GuestKind::Kvm) {
             subject.start(bench)?;
@@ -97,8 +105,7 @@ impl Subject {
         // The old one first: its memory is what the new one should get.
         (self.worker, self.ram) = (None, None);
         if let Backing::Ballast { name, .. } = &mut self.config.backing {
-            bench.names += 1;
-            *name = format!("bench-{}", bench.names);
+            *name = bench.vm_name();
             self.name.clone_from(name);
         }
         let mut worker = Worker::start(&Role::Guest(self.config.clone()))?;
@@ -186,8 +193,8 @@ impl Subject {
             if resident <= limit {
                 break;
             }
-            ensure!(start.elapsed() < PATIENCE, "after {} s the VM still holds {resident} pages", PATIENCE.as_secs());
-            std::thread::sleep(LOOK);
+            ensure!(start.elapsed() < TIMEOUT, "after {} s the VM still holds {resident} pages", TIMEOUT.as_secs());
+            std::thread::sleep(SAMPLE);
         }
         let wall_us = start.elapsed().as_secs_f64() * 1e6;
         let out = Out {
@@ -202,7 +209,7 @@ impl Subject {
         Ok(out)
     }
 
-    /// Let the guest have all its memory again. Nothing comes back by itself.
+    /// Let the guest have all its memory again. A higher limit restores no page by itself.
     fn relax(&self, bench: &Bench) -> Result<()> {
         if !self.way.is_ours() {
             return Ok(());
@@ -219,10 +226,29 @@ impl Subject {
     }
 }
 
-/// Have a guest touch pages wherever they are; answers what it saw.
+impl Bench {
+    /// A guest of each way that this machine has. Without the kernel's swap or its cgroup the row says why.
+    pub(crate) fn subjects(&mut self, ways: &[Way], pages: u64, data: Data, row: &mut Row) -> Result<Vec<Subject>> {
+        let mut subjects = Vec::new();
+        for way in ways {
+            let kernel = if *way == Way::Kernel { self.kernel.clone().map(drop) } else { Ok(()) };
+            match kernel {
+                Ok(()) => match Subject::new(self, *way, pages, data) {
+                    Ok(subject) => subjects.push(subject),
+                    Err(error) if *way == Way::Kernel => row.because(&format!("{error:#}")),
+                    Err(error) => return Err(error),
+                },
+                Err(why) => row.because(&why),
+            }
+        }
+        Ok(subjects)
+    }
+}
+
+/// Have a guest touch pages wherever they are. Returns what it saw.
 pub fn walk(subject: &mut Subject, pattern: Pattern, seed: u64) -> Result<Touched> {
     let Answer::Touched(touched) = subject.ask(&Order::Walk { pattern, seed })? else { bail!("a guest does not walk") };
-    ensure!(touched.wrong == 0, "WRONG DATA: {} pages came back wrong ({:?})", touched.wrong, subject.way);
+    ensure!(touched.wrong == 0, "WRONG DATA: {} pages have wrong bytes ({:?})", touched.wrong, subject.way);
     Ok(touched)
 }
 
@@ -256,14 +282,14 @@ pub fn out(bench: &mut Bench, subjects: &mut [&mut Subject]) -> Result<Out> {
     Ok(sum)
 }
 
-/// Have these guests touch pages that are out, all at once; answers what each of them saw.
+/// Have these guests touch pages that are out, all at once. Returns what each of them saw.
 pub fn touch(subjects: &mut [&mut Subject], seed: u64, pace: Pace) -> Result<Vec<Touched>> {
     let order = Order::Touch { seed, pace };
     subjects.iter_mut().try_for_each(|subject| subject.worker()?.tell(&order))?;
     let mut all = Vec::new();
     for subject in subjects {
         let Answer::Touched(touched) = subject.worker()?.answer()? else { bail!("a guest does not touch") };
-        ensure!(touched.wrong == 0, "WRONG DATA: {} pages came back wrong ({:?})", touched.wrong, subject.way);
+        ensure!(touched.wrong == 0, "WRONG DATA: {} pages have wrong bytes ({:?})", touched.wrong, subject.way);
         all.push(touched);
     }
     Ok(all)

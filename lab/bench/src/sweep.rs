@@ -2,10 +2,10 @@
 //!
 //! Before: a spec, and who takes the memory: Ballast by its limit, the kernel by a memory cgroup and the swap there is.
 //! After: the largest part of RAM that was taken while the guest lost no more speed than that.
-//! Units: parts of 1 of the guest's RAM; percent of its speed. Promise: the yardstick is a second guest with the same spec
-//! that nobody squeezes; the two run in short turns, never at once, so that whatever else the machine does hits both alike.
-//! What they differ by without a squeeze is measured first and taken out. Nothing is measured before the guest has settled,
-//! and a limit that is not kept does not count as taken.
+//! Threads: the bench's one; guests are processes. Units: fractions of the guest's RAM; percent of its speed.
+//! Promise: the reference is a second guest with the same spec and no limit. The two run in short turns, never at once,
+//! so the machine's other load hits both alike. Their difference without a limit is measured first and taken out.
+//! Nothing is measured before the guest has settled, and a limit that is not kept does not count as taken.
 //!
 //! ```text
 //! warm up | base: both free | bisection: limit, settle, slices in turns | ... | every word is compared
@@ -17,10 +17,11 @@ use anyhow::{Context, Result, bail};
 use ballast_api::Track;
 use ballast_testvm::Spec;
 
+use crate::cgroup;
 use crate::idle::Contestant;
 use crate::order::{Answer, Backing, GuestKind, Order, WorkloadConfig};
+use crate::rig::Bench;
 use crate::stats::median;
-use crate::{Bench, cgroup};
 
 /// Who takes the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +32,7 @@ pub(crate) enum Side {
     Kernel,
 }
 
-/// How to look.
+/// How to search.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     /// Before the first limit: also what a tracker has to get to know the guest.
@@ -42,7 +43,7 @@ pub(crate) struct Plan {
     pub slice_ms: u64,
     /// Slices of each guest; their median counts.
     pub slices: usize,
-    /// Limits that are tried: the answer is exact to `1 / 2^steps` of RAM.
+    /// Limits that are tried: the result is exact to `1 / 2^steps` of RAM.
     pub steps: u32,
     /// The guest may be slower by this.
     pub allowed_pct: f64,
@@ -64,11 +65,11 @@ pub(crate) struct Sweep {
     pub spec: Spec,
     /// Who takes the memory of one of them.
     pub side: Side,
-    /// So much of RAM is mapped huge once it is filled; the rest is in base pages.
+    /// Percent of RAM that is mapped huge once it is filled; the rest is in base pages.
     pub huge_pct: u32,
     /// Ballast tracks the guest all the time.
     pub track: bool,
-    /// How to look.
+    /// How to search.
     pub plan: Plan,
 }
 
@@ -77,16 +78,16 @@ pub(crate) struct Sweep {
 pub(crate) struct Found {
     /// This part of RAM was taken.
     pub taken: f64,
-    /// By so many percent the guest was slower then.
+    /// How much slower the guest was then, in percent.
     pub slowdown_pct: f64,
-    /// By so many percent the two differ though nobody is squeezed: the noise.
+    /// By how many percent the two differ without a limit: the noise.
     pub noise_pct: f64,
 }
 
 /// The guest whose memory is taken, and the one beside it.
 struct Pair {
     guest: Contestant,
-    yardstick: Contestant,
+    reference: Contestant,
     held: Held,
     ram: u64,
 }
@@ -102,7 +103,7 @@ impl Sweep {
     pub(crate) fn run(&self, bench: &mut Bench) -> Result<Found> {
         let mut pair = self.start(bench)?;
         let plan = self.plan;
-        pair.yardstick.speed(plan.settle_ms)?;
+        pair.reference.speed(plan.settle_ms)?;
         // Last, since a guest that stands still looks cold.
         pair.guest.speed(plan.warm_ms)?;
         let base = pair.ratio(plan)?;
@@ -111,7 +112,7 @@ impl Sweep {
         for _ in bench.progress.over("size", 0..plan.steps) {
             let taken = f64::midpoint(least, most);
             let mut is_bearable = false;
-            // Twice, if need be: what was taken too much has come back by then.
+            // Twice, if need be: by then the guest has refaulted what it needs.
             for _ in 0..2 {
                 let (ratio, is_kept) = match pair.squeeze(bench, taken, plan) {
                     Ok(outcome) => outcome,
@@ -132,52 +133,52 @@ impl Sweep {
     }
 
     fn start(&self, bench: &mut Bench) -> Result<Pair> {
+        let kvm = bench.options.is(GuestKind::Kvm);
         let start = |backing: Backing| -> Result<Contestant> {
-            let config = WorkloadConfig { spec: self.spec.clone(), kvm: bench.options.is(GuestKind::Kvm), backing };
+            let config = WorkloadConfig { spec: self.spec.clone(), kvm, backing };
             let mut guest = Contestant::start(config)?;
             if self.huge_pct > 0 {
                 guest.turn(&Order::MapHuge { percent: self.huge_pct })?;
             }
             Ok(guest)
         };
-        let yardstick = start(Backing::Floor)?;
+        let reference = start(Backing::Floor)?;
         let ram = self.spec.ram.0;
         if self.side == Side::Kernel {
             let cgroup = bench.guard.cgroup()?;
             let guest = start(Backing::Kernel { procs: cgroup.join("cgroup.procs") })?;
             let unlimited = cgroup::usage(&cgroup)?;
-            return Ok(Pair { guest, yardstick, held: Held::Kernel { cgroup, unlimited }, ram });
+            return Ok(Pair { guest, reference, held: Held::Kernel { cgroup, unlimited }, ram });
         }
-        bench.names += 1;
-        let name = format!("bench-{}", bench.names);
+        let name = bench.vm_name();
         let mut guest = start(Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() })?;
         guest.turn(&Order::Attach)?;
         bench.daemon.wait_for_vm(&name)?;
         if self.track {
             bench.daemon.api().set_track(&name, Track::On)?;
         }
-        Ok(Pair { guest, yardstick, held: Held::Ballast { name }, ram })
+        Ok(Pair { guest, reference, held: Held::Ballast { name }, ram })
     }
 }
 
 impl Pair {
-    /// The guest's speed over the yardstick's.
+    /// The guest's speed over the reference's.
     fn ratio(&mut self, plan: Plan) -> Result<f64> {
         let mut ratios = Vec::new();
         for slice in 0..plan.slices {
-            let (guest, yardstick) = if slice % 2 == 0 {
+            let (guest, reference) = if slice % 2 == 0 {
                 let guest = self.guest.speed(plan.slice_ms)?;
-                (guest, self.yardstick.speed(plan.slice_ms)?)
+                (guest, self.reference.speed(plan.slice_ms)?)
             } else {
-                let yardstick = self.yardstick.speed(plan.slice_ms)?;
-                (self.guest.speed(plan.slice_ms)?, yardstick)
+                let reference = self.reference.speed(plan.slice_ms)?;
+                (self.guest.speed(plan.slice_ms)?, reference)
             };
-            ratios.push(guest[0] / yardstick[0]);
+            ratios.push(guest[0] / reference[0]);
         }
         median(&ratios).context("there are slices")
     }
 
-    /// Take a part of RAM; answers the speed, and whether the limit is kept.
+    /// Take a part of RAM. Returns the speed, and whether the limit is kept.
     fn squeeze(&mut self, bench: &Bench, taken: f64, plan: Plan) -> Result<(f64, bool)> {
         let taken = (self.ram as f64 * taken) as u64;
         match &self.held {

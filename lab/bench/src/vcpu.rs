@@ -15,10 +15,10 @@ use ballast_base::PageCount;
 use ballast_testvm::{GuestKind, GuestRam, Moment, Outcome, Placement, Spec, Vm, Workload};
 
 use crate::cpu;
-use crate::guest::{Pager, holes};
 use crate::order::{Data, GuestConfig, Out, Touched};
+use crate::pager::{Pager, holes};
 use crate::stats::Summary;
-use crate::zram;
+use crate::swaps;
 
 pub(crate) struct Vcpu {
     vm: Arc<Vm>,
@@ -73,7 +73,7 @@ impl Vcpu {
         let pages = match self.pager {
             Pager::Floor => pages,
             // The kernel does not show swapped pages of a memory file as holes; the swap is ours alone.
-            Pager::Kernel => zram::used_pages()?.min(pages),
+            Pager::Kernel => swaps::used_pages()?.min(pages),
             _ => holes(self.vm.ram().memfd(), pages)?.len() as u64,
         };
         Ok(Out { pages, wall_us, cpu_us, first_us: 0.0 })

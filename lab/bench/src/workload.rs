@@ -2,9 +2,9 @@
 //!
 //! Before: the bench says what it runs and who may take its memory. After: operations per slice, and whether every word
 //! is right. A bench may stop (`SIGSTOP`) and continue this process between orders, so that VMs take turns.
-//! Threads: the VM's, and this one, which sleeps during a slice. Units: operations. Promise: the same spec on every side;
-//! all words are checked as they are read, and a wrong one makes the slice an error. A workload of the kernel's side is
-//! in its memory cgroup before it has any memory.
+//! Threads: the VM's, and this one, which sleeps during a slice. Units: operations.
+//! Promise: the same spec on every side. All words are checked as they are read, and a wrong one makes the slice an
+//! error. A workload of the kernel's side is in its memory cgroup before it has any memory.
 //!
 //! ```text
 //! Ballast:  [Attach] Fill [Attach] Slice Slice ... [Verify]      attached from the start, or later, or never
@@ -21,8 +21,8 @@ use ballast_sys::remote::{Collapsed, Remote};
 use ballast_testvm::{GuestKind, Moment, Vm};
 
 use crate::cpu;
-use crate::guest::{Pager, enter, own_file};
 use crate::order::{Answer, Backing, WorkloadConfig};
+use crate::pager::{Pager, enter, own_file};
 
 /// Attempts to map RAM huge while its pages are used.
 const MAP_HUGE_TRIES: u32 = 100;
@@ -89,7 +89,7 @@ impl Runner {
         Ok(Answer::Done)
     }
 
-    /// Map so much of RAM by one entry for each unit, spread evenly: of 50 %, every second unit.
+    /// Map this percentage of RAM by one entry for each unit, spread evenly: of 50 %, every second unit.
     pub(crate) fn map_huge(&mut self, percent: u32) -> Result<Answer> {
         let vm = self.vm()?;
         let remote = Remote::open(std::process::id()).context("Opening this process")?;

@@ -1,5 +1,5 @@
-//! The kernel's swap for a bench: a zram device as the only swap, with Ballast's compression where the kernel has it; or a
-//! file on a disk.
+//! The kernel's swap for a bench: a zram device as the only swap, with Ballast's compression where the kernel has it;
+//! or a file on a disk.
 //!
 //! Before: root, an unused zram device, no other swap. After: everything is as it was.
 //! Threads: one. Units: bytes. Promise: a device that is in use is never touched, and what was changed is put back when
@@ -10,90 +10,17 @@ use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
-use ballast_base::{Bytes, GIB, PAGE_SIZE};
+use anyhow::{Context, Result, bail};
+use ballast_base::{Bytes, GIB};
 use ballast_sys::swap;
-use rustix::fs::{FallocateFlags, FlockOperation, flock};
+use rustix::fs::FallocateFlags;
 
-use crate::guard::warn;
 use crate::leftover;
+use crate::setting::{Setting, read};
+use crate::swaps::{Active, Named, PAGE_CLUSTER, Sized, ZSWAP, devices, lock, swaps};
 
 /// Address space of the device; memory is used as pages arrive.
 const SIZE: Bytes = Bytes(8 * GIB);
-const BLOCK: &str = "/sys/block";
-pub(crate) const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
-pub(crate) const ZSWAP: &str = "/sys/module/zswap/parameters/enabled";
-
-/// A setting that has its old value again when this is dropped.
-#[derive(Debug)]
-pub struct Setting {
-    path: PathBuf,
-    before: String,
-}
-
-impl Setting {
-    /// Change it; `None` if it has this value already.
-    pub fn change(path: impl Into<PathBuf>, value: &str) -> Result<Option<Self>> {
-        let path = path.into();
-        let before = selected(&read(&path)?).to_owned();
-        if before == value {
-            return Ok(None);
-        }
-        fs::write(&path, value).with_context(|| format!("Writing {value:?} to {}", path.display()))?;
-        Ok(Some(Self { path, before }))
-    }
-}
-
-impl Setting {
-    /// One that was changed before, by a bench that did not live to put it back.
-    pub fn changed(path: PathBuf, before: String) -> Self {
-        Self { path, before }
-    }
-
-    /// Where it is, and its old value.
-    pub fn before(&self) -> (&Path, &str) {
-        (&self.path, &self.before)
-    }
-}
-
-impl Drop for Setting {
-    fn drop(&mut self) {
-        warn(
-            &format!("putting {:?} back into {}", self.before, self.path.display()),
-            fs::write(&self.path, &self.before),
-        );
-    }
-}
-
-pub(crate) fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("Reading {}", path.display()))
-}
-
-/// The word in brackets of a list of choices, or the whole text.
-fn selected(text: &str) -> &str {
-    let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
-    chosen.map_or(text.trim(), |(word, _)| word)
-}
-
-/// A sized zram device: empty and without memory again when dropped.
-#[derive(Debug)]
-pub(crate) struct Sized(pub PathBuf);
-
-impl Drop for Sized {
-    fn drop(&mut self) {
-        warn(&format!("resetting {}", self.0.display()), fs::write(self.0.join("reset"), "1"));
-    }
-}
-
-/// An active swap device.
-#[derive(Debug)]
-pub(crate) struct Active(pub PathBuf);
-
-impl Drop for Active {
-    fn drop(&mut self) {
-        warn(&format!("ending swap on {}", self.0.display()), swap::off(&self.0));
-    }
-}
 
 /// The kernel swaps to a zram device of ours. Fields are dropped in this order: the reverse of the making.
 #[derive(Debug)]
@@ -164,33 +91,12 @@ impl SwapFile {
     }
 }
 
-/// A file that is removed when this is dropped.
-#[derive(Debug)]
-pub(crate) struct Named(pub PathBuf);
-
-impl Drop for Named {
-    fn drop(&mut self) {
-        warn(&format!("removing {}", self.0.display()), fs::remove_file(&self.0));
-    }
-}
-
 /// Wait for other benches, and make sure that there is no other swap.
 fn alone() -> Result<File> {
     let lock = lock()?;
     leftover::put_back()?;
     if let Some(other) = swaps()?.first() {
         bail!("another swap device is active ({other}): what it takes could not be told apart (swapoff {other})");
-    }
-    Ok(lock)
-}
-
-/// Held by whoever changes the machine.
-pub(crate) fn lock() -> Result<File> {
-    ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
-    let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;
-    if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-        eprintln!("ballast bench: waiting for another bench to end");
-        flock(&lock, FlockOperation::LockExclusive).context("Waiting for another bench")?;
     }
     Ok(lock)
 }
@@ -205,22 +111,6 @@ fn plainly(settings: &mut Vec<Setting>) -> Result<()> {
     Ok(())
 }
 
-/// The zram devices: their directories in sysfs, their nodes, and whether somebody uses them.
-pub(crate) fn devices() -> Result<Vec<(PathBuf, PathBuf, bool)>> {
-    let mut devices = Vec::new();
-    for entry in fs::read_dir(BLOCK).with_context(|| format!("Reading {BLOCK}"))? {
-        let block = entry?.path();
-        let Some(name) = block.file_name().and_then(|name| name.to_str()).filter(|name| name.starts_with("zram"))
-        else {
-            continue;
-        };
-        let device = Path::new("/dev").join(name);
-        let used = read(&block.join("disksize"))?.trim() != "0";
-        devices.push((block.clone(), device, used));
-    }
-    Ok(devices)
-}
-
 /// A zram device nobody uses: its directory in sysfs and its node.
 fn unused() -> Result<(PathBuf, PathBuf)> {
     let devices = devices()?;
@@ -232,33 +122,10 @@ fn unused() -> Result<(PathBuf, PathBuf)> {
     }
 }
 
-/// The active swap devices.
-pub(crate) fn swaps() -> Result<Vec<String>> {
-    let text = read(Path::new("/proc/swaps"))?;
-    Ok(text.lines().skip(1).filter_map(|line| line.split_ascii_whitespace().next()).map(str::to_owned).collect())
-}
-
-/// Pages on all swap devices.
-pub(crate) fn used_pages() -> Result<u64> {
-    let text = read(Path::new("/proc/swaps"))?;
-    let used_kib = |line: &str| line.split_ascii_whitespace().nth(3)?.parse::<u64>().ok();
-    Ok(text.lines().skip(1).filter_map(used_kib).sum::<u64>() * 1024 / PAGE_SIZE as u64)
-}
-
-/// Memory a zram device of this name uses for its pages, in bytes; and its compression.
-pub(crate) fn used(device: &Path) -> Result<(u64, String)> {
-    let block = Path::new(BLOCK).join(device.file_name().context("a device has a name")?);
-    let stat = read(&block.join("mm_stat"))?;
-    let used = stat.split_ascii_whitespace().nth(2).and_then(|bytes| bytes.parse().ok());
-    Ok((
-        used.with_context(|| format!("mm_stat says {stat:?}"))?,
-        selected(&read(&block.join("comp_algorithm"))?).into(),
-    ))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::swaps::{used, used_pages};
     use ballast_needs::skip;
 
     /// What a bench may change, as it is now.
@@ -337,16 +204,5 @@ mod tests {
         leftover::put_back().expect("put back");
         assert_eq!(machine(), before);
         assert_eq!(fs::read_dir(dir.path()).expect("read").count(), 0);
-    }
-
-    #[test]
-    fn a_setting_is_put_back_and_an_equal_one_is_left_alone() {
-        let file = tempfile::NamedTempFile::new().expect("file");
-        fs::write(file.path(), "[one] two\n").expect("write");
-        assert!(Setting::change(file.path(), "one").expect("no change").is_none());
-        let setting = Setting::change(file.path(), "two").expect("change");
-        assert_eq!(fs::read_to_string(file.path()).expect("read"), "two");
-        drop(setting);
-        assert_eq!(fs::read_to_string(file.path()).expect("read"), "one");
     }
 }

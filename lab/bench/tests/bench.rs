@@ -87,7 +87,8 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
     if !Path::new(BENCH).with_file_name("libballast_preload.so").is_file() {
         return skip(
             "preload",
-            "ballast and its preload library are not built beside ballast-bench (cargo build -p ballast-cli -p ballast-preload)",
+            "ballast and its preload library are not built beside ballast-bench \
+             (cargo build -p ballast-cli -p ballast-preload)",
         );
     }
     let before = machine_before();
@@ -140,16 +141,16 @@ fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
 }
 
 #[test]
-fn scale_has_two_vms_ten_vms_two_fault_lanes_and_the_memory_of_the_engine() {
+fn scale_has_two_vms_ten_vms_two_fault_workers_and_the_memory_of_the_engine() {
     if no_bench() {
         return;
     }
     let rows = rows(&["scale"]);
-    let [two, ten, lanes, memory] = &rows[..] else { panic!("{rows:?}") };
+    let [two, ten, workers, memory] = &rows[..] else { panic!("{rows:?}") };
     ["scale_2_threads", "attach_64_gib_ms"].iter().for_each(|key| assert_figure(two, key));
     ["reclaim_10_pages_per_s", "restore_10_us_p50", "restore_10_us_p99"].iter().for_each(|key| assert_figure(ten, key));
     assert_eq!(ten["vms"], 10);
-    ["ratio_restore_2_lanes", "restore_2_lanes_us_p50"].iter().for_each(|key| assert_figure(lanes, key));
+    ["ratio_restore_2_workers", "restore_2_workers_us_p50"].iter().for_each(|key| assert_figure(workers, key));
     for key in ["engine_overhead_bytes_per_gib", "engine_overhead_half_far_bytes_per_gib"] {
         assert!(memory[key].is_number(), "{key} in {memory}");
     }

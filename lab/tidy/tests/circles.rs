@@ -8,14 +8,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+mod common;
+
+use common::{none_is_left, root};
+
 /// One file of a crate: its module's path and its text, without comments, strings and tests.
 struct Source {
     module: Vec<String>,
     text: String,
-}
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("lab/tidy is two down").to_owned()
 }
 
 /// The `src` directories of all members.
@@ -221,11 +221,11 @@ fn reached(from: &Path, arrows: &Arrows) -> BTreeSet<PathBuf> {
     seen
 }
 
-#[test]
-#[ignore = "not yet true of the whole tree"]
-fn no_crate_has_a_circle_of_files() {
-    let mut said = String::new();
+/// Each circle of files, by its first file, with what ties them.
+fn circles() -> Vec<String> {
+    let mut said = Vec::new();
     for src in crates() {
+        let place = src.strip_prefix(root()).expect("below the root").display().to_string();
         let arrows = arrows(&src);
         let mut told = BTreeSet::new();
         for file in arrows.keys().filter(|file| reached(file, &arrows).contains(*file)) {
@@ -234,13 +234,37 @@ fn no_crate_has_a_circle_of_files() {
             if !told.insert(circle.clone()) {
                 continue;
             }
-            said += &format!("{}: a circle of {} files\n", src.display(), circle.len());
+            let mut text = format!("{place}/{}: a circle of {} files\n", file.display(), circle.len());
             for from in &circle {
                 for (to, names) in arrows[from].iter().filter(|(to, _)| circle.contains(*to)) {
-                    said += &format!("  {} -> {}: {names:?}\n", from.display(), to.display());
+                    text += &format!("  {} -> {}: {names:?}\n", from.display(), to.display());
                 }
             }
+            said.push(text);
         }
     }
-    assert!(said.is_empty(), "\n{said}");
+    said
+}
+
+#[test]
+fn no_crate_has_a_circle_of_files() {
+    none_is_left(&circles(), false);
+}
+
+#[test]
+#[ignore = "not yet true of these parts"]
+fn no_crate_has_a_circle_of_files_later() {
+    none_is_left(&circles(), true);
+}
+
+#[test]
+fn a_circle_is_found_where_there_is_one() {
+    let dir = std::env::temp_dir().join(format!("ballast-tidy-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    let files = [("lib.rs", "mod a;\nmod b;\n"), ("a.rs", "use crate::b::B;\n"), ("b.rs", "use super::a::A;\n")];
+    files.iter().for_each(|(name, text)| std::fs::write(dir.join(name), text).expect("a source"));
+    let arrows = arrows(&dir);
+    std::fs::remove_dir_all(&dir).expect("our directory");
+    assert!(reached(Path::new("a.rs"), &arrows).contains(Path::new("a.rs")), "{arrows:?}");
+    assert!(!arrows.contains_key(Path::new("lib.rs")), "{arrows:?}");
 }

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 /// Longest wait for anything; only a broken client needs it.
-pub const PATIENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+pub const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 pub const VM: VmId = VmId(*b"ballast-test-vm.");
 
 /// `false` (after saying so) if this machine cannot run the test.
@@ -27,7 +27,7 @@ pub fn have_uffd() -> bool {
 pub fn wait_readable(fd: impl AsFd, what: &str) {
     let fd = fd.as_fd();
     loop {
-        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&PATIENCE)) {
+        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&TIMEOUT)) {
             Err(rustix::io::Errno::INTR) => {}
             Ok(0) => panic!("waited in vain for {what}"),
             Ok(_) => return,
@@ -106,12 +106,12 @@ pub struct Session {
 }
 
 impl Session {
-    /// Answer the attach message with two fresh files; answers their identities.
+    /// Answer the attach message with two fresh files. Returns their identities.
     pub fn accept(&self) -> Vec<memfd::FileId> {
         self.accept_with(wire::MIN_ESCROW)
     }
 
-    /// The same with so many files, as for a VM that has a file store.
+    /// The same with `count` files, as for a VM that has a file store.
     pub fn accept_with(&self, files: usize) -> Vec<memfd::FileId> {
         let files: Vec<_> = (0..files).map(|_| memfd::create("escrow", Bytes(4096)).expect("memfd")).collect();
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
@@ -161,7 +161,7 @@ impl Session {
         assert_eq!(self.hear(), ClientToEngine::Pong { seq });
     }
 
-    /// Answer every discard until `until` says that it is enough; answers the ranges of the first, if one came.
+    /// Answer every discard until `until` says that it is enough. Returns the ranges of the first, if one came.
     pub fn acknowledge_discards(&self, until: impl Fn() -> bool) -> Vec<Range> {
         self.answer_discards(until, None)
     }

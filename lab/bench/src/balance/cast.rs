@@ -1,13 +1,13 @@
-//! The VMs of this bench: what they run, and how they are started, held to an amount of memory and measured, all at once.
+//! The VMs of this bench: how they are started, held to an amount of memory and measured, all at once.
 //!
-//! Before: a list of workloads and a side. After: operations per second of each VM, and what all of them together held
-//! meanwhile. Threads: the caller's; each VM is a process.
-//! Units: bytes; operations per second. Promise: both sides run the same programs with the same seeds; a side that is not
-//! measured stands still, and takes no CPU time from the other.
+//! Before: a list of workloads and a side. After: operations per second of each VM, and what all of them together held.
+//! Threads: the caller's; each VM is a process. Units: bytes; operations per second.
+//! Promise: both sides run the same programs with the same seeds. A side that is not measured stands still, and takes
+//! no CPU time from the other.
 //!
 //! | VM | what it does | what it needs |
 //! |---|---|---|
-//! | store | 4.5 us of computing and one value: keys by a bell curve, then any, then in order | two thirds of RAM, then all |
+//! | store | 4.5 us of computing and one value: keys by a bell curve, then any, then in order | two thirds, then all |
 //! | graph | searches over the whole graph, an edge in some 20 ns | all, the states of vertices most |
 //! | matrix | products in tiles: one matrix is swept again and again | a third |
 //! | scan | a page in some 4.5 us, of the last quarter three times out of four; a hash table beside it | a third |
@@ -25,14 +25,15 @@ use ballast_testvm::{Spec, Workload};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use crate::rig::Bench;
 use crate::sweep::Side;
 use crate::worker::Worker;
-use crate::{Bench, cgroup, cpu, zram};
+use crate::{cgroup, cpu, swaps};
 
-/// Between two looks at what the VMs hold.
-const LOOK: Duration = Duration::from_millis(200);
+/// Between two samples of what the VMs hold.
+const SAMPLE: Duration = Duration::from_millis(200);
 /// How long taking memory away may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// More than any bench uses.
 const UNLIMITED: u64 = 1 << 50;
 
@@ -76,7 +77,7 @@ pub(super) struct Cast {
     pub vms: Vec<Vm>,
     pub side: Side,
     cgroup: PathBuf,
-    /// Kernel: what the processes need besides guest RAM.
+    /// Kernel: what the processes need beyond guest RAM.
     pub own_bytes: u64,
 }
 
@@ -88,7 +89,7 @@ pub(super) struct Window {
     /// Guest RAM of all VMs, on average and at most.
     pub resident_bytes: f64,
     pub most_bytes: f64,
-    /// Touches of memory that was out, by each VM, in a thousand of its operations.
+    /// Refaults of each VM in a thousand of its operations.
     pub misses_per_kop: Vec<f64>,
     /// Time that other programs than VMs and Ballast used, in percent of one CPU.
     pub others_cpu_pct: f64,
@@ -113,8 +114,7 @@ impl Cast {
             let backing = if side == Side::Kernel {
                 Backing::Kernel { procs: cgroup.join("cgroup.procs") }
             } else {
-                bench.names += 1;
-                name = format!("{}-{}", word(spec.workload), bench.names);
+                name = bench.numbered(word(spec.workload));
                 Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() }
             };
             let config = WorkloadConfig { spec: spec.clone(), kvm, backing };
@@ -146,7 +146,7 @@ impl Cast {
         self.vms.iter().map(|vm| vm.spec.ram.0).sum()
     }
 
-    /// Guest RAM that all VMs hold. The size of a memory file counts what the kernel swapped, so there the cgroup is asked.
+    /// Guest RAM that all VMs hold. A memory file's size counts what the kernel swapped, so there the cgroup is read.
     pub fn resident(&self) -> Result<u64> {
         if self.side == Side::Kernel && self.own_bytes > 0 {
             return Ok(cgroup::usage(&self.cgroup)?.saturating_sub(self.own_bytes));
@@ -154,7 +154,7 @@ impl Cast {
         self.vms.iter().map(|vm| Ok(memfd::resident(&vm.ram)?.bytes().0)).sum()
     }
 
-    /// Touches of memory that was out, by each VM so far: restores, or the kernel's major faults.
+    /// Refaults of each VM so far: restores, or the kernel's major faults.
     fn misses(&self, bench: &Bench) -> Result<Vec<u64>> {
         let of = |vm: &Vm| match self.side {
             Side::Ballast => Ok(bench.daemon.api().vm(&vm.name)?.faults.restore),
@@ -181,7 +181,7 @@ impl Cast {
             if self.side == Side::Kernel || !vms.iter().any(busy) {
                 break;
             }
-            ensure!(start.elapsed() < PATIENCE, "reclaim does not come to rest");
+            ensure!(start.elapsed() < TIMEOUT, "reclaim does not come to rest");
             std::thread::sleep(Duration::from_millis(5));
         }
         self.signal(Signal::STOP)
@@ -222,7 +222,7 @@ impl Cast {
         let start = Instant::now();
         // The kernel takes away what is above the limit before it accepts it, and gives up sooner than we do.
         while let Err(error) = cgroup::limit(&self.cgroup, bytes) {
-            if start.elapsed() > PATIENCE {
+            if start.elapsed() > TIMEOUT {
                 return Err(error);
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -230,7 +230,7 @@ impl Cast {
         Ok(())
     }
 
-    /// Let all run for a while and look on.
+    /// Let all run for a while, and measure them.
     pub fn window(&mut self, bench: &Bench, length: Duration) -> Result<Window> {
         let engine = bench.engine_pid()?;
         let cpu_us =
@@ -241,8 +241,8 @@ impl Cast {
         let order = Order::Slice { ms: length.as_millis() as u64 };
         self.vms.iter_mut().try_for_each(|vm| vm.worker.tell(&order))?;
         let mut held = Vec::new();
-        while start.elapsed() + LOOK < length {
-            std::thread::sleep(LOOK);
+        while start.elapsed() + SAMPLE < length {
+            std::thread::sleep(SAMPLE);
             held.push(self.resident()? as f64);
         }
         let mut window = Window::default();
@@ -267,7 +267,7 @@ impl Cast {
         window.most_bytes = held.iter().copied().fold(0.0, f64::max);
         window.far_bytes = match (self.side, &bench.kernel) {
             (Side::Ballast, _) => bench.daemon.api().host()?.store_bytes as f64,
-            (Side::Kernel, Ok(device)) => zram::used(device)?.0 as f64,
+            (Side::Kernel, Ok(device)) => swaps::used(device)?.0 as f64,
             _ => 0.0,
         };
         Ok(window)

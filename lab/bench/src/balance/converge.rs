@@ -1,10 +1,10 @@
 //! A VM whose demand jumps: how soon it runs as fast as it will.
 //!
-//! Before: four VMs share less memory than they have; one of them is nearly idle, and its memory has gone to the others.
+//! Before: four VMs share less memory than they have; one is nearly idle, and its memory has gone to the others.
 //! After: it is as busy as the others, and its speed was followed.
-//! Units: seconds; a speed is steady in the last third. Promise: the steady speed is given against that without pressure,
-//! so that a VM that soon runs as slowly as it will is not taken for one that was helped; and because speeds swing with the CPU
-//! that the scheduler gives to whom, so is when the VM held nine tenths of the memory it ends with.
+//! Threads: the caller's. Units: seconds; a speed is steady in the last third.
+//! Promise: the steady speed is compared with that without pressure, because a VM may converge to a low speed. Speeds
+//! also swing with the scheduler, so the time until the VM held nine tenths of its final memory is reported as well.
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,10 @@ use anyhow::{Result, bail};
 use ballast_testvm::{Spec, Workload};
 
 use super::cast::{Cast, spec};
-use super::{POLICY, Scale, both_sides};
-use crate::Bench;
+use super::setup::{POLICY, Scale, both_sides};
 use crate::order::{Answer, Order};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::sweep::Side;
 

@@ -1,24 +1,25 @@
 //! Maestro's experiment: eight VMs, two of each workload, at falling levels of memory.
 //!
 //! Before: eight VMs of each side have filled their memory and run without pressure. After: a row for each level.
-//! Units: slowdowns; a level is in percent of the RAM of all VMs. Promise: the speed without pressure is measured on each
-//! side by itself, before and after each level: a level is compared with their mean, so that a machine that drifts changes
-//! little, and their difference is the noise; no VM's slowdown is left out.
+//! Threads: the caller's. Units: slowdowns; a level is in percent of the RAM of all VMs.
+//! Promise: the speed without pressure is measured on each side by itself, before and after each level. A level is
+//! compared with the mean of the two, which limits what a drifting machine changes; their difference is the noise. No
+//! VM's slowdown is left out.
 
 use anyhow::Result;
 use ballast_policy::Kind;
 use serde_json::json;
 
 use super::cast::{Cast, Window, spec, word};
-use super::{CAST, POLICY, Scale};
-use crate::Bench;
+use super::setup::{CAST, POLICY, Scale};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 use crate::sweep::Side;
 
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
-/// A quick look has these.
+/// A quick run has these.
 const QUICK: [u64; 2] = [100, 60];
 /// At this one, all policies are measured; where memory is short otherwise, Maestro's beside ours.
 const SHORT: u64 = 60;
@@ -38,7 +39,7 @@ pub(super) fn geomean(values: &[f64]) -> f64 {
     (values.iter().map(|value| value.ln()).sum::<f64>() / values.len().max(1) as f64).exp()
 }
 
-/// Settle, then look on. The VMs stand still before and after.
+/// Settle, then measure. The VMs stand still before and after.
 pub(super) fn measure(
     bench: &Bench,
     cast: &mut Cast,
@@ -57,7 +58,7 @@ pub(super) fn measure(
     Ok(seen)
 }
 
-/// One side, and how fast each VM was without pressure when that was last looked at.
+/// One side, and the last measured speed of each VM without pressure.
 pub(super) struct Alone {
     pub cast: Cast,
     pub speeds: Vec<f64>,
@@ -80,7 +81,7 @@ impl Alone {
         Ok(Self { cast, speeds: speeds(&windows) })
     }
 
-    /// Look once more, after a level.
+    /// Measure once more without pressure, after a level.
     pub fn after(&mut self, bench: &Bench, scale: Scale) -> Result<Base> {
         let windows = measure(bench, &mut self.cast, Kind::None, None, scale, scale.windows.div_ceil(2))?;
         let aa = windows.iter().map(|window| geomean(&slowdowns(&self.speeds, window))).collect();
@@ -147,7 +148,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
             Err(why) => {
                 ["kernel_geomean_slowdown", "improvement_pct"].iter().for_each(|key| row.figure(key, &[]));
                 row.because(&format!("the kernel at {level} %: {why}"));
-                // A VM that was killed does not come back.
+                // A VM that was killed stays dead.
                 theirs = Err(why);
             }
         }
@@ -162,7 +163,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
     Ok(())
 }
 
-/// One side's figures at a level; answers the geometric mean of each window.
+/// Report one side's figures at a level. Returns the geometric mean of each window.
 fn report(row: &mut Row, prefix: &str, cast: &Cast, base: &Base, seen: &[Window]) -> Vec<f64> {
     let slow: Vec<Vec<f64>> = seen.iter().map(|window| slowdowns(&base.speeds, window)).collect();
     let means: Vec<f64> = slow.iter().map(|window| geomean(window)).collect();

@@ -1,15 +1,16 @@
 //! Blowfish, section 5.2: VMs in pairs, with half of the memory that both together use at their peak.
 //!
 //! Before: two VMs of different workloads have filled their memory. After: a row for each pair.
-//! Units: slowdowns against the same pair without pressure, before and after. Promise: every pair of the four workloads is there.
+//! Threads: the caller's. Units: slowdowns against the same pair without pressure, before and after.
+//! Promise: every pair of the four workloads is there.
 
 use anyhow::Result;
 
 use super::cast::{spec, word};
 use super::levels::{Alone, geomean, measure, slowdowns};
-use super::{CAST, POLICY, Scale, both_sides, pairs_of};
-use crate::Bench;
+use super::setup::{CAST, POLICY, Scale, both_sides, pairs_of};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::sweep::Side;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {

@@ -1,20 +1,20 @@
 //! How much of each workload's memory can be taken before it is 5 % slower (Blowfish, 5.1.1), beside the kernel.
 //!
-//! Before: `sweep` bisects over limits, with a second guest that nobody squeezes as the yardstick. After: a row for each
-//! workload, and for one with skew that huge pages hide (HugeScope, 2.2): a tenth of its pages is hot, side by side or spread over
-//! a part of its huge pages, and the rest is never touched. Units: parts of 1 of RAM. Promise: one VM at a time; Ballast tracks it,
-//! and pays for that.
+//! Before: `sweep` bisects over limits, with a second, unlimited guest as the reference. After: a row for each
+//! workload, and for one whose skew huge pages hide (HugeScope, 2.2): a tenth of its pages is hot, side by side or
+//! spread over a part of its huge pages, and the rest is never touched.
+//! Threads: the caller's. Units: fractions of RAM. Promise: one VM at a time; Ballast tracks it, and pays for that.
 
 use anyhow::Result;
 use ballast_base::{Bytes, MIB};
 use ballast_testvm::{Spec, Workload};
 
 use super::cast::{spec, word};
-use super::{CAST, Scale};
-use crate::Bench;
+use super::setup::{CAST, Scale};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::sweep::{Plan, Side, Sweep};
-use crate::track::THINK_TICKS;
+use crate::track::guest::THINK_TICKS;
 
 /// RAM of the guest with skew.
 const SKEWED_RAM: u64 = 256 * MIB;

@@ -1,14 +1,14 @@
-//! Blowfish, section 5.2: programs whose need for memory changes while they run, in pairs that share half of what both fill.
+//! Blowfish, section 5.2: programs whose need for memory changes, in pairs that share half of what both fill.
 //!
 //! Before: two VMs of different programs have filled their memory. After: a row for each pair.
-//! Units: a slowdown is the time for one run through all stages over the same beside the same neighbour without pressure.
-//! Promise: every pair of the four programs is there; runs are measured from the moment memory gets short, and a VM that is
-//! through before its neighbour goes on with its next run.
+//! Threads: the caller's. Units: a slowdown is the time of one run through all stages over its time without pressure,
+//! with the same neighbour. Promise: every pair of the four programs is there. Runs are measured from the moment memory
+//! gets short; a VM that ends before its neighbour goes on with its next run.
 //!
 //! | program | its stages, some 24 s alone | after the paper's |
 //! |---|---|---|
-//! | triangles | a graph of a third, two thirds, then all of its size, mostly its middle | GAPBS triangle count, three parts |
-//! | means | load all, then sweep over three fifths or compute on little, five times | Spark k-means: load, then fluctuations |
+//! | triangles | a third, two thirds, then all of a graph, mostly its middle | GAPBS triangle count, three parts |
+//! | means | load all, then sweep over three fifths or compute on little, five times | Spark k-means: load, then vary |
 //! | compiler | a seventh, then four fifths, then little again, and half | 602.gcc_s: phases, no locality |
 //! | cache | keys by a bell curve over a half, which moves through all | Memcached, skewed with churn |
 
@@ -20,26 +20,27 @@ use ballast_testvm::{Pattern, Spec, Stage, Workload};
 
 use super::cast::Cast;
 use super::levels::geomean;
-use super::{POLICY, Scale, both_sides, pairs_of};
-use crate::Bench;
+use super::setup::{POLICY, Scale, both_sides, pairs_of};
 use crate::order::{Answer, Order};
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::sweep::Side;
 
 /// Rounds of computing before an operation: 4.5 us.
 const THINK: u64 = 1500;
 /// Runs with half of the memory.
 const RUNS: usize = 3;
-/// Between two looks at how far VMs are.
-const LOOK: Duration = Duration::from_millis(50);
+/// Between two samples of how far VMs are.
+const SAMPLE: Duration = Duration::from_millis(50);
 
-/// A program: its name and its stages, of so many operations a second.
+/// A program: its name and its stages.
 struct Program {
     name: &'static str,
     stages: Vec<Stage>,
 }
 
 impl Program {
+    /// `second`: operations in a second.
     fn all(second: u64) -> [Self; 4] {
         let stage =
             |seconds: f64, from, part, pattern| Stage { ops: (second as f64 * seconds) as u64, from, part, pattern };
@@ -112,7 +113,7 @@ fn pair(bench: &mut Bench, side: Side, programs: [&Program; 2], scale: Scale) ->
     Ok(slow)
 }
 
-/// How long each VM takes for so many operations from now on, in seconds.
+/// How long each VM takes for `ops` operations from now on, in seconds.
 fn one_run(cast: &mut Cast, ops: [u64; 2]) -> Result<Vec<f64>> {
     let start = Instant::now();
     let mut from = vec![None; cast.vms.len()];
@@ -125,14 +126,14 @@ fn one_run(cast: &mut Cast, ops: [u64; 2]) -> Result<Vec<f64>> {
             let (began, first) = *from[at].get_or_insert((now, done));
             let end = first + ops[at];
             if done >= end && took[at].is_none() {
-                // Between the last look and this one, as if it had run evenly.
+                // Interpolate between the last sample and this one.
                 let (then, before) = last[at];
                 let part = (end - before) as f64 / (done - before).max(1) as f64;
                 took[at] = Some(then + (now - then) * part - began);
             }
             last[at] = (now, done);
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(SAMPLE);
     }
     Ok(took.into_iter().flatten().collect())
 }

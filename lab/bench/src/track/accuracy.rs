@@ -1,18 +1,21 @@
 //! How well the hot set is known page by page.
 //!
-//! Before: a guest runs a workload whose every operation can be computed again. After: precision, recall and F1 of the pages
-//! that the tracker calls hot.
-//! Units: shares of 1. Promise: three truths, none of which knows anything of tracking. *Touched*: the pages that the guest
-//! touched from the begin of the third last cycle to the end of the last. *By rate*: those that the workload touches in so
-//! long a time more often than not, touched just then or not: what HugeScope's average over many times of watching (§4.2.2)
-//! would tend to. *By weight*: the pages that take nine tenths of all accesses.
+//! Before: a guest runs a workload whose every operation can be computed again. After: precision, recall and F1 of the
+//! pages that the tracker calls hot.
+//! Threads: the bench's one. Units: fractions. Promise: there are three ground truths, and none depends on tracking.
 //!
-//! Which of the pages that are touched once in ten seconds are touched in six is chance, and only who watches them all
-//! the while can know it. What is left for others is told beside: the F1, against what was touched, of the best set that can
-//! be named by somebody who knows how often the workload touches each page (`f1_knowing_rates`).
+//! - *Touched*: the pages that the guest touched from the begin of the third last cycle to the end of the last.
+//! - *By rate*: those that the workload more likely than not touches in that time. HugeScope's average over many
+//!   intervals
+//!   (§4.2.2) would tend to it.
+//! - *By weight*: the pages that take nine tenths of all accesses.
 //!
-//! The other ways of tracking are fed from the same recording: *huge only* hears of no look into a unit, so that one touch
-//! makes 512 pages hot; *sampled* hears of those into one unit in twenty, as Thermostat splits 5 % of the huge pages.
+//! Of the pages touched once in ten seconds, chance decides which are touched in six. Only a tracker that watches all
+//! of them all the time can know. `f1_knowing_rates` bounds the others: the F1, against what was touched, of the best
+//! set that the true rates of all pages allow.
+//!
+//! The other ways of tracking replay the same recording. *Huge only* sees no fine scan, so one touch makes 512 pages
+//! hot. *Sampled* sees the fine scans of one unit in twenty, as Thermostat splits 5 % of the huge pages.
 
 use anyhow::{Context, Result};
 use ballast_base::{Bytes, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
@@ -20,21 +23,20 @@ use ballast_heat::record::{Frame, Recording};
 use ballast_heat::{Phase, Settings, Tracker, UnitId};
 use ballast_testvm::{PageSet, Placement, Spec, Workload};
 
-use super::THINK_TICKS;
-use super::guest::{Tracked, Watched};
-use crate::Bench;
+use super::guest::{THINK_TICKS, Tracked, Watched};
 use crate::report::Row;
+use crate::rig::Bench;
 
-/// Sizes of RAM, after how many cycles the hot set is looked at, and repetitions. The budget is too small to look into all
+/// Sizes of RAM, cycles before the hot set is compared, and repetitions. The budget is too small for fine scans of all
 /// huge pages of the larger one within three cycles.
 const SIZES: [(u64, usize, usize); 2] = [(128 * MIB, 3, 3), (512 * MIB, 10, 1)];
-/// One unit in so many is sampled.
+/// *Sampled* sees one unit in this number.
 const SAMPLED: u32 = 20;
 
-type Hears = fn(UnitId) -> bool;
+type Sees = fn(UnitId) -> bool;
 
-/// A key for each way, and what it hears of looks into a unit.
-const WAYS: [(&str, Hears); 3] =
+/// A key for each way, and the units whose fine scans it sees.
+const WAYS: [(&str, Sees); 3] =
     [("4k", |_| true), ("huge_only", |_| false), ("sampled_5pct", |unit| unit.unit % SAMPLED == SAMPLED / 2)];
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -113,8 +115,8 @@ impl Scores {
         let by_rate = set(spec.ram, chances.iter().map(|chance| *chance >= 0.5));
         let touched = set(spec.ram, touches.iter().map(|count| *count > 0));
         self.pages = (touches.len() as u64, touched.len());
-        for ((_, hears), figures) in WAYS.iter().zip(&mut self.ways) {
-            let found = hot(&replay(&recording, *hears), spec.ram);
+        for ((_, sees), figures) in WAYS.iter().zip(&mut self.ways) {
+            let found = hot(&replay(&recording, *sees), spec.ram);
             let [precision, recall, f1] = score(&found, &touched);
             let all = [precision, recall, f1, score(&found, &by_weight)[2], score(&found, &by_rate)[2]];
             figures.iter_mut().zip(all).for_each(|(figures, figure)| figures.push(figure));
@@ -147,14 +149,14 @@ impl Scores {
     }
 }
 
-/// A tracker that heard only of such looks into units.
-fn replay(recording: &Recording, hears: impl Fn(UnitId) -> bool) -> Tracker {
+/// A tracker that saw only such fine scans.
+fn replay(recording: &Recording, sees: impl Fn(UnitId) -> bool) -> Tracker {
     let mut recording = recording.clone();
     for frame in &mut recording.frames {
         if let Frame::Cycle(cycle) = frame
             && cycle.phase == Phase::Fine
         {
-            cycle.lines.retain(|line| hears(line.unit));
+            cycle.lines.retain(|line| sees(line.unit));
         }
     }
     recording.replay(Settings::default(), |_, _| ())
@@ -176,13 +178,13 @@ fn set(ram: Bytes, of: impl Iterator<Item = bool>) -> PageSet {
     pages
 }
 
-/// The chance of each page to be touched by so many operations.
+/// The chance of each page to be touched by `ops` operations.
 fn chances(rates: &[f64], ops: u64) -> Vec<f64> {
     rates.iter().map(|rate| 1.0 - (-rate * ops as f64).exp()).collect()
 }
 
-/// The F1 that may be hoped for, of pages that are each touched with these chances: that of the likeliest pages, as many as
-/// make it best.
+/// The best expected F1 of a set of pages that are touched with these chances: the likeliest pages, up to the best
+/// count.
 fn best_f1(chances: &[f64]) -> f64 {
     let mut chances = chances.to_vec();
     chances.sort_unstable_by(|a, b| b.total_cmp(a));

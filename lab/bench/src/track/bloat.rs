@@ -1,18 +1,19 @@
 //! Hot bloat (HugeScope §2.2, scaled down): how much memory can be taken from a guest whose hot pages lie alone in huge
-//! pages, with looks into huge pages and without.
+//! pages, with fine cycles and without.
 //!
-//! Before: a guest in huge pages that touched all its memory, and then uses a tenth of it. After: for each share of the hot
-//! pages that is spread over all huge pages, the part of RAM that can be taken while the guest is at most 5 % slower.
-//! Units: percent of RAM. Promise: both are the same daemon with the same settings but one: `look_inside`.
+//! Before: a guest in huge pages that touched all its memory, and then uses a tenth of it. After: for each share of the
+//! hot pages that is spread over all huge pages, the part of RAM that can be taken while the guest is at most 5 %
+//! slower.
+//! Threads: the bench's one. Units: percent of RAM. Promise: both are the same daemon with one setting changed.
 
 use anyhow::Result;
 use ballast_base::{Bytes, MIB};
 use ballast_testvm::{Spec, Workload};
 
-use super::THINK_TICKS;
-use crate::Bench;
+use super::guest::THINK_TICKS;
 use crate::order::GuestKind;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::sweep::{Plan, Side, Sweep};
 
 const RAM: u64 = 256 * MIB;

@@ -1,15 +1,16 @@
-//! Fair against classic generations (Blowfish §5.3, Figure 9a): how much can be taken from a guest half in huge pages and half
-//! in base pages before it misses too much.
+//! Fair against classic generations (Blowfish §5.3, Figure 9a): how much can be taken from a guest half in huge pages
+//! and half in base pages before it misses too much.
 //!
-//! Before: a guest whose pages are used by Zipf's law, the popular ones side by side, every second 2 MiB a huge page: there are
-//! huge and base pages of every warmth. After: what it missed and waited while limits took more and more of it, by both rules,
-//! and the reclamation ratio of each where they miss the same.
-//! Units: parts of 1 of RAM; restores for 100 operations; percent of the time. Promise: both are the same daemon with the same
-//! settings but one: `fair`. The guest never stands still, and every word that it reads is checked.
+//! Before: a guest whose pages are used by Zipf's law, the popular ones side by side, every second 2 MiB a huge page,
+//! so there are huge and base pages of every warmth. After: what it missed and waited while limits took more and more
+//! of it, by both rules, and the reclamation ratio of each at the same rate of misses.
+//! Threads: the bench's one. Units: fractions of RAM; restores for 100 operations; percent of the time. Promise: both
+//! are the same daemon with one setting changed: `fair`. The guest never stands still, and checks every word that it
+//! reads.
 //!
-//! The rules can differ only where huge pages at the edge of what is kept are touched in some cycles and not in others, so the
-//! guest is as large and as slow as it takes for that (lab/notebook). Its speed by the clock is not asked: which rule is
-//! better shows in what is missed, and a count of thousands of misses is hardly disturbed by what else the machine does.
+//! The rules differ only if huge pages at the edge of what is kept are touched in some cycles and not in others. The
+//! guest's size and speed are chosen for that (lab/notebook). Misses are counted instead of speed, because other load
+//! on the machine hardly disturbs a count of thousands.
 
 use anyhow::Result;
 use ballast_api::Track;
@@ -18,21 +19,22 @@ use ballast_testvm::{Placement, Spec, Workload};
 
 use super::guest::Tracked;
 use super::overhead::{SPARE, available};
-use crate::Bench;
 use crate::order::GuestKind;
 use crate::report::Row;
+use crate::rig::Bench;
 
-/// So much of RAM is mapped huge.
+/// Percent of RAM that is mapped huge.
 const HUGE_PCT: u32 = 50;
 /// What each side's keys end with, and its settings.
 const SIDES: [(&str, &str); 2] = [("fair", "[heat]\nfair = true\n"), ("classic", "[heat]\nfair = false\n")];
-/// The ratios are compared where so many of 100 operations miss: at some 17 us each, 1 to 2 % of the guest's time.
+/// The ratios are compared at this number of misses in 100 operations: at some 17 us each, 1 to 2 % of the guest's
+/// time.
 const ALLOWED_PCT: f64 = 5.0;
-/// Computing after each operation, in ticks of the TSC: some 66 us, so that a guest of 8 GiB does 15,000 operations a second, and
-/// one in two to four seconds in each 2 MiB of the colder half: about one in a cycle.
+/// Computing after each operation, in ticks of the TSC: some 66 us. A guest of 8 GiB then does 15,000 operations a
+/// second, and about one in a cycle (two to four seconds) in each 2 MiB of the colder half.
 const THINK_TICKS: u64 = 166_000;
 
-/// How to look.
+/// How to measure.
 struct Plan {
     ram: u64,
     /// Parts of RAM that are taken, ascending.

@@ -1,9 +1,9 @@
 //! A workload guest that is tracked, and the recording of its access cycles.
 //!
-//! Before: a daemon. After: a VM that runs its workload, attached, with its memory mapped huge; its cycles as the API gives
-//! them, and how many operations it had done at any time of the tracker's.
-//! Threads: the bench's one. Units: operations, time since tracking of the VM began. Promise: nothing is asked of the
-//! guest but the number of its operations.
+//! Before: a daemon. After: a VM that runs its workload, attached, with its memory mapped huge; its cycles from the
+//! API, and how many operations it had done at any time of the tracker's.
+//! Threads: the bench's one. Units: operations, time since tracking of the VM began. Promise: the guest tells only the
+//! number of its operations.
 
 use std::time::{Duration, Instant};
 
@@ -13,14 +13,17 @@ use ballast_heat::record::{Frame, Recording};
 use ballast_heat::{Phase, RECENT};
 use ballast_testvm::Spec;
 
-use crate::Bench;
 use crate::order::{Answer, Backing, GuestKind, Order, Role, WorkloadConfig};
+use crate::rig::Bench;
 use crate::worker::Worker;
 
-/// Between two looks at the tracker.
-const LOOK: Duration = Duration::from_millis(20);
+/// Computing after each operation, in ticks of the TSC: some 10 us. So a guest does some 100,000 operations a second,
+/// as a key-value store does on one CPU. A loop that only touches memory does millions.
+pub(crate) const THINK_TICKS: u64 = 25_000;
+/// Between two questions to the tracker.
+const SAMPLE: Duration = Duration::from_millis(20);
 /// Cycles that take longer have failed.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A VM that runs and is attached.
 pub(super) struct Tracked {
@@ -40,10 +43,9 @@ impl Tracked {
         Self::start_mixed(bench, spec, 100)
     }
 
-    /// With so much of its memory mapped huge, spread evenly.
+    /// With this percentage of its memory mapped huge, spread evenly.
     pub(super) fn start_mixed(bench: &mut Bench, spec: Spec, percent: u32) -> Result<Self> {
-        bench.names += 1;
-        let name = format!("bench-{}", bench.names);
+        let name = bench.vm_name();
         let backing = Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() };
         let config = WorkloadConfig { spec, kvm: bench.options.is(GuestKind::Kvm), backing };
         let mut worker = Worker::start(&Role::Workload(config))?;
@@ -59,13 +61,13 @@ impl Tracked {
         Ok(ops)
     }
 
-    /// Operations per second, over so long.
+    /// Operations per second, over `ms` milliseconds.
     pub(super) fn speed(&mut self, ms: u64) -> Result<f64> {
         let Answer::Sliced { ops, wall_us, .. } = self.worker.ask(&Order::Slice { ms })? else { bail!("a VM stands") };
         Ok(ops as f64 * 1e6 / wall_us)
     }
 
-    /// Track it until so many cycles and one coarse phase more were recorded.
+    /// Track it until `cycles` cycles and one more coarse cycle were recorded.
     pub(super) fn watch(&mut self, bench: &Bench, cycles: usize) -> Result<Watched> {
         let api = bench.daemon.api();
         // From the first call on they are kept.
@@ -77,8 +79,8 @@ impl Tracked {
         // By how much the bench's clock is ahead of the tracker's, at most.
         let mut ahead = Duration::MAX;
         while seen <= cycles {
-            ensure!(start.elapsed() < PATIENCE, "{} s are not enough for {cycles} cycles", PATIENCE.as_secs());
-            std::thread::sleep(LOOK);
+            ensure!(start.elapsed() < TIMEOUT, "{} s are not enough for {cycles} cycles", TIMEOUT.as_secs());
+            std::thread::sleep(SAMPLE);
             samples.push((start.elapsed(), self.progress()?));
             let news = Recording::decode(&api.heat_cycles(&self.name, after)?)?;
             let now = start.elapsed();
@@ -99,8 +101,8 @@ impl Tracked {
 }
 
 impl Watched {
-    /// The recording without the last coarse cycle, when that began, and when the [`RECENT`] cycles before it did: what a
-    /// tracker calls hot is what was touched in those.
+    /// The recording without the last coarse cycle, when the [`RECENT`] cycles before it began, and when it began
+    /// itself. A tracker calls hot what was touched in the [`RECENT`] cycles.
     pub(super) fn whole_cycles(&self) -> Result<(Recording, Duration, Duration)> {
         let coarse = |frame: &&Frame| matches!(frame, Frame::Cycle(cycle) if cycle.phase == Phase::Coarse);
         let mut frames = self.recording.frames.clone();
@@ -116,7 +118,7 @@ impl Watched {
         Ok((Recording { source: self.recording.source.clone(), frames }, begin, end.begun))
     }
 
-    /// When the guest had done so many operations; `None` if it never had.
+    /// When the guest had done `ops` operations; `None` if it never had.
     pub(super) fn time_of(&self, ops: u64) -> Option<Duration> {
         self.progress.get(self.progress.partition_point(|(_, done)| *done < ops)).map(|(at, _)| *at)
     }

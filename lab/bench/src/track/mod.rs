@@ -2,24 +2,24 @@
 //!
 //! Before: a daemon; guests attach with their memory mapped huge and run workloads of `testvm`, whose truth is known.
 //! After: a row for each question.
-//! Threads: the bench's one; guests are processes. Units: in every key. Promise: everything goes the way it goes for users:
-//! client, keeper, engine, API. What other ways of tracking would have found is replayed from the same recording.
+//! Threads: the bench's one; guests are processes. Units: in every key. Promise: the path is the users' path: client,
+//! keeper, engine, API. Other ways of tracking replay the same recording.
 //!
 //! | Row | File |
 //! |---|---|
 //! | the hot set page by page against the truth; huge pages alone; a sample of 5 % | `accuracy` |
 //! | what tracking costs the guest | `overhead` |
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
-//! | the touch of a base page that is watched | `touches` |
+//! | the touch of a watched base page | `touches` |
 //! | what can be taken from a guest with hot bloat | `bloat` |
 //! | fair against classic generations | `fair` |
 //! | working set, and how soon a change is seen | `phase` |
-//! | Redis in a QEMU guest: what tracking costs it, and what is told of it | `redis` |
+//! | Redis in a QEMU guest: what tracking costs it, and its working set | `redis` |
 
 mod accuracy;
 mod bloat;
 mod fair;
-mod guest;
+pub(crate) mod guest;
 mod overhead;
 mod phase;
 mod redis;
@@ -28,13 +28,9 @@ mod units;
 
 use anyhow::Result;
 
-use crate::Bench;
 use crate::order::GuestKind;
 use crate::report::Row;
-
-/// Computing after each operation, in ticks of the TSC: some 10 us, so that a guest does some 100,000 operations a second,
-/// as a key-value store does on one CPU, and not the millions of a loop that does nothing but touch memory.
-pub(crate) const THINK_TICKS: u64 = 25_000;
+use crate::rig::Bench;
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     if bench.options.is(GuestKind::Qemu) {

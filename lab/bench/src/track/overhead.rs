@@ -1,9 +1,10 @@
 //! What tracking costs the guest.
 //!
-//! Before: a guest that works. After: by how many percent it is slower while it is tracked, on 10 s of every 20 (HugeScope
-//! §4.2.1), for a small guest and for large working sets.
-//! Units: percent of its operations. Promise: the same guest in the same memory, tracked and not in turns; the two halves of
-//! the time in which it is not are compared with each other, and that is the noise.
+//! Before: a guest that works. After: by how many percent it is slower while it is tracked, on 10 s of every 20
+//! (HugeScope §4.2.1), for a small guest and for large working sets.
+//! Threads: the bench's one. Units: percent of its operations. Promise: the same guest in the same memory, tracked and
+//! not in turns. The two halves of the time without tracking are compared with each other: their difference is the
+//! noise.
 //!
 //! ```text
 //! off, a half | off, a half | on |    on | off, a half | off, a half |    off ...     half = 5 s, on = 10 s
@@ -14,14 +15,13 @@ use ballast_api::Track;
 use ballast_base::{Bytes, MIB};
 use ballast_testvm::{Spec, Workload};
 
-use super::THINK_TICKS;
-use super::guest::Tracked;
-use crate::Bench;
+use super::guest::{THINK_TICKS, Tracked};
 use crate::report::Row;
+use crate::rig::Bench;
 
-/// One guest: its workload, MiB of RAM, milliseconds of half the time without tracking, and how often off and on. Walks through
-/// large memory run at what the host's memory gives, which differs by a tenth from one second to the next: only many pairs
-/// say something.
+/// One guest: its workload, MiB of RAM, milliseconds of half the time without tracking, and how often off and on. Walks
+/// through large memory run at the speed of the host's memory, which varies by a tenth from one second to the next, so
+/// only many pairs mean something.
 const GUESTS: [(Workload, u64, u64, usize); 5] = [
     (Workload::Hotset, 64, 5000, 2),
     (Workload::Zipf, 64, 5000, 2),
@@ -30,7 +30,7 @@ const GUESTS: [(Workload, u64, u64, usize); 5] = [
     (Workload::Sequential, 8192, 2500, 8),
 ];
 const QUICK_HALF_MS: u64 = 500;
-/// Memory the machine must have besides the guest's: collapsing takes new huge pages before it frees the old ones.
+/// Free memory beyond the guest's: collapsing takes new huge pages before it frees the old ones.
 pub(super) const SPARE: u64 = 4096 * MIB;
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -98,7 +98,7 @@ fn measure(bench: &mut Bench, spec: Spec, half_ms: u64, pairs: usize, row: &mut 
     Ok(())
 }
 
-/// Memory that could be had.
+/// The host's available memory, in bytes.
 pub(super) fn available() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").context("Reading /proc/meminfo")?;
     let kib = |line: &str| line.strip_prefix("MemAvailable:")?.split_ascii_whitespace().next()?.parse::<u64>().ok();

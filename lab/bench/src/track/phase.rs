@@ -1,9 +1,9 @@
-//! How large the working set is said to be, and how soon a change of it is seen.
+//! The error of the estimated working set, and how soon a change of it is seen.
 //!
-//! Before: a guest whose hot set moves to another place at a known operation. After: the error of the working set before
-//! that, and the time from the move until the new hot set is known and the old one forgotten.
-//! Units: percent of the truth; seconds. Promise: the truth of the working set is what the guest touched in just the time
-//! that the tracker's answer is about.
+//! Before: a guest whose hot set moves to another place at a known operation. After: the error of the working set
+//! before that, and the time from the move until the new hot set is known and the old one forgotten.
+//! Threads: the bench's one. Units: percent of the truth; seconds. Promise: the true working set is what the guest
+//! touched in the span that the tracker's estimate covers.
 
 use std::time::Duration;
 
@@ -12,12 +12,11 @@ use ballast_base::{Bytes, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_heat::{Settings, Tracker};
 use ballast_testvm::{PageSet, Spec, Workload};
 
-use super::THINK_TICKS;
-use super::guest::Tracked;
-use crate::Bench;
+use super::guest::{THINK_TICKS, Tracked};
 use crate::report::Row;
+use crate::rig::Bench;
 
-/// Most of the new hot set is known when this part is; the old one is forgotten when no more than the rest of it is hot.
+/// The new hot set is known when this part of it is hot. The old one is forgotten when no more than the rest of it is.
 const MOST: f64 = 0.9;
 /// The first cycles, of which the working set means nothing yet.
 const WARM: u64 = 3;

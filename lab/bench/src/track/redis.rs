@@ -1,11 +1,12 @@
 //! Redis in a QEMU guest that is tracked.
 //!
 //! Before: a daemon, and the guest image of `scripts/guest-image.sh`. After: what tracking costs a real program in an
-//! unmodified kernel, and the working set that is told of it.
-//! Threads: the bench's one, which is Redis's client. Units: operations of Redis, 16 KiB each, as the client counts them.
-//! Promise: one guest, tracked and not in turns as in `overhead`; every value that is read is compared, and at the end
-//! every key. The truth is not known page by page: where a key lies is the guest's affair. What can be said beside the
-//! working set is how much data the client used in just that time; guest and Redis touch more than that.
+//! unmodified kernel, and its estimated working set.
+//! Threads: the bench's one, which is Redis's client. Units: operations of Redis, 16 KiB each, as the client counts
+//! them.
+//! Promise: one guest, tracked and not in turns as in `overhead`. Every value that is read is compared, and at the end
+//! every key. The truth is not known page by page, because the guest decides where a key lies. Reported with the
+//! working set is how much data the client used in the same span; guest and Redis touch more than that.
 
 use std::time::Duration;
 
@@ -16,16 +17,16 @@ use ballast_sys::program;
 use ballast_testvm::qemu::load::{self, Dataset, Mix};
 use ballast_testvm::qemu::{Accel, QemuGuest};
 
-use crate::Bench;
 use crate::order::Role;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::worker::ROLE_COMMAND;
 
 const VALUE: u64 = 16 * KIB;
-/// RAM of the guest beyond its data: kernel, initrd, what Redis needs besides.
+/// RAM of the guest beyond its data: kernel, initrd, Redis itself.
 const BESIDE: u64 = 224 * MIB;
-/// An interpreted guest on a busy machine is slow.
-const PATIENCE: Duration = Duration::from_secs(180);
+/// Until a guest has booted: an interpreted one on a busy machine is slow.
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let (data, half_ms, pairs) = if bench.options.quick { (32 * MIB, 1500, 1) } else { (256 * MIB, 5000, 4) };
@@ -46,16 +47,15 @@ pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     let read = load::verify(guest.redis_addr(), &data)?;
     ensure!(read.verified == data.keys(), "WRONG DATA: {} bytes in a tracked Redis", read.bytes_lost);
     row.because(
-        "accuracy and errors: in which pages of a guest its Redis keeps a key is not known; nor are there huge pages to \
-         split, bloat or generations beyond those of the native rows",
+        "accuracy and errors: which pages of a guest hold a key is not known; \
+         splits, bloat and generations: see the native rows",
     );
     each(row)
 }
 
 /// A guest under `ballast run` that ends with this process.
 fn boot(bench: &mut Bench, memory: Bytes) -> Result<(QemuGuest, String)> {
-    bench.names += 1;
-    let name = format!("bench-{}", bench.names);
+    let name = bench.vm_name();
     let own = std::env::current_exe().context("Finding this program's own file")?.to_string_lossy().into_owned();
     let socket = bench.daemon.attach_socket().to_string_lossy().into_owned();
     let role = serde_json::to_string(&Role::Become { procs: None })?;
@@ -63,7 +63,7 @@ fn boot(bench: &mut Bench, memory: Bytes) -> Result<(QemuGuest, String)> {
     let prefix = [&own, ROLE_COMMAND, &role, "--", &ballast, "run", "--name", &name, "--attach-socket", &socket, "--"];
     let prefix = prefix.map(str::to_owned);
     let mut guest = QemuGuest::builder().name("bench").memory(memory).prefix(prefix).spawn()?;
-    guest.wait_ready(PATIENCE)?;
+    guest.wait_ready(TIMEOUT)?;
     bench.daemon.wait_for_vm(&name)?;
     Ok((guest, name))
 }
@@ -131,7 +131,7 @@ fn measure(
     Ok(())
 }
 
-/// How many keys so many operations use, by the law that [`load::throughput`] picks them by.
+/// How many keys `ops` operations use, by the law that [`load::throughput`] picks them by.
 fn used_keys(hot_keys: f64, hot_ops: f64, keys: f64, ops: f64) -> f64 {
     let hot = keys * hot_keys;
     let any = (1.0 - hot_ops) / keys;

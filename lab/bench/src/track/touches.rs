@@ -1,13 +1,13 @@
-//! The touch of a base page that is watched: what the thread that touches waits, by zap scan and where the kernel sees for
-//! us (`pager/src/scan/zap.rs`, `scan/rwp.rs`).
+//! How long the first touch of a watched base page takes, by zap scan and by RWP scan (`pager/src/scan/`).
 //!
-//! Before: memory of this process in base pages, and a thread that serves its faults as a fault lane does. After:
+//! Before: memory of this process in base pages, and a thread that serves its faults as a fault worker does. After:
 //! microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.
-//! Promise: all pages of [`UNITS`] units are touched in order, each once in a cycle, and every touch is one that was watched.
+//! Promise: all pages of [`UNITS`] units are touched in order, each once in a cycle, and every touch is one that was
+//! watched.
 //!
 //! | | watched | a touch |
 //! |---|---|---|
-//! | page by page | unmapped | wakes the lane, which maps the page (`UFFDIO_CONTINUE`) |
+//! | page by page | unmapped | notifies the worker, which maps the page (`UFFDIO_CONTINUE`) |
 //! | by blocks | unmapped | the same, with the 63 pages around it: the next of these costs nothing |
 //! | by the kernel | protected (`UFFDIO_RWPROTECT`) | lifts the protection inside the kernel |
 
@@ -23,9 +23,9 @@ use ballast_sys::uffd::{ACCESS_FEATURES, REQUIRED_FEATURES};
 use ballast_testvm::GuestRam;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::Bench;
 use crate::order::GuestKind;
 use crate::report::Row;
+use crate::rig::Bench;
 
 const UNITS: usize = 8;
 const LEN: usize = UNITS * HUGE_SIZE;
@@ -50,7 +50,7 @@ pub(super) fn run(bench: &Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Res
             }
         }
     } else {
-        row.because("what a touch costs a vCPU besides is the exit it makes anyway: see native");
+        row.because("a vCPU pays the same and one exit: see native");
     }
     for (key, values) in ["touch_us_by_page", "touch_us_by_block", "touch_us_by_kernel"].iter().zip(&figures) {
         row.figure(key, values);
@@ -92,25 +92,25 @@ impl Memory {
         start.elapsed().as_secs_f64() * 1e6 / (LEN / PAGE_SIZE) as f64
     }
 
-    /// Unmapped, and mapped again by a lane, so many pages at a touch.
+    /// Unmapped, and mapped again by a worker, `around` pages at a touch.
     fn zapped(&self, around: u64) -> Result<f64> {
         self.ram.zap(0, LEN).context("MADV_DONTNEED")?;
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let lane = scope.spawn(|| self.serve(around, &done));
+            let worker = scope.spawn(|| self.serve(around, &done));
             let took = self.touch();
             done.store(true, Relaxed);
-            let served = lane.join().expect("the lane does not panic")?;
+            let served = worker.join().expect("the worker does not panic")?;
             ensure!(served == (LEN / PAGE_SIZE) as u64 / around, "{served} faults were served");
             Ok(took)
         })
     }
 
     fn serve(&self, around: u64, done: &AtomicBool) -> Result<u64> {
-        let patience = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+        let timeout = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
         let (mut faults, mut served) = (Vec::with_capacity(16), 0);
         while !done.load(Relaxed) {
-            poll(&mut [PollFd::new(&self.uffd, PollFlags::IN)], Some(&patience)).context("Waiting for a fault")?;
+            poll(&mut [PollFd::new(&self.uffd, PollFlags::IN)], Some(&timeout)).context("Waiting for a fault")?;
             self.uffd.read_faults(&mut faults).context("Reading a fault")?;
             for fault in &faults {
                 let page = (fault.addr.0 - self.at(0).0) / PAGE_SIZE as u64;

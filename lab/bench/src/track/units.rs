@@ -1,18 +1,18 @@
-//! Splitting and coalescing one unit of 2 MiB: its mapping alone, as tracking does, against the huge page itself, as the
-//! kernel does.
+//! Splitting and coalescing one unit of 2 MiB: its mapping alone, as tracking does, against the huge page itself, as
+//! the kernel does.
 //!
 //! Before: memory of this process in huge pages. After: microseconds per unit.
-//! Threads: the caller's. Units: microseconds. Promise: both sides work on the same kind of memory file, one unit at a time,
-//! in turns; after each split every page is mapped by 4 KiB, and after each coalesce the unit is mapped huge, which is looked
-//! at and not assumed.
+//! Threads: the caller's. Units: microseconds.
+//! Promise: both sides work on the same kind of memory file, one unit at a time, in turns. After each split every page
+//! is mapped by 4 KiB, and after each coalesce the unit is mapped huge; both are checked.
 //!
-//! | | split | coalesce |
-//! |---|---|---|
-//! | ours | drop the huge mapping, map 512 pages (`UFFDIO_CONTINUE`); the huge page stays whole | map it huge again (`MADV_COLLAPSE`): nothing is copied |
-//! | the kernel's | punch one page out of the huge page, which splits it; touch all 512, which maps them | `MADV_COLLAPSE` copies 512 pages into a new huge page |
+//! - Split, ours: drop the huge mapping and map 512 pages (`UFFDIO_CONTINUE`). The huge page stays whole.
+//! - Coalesce, ours: map it huge again (`MADV_COLLAPSE`). Nothing is copied.
+//! - Split, the kernel's: punch one page out of the huge page, which splits it, and touch all 512, which maps them.
+//! - Coalesce, the kernel's: `MADV_COLLAPSE` copies 512 pages into a new huge page.
 //!
-//! Of the ways to have the kernel split a huge page, punching is the one that needs no debugfs, which a locked-down kernel
-//! denies to root. Since Linux 6.15 it splits into as few pieces as that takes, so that it is quicker than a split into 512.
+//! Punching is the way to have the kernel split a huge page that needs no debugfs, which a locked-down kernel denies to
+//! root. Since Linux 6.15 it splits into as few pieces as possible, which is quicker than a split into 512.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
@@ -24,9 +24,9 @@ use ballast_sys::uffd::REQUIRED_FEATURES;
 use ballast_sys::{Uffd, memfd};
 use ballast_testvm::GuestRam;
 
-use crate::Bench;
 use crate::order::GuestKind;
 use crate::report::Row;
+use crate::rig::Bench;
 use crate::stats::median;
 
 const UNITS: usize = 32;

@@ -7,18 +7,17 @@ use ballast_base::units::GIB;
 use ballast_base::wire::MAX_SHARDS;
 
 /// The environment variable that says how many.
-pub const VARIABLE: &str = "BALLAST_FAULT_LANES";
-/// CPUs for each lane: a lane whose guest does nothing but fault takes one of them, so busy lanes take an eighth of a
+pub const VARIABLE: &str = "BALLAST_FAULT_WORKERS";
+/// CPUs for each worker. A worker whose guest does nothing but fault takes one CPU, so busy workers take an eighth of a
 /// host.
 const CPUS: u64 = 8;
-/// Guest RAM for each lane: 8 vCPUs have 16 GiB at least, as VMs are usually cut. A lane that nobody needs wakes up ten
-/// times a second for nothing.
+/// Guest RAM for each worker: 8 vCPUs usually have 16 GiB or more. An idle worker runs ten times a second for nothing.
 const RAM: u64 = 16 * GIB;
 
-/// The number for a process with so many CPUs and so much guest RAM, unless the VMM or the environment says another.
+/// The number for a process with `cpus` CPUs and `ram` bytes of guest RAM, unless the VMM or the environment sets one.
 pub fn count(asked: Option<usize>, variable: Option<&str>, cpus: u64, ram: u64) -> Result<u8, String> {
     let (asked, whose) = match (asked, variable.filter(|text| !text.is_empty())) {
-        (Some(asked), _) => (Some(asked), format!("{asked} fault lanes")),
+        (Some(asked), _) => (Some(asked), format!("{asked} fault workers")),
         (None, Some(text)) => (text.parse().ok().or(Some(0)), format!("{VARIABLE}={text:?}")),
         (None, None) => (None, String::new()),
     };
@@ -34,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lane_for_each_8_cpus_and_16_gib_but_one_at_least_and_no_more_than_the_keeper_takes() {
+    fn a_worker_for_each_8_cpus_and_16_gib_but_one_at_least_and_no_more_than_the_keeper_takes() {
         let of = |cpus, gib| count(None, None, cpus, gib * GIB).expect("no number was asked for");
         assert_eq!([of(1, 1024), of(2, 64), of(15, 64)], [1; 3], "few CPUs");
         assert_eq!([of(128, 0), of(128, 31)], [1; 2], "little RAM");

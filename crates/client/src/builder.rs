@@ -1,0 +1,207 @@
+//! Attaching: what the keeper is told of this VMM, the userfaultfds, and the service thread.
+//!
+//! Before: the VMM has mapped its RAM. After: a [`Client`], once the keeper has answered.
+//! Threads: the caller's; it starts `ballast-client`. Units: bytes; addresses of this process.
+//! Promise: a description that the keeper would refuse is refused here, by name.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ballast_base::wire::{self, RegionInfo};
+use ballast_base::{Bytes, Hva};
+use ballast_sys::Uffd;
+use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
+
+use crate::client::Client;
+use crate::control::Control;
+use crate::error::AttachError;
+use crate::link::Link;
+use crate::regions::{Region, Table};
+use crate::shared::{FailStop, Shared, Timing, announce, cut};
+use crate::{fault_workers, service, visit};
+
+/// Where the keeper listens unless told otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/ballast/attach.sock";
+/// The environment variable that names another socket.
+pub const SOCKET_VARIABLE: &str = "BALLAST_SOCKET";
+
+/// Collects what the keeper is told at attach.
+pub struct Builder {
+    socket: PathBuf,
+    name: String,
+    limit: Option<u64>,
+    vmm: String,
+    pinned: Option<String>,
+    may_pin: bool,
+    fault_workers: Option<usize>,
+    regions: Vec<(OwnedFd, RegionInfo)>,
+    fail_stop: FailStop,
+    timing: Timing,
+}
+
+impl std::fmt::Debug for Builder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Builder").field("name", &self.name).field("regions", &self.regions).finish_non_exhaustive()
+    }
+}
+
+impl Builder {
+    /// What operators will call the VM: letters, digits, `.`, `_`, `-`; at most 64. Default: `vm-PID`.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Most DRAM the VM may use from the start, in bytes. Default: no limit.
+    pub fn limit(mut self, bytes: u64) -> Self {
+        self.limit = Some(bytes);
+        self
+    }
+
+    /// Where the keeper listens. Default: `$BALLAST_SOCKET`, else [`DEFAULT_SOCKET`].
+    pub fn socket(mut self, path: impl Into<PathBuf>) -> Self {
+        self.socket = path.into();
+        self
+    }
+
+    /// Start as a pinned VM: managed, but never reclaimed, for this reason.
+    pub fn pinned(mut self, reason: impl Into<String>) -> Self {
+        self.pinned = Some(reason.into());
+        self
+    }
+
+    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (reads with
+    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? Where the engine cannot see who holds a
+    /// page, none is then evicted before the full quarantine time. Default: true, which is always safe. False is a
+    /// promise: call [`Client::may_pin`] before the first such access.
+    pub fn may_pin(mut self, may_pin: bool) -> Self {
+        self.may_pin = may_pin;
+        self
+    }
+
+    /// How many threads of the engine serve this process's faults, 1 to 8. Default: `$BALLAST_FAULT_WORKERS`, else one
+    /// for each 8 CPUs the process may use, but no more than one for each 16 GiB of RAM it attaches with.
+    pub fn fault_workers(mut self, workers: usize) -> Self {
+        self.fault_workers = Some(workers);
+        self
+    }
+
+    /// A piece of guest RAM: `len` bytes of `fd` from `file_offset`, mapped `MAP_SHARED` at `hva`.
+    pub fn region(mut self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Self {
+        self.regions.push((fd, RegionInfo { hva, len, file_offset }));
+        self
+    }
+
+    /// What to do when the engine says that the guest's memory can no longer be kept right. Runs on the service thread;
+    /// the guest must not run on afterwards. Default: print the reason and abort the process.
+    pub fn on_fail_stop(mut self, handler: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        self.fail_stop = Arc::new(handler);
+        self
+    }
+
+    #[doc(hidden)]
+    pub fn timing(mut self, timing: Timing) -> Self {
+        self.timing = timing;
+        self
+    }
+
+    /// Make the userfaultfds, start the service thread, and tell the keeper. Returns when the keeper has answered.
+    pub fn attach(self) -> Result<Client, AttachError> {
+        let _quiet = visit::enter();
+        wire::check_name(&self.name).map_err(AttachError::Config)?;
+        if self.regions.is_empty() {
+            return Err(AttachError::Config("no RAM region was given".into()));
+        }
+        wire::check_regions(&self.regions.iter().map(|(_, info)| *info).collect::<Vec<_>>())
+            .map_err(AttachError::Config)?;
+        let mut table = Table::default();
+        for (fd, info) in self.regions {
+            table.push(Region::checked(fd, info).map_err(AttachError::Config)?);
+        }
+        let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | ACCESS_FEATURES | feature::POISON;
+        let variable = std::env::var(fault_workers::VARIABLE).ok();
+        let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+        let workers = fault_workers::count(self.fault_workers, variable.as_deref(), cpus, table.total().0);
+        let made: Vec<(Uffd, u64)> = (0..workers.map_err(AttachError::Config)?)
+            .map(|_| Uffd::create(wanted))
+            .collect::<Result<_, _>>()
+            .map_err(AttachError::Userfault)?;
+        let features = made.iter().fold(wanted, |features, (_, granted)| features & granted);
+        let huge = table.iter().any(Region::is_huge);
+        let required = REQUIRED_FEATURES | if huge { HUGETLB_FEATURES } else { 0 };
+        if features & required != required {
+            return Err(AttachError::Features(required & !features));
+        }
+        let shared = Arc::new(Shared {
+            socket: self.socket,
+            name: self.name,
+            limit: self.limit,
+            vmm: cut(self.vmm),
+            uffds: made.into_iter().map(|(uffd, _)| uffd).collect(),
+            features,
+            table: Mutex::new(table),
+            link: Link::new(self.pinned.map(cut), self.may_pin),
+            control: Control::default(),
+            fail_stop: Mutex::new(self.fail_stop),
+            timing: self.timing,
+        });
+        start(shared.clone()).map_err(|source| AttachError::System { what: "starting its thread", source })?;
+        let vm = shared.link.first_outcome()?;
+        Ok(Client::new(shared, vm))
+    }
+}
+
+impl Client {
+    /// Begin to describe this VMM.
+    pub fn builder() -> Builder {
+        let vmm = std::env::current_exe().ok();
+        let vmm = vmm.as_deref().and_then(|path| path.file_name()).map(|name| name.to_string_lossy().into_owned());
+        Builder {
+            socket: std::env::var_os(SOCKET_VARIABLE).map_or_else(|| DEFAULT_SOCKET.into(), PathBuf::from),
+            name: format!("vm-{}", std::process::id()),
+            limit: None,
+            vmm: vmm.unwrap_or_else(|| "unknown".into()),
+            pinned: None,
+            may_pin: true,
+            fault_workers: None,
+            regions: Vec::new(),
+            fail_stop: Arc::new(|reason| {
+                announce(&format!("the guest's memory cannot be kept right: {reason}. Stopping the VM"));
+                std::process::abort();
+            }),
+            timing: Timing::default(),
+        }
+    }
+}
+
+/// Start the service thread with all signals blocked: the VMM's signals are for the VMM's threads.
+fn start(shared: Arc<Shared>) -> std::io::Result<()> {
+    let body = move || {
+        visit::enter_permanently();
+        loop {
+            let turn = std::panic::AssertUnwindSafe(|| service::run(&shared));
+            match std::panic::catch_unwind(turn) {
+                Ok(()) => return,
+                Err(_) => {
+                    announce("the service thread met a bug and starts again");
+                    shared.link.down();
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    };
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: both sets live across the calls; `sigfillset` fills the first and `pthread_sigmask` the second.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+    }
+    // A new thread inherits the mask.
+    let started = std::thread::Builder::new().name("ballast-client".into()).stack_size(256 * 1024).spawn(body);
+    // SAFETY: `before` was filled by the successful call above (SIG_SETMASK with valid sets cannot fail).
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
+    started.map(drop)
+}

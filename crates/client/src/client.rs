@@ -1,0 +1,225 @@
+//! An attachment: what a VMM thread may ask of Ballast.
+//!
+//! Before: `builder` has attached. After: the keeper has answered, or the engine has dropped its far copies.
+//! Threads: any VMM thread. Units: bytes; addresses of this process.
+//! Promise: `Ok` means that it is done. After an error the memory in question holds what it held.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, RegionInfo, VmId};
+use ballast_base::{Bytes, Hva};
+use ballast_sys::memfd::FileId;
+use ballast_sys::uffd::HUGETLB_FEATURES;
+
+use crate::control::DiscardError;
+use crate::error::RequestError;
+use crate::link::{self, Asked};
+use crate::lock::lock;
+use crate::regions::{self, Region};
+use crate::shared::{Shared, announce, cut};
+use crate::visit;
+
+/// An attachment. Dropping it does not detach; see the crate's documentation.
+#[derive(Clone, Debug)]
+pub struct Client {
+    shared: Arc<Shared>,
+    vm: VmId,
+}
+
+impl Client {
+    /// Of an attachment that the keeper has accepted.
+    pub(crate) fn new(shared: Arc<Shared>, vm: VmId) -> Self {
+        Self { shared, vm }
+    }
+
+    /// The identity the keeper gave this VM.
+    pub fn vm(&self) -> VmId {
+        self.vm
+    }
+
+    /// Guest RAM announced now.
+    pub fn ram(&self) -> Bytes {
+        lock(&self.shared.table).total()
+    }
+
+    /// RAM was hot-plugged: call before the guest can see it. While the keeper is away this succeeds at once, and the
+    /// region is announced with the next attach message.
+    pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        let shared = &self.shared;
+        let info = RegionInfo { hva, len, file_offset };
+        let region = Region::checked(fd, info).map_err(RequestError::Invalid)?;
+        if region.is_huge() && shared.features & HUGETLB_FEATURES != HUGETLB_FEATURES {
+            return Err(RequestError::Invalid(format!("RAM at {hva}: this kernel's userfaultfd has no huge pages")));
+        }
+        let sent = regions::duplicate(&region.fd).map_err(|error| RequestError::Invalid(error.to_string()))?;
+        {
+            let mut infos = lock(&shared.table).infos();
+            infos.push(info);
+            wire::check_regions(&infos).map_err(RequestError::Invalid)?;
+            if infos.len() > MAX_REGIONS {
+                return Err(RequestError::Invalid(format!("a VM may have at most {MAX_REGIONS} RAM regions")));
+            }
+        }
+        let answer =
+            shared.link.ask(&ClientToKeeper::AddRegion(info), &[sent.as_fd()], shared.timing.handshake, false, |_| {
+                lock(&shared.table).push(region);
+            });
+        if let Err(RequestError::Refused(_)) = &answer {
+            lock(&shared.table).remove(hva);
+        }
+        answer.map(|_: Asked| ())
+    }
+
+    /// RAM is about to be unplugged: call before unmapping it, and unmap after this returns, whatever it returns.
+    pub fn remove_region(&self, hva: Hva) -> Result<(), RequestError> {
+        /// More keepers do not die during one unplug.
+        const MOST_KEEPERS: usize = 8;
+        let _quiet = visit::enter();
+        let shared = &self.shared;
+        if !lock(&shared.table).iter().any(|region| region.info.hva == hva) {
+            return Err(RequestError::Invalid(format!("no RAM region begins at {hva}")));
+        }
+        let mut answer = Ok(Asked::Later);
+        let mut unlisted = false;
+        // When the keeper dies before it answers, its successor may have been told of the region: ask that one too.
+        for _ in 0..MOST_KEEPERS {
+            let timing = shared.timing;
+            answer = shared.link.ask(&ClientToKeeper::RemoveRegion(hva), &[], timing.answer, false, |state| {
+                // With no keeper there, the next attach message must not have it; else it stays until the answer.
+                if state.phase != link::Phase::Up {
+                    unlisted = lock(&shared.table).remove(hva);
+                }
+            });
+            if unlisted || !matches!(answer, Ok(Asked::Later)) {
+                break;
+            }
+        }
+        // No zap may hit what is mapped there next.
+        lock(&shared.table).remove(hva);
+        answer.map(|_: Asked| ())
+    }
+
+    /// From now on no page may be reclaimed, for this reason. `Ok` means that the keeper has confirmed it; without it,
+    /// do not do what needs the pin. Pages that are far already are restored by a touch; [`Client::restore_all`]
+    /// touches all.
+    pub fn pin(&self, reason: &str) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        let reason = cut(reason.to_owned());
+        let message = ClientToKeeper::Pin(reason.clone());
+        self.shared
+            .link
+            .ask(&message, &[], self.shared.timing.answer, true, |state| {
+                state.pinned.get_or_insert(reason);
+            })
+            .map(|_: Asked| ())
+    }
+
+    /// From now on [`Builder::may_pin`] is true. `Ok` means that the keeper has confirmed it (now or before); without
+    /// it, do not let the kernel or a device write to guest RAM past the page table.
+    pub fn may_pin(&self) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        self.shared.link.may_pin(self.shared.timing.answer)
+    }
+
+    /// This process is about to hand its RAM on: to a program that it executes, or to another VMM that opens the file.
+    /// Restores every far page, and reclaims none from now on, for this reason, which stays as after [`Client::pin`].
+    /// `Ok` means that all pages are in their files; without it, do not go on. It takes a second for some 100,000 far
+    /// pages, and gives up when no page was restored for 30 seconds (no memory, or a store that does not answer).
+    pub fn bring_back(&self, reason: &str) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        let (shared, limit) = (&self.shared, self.shared.timing.handshake);
+        let reason = cut(reason.to_owned());
+        let message = ClientToKeeper::Pin(reason.clone());
+        let seen = std::cell::Cell::new(lock(&shared.table).resident());
+        let grows = || {
+            let now = lock(&shared.table).resident();
+            now > seen.replace(now)
+        };
+        // A keeper that dies over it says nothing about pages: only the answer of one that was asked does.
+        loop {
+            let change = |state: &mut link::State| {
+                state.pinned.get_or_insert(reason.clone());
+            };
+            match shared.link.ask_while(&message, &[], limit, false, change, &grows)? {
+                Asked::Done => return Ok(()),
+                Asked::Later => shared.link.wait_for_keeper(limit)?,
+            }
+        }
+    }
+
+    /// Touch every page of guest RAM on this thread, so that none is far afterwards (if the VM is pinned). Pages that
+    /// the guest never used become resident too.
+    pub fn restore_all(&self) -> std::io::Result<()> {
+        let _quiet = visit::enter();
+        let parts: Vec<Range> = {
+            let table = lock(&self.shared.table);
+            table.iter().flat_map(|region| table.overlap(region.info.hva, region.info.len.0)).collect()
+        };
+        parts.into_iter().try_for_each(populate)
+    }
+
+    /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem): whole pages, each range inside
+    /// one region, at most 1024 ranges. Free the memory only after `Ok`; after an error it still holds what it held,
+    /// and must be kept.
+    pub fn discard(&self, ranges: &[Range]) -> Result<(), DiscardError> {
+        let _quiet = visit::enter();
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        if ranges.len() > MAX_RANGES {
+            let text = format!("{} ranges in one call; at most {MAX_RANGES} are allowed", ranges.len());
+            return Err(DiscardError::Invalid(text));
+        }
+        {
+            let table = lock(&self.shared.table);
+            if let Some((hva, len)) = ranges.iter().find(|range| !table.allows(**range)) {
+                let text = format!("{len} bytes at {hva} are not whole pages inside one RAM region");
+                return Err(DiscardError::Invalid(text));
+            }
+        }
+        let waiting_on =
+            || announce("an engine took a discard and does not answer; the VMM thread waits on for safety");
+        self.shared.control.discard(ranges.to_vec(), self.shared.timing.answer, waiting_on)
+    }
+
+    /// Which parts of `[hva, hva + len)` are announced RAM.
+    pub fn overlap(&self, hva: Hva, len: u64) -> Vec<Range> {
+        let _quiet = visit::enter();
+        lock(&self.shared.table).overlap(hva, len)
+    }
+
+    /// Where `[offset, offset + len)` of a file is mapped as announced RAM.
+    pub fn of_file(&self, file: FileId, offset: u64, len: u64) -> Vec<Range> {
+        let _quiet = visit::enter();
+        lock(&self.shared.table).of_file(file, offset, len)
+    }
+
+    /// These addresses are about to be unmapped or mapped over. Regions covered whole are removed as by
+    /// [`Client::remove_region`]; a part of a region is never zapped again and so never reclaimed. Its far pages are
+    /// restored first, by touches of this thread: the next mapping there may be the same RAM, and raises no faults.
+    pub fn unmapping(&self, hva: Hva, len: u64) -> Result<(), RequestError> {
+        let _quiet = visit::enter();
+        let (whole, parts) = lock(&self.shared.table).unmapping(hva, len);
+        for (hva, len) in parts {
+            if populate((hva, len)).is_ok() {
+                continue;
+            }
+            // One page that cannot be read must not keep the others far. A memory error may be why it is mapped over.
+            for at in (hva.0..hva.0 + len).step_by(ballast_base::PAGE_SIZE) {
+                let _ = populate((Hva(at), ballast_base::PAGE_SIZE as u64));
+            }
+        }
+        whole.into_iter().map(|hva| self.remove_region(hva)).fold(Ok(()), Result::and)
+    }
+}
+
+/// Touch every page of a range, so that none is far.
+fn populate((hva, len): Range) -> std::io::Result<()> {
+    let advice = rustix::mm::Advice::LinuxPopulateRead;
+    // SAFETY: MADV_POPULATE_READ changes no bytes and frees nothing; an address that is unmapped meanwhile is an error,
+    // not a fault.
+    unsafe { rustix::mm::madvise(hva.0 as *mut std::ffi::c_void, len as usize, advice)? };
+    Ok(())
+}

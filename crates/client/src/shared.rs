@@ -1,0 +1,84 @@
+//! What VMM threads and the service thread share, and how both tell the operator something.
+//!
+//! Before: `builder` has made the userfaultfds. After: `client` and `service` use it as long as the process lives.
+//! Threads: any. Units: in the types. Promise: locks are taken in the order link, table; `control` is apart.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ballast_sys::Uffd;
+
+use crate::control::Control;
+use crate::link::Link;
+use crate::regions::Table;
+
+pub(crate) type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// Every waiting time of the client, so that tests need not wait for real ones.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// From the attach message, or new RAM, to its answer. If a part of that RAM is far, faults must be served first,
+    /// if need be by the engine that replaces a hung one.
+    pub handshake: Duration,
+    /// From a request or a discard to its answer.
+    pub answer: Duration,
+    /// Pause before the first reconnect; doubles up to the last.
+    pub backoff_first: Duration,
+    /// Longest pause between reconnects.
+    pub backoff_last: Duration,
+    /// Pause after a refused resume.
+    pub refused_pause: Duration,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self {
+            handshake: Duration::from_secs(30),
+            answer: Duration::from_secs(5),
+            backoff_first: Duration::from_millis(10),
+            backoff_last: Duration::from_millis(200),
+            refused_pause: Duration::from_secs(2),
+        }
+    }
+}
+
+/// What VMM threads and the service thread share. Locks are taken in the order link, table; `control` is apart.
+pub(crate) struct Shared {
+    pub socket: PathBuf,
+    pub name: String,
+    pub limit: Option<u64>,
+    pub vmm: String,
+    /// In the same order at each attach: a page belongs to one of them permanently.
+    pub uffds: Vec<Uffd>,
+    pub features: u64,
+    pub table: Mutex<Table>,
+    pub link: Link,
+    pub control: Control,
+    pub fail_stop: Mutex<FailStop>,
+    pub timing: Timing,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client").field("name", &self.name).field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
+/// A line for the operator, on the VMM's standard error. Its loss must not stop a guest, so a closed one is ignored.
+pub(crate) fn announce(text: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "ballast: {text}");
+}
+
+/// The longest text a message may hold, cut at a character border.
+pub(crate) fn cut(mut text: String) -> String {
+    const LONGEST: usize = 256;
+    let mut end = text.len().min(LONGEST);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text.truncate(end);
+    text
+}

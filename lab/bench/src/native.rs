@@ -1,0 +1,267 @@
+//! A guest that is a thread: memory with known contents that goes out, by whatever means, and is touched again.
+//!
+//! Before: `guest` was asked for one. After: times of single touches, as the guest's own thread sees them.
+//! Threads: the caller's touches; a storm has a thread of its own, and several may share a round of touches.
+//! Units: pages. Promise: a page is touched once in a round, and every touch checks a word that counts the touches
+//! before it, so a page that was restored with wrong bytes is counted. [`Native::verify`] compares every byte.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageCount};
+use ballast_sys::Anon;
+use ballast_testvm::GuestRam;
+
+use crate::cpu;
+use crate::order::{Answer, Backing, GuestConfig, Out, Pace, Pattern, Touched};
+use crate::pager::{Pager, holes, own_file};
+use crate::stats::{random, shuffle};
+
+/// Memory that may go out.
+#[derive(Debug)]
+enum Ram {
+    /// A shared memory file, as guest RAM is.
+    Shared(GuestRam),
+    /// Ordinary memory: what the kernel swaps best.
+    Private(Anon),
+}
+
+impl Ram {
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        match self {
+            Self::Shared(ram) => ram.word(offset),
+            Self::Private(ram) => ram.word(offset),
+        }
+    }
+}
+
+/// Bytes of RAM of a guest.
+fn ram_len(config: &GuestConfig) -> u64 {
+    PageCount(2 * config.pages).bytes().0
+}
+
+/// Native memory and what it must hold.
+pub(crate) struct Native {
+    ram: Arc<Ram>,
+    pager: Pager,
+    /// What the first word of each page must be: the fill's, plus one for each touch.
+    expected: Vec<u64>,
+    storm: Option<Storm>,
+}
+
+struct Storm {
+    stop: Arc<AtomicBool>,
+    since: Instant,
+    cpu_us: f64,
+    thread: JoinHandle<Vec<u32>>,
+}
+
+/// The pages of a walk, in order.
+pub(crate) fn walk(pattern: Pattern, pages: u64, mut seed: u64) -> Vec<u64> {
+    const STRIDE: usize = 64;
+    match pattern {
+        Pattern::Sequential => (0..pages).collect(),
+        Pattern::Strided => (0..STRIDE as u64).flat_map(|first| (first..pages).step_by(STRIDE)).collect(),
+        Pattern::Random => {
+            (0..pages).map(|_| ((u128::from(random(&mut seed)) * u128::from(pages)) >> 64) as u64).collect()
+        }
+        Pattern::OnePerHuge => {
+            let mut order: Vec<u64> = (0..pages).step_by(PAGES_PER_UNIT as usize).collect();
+            shuffle(&mut order, seed);
+            order
+        }
+    }
+}
+
+fn words(page: &[u8; PAGE_SIZE]) -> impl Iterator<Item = u64> {
+    page.as_chunks::<8>().0.iter().map(|bytes| u64::from_ne_bytes(*bytes))
+}
+
+impl Native {
+    /// Allocate RAM, attach it, and fill it.
+    pub(crate) fn filled(config: &GuestConfig) -> Result<Self> {
+        let len = ram_len(config);
+        let (ram, pager) = if let Backing::Kernel { .. } = config.backing {
+            (Ram::Private(Anon::new(len as usize).context("Allocating memory")?), Pager::Kernel)
+        } else {
+            let make = if config.huge { GuestRam::huge } else { GuestRam::new };
+            let ram = make(Bytes(len)).context("Allocating guest RAM")?;
+            let pager = Pager::attach_with(&config.backing, &ram, config.fault_workers)?;
+            (Ram::Shared(ram), pager)
+        };
+        let mut expected = Vec::with_capacity(config.pages as usize);
+        for page in 0..config.pages {
+            for (index, word) in words(&config.data.page(page)).enumerate() {
+                ram.word(page as usize * PAGE_SIZE + index * 8).store(word, Relaxed);
+                if index == 0 {
+                    expected.push(word);
+                }
+            }
+        }
+        Ok(Self { ram: Arc::new(ram), pager, expected, storm: None })
+    }
+
+    /// Guest RAM, as others can open it, if it is a file.
+    pub(crate) fn file(&self) -> Option<PathBuf> {
+        if let Ram::Shared(ram) = &*self.ram { Some(own_file(ram)) } else { None }
+    }
+
+    /// Put the data out.
+    pub(crate) fn page_out(&mut self, pages: u64) -> Result<Out> {
+        let (start, cpu) = (Instant::now(), cpu::of_thread()?);
+        let elsewhere_us = match &*self.ram {
+            Ram::Private(ram) => ram.page_out().context("MADV_PAGEOUT").map(|()| 0.0)?,
+            Ram::Shared(ram) => self.pager.page_out(ram, pages)?,
+        };
+        let wall_us = start.elapsed().as_secs_f64() * 1e6;
+        let cpu_us = cpu::of_thread()? - cpu + elsewhere_us;
+        let pages = if matches!(self.pager, Pager::Floor) { pages } else { self.out(pages)?.len() as u64 };
+        Ok(Out { pages, wall_us, cpu_us, first_us: 0.0 })
+    }
+
+    /// The pages that are not in memory.
+    fn out(&self, pages: u64) -> Result<Vec<u64>> {
+        if matches!(self.pager, Pager::Floor) {
+            return Ok((0..pages).collect());
+        }
+        match &*self.ram {
+            Ram::Shared(ram) => holes(ram.memfd(), pages),
+            Ram::Private(ram) => swapped(ram.addr(), pages),
+        }
+    }
+
+    /// Touch pages that are out, in an order that the seed decides.
+    pub(crate) fn touch(&mut self, config: &GuestConfig, seed: u64, pace: Pace) -> Result<Touched> {
+        let mut order = self.out(config.pages)?;
+        shuffle(&mut order, seed);
+        order.truncate(usize::try_from(pace.most).unwrap_or(usize::MAX));
+        if pace.threads < 2 {
+            return self.touch_these(&order, pace);
+        }
+        let touched = touch_together(&self.ram, &self.expected, &order, pace.threads as usize);
+        order.iter().for_each(|page| self.expected[*page as usize] = self.expected[*page as usize].wrapping_add(1));
+        Ok(touched)
+    }
+
+    /// Touch these pages in this order.
+    pub(crate) fn touch_these(&mut self, order: &[u64], pace: Pace) -> Result<Touched> {
+        let think = Duration::from_micros(pace.think_us.into());
+        let floor = matches!(self.pager, Pager::Floor);
+        // Written before the first measurement: its pages must not be fresh.
+        let mut times = vec![u32::MAX; order.len()];
+        let mut copy = [1; PAGE_SIZE];
+        let mut wrong = 0;
+        let start = Instant::now();
+        for (page, time) in order.iter().zip(&mut times) {
+            let offset = *page as usize * PAGE_SIZE;
+            let word = self.ram.word(offset);
+            let begin = Instant::now();
+            // A write, because a page must be dirty to go out again on every side. (A read of a shared file would map
+            // its neighbours, too.)
+            let found = word.fetch_add(1, Relaxed);
+            if floor && let Ram::Shared(ram) = &*self.ram {
+                ram.copy_out(offset, &mut copy);
+                std::hint::black_box(&copy);
+            }
+            *time = u32::try_from(begin.elapsed().as_nanos()).unwrap_or(u32::MAX);
+            let expected = &mut self.expected[*page as usize];
+            wrong += u64::from(found != *expected);
+            *expected = found.wrapping_add(1);
+            while pace.think_us != 0 && begin.elapsed() < think {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(Touched::of(&mut times, start.elapsed(), wrong))
+    }
+
+    /// Touch random pages as fast as possible, on a thread of its own.
+    pub(crate) fn start_storm(&mut self) -> Result<()> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (ram, ended, pages) = (self.ram.clone(), stop.clone(), self.expected.len() as u64);
+        let cpu_us = cpu::of_process()?;
+        let thread = std::thread::Builder::new().name("storm".into()).spawn(move || {
+            let mut state = 1;
+            let mut touches = vec![0u32; pages as usize];
+            while !ended.load(Relaxed) {
+                let page = ((u128::from(random(&mut state)) * u128::from(pages)) >> 64) as usize;
+                ram.word(page * PAGE_SIZE).fetch_add(1, Relaxed);
+                touches[page] += 1;
+            }
+            touches
+        })?;
+        self.storm = Some(Storm { stop, since: Instant::now(), cpu_us, thread });
+        Ok(())
+    }
+
+    /// End the storm.
+    pub(crate) fn pause(&mut self) -> Result<Answer> {
+        let storm = self.storm.take().context("there is no storm to end")?;
+        storm.stop.store(true, Relaxed);
+        let touches = storm.thread.join().map_err(|_| anyhow!("the storm panicked"))?;
+        let wall_us = storm.since.elapsed().as_secs_f64() * 1e6;
+        let cpu_us = cpu::of_process()? - storm.cpu_us;
+        for (expected, touches) in self.expected.iter_mut().zip(&touches) {
+            *expected = expected.wrapping_add(u64::from(*touches));
+        }
+        Ok(Answer::Sliced { ops: touches.iter().map(|touches| u64::from(*touches)).sum(), wall_us, cpu_us })
+    }
+
+    /// Compare every word.
+    pub(crate) fn verify(&self, config: &GuestConfig) -> Result<()> {
+        for page in 0..config.pages {
+            let first = self.expected[page as usize];
+            for (index, word) in words(&config.data.page(page)).enumerate() {
+                let expected = if index == 0 { first } else { word };
+                let found = self.ram.word(page as usize * PAGE_SIZE + index * 8).load(Relaxed);
+                if found != expected {
+                    bail!("WRONG DATA: word {index} of page {page} is {found:#018x} and must be {expected:#018x}");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Pages of this process's own memory that are in swap.
+fn swapped(addr: usize, pages: u64) -> Result<Vec<u64>> {
+    const ENTRY: usize = 8;
+    const SWAPPED: u64 = 1 << 62;
+    let mut entries = vec![0; pages as usize * ENTRY];
+    let map = File::open("/proc/self/pagemap").context("Opening /proc/self/pagemap")?;
+    map.read_exact_at(&mut entries, (addr / PAGE_SIZE * ENTRY) as u64).context("Reading /proc/self/pagemap")?;
+    let (entries, _) = entries.as_chunks::<ENTRY>();
+    let out = entries.iter().map(|entry| u64::from_ne_bytes(*entry)).zip(0..);
+    Ok(out.filter(|(entry, _)| entry & SWAPPED != 0).map(|(_, page)| page).collect())
+}
+
+/// Touch these pages, each once, with several threads at the same time. The first word of each must be as expected.
+fn touch_together(ram: &Ram, expected: &[u64], order: &[u64], threads: usize) -> Touched {
+    let mut times = vec![u32::MAX; order.len()];
+    let share = order.len().div_ceil(threads).max(1);
+    let start = Instant::now();
+    let wrong = std::thread::scope(|scope| {
+        let parts = order.chunks(share).zip(times.chunks_mut(share));
+        let threads: Vec<_> = parts
+            .map(|(order, times)| {
+                scope.spawn(move || {
+                    let mut wrong = 0;
+                    for (page, time) in order.iter().zip(times) {
+                        let begin = Instant::now();
+                        let found = ram.word(*page as usize * PAGE_SIZE).fetch_add(1, Relaxed);
+                        *time = u32::try_from(begin.elapsed().as_nanos()).unwrap_or(u32::MAX);
+                        wrong += u64::from(found != expected[*page as usize]);
+                    }
+                    wrong
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or(1)).sum()
+    });
+    Touched::of(&mut times, start.elapsed(), wrong)
+}

@@ -1,0 +1,103 @@
+//! What every bench runs with: its daemon, the kernel's swap, the guard that puts the machine back, and the next name.
+//!
+//! Before: `lib` knows which bench runs, and what settings and swap that needs. After: a bench starts guests.
+//! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so the guard puts things back last.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use ballast_base::Bytes;
+use ballast_testhost::Daemon;
+
+use crate::cpu::Stay;
+use crate::guard::Guard;
+use crate::options::{Options, Which};
+use crate::order::GuestKind;
+use crate::progress::Progress;
+use crate::report::Row;
+
+/// What the kernel swaps to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum KernelSwap {
+    /// The bench has no figures of the kernel's.
+    None,
+    /// A zram device.
+    Zram,
+    /// A file of this size in the bench's directory.
+    File(Bytes),
+}
+
+/// Everything a bench runs with. Fields are dropped in this order.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    pub(crate) options: Options,
+    pub(crate) daemon: Daemon,
+    /// The swap device, or why there is none.
+    pub(crate) kernel: Result<PathBuf, String>,
+    names: u32,
+    pub(crate) progress: Progress,
+    pub(crate) guard: Guard,
+    _one_cpu: Option<Stay>,
+}
+
+impl Bench {
+    /// Start guard and daemon, and take the kernel's swap.
+    pub(crate) fn start(options: Options, settings: &str, swap: KernelSwap) -> Result<Self> {
+        let progress = Progress::start();
+        // Every process that is started from here on inherits the CPU.
+        let one_cpu = (options.which == Which::Idle && !options.is(GuestKind::Qemu)).then(Stay::here);
+        let mut guard = Guard::start()?;
+        let daemon = Daemon::with_settings(settings)?;
+        guard.remove_dir(daemon.dir().to_owned())?;
+        guard.end_process(daemon.keeper_pid())?;
+        let kernel = match swap {
+            KernelSwap::None => Err(String::new()),
+            KernelSwap::File(size) => guard.swap_file(options.dir.clone(), size).map_err(|error| format!("{error:#}")),
+            KernelSwap::Zram => guard.swap().map_err(|error| format!("{error:#}")),
+        };
+        Ok(Self { options, daemon, kernel, names: 0, progress, guard, _one_cpu: one_cpu })
+    }
+
+    /// Do something with a daemon that has other settings, instead of the bench's own.
+    pub(crate) fn with_settings<T>(&mut self, settings: &str, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let daemon = Daemon::with_settings(settings)?;
+        self.guard.remove_dir(daemon.dir().to_owned())?;
+        self.guard.end_process(daemon.keeper_pid())?;
+        let own = std::mem::replace(&mut self.daemon, daemon);
+        let result = work(self);
+        if result.is_err() {
+            eprintln!("ballast bench: the log of the daemon with other settings:\n{}", self.daemon.log());
+        }
+        self.daemon = own;
+        result
+    }
+
+    /// A row about what is measured from now on.
+    pub(crate) fn row(&self, what: &str) -> Row {
+        let row = Row::new(self.options.which.name(), self.options.guest(), what);
+        self.progress.row(row.title());
+        row
+    }
+
+    /// A name that no other VM of this bench has.
+    pub(crate) fn vm_name(&mut self) -> String {
+        self.numbered("bench")
+    }
+
+    /// `base` with the next number.
+    pub(crate) fn numbered(&mut self, base: &str) -> String {
+        self.names += 1;
+        format!("{base}-{}", self.names)
+    }
+
+    /// A directory for a guest's files. The guest makes it when needed; it is removed with the guest or the daemon.
+    pub(crate) fn guest_dir(&mut self) -> PathBuf {
+        let name = self.numbered("guest");
+        self.daemon.dir().join(name)
+    }
+
+    /// The engine's process id, which changes when the engine is replaced.
+    pub(crate) fn engine_pid(&self) -> Result<u32> {
+        Ok(self.daemon.api().host().context("Asking for the engine's process id")?.engine_pid)
+    }
+}
