@@ -2,11 +2,11 @@
 # Every bench with every guest it has, one after another: what the tables of lab/notebook are made of.
 #
 #   scripts/bench.sh [DIR]     into DIR (target/bench): GUEST-WHAT.jsonl, one row a line, and tables.md, made of them
-#   BENCH_ARGS=--quick         fewer pages and rounds: a look at whether all of it runs
+#   BENCH_ARGS=--quick         fewer pages and rounds: whether all of it runs
 #   SPILL_DIR=/var/tmp         the disk that `spill` measures: a directory on ext4, XFS or btrfs
 #
-# Root, on a machine that does nothing else: some four hours, native guests the first two of them. A guest that cannot run here
-# is said and left out.
+# Root, on a machine that does nothing else: some four hours, native guests the first two of them. A guest that cannot
+# run here is named and left out.
 # Exit code: 0, or 1 if a bench failed (the others are measured all the same).
 set -u
 cd "$(dirname "$0")/.."
@@ -46,7 +46,8 @@ table() {
         if (value("vms") != "") title = title ", " value("vms") " VMs"
         if (value("level_pct") != "") title = title ", " value("level_pct") " % of their memory"
         if (value("pair") != "") title = title ", " value("pair") ", half of their memory"
-        printf "\n**%s**\n\n| Figure | median | lowest | highest | A/A %% or 95 %% range |\n|---|---|---|---|---|\n", title
+        printf "\n**%s**\n\n", title
+        printf "| Figure | median | lowest | highest | A/A %% or 95 %% range |\n|---|---|---|---|---|\n"
         for (i = 1; i <= count; i++) {
             key = order[i]
             if ((key "_min") in values) {

@@ -24,7 +24,7 @@ if [ "${1:-}" != --refresh ] && [ -s "$out/vmlinuz" ] && [ -s "$out/initrd.img" 
 fi
 [ "$(uname -m)" = x86_64 ] || die "the guest image is for x86_64; this machine is $(uname -m)"
 for tool in apt-get apt-cache dpkg; do
-    command -v $tool >/dev/null || die "needs $tool: the guest is made of Debian packages (run it on Debian 12 or newer)"
+    command -v $tool >/dev/null || die "needs $tool: the guest is made of Debian packages (Debian 12 or newer)"
 done
 
 # --- packages ---------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ graph=$(apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts
     /Depends:/ { if (!skip) print package, $2; skip = ($1 ~ /^\|/) }')
 kernel=$(echo "$graph" | awk '$1 == "linux-image-cloud-amd64" && $2 ~ /^linux-image-/ { print $2; exit }')
 [ -n "$kernel" ] || die "apt knows no linux-image-cloud-amd64; run scripts/setup.sh first (or apt-get update)"
-# Redis and its libraries: follow only lib* packages and zlib; perl and friends belong to maintainer scripts we never run.
+# Redis and its libraries: follow only lib* packages and zlib. Perl belongs to maintainer scripts, which we never run.
 packages=$(echo "$graph" | awk '
     { need[$1] = need[$1] " " $2 }
     END {

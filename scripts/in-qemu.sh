@@ -1,5 +1,6 @@
 #!/bin/sh
-# Run statically linked programs on another kernel than this machine's: inside QEMU's emulated AMD CPU, which has nested SVM.
+# Run statically linked programs on another kernel than this machine's: inside QEMU's emulated AMD CPU, which has nested
+# SVM.
 #
 #   in-qemu.sh KERNEL COMMAND...
 #
@@ -8,7 +9,7 @@
 #
 # Environment: MODULES (none: files to load, in this order, .ko or .ko.xz), QEMU_MEMORY (2G), QEMU_CPUS (2),
 #              QEMU_SECONDS (600: the machine is ended after this long).
-# Exit code: 0 all commands succeeded, 1 one failed, 2 usage, 3 something needed is missing, 4 the machine gave no answer.
+# Exit code: 0 all commands succeeded, 1 one failed, 2 usage, 3 something needed is missing, 4 no answer in time.
 set -eu
 
 if [ $# -lt 2 ]; then

@@ -1,8 +1,9 @@
 #!/bin/bash
 # The programs as they are installed: stripped, the debug information of each in a file beside it.
 #
-#   scripts/release.sh [DIR]     into DIR (target/dist): ballastd, ballast, libballast_preload.so, ballast-bench, and of each
-#                                NAME.debug, which gdb, perf and backtraces find beside the program or in /usr/lib/debug
+#   scripts/release.sh [DIR]     into DIR (target/dist): ballastd, ballast, libballast_preload.so, ballast-bench, and of
+#                                each NAME.debug, which gdb, perf and backtraces find beside the program or in
+#                                /usr/lib/debug
 #
 # Exit code: 0, or 1 if something cannot be built or a program of the product is larger than it may be.
 set -euo pipefail
@@ -19,7 +20,8 @@ for name in ballastd ballast libballast_preload.so ballast-bench; do
     objcopy --only-keep-debug "$built/$name" "$out/$name.debug"
     chmod 644 "$out/$name.debug"
     # The link names the file without a directory, and has its checksum.
-    (cd "$out" && objcopy --strip-all --add-gnu-debuglink="$name.debug" "$built/$name" "$name.new" && mv "$name.new" "$name")
+    (cd "$out" && objcopy --strip-all --add-gnu-debuglink="$name.debug" "$built/$name" "$name.new" &&
+        mv "$name.new" "$name")
     size=$(stat -c %s "$out/$name")
     echo "$name: $((size >> 10)) KiB, and $(($(stat -c %s "$out/$name.debug") >> 10)) KiB of debug information"
     case $name in ballastd | ballast)

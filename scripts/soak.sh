@@ -10,8 +10,8 @@
 #
 #   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 50 a test), SOAK_TEST_SECONDS (1200)
 #
-# It leaves nothing behind: temporary files are in a directory of its own, and processes end with their test. The output of
-# each run that failed is kept in target/soak/.
+# It leaves nothing behind: temporary files are in a directory of its own, and processes end with their test. The output
+# of each run that failed is kept in target/soak/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-3600}
@@ -34,7 +34,8 @@ mkdir "$TMPDIR"
 echo "soak: building" >&2
 cargo build --quiet --workspace --bins
 # The test programs of these packages, one path a line.
-cargo test --quiet --no-run --message-format=json -p ballast-daemon -p ballast-pager -p ballast-store -p ballast-client -p ballast-sys |
+cargo test --quiet --no-run --message-format=json -p ballast-daemon -p ballast-pager -p ballast-store \
+    -p ballast-client -p ballast-sys |
     jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
         | "\(.manifest_path | rtrimstr("/Cargo.toml")) \(.executable)"' | sort -u >"$work/programs"
 
@@ -44,15 +45,19 @@ while [ $((SECONDS - start)) -lt "$seconds" ]; do
     while read -r package program; do
         [ $((SECONDS - start)) -lt "$seconds" ] || break
         name=$(basename "$program")
-        [ -t 2 ] && printf '\rsoak: round %d, %d of %d s, %s\033[K' "$rounds" $((SECONDS - start)) "$seconds" "${name%-*}" >&2
+        [ -t 2 ] && printf '\rsoak: round %d, %d of %d s, %s\033[K' \
+            "$rounds" $((SECONDS - start)) "$seconds" "${name%-*}" >&2
         # A session of its own, so that whatever a failed test leaves running ends with it.
-        (cd "$package" && exec setsid timeout --kill-after=10 "${SOAK_TEST_SECONDS:-1200}" "$program" </dev/null >"$work/out" 2>&1) &
+        (cd "$package" &&
+            exec setsid timeout --kill-after=10 "${SOAK_TEST_SECONDS:-1200}" "$program" </dev/null >"$work/out" 2>&1) &
         child=$!
         status=0
         wait "$child" || status=$?
         kill -- "-$child" 2>/dev/null || true
         child=
-        passed=$((passed + $(awk '/^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i } END { print sum + 0 }' "$work/out")))
+        passed=$((passed + $(awk '
+            /^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i }
+            END { print sum + 0 }' "$work/out")))
         if [ "$status" != 0 ]; then
             failed=$((failed + 1))
             { [ "$status" = 124 ] || [ "$status" = 137 ] || grep -q 'never: ' "$work/out"; } && hangs=$((hangs + 1))
@@ -62,8 +67,8 @@ while [ $((SECONDS - start)) -lt "$seconds" ]; do
     done < <(shuf "$work/programs")
 done
 [ -t 2 ] && printf '\r\033[K' >&2
-jq -cs --argjson rounds "$rounds" --argjson seconds $((SECONDS - start)) --argjson failed "$failed" --argjson hangs "$hangs" \
-    --argjson passed "$passed" '{
+jq -cs --argjson rounds "$rounds" --argjson seconds $((SECONDS - start)) --argjson failed "$failed" \
+    --argjson hangs "$hangs" --argjson passed "$passed" '{
         ops: (map(.ops // 0) | add // 0), kills: (map(.kills // 0) | add // 0),
         wrong_bytes: (map(.wrong_bytes // 0) | add // 0), hangs: $hangs,
         longest_wait_ms: (map(.longest_wait_ms // 0) | max // 0),

@@ -35,7 +35,9 @@ else
 fi
 step "newer kernel suite, in QEMU" scripts/newer-kernel-suite.sh
 
-passed=$(awk '/^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i } END { print sum + 0 }' "$log")
+passed=$(awk '
+    /^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i }
+    END { print sum + 0 }' "$log")
 skipped=$(grep -c 'SKIP needs=' "$log" || true)
 grep 'SKIP needs=' "$log" | sort | uniq -c || true
 echo "$passed passed, 0 failed, $skipped skipped"

@@ -43,7 +43,7 @@ pub enum ClientError {
         /// What the kernel said.
         source: io::Error,
     },
-    /// The connection was made, but no whole answer came back.
+    /// The connection was made, but no whole answer was received.
     #[error("Talking to {}: {what}", socket.display())]
     Broken {
         /// The socket asked.
@@ -106,12 +106,12 @@ impl Client {
         self.get(&vm_path(name))
     }
 
-    /// How hot its memory is, with a strip of so many cells.
+    /// How hot its memory is, with a strip of `cells` cells.
     pub fn heat(&self, name: &str, cells: usize) -> Result<VmHeat, ClientError> {
         self.get(&format!("{}/heat?cells={cells}", vm_path(name)))
     }
 
-    /// Say when it is tracked. Answers its heat.
+    /// Say when it is tracked. Returns its heat.
     pub fn set_track(&self, name: &str, track: Track) -> Result<VmHeat, ClientError> {
         // Serialising a word has no way to fail.
         let body = serde_json::to_vec(&HeatPatch { track: Some(track) }).expect("a patch serialises");
@@ -124,17 +124,17 @@ impl Client {
         Ok(self.request(&Method::GET, &path, &Bytes::new())?.into())
     }
 
-    /// Set or, with `None`, remove the DRAM cap of a VM. Answers its state after the change.
+    /// Set or, with `None`, remove the DRAM cap of a VM. Returns its state after the change.
     pub fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, ClientError> {
         self.patch_vm(name, &VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() })
     }
 
-    /// Change what the operator says of a VM. Answers its state after the change.
+    /// Change what the operator says of a VM. Returns its state after the change.
     pub fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ClientError> {
         self.json(Method::PATCH, &vm_path(name), body(patch))
     }
 
-    /// Have all of a VM brought back and kept in memory, whatever its limit. Answers its state now; it takes a while.
+    /// Have all of a VM restored and kept in memory, whatever its limit. Returns its state now; it takes a while.
     pub fn restore(&self, name: &str) -> Result<VmStat, ClientError> {
         self.json(Method::PUT, &(vm_path(name) + "/restore"), Vec::new())
     }
@@ -169,7 +169,7 @@ impl Client {
         self.get("/v1/policy")
     }
 
-    /// Change it. Answers its state after the change.
+    /// Change it. Returns its state after the change.
     pub fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, ClientError> {
         self.json(Method::PATCH, "/v1/policy", body(patch))
     }

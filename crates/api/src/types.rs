@@ -23,7 +23,7 @@ pub enum VmStatus {
     Blocked,
     /// A new engine is taking over, or the VMM is attaching again.
     Recovering,
-    /// Its VMM was told to stop it for good: its bytes could not be guaranteed.
+    /// Its VMM was told to stop it permanently: its bytes could not be guaranteed.
     Halted,
 }
 
@@ -69,8 +69,8 @@ pub struct VmStat {
     pub resident_bytes: u64,
     /// Part of resident: picked for reclaim, zapped, and waiting to prove it is cold.
     pub quarantine_bytes: u64,
-    /// Part of resident: pages that should have gone, and that something beside the guest holds (a device, I/O under way, a
-    /// registered buffer) and could write to unseen. Seen again each second.
+    /// Part of resident: pages that should have gone, and that something beside the guest holds (a device, I/O under
+    /// way, a registered buffer) and could write to unseen. Seen again each second.
     #[serde(default)]
     pub pinned_pages: u64,
     /// Of those, held for a minute or longer.
@@ -155,7 +155,7 @@ pub struct ReclaimCounts {
     /// Part of evicted: one repeated word, stored in the page's state word alone.
     pub same_filled_pages: u64,
     /// Touched in quarantine: kept.
-    pub rescued_pages: u64,
+    pub quarantine_hit_pages: u64,
     /// Touched while being evicted: kept, the copy dropped.
     pub aborted_pages: u64,
     /// Given back by the guest; far copies dropped.
@@ -294,8 +294,8 @@ pub struct HostStat {
     pub guest_budget_bytes: u64,
     /// The part of it that may still be reserved.
     pub schedulable_bytes: u64,
-    /// Why it cannot be known who holds a page, so that a VM that may pin memory is held to its limit more slowly; null if it
-    /// can.
+    /// Why it cannot be known who holds a page, so that a VM that may pin memory is held to its limit more slowly; null
+    /// if it can.
     #[serde(default)]
     pub pin_check_missing: Option<String>,
 }

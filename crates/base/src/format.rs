@@ -7,8 +7,8 @@
 //!    read it.
 //! 2. A new field goes to the end of its message, or into a reserved word of its file. **Zero says nothing**: a reader
 //!    takes a field that the writer did not know for zero. The version is raised.
-//! 3. If an older reader must not ignore the change, the least reader is raised, too. A message of a new kind has its own
-//!    least reader; other messages keep theirs.
+//! 3. If an older reader must not ignore the change, the least reader is raised, too. A message of a new kind has its
+//!    own least reader; other messages keep theirs.
 //! 4. A reader refuses what it is too old for (least reader above its own version) and what it no longer knows (version
 //!    below [`Format::oldest`]). The error names both sides.
 //!
@@ -86,7 +86,7 @@ impl Stamp {
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Magic, version and least reader, in little-endian bytes.
 pub const HEADER: usize = MAGIC.len() + 4;
-/// Zeros that stand for the fields an older writer did not know: no message has so many bytes of new fields that are zero.
+/// Zeros that stand for the fields an older writer did not know: no message has this many bytes of new fields.
 const UNKNOWN_FIELDS: usize = 256;
 
 /// A message between two processes.

@@ -14,6 +14,15 @@
 //! | far | the page's bytes live in a store |
 //! | zap | drop the VMM's page-table entries of a range; the data stays in the file |
 //! | punch | free a range of the file: the memory returns to the host |
+//! | quarantine | the time between a page's zap and its eviction; a touch in it is a *quarantine hit* |
+//! | ticket | the number of a batch of zapped pages; a word with another ticket was touched and zapped again |
+//! | granule | what is moved as one: a page, or the 512 pages of a huge page |
+//! | refault, refault interval | a touch of a page that was evicted; the time from its eviction to that touch |
+//! | poison | the page's bytes are lost; a touch is a memory error |
+//! | fence | what keeps a dead engine's threads from a VM until they are gone |
+//! | escrow | the fd store in the VMM: descriptors that the client keeps for the next keeper |
+//! | fault worker, reclaim worker | a thread of the engine that serves a view's faults, or takes a VM's pages |
+//! | foreign mapper | a process that maps a VM's RAM and has not attached |
 //! | view | one process's mapping of a VM's RAM with its own userfaultfd |
 //! | client | the small library inside the VMM process |
 //! | engine | the process that serves faults and reclaims |

@@ -16,12 +16,14 @@ use crate::format::{Format, Message};
 pub use crate::format::{WireError, decode, encode};
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
-/// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must wait.
-/// Version 5: a zap answered part by part. Version 6: each message states its least reader; nothing older is read.
+/// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
+/// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader; nothing older is
+/// read.
 pub const FORMAT: Format = Format { version: 6, least_reader: 6, oldest: 6 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
-/// Most userfaultfds of one process; each has a lane of the engine. (An attach message has 45 descriptors at most.)
+/// Most userfaultfds of one process; each has a fault worker of the engine. (Most descriptors of an attach message:
+/// 45.)
 pub const MAX_SHARDS: usize = 8;
 /// Most ranges in one [`EngineToClient::Zap`] or [`ClientToEngine::Discard`].
 pub const MAX_RANGES: usize = 1024;
@@ -69,13 +71,13 @@ pub struct Attach {
     pub vmm: String,
     /// userfaultfd features the descriptors were enabled with.
     pub uffd_features: u64,
-    /// How many userfaultfds there are, for good: which page belongs to which of them follows from it.
+    /// How many userfaultfds there are. It never changes, because it decides which page belongs to which.
     pub shards: u8,
     /// Why this memory must never be reclaimed (VFIO, locked memory); `None` if it may be.
     pub pinned: Option<String>,
-    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT, vhost,
-    /// a read from FUSE past the page cache)? False is a promise. Else, where it cannot be seen who holds a page, none is ever
-    /// evicted before the full quarantine time; see ARCHITECTURE.md.
+    /// May the kernel or a device write to guest RAM for a while without touching it through the page table (O_DIRECT,
+    /// vhost, a read from FUSE past the page cache)? False is a promise. Else, where it cannot be seen who holds a
+    /// page, none is ever evicted before the full quarantine time; see ARCHITECTURE.md.
     pub may_pin: bool,
     /// The RAM.
     pub regions: Vec<RegionInfo>,
@@ -185,7 +187,8 @@ pub type Range = (Hva, u64);
 pub enum EngineToClient {
     /// Drop the page-table entries of these ranges, then answer [`ClientToEngine::Zapped`].
     Zap {
-        /// Comes back in the answer; the upper half is the engine's epoch, so answers meant for a dead engine are known.
+        /// The answer repeats it. The upper half is the engine's epoch, so an answer meant for a dead engine is
+        /// recognised.
         seq: u64,
         /// At most [`MAX_RANGES`].
         ranges: Vec<Range>,

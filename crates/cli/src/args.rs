@@ -190,10 +190,10 @@ pub struct ExplainArgs {
 pub struct RecordArgs {
     /// The file; what is in it is lost
     pub file: PathBuf,
-    /// End after so many seconds
+    /// End after this number of seconds
     #[arg(long, value_name = "SECONDS", value_parser = interval)]
     pub seconds: Option<Duration>,
-    /// End after so many snapshots
+    /// End after this number of snapshots
     #[arg(long, value_name = "COUNT")]
     pub snapshots: Option<u64>,
 }
@@ -223,12 +223,32 @@ pub struct TopArgs {
     /// Print one plain frame and end
     #[arg(long)]
     pub once: bool,
-    /// Seconds between looks
+    /// Seconds between two frames
     #[arg(long, default_value = "1", value_name = "SECONDS", value_parser = interval)]
     pub interval_s: Duration,
     /// Sort by this column, largest first (name: alphabetically)
     #[arg(long, value_enum, default_value_t)]
-    pub sort: crate::top::Sort,
+    pub sort: Sort,
+}
+
+/// What VMs are sorted by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Sort {
+    /// Alphabetically
+    Name,
+    /// All guest RAM
+    Size,
+    /// In DRAM
+    #[default]
+    Resident,
+    /// DRAM cap
+    Limit,
+    /// In a store
+    Far,
+    /// Stalled in the last 10 seconds
+    Stall,
+    /// 99th percentile of fault time
+    Fault,
 }
 
 fn interval(text: &str) -> Result<Duration, String> {

@@ -21,8 +21,8 @@ use ballast_heat::record::{Frame, Memory, Recording, header};
 use ballast_heat::{Heat, Settings};
 use clap::Args;
 
+use crate::names::explain;
 use crate::show;
-use crate::vm::explain;
 use map::Map;
 use picture::Format;
 
@@ -45,7 +45,8 @@ pub struct HeatArgs {
     #[arg(long, value_name = "auto|on|off", conflicts_with = "replay", value_parser = track)]
     pub track: Option<Track>,
     /// How long to watch
-    #[arg(long, default_value = "60", value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, default_value = "60", value_name = "SECONDS")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub seconds: u64,
 }
 
@@ -56,8 +57,8 @@ fn track(text: &str) -> Result<Track, String> {
 
 /// Most a recording may hold: it is read into memory.
 const MOST_BYTES: u64 = 1 << 30;
-/// Between two looks at a VM that is recorded.
-const LOOK: Duration = Duration::from_secs(1);
+/// Between two requests for cycles.
+const PERIOD: Duration = Duration::from_secs(1);
 
 /// Do it.
 pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
@@ -120,7 +121,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
     let mut after = whole.cycles().next_back().map_or(0, |cycle| cycle.number);
     if client.heat(name, 1)?.source.is_none() {
         bail!(
-            "Recording VM {name}: nobody tracks what it touches, so there would be nothing in the recording; `--track on` does"
+            "Recording VM {name}: nobody tracks what it touches, so there is nothing to record; `--track on` starts it"
         );
     }
     whole.frames.clear();
@@ -132,7 +133,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
     let begun = Instant::now();
     let mut layout = None;
     while begun.elapsed() < time {
-        std::thread::sleep(LOOK.min(time.saturating_sub(begun.elapsed())));
+        std::thread::sleep(PERIOD.min(time.saturating_sub(begun.elapsed())));
         let mut frames = ask(after)?.frames;
         if frames.iter().any(|frame| matches!(frame, Frame::Cycle(_))) {
             let vm = client.vm(name).map_err(|error| explain(client, name, error))?;
@@ -163,8 +164,8 @@ fn screen(heat: &VmHeat, is_recording: bool) -> String {
     if let Some(source) = &heat.source {
         let _ = writeln!(
             text,
-            "{}: tracked by {} every {:.1} s; {} cycles, {} looks into huge pages; takes {:.2} % of a CPU and {:.2} % of \
-             the guest's time",
+            "{}: tracked by {} every {:.1} s; {} cycles, {} fine cycles; takes {:.2} % of a CPU and {:.2} % of the \
+             guest's time",
             heat.name,
             source.name,
             heat.period_ms as f64 / 1000.0,
@@ -186,7 +187,7 @@ fn screen(heat: &VmHeat, is_recording: bool) -> String {
     }
     let _ = writeln!(
         text,
-        "working set {} of {} in DRAM: touched within {:.1} s ({} by huge pages; {:.0} % of those looked into)",
+        "working set {} of {} in DRAM: touched within {:.1} s ({} by huge pages; fine scans of {:.0} % of those)",
         show::size(heat.wss_bytes),
         show::size(heat.present_bytes),
         heat.wss_span_s,
@@ -206,8 +207,8 @@ fn screen(heat: &VmHeat, is_recording: bool) -> String {
         show::size(heat.bloat_bytes)
     );
     let _ = writeln!(text, "\n|{}|", strip(&heat.strip));
-    text += "low to high addresses; share touched within the working set's time:  . none  - some  ░ ▒ ▓ █ most  ' ' not \
-             in DRAM\n";
+    text += "low to high addresses; share touched within the working set's time:  \
+             . none  - some  ░ ▒ ▓ █ most  ' ' not in DRAM\n";
     text
 }
 

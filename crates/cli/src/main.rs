@@ -11,6 +11,7 @@ mod exit;
 mod heat;
 mod host;
 mod lab;
+mod names;
 mod policy;
 mod run;
 mod show;

@@ -15,7 +15,7 @@ use ballast_api::policy::{Action, Decision, HostState, Kind, Params, Plan, Snaps
 use ballast_api::{Client, DecisionRecord, PolicyPatch, PolicyStat};
 
 use crate::args::{ExplainArgs, PolicyCommand, RecordArgs, ReplayArgs};
-use crate::{show, vm};
+use crate::{names, show};
 
 /// `ballast policy show|set`.
 pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
@@ -98,7 +98,7 @@ fn outcome(decision: &Decision) -> String {
 
 /// `ballast explain VM`.
 pub fn explain(client: &Client, args: &ExplainArgs, json: bool) -> Result<()> {
-    let found = client.decisions(&args.name).map_err(|error| vm::explain(client, &args.name, error))?;
+    let found = client.decisions(&args.name).map_err(|error| names::explain(client, &args.name, error))?;
     let last = &found[found.len().saturating_sub(args.last)..];
     if json {
         return show::json(&last);
@@ -162,7 +162,7 @@ pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
                 .with_context(|| format!("Writing {}", args.file.display()))?;
             written += 1;
         }
-        // The loop's snapshots are looked for twice as often as it takes them; where nobody decides, each look takes one.
+        // Asked for twice as often as the loop takes snapshots. Where nobody decides, each request takes one.
         let stat = client.policy()?;
         let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
         std::thread::sleep(Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks));

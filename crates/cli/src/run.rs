@@ -1,8 +1,8 @@
 //! `ballast run`: start a VMM so that Ballast manages its guest RAM.
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
-//! Promise: a VMM that could not be managed is not started, and the error says why. Nothing on the command line is changed
-//! without `--add-memory-backend`.
+//! Promise: a VMM that could not be managed is not started, and the error says why. Nothing on the command line is
+//! changed without `--add-memory-backend`.
 
 mod command_line;
 

@@ -54,7 +54,7 @@ pub fn time(unix_ms: u64) -> String {
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}.{:03} UTC", ms % 1000)
 }
 
-/// The date so many days after 1970-01-01: years, then months, are taken off while they fit.
+/// The date `days` days after 1970-01-01: years, then months, are taken off while they fit.
 fn civil(mut days: u64) -> (u64, u64, u64) {
     let leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     const DAYS_IN_400_YEARS: u64 = 146_097;

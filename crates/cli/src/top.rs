@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ballast_api::{Client, HostStat, VmStat, VmStatus};
-use clap::ValueEnum;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::crossterm::terminal;
@@ -19,29 +18,9 @@ use ratatui::text::Text;
 use ratatui::widgets::{Cell, Row, Table, Widget};
 use serde::Serialize;
 
-use crate::args::TopArgs;
+use crate::args::{Sort, TopArgs};
 use crate::exit::{Coded, Exit};
 use crate::show;
-
-/// What VMs are sorted by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Sort {
-    /// Alphabetically
-    Name,
-    /// All guest RAM
-    Size,
-    /// In DRAM
-    #[default]
-    Resident,
-    /// DRAM cap
-    Limit,
-    /// In a store
-    Far,
-    /// Stalled in the last 10 seconds
-    Stall,
-    /// 99th percentile of fault time
-    Fault,
-}
 
 impl Sort {
     fn of_key(key: char) -> Option<Self> {
@@ -76,7 +55,7 @@ fn lower_limit(vm: &VmStat) -> Option<u64> {
     vm.limit_bytes.into_iter().chain(vm.target_bytes).min()
 }
 
-/// One look at everything.
+/// One sample of everything.
 #[derive(Debug, Serialize)]
 struct Look {
     host: HostStat,
@@ -236,8 +215,8 @@ impl Screen {
         let size = show::size;
         let decided = host.state.map_or(String::new(), |state| format!("{}: {state} | ", host.policy));
         format!(
-            "{decided}host {} of {} available | {} VMs {}: resident {}, far {}, zero {}, saved {} | store {} of {} | engine {}, \
-             {} died",
+            "{decided}host {} of {} available | {} VMs {}: resident {}, far {}, zero {}, saved {} | store {} of {} \
+             | engine {}, {} died",
             size(host.mem_available_bytes),
             size(host.mem_total_bytes),
             host.vms,
@@ -340,12 +319,17 @@ mod tests {
     }
 
     const FRAME: &str = "\
-host 9 GiB of 16 GiB available | 3 VMs 0 B: resident 0 B, far 0 B, zero 0 B, saved 0 B | store 0 B of 0 B | engine 7, 2 died
+host 9 GiB of 16 GiB available | 3 VMs 0 B: resident 0 B, far 0 B, zero 0 B, saved 0 B | store 0 B of 0 B | engine 7, \
+2 died
 
-NAME              STATUS           SIZE      LIMIT   RESIDENT QUARANTINE        FAR       ZERO  UNTOUCHED STALL10  FAULT P99
-web-1             running         2 GiB      1 GiB      1 GiB      1 MiB    512 MiB    128 MiB    384 MiB   1.2 %    38.2 us
-db                running         2 GiB       none    512 MiB      1 MiB        0 B    128 MiB    1.4 GiB   1.2 %          -
-web-2             blocked         2 GiB      1 GiB    256 MiB      1 MiB    900 MiB    128 MiB    764 MiB   1.2 %    1234 us
+NAME              STATUS           SIZE      LIMIT   RESIDENT QUARANTINE        FAR       ZERO  UNTOUCHED \
+STALL10  FAULT P99
+web-1             running         2 GiB      1 GiB      1 GiB      1 MiB    512 MiB    128 MiB    384 MiB   \
+1.2 %    38.2 us
+db                running         2 GiB       none    512 MiB      1 MiB        0 B    128 MiB    1.4 GiB   \
+1.2 %          -
+web-2             blocked         2 GiB      1 GiB    256 MiB      1 MiB    900 MiB    128 MiB    764 MiB   \
+1.2 %    1234 us
 ";
 
     #[test]

@@ -4,12 +4,12 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, ClientError, Latency, Psi, VmPatch, VmStat};
+use ballast_api::{Client, Latency, Psi, VmPatch, VmStat};
 use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::args::VmCommand;
-use crate::exit::{Coded, Exit};
 use crate::heat;
+use crate::names::explain;
 use crate::show;
 
 /// Do it.
@@ -37,10 +37,11 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
             if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: its limit counts again\n"))?) }
         }
         VmCommand::Restore { name, end: false } => {
-            let vm = restore(client, name).with_context(|| format!("Bringing all of VM {name} back"))?;
+            let vm = restore(client, name).with_context(|| format!("Restoring all of VM {name}"))?;
             let resident = show::size(vm.resident_bytes);
             let text = format!(
-                "VM {name}: all of it is in memory ({resident}) and stays there until `ballast vm restore {name} --end`\n"
+                "VM {name}: all of it is in memory ({resident}) and stays there \
+                 until `ballast vm restore {name} --end`\n"
             );
             if json { show::json(&vm) } else { Ok(show::print(&text)?) }
         }
@@ -63,12 +64,12 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     }
 }
 
-/// Have all of a VM brought back, and wait until it is.
+/// Have all of a VM restored, and wait until it is.
 fn restore(client: &Client, name: &str) -> Result<VmStat> {
-    /// From one look to the next.
+    /// Between two samples.
     const PAUSE: Duration = Duration::from_millis(100);
-    /// How long nothing may come back before it is given up.
-    const PATIENCE: Duration = Duration::from_secs(60);
+    /// How long it may make no progress before it is given up.
+    const TIMEOUT: Duration = Duration::from_secs(60);
     let mut vm = client.restore(name).map_err(|error| explain(client, name, error))?;
     let mut changed = Instant::now();
     loop {
@@ -80,8 +81,8 @@ fn restore(client: &Client, name: &str) -> Result<VmStat> {
         if left(&vm) == [0; 4] {
             return Ok(vm);
         }
-        if changed.elapsed() > PATIENCE {
-            bail!("{} are still far and no more comes back; `ballast events` may say why", show::size(vm.far_bytes));
+        if changed.elapsed() > TIMEOUT {
+            bail!("{} are still far and no more is restored; `ballast events` may say why", show::size(vm.far_bytes));
         }
         std::thread::sleep(PAUSE);
         let now = client.vm(name).map_err(|error| explain(client, name, error))?;
@@ -89,39 +90,6 @@ fn restore(client: &Client, name: &str) -> Result<VmStat> {
             changed = Instant::now();
         }
         vm = now;
-    }
-}
-
-/// If there is no such VM, say which names come close.
-pub fn explain(client: &Client, name: &str, error: ClientError) -> anyhow::Error {
-    if !error.is_no_such_vm() {
-        return error.into();
-    }
-    let names: Vec<String> = client.vms().unwrap_or_default().into_iter().map(|vm| vm.name).collect();
-    Coded { exit: Exit::NoSuchVm, message: format!("No VM is named {name:?}; {}", suggestion(name, &names)) }.into()
-}
-
-fn suggestion(name: &str, names: &[String]) -> String {
-    const MOST: usize = 3;
-    const FEW: usize = 5;
-    let wanted = name.to_lowercase();
-    let far = wanted.len().div_ceil(3);
-    let mut near: Vec<(usize, &str)> = names
-        .iter()
-        .filter_map(|known| {
-            let lower = known.to_lowercase();
-            let distance = strsim::damerau_levenshtein(&wanted, &lower);
-            let part = !wanted.is_empty() && (lower.contains(&wanted) || wanted.contains(&lower));
-            (distance <= far || part).then_some((distance, known.as_str()))
-        })
-        .collect();
-    near.sort_unstable();
-    let near: Vec<&str> = near.into_iter().take(MOST).map(|(_, known)| known).collect();
-    match (near.is_empty(), names.is_empty()) {
-        (false, _) => format!("did you mean {}?", near.join(" or ")),
-        (true, true) => "none is attached".into(),
-        (true, false) if names.len() <= FEW => format!("there is {}", names.join(", ")),
-        (true, false) => format!("there are {} others: see `ballast vm list`", names.len()),
     }
 }
 
@@ -251,7 +219,8 @@ fn memory(vm: &VmStat) -> String {
     if vm.pinned_long_pages > 0 {
         let _ = writeln!(
             text,
-            "{} have been pinned for a minute or longer, by a device, I/O that does not end or registered buffers: they stay",
+            "{} have been pinned for a minute or longer, by a device, I/O that does not end or registered buffers: \
+             they stay",
             show::size(vm.pinned_long_pages * PAGE_SIZE as u64)
         );
     }
@@ -278,7 +247,7 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
     );
     if faults.throttled > 0 {
         let seconds = faults.throttled_us as f64 / 1e6;
-        let _ = writeln!(text, "  throttled: {} waited {seconds:.1} s for room", show::grouped(faults.throttled));
+        let _ = writeln!(text, "  throttled: {} waited {seconds:.1} s for reclaim", show::grouped(faults.throttled));
     }
     let mut taken = vec![
         ("zapped", reclaim.zapped_pages),
@@ -292,7 +261,7 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
         taken.push(("to disk", reclaim.spilled_pages));
     }
     let kept = [
-        ("touched in quarantine", reclaim.rescued_pages),
+        ("touched in quarantine", reclaim.quarantine_hit_pages),
         ("touched while evicting", reclaim.aborted_pages),
         ("failed", reclaim.failed_pages),
     ];
@@ -334,19 +303,6 @@ fn regions(vm: &VmStat) -> String {
 mod tests {
     use super::*;
     use ballast_base::MIB;
-
-    #[test]
-    fn a_mistyped_name_gets_the_nearest_ones() {
-        let names: Vec<String> = ["web-1", "web-2", "db"].map(String::from).into();
-        assert_eq!(suggestion("wbe-1", &names), "did you mean web-1 or web-2?");
-        assert_eq!(suggestion("WEB", &names), "did you mean web-1 or web-2?");
-        assert_eq!(suggestion("mailserver", &names), "there is web-1, web-2, db");
-        assert_eq!(
-            suggestion("mailserver", &[names.as_slice(), &names].concat()),
-            "there are 6 others: see `ballast vm list`"
-        );
-        assert_eq!(suggestion("x", &[]), "none is attached");
-    }
 
     #[test]
     fn a_sum_that_is_wrong_is_said_loudly() {

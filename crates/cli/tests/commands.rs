@@ -242,8 +242,9 @@ fn vm_stat_shows_on_one_screen_that_the_parts_make_the_size() {
         "qemu-system-x86_64, pid 4242, id 0011",
         "size = resident + far + zero + untouched: 2,097,152 = 921,600 + 819,200 + 102,400 + 253,952 KiB",
         "far pages occupy 200 MiB of store (4.0 to 1); 50.0 % of the size is under userfaultfd",
-        "FAULTS 1,236,080: minor 1,500  restore 1,234,567  zero 10  fresh 3  (from disk: 7; put back and served later: 1)",
-        "  throttled: 42 waited 1.3 s for room",
+        "FAULTS 1,236,080: minor 1,500  restore 1,234,567  zero 10  fresh 3  \
+         (from disk: 7; put back and served later: 1)",
+        "  throttled: 42 waited 1.3 s for reclaim",
         "some avg10=0.00 avg60=0.00 avg300=0.00 total=0",
     ];
     for line in expected {
@@ -506,9 +507,9 @@ fn vm_heat_shows_working_set_ages_and_strip() {
     let daemon = daemon();
     let screen = fine(&daemon.socket, &["vm", "heat", "web-1"]);
     let expected = [
-        "web-1: tracked by scripted every 2.0 s; 3 cycles, 0 looks into huge pages; takes 0.00 % of a CPU and 0.00 % of \
+        "web-1: tracked by scripted every 2.0 s; 3 cycles, 0 fine cycles; takes 0.00 % of a CPU and 0.00 % of \
          the guest's time",
-        "working set 2 MiB of 8 MiB in DRAM: touched within 30.0 s (2 MiB by huge pages; 0 % of those looked into)",
+        "working set 2 MiB of 8 MiB in DRAM: touched within 30.0 s (2 MiB by huge pages; fine scans of 0 % of those)",
         "touched within: 50 % 30 s, 75 % 30 s, 90 % 30 s, 95 % 30 s, 99 % 30 s",
         "generations, youngest first: 2 MiB, 0 B, 0 B, 6 MiB",
         "|████████████████................................................|",

@@ -73,8 +73,8 @@ impl Builder {
     }
 
     /// May the kernel or a device write to guest RAM for a while without touching it through the page table (reads with
-    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? Where the engine cannot see who holds a
-    /// page, none is then evicted before the full quarantine time. Default: true, which is always safe. False is a
+    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? Where the engine cannot see who holds
+    /// a page, none is then evicted before the full quarantine time. Default: true, which is always safe. False is a
     /// promise: call [`Client::may_pin`] before the first such access.
     pub fn may_pin(mut self, may_pin: bool) -> Self {
         self.may_pin = may_pin;

@@ -23,8 +23,8 @@ pub struct BallastConfig {
     pub limit: u64,
     /// Reason why the VM must never be reclaimed, or NULL.
     pub pinned: *const c_char,
-    /// Not 0: a promise that nothing writes to guest RAM past the page table (O_DIRECT, vhost, reads from FUSE past the page
-    /// cache) before `ballast_may_pin`.
+    /// Not 0: a promise that nothing writes to guest RAM past the page table (O_DIRECT, vhost, reads from FUSE past the
+    /// page cache) before `ballast_may_pin`.
     pub never_pins: c_int,
 }
 

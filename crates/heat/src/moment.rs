@@ -1,6 +1,7 @@
 //! Moment: when something was seen, in four bytes.
 //!
-//! Before: a cycle ended. After: ages of units and pages. Units: tenths of a second since tracking began. Promise: pure.
+//! Before: a cycle ended. After: ages of units and pages. Units: tenths of a second since tracking began. Promise:
+//! pure.
 
 use std::time::Duration;
 

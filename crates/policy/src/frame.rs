@@ -11,7 +11,7 @@
 
 use ballast_base::{Bytes, PageCount};
 
-use crate::ladder::HostState;
+use crate::host_state::HostState;
 use crate::memory::State;
 use crate::reason::Reason;
 use crate::settings::Class;
@@ -21,8 +21,8 @@ use crate::solve::{Part, solve, sum};
 /// A limit stays if it would change by at most 1/SETTLED_WITHIN. That is reclaim's own margin, so a VM hardly feels it.
 const SETTLED_WITHIN: u64 = 32;
 
-/// A VM loses at most 1/LOSES_AT_MOST of its limit in one decision, if the budget allows. Estimates are noisy: a VM that was cut too
-/// far must show it before it is cut again.
+/// A VM loses at most 1/LOSES_AT_MOST of its limit in one decision, if the budget allows. Estimates are noisy: a VM
+/// that was cut too far must show it before it is cut again.
 const LOSES_AT_MOST: u64 = 8;
 
 /// A VM that is given a limit.
@@ -134,8 +134,8 @@ impl<'a> Frame<'a> {
         sum(self.managed.iter().map(of))
     }
 
-    /// Return the least and most pages of each of `managed`, and why. Protected memory is the least while the budget holds all of
-    /// it, and the most when it does not.
+    /// Return the least and most pages of each of `managed`, and why. Protected memory is the least while the budget
+    /// holds all of it, and the most when it does not.
     pub fn ranges(&self) -> (Vec<(u64, u64)>, Reason) {
         let budget_bytes = bytes(self.budget);
         let most_bytes = bytes(self.total(|part| part.hi));
@@ -229,8 +229,8 @@ pub struct External {
     pub limits: Vec<(String, u64)>,
 }
 
-/// Check a plan of another program against the rules. Returns it as a plan of our own. `first`: the program asks now; later, VMs
-/// that are gone are skipped.
+/// Check a plan of another program against the rules. Returns it as a plan of our own. `first`: the program asks now;
+/// later, VMs that are gone are skipped.
 ///
 /// # Errors
 /// The rule that it breaks, with the figures.

@@ -1,27 +1,28 @@
 //! The gain policy: memory goes to where one more byte saves most time, of the VM and of the host.
 //!
-//! Before: the frame's bounds. After: each VM gets more or less of what it has, by how much time one more byte would have
-//! saved, compared with the others. Units: bytes and seconds.
+//! Before: the frame's bounds. After: each VM gets more or less of what it has, by how much time one more byte would
+//! have saved, compared with the others. Units: bytes and seconds.
 //! Promise: it remembers a few sums per VM (`sums`), in the state.
 //!
-//! This policy is not from the papers. Maestro weighs how much a VM uses and how often it faults, so it gives much memory to
-//! VMs that use much, whether that helps or not. This policy estimates what the next byte would save. A VM *waits* for
-//! refaults. The host *works* for them: it serves the fault and evicts another page, and everything that shares the CPUs
-//! slows down. The sum of both, in a second, over the amount of far memory that is wanted, is what one byte saves on average:
-//! *(waits + works) / wanted*. Far memory that never refaults is not in it. The amount that is wanted follows without a list
-//! of pages: refaults a second times their mean interval (Little's law).
+//! This policy is not from the papers. Maestro weighs how much a VM uses and how often it faults, so it gives much
+//! memory to VMs that use much, whether that helps or not. This policy estimates what the next byte would save. A VM
+//! *waits* for refaults. The host *works* for them: it serves the fault and evicts another page, and everything that
+//! shares the CPUs slows down. The sum of both, in a second, over the amount of far memory that is wanted, is what one
+//! byte saves on average: *(waits + works) / wanted*. Far memory that never refaults is not in it. The amount that is
+//! wanted follows without a list of pages: refaults a second times their mean interval (Little's law).
 //!
-//! The next byte is not an average one: it will hold the page that refaults soonest. Pages with a refault interval of half a
-//! minute make up most of that product and would hide pages with half a second. So *wanted* uses the mean of one over the
-//! interval, as if every refault of a second had the mean frequency. Where all pages are alike, both are the same.
+//! The next byte is not an average one: it will hold the page that refaults soonest. Pages with a refault interval of
+//! half a minute make up most of that product and would hide pages with half a second. So *wanted* uses the mean of one
+//! over the interval, as if every refault of a second had the mean frequency. Where all pages are alike, both are the
+//! same.
 //!
-//! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So what a VM waits counts more
-//! the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
+//! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So what a VM waits
+//! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
-//! A VM that has all it wants waits for nothing, and more memory would save it nothing. If others lack memory, it loses a
-//! little at a time (1/32, and more while much of it is far and does not refault). If it wanted that, it waits, and the sums
-//! show it. Headroom counts as wanted where the working set was measured. A VM does not *have* what its limit allows and it
-//! does not fill: that is lent to the VMs that gain most.
+//! A VM that has all it wants waits for nothing, and more memory would save it nothing. If others lack memory, it loses
+//! a little at a time (1/32, and more while much of it is far and does not refault). If it wanted that, it waits, and
+//! the sums show it. Headroom counts as wanted where the working set was measured. A VM does not *have* what its limit
+//! allows and it does not fill: that is lent to the VMs that gain most.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State};
@@ -37,7 +38,8 @@ const MARGIN: f64 = 1.25;
 /// A VM loses at most 1/PROBE of what it has in one decision, or 1/MORE of its far memory if that is more.
 const PROBE: u64 = 32;
 const MORE: u64 = 4;
-/// A VM below its limit counts as having 1/ROOM more than it holds, or as much as it would grow in this number of ticks.
+/// A VM below its limit counts as having 1/ROOM more than it holds, or as much as it would grow in this number of
+/// ticks.
 const ROOM: u64 = 16;
 const GROWS_FOR: u64 = 2;
 
@@ -101,8 +103,8 @@ impl Policy for Gain {
     }
 }
 
-/// Lend what no VM has to those that would gain from it: to each the same part of what it lacks of its goal. All of it within
-/// the range of each VM.
+/// Lend what no VM has to those that would gain from it: to each the same part of what it lacks of its goal. All of it
+/// within the range of each VM.
 fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) {
     let within = |pages: f64, range: &(u64, u64)| pages.clamp(range.0 as f64, range.1 as f64);
     weights.iter_mut().zip(ranges).for_each(|(weight, range)| *weight = within(*weight, range));
@@ -116,8 +118,8 @@ fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) 
     }
 }
 
-/// Return the pages that a VM should have: it has `has`, `far` are far, `wanted` of them are wanted, and a page is worth
-/// `worth` times as much to it as to the others.
+/// Return the pages that a VM should have: it has `has`, `far` are far, `wanted` of them are wanted, and a page is
+/// worth `worth` times as much to it as to the others.
 fn wants(has: u64, far: u64, wanted: f64, worth: f64) -> f64 {
     let now = has as f64;
     // Not a number: no VM waits.

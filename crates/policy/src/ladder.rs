@@ -3,57 +3,16 @@
 //! Before: every snapshot. After: the frame divides less in `hard`, and still less in `low`; a change is an event.
 //! Units: bytes, milliseconds. Promise: worse at once; better only by a margin, and after a while.
 //!
-//! Names and fractions of `min_free` are ESX's. Reclaim takes time, so free memory alone would show it too late: each state
-//! also has a *time to exhaustion*, free memory over the rate at which it falls.
-
-use std::fmt;
+//! Names and fractions of `min_free` are ESX's. Reclaim takes time, so free memory alone would show it too late: each
+//! state also has a *time to exhaustion*, free memory over the rate at which it falls.
 
 use serde::{Deserialize, Serialize};
 
+use crate::host_state::HostState;
 use crate::snapshot::HostSample;
 
-/// State of the host's free memory, from good to bad.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum HostState {
-    /// Memory is free.
-    #[default]
-    High,
-    /// It becomes less.
-    Clear,
-    /// It is short.
-    Soft,
-    /// It is very short: plans divide less than the budget.
-    Hard,
-    /// It is nearly gone: they divide still less.
-    Low,
-}
-
-impl HostState {
-    /// All, from good to bad.
-    pub const ALL: [Self; 5] = [Self::High, Self::Clear, Self::Soft, Self::Hard, Self::Low];
-
-    /// The name.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::High => "high",
-            Self::Clear => "clear",
-            Self::Soft => "soft",
-            Self::Hard => "hard",
-            Self::Low => "low",
-        }
-    }
-}
-
-impl fmt::Display for HostState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.word())
-    }
-}
-
-/// State, share of `min_free`, milliseconds to exhaustion: the host is in the state below either. The shares are ESX's. The
-/// times are an estimate: reclaim moves some GiB in ten seconds.
+/// State, share of `min_free`, milliseconds to exhaustion: the host is in the state below either. The shares are ESX's.
+/// The times are an estimate: reclaim moves some GiB in ten seconds.
 const STEPS: [(HostState, f64, u64); 4] = [
     (HostState::Low, 0.16, 500),
     (HostState::Hard, 0.32, 2_000),

@@ -5,10 +5,10 @@
 //!                                        └────────────── State, in and out ──────────┘
 //! ```
 //!
-//! Read the files in this order: [`settings`] (what an operator sets of a VM), [`snapshot`] (input and output), [`reason`]
-//! (why, as data), [`solve`](mod@solve) (divide a budget exactly), `memory` (what a policy is and remembers), `frame` (what
-//! all policies share), then [`Maestro`], [`Gain`], [`Pressure`], [`Fixed`], [`Ratio`], and [`replay`] (a recording under
-//! another policy).
+//! Read the files in this order: [`settings`] (what an operator sets of a VM), [`snapshot`] (input and output),
+//! [`reason`] (why, as data), [`solve`](mod@solve) (divide a budget exactly), `memory` (what a policy is and
+//! remembers), `frame` (what all policies share), then [`Maestro`], [`Gain`], [`Pressure`], [`Fixed`], [`Ratio`], and
+//! [`replay`] (a recording under another policy).
 //!
 //! Before: the governor samples all VMs. After: it sets one limit per VM and nothing else.
 //! Threads: none. Units: in the names; memory is in bytes, and every limit is a whole number of pages.
@@ -20,6 +20,7 @@
 pub mod admission;
 mod frame;
 mod gain;
+mod host_state;
 mod kind;
 pub mod ladder;
 mod maestro;
@@ -35,8 +36,9 @@ mod sums;
 
 pub use frame::{External, check_external};
 pub use gain::Gain;
+pub use host_state::HostState;
 pub use kind::{Kind, Params, Setup};
-pub use ladder::{HostState, Ladder};
+pub use ladder::Ladder;
 pub use maestro::Maestro;
 pub use memory::{Need, Policy, State, VmState};
 pub use pressure::Pressure;

@@ -4,13 +4,14 @@
 //! weights. Units: the window in milliseconds; the controller's own sums in faults and seconds, as in the paper.
 //! Promise: it remembers one window of fault counts, in the state.
 //!
-//! A working set cannot be measured often, so refaults tell what changed since. Equations 4 to 6 are a PID controller over a
-//! window W, all coefficients 1, whose error is the number of pages restored since the window began. Its output, times the
-//! size of a page, is added to the working set. The larger the pages, the more each fault weighs.
+//! A working set cannot be measured often, so refaults tell what changed since. Equations 4 to 6 are a PID controller
+//! over a window W, all coefficients 1, whose error is the number of pages restored since the window began. Its output,
+//! times the size of a page, is added to the working set. The larger the pages, the more each fault weighs.
 //!
-//! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM that has
-//! more holds more, so every division would confirm itself ([`VmState::need`]). A VM needs at most what it holds plus what
-//! was restored. A raise begins the window anew; otherwise the loop would oscillate, because the window delays it.
+//! Three rules are not the paper's. An unmeasured working set is remembered, not taken from resident memory: a VM that
+//! has more holds more, so every division would confirm itself ([`VmState::need`]). A VM needs at most what it holds
+//! plus what was restored. A raise begins the window anew; otherwise the loop would oscillate, because the window
+//! delays it.
 
 use crate::frame::Frame;
 use crate::memory::{Need, Policy, State, VmState};
@@ -21,8 +22,8 @@ use crate::solve::weight;
 /// Most samples of a window. Beyond that the oldest go, and the window is shorter.
 const MOST_SAMPLES: usize = 4096;
 
-/// Milliseconds in which an unmeasured working set decays to 1/e without refaults. A limit may fall faster, so this decides how
-/// soon memory moves. With half of it, memory oscillates in the model of `tests/closed_loop.rs`.
+/// Milliseconds in which an unmeasured working set decays to 1/e without refaults. A limit may fall faster, so this
+/// decides how soon memory moves. With half of it, memory oscillates in the model of `tests/closed_loop.rs`.
 const DECAY_MS: f64 = 20_000.0;
 
 /// A raise by 1/RAISED_BY begins a new window.
@@ -56,8 +57,8 @@ impl Policy for Maestro {
                 None => memory.need(vm, snapshot.at_ms),
             };
             let headroom_bytes = vm.headroom_of(working_set_bytes);
-            // However often it faults, a VM needs at most what it holds plus what was restored, and at most its size: a VM
-            // that lacks a little gets a little.
+            // However often it faults, a VM needs at most what it holds plus what was restored, and at most its size: a
+            // VM that lacks a little gets a little.
             let known = working_set_bytes.saturating_add(headroom_bytes) as f64;
             let most = known.max(vm.resident_bytes as f64 + window.restored * vm.page_bytes as f64);
             let demand = (known + fault_weight).min(most).min(vm.size_bytes as f64);
@@ -77,8 +78,8 @@ impl Policy for Maestro {
 }
 
 impl VmState {
-    /// Begin the window anew after a raise: faults under a smaller limit say nothing of this one. Otherwise a VM would get more
-    /// memory for a whole window, whatever it needs.
+    /// Begin the window anew after a raise: faults under a smaller limit say nothing of this one. Otherwise a VM would
+    /// get more memory for a whole window, whatever it needs.
     fn begin_window_after_raise(&mut self, target_bytes: Option<u64>) {
         let before = std::mem::replace(&mut self.target_bytes, target_bytes);
         if let (Some(before), Some(now)) = (before, target_bytes)
@@ -89,8 +90,8 @@ impl VmState {
         }
     }
 
-    /// Estimate the working set of a VM that nobody measures. Resident memory says little of what is used, so the estimate decays
-    /// until pages refault.
+    /// Estimate the working set of a VM that nobody measures. Resident memory says little of what is used, so the
+    /// estimate decays until pages refault.
     fn need(&mut self, vm: &VmSample, at_ms: u64) -> u64 {
         let restored = |before: u64| vm.restores.saturating_sub(before).saturating_mul(vm.page_bytes);
         let guess = vm.working_set_bytes();

@@ -4,12 +4,12 @@
 //! raised a lot as soon as it stalls more. Where the budget cannot hold what all want, [`crate::solve`] divides it.
 //! Units: stall is a share of time, 0 to 1. Promise: protected and reserved memory is not probed.
 //!
-//! *Free first*: take the allowance that a VM does not use, at once, down to a watermark; no page is evicted for it. (What a
-//! guest gives back by balloon or free page reporting is not resident and costs nothing.) *Then cold*: one step of a percent
-//! or two per decision, smaller the nearer the stall is to the threshold. *Above the threshold*: raise the limit by 1/16 of
-//! resident memory, up to four times that under heavy stall, and pause. The pause doubles each time that stall follows soon
-//! after probing began again. The raise is the proactive restore: pages come in by prefetch and touch, and none is evicted.
-//! No fault waits for any of it.
+//! *Free first*: take the allowance that a VM does not use, at once, down to a watermark; no page is evicted for it.
+//! (What a guest gives back by balloon or free page reporting is not resident and costs nothing.) *Then cold*: one step
+//! of a percent or two per decision, smaller the nearer the stall is to the threshold. *Above the threshold*: raise the
+//! limit by 1/16 of resident memory, up to four times that under heavy stall, and pause. The pause doubles each time
+//! that stall follows soon after probing began again. The raise is the proactive restore: pages come in by prefetch and
+//! touch, and none is evicted. No fault waits for any of it.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State, VmState};

@@ -8,7 +8,7 @@ use std::fmt;
 use ballast_base::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::ladder::HostState;
+use crate::host_state::HostState;
 
 /// One thing that led to a decision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -148,12 +148,12 @@ pub enum Reason {
     },
     /// Its limit would have changed by no more than this share of it, so it stays.
     Settled {
-        /// One part in so many.
+        /// 1/N of the limit.
         one_in: u64,
     },
     /// It would lose more, but loses no more than this share of its limit at a time.
     Gently {
-        /// One part in so many.
+        /// 1/N of the limit.
         one_in: u64,
     },
     /// Another program decided.
@@ -202,8 +202,9 @@ impl fmt::Display for Reason {
             }
             Self::Gain { waits, works, wanted_bytes, worth_us_per_mib, others_us_per_mib, shares } => write!(
                 f,
-                "it waited {:.2} % of the time for its memory, and the host worked {:.2} % of a CPU for it; it wants {} that are \
-                 far; another MiB is worth {:.0} us in a second to it, and {:.0} us to the others; it has {shares} shares",
+                "it waited {:.2} % of the time for its memory, and the host worked {:.2} % of a CPU for it; \
+                 it wants {} that are far; another MiB is worth {:.0} us in a second to it, and {:.0} us to the \
+                 others; it has {shares} shares",
                 percent(waits),
                 percent(works),
                 size(wanted_bytes),

@@ -1,8 +1,8 @@
 //! Replay: what another policy would have decided on a recording.
 //!
 //! Before: `ballast record` wrote snapshots. After: `ballast replay` prints the comparison.
-//! Promise: open loop; the VMs of the recording did not feel the replayed limits. Each decision sees the replay's own last limit,
-//! so the policy that was recorded decides the same again from the same state.
+//! Promise: open loop; the VMs of the recording did not feel the replayed limits. Each decision sees the replay's own
+//! last limit, so the policy that was recorded decides the same again from the same state.
 
 use std::collections::BTreeMap;
 

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ladder::HostState;
+use crate::host_state::HostState;
 use crate::reason::Reason;
 use crate::settings::Settings;
 
@@ -118,7 +118,7 @@ impl VmSample {
 pub struct WorkingSet {
     /// How much.
     pub bytes: u64,
-    /// It was not measured by looking at accesses, but guessed from what is resident and what came back.
+    /// It was not measured by tracking accesses, but estimated from resident memory and refaults.
     pub estimated: bool,
 }
 

@@ -9,15 +9,15 @@ use crate::snapshot::VmSample;
 
 /// Milliseconds in which the sums decay to 1/e.
 const DECAY_MS: f64 = 5_000.0;
-/// Refaults that are enough to judge by. With more, the sums decay sooner, so that a demand that jumps shows at once. But no
-/// sooner than by this factor, or each phase of a program would move limits.
+/// Refaults that are enough to judge by. With more, the sums decay sooner, so that a demand that jumps shows at once.
+/// But no sooner than by this factor, or each phase of a program would move limits.
 const ENOUGH_REFAULTS: f64 = 2_000.0;
 const DECAY_FACTOR_LEAST: f64 = 0.3;
-/// 1/DOUBT of what a VM has counts as wanted. In any VM some pages refault at once because they were evicted by mistake; more
-/// memory would not save those refaults.
+/// 1/DOUBT of what a VM has counts as wanted. In any VM some pages refault at once because they were evicted by
+/// mistake; more memory would not save those refaults.
 const DOUBT: u64 = 32;
-/// Seconds of a CPU for each restore, and for each byte of it, with the eviction that makes room for it. Measured with the
-/// benches `balance` and `huge`.
+/// Seconds of a CPU for each restore, and for each byte of it, with the eviction that makes room for it. Measured with
+/// the benches `balance` and `huge`.
 const WORK_S: f64 = 15e-6;
 const WORK_S_PER_BYTE: f64 = 2.5e-6 / ballast_base::PAGE_SIZE as f64;
 /// A VM counts as waiting for at most this share of the time.
@@ -105,8 +105,8 @@ impl Sums {
         self.returned * self.returned / self.returned_hz / self.time_s * page_bytes as f64
     }
 
-    /// Return the seconds in a second that one more byte saves a VM that has `has_bytes`: its own, which count more the slower it
-    /// is, and the host's.
+    /// Return the seconds in a second that one more byte saves a VM that has `has_bytes`: its own, which count more the
+    /// slower it is, and the host's.
     pub(crate) fn saves(&self, has_bytes: u64, page_bytes: u64) -> f64 {
         let fair = (1.0 - self.waits()).powi(2);
         let wanted = self.wanted_soon_bytes(page_bytes);

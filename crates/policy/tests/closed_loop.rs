@@ -98,7 +98,7 @@ impl Host {
         self.guests.iter().map(Guest::full_speed).collect()
     }
 
-    /// Least and most of each VM's limit over the last so many seconds, and how often any changed.
+    /// Least and most of each VM's limit over the last seconds, and how often any changed.
     fn last(&self, seconds: usize) -> (Vec<(u64, u64)>, usize) {
         let last = &self.course[self.course.len() - seconds..];
         let range = |at: usize| {

@@ -172,7 +172,7 @@ proptest! {
         let limits = [limit_of(&before, at), limit_of(&after, at)];
         prop_assert!(limits[1].map(|after| after + PAGE) >= limits[0], "working set: {:?}", limits);
 
-        // The same with pages that came back.
+        // The same with refaults.
         let after = |restored: u64| {
             let policy = policy(Kind::Maestro);
             let mut state = State::default();
@@ -199,7 +199,8 @@ proptest! {
 
     #[test]
     fn more_waiting_or_more_shares_never_mean_less_memory_under_gain(
-        snapshot in any_snapshot(), at in 0usize..9, away in proptest::collection::vec(0u64..1 << 30, 9), more in 1u32..5000,
+        snapshot in any_snapshot(), at in 0usize..9,
+        away in proptest::collection::vec(0u64..1 << 30, 9), more in 1u32..5000,
     ) {
         prop_assume!(!snapshot.vms.is_empty());
         let at = at % snapshot.vms.len();

@@ -120,8 +120,8 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
 fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
     let text = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let required = text("BALLAST_REQUIRE").is_some_and(|value| value != "0");
-    // A VMM that nobody taught of it promises nothing: direct I/O, vhost, and plain reads of some file systems write to RAM
-    // past the page table.
+    // A VMM that nobody taught of it promises nothing: direct I/O, vhost, and plain reads of some file systems write to
+    // RAM past the page table.
     let mut builder = Client::builder().region(fd, hva, len, offset).may_pin(true);
     if let Some(name) = text("BALLAST_VM_NAME") {
         builder = builder.name(name);

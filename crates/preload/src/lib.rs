@@ -8,12 +8,12 @@
 //! # Intercepted symbols
 //!
 //! - `mmap`, `mmap64`: find guest RAM (shared, readable and writable, shmem file, 2 MiB or more), and attach or add it.
-//!   They align big reservations to 2 MiB. Before RAM is mapped over, its far pages are restored, and that part is never
-//!   reclaimed again.
+//!   They align big reservations to 2 MiB. Before RAM is mapped over, its far pages are restored, and that part is
+//!   never reclaimed again.
 //! - `munmap`: RAM is unplugged; the keeper hears of it first.
 //! - `mremap`: refused for guest RAM, because a moved mapping loses its userfaultfd.
-//! - `fallocate`, `fallocate64`: punching RAM is a discard; the engine hears of it first. Filling RAM is refused, because
-//!   it would put zeros where pages are far.
+//! - `fallocate`, `fallocate64`: punching RAM is a discard; the engine hears of it first. Filling RAM is refused,
+//!   because it would put zeros where pages are far.
 //! - `posix_fallocate`, `posix_fallocate64`: filling RAM is refused, as above.
 //! - `madvise`: `MADV_REMOVE` on RAM is a discard. `MADV_DONTNEED` of a shared mapping drops no data and goes through.
 //! - `mlock`, `mlock2`, `mlockall`: locked memory must not be reclaimed; pins the VM.
@@ -26,14 +26,15 @@
 //!
 //! # Memory that is pinned for a while
 //!
-//! Direct I/O, vhost, SCSI pass-through, and plain reads of some file systems (FUSE past the page cache, so virtiofs, 9p,
-//! CIFS without a cache) have the kernel or a device write to RAM past the page table. The library does not watch for
-//! them: a VM of this library *may pin* from the start, and the engine checks whether somebody holds a page, or waits.
+//! Direct I/O, vhost, SCSI pass-through, and plain reads of some file systems (FUSE past the page cache, so virtiofs,
+//! 9p, CIFS without a cache) have the kernel or a device write to RAM past the page table. The library does not watch
+//! for them: a VM of this library *may pin* from the start, and the engine checks whether somebody holds a page, or
+//! waits.
 //!
 //! Not seen, and not supported: `userfaultfd` used by the VMM itself on guest RAM (postcopy migration, background
 //! snapshots: registering fails with EBUSY on one side), `read`/`write`/`ftruncate` on the RAM file; memory registered
-//! for RDMA or with io_uring, where the engine cannot check who holds a page; `exec` by way of `syscall`, `execl` and its
-//! like (pages of a VMM that executes itself this way are written back when it is seen to be gone, which may be too
+//! for RDMA or with io_uring, where the engine cannot check who holds a page; `exec` by way of `syscall`, `execl` and
+//! its like (pages of a VMM that executes itself this way are written back when it is seen to be gone, which may be too
 //! late); a static VMM binary.
 //!
 //! # Environment

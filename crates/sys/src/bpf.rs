@@ -1,16 +1,16 @@
 //! Just enough BPF to read kernel memory: an assembler, and the system calls to load a program and run it.
 //!
-//! Before: `pins` writes its program with [`Asm`]. After: the kernel has checked it, and [`Program::run`] runs it once, on the
-//! calling thread.
-//! Threads: any. Units: bytes. Promise: a program can only read what the kernel lets it, and write to its own [`Map`]; one that
-//! the kernel's checker does not accept is an error with the checker's last words.
+//! Before: `pins` writes its program with [`Asm`]. After: the kernel has checked it, and [`Program::run`] runs it once,
+//! on the calling thread.
+//! Threads: any. Units: bytes. Promise: a program can only read what the kernel lets it, and write to its own [`Map`];
+//! one that the kernel's checker does not accept is an error with the checker's last words.
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Registers, by their numbers. The first argument of a program or call is in `R1`; calls keep `R6` to `R9` and put their
-/// answer into `R0`; `FP` is the upper end of 512 bytes of stack.
+/// Registers, by their numbers. The first argument of a program or call is in `R1`; calls keep `R6` to `R9` and put
+/// their answer into `R0`; `FP` is the upper end of 512 bytes of stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Reg {
@@ -265,7 +265,8 @@ impl Program {
     /// Load a program for raw tracepoints. It is attached to none; it only runs when it is told to.
     ///
     /// # Errors
-    /// If the kernel does not allow it, or its checker does not accept the program: what that said last is in the error.
+    /// If the kernel does not allow it, or its checker does not accept the program: what that said last is in the
+    /// error.
     pub fn load(asm: Asm) -> io::Result<Self> {
         #[repr(C)]
         struct Attr {
@@ -294,8 +295,8 @@ impl Program {
                 log_size: log.len() as u32,
                 log: if log.is_empty() { 0 } else { log.as_mut_ptr() as u64 },
             };
-            // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the instructions, the licence and the log
-            // outlive the call and are as long as it says.
+            // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the instructions, the licence and the
+            // log outlive the call and are as long as it says.
             unsafe { bpf(PROG_LOAD, &mut attr) }
         };
         let fd = attempt(&mut []).or_else(|error| {
@@ -348,8 +349,8 @@ impl Program {
             flags: 0,
             cpu: 0,
         };
-        // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the arguments outlive the call and are as long as
-        // it says. The kernel writes the result and nothing else.
+        // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the arguments outlive the call and are as
+        // long as it says. The kernel writes the result and nothing else.
         unsafe { bpf(PROG_TEST_RUN, &mut attr)? };
         Ok(attr.result)
     }

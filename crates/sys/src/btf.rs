@@ -2,8 +2,8 @@
 //!
 //! Before: nothing. After: `pins` knows where this very kernel keeps what it reads.
 //! Threads: any. Units: bytes; the file holds some 100,000 types in 5 MiB, read in some milliseconds and dropped again.
-//! Promise: a file that is not as the format says is an error by name, never a panic and never a wrong offset taken from
-//! outside the file.
+//! Promise: a file that is not as the format says is an error by name, never a panic and never a wrong offset taken
+//! from outside the file.
 
 use std::io;
 
@@ -109,8 +109,8 @@ impl Btf {
         Ok(Self { bytes, types, strings })
     }
 
-    /// The field of a structure, by its path: `xa_head`, or `i_pages.xa_head`. Members of nameless structures and unions
-    /// count as its own.
+    /// The field of a structure, by its path: `xa_head`, or `i_pages.xa_head`. Members of nameless structures and
+    /// unions count as its own.
     pub fn field(&self, structure: &str, path: &str) -> Option<Field> {
         let mut offset = 0;
         let mut found = self.structure(structure)?;

@@ -78,7 +78,7 @@ impl PoolLoan {
     /// Reserve `pages` more now. They go back to the pool as they are freed, so that later touches find used memory.
     ///
     /// # Errors
-    /// The same, or if the host has not so many.
+    /// The same, or if the host has fewer.
     pub fn reserved(pages: u64) -> io::Result<Self> {
         let loan = Self::of(Self::RESERVED, pages)?;
         if Self::read(Self::RESERVED)? < pages {

@@ -1,7 +1,7 @@
 //! Do two processes run in one address space?
 //!
-//! Before: a process was seen to map guest RAM. After: it is known whether its touches are an attached VMM's, because the two
-//! have the same page tables and so the same userfaultfds.
+//! Before: a process was seen to map guest RAM. After: it is known whether its touches are an attached VMM's, because
+//! the two have the same page tables and so the same userfaultfds.
 //! Threads: any, but the kernel takes a lock of both processes, which one in trouble may hold for long.
 
 use std::io;

@@ -40,7 +40,8 @@ impl Mapping {
     fn new(file: impl AsFd, offset: u64, len: usize, prot: ProtFlags) -> io::Result<Self> {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         let base = if len < HUGE_SIZE {
-            // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is replaced.
+            // SAFETY: a null hint without MAP_FIXED lets the kernel choose a free range: no existing mapping is
+            // replaced.
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, offset)? }
         } else {
             let place = reserve_aligned(len)?;
@@ -128,8 +129,8 @@ impl Mapping {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst, bytes.len()) }
     }
 
-    /// Write `len` bytes from `offset` to a file: the kernel reads the mapping on our behalf, so memory that would raise
-    /// a signal here is an error (`EFAULT`) instead.
+    /// Write `len` bytes from `offset` to a file: the kernel reads the mapping on our behalf, so memory that would
+    /// raise a signal here is an error (`EFAULT`) instead.
     pub fn send_to(&self, file: impl AsFd, offset: usize, len: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, len);
         // SAFETY: a write to a file only reads the range, which is inside this mapping; the kernel checks the access.
@@ -145,14 +146,15 @@ impl Mapping {
         Ok(())
     }
 
-    /// Have the memory of a page fail, as if the machine had found it damaged: for tests. What is in it is lost, here and in the
-    /// file. The calling thread gets a `SIGBUS` of its own, as one that had found the damage by touching it.
+    /// Have the memory of a page fail, as if the machine had found it damaged: for tests. Its bytes are lost, here and
+    /// in the file. The calling thread gets a `SIGBUS`, as a thread does that finds the damage by a touch.
     ///
     /// # Errors
     /// `EPERM` without `CAP_SYS_ADMIN`, `EINVAL` where the kernel handles no such failures (`CONFIG_MEMORY_FAILURE`).
     pub fn fail_memory(&self, offset: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, PAGE_SIZE);
-        // SAFETY: the page is inside this mapping of a file, to whose bytes no Rust reference exists; losing them is asked for.
+        // SAFETY: the page is inside this mapping of a file, to whose bytes no Rust reference exists; the caller wants
+        // to lose them.
         unsafe { rustix::mm::madvise(ptr.cast(), PAGE_SIZE, Advice::LinuxHwPoison)? };
         Ok(())
     }
@@ -168,8 +170,8 @@ impl Mapping {
     /// If a range is not inside the mapping.
     pub fn zap_all(&self, ranges: &[(usize, usize)]) -> io::Result<()> {
         let ranges: Vec<_> = ranges.iter().map(|&(offset, len)| (self.ptr(offset, len) as usize, len)).collect();
-        // SAFETY: each range is inside this shared file mapping, so its contents stay in the file and come back at the next
-        // touch.
+        // SAFETY: each range is inside this shared file mapping, so its contents stay in the file and are mapped again
+        // by the next touch.
         let failed = unsafe { crate::zap::zap(&ranges) };
         failed.into_iter().next().map_or(Ok(()), |(_, error)| Err(error))
     }

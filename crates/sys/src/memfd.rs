@@ -27,8 +27,8 @@ pub fn create_huge(name: &str, size: Bytes) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Free `len` bytes from `offset`: the pages leave the file and go back to the host. A part of a huge page that the kernel
-/// cannot split just now is filled with zeros and stays (see [`is_hole`]).
+/// Free `len` bytes from `offset`: the pages leave the file and go back to the host. A part of a huge page that the
+/// kernel cannot split just now is filled with zeros and stays (see [`is_hole`]).
 pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     loop {
         match rustix::fs::fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
@@ -38,8 +38,8 @@ pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Have `len` bytes from `offset` on allocated before they are written; they read as zeros. On a disk, later writes then
-/// need no space.
+/// Have `len` bytes from `offset` on allocated before they are written; they read as zeros. On a disk, later writes
+/// then need no space.
 pub fn allocate(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     Ok(rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, offset, len)?)
 }
@@ -82,9 +82,8 @@ pub fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<(u64, u64)>> {
     Ok(Some((start, rustix::fs::seek(&fd, SeekFrom::Hole(start))?)))
 }
 
-/// The first run of present bytes in `offset..end`, cut at `end`; both are whole pages. What is asked costs time for what is
-/// in the range, not for what follows it: the kernel's own search for a hole goes on to the end of a full file, 20 ns a
-/// page.
+/// The first run of present bytes in `offset..end`, cut at `end`; both are whole pages. The cost depends on the range
+/// alone, where the kernel's own search for a hole would go on to the end of a full file, 20 ns a page.
 pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
         Ok(start) if start < end => start,
@@ -106,10 +105,10 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
     Ok(Some((start, stop)))
 }
 
-/// Pages of a range that the file has, in memory or swapped out by the kernel; `None` where the kernel cannot say (before
-/// Linux 6.5).
+/// Pages of a range that the file has, in memory or swapped out by the kernel; `None` where the kernel cannot say
+/// (before Linux 6.5).
 fn cached(fd: &impl AsFd, offset: u64, len: u64) -> io::Result<Option<PageCount>> {
-    // `cachestat`, its range and its answer: in memory, dirty, in write-back, evicted, evicted recently.
+    // `cachestat`, its range and what it returns: in memory, dirty, in write-back, evicted, evicted recently.
     const CACHESTAT: libc::c_long = 451;
     let (range, mut counts) = ([offset, len], [0u64; 5]);
     let fd = fd.as_fd().as_raw_fd();
@@ -169,7 +168,7 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     })
 }
 
-/// Can guest RAM be a mapping of this file from `offset`, `len` bytes long, at `addr`? Answers the size of its pages.
+/// Can guest RAM be a mapping of this file from `offset`, `len` bytes long, at `addr`? Returns the size of its pages.
 ///
 /// # Errors
 /// Why not, as the end of a sentence that begins with what RAM it is.

@@ -5,26 +5,18 @@
 //! Promise: nothing is changed on the machine and nothing is left behind; what could not be tried is `Unknown` and
 //! says why.
 
-use std::fs;
-use std::io;
-
 use crate::Uffd;
 use crate::uffd::{ACCESS_FEATURES, feature};
 
+mod finding;
 mod host;
 mod kernel;
 pub mod khugepaged;
 
-/// Is a feature there?
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Presence {
-    /// Tried, and it works.
-    Yes,
-    /// Tried, and it does not.
-    No,
-    /// Could not be tried; the text says why.
-    Unknown(String),
-}
+pub use finding::Presence;
+pub use host::kernel_release;
+
+use finding::{Finding, no, unknown, yes};
 
 /// One thing Ballast uses or looks at.
 #[derive(Clone, Debug)]
@@ -50,36 +42,6 @@ impl Feature {
     }
 }
 
-/// What trying came to: present or not, and what was found.
-type Finding = (Presence, String);
-
-fn yes(detail: impl Into<String>) -> Finding {
-    (Presence::Yes, detail.into())
-}
-
-fn no(detail: impl Into<String>) -> Finding {
-    (Presence::No, detail.into())
-}
-
-fn unknown(why: impl Into<String>) -> Finding {
-    (Presence::Unknown(why.into()), String::new())
-}
-
-/// An error of the kernel as a finding: not there if it says so, unknown if it says anything else.
-fn refused(what: &str, error: &io::Error) -> Finding {
-    match error.raw_os_error() {
-        Some(libc::ENOSYS | libc::ENOTTY | libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT | libc::ENODEV) => {
-            no(format!("{what}: {error}"))
-        }
-        _ => unknown(format!("{what}: {error}")),
-    }
-}
-
-/// The kernel's release, such as `6.12.9`.
-pub fn kernel_release() -> String {
-    fs::read_to_string("/proc/sys/kernel/osrelease").map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
-}
-
 const REQUIRED: bool = true;
 const OPTIONAL: bool = false;
 
@@ -102,7 +64,7 @@ pub fn probe() -> Vec<Feature> {
         REQUIRED,
         "Linux 4.11",
         bit(feature::MISSING_SHMEM),
-        "far pages cannot come back",
+        "far pages cannot be restored",
     );
     add(
         "userfaultfd minor faults on shmem",
@@ -120,7 +82,7 @@ pub fn probe() -> Vec<Feature> {
         REQUIRED,
         "Linux 5.14",
         kernel::minor_round_trip(),
-        "a page in quarantine cannot be rescued",
+        "a quarantined page cannot be mapped again",
     );
     // What makes it better.
     add(
@@ -201,7 +163,7 @@ pub fn probe() -> Vec<Feature> {
         OPTIONAL,
         "Linux 6.10",
         kernel::pin_check(),
-        "whether a page is held by a device or a system call is not known: only time says that it is not, so a VM whose VMM \
+        "it is unknown whether a device or a system call holds a page, and only time can exclude it: a VM whose VMM \
          may pin memory (any QEMU) is held to its limit more slowly",
     );
     add(
@@ -245,7 +207,7 @@ mod tests {
     use super::*;
 
     fn open_descriptors() -> usize {
-        fs::read_dir("/proc/self/fd").expect("own descriptors").count()
+        std::fs::read_dir("/proc/self/fd").expect("own descriptors").count()
     }
 
     #[test]

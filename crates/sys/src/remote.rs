@@ -1,9 +1,10 @@
 //! Another process's page tables, from outside: which 2 MiB it maps huge, and mapping them huge again.
 //!
-//! Before: `pager` knows a view's process and where guest RAM is mapped in it. After: whole units are mapped by one entry.
+//! Before: `pager` knows a view's process and where guest RAM is mapped in it. After: whole units are mapped by one
+//! entry.
 //! Threads: any. Units: addresses are in the other process, lengths in bytes.
-//! Promise: no byte of guest RAM changes. A collapse fills holes where the kernel lets it (see [`Remote::collapse`]), so
-//! whoever asks for one must know that every hole in the range stands for zeros.
+//! Promise: no byte of guest RAM changes. A collapse fills holes where the kernel lets it (see [`Remote::collapse`]),
+//! so whoever asks for one must know that every hole in the range stands for zeros.
 
 use std::fs::File;
 use std::io;
@@ -47,7 +48,8 @@ impl Remote {
         Ok(Self { process, pagemap: File::open(format!("/proc/{pid}/pagemap"))? })
     }
 
-    /// Map whole units (2 MiB, aligned in address and file) by one entry each, as `process_madvise(MADV_COLLAPSE)` does.
+    /// Map whole units (2 MiB, aligned in address and file) by one entry each, as `process_madvise(MADV_COLLAPSE)`
+    /// does.
     ///
     /// Where the file holds the unit as one huge page already, only the page table changes. Otherwise the kernel copies
     /// its pages into a huge page first, which takes milliseconds; touches wait meanwhile. A hole in a range registered
@@ -61,8 +63,8 @@ impl Remote {
             return Ok(Collapsed::Never);
         }
         let range = libc::iovec { iov_base: start.0 as *mut libc::c_void, iov_len: len as usize };
-        // SAFETY: `range` is alive and is only read; the address in it is the other process's, where this advice changes
-        // no content but holes (see the file's head), and no bounds.
+        // SAFETY: `range` is alive and is only read; the address in it is the other process's, where this advice
+        // changes no content but holes (see the file's head), and no bounds.
         let answer = unsafe {
             let process = self.process.as_raw_fd();
             libc::syscall(libc::SYS_process_madvise, process, &raw const range, 1usize, MADV_COLLAPSE, 0u32)
@@ -87,8 +89,8 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
-    /// The parts of a range whose pages are mapped and were touched since they were protected with [`crate::Uffd::protect`],
-    /// or mapped since then (Linux 7.3). Of a process that is gone there are none.
+    /// The parts of a range whose pages are mapped and were touched since they were protected with
+    /// [`crate::Uffd::protect`], or mapped since then (Linux 7.3). Of a process that is gone there are none.
     pub fn accessed(&self, start: Hva, len: u64) -> io::Result<Vec<(Hva, Hva)>> {
         let found = match scan(&self.pagemap, (start.0, start.0 + len), PAGE_IS_PRESENT | PAGE_IS_ACCESSED) {
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Vec::new(),

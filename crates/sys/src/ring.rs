@@ -1,10 +1,10 @@
 //! Reads and writes of files through io_uring, with a limit to how long one waits for them.
 //!
-//! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the buffer comes back with what
-//! the kernel said; or the wait was given up, and the buffer stays here until the kernel is done with it.
+//! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the buffer is returned with
+//! the kernel's result; or the wait was given up, and the buffer stays here until the kernel is done with it.
 //! Threads: a ring belongs to the thread that made it. Units: offsets and lengths are bytes.
-//! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file, and
-//! a ring that is dropped while the kernel works leaks those buffers instead.
+//! Promise: memory that the kernel may still read or write is never freed: transfers own their buffer and their file,
+//! and a ring that is dropped while the kernel works leaks those buffers instead.
 
 use std::alloc::Layout;
 use std::io;
@@ -123,7 +123,8 @@ impl Ring {
     /// # Errors
     /// If the kernel refuses: switched off (`kernel.io_uring_disabled`), a seccomp filter, no memory, no descriptors.
     pub fn new(transfers: u32) -> io::Result<Self> {
-        // Completions are handled while this thread waits for them and at no other time (6.1); else as the kernel likes.
+        // Completions are handled while this thread waits for them and at no other time (6.1); else as the kernel
+        // likes.
         let uring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -148,9 +149,9 @@ impl Ring {
             Direction::Read => opcode::Read::new(file, start, len).offset(at).build(),
             Direction::Write => opcode::Write::new(file, start, len).offset(at).build(),
         };
-        // SAFETY: buffer and file are valid until the kernel is done: both are owned by the flight, which is taken apart
-        // only after its completion was seen, and leaked if the ring is dropped before. The address is that of the
-        // buffer's own allocation, which does not move with the `Transfer`.
+        // SAFETY: buffer and file are valid until the kernel is done: both are owned by the flight, which is taken
+        // apart only after its completion was seen, and leaked if the ring is dropped before. The address is that of
+        // the buffer's own allocation, which does not move with the `Transfer`.
         if unsafe { self.uring.submission().push(&entry.user_data(free as u64)) }.is_err() {
             return Err(transfer);
         }
@@ -163,10 +164,10 @@ impl Ring {
         let _ = self.uring.submit();
     }
 
-    /// Wait for a transfer. It comes back with the bytes done by this start of it, or the error; `None` if it is not over
-    /// when `patience` is: then `abandon` it, or wait again.
-    pub fn wait(&mut self, ticket: &Ticket, patience: Duration) -> Option<(Transfer, io::Result<usize>)> {
-        let deadline = Instant::now() + patience;
+    /// Wait for a transfer. Returns it with the bytes done by this start of it, or the error; `None` if it is not over
+    /// within `timeout`: then `abandon` it, or wait again.
+    pub fn wait(&mut self, ticket: &Ticket, timeout: Duration) -> Option<(Transfer, io::Result<usize>)> {
+        let deadline = Instant::now() + timeout;
         loop {
             self.reap();
             let over = self.flights.get_mut(ticket.0)?;
@@ -178,7 +179,8 @@ impl Ring {
             let left = deadline.saturating_duration_since(Instant::now());
             let time = Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
             let args = SubmitArgs::new().timespec(&time);
-            // Errors are not the transfer's: time over, a signal, no memory to submit it now. The deadline ends them all.
+            // Errors here are not the transfer's: timeout, a signal, no memory to submit now. The deadline bounds them
+            // all.
             if self.uring.submitter().submit_with_args(1, &args).is_err() && left.is_zero() {
                 self.reap();
                 if self.flights.get(ticket.0)?.as_ref().is_some_and(|flight| flight.result.is_none()) {
@@ -224,7 +226,7 @@ mod tests {
     use ballast_needs::skip;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     fn transfer(file: &Arc<OwnedFd>, direction: Direction, offset: u64, bytes: &[u8]) -> Transfer {
         let mut buffer = Buffer::new(4096).expect("memory");
@@ -245,11 +247,11 @@ mod tests {
             .collect();
         assert!(ring.start(transfer(&file, Direction::Write, 0, &[9])).is_err(), "four are under way");
         for ticket in &tickets {
-            let (_, result) = ring.wait(ticket, PATIENCE).expect("over");
+            let (_, result) = ring.wait(ticket, TIMEOUT).expect("over");
             assert_eq!(result.expect("written"), 10);
         }
         let ticket = ring.start(transfer(&file, Direction::Read, 5, &[0; 30])).expect("room");
-        let (transfer, result) = ring.wait(&ticket, PATIENCE).expect("over");
+        let (transfer, result) = ring.wait(&ticket, TIMEOUT).expect("over");
         assert_eq!(result.expect("read"), 30);
         let expected: Vec<u8> = (5..35).map(|at| at / 10 + 1).collect();
         assert_eq!(transfer.buffer.as_slice()[..30], expected);
@@ -260,7 +262,7 @@ mod tests {
         let Some(mut ring) = ring() else { return };
         let (reader, _writer) = rustix::pipe::pipe().expect("pipe");
         let ticket = ring.start(transfer(&Arc::new(reader), Direction::Write, 0, &[1])).expect("room");
-        let (_, result) = ring.wait(&ticket, PATIENCE).expect("over");
+        let (_, result) = ring.wait(&ticket, TIMEOUT).expect("over");
         assert_eq!(result.expect_err("a pipe's reading end was written").raw_os_error(), Some(libc::EBADF));
     }
 
@@ -283,7 +285,7 @@ mod tests {
         let file = Arc::new(memfd::create("ballast-test", Bytes(4096)).expect("memfd"));
         while !noticed.load(Ordering::Acquire) {
             let ticket = ring.start(transfer(&file, Direction::Write, 0, &[1])).expect("room");
-            ring.wait(&ticket, PATIENCE).expect("over").1.expect("written");
+            ring.wait(&ticket, TIMEOUT).expect("over").1.expect("written");
         }
         assert_eq!(Arc::strong_count(&reader), 1);
     }

@@ -72,8 +72,9 @@ pub fn receive(socket: impl AsFd) -> io::Result<Option<Received>> {
     receive_or(socket, drop)
 }
 
-/// Receive one message of a peer that sends no descriptors, or fail with `WouldBlock` at once if there is none. Descriptors that
-/// it sends all the same are never this process's: closing one can take for ever. `Ok(None)` means the peer has closed.
+/// Receive one message of a peer that sends no descriptors, or fail with `WouldBlock` at once if there is none. This
+/// process never gets descriptors that the peer sends against that rule, because closing one can take for ever.
+/// `Ok(None)` means the peer has closed.
 ///
 /// # Errors
 /// A message longer than [`MAX_MESSAGE`] is an error and is dropped whole.
@@ -92,8 +93,8 @@ pub fn try_receive_bytes(socket: impl AsFd) -> io::Result<Option<Vec<u8>>> {
     Ok((len > 0).then_some(bytes))
 }
 
-/// The same as [`receive`] for a thread that must not wait: the descriptors of a message that is dropped whole go to `refuse`, because
-/// closing one that anybody may have made (a socket that lingers, a file of a server that is gone) can take for ever.
+/// The same as [`receive`] for a thread that must not wait. The descriptors of a message that is dropped whole go to
+/// `refuse`, because closing one of unknown origin (a socket that lingers, a file of a dead server) can take for ever.
 pub fn receive_or(socket: impl AsFd, refuse: impl FnOnce(Vec<OwnedFd>)) -> io::Result<Option<Received>> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];

@@ -38,7 +38,7 @@ pub mod feature {
 /// Features without which Ballast cannot manage a VM.
 pub const REQUIRED_FEATURES: u64 = feature::MISSING_SHMEM | feature::THREAD_ID | feature::MINOR_SHMEM;
 
-/// Features that a VM on huge-page files needs besides.
+/// Features that a VM on huge-page files also needs.
 pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HUGETLBFS;
 
 /// Features by which the kernel sees touches for us: see [`Uffd::protect`].
@@ -148,7 +148,7 @@ pub struct Fault {
 pub struct Uffd(File);
 
 impl Uffd {
-    /// Create one over the calling process and enable `features`. Answers the descriptor and the features granted.
+    /// Create one over the calling process and enable `features`. Returns the descriptor and the features granted.
     ///
     /// Tries `/dev/userfaultfd` first (access by file permission, Linux 6.1), then the system call, which needs
     /// `CAP_SYS_PTRACE` or the `vm.unprivileged_userfaultfd` setting to serve faults raised inside the kernel.
@@ -200,8 +200,8 @@ impl Uffd {
         self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR, start, len)
     }
 
-    /// The same for a descriptor that has [`ACCESS_FEATURES`]: [`Uffd::protect`] may then be used. Until it is unregistered
-    /// the range cannot be mapped huge where it is not, and not be registered without this.
+    /// The same for a descriptor that has [`ACCESS_FEATURES`]: [`Uffd::protect`] may then be used. Until it is
+    /// unregistered the range cannot be mapped huge where it is not, and not be registered without this.
     pub fn register_for_accesses(&self, start: Hva, len: u64) -> io::Result<()> {
         self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR | REGISTER_MODE_RWP, start, len)
     }
@@ -211,11 +211,11 @@ impl Uffd {
         self.ioctl(UFFDIO_REGISTER, &mut arg)
     }
 
-    /// Have the kernel look who touches the pages of this range that are mapped now, or look no longer. The first touch of
-    /// such a page, or of the huge page it is mapped in, lifts the protection inside the kernel: nothing is read from this
-    /// descriptor, and [`crate::Remote::accessed`] answers. What is mapped later is not protected and counts as touched; a zap
-    /// or a punch forgets. Answers false if a part of the range is not registered with [`Uffd::register_for_accesses`] (any
-    /// more), or the process is gone.
+    /// Protect the pages of this range that are mapped now, so that the kernel records touches, or unprotect them. The
+    /// first touch of such a page, or of the huge page it is mapped in, lifts the protection inside the kernel. Nothing
+    /// is read from this descriptor; [`crate::Remote::accessed`] returns what was touched. Pages that are mapped later
+    /// are not protected and count as touched; a zap or a punch forgets. Returns false if a part of the range is not
+    /// registered with [`Uffd::register_for_accesses`] (any more), or the process is gone.
     ///
     /// # Errors
     /// `EAGAIN`: the address space is changing.
@@ -230,8 +230,8 @@ impl Uffd {
     /// Unregister a range and wake its waiters: the kernel serves its faults again, holes as zeros.
     pub fn unregister(&self, start: Hva, len: u64) -> io::Result<()> {
         let answer = self.ioctl(UFFDIO_UNREGISTER, &mut RangeArg { start: start.0, len });
-        // The kernel wakes the waiters first and unregisters then, and a fault needs no lock that would keep it out in between
-        // (Linux 6.6 to 7.3 at least). Nobody would ever wake that one: its page cannot be mapped through us any more.
+        // The kernel wakes the waiters first and unregisters then, and no lock keeps a fault out in between (Linux 6.6
+        // to 7.3 at least). Nobody else would ever wake that one: its page cannot be mapped through us any more.
         answer.and(self.wake(start, len))
     }
 
@@ -252,8 +252,8 @@ impl Uffd {
         outcome(answer, arg.copied)
     }
 
-    /// Put several base pages into the file at this hole and map them; wake the waiters. Answers how many were put, from the
-    /// first on, and what came of the one after them: `Done` if there is none.
+    /// Put several base pages into the file at this hole and map them; wake the waiters. Returns how many were put,
+    /// from the first on, and the outcome of the one after them: `Done` if there is none.
     pub fn copy_pages(&self, dst: Hva, pages: &[[u8; PAGE_SIZE]]) -> io::Result<(usize, FillOutcome)> {
         let len = size_of_val(pages) as u64;
         let mut arg = CopyArg { dst: dst.0, src: pages.as_ptr() as u64, len, mode: 0, copied: 0 };
@@ -276,8 +276,8 @@ impl Uffd {
         self.fill(UFFDIO_CONTINUE, dst, len)
     }
 
-    /// Map the base pages of a range that are in the file; wake the waiters. Answers how many were mapped, from the first on,
-    /// and what came of the one after them: `Retry` says to ask on from there, `Done` if there is none.
+    /// Map the base pages of a range that are in the file; wake the waiters. Returns how many were mapped, from the
+    /// first on, and the outcome of the one after them: `Retry` says to go on from there, `Done` if there is none.
     pub fn map_run(&self, dst: Hva, pages: u64) -> io::Result<(u64, FillOutcome)> {
         let len = pages * PAGE_SIZE as u64;
         let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };

@@ -4,9 +4,9 @@
 //! Threads: any; threads that touch the ranges meanwhile fault or do not, each for itself. Units: addresses and bytes.
 //! Promise: when a call returns, no CPU uses an old translation any more.
 //!
-//! Each `madvise` of a range that was mapped ends in a flush of its translations on every CPU on which the process runs, and
-//! the caller waits for all of them: some 15 us in a virtual machine, whoever runs there pays as well. Linux 6.16 does one
-//! flush for all ranges of one `process_madvise`.
+//! Each `madvise` of a mapped range ends in a TLB flush on every CPU on which the process runs, and the caller waits
+//! for all of them: some 15 us in a virtual machine, and the interrupted threads pay as well. Linux 6.16 does one flush
+//! for all ranges of one `process_madvise`.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -14,8 +14,8 @@ use std::os::fd::AsRawFd;
 use rustix::mm::Advice;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
-/// Drop the entries of all these ranges, `(address, bytes)`. All are tried. Returns which could not be, by their index: a range is not
-/// mapped, or locked, or not aligned to pages.
+/// Drop the entries of all these ranges, `(address, bytes)`. All are tried. Returns those that failed, by their index:
+/// a range that is not mapped, or locked, or not aligned to pages.
 ///
 /// # Safety
 /// Each range is inside mappings that are `MAP_SHARED` and stay mapped during the call, so that nothing is lost.

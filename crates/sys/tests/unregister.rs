@@ -1,5 +1,5 @@
-//! Memory that is given back to the kernel while threads touch it leaves none of them waiting. Against the real kernel, which
-//! wakes first and then unregisters. Needs userfaultfd.
+//! Memory that is unregistered while threads touch it leaves none of them waiting. Against the real kernel, which wakes
+//! first and then unregisters. Needs userfaultfd.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,8 +12,8 @@ use ballast_sys::{Mapping, Uffd, memfd};
 
 const PAGES: usize = 64;
 const LEN: u64 = (PAGES * PAGE_SIZE) as u64;
-/// How long the test goes on. The moment in question lasts some hundred nanoseconds, or as long as the kernel takes the CPU from the
-/// thread that unregisters.
+/// How long the test goes on. The race window is some hundred nanoseconds, or as long as the unregistering thread is
+/// preempted.
 const SPAN: Duration = Duration::from_secs(5);
 
 #[test]
@@ -26,8 +26,8 @@ fn so_does_whoever_touches_memory_where_accesses_were_watched() {
     touched_while_given_back("rwp", REQUIRED_FEATURES | ACCESS_FEATURES, Uffd::register_for_accesses);
 }
 
-/// Two threads touch page after page while memory is registered, unmapped and given back, again and again. Nobody serves their
-/// faults, so only the giving back can end a wait.
+/// Two threads touch page after page while memory is registered, unmapped and unregistered, again and again. Nobody
+/// serves their faults, so only the unregistering can end a wait.
 fn touched_while_given_back(kind: &str, features: u64, register: fn(&Uffd, Hva, u64) -> io::Result<()>) {
     let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {
         return skip(kind, "no such userfaultfd for this user");

@@ -5,6 +5,7 @@
 //! Threads: one per guest where both are worked on at once. Units: bytes and seconds in JSON, MiB in the table.
 //! Promise: every figure is measured in this run; `bytes_lost` comes from comparing every byte of every key.
 
+mod guest;
 mod measure;
 mod report;
 
@@ -21,7 +22,8 @@ use ballast_testhost::Daemon;
 use ballast_testvm::qemu::load::{Dataset, Mix};
 use ballast_testvm::qemu::{QemuGuest, load, qemu_missing};
 
-use measure::{HostMemory, each};
+use guest::{Guest, each, throughput};
+use measure::HostMemory;
 use report::{Report, VmReport};
 
 /// Run the main job on two real VMs: load, squeeze, kill the engine, verify every byte
@@ -39,8 +41,10 @@ pub struct DemoArgs {
 }
 
 const VALUE: usize = 16 * KIB as usize;
-const BOOT_PATIENCE: Duration = Duration::from_secs(120);
-const SQUEEZE_PATIENCE: Duration = Duration::from_secs(60);
+/// Until a guest has booted: an interpreted one on a busy machine is slow.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Until both VMs are within their limits.
+const LIMIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The machine lacks something that the demo needs; the text says what.
 #[derive(Debug)]
@@ -73,7 +77,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     let mut guests =
         ["demo-a", "demo-b"].iter().map(|name| host.boot(name, args.memory)).collect::<Result<Vec<_>>>()?;
     for guest in &mut guests {
-        guest.qemu.wait_ready(BOOT_PATIENCE)?;
+        guest.qemu.wait_ready(BOOT_TIMEOUT)?;
     }
     say(&format!("loading {} into each from the host: {keys} keys of {VALUE} bytes", args.data));
     for (number, guest) in guests.iter_mut().enumerate() {
@@ -83,7 +87,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
 
     let mix = Mix { duration: Duration::from_secs(args.seconds), ..Mix::default() };
     say("measuring throughput without limits");
-    let before_ops = measure::throughput(&mut guests, &mix)?;
+    let before_ops = throughput(&mut guests, &mix)?;
     let before = host.stats(&guests)?;
     let host_before = HostMemory::now()?;
 
@@ -108,7 +112,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
             std::thread::sleep(mix.duration / 2);
             host.kill_engine()
         });
-        let ops = measure::throughput(&mut guests, &mix);
+        let ops = throughput(&mut guests, &mix);
         (ops, killer.join())
     });
     let (under_ops, killed_pid) = (under_ops?, killed_pid.map_err(|_| anyhow::anyhow!("the killer panicked"))??);
@@ -124,7 +128,7 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     for guest in &guests {
         host.api().set_limit(&guest.name, None)?;
     }
-    let after_ops = measure::throughput(&mut guests, &mix)?;
+    let after_ops = throughput(&mut guests, &mix)?;
 
     let vms = (0..guests.len())
         .map(|i| VmReport {
@@ -160,8 +164,8 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
     };
     report.print(json)?;
     ensure!(report.bytes_lost() == 0, "{} bytes were lost", report.bytes_lost());
-    // Both are the whole host's. Another program that takes memory meanwhile hides what was freed from MemAvailable, but
-    // not from Shmem, where guest RAM and the store are.
+    // Both are the whole host's. Another program that takes memory meanwhile hides what was freed from MemAvailable,
+    // but not from Shmem, which counts guest RAM and the store.
     let freed = report.freed_measured_bytes.max(report.freed_shmem_bytes);
     ensure!(
         freed as f64 >= 0.9 * claimed as f64,
@@ -170,13 +174,6 @@ pub fn run(args: DemoArgs, json: bool) -> Result<()> {
         Bytes(freed)
     );
     Ok(())
-}
-
-/// A guest and what must be in its Redis.
-struct Guest {
-    name: String,
-    qemu: QemuGuest,
-    data: Dataset,
 }
 
 /// The demo's ballastd and what is done with its guests.
@@ -222,14 +219,14 @@ impl Host {
             if stats.iter().zip(limits).all(|(vm, limit)| vm.resident_bytes <= *limit) {
                 return Ok(());
             }
-            if start.elapsed() > SQUEEZE_PATIENCE {
-                bail!("after {} s the VMs are still over their limits", SQUEEZE_PATIENCE.as_secs());
+            if start.elapsed() > LIMIT_TIMEOUT {
+                bail!("after {} s the VMs are still over their limits", LIMIT_TIMEOUT.as_secs());
             }
             std::thread::sleep(Duration::from_millis(200));
         }
     }
 
-    /// SIGKILL to the engine, which is the keeper's child; answers its pid.
+    /// Kill the engine, which is the keeper's child. Returns its pid.
     fn kill_engine(&self) -> Result<u32> {
         let pid = self.api().host()?.engine_pid;
         measure::kill(pid)?;

@@ -1,15 +1,12 @@
-//! What the demo measures: operations per second, and the host's own count of its memory.
+//! The host's own count of its memory, and the end of an engine.
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result};
 use ballast_base::PageCount;
-use ballast_testvm::qemu::load::{self, Mix};
-
-use super::Guest;
 
 /// Memory as the host's kernel counts it, in bytes.
 pub struct HostMemory {
-    /// `MemAvailable`, and the free pages that wait on per-CPU lists, which it leaves out: up to 190 MiB a CPU right after
-    /// much was freed (Linux 6.7 and newer).
+    /// `MemAvailable`, and the free pages on per-CPU lists, which it leaves out: up to 190 MiB a CPU right after much
+    /// was freed (Linux 6.7 and newer).
     pub available: u64,
     /// `Shmem`: guest RAM and store arenas both live here.
     pub shmem: u64,
@@ -36,25 +33,6 @@ fn on_cpu_lists(zoneinfo: &str) -> u64 {
     counts.filter_map(|count| count.trim().parse::<u64>().ok()).sum()
 }
 
-/// Do something to every guest at once.
-pub fn each<T: Send>(guests: &mut [Guest], work: impl Fn(&mut Guest) -> Result<T> + Sync) -> Result<Vec<T>> {
-    std::thread::scope(|scope| {
-        let work = &work;
-        let threads: Vec<_> = guests.iter_mut().map(|guest| scope.spawn(move || work(guest))).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a worker panicked"))?).collect()
-    })
-}
-
-/// Operations per second of each guest, all working at once; every value read is compared.
-pub fn throughput(guests: &mut [Guest], mix: &Mix) -> Result<Vec<f64>> {
-    each(guests, |guest| {
-        let done = load::throughput(guest.qemu.redis_addr(), &mut guest.data, mix)?;
-        let wrong = done.reads.wrong + done.reads.missing;
-        ensure!(wrong == 0, "{wrong} wrong values in {}: {:?}", guest.name, done.reads.first_wrong);
-        Ok(done.ops_per_s())
-    })
-}
-
 /// SIGKILL.
 pub fn kill(pid: u32) -> Result<()> {
     let pid = rustix::process::Pid::from_raw(pid as i32).context("the engine has no pid")?;
@@ -65,7 +43,7 @@ pub fn kill(pid: u32) -> Result<()> {
 mod tests {
     #[test]
     fn free_pages_on_per_cpu_lists_are_counted() {
-        let text = "Node 0, zone Normal\n  pages free 100\n  pagesets\n    cpu: 0\n              count:    35\n              \
+        let text = "Node 0, zone Normal\n  pages free 100\n  pagesets\n    cpu: 0\n              count:    35\n    \
                     high:     2270\n    cpu: 1\n              count:    7\n  vm stats threshold: 24\n";
         assert_eq!(super::on_cpu_lists(text), 42);
         assert_eq!(super::on_cpu_lists(""), 0);

@@ -110,14 +110,16 @@ impl Report {
         }
         println!("\n{table}\n");
         println!(
-            "Host memory freed: {} by the table (after {} for the store), {} by the kernel's available memory, {} by its Shmem.",
+            "Host memory freed: {} by the table (after {} for the store), {} by the kernel's available memory, \
+             {} by its Shmem.",
             Bytes(self.freed_claimed_bytes),
             Bytes(self.store_bytes),
             Bytes(self.freed_measured_bytes),
             Bytes(self.freed_shmem_bytes),
         );
         println!(
-            "\"under\" was measured at half the memory, with the engine killed in the middle ({} kill). {:.0} s in all.",
+            "\"under\" was measured at half the memory, with the engine killed in the middle ({} kill). \
+             {:.0} s in all.",
             self.engine_kills, self.seconds
         );
         println!("Where to go next: README.md for a first session of your own, `ballast doctor` for this host.");

@@ -6,8 +6,9 @@
 //!
 //! ```text
 //! f PAGES KIND   fill (a power of two; KIND 0 half compressible, 1 noise)   -> filled
-//! t SEED         touch every page once, in an order that SEED decides       -> touched COUNT P50 P90 P99 MAX TICKS NS WRONG
-//! r KIND MS      work for so long (KIND 0 hot set, 1 zipf)                  -> ran OPS NS WRONG
+//! t SEED         touch every page once, in an order that SEED decides
+//!                -> touched COUNT P50 P90 P99 MAX TICKS NS WRONG
+//! r KIND MS      work for MS milliseconds (KIND 0 hot set, 1 zipf)          -> ran OPS NS WRONG
 //! v              compare every word                                         -> verified WRONG
 //! ```
 #![no_std]
@@ -17,7 +18,16 @@ use core::arch::{asm, global_asm};
 use core::ptr::{read_volatile, write_volatile};
 
 // The kernel enters with the stack aligned, a function expects a return address on it.
-global_asm!(".section .text._start", ".globl _start", "_start:", "xor ebp, ebp", "and rsp, -16", "call {main}", "ud2", main = sym main);
+global_asm!(
+    ".section .text._start",
+    ".globl _start",
+    "_start:",
+    "xor ebp, ebp",
+    "and rsp, -16",
+    "call {main}",
+    "ud2",
+    main = sym main
+);
 
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;

@@ -1,12 +1,12 @@
 //! A small FUSE server, for tests of what a file system does that answers late, or never.
 //!
-//! Before: a test wants a file whose disk, host or network hangs. After: a directory of files under [`Fuse::dir`], which
-//! any process that may look into this one's `/proc/PID/fd` can open. Requests are answered at once, after a delay, or
-//! when the test says so.
+//! Before: a test wants a file whose disk, host or network hangs. After: a directory of files under [`Fuse::dir`],
+//! which any process that may look into this one's `/proc/PID/fd` can open. Requests are answered at once, after a
+//! delay, or when the test says so.
 //! Threads: one takes requests, one answers those that are to be answered late; the callers may be any.
 //! Units: bytes.
-//! Promise: nothing is mounted where anybody could find it, so nothing is left behind, even when the test is killed. When
-//! the server goes, the kernel ends every request with an error.
+//! Promise: nothing is mounted where anybody could find it, so nothing is left behind, even when the test is killed.
+//! When the server goes, the kernel ends every request with an error.
 //!
 //! A file's bytes are those of a memory file of the server. Any name that is asked for exists from then on, empty.
 
@@ -87,7 +87,7 @@ struct State {
     /// By number; the root is not in it.
     files: HashMap<u64, std::fs::File>,
     names: HashMap<Vec<u8>, u64>,
-    /// Answers to opens say [`DIRECT_IO`].
+    /// The answer to an open says [`DIRECT_IO`].
     direct: bool,
     /// Nothing is answered while this is set.
     held: bool,
@@ -156,7 +156,7 @@ impl Fuse {
         self.shared.changed.notify_all();
     }
 
-    /// Wait until so many reads wait for their answers.
+    /// Wait until `least` reads wait for their answers.
     pub fn wait_for_held(&self, least: usize) {
         let reads = |state: &State| state.late.iter().filter(|(_, request)| u32_at(request, 4) == op::READ).count();
         let waited = self.shared.changed.wait_while(self.shared.lock(), |state| reads(state) < least);

@@ -1,6 +1,6 @@
 //! The workload itself: fill, run, verify. The same source runs in native threads and, compiled again, in KVM vCPUs.
 //!
-//! What cells hold and which ones operations take is in `law`, what some workloads do in `programs`, children of this module.
+//! The children `law` and `programs` say what cells hold, which ones operations take, and what some workloads do.
 //!
 //! Before: `vm` lays out a [`Job`] per worker. After: the job's results; events on the way through a [`Port`].
 //! Threads: one worker per job; workers own disjoint cells. The host reads a job's atomics at any time.
@@ -54,7 +54,7 @@ pub const KIND_HOTSET: u32 = 2;
 pub const KIND_ZIPF: u32 = 3;
 /// No operations.
 pub const KIND_IDLE: u32 = 4;
-/// Every cell by a bell curve over all cells, then every cell alike, then one after the other; `move_at` operations each.
+/// Cells by a bell curve over all, then any cell, then one after the other; `move_at` operations each.
 pub const KIND_STORE: u32 = 5;
 /// Stages, each with a part of the cells and a pattern, and then the first one again: a table says which (`law`).
 pub const KIND_STAGES: u32 = 6;
@@ -122,9 +122,9 @@ pub struct Params {
     pub solid: u64,
     /// 0: `stride` alone says where cells are.
     pub gap: u64,
-    /// Tell the host every so many operations.
+    /// Operations between two reports to the host.
     pub report_every: u64,
-    /// Compute for so many TSC ticks after each operation.
+    /// TSC ticks of computing after each operation.
     pub think_ticks: u64,
     /// One of the `KIND_` constants.
     pub kind: u32,
@@ -426,7 +426,7 @@ pub fn ticks() -> u64 {
     0
 }
 
-/// Compute for so many rounds of some 3 ns each: what a request costs besides its memory.
+/// Compute for a number of rounds, some 3 ns each: what a request costs beyond its memory.
 #[inline]
 fn think(rounds: u64) {
     let mut thought = rounds;

@@ -21,9 +21,10 @@ use ballast_base::{Bytes, GIB, HUGE_SIZE, PAGE_SIZE};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 
+use crate::error::Error;
 use crate::guest::{self, IMAGE_ADDR, Port};
+use crate::private::{Places, Private, STACK_LEN};
 use crate::ram::GuestRam;
-use crate::vm::{Desk, Error, Places, Private, STACK_LEN};
 
 /// The guest program: code and constants, linked at [`IMAGE_ADDR`]; its first byte is its entry.
 const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest.bin"));
@@ -92,7 +93,7 @@ impl Machine {
         IMAGE_ADDR as usize + image + TASK_LEN.next_multiple_of(PAGE_SIZE) + (2 + directories) * PAGE_SIZE
     }
 
-    /// Load the program, write the page tables, give the machine its memory. Answers the guest address of RAM.
+    /// Load the program, write the page tables, give the machine its memory. Returns the guest address of RAM.
     pub fn lay_out(&mut self, private: &mut Private, ram: &GuestRam) -> Result<u64, Error> {
         let too_big = |step| Error::Kvm { step, source: io::ErrorKind::OutOfMemory.into() };
         let private_len = private.map.len() as u64;
@@ -197,7 +198,7 @@ impl Machine {
     }
 
     /// Run one worker's vCPU until its job is done or its host says stop.
-    pub fn run_vcpu(&self, worker: usize, desk: &Desk<'_>) -> Result<(), Error> {
+    pub fn run_vcpu(&self, worker: usize, port: &impl Port) -> Result<(), Error> {
         let vcpu = self.vcpus.lock().unwrap_or_else(PoisonError::into_inner).get_mut(worker).and_then(Option::take);
         let mut vcpu = vcpu.ok_or(Error::RanAlready)?;
         loop {
@@ -205,7 +206,7 @@ impl Machine {
                 Ok(VcpuExit::IoOut(guest::PORT, &[a, b, c, d])) => match u32::from_le_bytes([a, b, c, d]) {
                     guest::EVENT_DONE => return Ok(()),
                     guest::EVENT_PANIC => "the guest program panicked".to_owned(),
-                    event if desk.tell(event) => continue,
+                    event if port.tell(event) => continue,
                     _ => return Ok(()),
                 },
                 Ok(VcpuExit::Intr) => continue,

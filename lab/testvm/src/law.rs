@@ -1,7 +1,7 @@
 //! What memory holds and which of it an operation takes: arithmetic that the guest and the model of its outcome share.
 //!
-//! Before: a worker's [`Params`]. After: contents of cells, cells of operations; hashes, random numbers, histogram buckets.
-//! Threads: none. Units: as in `guest`, of which this is a child. Promise: pure; nothing outside `core` is used and nothing can
+//! Before: a worker's [`Params`]. After: contents of cells, cells of operations; hashes, random numbers, buckets.
+//! Threads: none. Units: as in `guest`, of which this is a child. Promise: pure; only `core` is used and nothing can
 //! panic, in a KVM vCPU as well.
 
 use super::{KIND_HOTSET, KIND_SEQUENTIAL, KIND_STAGES, KIND_STORE, KIND_ZIPF, Params, SAMPLES};
@@ -55,7 +55,7 @@ const fn quarters(word: u64) -> u64 {
     (word & 0xFFFF) + (word >> 16 & 0xFFFF) + (word >> 32 & 0xFFFF) + (word >> 48)
 }
 
-/// Which of so many cells the operation number `op` of a pattern takes.
+/// Which of `cells` cells the operation number `op` of a pattern takes.
 #[inline]
 const fn by_pattern(pattern: u64, op: u64, random: u64, cells: u64) -> u64 {
     match pattern {

@@ -19,20 +19,25 @@
 //! # }
 //! ```
 
+mod error;
 pub mod fuse;
 #[allow(unreachable_pub)]
 mod guest;
 mod kvm;
 mod model;
 mod outcome;
+mod pages;
 pub mod park;
+mod private;
 pub mod qemu;
 mod ram;
 mod vm;
 mod workload;
 
+pub use error::Error;
 pub use kvm::kvm_missing;
-pub use outcome::{Latency, Outcome, Wrong};
+pub use outcome::{GuestKind, Latency, Outcome, Wrong};
+pub use pages::PageSet;
 pub use ram::GuestRam;
-pub use vm::{Error, GuestKind, Moment, Progress, Vm};
-pub use workload::{PageSet, Pattern, Placement, Spec, SpecError, Stage, Workload};
+pub use vm::{Moment, Progress, Vm};
+pub use workload::{Pattern, Placement, Spec, SpecError, Stage, Workload};

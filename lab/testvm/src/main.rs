@@ -79,8 +79,8 @@ struct Args {
     /// End the operations when stdin has a line or ends, then verify
     #[arg(long)]
     until_stdin: bool,
-    /// For tests: on the lines "read" and "map" of stdin, hang in the kernel over this file (see `park`); any other line
-    /// ends the operations
+    /// For tests: on the lines "read" and "map" of stdin, hang in the kernel over this file (see `park`); any other
+    /// line ends the operations
     #[arg(long, value_name = "FILE", requires = "until_stdin")]
     park_on: Option<PathBuf>,
     /// Print progress to stderr this often

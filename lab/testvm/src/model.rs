@@ -12,7 +12,8 @@ use ballast_base::PageIdx;
 
 use crate::guest::programs::{Memory, Program};
 use crate::guest::{self, Params};
-use crate::workload::{PageSet, Spec};
+use crate::pages::PageSet;
+use crate::workload::{Spec, SpecError};
 
 /// What must come out.
 #[derive(Debug)]
@@ -28,6 +29,67 @@ pub struct Expected {
 /// Combine the checksums of all workers.
 pub fn combine(checksums: impl IntoIterator<Item = u64>) -> u64 {
     checksums.into_iter().fold(0, guest::fold)
+}
+
+impl Spec {
+    /// The pages that are hot by construction: before the hot set moves, or after (`moved`, `phase` only). All pages in
+    /// use for `sequential`, `uniform`, `store`, `stages` and the programs, none for `idle`. For `zipf`, the pages with
+    /// the keys that together take `hot_weight` of the accesses.
+    pub fn hot_pages(&self, moved: bool) -> Result<PageSet, SpecError> {
+        let mut pages = PageSet::new(self.ram);
+        for params in self.plan()? {
+            if params.kind >= guest::KIND_GRAPH {
+                pages.union(&filled(self, &params));
+                continue;
+            }
+            let ranks = match params.kind {
+                guest::KIND_IDLE => 0,
+                guest::KIND_HOTSET => params.hot_cells,
+                guest::KIND_ZIPF => {
+                    let limit = (self.hot_weight * 18_446_744_073_709_551_616.0) as u64;
+                    (self.weights(&params).partition_point(|sum| *sum < limit) as u64 + 1).min(params.cells)
+                }
+                _ => params.cells,
+            };
+            let base = if moved && params.move_at != u64::MAX { params.cells / 2 } else { 0 };
+            for rank in 0..ranks {
+                let local = params.place((base + rank) % params.cells);
+                pages.insert_cell(&params, params.first_cell + local);
+            }
+        }
+        Ok(pages)
+    }
+
+    /// The pages the fill writes.
+    pub fn filled_pages(&self) -> Result<PageSet, SpecError> {
+        let mut pages = PageSet::new(self.ram);
+        for params in self.plan()? {
+            if params.kind >= guest::KIND_GRAPH {
+                pages.union(&filled(self, &params));
+                continue;
+            }
+            (0..params.cells).for_each(|local| pages.insert_cell(&params, params.first_cell + local));
+        }
+        Ok(pages)
+    }
+
+    /// The pages the run phase touches, exactly, once each worker has done as many operations as `ops` says; an empty
+    /// slice stands for all of them.
+    pub fn touched_pages(&self, ops: &[u64]) -> Result<PageSet, SpecError> {
+        Ok(expect(self, &self.plan()?, ops).touched)
+    }
+
+    /// How often the run phase touches each page while its one worker does the operations `ops`.
+    pub fn touches(&self, ops: std::ops::Range<u64>) -> Result<Vec<u32>, SpecError> {
+        let plan = self.plan()?;
+        let [params] = &plan[..] else {
+            return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
+        };
+        if params.kind >= guest::KIND_GRAPH {
+            return Err(SpecError { field: "workload", problem: "a program's operations are not counted".to_owned() });
+        }
+        Ok(touches(self, params, ops))
+    }
 }
 
 /// The outcome of `plan` after each worker did as many operations as `ops` says (all of them if it is empty).
@@ -50,7 +112,7 @@ pub fn expect(spec: &Spec, plan: &[Params], ops: &[u64]) -> Expected {
 }
 
 /// How often each page is touched while the one worker does these operations.
-pub fn touches(spec: &Spec, params: &Params, ops: Range<u64>) -> Vec<u32> {
+fn touches(spec: &Spec, params: &Params, ops: Range<u64>) -> Vec<u32> {
     let weights = spec.weights(params);
     let mut counts = vec![0u32; spec.ram.pages_floor().0 as usize];
     let mut random = guest::skip_random(params.pick_seed, guest::ROLLS * ops.start);
@@ -158,7 +220,7 @@ impl Memory for Right {
 }
 
 /// The pages a program fills.
-pub fn filled(spec: &Spec, params: &Params) -> PageSet {
+fn filled(spec: &Spec, params: &Params) -> PageSet {
     let mut memory = Right::new(spec, params);
     Program::new(params).fill(&mut memory, params);
     memory.touched

@@ -7,8 +7,17 @@
 use serde::{Serialize, Serializer};
 
 use crate::guest;
-use crate::vm::GuestKind;
 use crate::workload::Workload;
+
+/// What the workers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum GuestKind {
+    /// Threads of this process.
+    Native,
+    /// Virtual CPUs, in user mode, without a kernel.
+    Kvm,
+}
 
 /// The result of one run.
 #[derive(Clone, Debug, Serialize)]

@@ -1,11 +1,11 @@
 //! Parking: how a process comes to hold its own `mmap_lock` for as long as a file server likes.
 //!
-//! Before: a test serves a file by [`crate::fuse`]. After: a thread of this process sleeps in `mmap`, with the lock held for
-//! writing, and nothing can end it: whoever else needs the lock of this address space waits, too.
+//! Before: a test serves a file by [`crate::fuse`]. After: a thread of this process sleeps in `mmap` and holds the lock
+//! for writing. Nothing can end it, so every thread that needs the lock of this address space waits as well.
 //! Threads: each step has one of its own, which stays there until the server answers or goes.
 //!
-//! The file is open twice, through the page cache and past it. A read through the cache that is not answered leaves a
-//! locked page in it; mapping what was opened past the cache has the kernel drop the cache first, and wait for that page.
+//! The file is open twice, through the page cache and past it. An unanswered read through the cache leaves a locked
+//! page in it. A mapping of the other open has the kernel drop the cache first, and wait for that page.
 
 use std::fs::{File, OpenOptions};
 use std::io;

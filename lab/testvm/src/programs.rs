@@ -1,5 +1,5 @@
-//! Workloads that are programs: a graph search, a matrix product, a table scan. Compiled twice, like `guest`, whose child
-//! this is.
+//! Workloads that are programs: a graph search, a matrix product, a table scan. Compiled twice, like `guest`, whose
+//! child this is.
 //!
 //! Before: `guest` has a job of such a kind. After: the same phases, fill, operations, verify.
 //! Threads: one worker each, on its own share of RAM. Units: *words* of 8 bytes, counted from the start of the share;
@@ -22,7 +22,7 @@ pub const TILE: u64 = 64;
 const SLOT: u64 = 8;
 /// Words of a page of the table.
 const PAGE: u64 = 512;
-/// Every so many rows (of 8 words) are added to a group.
+/// One row (of 8 words) in this number is added to a group.
 const SELECTED: u64 = 8;
 /// Hash-table slots count as cells from here, so that no page of the table has the same contents.
 const SLOT_CELLS: u64 = 1 << 32;
@@ -92,9 +92,9 @@ impl Program {
     }
 }
 
-/// Breadth-first searches and shortest paths in turns, each from a random root, by rounds over the whole graph: a vertex
-/// that was reached in the last round has its edges followed in this one. An operation follows one edge: it reads the
-/// edge, one after the other, and the state of the vertex at its end, anywhere.
+/// Breadth-first searches and shortest paths in turns, each from a random root, by rounds over the whole graph: a
+/// vertex that was reached in the last round has its edges followed in this one. An operation follows one edge: it
+/// reads the edge, one after the other, and the state of the vertex at its end, anywhere.
 ///
 /// Degrees and ends of edges are skewed as in an R-MAT graph (graph500's: a bit of an end is set with probability 1/4),
 /// but independent of each other; vertex numbers are scattered. 16 to 32 edges per vertex: as many as fit.
@@ -258,9 +258,9 @@ const INVERSE: u64 = {
     inverse
 };
 
-/// `C += A B`, again and again, with wrapping integers, in tiles of 64 x 64, rows of tiles outermost: a panel of A and one of
-/// C stay for a while, and all of B is swept for each. An operation adds one row of a tile of A, times a tile of B, to
-/// a piece of a row of C.
+/// `C += A B`, again and again, with wrapping integers, in tiles of 64 x 64, rows of tiles outermost: a panel of A and
+/// one of C stay for a while, and all of B is swept for each. An operation adds one row of a tile of A, times a tile of
+/// B, to a piece of a row of C.
 ///
 /// `A[i][k] = u(i) y(k)` and `B[k][j] = p(k) q(j)`, so `C[i][j] = u(i) q(j) S`, where `S` is the sum of `y p` over what
 /// was added so far: `weights` has it for each number of tiles.
@@ -322,7 +322,7 @@ impl Matrix {
         matrix.wrapping_mul(n).wrapping_add(row).wrapping_mul(n).wrapping_add(column)
     }
 
-    /// The sum after so many tiles.
+    /// The sum after `version` tiles.
     fn sum<M: Memory>(&self, memory: &mut M, version: u32) -> u64 {
         let (times, tiles) = (version as u64 / self.tiles.max(1), version as u64 % self.tiles.max(1));
         memory.weight(self.tiles).wrapping_mul(times).wrapping_add(memory.weight(tiles))
@@ -396,9 +396,9 @@ impl Matrix {
     }
 }
 
-/// Queries over a table: every fourth reads all of it, the others its last quarter, where the recent rows are. An operation
-/// reads a page of the table, all words of it, and adds one row in eight to its group in a hash table, a sixteenth of the
-/// size of RAM.
+/// Queries over a table: every fourth reads all of it, the others its last quarter, where the recent rows are. An
+/// operation reads a page of the table, all words of it, and adds one row in eight to its group in a hash table, a
+/// sixteenth of the size of RAM.
 pub struct Scan {
     slots: u64,
     pages: u64,

@@ -5,31 +5,21 @@
 //! Promise: no worker is in phase N+1 before all have finished phase N, and the hook runs between the two. Orders,
 //! version words and results are in private memory of their own: paging out guest RAM cannot change what is right.
 
-use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_sys::{Mapping, memfd};
 use serde::Serialize;
 
+use crate::error::Error;
 use crate::guest::{self, Job, Params, Port, TOUCHED};
 use crate::kvm::Machine;
 use crate::model;
-use crate::outcome::{Latency, Outcome, Wrong};
+use crate::outcome::{GuestKind, Latency, Outcome, Wrong};
+use crate::private::{Places, Private, STACK_LEN};
 use crate::ram::GuestRam;
-use crate::workload::{Spec, SpecError};
-
-/// What the workers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum GuestKind {
-    /// Threads of this process.
-    Native,
-    /// Virtual CPUs, in user mode, without a kernel.
-    Kvm,
-}
+use crate::workload::Spec;
 
 /// The point between two phases at which the hook is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,99 +45,6 @@ pub struct Progress {
     pub wrong_bytes: u64,
 }
 
-/// Why a VM could not be made or could not finish.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Caused by the operator.
-    #[error(transparent)]
-    Spec(#[from] SpecError),
-    /// This machine cannot run KVM guests.
-    #[error("A KVM guest needs a usable /dev/kvm; a native guest runs without it")]
-    NoKvm(#[source] io::Error),
-    /// The kernel refused a step of making or running the KVM guest.
-    #[error("KVM: {step}")]
-    Kvm {
-        /// The step.
-        step: &'static str,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// A vCPU left the guest for a reason that the guest program cannot cause.
-    #[error("vCPU {vcpu} stopped: {exit}, at instruction {rip:#x}, stack {rsp:#x}, fault address {cr2:#x}")]
-    Stopped {
-        /// Its number.
-        vcpu: usize,
-        /// The exit.
-        exit: String,
-        /// Its instruction pointer.
-        rip: u64,
-        /// Its stack pointer.
-        rsp: u64,
-        /// Its last page-fault address.
-        cr2: u64,
-    },
-    /// Host memory could not be had.
-    #[error("Allocating {size} for {what}")]
-    Memory {
-        /// The purpose.
-        what: &'static str,
-        /// The size.
-        size: Bytes,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
-    /// The VM has run already; its memory is no longer fresh.
-    #[error("This VM has run already")]
-    RanAlready,
-    /// Another worker failed first.
-    #[error("Stopped because another worker failed")]
-    Abandoned,
-}
-
-/// Memory only the workers and this file use, with the addresses workers know it by.
-#[derive(Debug)]
-pub(crate) struct Private {
-    pub map: Mapping,
-    guest_base: u64,
-    used: usize,
-}
-
-impl Private {
-    fn new(size: usize, kind: GuestKind) -> io::Result<Self> {
-        let fd = memfd::create("ballast-testvm-private", Bytes(size as u64))?;
-        let map = Mapping::shared(&fd, 0, size)?;
-        // A native worker sees host addresses, a vCPU sees guest addresses from zero.
-        let guest_base = if kind == GuestKind::Native { map.addr() as u64 } else { 0 };
-        Ok(Self { map, guest_base, used: 0 })
-    }
-
-    /// Take `len` zeroed bytes at the next page; answers their offset.
-    pub fn take(&mut self, len: usize) -> usize {
-        let offset = self.used.next_multiple_of(PAGE_SIZE);
-        self.used = offset + len;
-        assert!(self.used <= self.map.len(), "the private memory was measured too small");
-        offset
-    }
-
-    /// The address workers know `offset` by.
-    pub fn address(&self, offset: usize) -> u64 {
-        self.guest_base + offset as u64
-    }
-}
-
-/// Offsets of one worker's private memory.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Places {
-    pub job: usize,
-    versions: usize,
-    pub stack: usize,
-}
-
-/// Enough for the guest program, which needs a few hundred bytes.
-pub(crate) const STACK_LEN: usize = 4 * PAGE_SIZE;
-
 /// A point in time, by both clocks.
 #[derive(Clone, Copy, Debug)]
 struct Mark {
@@ -161,9 +58,9 @@ impl Mark {
     }
 }
 
-/// What the phase gate knows.
+/// The barrier between phases.
 #[derive(Debug, Default)]
-struct Gate {
+struct Barrier {
     arrived: usize,
     generation: u64,
     started: bool,
@@ -183,7 +80,7 @@ pub struct Vm {
     places: Vec<Places>,
     private: Private,
     ram: GuestRam,
-    gate: Mutex<Gate>,
+    barrier: Mutex<Barrier>,
     turn: Condvar,
     events: std::sync::atomic::AtomicU64,
 }
@@ -233,8 +130,8 @@ impl Vm {
         if let Some(machine) = &mut machine {
             machine.add_vcpus(&private, &places)?;
         }
-        let (gate, turn, events) = Default::default();
-        let vm = Self { spec: spec.clone(), kind, machine, plan, places, private, ram, gate, turn, events };
+        let (barrier, turn, events) = Default::default();
+        let vm = Self { spec: spec.clone(), kind, machine, plan, places, private, ram, barrier, turn, events };
         vm.think(spec.think);
         Ok(vm)
     }
@@ -258,7 +155,7 @@ impl Vm {
         })
     }
 
-    /// Compute for so many rounds before each operation from now on: how busy the VM is.
+    /// From now on compute for `rounds` rounds before each operation: how busy the VM is.
     pub fn think(&self, rounds: u64) {
         self.jobs().for_each(|job| job.think.store(rounds, Relaxed));
     }
@@ -266,13 +163,13 @@ impl Vm {
     /// End the run phase after the operations in flight; RAM is still verified.
     pub fn stop(&self) {
         self.jobs().for_each(|job| job.stop.store(1, Relaxed));
-        self.gate().stopped = true;
+        self.barrier().stopped = true;
         self.turn.notify_all();
     }
 
     /// Fill RAM, do the operations, verify RAM; call `hook` before each phase and at the end, while all workers wait.
     pub fn run(&self, hook: &Hook<'_>) -> Result<Outcome, Error> {
-        if std::mem::replace(&mut self.gate().started, true) {
+        if std::mem::replace(&mut self.barrier().started, true) {
             return Err(Error::RanAlready);
         }
         let results: Vec<Result<(), Error>> = std::thread::scope(|scope| {
@@ -299,7 +196,7 @@ impl Vm {
         impl Drop for Leave<'_> {
             fn drop(&mut self) {
                 if !self.1 {
-                    self.0.gate().failed = true;
+                    self.0.barrier().failed = true;
                     self.0.stop();
                 }
             }
@@ -312,16 +209,16 @@ impl Vm {
             None => unsafe { guest::run(self.job(worker), &desk) },
             Some(machine) => machine.run_vcpu(worker, &desk)?,
         }
-        if self.gate().failed {
+        if self.barrier().failed {
             return Err(Error::Abandoned);
         }
         leave.1 = true;
         Ok(())
     }
 
-    fn gate(&self) -> MutexGuard<'_, Gate> {
-        // A panicking hook does not hold the lock, and the gate is consistent at every unlock.
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    fn barrier(&self) -> MutexGuard<'_, Barrier> {
+        // A panicking hook does not hold the lock, and the barrier is consistent at every unlock.
+        self.barrier.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn job(&self, worker: usize) -> &Job {
@@ -359,14 +256,14 @@ impl Vm {
     fn outcome(&self) -> Outcome {
         let ops_per_worker: Vec<u64> = self.jobs().map(|job| job.ops_done.load(Relaxed)).collect();
         let expected = model::expect(&self.spec, &self.plan, &ops_per_worker);
-        let gate = self.gate();
+        let barrier = self.barrier();
         let phase_ms = |phase: u32| {
-            let ((_, began), (ended, _)) = (gate.marks[phase as usize], gate.marks[phase as usize + 1]);
+            let ((_, began), (ended, _)) = (barrier.marks[phase as usize], barrier.marks[phase as usize + 1]);
             (ended.time - began.time).as_secs_f64() * 1e3
         };
         let (fill_ms, run_ms, verify_ms) =
             (phase_ms(guest::PHASE_FILL), phase_ms(guest::PHASE_RUN), phase_ms(guest::PHASE_VERIFY));
-        let (first, last) = (gate.marks[guest::PHASE_FILL as usize].0, gate.marks[guest::PHASE_END as usize].1);
+        let (first, last) = (barrier.marks[guest::PHASE_FILL as usize].0, barrier.marks[guest::PHASE_END as usize].1);
         let ticks_per_ns = last.ticks.wrapping_sub(first.ticks) as f64 / (last.time - first.time).as_nanos() as f64;
         let latency = self.spec.latency.then(|| {
             let mut counts = vec![0; guest::BUCKETS];
@@ -414,9 +311,9 @@ impl Vm {
 }
 
 /// Where one worker's events arrive: called by a native worker, or by the thread that runs a vCPU.
-pub(crate) struct Desk<'a> {
+struct Desk<'a> {
     vm: &'a Vm,
-    pub worker: usize,
+    worker: usize,
     hook: &'a Hook<'a>,
 }
 
@@ -430,23 +327,23 @@ impl Desk<'_> {
             guest::PHASE_VERIFY => Moment::Verify,
             _ => Moment::End,
         };
-        let mut gate = vm.gate();
-        let generation = gate.generation;
-        gate.arrived += 1;
-        if gate.arrived == vm.plan.len() {
-            drop(gate);
+        let mut barrier = vm.barrier();
+        let generation = barrier.generation;
+        barrier.arrived += 1;
+        if barrier.arrived == vm.plan.len() {
+            drop(barrier);
             let ended = Mark::now();
             (self.hook)(moment, &vm.ram);
-            gate = vm.gate();
-            gate.arrived = 0;
-            gate.generation += 1;
-            gate.marks.push((ended, Mark::now()));
+            barrier = vm.barrier();
+            barrier.arrived = 0;
+            barrier.generation += 1;
+            barrier.marks.push((ended, Mark::now()));
             vm.turn.notify_all();
         }
-        while gate.generation == generation && !gate.failed {
-            gate = vm.turn.wait(gate).unwrap_or_else(PoisonError::into_inner);
+        while barrier.generation == generation && !barrier.failed {
+            barrier = vm.turn.wait(barrier).unwrap_or_else(PoisonError::into_inner);
         }
-        !gate.failed
+        !barrier.failed
     }
 }
 
@@ -467,9 +364,9 @@ impl Port for Desk<'_> {
                 }
             }
             guest::EVENT_IDLE => {
-                let mut gate = vm.gate();
-                while !gate.stopped {
-                    gate = vm.turn.wait(gate).unwrap_or_else(PoisonError::into_inner);
+                let mut barrier = vm.barrier();
+                while !barrier.stopped {
+                    barrier = vm.turn.wait(barrier).unwrap_or_else(PoisonError::into_inner);
                 }
             }
             _ => {}

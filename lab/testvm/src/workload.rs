@@ -4,7 +4,7 @@
 //! Threads: none. Units: operations are counted over all workers unless said otherwise.
 //! Promise: a plan depends on the spec alone, so the same spec gives the same operations in every kind of guest.
 
-use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 use serde::{Deserialize, Serialize};
 
 use crate::guest::programs::{Graph, Matrix};
@@ -115,16 +115,16 @@ pub struct Spec {
     pub stages: Vec<Stage>,
     /// Where hot cells are.
     pub placement: Placement,
-    /// `hotset` of which nothing else is touched: this fraction of the hot cells is spread over the memory beyond the others,
+    /// `hotset` with a `hot_weight` of 1: this fraction of the hot cells is spread over the memory beyond the others,
     /// which lie side by side. `None`: as `placement` says.
     pub spread: Option<f64>,
-    /// A worker reports progress every so many of its operations (a KVM exit; the operation counter is always live).
+    /// Operations of a worker between two reports (a KVM exit each; the operation counter is always live).
     pub report_every: u64,
-    /// A worker computes for so many TSC ticks after each operation, as a program does between its accesses.
+    /// TSC ticks for which a worker computes after each operation, as a program does between its accesses.
     pub think_ticks: u64,
     /// Measure every operation.
     pub latency: bool,
-    /// Rounds of computing, of some 3 ns each, before each operation, to begin with: what a request costs besides its
+    /// Rounds of computing, of some 3 ns each, before each operation, to begin with: what a request costs beyond its
     /// memory.
     pub think: u64,
 }
@@ -314,8 +314,8 @@ impl Spec {
         Ok(plan.collect())
     }
 
-    /// The table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`); offsets of vertices (`graph`);
-    /// sums of so many tiles (`matrix`); what is when (`stages`); else empty.
+    /// The table of a worker: cumulative weights of the ranks, scaled to 64 bits (`zipf`); offsets of vertices
+    /// (`graph`); sums over the first tiles (`matrix`); what is when (`stages`); else empty.
     pub(crate) fn weights(&self, params: &Params) -> Vec<u64> {
         let cumulate = |parts: &mut dyn Iterator<Item = u64>| {
             let sums = parts.scan(0u64, |sum, part| {
@@ -362,69 +362,8 @@ impl Spec {
         self.stages.iter().flat_map(words).collect()
     }
 
-    /// The pages that are hot by construction: before the hot set moves, or after (`moved`, `phase` only). All pages
-    /// in use for `sequential`, `uniform`, `store`, `stages` and the programs, none for `idle`; for `zipf`, the pages with the keys that together take
-    /// `hot_weight` of the accesses.
-    pub fn hot_pages(&self, moved: bool) -> Result<PageSet, SpecError> {
-        let mut pages = PageSet::new(self.ram);
-        for params in self.plan()? {
-            if params.kind >= guest::KIND_GRAPH {
-                pages.union(&crate::model::filled(self, &params));
-                continue;
-            }
-            let ranks = match params.kind {
-                guest::KIND_IDLE => 0,
-                guest::KIND_HOTSET => params.hot_cells,
-                guest::KIND_ZIPF => {
-                    let limit = (self.hot_weight * 18_446_744_073_709_551_616.0) as u64;
-                    (self.weights(&params).partition_point(|sum| *sum < limit) as u64 + 1).min(params.cells)
-                }
-                _ => params.cells,
-            };
-            let base = if moved && params.move_at != u64::MAX { params.cells / 2 } else { 0 };
-            for rank in 0..ranks {
-                let local = params.place((base + rank) % params.cells);
-                pages.insert_cell(&params, params.first_cell + local);
-            }
-        }
-        Ok(pages)
-    }
-
-    /// The pages the fill writes.
-    pub fn filled_pages(&self) -> Result<PageSet, SpecError> {
-        let mut pages = PageSet::new(self.ram);
-        for params in self.plan()? {
-            if params.kind >= guest::KIND_GRAPH {
-                pages.union(&crate::model::filled(self, &params));
-                continue;
-            }
-            (0..params.cells).for_each(|local| pages.insert_cell(&params, params.first_cell + local));
-        }
-        Ok(pages)
-    }
-
-    /// The pages the run phase touches, exactly, once each worker has done as many operations as `ops` says; an empty
-    /// slice stands for all of them.
-    pub fn touched_pages(&self, ops: &[u64]) -> Result<PageSet, SpecError> {
-        Ok(crate::model::expect(self, &self.plan()?, ops).touched)
-    }
-}
-
-impl Spec {
-    /// How often the run phase touches each page while its one worker does the operations `ops`.
-    pub fn touches(&self, ops: std::ops::Range<u64>) -> Result<Vec<u32>, SpecError> {
-        let plan = self.plan()?;
-        let [params] = &plan[..] else {
-            return Err(SpecError { field: "threads", problem: "whose operations are meant must be plain".to_owned() });
-        };
-        if params.kind >= guest::KIND_GRAPH {
-            return Err(SpecError { field: "workload", problem: "a program's operations are not counted".to_owned() });
-        }
-        Ok(crate::model::touches(self, params, ops))
-    }
-
-    /// How often each page is touched per operation, in the long run and before the hot set moves, by the law its one worker
-    /// picks cells by. Of workloads that pick at random.
+    /// How often each page is touched per operation, in the long run and before the hot set moves, by the law of its
+    /// one worker. Only for workloads that pick at random.
     pub fn touch_rates(&self) -> Result<Vec<f64>, SpecError> {
         let plan = self.plan()?;
         let [params] = &plan[..] else {
@@ -470,71 +409,4 @@ fn stride(cells: u64) -> u64 {
     }
     let start = (cells as f64 * 0.618) as u64;
     (start.max(1)..=cells).find(|step| gcd(*step, cells) == 1).unwrap_or(1)
-}
-
-/// A set of pages of guest RAM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PageSet {
-    bits: Vec<u64>,
-}
-
-impl PageSet {
-    /// No pages, of `ram` bytes.
-    pub fn new(ram: Bytes) -> Self {
-        Self { bits: vec![0; ram.pages_floor().0.div_ceil(64) as usize] }
-    }
-
-    /// Add one page.
-    pub fn insert(&mut self, page: PageIdx) {
-        self.bits[(page.0 / 64) as usize] |= 1 << (page.0 % 64);
-    }
-
-    /// Is the page in the set?
-    pub fn contains(&self, page: PageIdx) -> bool {
-        self.bits.get((page.0 / 64) as usize).is_some_and(|bits| bits >> (page.0 % 64) & 1 != 0)
-    }
-
-    /// Pages in the set.
-    pub fn len(&self) -> u64 {
-        self.bits.iter().map(|bits| u64::from(bits.count_ones())).sum()
-    }
-
-    /// Is it the empty set?
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The pages, ascending.
-    pub fn iter(&self) -> impl Iterator<Item = PageIdx> {
-        (0..self.bits.len() as u64 * 64).map(PageIdx).filter(|page| self.contains(*page))
-    }
-
-    /// Add every page of `other`.
-    pub fn union(&mut self, other: &Self) {
-        self.bits.iter_mut().zip(&other.bits).for_each(|(bits, more)| *bits |= more);
-    }
-
-    /// Add the pages that hold words in use of a cell.
-    pub(crate) fn insert_cell(&mut self, params: &Params, cell: u64) {
-        let first = cell * params.cell_words * 8;
-        let last = first + params.words_of(cell) * 8 - 1;
-        (PageIdx::containing(first).0..=PageIdx::containing(last).0).for_each(|page| self.insert(PageIdx(page)));
-    }
-
-    /// Add the pages an operation on a cell touches.
-    pub(crate) fn insert_operation(&mut self, params: &Params, cell: u64) {
-        params.pages_of_operation(cell, |page| self.insert(page));
-    }
-}
-
-impl Params {
-    /// The pages an operation on a cell touches, ascending; some more than once.
-    pub(crate) fn pages_of_operation(&self, cell: u64, mut each: impl FnMut(PageIdx)) {
-        let (words, first) = (self.words_of(cell), cell * self.cell_words);
-        if self.thorough != 0 {
-            let last = (first + words) * 8 - 1;
-            return (PageIdx::containing(first * 8).0..=PageIdx::containing(last).0).map(PageIdx).for_each(each);
-        }
-        (0..guest::SAMPLES).for_each(|i| each(PageIdx::containing((first + guest::sample(i, words)) * 8)));
-    }
 }

@@ -238,7 +238,7 @@ fn guest_ram_can_be_zapped_during_the_run_and_nothing_is_lost() {
 }
 
 /// A pager in a few lines: serves the faults of a VM and takes pages out between them, until `done`.
-/// Answers how many pages it brought back.
+/// Returns how many pages it restored.
 fn page_under(ram: &GuestRam, uffd: &Uffd, done: &AtomicBool) -> std::io::Result<u64> {
     let file = File::from(ram.memfd().try_clone_to_owned()?);
     let pages = (ram.len() / PAGE_SIZE) as u64;
@@ -313,8 +313,8 @@ fn guest_ram_can_be_paged_out_through_userfaultfd_and_nothing_is_lost() {
             (outcome.expect("run"), pager.join().expect("pager").expect("paging"))
         });
         assert!(outcome.is_right(), "{outcome:?}");
-        assert!(restored > 500, "{workload:?}: only {restored} pages came back");
-        println!("{kind:?}, {workload:?}: {restored} pages went out and came back");
+        assert!(restored > 500, "{workload:?}: only {restored} pages were restored");
+        println!("{kind:?}, {workload:?}: {restored} pages went out and were restored");
     }
 }
 

@@ -1,8 +1,8 @@
 //! A QEMU command line: is guest RAM something Ballast can manage, and if not, which words are missing?
 //!
 //! Before: the words as the operator typed them. After: edits and notes, or the reason why not.
-//! Promise: a pure function of the words (which files can be RAM is asked through an argument); it knows only what it must,
-//! and leaves every other word to QEMU.
+//! Promise: a pure function of the words (which files can be RAM is asked through an argument); it knows only what it
+//! must, and leaves every other word to QEMU.
 
 use std::collections::BTreeMap;
 
@@ -196,7 +196,8 @@ pub fn inspect(words: &[String], add: bool, is_ram_file: &dyn Fn(&str) -> bool) 
     let wanted = wanted(&options)?;
     if !add {
         return Err(format!(
-            "guest RAM is private memory; Ballast needs a shared memfd. {}\nor let `ballast run --add-memory-backend` do it",
+            "guest RAM is private memory; Ballast needs a shared memfd. {}\n\
+             or let `ballast run --add-memory-backend` do it",
             wanted.explained()
         ));
     }

@@ -213,7 +213,7 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
         |vm| {
             let reclaim = &vm.reclaim;
             let reasons = [
-                ("rescued", pages(reclaim.rescued_pages)),
+                ("quarantine_hit", pages(reclaim.quarantine_hit_pages)),
                 ("aborted", pages(reclaim.aborted_pages)),
                 ("failed", pages(reclaim.failed_pages)),
             ];

@@ -1,6 +1,7 @@
 //! The cycle log: the last cycles, kept while a recorder asks for them.
 //!
-//! Before: the tracker absorbs a cycle. After: `replay` hands the frames to the recorder. Threads: under the tracker's lock.
+//! Before: the tracker absorbs a cycle. After: `replay` hands the frames to the recorder. Threads: under the tracker's
+//! lock.
 //! Units: bytes of encoded frames. Promise: without a recorder nothing grows.
 
 use std::collections::VecDeque;

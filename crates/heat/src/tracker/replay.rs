@@ -1,7 +1,7 @@
 //! Replay: hands a recorder the last cycles, and absorbs recorded cycles again.
 //!
-//! Before: a recorder asks about every second ([`Tracker::cycles_after`]). After: `record` has the file, and a new tracker
-//! absorbs it. Threads: under the tracker's lock. Units: bytes of encoded frames.
+//! Before: a recorder asks about every second ([`Tracker::cycles_after`]). After: `record` has the file, and a new
+//! tracker absorbs it. Threads: under the tracker's lock. Units: bytes of encoded frames.
 //! Promise: a cycle that is replayed leaves the same state as the first time.
 
 use std::collections::HashSet;

@@ -4,9 +4,14 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::{Finding, Presence, no, refused, unknown, yes};
+use super::finding::{Finding, Presence, no, refused, unknown, yes};
 
 /// The word in brackets of a settings file such as `always [never]`.
+/// The kernel's release, such as `6.12.9`.
+pub fn kernel_release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease").map_or_else(|_| "unknown".into(), |text| text.trim().to_owned())
+}
+
 pub(super) fn selected(path: &str) -> io::Result<String> {
     let text = fs::read_to_string(path)?;
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(word, _)| word.to_owned());

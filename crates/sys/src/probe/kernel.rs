@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
 
-use super::{Finding, no, refused, unknown, yes};
+use super::finding::{Finding, no, refused, unknown, yes};
 
 use crate::pins::{PinCheck, Unavailable};
 use crate::remote::{Collapsed, MADV_COLLAPSE, PAGE_IS_PRESENT, scan};

@@ -1,19 +1,20 @@
 //! May khugepaged fill holes of guest RAM?
 //!
-//! Before: guest RAM is in a shared memory file, and some of its holes are far pages. After: it is known whether the kernel may make
-//! a huge page of such a place by itself, with zeros in the holes.
-//! Threads: any. Promise: where it cannot be known, it may.
+//! Before: guest RAM is in a shared memory file, and some of its holes are far pages. After: it is known whether the
+//! kernel may collapse such a range by itself, with zeros in the holes.
+//! Threads: any. Promise: where it cannot be known, the result is that it may.
 //!
-//! Since Linux 6.4 a collapse respects a registration for missing faults. Before, it fills the holes: khugepaged does so on its own,
-//! with shared memory files that it may make huge. On Linux 6.1 (seen, with holes in one page of four): where `enabled` is not
-//! `never`, `shmem_enabled` of `always` and `within_size` have it fill them, and so has `advise` with `MADV_HUGEPAGE`, which QEMU asks
-//! for; `never` and `deny` have not. A tmpfs that is mounted with `huge=` goes by that.
+//! Since Linux 6.4 a collapse respects a registration for missing faults. Older kernels fill the holes: khugepaged does
+//! so on its own in shared memory files that it may make huge. Seen on Linux 6.1, with holes in one page of four:
+//! unless `enabled` is `never`, it fills them with a `shmem_enabled` of `always` and `within_size`, and with `advise`
+//! after `MADV_HUGEPAGE`, which QEMU uses; not with `never` and `deny`. The mount option `huge=` of a tmpfs overrides
+//! that.
 
 use std::fs;
 
-use super::host::selected;
+use super::finding::{Finding, Presence, no, yes};
+use super::host::{kernel_release, selected};
 use super::kernel::collapse_spares_holes;
-use super::{Finding, Presence, kernel_release, no, yes};
 
 /// What decides it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -89,7 +90,8 @@ pub(super) fn finding() -> Finding {
     }
 }
 
-/// The option `huge=` of the mount of this device, in the text of `/proc/self/mountinfo`; `None` if there is no such mount.
+/// The option `huge=` of the mount of this device, in the text of `/proc/self/mountinfo`; `None` if there is no such
+/// mount.
 pub fn huge_option(mountinfo: &str, major: u32, minor: u32) -> Option<Option<&str>> {
     let device = format!("{major}:{minor}");
     let mount = mountinfo.lines().find(|line| line.split_ascii_whitespace().nth(2) == Some(&device))?;

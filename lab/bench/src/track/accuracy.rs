@@ -6,8 +6,7 @@
 //!
 //! - *Touched*: the pages that the guest touched from the begin of the third last cycle to the end of the last.
 //! - *By rate*: those that the workload more likely than not touches in that time. HugeScope's average over many
-//!   intervals
-//!   (§4.2.2) would tend to it.
+//!   intervals (§4.2.2) would tend to it.
 //! - *By weight*: the pages that take nine tenths of all accesses.
 //!
 //! Of the pages touched once in ten seconds, chance decides which are touched in six. Only a tracker that watches all

@@ -15,7 +15,10 @@ use std::sync::Arc;
 use ballast_base::{Bytes, MIB};
 
 use super::console::Console;
-use super::{Error, Image, QEMU, QemuGuest, initrd};
+use super::error::Error;
+use super::guest::QemuGuest;
+use super::image::{Image, QEMU};
+use super::initrd;
 
 /// Hardware KVM where it is usable; TCG, QEMU's own interpreter, elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +82,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new() -> Self {
+    fn new() -> Self {
         Self {
             name: "guest".into(),
             image: None,
@@ -225,8 +228,8 @@ impl Builder {
             room => put(&["-m", &format!("{size}B,slots=4,maxmem={}B", size + room)]),
         }
         put(&["-kernel", &image.kernel.to_string_lossy(), "-initrd", &image.initrd.to_string_lossy()]);
-        // panic=-1 with -no-reboot: a kernel panic ends the process. No crypto self-tests: a second less under TCG. No check of
-        // the timer: an emulated CPU that gets no time of the host's fails it, and the kernel panics.
+        // panic=-1 with -no-reboot: a kernel panic ends the process. No crypto self-tests: a second less under TCG. No
+        // check of the timer: an emulated CPU that gets no time of the host's fails it, and the kernel panics.
         let mut append =
             "console=ttyS0 quiet panic=-1 no_timer_check cryptomgr.notests mitigations=off init_on_alloc=0".to_string();
         append += &format!(" ballast.maxmemory={}", self.redis_maxmemory.0);
@@ -300,6 +303,13 @@ impl Builder {
             .spawn(move || stdout.map(|stdout| writer.follow(stdout, serial)))
             .map_err(io("Watching"))?;
         Ok(guest)
+    }
+}
+
+impl QemuGuest {
+    /// A guest with every default.
+    pub fn builder() -> Builder {
+        Builder::new()
     }
 }
 

@@ -11,7 +11,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::ChildStdout;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use super::TAIL_LINES;
+/// Console lines kept for error messages.
+pub(super) const TAIL_LINES: usize = 30;
 
 /// What the console said, shared with the thread that reads it.
 #[derive(Debug, Default)]
@@ -33,7 +34,7 @@ pub(super) struct Said {
     pub(super) answers: VecDeque<String>,
     /// Nobody holds the console's other end any more.
     pub(super) closed: bool,
-    /// The process was found dead one look ago and nothing was said since.
+    /// The process was found dead at the last check and nothing was said since.
     pub(super) quiet_since_death: bool,
 }
 

@@ -1,6 +1,7 @@
 //! The Redis driver: fill a guest with data that proves itself, use it, read every byte back.
 //!
-//! Before: [`super::QemuGuest::redis_addr`] or any Redis. After: tests and the demo compare [`Verified`] with the keys loaded.
+//! Before: [`super::QemuGuest::redis_addr`] or any Redis. After: tests and the demo compare [`Verified`] with the
+//! loaded keys.
 //! Threads: the caller's; one connection per call. Loads of several guests may run beside each other.
 //! Units: sizes are bytes, times are `Duration`, rates are per second.
 //! Promise: a value is a function of seed, key and version, so a swapped, stale or damaged value is seen; nothing is
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use redis::{Connection, Pipeline, RedisError};
 
 /// A Redis connection must answer within this, however much of the guest is far away.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Value bytes in flight per round trip.
 const BATCH_BYTES: usize = 256 << 10;
 
@@ -254,9 +255,9 @@ pub fn throughput(addr: SocketAddr, data: &mut Dataset, mix: &Mix) -> Result<Thr
 
 fn connect(addr: SocketAddr) -> Result<Connection, Error> {
     let connect = || {
-        let connection = redis::Client::open(format!("redis://{addr}/"))?.get_connection_with_timeout(PATIENCE)?;
-        connection.set_read_timeout(Some(PATIENCE))?;
-        connection.set_write_timeout(Some(PATIENCE))?;
+        let connection = redis::Client::open(format!("redis://{addr}/"))?.get_connection_with_timeout(TIMEOUT)?;
+        connection.set_read_timeout(Some(TIMEOUT))?;
+        connection.set_write_timeout(Some(TIMEOUT))?;
         Ok(connection)
     };
     connect().map_err(|source| Error { doing: "Connecting to Redis", addr, source })

@@ -13,7 +13,7 @@ use ballast_base::Bytes;
 use serde_json::{Value, json};
 
 /// How long QEMU may take for one answer. TCG on a busy machine is slow.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A refused or broken conversation.
 #[derive(Debug, thiserror::Error)]
@@ -44,7 +44,7 @@ pub struct Qmp {
 impl Qmp {
     /// Hear the greeting, leave negotiation mode.
     pub(super) fn greet(stream: UnixStream) -> Result<Self, QmpError> {
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         let mut qmp = Self { stream: BufReader::new(stream), events: Vec::new() };
         qmp.hear()?;
         qmp.command("qmp_capabilities", json!({}))?;

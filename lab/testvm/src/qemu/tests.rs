@@ -1,6 +1,7 @@
 //! What we promise of a guest, tried on real ones.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ballast_base::{Bytes, MIB};
 use ballast_needs::missing;
@@ -9,7 +10,7 @@ use super::load::{Dataset, Mix, load, throughput, verify};
 use super::*;
 
 /// Under TCG beside a busy test run; the boot takes 9 s when the machine is ours.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Bytes of host memory in QEMU's RAM file.
 fn host_bytes(guest: &QemuGuest) -> u64 {
@@ -23,7 +24,7 @@ fn host_bytes(guest: &QemuGuest) -> u64 {
 
 /// Ask until it is so; a guest that never gets there fails the test by name.
 fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !so() {
         assert!(Instant::now() < deadline, "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(50));
@@ -36,11 +37,11 @@ fn an_unmodified_debian_guest_boots_and_serves_redis() {
         return;
     }
     let mut guest = QemuGuest::builder().name("serves").memory(Bytes(384 * MIB)).spawn().expect("QEMU starts");
-    guest.wait_ready(PATIENCE).expect("the guest boots");
+    guest.wait_ready(TIMEOUT).expect("the guest boots");
     let mut data = Dataset::new(1000, 8192, 42);
     load(guest.redis_addr(), &data).expect("Redis takes the data");
     assert!(host_bytes(&guest) > data.bytes(), "guest RAM is a shared memfd that holds the data");
-    let mix = Mix { max_ops: 400, duration: PATIENCE, writes: 0.3, ..Mix::default() };
+    let mix = Mix { max_ops: 400, duration: TIMEOUT, writes: 0.3, ..Mix::default() };
     let used = throughput(guest.redis_addr(), &mut data, &mix).expect("Redis works");
     assert!(used.writes > 0 && used.reads.verified > 0 && used.reads.bytes_lost == 0, "{used:?}");
     let read = verify(guest.redis_addr(), &data).expect("Redis gives the data back");
@@ -70,7 +71,7 @@ fn a_running_guest_takes_a_dimm_and_gives_memory_to_the_balloon() {
         )
         .spawn()
         .expect("QEMU starts");
-    guest.wait_ready(PATIENCE).expect("the guest boots");
+    guest.wait_ready(TIMEOUT).expect("the guest boots");
     let mut qmp = guest.qmp().expect("the monitor answers");
     qmp.plug_dimm("dimm0", Bytes(128 * MIB)).expect("QEMU takes the DIMM");
     assert_eq!(qmp.dimms().expect("the monitor answers"), ["dimm0"]);
@@ -91,7 +92,7 @@ fn a_command_runs_in_the_guest_and_its_exit_status_comes_back() {
     }
     let command = "echo hello from $(uname -s); exit 3";
     let mut guest = QemuGuest::builder().name("runs").run(command).shared_memory(false).spawn().expect("QEMU starts");
-    assert_eq!(guest.wait_run(PATIENCE).expect("the guest runs it"), 3);
+    assert_eq!(guest.wait_run(TIMEOUT).expect("the guest runs it"), 3);
     assert!(guest.serial_log().contains("hello from Linux"), "{}", guest.serial_log());
 }
 
@@ -101,7 +102,7 @@ fn a_guest_that_dies_early_is_an_error_with_its_last_words() {
         return;
     }
     let mut guest = QemuGuest::builder().extra_args(["-no-such-option"]).spawn().expect("the process starts");
-    let error = guest.wait_ready(PATIENCE).expect_err("QEMU refuses its command line");
+    let error = guest.wait_ready(TIMEOUT).expect_err("QEMU refuses its command line");
     assert!(matches!(&error, Error::Ended { tail, .. } if tail.contains("no-such-option")), "{error}");
 }
 

@@ -1,0 +1,42 @@
+//! What trying a feature came to.
+//!
+//! Before: a probe made a call. After: `doctor` prints it. Promise: an error that says nothing about the feature leaves
+//! it unknown.
+
+use std::io;
+
+/// Is a feature there?
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Presence {
+    /// Tried, and it works.
+    Yes,
+    /// Tried, and it does not.
+    No,
+    /// Could not be tried; the text says why.
+    Unknown(String),
+}
+
+/// What trying came to: present or not, and what was found.
+pub(super) type Finding = (Presence, String);
+
+pub(super) fn yes(detail: impl Into<String>) -> Finding {
+    (Presence::Yes, detail.into())
+}
+
+pub(super) fn no(detail: impl Into<String>) -> Finding {
+    (Presence::No, detail.into())
+}
+
+pub(super) fn unknown(why: impl Into<String>) -> Finding {
+    (Presence::Unknown(why.into()), String::new())
+}
+
+/// An error of the kernel as a finding: not there if it says so, unknown if it says anything else.
+pub(super) fn refused(what: &str, error: &io::Error) -> Finding {
+    match error.raw_os_error() {
+        Some(libc::ENOSYS | libc::ENOTTY | libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT | libc::ENODEV) => {
+            no(format!("{what}: {error}"))
+        }
+        _ => unknown(format!("{what}: {error}")),
+    }
+}

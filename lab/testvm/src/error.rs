@@ -1,0 +1,60 @@
+//! Why a VM could not be made or could not finish.
+//!
+//! Before: `workload` refuses a spec, the kernel a step, or a vCPU stops. After: whoever runs the VM is told.
+
+use std::io;
+
+use ballast_base::Bytes;
+
+use crate::workload::SpecError;
+
+/// Why a VM could not be made or could not finish.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Caused by the operator.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// This machine cannot run KVM guests.
+    #[error("A KVM guest needs a usable /dev/kvm; a native guest runs without it")]
+    NoKvm(#[source] io::Error),
+    /// The kernel refused a step of making or running the KVM guest.
+    #[error("KVM: {step}")]
+    Kvm {
+        /// The step.
+        step: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A vCPU left the guest for a reason that the guest program cannot cause.
+    #[error("vCPU {vcpu} stopped: {exit}, at instruction {rip:#x}, stack {rsp:#x}, fault address {cr2:#x}")]
+    Stopped {
+        /// Its number.
+        vcpu: usize,
+        /// The exit.
+        exit: String,
+        /// Its instruction pointer.
+        rip: u64,
+        /// Its stack pointer.
+        rsp: u64,
+        /// Its last page-fault address.
+        cr2: u64,
+    },
+    /// Host memory could not be had.
+    #[error("Allocating {size} for {what}")]
+    Memory {
+        /// The purpose.
+        what: &'static str,
+        /// The size.
+        size: Bytes,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The VM has run already; its memory is no longer fresh.
+    #[error("This VM has run already")]
+    RanAlready,
+    /// Another worker failed first.
+    #[error("Stopped because another worker failed")]
+    Abandoned,
+}

@@ -1,0 +1,189 @@
+//! A running guest in QEMU: what it says, what it is told, and its end.
+//!
+//! Before: `builder` started it. After: it was killed, at the latest when it is dropped.
+//! Threads: the caller's; one more reads the console. Units: ports of 127.0.0.1.
+//! Promise: nobody waits for a guest that is dead.
+
+use std::io::{self, Write};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ExitStatus};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+use super::console::{Console, Said, TAIL_LINES};
+use super::error::Error;
+use super::qmp::Qmp;
+
+/// How often a waiter checks that the process is alive, because the console may stay open after its death.
+const LIVENESS: Duration = Duration::from_millis(200);
+
+/// A running guest. Dropping it kills it.
+#[derive(Debug)]
+pub struct QemuGuest {
+    pub(super) name: String,
+    pub(super) child: Child,
+    pub(super) input: Option<ChildStdin>,
+    pub(super) console: Arc<Console>,
+    pub(super) redis_port: u16,
+    pub(super) dir: PathBuf,
+    pub(super) _owned_dir: Option<tempfile::TempDir>,
+}
+
+impl QemuGuest {
+    /// Wait until the guest serves (or, with [`Builder::run`], until its command starts).
+    pub fn wait_ready(&mut self, timeout: Duration) -> Result<(), Error> {
+        self.wait_for("BALLAST-READY", timeout, |said| said.ready.then_some(()))
+    }
+
+    /// Wait until the command given to [`Builder::run`] ended, and return its exit status. Its output is in
+    /// [`Self::serial_log`].
+    pub fn wait_run(&mut self, timeout: Duration) -> Result<i32, Error> {
+        self.wait_for("BALLAST-EXIT", timeout, |said| said.exit)
+    }
+
+    /// Type a line at its console. The bench program ([`Builder::bench`]) answers with [`Self::answer`].
+    pub fn tell(&mut self, line: &str) -> Result<(), Error> {
+        let written = match &mut self.input {
+            Some(input) => input.write_all(format!("{line}\n").as_bytes()).and_then(|()| input.flush()),
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        };
+        written.map_err(|source| Error::Io { doing: "Telling", guest: self.name.clone(), source })
+    }
+
+    /// Wait for the next line that says `BALLAST-SAYS`. Returns what follows.
+    pub fn answer(&mut self, timeout: Duration) -> Result<String, Error> {
+        self.wait_for("BALLAST-SAYS", timeout, |said| said.answers.pop_front())
+    }
+
+    fn wait_for<T>(
+        &mut self,
+        want: &'static str,
+        timeout: Duration,
+        found: impl Fn(&mut Said) -> Option<T>,
+    ) -> Result<T, Error> {
+        let deadline = Instant::now() + timeout;
+        let console = Arc::clone(&self.console);
+        let mut said = console.lock();
+        loop {
+            if let Some(found) = found(&mut said) {
+                return Ok(found);
+            }
+            let guest = self.name.clone();
+            let status = self.child.try_wait().ok().flatten();
+            // A dead process's last words may still be in the pipe: only a closed console means "all was said",
+            // unless somebody else holds it open.
+            if said.closed || (status.is_some() && said.quiet_since_death) {
+                drop(said);
+                let status = self.reap(status);
+                return Err(Error::Ended { guest, status, tail: self.tail() });
+            }
+            said.quiet_since_death = status.is_some();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                drop(said);
+                return Err(Error::Timeout { guest, want, waited_s: timeout.as_secs(), tail: self.tail() });
+            }
+            said = console.changed.wait_timeout(said, left.min(LIVENESS)).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Words for how the process ended. A closed console without an end is a process that lost its console.
+    fn reap(&mut self, status: Option<ExitStatus>) -> String {
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let mut status = status;
+        while status.is_none() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+            status = self.child.try_wait().ok().flatten();
+        }
+        status.map_or_else(|| "it closed its console".into(), |status| status.to_string())
+    }
+
+    /// Where its Redis answers.
+    pub fn redis_addr(&self) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, self.redis_port).into()
+    }
+
+    /// A new connection to its monitor, which serves one at a time: drop the last one first.
+    pub fn qmp(&mut self) -> Result<Qmp, Error> {
+        let path = self.qmp_path();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match UnixStream::connect(&path) {
+                Ok(stream) => return Ok(Qmp::greet(stream)?),
+                // QEMU makes the socket a moment after its start.
+                Err(_) if Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(source) => {
+                    return Err(Error::Io { doing: "Connecting to the monitor of", guest: self.name.clone(), source });
+                }
+            }
+        }
+    }
+
+    /// The monitor's socket.
+    pub fn qmp_path(&self) -> PathBuf {
+        self.dir.join("qmp")
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The process that was started: QEMU, or the first word of the prefix if that does not exec.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The console so far.
+    pub fn serial_log(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.dir.join("serial.log")).unwrap_or_default()).into_owned()
+    }
+
+    /// What QEMU, and any prefix, wrote to standard error.
+    pub fn stderr_log(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.dir.join("stderr.log")).unwrap_or_default()).into_owned()
+    }
+
+    /// How it ended, if it has.
+    pub fn exited(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
+    }
+
+    /// QEMU's own process: who listens on the monitor's socket.
+    pub fn qemu_pid(&self) -> Option<u32> {
+        let stream = UnixStream::connect(self.qmp_path()).ok()?;
+        let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+        u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+    }
+
+    /// Kill it, also behind a prefix that did not exec, and wait for its end. Again is harmless.
+    pub fn kill(&mut self) {
+        let behind = self.qemu_pid().filter(|&pid| pid != self.child.id());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if let Some(pid) = behind.and_then(|pid| Pid::from_raw(pid as i32)) {
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+        }
+    }
+
+    /// Last lines of both logs.
+    fn tail(&self) -> String {
+        let said = self.console.lock().tail.iter().map(|line| format!("  {line}\n")).collect::<String>();
+        let stderr = self.stderr_log();
+        let lines: Vec<&str> = stderr.lines().collect();
+        let skip = lines.len().saturating_sub(TAIL_LINES);
+        said + &lines[skip..].iter().map(|line| format!("  stderr: {line}\n")).collect::<String>()
+    }
+}
+
+impl Drop for QemuGuest {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

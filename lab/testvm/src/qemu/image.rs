@@ -1,0 +1,44 @@
+//! What a guest in QEMU boots, and whether it can run here at all.
+//!
+//! Before: `scripts/guest-image.sh`. After: `builder` puts both files on the command line.
+
+use std::path::PathBuf;
+
+use super::error::Error;
+
+/// The program started; found on PATH.
+pub const QEMU: &str = "qemu-system-x86_64";
+/// Kernel and initrd of a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// bzImage.
+    pub kernel: PathBuf,
+    /// The initrd whose /init says `BALLAST-READY`.
+    pub initrd: PathBuf,
+}
+
+impl Image {
+    /// The image in `$BALLAST_GUEST_DIR`, or in `target/guest` of this directory or a parent of it.
+    pub fn find() -> Result<Self, Error> {
+        let dirs = match std::env::var_os("BALLAST_GUEST_DIR") {
+            Some(dir) => vec![PathBuf::from(dir)],
+            None => {
+                let here = std::env::current_dir().unwrap_or_default();
+                here.ancestors().map(|dir| dir.join("target/guest")).collect()
+            }
+        };
+        dirs.iter()
+            .map(|dir| Self { kernel: dir.join("vmlinuz"), initrd: dir.join("initrd.img") })
+            .find(|image| image.kernel.is_file() && image.initrd.is_file())
+            .ok_or_else(|| Error::Missing("no guest image in target/guest; run scripts/guest-image.sh".into()))
+    }
+}
+
+/// Why no QEMU guest can run here, if so.
+pub fn qemu_missing() -> Option<String> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    if !std::env::split_paths(&path).any(|dir| dir.join(QEMU).is_file()) {
+        return Some(format!("{QEMU} is not installed; run scripts/setup.sh"));
+    }
+    Image::find().err().map(|error| error.to_string())
+}
