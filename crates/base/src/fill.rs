@@ -25,6 +25,7 @@ pub enum FillOutcome {
     Retry,
     /// The range is not registered (any more), or the process is gone.
     Gone,
-    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. Nobody was woken.
+    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. Nobody was
+    /// woken.
     Failed,
 }

@@ -1,7 +1,7 @@
 //! What a store of far pages is: the trait, and the names of what it keeps.
 //!
-//! Before: the evict side hands over one page's bytes. After: the fault side asks for them back, once or more, and then frees
-//! the handle. The stores themselves are in the store crate.
+//! Before: the evict side hands over one page's bytes. After: the fault side asks for them back, once or more, and then
+//! frees the handle. The stores themselves are in the store crate.
 //! Threads: every method may be called from any thread at any time; a store never calls back.
 //! Units: one object is one base page of 4096 bytes.
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
@@ -58,9 +58,9 @@ pub enum PutOutcome {
 pub enum GetOutcome {
     /// The buffer holds the exact bytes; the checksum matched.
     Found,
-    /// The store has no such object: lost for good.
+    /// The store has no such object: lost.
     Absent,
-    /// An object is there but its checksum does not match: lost for good.
+    /// An object is there but its checksum does not match: lost.
     Corrupt,
     /// The store cannot answer now; ask again.
     Busy,
@@ -113,7 +113,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         }
     }
 
-    /// Bring a run back: `handles[i]` and `out[i]` belong to the page `i` after `first`. Each page's outcome is appended,
+    /// Read a run: `handles[i]` and `out[i]` belong to the page `i` after `first`. Each page's outcome is appended,
     /// in order. Pages that were put as one extent are read as one.
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         for ((page, handle), out) in (first.page.0..).zip(handles).zip(out) {
@@ -122,7 +122,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     }
 
     /// Forget an object. Any 40-bit handle is safe to free; one that names no object, or the object of another key, is
-    /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages suffers.)
+    /// ignored. (For a same-filled page kept in its handle the store cannot know; then only the count of pages
+    /// suffers.)
     fn free(&self, key: PageKey, handle: Handle);
 
     /// Do work that was put off so that no fault waits for it, such as giving memory back. To be called now and then by
@@ -146,7 +147,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         None
     }
 
-    /// What the store holds now; what was emptied counts until [`Store::tidy`] gives it back. Reads counters: never waits.
+    /// What the store holds now; what was emptied counts until [`Store::tidy`] gives it back. Reads counters: never
+    /// waits.
     fn usage(&self) -> StoreUsage;
 }
 
