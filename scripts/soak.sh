@@ -32,7 +32,7 @@ mkdir "$TMPDIR"
 : >"$BALLAST_SOAK_LOG"
 
 echo "soak: building" >&2
-cargo build --quiet --workspace --bins
+cargo build --quiet --workspace
 # The test programs of the crates with a real kernel path, one a line. All of the workspace is built, as `make test` does:
 # with fewer packages cargo would choose other features and build most of it again.
 cargo test --quiet --no-run --workspace --message-format=json |
