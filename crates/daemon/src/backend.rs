@@ -17,7 +17,7 @@ use ballast_base::{Bytes, PageCount};
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
-use ballast_pager::vm::{Hold, Vm, Whereabouts};
+use ballast_pager::vm::{Hold, MemoryBreakdown, Vm};
 use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::{Budget, FileStore, RamStore, Store};
 
@@ -242,7 +242,7 @@ impl Backend for Host {
         let change = || {
             vm.state.set_settings(words::write(&after));
             vm.state.set_limit(limit);
-            vm.ring();
+            vm.notify_reclaim();
         };
         self.control.admit(self, &served, after, limit, change).map_err(ChangeError::Invalid)?;
         if patch.limit_bytes.is_some() {
@@ -348,7 +348,7 @@ fn stat(served: &Served) -> VmStat {
     let vm = &served.vm;
     let stats = vm.stats();
     let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
-    let memory = vm.whereabouts();
+    let memory = vm.memory_breakdown();
     let detail = served.store.usage_detail();
     let file = served.file.as_ref().map(|file| file.usage()).unwrap_or_default();
     let averages = vm.pressure.averages();
@@ -432,11 +432,11 @@ fn stat(served: &Served) -> VmStat {
 }
 
 /// The same per region. The figures of an only region are the VM's; those of several are counted by their words.
-fn regions(vm: &Vm, whole: Whereabouts) -> Vec<RegionStat> {
+fn regions(vm: &Vm, whole: MemoryBreakdown) -> Vec<RegionStat> {
     let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
     let only = regions.len() == 1;
     let stat_of = |region: &Arc<Region>| {
-        let counted = || vm.whereabouts_of(region).unwrap_or(Whereabouts::uncounted(region.pages()));
+        let counted = || vm.memory_breakdown_of(region).unwrap_or(MemoryBreakdown::uncounted(region.pages()));
         let memory = if only { whole } else { counted() };
         RegionStat {
             index: region.number,

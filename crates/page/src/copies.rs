@@ -1,8 +1,9 @@
 //! Which store a far page's word names, and what of its copies is alive.
 //!
-//! Before: `evict` put a page into a store, and `shift` may have moved it on to another. After: whoever has the word has the
-//! store. Threads: any.
-//! Promise: a word names a store by its number alone. A number that is not known resolves to nothing, and the page waits.
+//! Before: `evict` put a page into a store, and `shift` may have moved it on to another. After: whoever has the word
+//! has the store. Threads: any.
+//! Promise: a word names a store by its number alone. A number that is not known resolves to nothing, and the page
+//! waits.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, Store};

@@ -2,10 +2,10 @@
 //!
 //! Before: `reclaim` picked runs of pages that look cold. After: the host has the memory back and the words say Far or
 //! Zero; or the guest touched first and nothing happened.
-//! Threads: reclaim lanes; discard comes from the control lane. Waits for the store, never for a fault.
+//! Threads: reclaim workers; discard comes from the client worker. Waits for the store, never for a fault.
 //! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch happens
-//! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if reclaim
-//! insists ([`LockedFrom::Copy`]).
+//! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if
+//! reclaim is forced ([`LockedFrom::Copy`]).
 
 use std::io;
 
@@ -70,14 +70,14 @@ pub struct Evicted {
     pub store_full: bool,
     /// True if the store could not answer.
     pub store_busy: bool,
-    /// Granules, by their first pages, that could not be read because memory failed. They are Resident again and counted as
-    /// refused.
+    /// Granules, by their first pages, that could not be read because memory failed. They are Resident again and
+    /// counted as refused.
     pub unreadable: Vec<PageIdx>,
     /// Why some pages could not be read or punched. They are Resident again and counted as refused.
     pub failed: Option<io::Error>,
 }
 
-/// Resident to Quarantine. False if the page is in any other state or a lane works on it.
+/// Resident to Quarantine. False if the page is in any other state or a worker works on it.
 ///
 /// The caller zaps the page next. From the acknowledgement of that zap on, an unchanged word means an unchanged page.
 pub fn quarantine(cell: Cell<'_>, ticket: Ticket) -> bool {
@@ -86,8 +86,8 @@ pub fn quarantine(cell: Cell<'_>, ticket: Ticket) -> bool {
     free && cell.swap(word, Word::quarantine(ticket, word.age()))
 }
 
-/// Take the granules of `run` that are still in Quarantine under `ticket` back to Resident; answers how many pages that are.
-/// They stay unmapped until they are touched.
+/// Take the granules of `run` that are still in Quarantine under `ticket` back to Resident; returns how many pages that
+/// are. They stay unmapped until they are touched.
 pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Granule<'a>) -> u64 {
     let size = granule_of(run.0).pages();
     let released = firsts(run, size).filter(|page| {
@@ -99,9 +99,9 @@ pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Gra
     released.count() as u64 * size
 }
 
-/// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many pages at a
-/// time as it holds (at least one). All locks of the run are held while it is punched, and if `from` says so, while it is
-/// copied. Whatever fails, nothing is lost.
+/// Evict the granules of `run` that are still in Quarantine under `ticket`. They are read through `buffer`, as many
+/// pages at a time as it holds (at least one). All locks of the run are held while it is punched, and if `from` says
+/// so, while it is copied. Whatever fails, nothing is lost.
 #[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
     region: u32,
@@ -121,7 +121,7 @@ pub fn evict<'a>(
         let cell = granule_of(page).cell();
         let word = cell.load();
         let evicting = word.in_state(State::Evicting);
-        // Not in this quarantine any more: the guest touched it, and the fault that rescued it has counted it.
+        // Not in this quarantine any more: it was a quarantine hit, which the fault has counted.
         if word != Word::quarantine(ticket, word.age()) {
             continue;
         }
@@ -134,8 +134,8 @@ pub fn evict<'a>(
             }
         }
     }
-    // Only now, when nobody comes to hold one without being seen; and before anything is read, for what whoever let go of a page
-    // has written to it must be in the copy.
+    // Only now, when nobody comes to hold one without being seen; and before anything is read, for what whoever let go
+    // of a page has written to it must be in the copy.
     let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
     let mut held = backing.held(&pages).into_iter().peekable();
     claimed.retain_mut(|claim| {
@@ -201,8 +201,8 @@ struct Copied {
     unreadable: Vec<bool>,
 }
 
-/// Copy the granules in `claimed` to the store, until one is refused, or cannot be read for another reason than that its
-/// memory failed.
+/// Copy the granules in `claimed` to the store, until one is refused, or cannot be read for another reason than that
+/// its memory failed.
 fn copy_out<'a>(
     region: u32,
     claimed: &[Claim<'_>],
@@ -303,8 +303,8 @@ impl Evicted {
     }
 }
 
-/// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still has
-/// bytes, they are the page; if not, the copy is, and whoever touches it has that put in the place of zeros.
+/// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still
+/// has bytes, they are the page; if not, the copy is, and whoever touches it has that put in the place of zeros.
 fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     if matches!(backing.holds(one.key.page, one.granule.pages()), Ok(Holds::Bytes)) {
         result.refused += one.granule.pages();
@@ -314,9 +314,9 @@ fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, 
     }
 }
 
-/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes come
-/// back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done now, it
-/// stays Far, and is brought back by whoever touches it.
+/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes
+/// come back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done
+/// now, it stays Far, and is brought back by whoever touches it.
 fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     let bring_back = || -> io::Result<bool> {
         if backing.punch(one.key.page, one.granule.pages())? == Punched::Gone {
@@ -353,8 +353,8 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
     }
 }
 
-/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place, or
-/// memory that failed. If they will not go, whoever touches the page has them replaced.
+/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place,
+/// or memory that failed. If they will not go, whoever touches the page has them replaced.
 pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
     if word.state() == State::Far
@@ -395,9 +395,10 @@ pub struct Discarded {
 
 /// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros.
 ///
-/// All locks of the run are held together for one punch. They are taken in ascending order, and no other lane waits for a
-/// lock while it holds one, so nothing can wait in a circle. `pause` is called while another lane works on a page, `heal`
-/// for each page that was Poisoned, under its lock: the kernel's poison mark outlives the punch and must be replaced.
+/// All locks of the run are held together for one punch. They are taken in ascending order, and no other worker waits
+/// for a lock while it holds one, so nothing can wait in a circle. `pause` is called while another worker works on a
+/// page, `heal` for each page that was Poisoned, under its lock: the kernel's poison mark outlives the punch and must
+/// be replaced.
 ///
 /// # Errors
 /// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
@@ -478,8 +479,8 @@ mod tests {
         }
     }
 
-    /// RAM in which a punch of several pages frees the first, writes zeros in the place of the second and then fails, as if on
-    /// another try; a punch of one page leaves zeros, and the second time fails as well.
+    /// RAM in which a punch of several pages frees the first, writes zeros in the place of the second and then fails,
+    /// as if on another try; a punch of one page leaves zeros, and the second time fails as well.
     struct Failing {
         file: RefCell<[Option<u8>; 4]>,
         writes: bool,

@@ -2,10 +2,11 @@
 //!
 //! Before: the fault worker read the fault from a userfaultfd. After: the page is Resident and mapped, or its word says
 //! why not.
-//! Threads: any number: fault workers, slow workers, prefetch, and those that bring all pages back. Never waits for policy,
-//! logging, another VM or another page.
-//! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose memory
-//! failed while it was unmapped gives the guest the memory error that it would have had without us, and nothing worse.
+//! Threads: any number: fault workers, slow workers, prefetch, and those that bring all pages back. Never waits for
+//! policy, logging, another VM or another page.
+//! Promise: either the guest sees the exact bytes it last wrote, or the page is Poisoned and we say so. A page whose
+//! memory failed while it was unmapped gives the guest the memory error that it would have had without us, and nothing
+//! worse.
 
 use std::io::{self, ErrorKind};
 
@@ -19,8 +20,8 @@ use crate::memory::{Backing, Holds, Mapped};
 use crate::outcome::{Move, Outcome, Served};
 use crate::page_state::{Cell, Locked, State, Word};
 
-/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` is what heat makes of the
-/// age of a page that was just touched.
+/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` is what heat makes of
+/// the age of a page that was just touched.
 ///
 /// The granule may have left Quarantine or Evicting even if the fault must be served again: the outcome tells.
 pub fn serve(
@@ -100,8 +101,8 @@ fn fill_zeros(
     }
 }
 
-/// Bring a far granule back, through `buffer`. The lock's word is Restoring, or Far if the hole may be filled already; it is
-/// left Resident, Far (try again) or Poisoned.
+/// Bring a far granule back, through `buffer`. The lock's word is Restoring, or Far if the hole may be filled already;
+/// it is left Resident, Far (try again) or Poisoned.
 fn restore(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
@@ -173,12 +174,13 @@ fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[
     outcome
 }
 
-/// Put a far granule's bytes in the place of zeros that are in its file. They are not its bytes (it would be Zero), and it has
-/// not been mapped since it went: somebody who is not of the VM maps the file and has read there, or allocated it, or an
-/// old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too. Nor is memory there that
-/// failed its bytes.
+/// Put a far granule's bytes in the place of zeros that are in its file. They are not its bytes (it would be Zero), and
+/// it has not been mapped since it went: somebody who is not of the VM maps the file and has read there, or allocated
+/// it, or an old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too. Nor is
+/// memory there that failed its bytes.
 ///
-/// What such a process *writes* between our look and this is lost, as it would be at any other time that the page is far.
+/// What such a process *writes* between our look and this is lost, as it would be at any other time that the page is
+/// far.
 fn replace(
     lock: &mut Locked<'_>,
     page: PageIdx,
@@ -231,9 +233,9 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
 }
 
-/// Bring back far pages that have not been touched, from `first` on, as many as there are cells and the buffer holds; stops
-/// at the first that is not far, is locked or cannot be had at once. Returns the moves of those that came back. All are
-/// locked until the last is there, so a run should be short.
+/// Bring back far pages that have not been touched, from `first` on, as many as there are cells and the buffer holds;
+/// stops at the first that is not far, is locked or cannot be had at once. Returns the moves of those that were
+/// restored. All are locked until the last is there, so a run should be short.
 ///
 /// # Errors
 /// The kernel refused in a way it never should; the pages are far as before.
@@ -284,8 +286,8 @@ fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served
     })
 }
 
-/// If this says that the memory of a page in its file failed, the page is Poisoned: every touch is a memory error from now on.
-/// What is in the file stays there, unreadable, until it is discarded.
+/// If this says that the memory of a page in its file failed, the page is Poisoned: every touch is a memory error from
+/// now on. What is in the file stays there, unreadable, until it is discarded.
 fn lost(served: Served, lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped) -> io::Result<Served> {
     if served != Served::Failed {
         return Ok(served);
@@ -318,8 +320,8 @@ impl Filled {
     }
 }
 
-/// Follow up on filling a hole. What is already in the file is the page (invariant 1; [`restore`] has seen to its being no
-/// stranger's zeros): map that one.
+/// Follow up on filling a hole. What is already in the file is the page (invariant 1; [`restore`] has seen to its being
+/// no zeros of a foreign mapper): map that one.
 fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::Result<Filled> {
     let outcome = if outcome == FillOutcome::AlreadyThere { memory.map(page)? } else { outcome };
     Ok(match outcome {

@@ -15,8 +15,8 @@ use ballast_base::store::PageBytes;
 pub enum Punched {
     /// There is a hole.
     Gone,
-    /// Some of the pages are still in the file and **hold zeros now**. The kernel frees a part of a huge page only if it
-    /// can split that; while somebody has it pinned, or is just mapping another page of it, it writes zeros instead.
+    /// Some of the pages are still in the file and **hold zeros now**. The kernel frees a part of a huge page only if
+    /// it can split that; while somebody has it pinned, or is just mapping another page of it, it writes zeros instead.
     Stuck,
 }
 
@@ -44,9 +44,9 @@ pub enum ReadOutcome {
 
 /// The file that holds one region.
 pub trait Backing {
-    /// Those of these granules that somebody beside the file holds, or may hold, in their order: a device, say, that writes to
-    /// one without a fault. Asked when they are zapped and claimed, and before they are read. Where nobody can tell, none:
-    /// then all there is to go by is how long they have been zapped.
+    /// Those of these granules that somebody beside the file holds, or may hold, in their order: a device, say, that
+    /// writes to one without a fault. Asked when they are zapped and claimed, and before they are read. Where nobody
+    /// can tell, none: then all there is to go by is how long they have been zapped.
     fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
         let _ = granules;
         Vec::new()
@@ -73,7 +73,7 @@ pub trait Mapped {
     /// Fill the hole with these bytes, a whole granule's, and map it.
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome>;
 
-    /// The same with a run of granules of one page each, all in one unit, as one if the kernel can. Answers how many
+    /// The same with a run of granules of one page each, all in one unit, as one if the kernel can. Returns how many
     /// were filled, from the first on.
     fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
         for (done, page) in (first.0..first.0 + bytes.len() as u64).map(PageIdx).enumerate() {

@@ -38,7 +38,7 @@ pub enum Served {
     Fresh,
     /// The page was known to be all zero.
     Zeroed,
-    /// The page came back from the store.
+    /// The page was restored from its store.
     Restored,
     /// The page was far, and its hole in the file was filled by another process.
     Filled {

@@ -1,13 +1,13 @@
 //! The page-state word: one atomic `u64` per guest page, in memory that outlives engines.
 //!
 //! Before: `region` maps the words. After: `fault` and `evict` move them, `recover` mends them after a death.
-//! Threads: any number of lanes, of any number of engines, at once; every move is one compare-exchange.
+//! Threads: any number of workers, of any number of engines, at once; every move is one compare-exchange.
 //! Promise: a word only moves as the table says. `tests/loom.rs` checks the moves against a modelled kernel.
 //!
 //! ```text
 //! bits  0..4   state
-//! bit   4      lock: one lane is working on this page; everybody else comes back later
-//! bit   5      mark: the spill lane saw the page Far in RAM, under this handle, on an earlier pass (Far, Restoring)
+//! bit   4      lock: one worker is working on this page; everybody else comes back later
+//! bit   5      mark: the spill worker saw the page Far in RAM, under this handle, on an earlier pass (Far, Restoring)
 //! bits  6..8   reserved, zero
 //! bits  8..16  age, opaque to the pager (heat gives it its meaning); while Far or Zero, since when (`away`); 0 when it comes back
 //! bits 16..24  store number (Far, Restoring)
@@ -18,27 +18,27 @@
 //!
 //! | State | In the file | Mapped | Who moves it on, holding what | A guest touch |
 //! |---|---|---|---|---|
-//! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS. fault: to Poisoned, under the lock, if its memory failed (so from Quarantine and Evicting) | runs on; if unmapped, the fault lane maps it under the lock |
-//! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T (with the lock, if it insists) | faults; mapped again, Resident |
+//! | Resident | yes, or never touched, or discarded | yes, or not yet again | reclaim: to Quarantine(ticket), by CAS. fault: to Poisoned, under the lock, if its memory failed (so from Quarantine and Evicting) | runs on; if unmapped, the fault worker maps it under the lock |
+//! | Quarantine(ticket) | yes | no, once the zap is acknowledged | fault: to Resident, under the lock. reclaim: to Evicting with the same ticket, by CAS, after T (with the lock, if reclaim is forced) | faults; mapped again, Resident |
 //! | Evicting(ticket) | yes | no | fault, discard: to Resident, under the lock. reclaim: to Far or Zero **with** the lock, by CAS from the same ticket; to Resident, by CAS, if somebody holds the page (`pinned`) or it cannot be read or stored | faults; mapped again, Resident; the copy is dropped |
-//! | Evicting(ticket), locked by reclaim | yes | no | reclaim, which insists: to Far or Zero, still locked; unlocks as Resident if somebody holds it, or it cannot be read or stored | waits for this page |
+//! | Evicting(ticket), locked by reclaim | yes | no | forced reclaim: to Far or Zero, still locked; unlocks as Resident if somebody holds it, or it cannot be read or stored | waits for this page |
 //! | Far, locked by reclaim | being punched | no | reclaim: unlocks when the punch is done | waits for this page |
-//! | Far | no, or filled by a stranger | no | fault: to Restoring with the lock, or as below. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
-//! | Far, locked by fault | filled by a stranger: zeros are being replaced by the copy, other bytes are the page now | becoming so | fault: to Resident, or to Restoring where zeros can only be punched; back to Far if that cannot be done now | waits for this page |
+//! | Far | no, or filled by a foreign mapper | no | fault: to Restoring with the lock, or as below. discard: to Resident under the lock. spill: sets the mark, by CAS; to Far in another store, under the lock | faults |
+//! | Far, locked by fault | filled by a foreign mapper: zeros are being replaced by the copy, other bytes are the page now | becoming so | fault: to Resident, or to Restoring where zeros can only be punched; back to Far if that cannot be done now | waits for this page |
 //! | Far, locked by spill | no | no | spill: unlocks as Far, in the old store or the new one | waits for this page |
 //! | Restoring (always locked) | being filled | becoming so | fault: to Resident; back to Far if the store is busy; to Poisoned if it lost the page | waits for this page |
 //! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
 //! | Poisoned | no, or its memory failed and the file cannot be read there | no | discard: to Resident under the lock | memory error |
 //!
-//! *A stranger* is whoever has something put into the file that is not of the VM: a process that maps it and touches a hole, the
-//! kernel's own huge-page daemon before Linux 6.4, a `fallocate` nobody was told of. A page that is Far was not all zeros when it
-//! went, so zeros in its file are never its bytes.
+//! *A foreign mapper* is whoever has something put into the file that is not of the VM: a process that maps it and
+//! touches a hole, the kernel's own huge-page daemon before Linux 6.4, a `fallocate` nobody was told of. A page that is
+//! Far was not all zeros when it went, so zeros in its file are never its bytes.
 //!
-//! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released (or it is
-//! mapped with its whole unit of 2 MiB, which `unit.rs` keeps apart from any zap): so from the moment the zap of a
-//! Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket
-//! is never used twice**: so a page that was rescued and picked again starts its quarantine anew, and an engine that slept
-//! through its own replacement cannot commit a copy it read long ago.
+//! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released (or
+//! it is mapped with its whole unit of 2 MiB, which `unit.rs` keeps apart from any zap): so from the moment the zap of
+//! a Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket is never used twice**: so a
+//! page that was rescued and picked again starts its quarantine anew, and an engine that slept through its own
+//! replacement cannot commit a copy it read long ago.
 
 use std::fmt;
 
@@ -108,12 +108,12 @@ impl Word {
         }
     }
 
-    /// Is a lane working on it?
+    /// Is a worker working on it?
     pub const fn is_locked(self) -> bool {
         self.0 & LOCK != 0
     }
 
-    /// Did the spill lane see it before, just as it is?
+    /// Did the spill worker see it before, just as it is?
     pub const fn is_marked(self) -> bool {
         self.0 & MARK != 0
     }
@@ -216,7 +216,8 @@ impl<'a> Cell<'a> {
         self.swap(from, to.locked()).then(|| Locked { cell: self, word: to })
     }
 
-    /// Overwrite the word. Only for `recover`, when no other lane of any engine runs, and for a [`Granule`]'s other words.
+    /// Overwrite the word. Only for `recover`, when no other worker of any engine runs, and for a [`Granule`]'s other
+    /// words.
     ///
     /// [`Granule`]: crate::granule::Granule
     pub fn reset(self, to: Word) {

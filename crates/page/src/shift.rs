@@ -2,7 +2,7 @@
 //!
 //! Before: `spill` has read the copy without a lock and put it into the other store. After: the word names the new copy
 //! and the old one is freed; or the page was touched meanwhile, and the new copy is freed.
-//! Threads: the spill lane; a fault or a discard that meets the lock waits for this one page, about a microsecond.
+//! Threads: the spill worker; a fault or a discard that meets the lock waits for this one page, about a microsecond.
 //! Promise: at any instant one copy is complete and named by the word. A death leaks one copy, which `recover` sweeps.
 
 use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
@@ -10,8 +10,8 @@ use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
 use crate::granule::Granule;
 use crate::page_state::{State, Word};
 
-/// Make `to` the word of page `index` of the granule if it is still `from`, and `bytes` (put under `to`) still what its copy
-/// holds. Answers whether that was so. Frees whichever copy is no longer wanted.
+/// Make `to` the word of page `index` of the granule if it is still `from`, and `bytes` (put under `to`) still what its
+/// copy holds. Returns whether that was so. Frees whichever copy is no longer wanted.
 ///
 /// The bytes are compared because a store's handles come again: a page that was restored, written and evicted again may
 /// have the very word it had before. Under the lock, what the word names is the page's only truth.

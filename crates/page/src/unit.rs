@@ -1,7 +1,8 @@
 //! Unit: the stage of 2 MiB of a region, by which a whole unit may be mapped at once without its pages' locks.
 //!
-//! Before: reclaim zaps single pages of a unit that was mapped huge, or tracking zaps all of it. After: `coalesce`, or the
-//! fault that says "touched", maps it huge again. What else is known of a unit is in `units.rs`, and no byte depends on it.
+//! Before: reclaim zaps single pages of a unit that was mapped huge, or tracking zaps all of it. After: `coalesce`, or
+//! the fault that says "touched", maps it huge again. What else is known of a unit is in `units.rs`, and no byte
+//! depends on it.
 //! Threads: any; every move is one compare-exchange. In the engine's memory: a successor begins with all units Plain.
 //! Promise: from the acknowledgement of a zap for quarantine on, no page that is still in Quarantine becomes mapped.
 //!
@@ -10,16 +11,16 @@
 //! | Plain | pages are mapped one by one, under their locks | whoever wants to map or watch the unit: to Arming |
 //! | Arming | its 512 words are being read | who reads: to Watched or Mapping if all are Resident, else to Plain. reclaim: to Cancelled |
 //! | Cancelled | the same, but what was read does not count | who reads: to Plain |
-//! | Watched | zapped as a whole; the next touch maps it as a whole | fault lane, tracker: to Mapping. reclaim: to Plain |
+//! | Watched | zapped as a whole; the next touch maps it as a whole | fault worker, tracker: to Mapping. reclaim: to Plain |
 //! | Mapping | every page of it is being mapped | its holder only: to Plain. Reclaim waits; a fault on the unit is put aside |
 //!
 //! Why that is sound. A page is mapped under its lock ([`crate::page_state`]), **or with its whole unit in stage
-//! Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then zaps. A unit gets to Mapping only
-//! through Arming. If its Arming comes before the disturbance, that either undoes it or waits until the unit was mapped,
-//! and the zap comes after. If it comes later it sees the words, which were written before, and gives up. Both sides use
-//! read-modify-writes of one byte, so one of them is first, and the later one sees all the earlier one had written.
-//! Nobody else can arm a unit that is Cancelled: the first lane would take the second's Arming for its own, though it
-//! read the words before the disturbance.
+//! Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then zaps. A unit
+//! gets to Mapping only through Arming. If its Arming comes before the disturbance, that either undoes it or waits
+//! until the unit was mapped, and the zap comes after. If it comes later it sees the words, which were written before,
+//! and gives up. Both sides use read-modify-writes of one byte, so one of them is first, and the later one sees all the
+//! earlier one had written. Nobody else can arm a unit that is Cancelled: the first worker would take the second's
+//! Arming for its own, though it read the words before the disturbance.
 //!
 //! A hole in a unit whose words are all Resident means zeros, so even a kernel that fills holes when it maps a unit
 //! changes nothing that the guest can see.

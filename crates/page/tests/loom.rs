@@ -1,4 +1,5 @@
-//! The page's life, model-checked: the very functions of `fault` and `evict`, on loom's atomics, over a modelled kernel.
+//! The page's life, model-checked: the very functions of `fault` and `evict`, on loom's atomics, over a modelled
+//! kernel.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test -p ballast-page --test loom --release`. Each test explores every
 //! interleaving of its threads up to three forced pre-emptions (which is where published concurrency bugs live).
@@ -38,8 +39,8 @@ fn value_of(bytes: &PageBytes) -> u64 {
     u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"))
 }
 
-/// What the kernel knows of one granule: the file's content (the guest writes all its pages alike) and whether the guest's
-/// page table points to it.
+/// What the kernel knows of one granule: the file's content (the guest writes all its pages alike) and whether the
+/// guest's page table points to it.
 #[derive(Default)]
 struct Kernel {
     file: Option<u64>,
@@ -188,7 +189,7 @@ impl World {
         Self::granule(1, value)
     }
 
-    /// The same with a granule of so many pages.
+    /// The same with a granule of this many pages.
     fn granule(pages: u64, value: u64) -> Arc<Self> {
         Arc::new(Self {
             words: (0..pages).map(|_| AtomicU64::new(0)).collect(),
@@ -290,7 +291,7 @@ impl World {
         self.kernel.lock().unwrap().pins -= 1;
     }
 
-    /// One round of a reclaim lane: quarantine, zap, evict.
+    /// One round of a reclaim worker: quarantine, zap, evict.
     fn reclaim(&self, ticket: Ticket) {
         self.reclaim_and(ticket, LockedFrom::Punch);
     }
@@ -325,7 +326,7 @@ impl World {
         }
     }
 
-    /// A spill lane meets the page: it marks it, and moves its copy to the file as if it were old.
+    /// A spill worker meets the page: it marks it, and moves its copy to the file as if it were old.
     fn spill(&self) {
         let seen = self.cell().load();
         if seen.state() != State::Far || seen.is_locked() || seen.store() != RAM_STORE {
@@ -349,11 +350,11 @@ impl World {
     }
 
     /// Somebody who is not of the VM reads the page through a mapping of the file: a hole is filled with zeros.
-    fn read_by_a_stranger(&self) {
+    fn read_by_a_foreign_mapper(&self) {
         self.kernel.lock().unwrap().file.get_or_insert(0);
     }
 
-    /// A prefetch lane brings the page back unasked.
+    /// A prefetch worker brings the page back unasked.
     fn prefetch(&self) {
         restore_run(KEY, std::iter::once(self.cell()), self, self, &mut [[0; _]]).expect("the modelled kernel fills");
     }
@@ -437,7 +438,7 @@ fn memory_that_fails_while_its_page_is_evicted_is_a_memory_error_or_costs_nothin
 }
 
 #[test]
-fn a_guest_that_writes_while_reclaim_insists_waits_and_reads_its_last_write() {
+fn a_guest_that_writes_while_reclaim_is_forced_waits_and_reads_its_last_write() {
     for pages in [1, 2] {
         explore(move || {
             let world = World::granule(pages, 1);
@@ -455,7 +456,7 @@ fn a_guest_that_writes_while_reclaim_insists_waits_and_reads_its_last_write() {
 }
 
 #[test]
-fn a_discard_and_a_reclaim_that_insists_leave_zeros_or_what_was_written_since() {
+fn a_discard_and_a_forced_reclaim_leave_zeros_or_what_was_written_since() {
     explore(|| {
         let world = World::resident(1);
         let reclaim = thread::spawn({
@@ -506,7 +507,7 @@ fn an_engine_that_slept_through_its_replacement_cannot_commit_an_old_copy() {
 }
 
 #[test]
-fn two_lanes_serving_one_far_page_give_the_same_bytes_and_free_the_copy_once() {
+fn two_workers_serving_one_far_page_give_the_same_bytes_and_free_the_copy_once() {
     explore(|| {
         let world = World::far(7);
         let other = thread::spawn({
@@ -520,7 +521,7 @@ fn two_lanes_serving_one_far_page_give_the_same_bytes_and_free_the_copy_once() {
 }
 
 #[test]
-fn a_stale_fault_of_a_second_lane_changes_nothing() {
+fn a_stale_fault_of_a_second_worker_changes_nothing() {
     explore(|| {
         let world = World::far(7);
         let stale = thread::spawn({
@@ -604,7 +605,7 @@ fn a_guest_that_touches_a_page_while_it_is_spilled_reads_its_last_write() {
 fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_with_its_old_bytes() {
     explore(|| {
         let world = World::far(1);
-        // Just what a spill lane holds that read the copy and then slept.
+        // Just what a spill worker holds that read the copy and then slept.
         let from = world.cell().load();
         let mut bytes = [0; _];
         assert_eq!(world.ram.get(KEY, from.handle(), &mut bytes), GetOutcome::Found);
@@ -749,18 +750,18 @@ fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again
 }
 
 #[test]
-fn a_stranger_that_reads_a_far_page_while_the_guest_touches_it_costs_no_byte() {
+fn a_foreign_mapper_that_reads_a_far_page_while_the_guest_touches_it_costs_no_byte() {
     for pages in [1, 2] {
         explore(move || {
             let world = World::far_granule(pages, 7);
-            let stranger = thread::spawn({
+            let foreign = thread::spawn({
                 let world = world.clone();
-                move || world.read_by_a_stranger()
+                move || world.read_by_a_foreign_mapper()
             });
             assert_eq!(world.read(), 7);
             world.write(8);
             assert_eq!(world.read(), 8);
-            stranger.join().unwrap();
+            foreign.join().unwrap();
             assert_eq!(world.read(), 8);
             world.check_settled();
         });
@@ -768,15 +769,15 @@ fn a_stranger_that_reads_a_far_page_while_the_guest_touches_it_costs_no_byte() {
 }
 
 #[test]
-fn a_stranger_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte() {
+fn a_foreign_mapper_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte() {
     for pages in [1, 2] {
         explore(move || {
             let world = World::granule(pages, 1);
-            let stranger = thread::spawn({
+            let foreign = thread::spawn({
                 let world = world.clone();
                 move || {
-                    world.read_by_a_stranger();
-                    world.read_by_a_stranger();
+                    world.read_by_a_foreign_mapper();
+                    world.read_by_a_foreign_mapper();
                 }
             });
             let reclaim = thread::spawn({
@@ -786,7 +787,7 @@ fn a_stranger_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte() {
             world.write(2);
             assert_eq!(world.read(), 2);
             reclaim.join().unwrap();
-            stranger.join().unwrap();
+            foreign.join().unwrap();
             assert_eq!(world.read(), 2);
             world.check_settled();
         });
@@ -794,10 +795,10 @@ fn a_stranger_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte() {
 }
 
 #[test]
-fn two_lanes_and_a_prefetch_that_find_a_strangers_zeros_give_the_bytes_and_free_the_copy_once() {
+fn two_workers_and_a_prefetch_that_find_a_foreign_mappers_zeros_give_the_bytes_and_free_the_copy_once() {
     explore(|| {
         let world = World::far(7);
-        world.read_by_a_stranger();
+        world.read_by_a_foreign_mapper();
         let prefetch = thread::spawn({
             let world = world.clone();
             move || world.prefetch()
@@ -816,17 +817,17 @@ fn two_lanes_and_a_prefetch_that_find_a_strangers_zeros_give_the_bytes_and_free_
 }
 
 #[test]
-fn a_page_that_is_filled_by_a_stranger_and_discarded_reads_zeros() {
+fn a_page_that_is_filled_by_a_foreign_mapper_and_discarded_reads_zeros() {
     explore(|| {
         let world = World::far(7);
-        let stranger = thread::spawn({
+        let foreign = thread::spawn({
             let world = world.clone();
-            move || world.read_by_a_stranger()
+            move || world.read_by_a_foreign_mapper()
         });
         world.discard();
         assert_eq!(world.read(), 0);
         world.write(9);
-        stranger.join().unwrap();
+        foreign.join().unwrap();
         assert_eq!(world.read(), 9);
         world.check_settled();
     });

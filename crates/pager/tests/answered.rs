@@ -1,5 +1,5 @@
-//! Every thread that waits for a fault goes on, also where the kernel or another program got between the fault and its answer.
-//! Against the real kernel, with a guest that is threads of this test. Needs root (userfaultfd).
+//! Every thread that waits for a fault goes on, also where the kernel or another program got between the fault and its
+//! answer. Against the real kernel, with a guest that is threads of this test. Needs root (userfaultfd).
 
 mod common;
 
@@ -36,11 +36,11 @@ fn a_thread_whose_memory_is_replaced_while_it_waits_goes_on_with_what_is_there()
     let region = rig.vm.region(0).expect("region");
     let cell = region.granule(PageIdx(PAGE)).cell();
     std::thread::scope(|scope| {
-        // While somebody works on the page, the fault lane has the fault in hand.
+        // While somebody works on the page, the fault worker has the fault in hand.
         let lock = cell.lock(cell.load(), cell.load()).expect("nobody has it");
         let thread = scope.spawn(|| rig.word(PAGE).load(Ordering::Relaxed));
         let _end = Finally(|| release(&rig));
-        until("the lane has the fault", || rig.vm.stats().get(Counter::FaultDeferred) > 0);
+        until("the worker has the fault", || rig.vm.stats().get(Counter::FaultDeferred) > 0);
         let at = (rig.guest.addr() + PAGE as usize * PAGE_SIZE) as *mut _;
         // As a VMM does that puts something else in the place of a part of its RAM, and tells nobody.
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -50,7 +50,7 @@ fn a_thread_whose_memory_is_replaced_while_it_waits_goes_on_with_what_is_there()
         until("the thread goes on", || thread.is_finished());
         assert_eq!(thread.join().expect("the thread"), 0, "what is there now");
     });
-    assert!(!rig.reported("fault-forgotten"), "the lane itself woke it");
+    assert!(!rig.reported("fault-forgotten"), "the worker itself woke it");
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn a_thread_whose_fault_somebody_else_read_goes_on_and_operators_are_told() {
     let stolen = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // Until a fault was read by the thief and not by the lane, whoever is first.
+            // Until a fault was read by the thief and not by the worker, whoever is first.
             while !stolen.load(Ordering::Acquire) {
                 rig.guest.zap(0, PAGE_SIZE).expect("zap");
                 assert!(rig.holds(0, 1));
@@ -112,7 +112,7 @@ fn a_guest_goes_on_while_its_memory_is_registered_and_given_back_in_turn() {
             source.start(&coarse(2)).expect("start");
             rig.guest.zap(0, rig.guest.len()).expect("zap");
             drop(source);
-            rig.vm.ring();
+            rig.vm.notify_reclaim();
             until("it is given back", || rig.vm.stats().get(Counter::RegisteredBytes) == 0);
             for touched in &touched {
                 let before = touched.load(Ordering::Relaxed);

@@ -1,6 +1,6 @@
 //! Memory of the host that fails under a guest's page: against a kernel that can have it fail on command (root, and
-//! `CONFIG_MEMORY_FAILURE`), with a guest that is threads of this test. `scripts/newer-kernel-suite.sh` runs it where this one
-//! has not.
+//! `CONFIG_MEMORY_FAILURE`), with a guest that is threads of this test. `scripts/newer-kernel-suite.sh` runs it where
+//! this one has not.
 
 mod common;
 
@@ -51,8 +51,8 @@ extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
     if IS_ASKED_FOR.load(Ordering::Acquire) {
         return;
     }
-    // SAFETY: the kernel hands the handler a whole siginfo; that of SIGBUS has an address. The page is one of the guest's, which
-    // this test alone uses, and only by atomics.
+    // SAFETY: the kernel hands the handler a whole siginfo; that of SIGBUS has an address. The page is one of the
+    // guest's, which this test alone uses, and only by atomics.
     unsafe {
         let addr = (*info).si_addr() as usize;
         BUS_CODE.store((*info).si_code, Ordering::Release);

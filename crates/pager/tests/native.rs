@@ -167,7 +167,7 @@ fn discarded_pages_read_zeros_wherever_they_were_and_free_their_copies() {
     assert!((half_pages..rig.pages).all(|page| rig.holds(page, 1)), "a page outside the range was touched");
     rig.fill(5, 2);
     assert!(rig.holds(5, 2), "a write after a discard is kept");
-    // A hold, not a removed limit: that would have the lane turn zero pages back while we count.
+    // A hold, not a removed limit: that would have the worker turn zero pages back while we count.
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     rig.wait_for_quarantine();
     rig.check_census();
@@ -315,7 +315,7 @@ fn each_page_is_brought_back_through_whichever_process_maps_it() {
 }
 
 #[test]
-fn a_fault_that_the_lane_of_a_removed_view_had_read_is_raised_anew() {
+fn a_fault_that_the_worker_of_a_removed_view_had_read_is_raised_anew() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);
@@ -363,8 +363,8 @@ fn nothing_is_reclaimed_before_a_view_is_there() {
     rig.fill_all();
     rig.set_limit(Some(LIMIT));
     let rounds = AtomicU64::new(0);
-    until("the lane had time for many rounds", || {
-        rig.vm.ring();
+    until("the worker had time for many rounds", || {
+        rig.vm.notify_reclaim();
         rounds.fetch_add(1, Ordering::Relaxed) > 100
     });
     assert_eq!(rig.vm.stats().get(Counter::Zapped), 0, "pages count as zapped that nobody zapped");
@@ -392,8 +392,8 @@ fn what_left_together_and_is_wanted_together_comes_back_together_with_every_byte
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     let stats = rig.vm.stats();
-    // On a busy machine the guest may be through before the prefetch lane has run at all.
-    until("some page came back unasked", || {
+    // On a busy machine the guest may be through before the prefetch worker has run at all.
+    until("some page was prefetched", || {
         rig.squeeze(Bytes(2 * MIB));
         rig.set_limit(None);
         // Backwards: what is touched in order comes back for that.
@@ -446,7 +446,7 @@ fn a_page_that_was_to_come_along_and_could_not_be_had_comes_with_its_own_fault()
 }
 
 #[test]
-fn a_lane_that_panics_starts_again_and_no_byte_is_lost() {
+fn a_worker_that_panics_starts_again_and_no_byte_is_lost() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.panics.store(2, Ordering::Relaxed);

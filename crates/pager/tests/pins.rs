@@ -1,5 +1,5 @@
-//! Pages of guest RAM that somebody holds while they are on their way out: devices, direct I/O, system calls that have not
-//! returned. A FUSE server of the test's own is the slow file system.
+//! Pages of guest RAM that somebody holds while they are on their way out: devices, direct I/O, system calls that have
+//! not returned. A FUSE server of the test's own is the slow file system.
 mod common;
 
 use std::fs::File;
@@ -15,11 +15,11 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_testvm::fuse::Fuse;
 
-use common::{Finally, Rig, hammer, mapped_by_a_stranger, until};
+use common::{Finally, Rig, hammer, mapped_by_a_foreign_mapper, until};
 
 const AMPLE: Bytes = Bytes(GIB);
 
-/// A file past the page cache, of so many pages of [`of_file`], whose reads are answered late.
+/// A file past the page cache, of this many pages of [`of_file`], whose reads are answered late.
 fn slow_file(pages: u64, delay: Duration) -> Option<(Fuse, File)> {
     let fuse = Fuse::serve().inspect_err(|why| skip("fuse", why)).ok()?;
     let path = fuse.dir().join("file");
@@ -36,7 +36,7 @@ fn of_file(page: u64) -> u8 {
     0x80 | (page % 0x7F) as u8
 }
 
-/// `read()` so many pages of the file into guest RAM; returns how many do not hold what was read.
+/// `read()` this many pages of the file into guest RAM; returns how many do not hold what was read.
 fn read_into(rig: &Rig, page: u64, file: &File, from: u64, pages: u64) -> u64 {
     let (at, len) = (page as usize * PAGE_SIZE, pages as usize * PAGE_SIZE);
     let target = rig.guest.ptr(at, len).cast();
@@ -193,13 +193,13 @@ fn a_page_that_a_read_is_under_way_to_stays_until_that_returns() {
 }
 
 #[test]
-fn a_page_that_a_stranger_has_mapped_stays() {
+fn a_page_that_a_foreign_mapper_has_mapped_stays() {
     let Some(rig) = small_rig() else { return };
-    let stranger = mapped_by_a_stranger(&rig);
+    let foreign = mapped_by_a_foreign_mapper(&rig);
     // A read would map its neighbours, too.
-    stranger.words(9 * PAGE_SIZE, 1)[0].store(rig.word(9).load(Ordering::Relaxed), Ordering::Relaxed);
+    foreign.words(9 * PAGE_SIZE, 1)[0].store(rig.word(9).load(Ordering::Relaxed), Ordering::Relaxed);
     only_these_stay(&rig, &[9]);
-    drop(stranger);
+    drop(foreign);
     all_go_and_come_back(&rig);
 }
 
@@ -224,15 +224,15 @@ fn a_huge_page_of_the_pool_stays_of_which_one_page_is_held() {
     all_go_and_come_back(&rig);
 }
 
-/// All of a VM is held: the lane finds that out, and then leaves it in peace.
+/// All of a VM is held: the worker finds that out, and then leaves it in peace.
 fn is_left_in_peace(rig: &Rig) {
     rig.set_limit(Some(LEAST));
     until("all are found pinned", || rig.vm.pinned.pages().0 == rig.pages);
     rig.wait_for_quarantine();
     let zapped = rig.vm.stats().get(Counter::Zapped);
     let rounds = AtomicU64::new(0);
-    until("the lane had time for many rounds, and to look again at what is held", || {
-        rig.vm.ring();
+    until("the worker had time for many rounds, and to look again at what is held", || {
+        rig.vm.notify_reclaim();
         rounds.fetch_add(1, Ordering::Relaxed) > 700
     });
     assert_eq!(rig.vm.stats().get(Counter::Zapped), zapped, "pages that cannot go are tried again and again");
@@ -256,13 +256,13 @@ fn a_vm_that_is_pinned_all_over_is_left_in_peace() {
 #[test]
 fn a_vm_of_which_a_foreign_mapper_has_all_mapped_is_left_in_peace() {
     let Some(rig) = small_rig() else { return };
-    let stranger = mapped_by_a_stranger(&rig);
+    let foreign = mapped_by_a_foreign_mapper(&rig);
     let mut bytes = [0; PAGE_SIZE];
-    (0..rig.guest.len()).step_by(PAGE_SIZE).for_each(|at| stranger.copy_out(at, &mut bytes));
+    (0..rig.guest.len()).step_by(PAGE_SIZE).for_each(|at| foreign.copy_out(at, &mut bytes));
     is_left_in_peace(&rig);
     // Neither is that over when the guest touches them.
     is_left_in_peace(&rig);
-    drop(stranger);
+    drop(foreign);
     // What the guest has mapped as well is tried once a minute; this asks anew.
     rig.set_limit(None);
     until("all is forgotten", || rig.vm.pinned.pages().0 == 0);

@@ -1,5 +1,6 @@
-//! The kernel sees for us which base pages a guest touches (userfaultfd read-write protection): against a kernel that has
-//! it, Linux 7.3, with a guest that is threads of this test. `scripts/newer-kernel-suite.sh` runs it where this one has not.
+//! The kernel sees for us which base pages a guest touches (userfaultfd read-write protection): against a kernel that
+//! has it, Linux 7.3, with a guest that is threads of this test. `scripts/newer-kernel-suite.sh` runs it where this one
+//! has not.
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! A VM whose process has several userfaultfds, against the real kernel: each part of RAM is served through its own, by
-//! a lane of its own; the guest is threads of this test. Needs root (userfaultfd).
+//! a worker of its own; the guest is threads of this test. Needs root (userfaultfd).
 
 mod common;
 
@@ -55,7 +55,7 @@ fn each_stripe_is_registered_with_its_own_userfaultfd_and_the_kernel_allows_no_o
 }
 
 #[test]
-fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_lane_serves_them() {
+fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_worker_serves_them() {
     const EVICTIONS: u64 = 60_000;
     let rig = Rig::sharded(RAM, AMPLE, Duration::from_millis(1), SHARDS);
     rig.fill_all();
@@ -94,7 +94,7 @@ fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_lane_serves_th
 }
 
 #[test]
-fn two_lanes_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
+fn two_workers_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
     rig.fill_all();
     rig.squeeze(Bytes(8 * MIB));
@@ -115,7 +115,7 @@ fn two_lanes_serve_at_the_same_time_and_the_stall_of_both_counts_once() {
                 move || rig.holds(page, 1)
             })
         });
-        // One lane could not ask the store for a second page before it has the first.
+        // One worker could not ask the store for a second page before it has the first.
         rig.faults.wait_until_stalled(2);
         std::thread::sleep(both);
         rig.faults.release();
@@ -169,7 +169,7 @@ fn huge_pages_of_all_stripes_go_far_and_come_back_to_several_threads() {
 }
 
 #[test]
-fn a_lane_that_panics_starts_again_and_the_others_go_on() {
+fn a_worker_that_panics_starts_again_and_the_others_go_on() {
     let rig = Rig::sharded(RAM, AMPLE, QUICK, SHARDS);
     rig.fill_all();
     rig.squeeze(Bytes(8 * MIB));

@@ -164,8 +164,8 @@ impl World {
                     None => FaultKind::Missing,
                 }
             };
-            // What the fault lane does first (`touch::touched`), but for putting the fault aside while the unit is being
-            // mapped: that is for speed only.
+            // What the fault worker does first (`touch::touched`), but for putting the fault aside while the unit is
+            // being mapped: that is for speed only.
             if kind == FaultKind::Minor
                 && let Some(_mapping) = self.unit().enter()
             {
@@ -187,7 +187,7 @@ impl World {
         self.touch(page, |value| *value)
     }
 
-    /// One round of a reclaim lane with the unit's first page.
+    /// One round of a reclaim worker with the unit's first page.
     fn reclaim(&self, ticket: Ticket) {
         if quarantine(self.cell(0), ticket) {
             self.unit().disturb(thread::yield_now);
@@ -246,7 +246,7 @@ fn spawn(world: &Arc<World>, body: impl FnOnce(&World) + Send + 'static) -> thre
 }
 
 #[test]
-fn a_write_is_kept_while_one_lane_maps_its_unit_and_another_evicts_the_page() {
+fn a_write_is_kept_while_one_worker_maps_its_unit_and_another_evicts_the_page() {
     explore(|| {
         let world = World::new();
         let coalesce = spawn(&world, World::coalesce);
@@ -328,7 +328,7 @@ fn the_touch_of_one_page_of_a_watched_unit_does_not_map_another_that_is_being_ev
 }
 
 #[test]
-fn a_unit_is_not_mapped_by_a_lane_that_read_its_words_before_a_quarantine_though_another_reads_them_again() {
+fn a_unit_is_not_mapped_by_a_worker_that_read_its_words_before_a_quarantine_though_another_reads_them_again() {
     explore(|| {
         let world = World::new();
         let coalesce = spawn(&world, |world| {

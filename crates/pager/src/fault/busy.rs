@@ -4,14 +4,14 @@
 //! Threads: each worker has its own. Units: nanoseconds, as the kernel counts them.
 //! Promise: a hint and nothing more. A kernel that does not count (no `CONFIG_SCHED_INFO`) counts as idle.
 //!
-//! On idle CPUs a worker that polls costs no one else time, and spares others the wake-up, which is slow where CPUs sleep
-//! deeply. On busy ones each poll takes a CPU from a guest, and waking is cheap.
+//! On idle CPUs a worker that polls costs no one else time, and spares others the wake-up, which is slow where CPUs
+//! sleep deeply. On busy ones each poll takes a CPU from a guest, and waking is cheap.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// The CPUs are busy if the thread waits longer than this for one, on average. Measured: 8 us in the median beside one guest
-/// on two CPUs, 155 us beside eight.
+/// The CPUs are busy if the thread waits longer than this for one, on average. Measured: 8 us in the median beside one
+/// guest on two CPUs, 155 us beside eight.
 const WAITS_NS: u64 = 50_000;
 /// How many times it runs between two readings, which cost some 2 us.
 const READ_EVERY: u32 = 64;

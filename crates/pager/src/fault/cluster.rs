@@ -9,9 +9,9 @@
 //! would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
 //! where most of those are wanted, all 2 MiB come back. The order of the touches plays no part.
 //!
-//! *Soon* is within a second. In a VM near its limit, where each page that comes drives out another, it is much sooner than
-//! the average refault interval: a guest that touches its memory at random wants all of every window again within a second
-//! or so, and would only exchange one page for the next.
+//! *Soon* is within a second. In a VM near its limit, where each page that comes drives out another, it is much sooner
+//! than the average refault interval: a guest that touches its memory at random wants all of every window again within
+//! a second or so, and would only exchange one page for the next.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -60,8 +60,8 @@ struct Gain {
 }
 
 impl Gain {
-    /// A page of this window was restored. Returns whether to prefetch the others, or nothing if that was asked just now.
-    /// `far` counts those that are far.
+    /// A page of this window was restored. Returns whether to prefetch the others, or nothing if that was asked just
+    /// now. `far` counts those that are far.
     fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, soon: Duration, now: Instant) -> Option<bool> {
         self.close_trials(soon, now);
         if let Some(trial) = self.trials.iter_mut().find(|trial| trial.window == window) {
@@ -119,8 +119,8 @@ impl Default for Cluster {
 }
 
 impl Cluster {
-    /// A page was restored that had been away for this long, in a VM near its limit (`tight`) or not. Returns what else to
-    /// bring back, the most urgent last.
+    /// A page was restored that had been away for this long, in a VM near its limit (`tight`) or not. Returns what else
+    /// to bring back, the most urgent last.
     pub fn restored(
         &mut self,
         region: &Region,

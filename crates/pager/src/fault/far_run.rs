@@ -2,8 +2,8 @@
 //!
 //! Before: readahead or a prefetch request says which. After: they are in memory and mapped, and counted.
 //! Threads: fault workers and the prefetch worker. Units: base pages of a region.
-//! Promise: pages come back under their locks, from the RAM store only. What another thread holds, or what cannot be had
-//! now, is left to the fault that wants it.
+//! Promise: pages come back under their locks, from the RAM store only. What another thread holds, or what cannot be
+//! had now, is left to the fault that wants it.
 
 use std::ops::Range;
 
@@ -17,7 +17,8 @@ use ballast_page::copies::is_in_file;
 use ballast_page::fault::restore_run;
 use ballast_page::page_state::State;
 
-/// Is a page far, in RAM, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth its time.
+/// Is a page far, in RAM, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth its
+/// time.
 pub(crate) fn is_in_ram_store(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
     word.state() == State::Far && !word.is_locked() && !is_in_file(word)
@@ -28,8 +29,8 @@ pub(crate) fn far_pages(region: &Region, pages: Range<u64>) -> impl Iterator<Ite
     pages.map(PageIdx).filter(|page| is_in_ram_store(region, *page))
 }
 
-/// Bring back the first far pages of these that are neighbours, as many as fit the buffer. Returns which came back, or
-/// `None` if none is far.
+/// Bring back the first far pages of these that are neighbours, as many as fit the buffer. Returns which were restored,
+/// or `None` if none is far.
 pub(crate) fn restore_next_run(
     vm: &Vm,
     region: &Region,

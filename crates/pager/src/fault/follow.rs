@@ -1,12 +1,12 @@
 //! Follow: keep a fault worker on the CPU whose guest thread faults.
 //!
-//! Before: the worker has read faults. After: it runs where the thread that waits ran, so that waking the worker and resuming
-//! the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that very moment.
+//! Before: the worker has read faults. After: it runs where the thread that waits ran, so that waking the worker and
+//! resuming the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that very moment.
 //! Threads: each fault worker has its own. Units: CPU numbers as the kernel counts them.
 //! Promise: a hint and nothing more. What cannot be found out or set leaves the worker where the scheduler puts it.
 //!
-//! The worker moves when two samples agree and may run anywhere when they do not, so a VM whose threads fault on many CPUs
-//! does not move its worker all the time.
+//! The worker moves when two samples agree and may run anywhere when they do not, so a VM whose threads fault on many
+//! CPUs does not move its worker all the time.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -2,11 +2,12 @@
 //!
 //! Before: a fault worker read faults. After: each thread that waits has its fault with a worker, or faults again.
 //! Threads: each fault worker checks its own userfaultfd. Units: faults.
-//! Promise: whatever took a fault away from us (another program that reads the userfaultfd, a wake that came too soon), its
-//! thread waits for about [`EVERY`], not for ever, as long as fewer faults wait for a disk.
+//! Promise: whatever took a fault away from us (another program that reads the userfaultfd, a wake that came too soon),
+//! its thread waits for about [`EVERY`], not for ever, as long as fewer faults wait for a disk.
 //!
-//! Nothing is known to cause it. The kernel returns how many faults were read and not resolved, in some microseconds, and
-//! nothing else would report such a thread. A wake is always safe: a thread that has no reason to go on faults again.
+//! Nothing is known to cause it. The kernel returns how many faults were read and not resolved, in some microseconds,
+//! and nothing else would report such a thread. A wake is always safe: a thread that has no reason to go on faults
+//! again.
 
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,8 @@ impl Forgotten {
             return;
         }
         self.next = now + EVERY;
-        // The number first. A fault that waits for a disk is counted until its thread was woken, so one too many at most.
+        // The number first. A fault that waits for a disk is counted until its thread was woken, so one too many at
+        // most.
         let waiting = match uffd.unanswered() {
             Ok(waiting) => waiting as usize,
             Err(error) => return tracing::debug!(pid = view.pid, "Looking for forgotten faults: {error}"),

@@ -1,7 +1,7 @@
 //! Faults: the threads that serve them, and what they decide on the way.
 //!
-//! Before: the guest touched a page that is not mapped. After: it runs on. `worker` reads and resolves faults, within the
-//! fault throttle (`throttle`), with what comes next in order (`readahead`) and what left together (`prefetch`).
+//! Before: the guest touched a page that is not mapped. After: it runs on. `worker` reads and resolves faults, within
+//! the fault throttle (`throttle`), with what comes next in order (`readahead`) and what left together (`prefetch`).
 //! Threads: a fault worker for each userfaultfd, a prefetch worker for each VM. Promise: every fault read is served, or
 //! raised again by a wake.
 

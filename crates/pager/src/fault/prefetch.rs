@@ -1,9 +1,10 @@
 //! Prefetch: bring back together what left together, where that pays.
 //!
-//! Before: a fault worker restored a page and requested its neighbours (`cluster`). After: they are back before they are
-//! touched. Threads: one prefetch worker per VM, so no fault waits for these guesses but for the few pages it may be bringing.
-//! Units: pages of a region. Promise: a guess costs time and space, never bytes: prefetched pages come back under their locks
-//! as others do, and invariant 1 decides. They stay within the limit, and only the newest requests are kept.
+//! Before: a fault worker restored a page and requested its neighbours (`cluster`). After: they are back before they
+//! are touched. Threads: one prefetch worker per VM, so no fault waits for these guesses but for the few pages it may
+//! be bringing.
+//! Units: pages of a region. Promise: a guess costs time and space, never bytes: prefetched pages come back under their
+//! locks as others do, and invariant 1 decides. They stay within the limit, and only the newest requests are kept.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -47,14 +48,14 @@ fn bring_back(
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
     let most = pages.end - pages.start;
-    if vm.gate.spare().is_none()
+    if vm.throttle.spare().is_none()
         && let Some(limit) = vm.effective_limit()
         && (vm.resident()? + PageCount(most)).bytes() > limit
     {
         return Ok(());
     }
     let mut next = pages.start;
-    while vm.gate.spare().is_none_or(|spare| spare >= RUN as i64) {
+    while vm.throttle.spare().is_none_or(|spare| spare >= RUN as i64) {
         let Some(came) = restore_next_run(vm, region, &memory, next..pages.end, buffer)? else { break };
         next = came.end;
     }

@@ -1,6 +1,7 @@
 //! The queue of prefetch requests of a VM.
 //!
-//! Before: a fault worker found that a cluster pays. After: the prefetch worker takes the newest request, a window at a time.
+//! Before: a fault worker found that a cluster pays. After: the prefetch worker takes the newest request, a window at a
+//! time.
 //! Threads: any push, one pops. Units: a *window* is an aligned group of [`WINDOW`] pages.
 //! Promise: a push never waits for the worker, and the queue is bounded: the oldest requests are dropped.
 
@@ -18,8 +19,8 @@ use crate::vm::view::View;
 pub const WINDOW: u64 = 16;
 /// Pages requested at most, 8 MiB: older guesses are out of date.
 const BUDGET: Bytes = Bytes(8 * MIB);
-/// Waking a thread costs the fault worker up to 30 us where CPUs sleep deeply. So the prefetch worker polls for requests,
-/// this often, until there was none for a while, or other threads want its CPU ([`Busy`]).
+/// Waking a thread costs the fault worker up to 30 us where CPUs sleep deeply. So the prefetch worker polls for
+/// requests, this often, until there was none for a while, or other threads want its CPU ([`Busy`]).
 const POLL_EVERY: Duration = Duration::from_micros(200);
 const POLL_FOR: Duration = Duration::from_millis(50);
 

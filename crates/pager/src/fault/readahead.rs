@@ -1,13 +1,14 @@
 //! Sequential readahead: threads that touch one page after the other, and how far ahead of them to bring pages back.
 //!
 //! Before: a fault on a far page. After: which far pages ahead of it come back before its thread goes on.
-//! Threads: each fault worker has its own. Units: pages of a region. Promise: no reads, no waits; a guess costs time and
-//! space, never bytes.
+//! Threads: each fault worker has its own. Units: pages of a region. Promise: no reads, no waits; a guess costs time
+//! and space, never bytes.
 //!
-//! A stream is found when a fault is on the next far page after the pages that came back last: it brings two more pages, the
-//! next fault four, and so on. Unlike clustered prefetch ([`super::cluster`]), it need not be measured whether that pays: each
-//! page of a stream would be a fault of its own, which costs two switches of threads, and a page that comes with another one
-//! only its decompression. It also comes in time: where CPUs are short, a worker of its own is too late.
+//! A stream is found when a fault is on the next far page after the pages that were restored last: it brings two more
+//! pages, the next fault four, and so on. Unlike clustered prefetch ([`super::cluster`]), it need not be measured
+//! whether that pays: each page of a stream would be a fault of its own, which costs two switches of threads, and a
+//! page that comes with another one only its decompression. It also comes in time: where CPUs are short, a worker of
+//! its own is too late.
 
 use std::ops::Range;
 
@@ -25,7 +26,7 @@ struct Stream {
     region: u32,
     /// The last fault's.
     page: u64,
-    /// The page after the last one that came back.
+    /// The page after the last one that was restored.
     next: u64,
     /// Pages that came with the last fault.
     ahead: u64,
@@ -41,8 +42,8 @@ pub struct Readahead {
 }
 
 impl Readahead {
-    /// A fault on this far page of a region of `pages` pages. Returns how many far pages should come with it, and the range to
-    /// take them from.
+    /// A fault on this far page of a region of `pages` pages. Returns how many far pages should come with it, and the
+    /// range to take them from.
     pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, Range<u64>) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
         let range = page + 1..(page + 1 + REACH).min(unit_end).min(pages);
@@ -87,7 +88,8 @@ mod tests {
 
     const PAGES: u64 = 4096;
 
-    /// Touch these pages, of which some are far; returns how many faults that took, and how many pages came for nothing.
+    /// Touch these pages, of which some are far; returns how many faults that took, and how many pages came for
+    /// nothing.
     fn touch(far: &mut [bool], touches: impl Iterator<Item = u64>) -> (u64, usize) {
         let (mut streams, mut faults) = (Readahead::default(), 0);
         let mut early = vec![false; far.len()];

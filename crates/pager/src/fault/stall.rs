@@ -1,9 +1,10 @@
 //! Faults that are read and not served yet, and the time that guest threads wait for them.
 //!
-//! Before: a fault worker read faults. After: the stall counters say how long some, and all, of the VM's threads waited.
+//! Before: a fault worker read faults. After: the stall counters say how long some, and all, of the VM's threads
+//! waited.
 //! Threads: all fault workers of a view, and the slow workers, share one clock. Units: nanoseconds.
-//! Promise: the time runs from the read of a fault to its resolution. What it waited before it was read is not visible in
-//! user space and is not counted.
+//! Promise: the time runs from the read of a fault to its resolution. What it waited before it was read is not visible
+//! in user space and is not counted.
 
 use std::collections::HashSet;
 use std::sync::Mutex;

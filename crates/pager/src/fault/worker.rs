@@ -1,10 +1,10 @@
 //! The fault worker: one for each userfaultfd of a view, serves its faults.
 //!
 //! Before: [`crate::vm::Vm::add_view`] starts it. After: it ends when the view's process or the engine does.
-//! Threads: one each; a page's faults always come to the same one (`shard`). It waits for nothing but faults: a page that
-//! another thread has locked, or whose store is busy, or that the fault throttle holds back, is put aside and tried again
-//! while others are served; one whose bytes are on a disk goes to the slow workers. A fault of a thread that reads memory in
-//! order waits for up to 16 pages of readahead, which come back first.
+//! Threads: one each; a page's faults always come to the same one (`shard`). It waits for nothing but faults: a page
+//! that another thread has locked, or whose store is busy, or that the fault throttle holds back, is put aside and
+//! tried again while others are served; one whose bytes are on a disk goes to the slow workers. A fault of a thread
+//! that reads memory in order waits for up to 16 pages of readahead, which come back first.
 //! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake.
 
 use std::os::fd::AsFd;
@@ -38,8 +38,8 @@ pub(crate) const NAP: Duration = Duration::from_millis(100);
 const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
-/// A fault that has waited for this long is reported, and another one a minute later: memory for its page cannot be had (a
-/// pool of huge pages or a file system of limited size is used up), or a store does not return.
+/// A fault that has waited for this long is reported, and another one a minute later: memory for its page cannot be had
+/// (a pool of huge pages or a file system of limited size is used up), or a store does not return.
 const LONG: Duration = Duration::from_secs(5);
 const REPORT_EVERY: Duration = Duration::from_secs(60);
 
@@ -61,7 +61,8 @@ pub fn run(vm: &Vm, view: &Arc<View>, shard: usize) {
     let mut forgotten = Forgotten::new(Instant::now());
     let mut read = Vec::with_capacity(64);
     while !vm.is_stopping() && !view.is_closed() {
-        // Without a read first: the thread that was just woken runs when this one sleeps, so a call saved is saved twice.
+        // Without a read first: the thread that was just woken runs when this one sleeps, so a call saved is saved
+        // twice.
         if worker.pending.is_empty() && !sleep_until_readable(uffd, NAP) {
             forgotten.check(vm, view, uffd, 0, Instant::now());
             continue;
@@ -168,9 +169,9 @@ impl FaultWorker<'_> {
         }
         let granule = region.granule(page);
         let is_missing = pending.fault.kind == FaultKind::Missing;
-        if is_missing && !vm.gate.admits(granule.pages(), || pending.since.elapsed()) {
+        if is_missing && !vm.throttle.admits(granule.pages(), || pending.since.elapsed()) {
             if !std::mem::replace(&mut pending.throttled, true) {
-                vm.ring();
+                vm.notify_reclaim();
             }
             return false;
         }
@@ -193,15 +194,15 @@ impl FaultWorker<'_> {
             touch::served(vm, &region, &memory, page, pending, (tracked, around));
         }
         if served == Served::Restored && granule.pages() == 1 && !came_along {
-            for pages in self.cluster.restored(&region, page, away, vm.gate.is_tight(), Instant::now()) {
+            for pages in self.cluster.restored(&region, page, away, vm.throttle.is_tight(), Instant::now()) {
                 vm.prefetch.request(self.view, region.number, pages);
             }
         }
         true
     }
 
-    /// If the thread touches one page after the other, bring back some that it touches next, before the one it waits for.
-    /// Returns whether any came.
+    /// If the thread touches one page after the other, bring back some that it touches next, before the one it waits
+    /// for. Returns whether any came.
     fn read_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
         let vm = self.vm;
         if !is_in_ram_store(region, page) {
@@ -212,11 +213,11 @@ impl FaultWorker<'_> {
         if ahead == 0 {
             return false;
         }
-        // All who move pages that no fault waits for hold this, so that these are still this region's addresses. If it is
-        // about to change, it is no time for guesses.
+        // All who move pages that no fault waits for hold this, so that these are still this region's addresses. If it
+        // is about to change, it is no time for guesses.
         let Some(_layout) = vm.try_layout() else { return false };
         let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
-        let mut left = ahead.min(vm.room_ahead());
+        let mut left = ahead.min(vm.readahead_credits());
         while left > 0 {
             match restore_next_run(vm, region, &memory, pages.clone(), &mut self.buffer[..left as usize]) {
                 Ok(Some(came)) if !came.is_empty() => {

@@ -1,11 +1,12 @@
-//! Away: for how long pages that come back had been far.
+//! The refault interval: for how long pages that come back had been far.
 //!
-//! Before: a page's word was stamped as it became Far. After: the VM's counter says for how long all that came back had been
-//! away together, from which policies tell how much of what is far is wanted at all (Little's law: what comes back in a
-//! second, times how long it was away, is how much is away at a time).
-//! Threads: any. Units: milliseconds, in steps of 256, modulo [`WRAPS_MS`]. Promise: the stamp is the age byte, which a far
-//! page has no other use for; it means the same to a later engine. Of what it put out itself an engine knows more
-//! ([`Departures`]: steps of 16 ms, for 17 minutes), in 2 bytes for each page of a chunk (32 MiB) from which something went.
+//! Before: a page's word was stamped as it became Far. After: the VM's counters say how long all restored pages had
+//! been away together, from which policies tell how much of what is far is wanted at all (Little's law: pages restored
+//! in a second, times their refault interval, is how many are away at a time).
+//! Threads: any. Units: milliseconds, in steps of 256, modulo [`WRAPS_MS`].
+//! Promise: the stamp is the age byte, which a far page has no other use for; it means the same to a later engine. An
+//! engine knows more of pages that it evicted itself ([`Departures`]: steps of 16 ms, for 17 minutes), in 2 bytes for
+//! each page of a chunk (32 MiB) from which something went.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -16,7 +17,7 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::vm::state_file::PAGES_PER_CHUNK;
 
 const STEP_MS: u64 = 256;
-/// A page that was away for longer is counted with what is left after this was taken off, as often as need be.
+/// Longer intervals count modulo this.
 pub const WRAPS_MS: u64 = 256 * STEP_MS;
 
 /// Now.
@@ -24,18 +25,18 @@ pub fn stamp() -> u8 {
     (now_ms() / STEP_MS) as u8
 }
 
-/// Now, in milliseconds since whenever.
+/// Now, in milliseconds since the host started.
 pub fn now_ms() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000
 }
 
-/// From one stamp to another, milliseconds: off by up to a step, and right on average.
+/// From one stamp to another, milliseconds: off by up to a step, exact on average.
 pub fn between_ms(from: u8, to: u8) -> u64 {
     u64::from(to.wrapping_sub(from)) * STEP_MS
 }
 
-/// How soon something came back that was away for so long (as told above): one over the time, in thousandths of 1/s.
+/// One over a refault interval, in thousandths of 1/s.
 pub fn milli_hz(away_ms: u64) -> u64 {
     // Within one step it was half of one, on average.
     1_000_000 / away_ms.max(STEP_MS / 2)
@@ -43,10 +44,10 @@ pub fn milli_hz(away_ms: u64) -> u64 {
 
 /// Steps of the finer times.
 const FINE_MS: u64 = 16;
-/// What seems to have gone so few steps in the future went after somebody looked at the clock.
+/// A departure up to this many steps in the future was stored after the clock was read.
 const AHEAD: u16 = 256;
 
-/// When each page of a region went, as this engine remembers it: finer than stamps, and over a quarter of an hour.
+/// When each page of a region was evicted by this engine: finer than stamps, and over a quarter of an hour.
 #[derive(Debug)]
 pub struct Departures {
     /// Of each chunk that something went from: steps of [`FINE_MS`], modulo 2^16; 0 is unknown.
@@ -54,7 +55,7 @@ pub struct Departures {
 }
 
 impl Departures {
-    /// Of so many pages.
+    /// For a region of this many pages.
     pub fn new(pages: u64) -> Self {
         Self { chunks: (0..pages.div_ceil(PAGES_PER_CHUNK)).map(|_| OnceLock::new()).collect() }
     }
@@ -73,7 +74,7 @@ impl Departures {
         match chunk.map_or(0, |chunk| chunk[(page % PAGES_PER_CHUNK) as usize].load(Ordering::Relaxed)) {
             0 => between_ms(stamp, (now_ms / STEP_MS) as u8),
             went => match fine(now_ms).wrapping_sub(went) {
-                // Between the look at the clock and this one it came back and went again.
+                // After the clock was read it was restored and evicted again.
                 ahead if ahead > u16::MAX - AHEAD => 0,
                 steps => u64::from(steps) * FINE_MS,
             },

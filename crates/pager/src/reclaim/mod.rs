@@ -1,7 +1,7 @@
 //! Reclaim: what goes, and when.
 //!
-//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop; `refault` and `interval`
-//! tell it what came back and how soon, `kept` and `pinned` what cannot go.
+//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop; `refault` and
+//! `interval` tell it what refaults and how soon, `kept` and `pinned` what cannot go.
 //! Threads: one reclaim worker for each VM. Promise: a page goes only after its quarantine.
 
 pub mod interval;

@@ -1,10 +1,10 @@
 //! Pinned pages: those that somebody holds beside their file, and what is known of whether anybody does.
 //!
-//! Before: `evict` has claimed pages that are zapped everywhere. After: what a device, direct I/O or a system call in the
-//! middle of its work can still write to stays in memory, and is passed over until it is let go.
-//! Threads: the reclaim lane asks and remembers; heat's table asks what to pass over; the API reads the figures.
-//! Units: pages of a region, seconds. Promise: asking comes after the zap was acknowledged and before the bytes are read, and
-//! "cannot be known" counts as held.
+//! Before: `evict` has claimed pages that are zapped everywhere. After: what a device, direct I/O or a system call in
+//! the middle of its work can still write to stays in memory, and is passed over until it is let go.
+//! Threads: the reclaim worker asks and remembers; heat's table asks what to pass over; the API reads the figures.
+//! Units: pages of a region, seconds. Promise: asking comes after the zap was acknowledged and before the bytes are
+//! read, and "cannot be known" counts as held.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -25,7 +25,8 @@ use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 /// How often pinned pages are looked at again, and how many at a time: 16,384 cost 3 ms.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 const AT_ONCE: u64 = 1 << 14;
-/// What is held for so long is told. And so often it is tried whether what a foreign mapper had mapped can go: that costs a zap.
+/// What is held for so long is told. And so often it is tried whether what a foreign mapper had mapped can go: that
+/// costs a zap.
 const LONG: Duration = Duration::from_secs(60);
 
 /// The pin check of a host, which all its VMs share; nothing is known of it at first.
@@ -199,8 +200,8 @@ type Place = (u32, u64);
 #[derive(Clone, Copy, Debug)]
 struct Held {
     now: PageMap,
-    /// Those of them that a foreign mapper had mapped. Once the guest touches one, the VM has it mapped, too, and nobody can
-    /// tell whether the other mapping is still there.
+    /// Those of them that a foreign mapper had mapped. Once the guest touches one, the VM has it mapped, too, and
+    /// nobody can tell whether the other mapping is still there.
     mapped: PageMap,
     /// Those that were held when that was last counted, and were not found free since.
     before: PageMap,
@@ -267,8 +268,8 @@ impl Pinned {
         }
     }
 
-    /// Look at some of them again, if it is time, and forget those that are held no more. Returns how many have been held for
-    /// long, if none had been when that was last counted.
+    /// Look at some of them again, if it is time, and forget those that are held no more. Returns how many have been
+    /// held for long, if none had been when that was last counted.
     pub(crate) fn look_again(
         &self,
         check: &PinCheck,

@@ -1,8 +1,9 @@
-//! Reclaim: keep a VM's resident memory at or below its limit.
+//! The reclaim worker: keeps a VM's resident memory at or below its limit.
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
-//! Threads: one lane per VM. It may wait for the store and for the client; a fault waits for the pages of the
-//! one run it is punching (and copying, if it insists: see below), and in a VM at its limit for room (`gate`, 0.1 s at most).
+//! Threads: one worker per VM. It may wait for the store and for the client; a fault waits for the pages of the one run
+//! that is being punched (and copied, if reclaim is forced: see below), and in a VM at its limit for credits
+//! (`throttle`, at most 0.1 s).
 //! Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing back but ends reclaim at once.
 //!
 //! ```text
@@ -10,16 +11,17 @@
 //!                   nothing to do        |  background  |  direct
 //! ```
 //!
-//! Above *low* the lane works in the background: it keeps a supply of pages in quarantine and evicts those that stayed
-//! untouched for T until resident is at low again. Above *limit* it does the same without pauses, takes warm pages, too,
-//! and (unless something may have pages pinned and it cannot be known of which page) waits only a short T, halved as long as
-//! the guest rescues nearly everything. If it does so even with no T at all, the lane *insists*: pages are locked before they
-//! are copied. And from a margin above the limit on, a page comes in only when one has gone (`gate`); a fault that waits for
-//! that first has more pages kept in quarantine, then T halved. So a VM whose working set is larger than its limit is held to
-//! it, at the price of restores.
+//! Above *low* the worker reclaims in the background: it keeps a supply of pages in quarantine and evicts those that
+//! stayed untouched for T until resident is at low again. Above *limit* it does the same without pauses, and takes warm
+//! pages, too. There the quarantine is *adaptive*, unless something may have pages pinned and it cannot be known which:
+//! it lasts a short T, which is halved as long as nearly all pages are quarantine hits. If they are even with no T at
+//! all, reclaim is *forced*: pages are locked before they are copied. And from a margin above the limit on, a page
+//! comes in only when one has gone (`throttle`); a fault that waits for that first has more pages kept in quarantine,
+//! then T halved. So a VM whose working set is larger than its limit is held to it, at the price of restores.
 //!
-//! *What* goes are two guesses: what heat offers (a clock hand, or tracking's oldest), and what came back of late (`recent`,
-//! which learns which of the two stays away longer). Either has to stay untouched in quarantine.
+//! *What* goes are two guesses: what heat offers (the clock, or tracking's oldest), and what refaulted lately
+//! (`refault`, which learns which of the two has the longer refault interval). Either has to stay untouched in
+//! quarantine.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -35,7 +37,7 @@ use ballast_sys::PinCheck;
 
 use crate::reclaim::interval;
 use crate::reclaim::pinned::Asked;
-use crate::reclaim::refault::{Guess, Returned};
+use crate::reclaim::refault::{Guess, RefaultHistory};
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::state_file::StateError;
@@ -49,23 +51,23 @@ use ballast_page::page_state::{State, Ticket, Word};
 const IDLE: Duration = Duration::from_millis(200);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
-/// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most one
-/// punch of this size, some 20 us.
+/// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
+/// one punch of this size, some 20 us.
 const EVICT_RUN: u64 = 64;
-/// Pages put into quarantine in one round: 32 MiB, some milliseconds of picking and zapping. While the first of them wait for
-/// T, more are picked.
+/// Pages put into quarantine in one round: 32 MiB, some milliseconds of picking and zapping. While the first of them
+/// wait for T, more are picked.
 const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
 /// The same while the guest touches everything faster than that: 1 ms of evicting, so that the last page of a batch was
 /// zapped hardly longer ago than the first.
-const TOP_UP_HURRIED: u64 = 256;
-/// One part in this many of what a VM may hold is in quarantine at most because faults wait for room.
+const TOP_UP_SHORT: u64 = 256;
+/// At most 1/N of what a VM may hold is in quarantine because faults wait for credits.
 const SUPPLY_PART: u64 = 4;
 /// Below this a shortened T is none at all.
 const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
 const STORE_REST: Duration = Duration::from_secs(1);
 
-/// The same while the spill lane makes room: the time it takes to write a few MiB.
+/// The same while the spill worker makes room: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
 
 /// Pages zapped together.
@@ -86,8 +88,8 @@ struct Due {
     count: u64,
 }
 
-/// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first of them may
-/// only have come to the end of what heat offers in one go.
+/// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first
+/// of them may only have come to the end of what heat offers in one go.
 const HELD_UP_AFTER: u32 = 3;
 /// So many times as long as such a round took passes before the next one: less than a twentieth of a CPU.
 const PINNED_REST: u32 = 20;
@@ -103,22 +105,23 @@ enum Rest {
     StoreRefused,
 }
 
-/// What the lane keeps between rounds.
-struct Lane<'a> {
+/// What the worker keeps between rounds.
+struct ReclaimWorker<'a> {
     vm: &'a Vm,
     source: HeatSource,
     /// What tells who holds a page, if anything can; the same for all of a round.
     check: Option<Arc<PinCheck>>,
     /// Rounds in a row that found nothing to zap, while something was pinned.
     fruitless: u32,
-    returned: Returned,
+    history: RefaultHistory,
     batches: VecDeque<Batch>,
-    /// T when over the limit, where T is no safety matter.
-    patience: Duration,
-    /// Pages in quarantine beyond those of the margin, while faults wait for room.
+    /// T when over the limit, where T is no safety matter: the adaptive quarantine.
+    direct_quarantine: Duration,
+    /// Pages in quarantine beyond those of the margin, while faults wait for credits.
     supply: u64,
-    /// Even with no T at all the guest touched nearly everything before it was copied: now pages are locked for that.
-    insists: bool,
+    /// Forced reclaim: even with no T at all the guest touched nearly everything before it was copied, so pages are
+    /// locked for the copying.
+    forced: bool,
     rest_until: Option<Instant>,
     store_was_full: bool,
     /// Pages on their way to the store: 64 KiB, so that they are still in the CPU's cache when they are compressed.
@@ -132,50 +135,50 @@ pub fn margin(limit: Bytes) -> Bytes {
 
 /// Run until the VM is stopped.
 pub fn run(vm: &Vm) {
-    let mut lane = Lane {
+    let mut worker = ReclaimWorker {
         vm,
         source: HeatSource::new(vm.heat.clone()),
         check: None,
         fruitless: 0,
-        returned: Returned::default(),
+        history: RefaultHistory::default(),
         batches: VecDeque::new(),
-        patience: vm.tuning.direct_quarantine,
+        direct_quarantine: vm.tuning.direct_quarantine,
         supply: 0,
-        insists: false,
+        forced: false,
         rest_until: None,
         store_was_full: false,
         buffer: Box::new([[0; PAGE_SIZE]; _]),
     };
-    if let Err(error) = lane.forget_quarantine() {
+    if let Err(error) = worker.forget_quarantine() {
         vm.report("reclaim-failed", format!("Reading the page-state words: {error}"));
     }
     let mut pause = Duration::ZERO;
     while !vm.is_stopping() {
-        vm.wait(pause);
+        vm.wait_for_notify(pause);
         vm.pressure.sample(vm.stats(), Instant::now());
-        pause = match lane.round() {
+        pause = match worker.round() {
             Ok(pause) => pause,
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
-                vm.gate.open();
-                lane.release_all();
-                if let Err(error) = lane.forget_quarantine() {
+                vm.throttle.open();
+                worker.release_all();
+                if let Err(error) = worker.forget_quarantine() {
                     tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
                 }
                 STORE_REST
             }
         };
-        // Only now, and not in a hurry: what restores have emptied is ready to hold what goes out next.
+        // Only in a long pause: what restores have emptied is ready to hold what goes out next.
         if pause > DIRECT {
             vm.stores.ram.tidy();
         }
     }
-    vm.gate.open();
-    lane.release_all();
+    vm.throttle.open();
+    worker.release_all();
 }
 
-impl Lane<'_> {
-    /// One round; answers how long to pause before the next.
+impl ReclaimWorker<'_> {
+    /// One round; returns how long to pause before the next.
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm;
         let now = Instant::now();
@@ -183,7 +186,7 @@ impl Lane<'_> {
         let limit = match self.limit(now) {
             Ok(limit) => limit,
             Err(rest) => {
-                vm.gate.open();
+                vm.throttle.open();
                 if rest != Rest::StoreRefused {
                     vm.over_limit.store(false, Ordering::Relaxed);
                     vm.pinned.clear();
@@ -197,10 +200,10 @@ impl Lane<'_> {
         let margin = margin(limit).0;
         if vm.may_pin() && self.check.is_none() {
             // Its pages must stay in quarantine for T, however long its faults would wait.
-            vm.gate.open();
+            vm.throttle.open();
         } else {
             let pages = |bytes| Bytes(bytes).pages_floor().0;
-            vm.gate.look(pages(resident), pages(limit.0), pages(margin));
+            vm.throttle.set(pages(resident), pages(limit.0), pages(margin));
         }
         let low = limit.0.saturating_sub(margin);
         if resident <= low {
@@ -211,29 +214,31 @@ impl Lane<'_> {
             return Ok(IDLE);
         }
         let excess = Bytes(resident - low).pages_floor().0;
-        // A fault that waits for room is as urgent.
-        let is_wanted = vm.gate.was_wanted();
-        let over_limit = resident > limit.0 || is_wanted;
-        if is_wanted {
-            // More in quarantine at a time, which still tells hot pages from cold ones; if that is not enough, a shorter T.
+        // A fault that waits for credits is as urgent.
+        let is_short = vm.throttle.was_short();
+        let over_limit = resident > limit.0 || is_short;
+        if is_short {
+            // More in quarantine at a time, which still tells hot pages from cold ones; if that is not enough, a
+            // shorter T.
             let most = limit.pages_floor().0 / SUPPLY_PART;
             if self.supply >= most {
-                self.hurry();
+                self.halve_quarantine();
             }
-            self.supply = (self.supply * 2).clamp(TOP_UP_HURRIED.min(most), most);
+            self.supply = (self.supply * 2).clamp(TOP_UP_SHORT.min(most), most);
         } else if !over_limit {
             self.supply -= self.supply.div_ceil(8);
             // Slowly: while faults wait now and then, it stays near what served them.
-            self.patience = (self.patience + self.patience / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
-            self.insists = false;
+            self.direct_quarantine =
+                (self.direct_quarantine + self.direct_quarantine / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
+            self.forced = false;
         }
-        self.returned.take_note(&vm.recent, limit.pages_floor().0, now);
+        self.history.take_note(&vm.refaults, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
         let mut zapped = 0;
         if watched < wanted {
-            let most = if self.patience < vm.tuning.direct_quarantine { TOP_UP_HURRIED } else { TOP_UP };
+            let most = if self.direct_quarantine < vm.tuning.direct_quarantine { TOP_UP_SHORT } else { TOP_UP };
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
             zapped =
                 self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
@@ -244,10 +249,10 @@ impl Lane<'_> {
             (true, true) => Duration::ZERO,
             (true, false) if self.fruitless >= HELD_UP_AFTER => {
                 // No fault need wait for room, and looking for more costs a look at every page.
-                vm.gate.open();
+                vm.throttle.open();
                 IDLE.max(now.elapsed() * PINNED_REST)
             }
-            (true, false) => DIRECT.min(self.wait_for(Some(self.patience))),
+            (true, false) => DIRECT.min(self.wait_for(Some(self.direct_quarantine))),
             _ => BACKGROUND,
         })
     }
@@ -313,7 +318,7 @@ impl Lane<'_> {
         Ok(IDLE)
     }
 
-    /// Evict up to about `excess` pages that stayed untouched for T; answers how many went.
+    /// Evict up to about `excess` pages that stayed untouched for T; returns how many went.
     fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
         let vm = self.vm;
         let (mut tried, mut gone) = (0, 0);
@@ -323,7 +328,7 @@ impl Lane<'_> {
             let run = (first, count);
             let granule_of = |page| region.granule(page);
             let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: interval::stamp() };
-            let from = if over_limit && self.insists { LockedFrom::Copy } else { LockedFrom::Punch };
+            let from = if over_limit && self.forced { LockedFrom::Copy } else { LockedFrom::Punch };
             region.departures().go(first.0..first.0 + count);
             let check = self.check.clone();
             let asked = Asked::new(&region, check.as_deref());
@@ -334,7 +339,7 @@ impl Lane<'_> {
             let held = evicted.held.len() as u64 * region.granule_pages();
             vm.ledger().evicted(&evicted, region.granule_pages());
             if evicted.far == count {
-                self.returned.guesses.went(guess, (region.number, first), Instant::now());
+                self.history.guesses.went(guess, (region.number, first), Instant::now());
             }
             tried += count - held;
             gone += evicted.far + evicted.zero;
@@ -360,8 +365,8 @@ impl Lane<'_> {
         }
         if over_limit && gone * 8 < tried && self.rest_until.is_none_or(|until| until < now) {
             // The guest touches nearly all of it sooner.
-            self.insists |= self.patience.is_zero();
-            self.hurry();
+            self.forced |= self.direct_quarantine.is_zero();
+            self.halve_quarantine();
         }
         Ok(gone)
     }
@@ -370,7 +375,7 @@ impl Lane<'_> {
     /// [`Vm::set_may_pin`] count from the moment they have had it.
     fn due(&mut self, over_limit: bool, now: Instant) -> Option<Due> {
         let vm = self.vm;
-        let wait = self.wait_for(over_limit.then_some(self.patience));
+        let wait = self.wait_for(over_limit.then_some(self.direct_quarantine));
         loop {
             let batch = self.batches.front_mut()?;
             if batch.generation != vm.generation() {
@@ -388,7 +393,8 @@ impl Lane<'_> {
                 continue;
             };
             let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
-            // Whole 2 MiB go as one extent where nobody is in a hurry: one punch, and a huge page is not split.
+            // Whole 2 MiB go as one extent where the quarantine is not shortened: one punch, and a huge page is not
+            // split.
             let place = run.first.0 % PAGES_PER_UNIT;
             let whole = place == 0 && run.count >= PAGES_PER_UNIT && !over_limit;
             let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
@@ -402,9 +408,9 @@ impl Lane<'_> {
     }
 
     /// Halve the T of direct reclaim.
-    fn hurry(&mut self) {
-        let half = self.patience / 2;
-        self.patience = if half < SHORTEST { Duration::ZERO } else { half };
+    fn halve_quarantine(&mut self) {
+        let half = self.direct_quarantine / 2;
+        self.direct_quarantine = if half < SHORTEST { Duration::ZERO } else { half };
     }
 
     /// The store would not take a page: rest, and say so once.
@@ -427,7 +433,8 @@ impl Lane<'_> {
         self.release_all();
     }
 
-    /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are. Returns how many that were.
+    /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are. Returns how
+    /// many that were.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
         let vm = self.vm;
         let layout = vm.layout();
@@ -436,17 +443,17 @@ impl Lane<'_> {
             return Ok(0);
         }
         let table = Table::of(vm);
-        let asked = self.returned.guesses.recent(want, Instant::now());
-        let recent = self.returned.pick(&table, asked);
-        let found = recent.iter().map(|run| run.count).sum::<u64>().min(asked);
+        let asked = self.history.guesses.refaulted(want, Instant::now());
+        let refaulted = self.history.pick(&table, asked);
+        let found = refaulted.iter().map(|run| run.count).sum::<u64>().min(asked);
         // What is missing of those the hand makes up for, but only as far as room is short now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
         let mut picked = Vec::new();
         self.source.pick(&table, want - asked + more, pick, &mut picked);
         let ticket = vm.ticket();
-        let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.len() + recent.len());
-        let recent = recent.into_iter().map(|run| (Guess::Recent, run));
-        for (guess, run) in picked.into_iter().map(|run| (Guess::Hand, run)).chain(recent) {
+        let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.len() + refaulted.len());
+        let refaulted = refaulted.into_iter().map(|run| (Guess::Refaulted, run));
+        for (guess, run) in picked.into_iter().map(|run| (Guess::Clock, run)).chain(refaulted) {
             let Some(region) = vm.region(run.region) else { continue };
             // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
             match vm.register_or_keep(&region, run.first, PageIdx(run.first.0 + run.count)) {
@@ -475,7 +482,7 @@ impl Lane<'_> {
         }
         let pages: u64 = marked.iter().map(|(_, run)| run.count).sum();
         vm.stats().add(Counter::Zapped, pages);
-        // Not held while we wait for clients: the lane that takes their answers may need it, too. Whatever changes
+        // Not held while we wait for clients: the worker that takes their answers may need it, too. Whatever changes
         // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
         drop(layout);
         // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
@@ -529,7 +536,7 @@ impl Lane<'_> {
         }
     }
 
-    /// After a failure in the middle of a batch, or a panic of this lane: nothing is on its way out any more.
+    /// After a failure in the middle of a batch, or a panic of this worker: nothing is on its way out any more.
     fn forget_quarantine(&mut self) -> Result<(), StateError> {
         let _layout = self.vm.layout();
         self.batches.clear();

@@ -1,12 +1,12 @@
 //! Coalesce: a 2 MiB unit that was mapped huge, and whose pages are all back, is mapped huge again.
 //!
 //! Before: reclaim zapped pages of a unit, and the guest touched them all again. After: one entry maps the unit.
-//! Threads: one lane per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
-//! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident, or
-//! with a hole, is left alone; see `unit.rs` for why no byte can be lost. At most [`SHARE`] of one CPU is used.
+//! Threads: one worker per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
+//! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident,
+//! or with a hole, is left alone; see `unit.rs` for why no byte can be lost. At most [`SHARE`] of one CPU is used.
 //!
-//! Only what was mapped huge before is looked at: making huge pages where there were none is not our decision, and a page
-//! that was punched out of a huge page has split it, so that putting it together again copies 2 MiB.
+//! Only what was mapped huge before is looked at: making huge pages where there were none is not our decision, and a
+//! page that was punched out of a huge page has split it, so that putting it together again copies 2 MiB.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ const SHORT_OF_MEMORY: Duration = Duration::from_secs(10);
 /// Look after the VM's units until it is stopped.
 pub fn run(vm: &Vm) {
     let mut pause = vm.tuning.coalesce_every;
-    while vm.doze(pause) {
+    while vm.sleep(pause) {
         pause = match pass(vm) {
             Ok(Collapsed::NoMemory) => SHORT_OF_MEMORY.max(vm.tuning.coalesce_every),
             Ok(_) => vm.tuning.coalesce_every,
@@ -40,7 +40,7 @@ pub fn run(vm: &Vm) {
     }
 }
 
-/// Look at every unit once. Answers `NoMemory` if that ended it.
+/// Look at every unit once. Returns `NoMemory` if that ended it.
 fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
     for region in vm.regions() {
         for number in 0..region.units().len() {
@@ -62,7 +62,7 @@ fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
                 Some(Collapsed::NoMemory) => return Ok(Collapsed::NoMemory),
                 _ => {}
             }
-            if !vm.doze(started.elapsed() * (SHARE - 1)) {
+            if !vm.sleep(started.elapsed() * (SHARE - 1)) {
                 return Ok(Collapsed::Gone);
             }
         }
@@ -104,8 +104,8 @@ pub(crate) fn unit_addr(view: &View, region: &Region, unit: u64) -> Option<Hva> 
     (is_unit_aligned(addr) && region.is_unit_aligned()).then_some(addr)
 }
 
-/// Note which units of `first..first + count` are mapped huge in a view, before pages of them are zapped. Not knowing is
-/// no error: what is not known to be huge stays in base pages.
+/// Note which units of `first..first + count` are mapped huge in a view, before pages of them are zapped. Not knowing
+/// is no error: what is not known to be huge stays in base pages.
 pub(crate) fn learn(view: &View, region: &Region, first: PageIdx, count: u64) {
     let Some(base) = view.base(region.number).filter(|base| is_unit_aligned(*base) && region.is_unit_aligned()) else {
         return;

@@ -1,7 +1,7 @@
 //! Scans: what the guest touches, and which memory is mapped huge.
 //!
-//! Before: a VM is tracked. After: heat knows which units and pages are touched. `worker` runs the cycles of `source`, which
-//! gives each chunk to the `zap` or the `rwp` scan; `coalesce` maps units huge again.
+//! Before: a VM is tracked. After: heat knows which units and pages are touched. `worker` runs the cycles of `source`,
+//! which gives each chunk to the `zap` or the `rwp` scan; `coalesce` maps units huge again.
 //! Threads: a tracking worker and a coalescing worker for each VM. Promise: no byte changes.
 
 pub mod coalesce;

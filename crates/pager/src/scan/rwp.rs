@@ -1,13 +1,13 @@
 //! RWP scan: the kernel records which base pages are touched (userfaultfd read-write protection, Linux 7.3).
 //!
 //! Before: [`super::source`] gives it the units that the kernel can watch. After: which of their pages were touched.
-//! Threads: one tracking lane per VM; no fault lane and no client has part in it.
-//! Units: 2 MiB, and pages. Promise: no byte changes, nothing is unmapped, and no thread waits for us: the first touch of
-//! a protected page lifts its protection inside the kernel. An engine that dies in the middle of a cycle leaves pages
-//! whose next touch costs that once.
+//! Threads: one tracking worker per VM; no fault worker and no client has part in it.
+//! Units: 2 MiB, and pages. Promise: no byte changes, nothing is unmapped, and no thread waits for us: the first touch
+//! of a protected page lifts its protection inside the kernel. An engine that dies in the middle of a cycle leaves
+//! pages whose next touch costs that once.
 //!
-//! What is not mapped is not touched: whatever maps it counts as a touch, also a prefetch. What it costs to have it back
-//! is no cost of watching.
+//! What is not mapped is not touched: whatever maps it counts as a touch, also a prefetch. What it costs to have it
+//! back is no cost of watching.
 
 use std::io;
 use std::sync::Arc;
@@ -190,7 +190,7 @@ impl<'a> RwpScan<'a> {
         result
     }
 
-    /// Pages that our own lanes have mapped so far.
+    /// Pages that our own workers have mapped so far.
     fn mapped(&self) -> u64 {
         use Counter::{FaultFresh, FaultMinor, FaultRestore, FaultZero, Prefetched};
         let stats = self.vm.stats();
@@ -202,7 +202,7 @@ impl<'a> RwpScan<'a> {
 }
 
 impl Drop for RwpScan<'_> {
-    /// Also when the lane panics in the middle of a cycle.
+    /// Also when the worker panics in the middle of a cycle.
     fn drop(&mut self) {
         let mut runs = std::mem::take(&mut self.runs);
         let _ = self.finish(&mut runs);

@@ -1,17 +1,17 @@
 //! Scans: what tracks a VM. Each chunk of its RAM is watched by the scan that suits it.
 //!
 //! Before: heat's tracker says which units to watch. After: which of them, or which of their pages, were touched.
-//! Threads: one tracking lane per VM. Units: 2 MiB, and pages. Promise: a unit is watched by one scan, and while a cycle
-//! runs no chunk is unregistered.
+//! Threads: one tracking worker per VM. Units: 2 MiB, and pages. Promise: a unit is watched by one scan, and while a
+//! cycle runs no chunk is unregistered.
 //!
 //! | A chunk | is watched by |
 //! |---|---|
-//! | registered for accesses in every process that maps it, and no unit of it was seen mapped huge | `rwp_scan`: the kernel records touches |
-//! | any other | `zap_scan`: a touch is a fault that we serve |
+//! | registered for accesses in every process that maps it, and no unit of it was seen mapped huge | `rwp`: the kernel records touches |
+//! | any other | `zap`: a touch is a fault that we serve |
 //!
-//! How a chunk is registered `Vm::register` decides, once: memory registered for accesses cannot be mapped huge again. A
-//! huge mapping of shared memory is left to the zap scan for the same reason: the kernel unmaps it when it is protected
-//! (seen on 7.3), so that its touch would be a fault for us as with a zap.
+//! How a chunk is registered `Vm::register` decides, once: memory registered for accesses cannot be mapped huge again.
+//! A huge mapping of shared memory is left to the zap scan for the same reason: the kernel unmaps it when it is
+//! protected (seen on 7.3), so that its touch would be a fault for us as with a zap.
 
 use std::io;
 use std::time::Duration;

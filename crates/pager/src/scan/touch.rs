@@ -1,7 +1,7 @@
 //! Touch: what a fault tells the tracker, and how a unit that was zapped to be watched is mapped again.
 //!
-//! Before: the zap scan zapped units and flagged them. After: the fault worker marks what is touched (`touches`), and maps a
-//! huge unit as a whole, some base pages as one run, so that watching leaves nothing slow.
+//! Before: the zap scan zapped units and flagged them. After: the fault worker marks what is touched (`touches`), and
+//! maps a huge unit as a whole, some base pages as one run, so that watching leaves nothing slow.
 //! Threads: fault workers. Units: pages of a region; nanoseconds.
 //! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.
 
@@ -20,8 +20,8 @@ use crate::vm::view::{RegionView, View};
 use ballast_page::page_state::State;
 use ballast_page::unit::Mapping;
 
-/// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us. So which
-/// of these blocks were touched costs no more to know.
+/// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us. So
+/// which of these blocks were touched costs no more to know.
 const AROUND: u64 = BLOCK;
 /// What the fault worker does with a fault on a unit that is not quiet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,8 +59,8 @@ pub(crate) fn touched(
         if !fine {
             unit.touch(page);
         }
-        // What reclaim took or was about to take would have been a fault without us, too: a VM that misses much would seem costly
-        // to track, and then not be tracked, when it needs that most.
+        // What reclaim took or was about to take would have been a fault without us, too: a VM that misses much would
+        // seem costly to track, and then not be tracked, when it needs that most.
         tracked = pending.fault.kind == FaultKind::Minor && region.word(page).state() == State::Resident;
         vm.touches.count_fault(tracked);
     }

@@ -12,8 +12,8 @@ use ballast_heat::{PageMap, UnitId};
 
 /// Units that can be watched page by page at a time.
 pub const FINE_UNITS: usize = 512;
-/// What a waiting thread loses before its fault is read and after it is resolved, on the CPU of the worker: 3.6 us measured
-/// in all, less what the worker itself sees.
+/// What a waiting thread loses before its fault is read and after it is resolved, on the CPU of the worker: 3.6 us
+/// measured in all, less what the worker itself sees.
 const UNSEEN: Duration = Duration::from_micros(2);
 
 /// What fault workers tell the tracker of one VM.

@@ -1,7 +1,7 @@
 //! Units: what the engine knows of each 2 MiB of a region.
 //!
-//! Before: a chunk is registered, and `coalesce::learn` says which of its units are mapped huge. After: reclaim, tracking
-//! and `coalesce` note what they did to a unit; a fault reads what that means for it.
+//! Before: a chunk is registered, and `coalesce::learn` says which of its units are mapped huge. After: reclaim,
+//! tracking and `coalesce` note what they did to a unit; a fault reads what that means for it.
 //! Threads: any; atomics only. In the engine's memory: a successor begins with nothing known.
 //!
 //! | What | Of use to | If it is wrong |

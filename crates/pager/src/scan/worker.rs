@@ -1,9 +1,9 @@
 //! The tracking worker: finds out what is hot in one VM.
 //!
-//! Before: the VM has a limit, or somebody asked. After: `vm.heat` knows generations, ages and the working set, by which
-//! reclaim picks and which the API shows.
-//! Threads: one worker per VM, at the pace of heat's budgets. Promise: no cycle runs while the VM is held or stopping; one
-//! that does is ended within [`LOOK`], and everything it zapped is mapped as it was.
+//! Before: the VM has a limit, or somebody asked. After: `vm.heat` knows generations, ages and the working set, by
+//! which reclaim picks and which the API shows.
+//! Threads: one worker per VM, at the pace of heat's budgets. Promise: no cycle runs while the VM is held or stopping;
+//! one that does is ended within [`LOOK`], and everything it zapped is mapped as it was.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ pub fn run(vm: &Vm) {
     while goes_on {
         if !vm.is_tracked() || vm.views().is_empty() {
             vm.heat.set_source(None);
-            goes_on = vm.doze(IDLE);
+            goes_on = vm.sleep(IDLE);
             continue;
         }
         vm.heat.set_source(Some(source.ability()));
@@ -39,7 +39,7 @@ pub fn run(vm: &Vm) {
                 if left.is_zero() || !vm.is_tracked() {
                     return vm.is_tracked();
                 }
-                vm.doze(left.min(LOOK));
+                vm.sleep(left.min(LOOK));
             }
         };
         if let Err(error) = vm.heat.turn(&mut source, &Table::of(vm), &mut wait) {
@@ -47,7 +47,7 @@ pub fn run(vm: &Vm) {
             if failures.is_power_of_two() {
                 tracing::warn!(vm = vm.state.name(), failures, "Tracking what the guest touches: {error}");
             }
-            vm.doze(FAILED);
+            vm.sleep(FAILED);
         }
         goes_on = !vm.is_stopping();
     }

@@ -1,7 +1,7 @@
 //! Zap scan: finds out what a guest touches by unmapping it and counting the faults.
 //!
 //! Before: [`super::source`] gives it units to watch. After: which of them, or which of their pages, were touched.
-//! Threads: one tracking lane per VM; it waits for the client's zaps, and no fault waits for it.
+//! Threads: one tracking worker per VM; it waits for the client's zaps, and no fault waits for it.
 //! Units: 2 MiB, and pages. Promise: no byte changes. Words stay Resident all the time, so an engine that dies in the
 //! middle of a cycle leaves minor faults and nothing else.
 //!
@@ -115,7 +115,7 @@ impl<'a> ZapScan<'a> {
         let (faults, guest) = self.vm.touches.cost();
         let units = std::mem::take(&mut self.units);
         let seen = self.finish(&units);
-        // While a thread waits for its fault, the lane works on it.
+        // While a thread waits for its fault, the worker works on it.
         (seen, Cost { cpu: guest, guest, faults })
     }
 
@@ -145,8 +145,8 @@ impl<'a> ZapScan<'a> {
             let kept = view.zap(&ranges)?;
             vm.keep_parts(view, &kept);
         }
-        // A fault that was raised before the zap may have been served since the unit was watched: then the unit was mapped, and
-        // the zap has unmapped it. Nobody would map it again.
+        // A fault that was raised before the zap may have been served since the unit was watched: then the unit was
+        // mapped, and the zap has unmapped it. Nobody would map it again.
         for watched in units.iter().filter(|watched| watched.is_whole()) {
             let unit = watched.unit();
             while unit.as_whole().is_mapping() {
@@ -262,7 +262,7 @@ impl<'a> ZapScan<'a> {
 }
 
 impl Drop for ZapScan<'_> {
-    /// Also when the lane panics in the middle of a cycle.
+    /// Also when the worker panics in the middle of a cycle.
     fn drop(&mut self) {
         self.finish(&self.units);
     }

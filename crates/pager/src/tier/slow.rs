@@ -1,6 +1,7 @@
 //! The slow workers: serve faults on pages whose bytes are on a disk.
 //!
-//! Before: a fault worker met a page of the file store (`slow_queue`). After: the same `fault::serve`, here, where it may wait.
+//! Before: a fault worker met a page of the file store (`slow_queue`). After: the same `fault::serve`, here, where it
+//! may wait.
 //! Threads: [`WORKERS`] per VM that has a file store; each waits for the disk for up to a tenth of a second at a time.
 //! Promise: no fault on any other page waits for the disk. A fault taken here is served or, if the worker panics or the
 //! engine dies, raised again by a wake.

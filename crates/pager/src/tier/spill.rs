@@ -1,15 +1,15 @@
 //! Spill: move pages that have been far for long from the RAM store to the file store.
 //!
-//! Before: reclaim put pages into RAM, and nobody has touched them since. After: they are in the file, and the RAM store
-//! has room again. Threads: one worker per VM that has a file store. It may wait for the disk; no fault ever waits for it,
-//! but for the one page whose word it is changing (`shift`).
+//! Before: reclaim put pages into RAM, and nobody has touched them since. After: they are in the file, and the RAM
+//! store has room again. Threads: one worker per VM that has a file store. It may wait for the disk; no fault ever
+//! waits for it, but for the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. What the file store does not take stays in RAM, and is said once.
 //!
 //! A page's age is a clock's: a pass marks every far word it meets (`Word::marked`), whatever happens to the page makes
-//! a word without the mark, and what is still marked on the next pass, at least `spill_after` later, is old. So a page goes
-//! after one to two times that. While the RAM store's budget is nearly used, passes follow one another without that
-//! pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
+//! a word without the mark, and what is still marked on the next pass, at least `spill_after` later, is old. So a page
+//! goes after one to two times that. While the RAM store's budget is nearly used, passes follow one another without
+//! that pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -86,7 +86,7 @@ pub fn run(vm: &Vm) {
     let Some(file) = vm.stores.file.clone() else { return };
     let Some(after) = vm.tuning.spill_after else {
         // Nothing goes there any more; what is freed there is given back all the same.
-        while vm.doze(TICK) {
+        while vm.sleep(TICK) {
             file.tidy();
         }
         return;
@@ -148,7 +148,7 @@ impl SpillWorker<'_> {
             let moved = self.turn(Take::All, WANTED)?;
             vm.spill.set_helps(moved > 0);
             ram.tidy();
-            vm.ring();
+            vm.notify_reclaim();
         } else if self.pass.is_some() || now >= self.next_pass {
             let (end, _) = self.walk(self.pass.unwrap_or((0, 0)), Take::Old, UNLIMITED)?;
             self.pass = end;
@@ -176,7 +176,8 @@ impl SpillWorker<'_> {
         Ok(moved)
     }
 
-    /// Walk over the words that were ever written. Returns where it stopped before the end, and how many pages it moved.
+    /// Walk over the words that were ever written. Returns where it stopped before the end, and how many pages it
+    /// moved.
     fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
         let vm = self.vm;
         let (mut moved, mut words) = (0, 0);
@@ -204,8 +205,8 @@ impl SpillWorker<'_> {
         Ok((None, moved))
     }
 
-    /// Read the words of these pages, and move those that are to go, about `most` of them. Returns the page after the last one
-    /// read, and how many were moved.
+    /// Read the words of these pages, and move those that are to go, about `most` of them. Returns the page after the
+    /// last one read, and how many were moved.
     fn stretch(&mut self, region: &Region, pages: std::ops::Range<u64>, take: Take, most: u64) -> (u64, u64) {
         let (mut moved, mut next) = (0, pages.start);
         for page in pages {

@@ -1,7 +1,7 @@
 //! The stores of one VM, by the numbers that words name them by.
 //!
-//! Before: the engine opened them. After: `evict` puts pages into the RAM store, `spill` moves them on to the file store, and
-//! faults bring them back from either. Threads: any.
+//! Before: the engine opened them. After: `evict` puts pages into the RAM store, `spill` moves them on to the file
+//! store, and faults bring them back from either. Threads: any.
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl Stores {
         Self { ram, file: None }
     }
 
-    /// Only what answers at once: what the lane resolves with that must not wait for a disk.
+    /// Only what answers at once: what the worker resolves with that must not wait for a disk.
     pub fn near(&self) -> Near<'_> {
         Near(&*self.ram)
     }

@@ -1,6 +1,7 @@
 //! Where the memory of a VM is: by its counters, by its words, and page by page.
 //!
-//! Before: the ledger booked what moved. After: the API and the policies know how much is resident, far, zero, untouched, lost.
+//! Before: the ledger booked what moved. After: the API and the policies know how much is resident, far, zero,
+//! untouched, lost.
 //! Threads: any. Units: pages. Promise: the parts sum to the whole.
 
 use std::collections::HashSet;
@@ -15,11 +16,10 @@ use crate::vm::stats::Counter;
 use ballast_page::page_state::State;
 
 impl Vm {
-    /// How many pages may come in that will most likely be touched next: half of what faults may bring in, because others fault,
-    /// too.
-    pub(crate) fn room_ahead(&self) -> u64 {
+    /// How many pages readahead may bring in: half of the credits, because others fault, too.
+    pub(crate) fn readahead_credits(&self) -> u64 {
         let unlimited = || if self.over_limit.load(Ordering::Relaxed) { 0 } else { u64::MAX };
-        self.gate.room().map_or_else(unlimited, |room| room / 2)
+        self.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
     }
 
     /// DRAM the RAM files use; a file that holds several regions counts once.
@@ -35,24 +35,24 @@ impl Vm {
     }
 
     /// Where its memory is, by the counters.
-    pub fn whereabouts(&self) -> Whereabouts {
+    pub fn memory_breakdown(&self) -> MemoryBreakdown {
         let stats = self.stats();
         let [far, zero, poisoned] = [Counter::Far, Counter::Zero, Counter::Poisoned].map(|gauge| stats.get(gauge));
         let resident = self.resident().unwrap_or_default();
-        Whereabouts::divide(self.size(), [far, zero, poisoned].map(PageCount), resident)
+        MemoryBreakdown::divide(self.size(), [far, zero, poisoned].map(PageCount), resident)
     }
 
     /// Where a region's is, by its words.
-    pub fn whereabouts_of(&self, region: &Region) -> io::Result<Whereabouts> {
+    pub fn memory_breakdown_of(&self, region: &Region) -> io::Result<MemoryBreakdown> {
         let states = self.count_states(region)?;
         let [far, restoring, zero, poisoned] =
             [State::Far, State::Restoring, State::Zero, State::Poisoned].map(|state| states[state as usize]);
         let away = [far + restoring, zero, poisoned].map(PageCount);
-        Ok(Whereabouts::divide(region.pages(), away, region.file_resident()?))
+        Ok(MemoryBreakdown::divide(region.pages(), away, region.file_resident()?))
     }
 
-    /// Count every page by its word and its file, slowly and exactly: `(size, resident, far, zero, untouched, poisoned)`.
-    /// Every page is in exactly one of the last five. For tests; exact only while nothing moves.
+    /// Count every page by its word and its file, slowly and exactly: `(size, resident, far, zero, untouched,
+    /// poisoned)`. Every page is in exactly one of the last five. For tests; exact only while nothing moves.
     pub fn census(&self) -> io::Result<Census> {
         let mut census = Census::default();
         for region in self.regions() {
@@ -72,7 +72,8 @@ impl Vm {
         Ok(census)
     }
 
-    /// Pages of a region by the state of their words, indexed by `State as usize`. Reads every word that was ever written.
+    /// Pages of a region by the state of their words, indexed by `State as usize`. Reads every word that was ever
+    /// written.
     pub fn count_states(&self, region: &Region) -> io::Result<[u64; State::COUNT]> {
         let mut counts = [0; State::COUNT];
         if let Some(record) = self.state.regions().get(region.number as usize) {
@@ -88,7 +89,7 @@ impl Vm {
 
 /// How the memory of a VM, or of a region, is divided; the parts sum to the whole.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Whereabouts {
+pub struct MemoryBreakdown {
     /// All of it.
     pub size: Bytes,
     /// In DRAM.
@@ -103,7 +104,7 @@ pub struct Whereabouts {
     pub untouched: Bytes,
 }
 
-impl Whereabouts {
+impl MemoryBreakdown {
     /// Nothing is known of it but its size.
     pub fn uncounted(size: PageCount) -> Self {
         Self { size: size.bytes(), untouched: size.bytes(), ..Self::default() }
@@ -111,8 +112,8 @@ impl Whereabouts {
 
     fn divide(size: PageCount, [far, zero, poisoned]: [PageCount; 3], resident: PageCount) -> Self {
         let mut left = size.bytes();
-        // A page that is counted twice while it moves shrinks what is counted later, never the sum. What is in DRAM is measured
-        // and comes first.
+        // A page that is counted twice while it moves shrinks what is counted later, never the sum. What is in DRAM is
+        // measured and comes first.
         let [resident, far, zero, poisoned] = [resident, far, zero, poisoned].map(|part| {
             let taken = part.bytes().min(left);
             left = Bytes(left.0 - taken.0);

@@ -1,8 +1,8 @@
 //! What the VMM gives up: a balloon, free page reporting, an unplug.
 //!
 //! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros.
-//! Threads: any; an unplug keeps out whoever moves pages. Promise: nothing that was not asked for is discarded: ends are
-//! rounded inward.
+//! Threads: any; an unplug keeps out whoever moves pages. Promise: nothing that was not asked for is discarded: ends
+//! are rounded inward.
 
 use std::io;
 

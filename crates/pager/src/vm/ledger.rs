@@ -1,10 +1,10 @@
 //! The ledger: books every move of a page, once.
 //!
-//! Before: a fault, a prefetch, an eviction or a discard has moved words. After: the gauges, the counters, the latencies, the
-//! refault history and the fault throttle know of it.
+//! Before: a fault, a prefetch, an eviction or a discard has moved words. After: the gauges, the counters, the
+//! latencies, the refault history and the fault throttle know of it.
 //! Threads: any; counters are relaxed atomics. Units: pages.
-//! Promise: a gauge changes by the words that were replaced, under their lock, so the gauges are exact while nothing moves;
-//! [`Vm::census`] is the slow truth to compare them with.
+//! Promise: a gauge changes by the words that were replaced, under their lock, so the gauges are exact while nothing
+//! moves; [`Vm::census`] is the slow truth to compare them with.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -72,7 +72,7 @@ impl Ledger<'_> {
         let took = since.elapsed();
         stats.record(Latency::Fault, took);
         if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
-            self.vm.gate.came(pages);
+            self.vm.throttle.came(pages);
         }
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             stats.record(Latency::Restore, took);
@@ -109,12 +109,12 @@ impl Ledger<'_> {
         self.report(served, region.number, page);
     }
 
-    /// Base pages came back before they were touched, from `first` on.
+    /// Base pages were restored before they were touched, from `first` on.
     pub fn prefetched(self, region: &Region, first: PageIdx, moves: &[Move]) {
         for moved in moves {
             self.moved(moved.from.state(), moved.to.state(), 1);
         }
-        self.vm.gate.came(moves.len() as u64);
+        self.vm.throttle.came(moves.len() as u64);
         self.refaulted(region, first, moves);
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }
@@ -125,7 +125,7 @@ impl Ledger<'_> {
         for (at, moved) in moves.iter().enumerate() {
             let page = PageIdx(first.0 + at as u64 * region.granule_pages());
             let this_ms = region.departures().away_ms(page.0, moved.from.age(), now_ms);
-            self.vm.recent.push((region.number, page), this_ms);
+            self.vm.refaults.push((region.number, page), this_ms);
             away_ms += this_ms;
             back_milli_hz += interval::milli_hz(this_ms);
         }
@@ -145,7 +145,7 @@ impl Ledger<'_> {
         stats.add(Counter::EvictedZero, evicted.zero);
         stats.add(Counter::Aborted, evicted.aborted);
         stats.add(Counter::Failed, evicted.stuck);
-        self.vm.gate.went(evicted.far + evicted.zero);
+        self.vm.throttle.went(evicted.far + evicted.zero);
     }
 
     /// Pages were given up by the VMM.

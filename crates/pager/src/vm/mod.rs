@@ -1,11 +1,12 @@
-//! One VM: its regions, its views, its store, and the lanes that serve it.
+//! One VM: its regions, its views, its stores, and what the workers that serve it share.
 //!
-//! Before: the engine opens it from the keeper's descriptors. After: lanes run until the VM or the engine goes.
-//! Threads: the public methods may be called from any thread; lanes are started by [`Vm::start`] and [`Vm::add_view`].
+//! Before: the engine opens it from the keeper's descriptors. After: workers run until the VM or the engine goes.
+//! Threads: the public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
 //! Promise: no page is served before [`Vm::start`], and by then `recover` has mended what the last engine left.
 //!
-//! Here is what a VM is and what it is told; what it does is in `lanes` (its threads), `views` (who maps it, and what is
-//! registered), `discard`, `restore` (all pages back), `write_back` (into files that outlive the VM) and `account` (counters, and where its pages are).
+//! Here is what a VM is and what it is told; what it does is in `workers` (its threads), `views` (who maps it, and what
+//! is registered), `discard`, `restore` (all pages back), `write_back` (into files that outlive the VM) and `account`
+//! (counters, and where its pages are).
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -18,9 +19,9 @@ use ballast_base::{Bytes, PageCount};
 use ballast_heat::VmHeat;
 
 use crate::fault::prefetch_queue::PrefetchQueue;
-use crate::fault::throttle::Gate;
+use crate::fault::throttle::Throttle;
 use crate::reclaim::pinned::{Pinned, Pins};
-use crate::reclaim::refault::Recent;
+use crate::reclaim::refault::Refaults;
 use crate::scan::touches::Touches;
 use crate::tier::slow_queue::SlowQueue;
 use crate::tier::spill_request::SpillRequest;
@@ -34,7 +35,6 @@ use ballast_page::page_state::Ticket;
 mod account;
 mod client;
 mod discard;
-mod lanes;
 pub(crate) mod ledger;
 pub mod recover;
 pub mod region;
@@ -47,9 +47,10 @@ pub mod threads;
 pub mod tuning;
 pub mod view;
 mod views;
+mod workers;
 mod write_back;
 
-pub use account::{Census, Whereabouts};
+pub use account::{Census, MemoryBreakdown};
 pub use tuning::{Track, Tuning};
 pub use write_back::WrittenBack;
 
@@ -57,7 +58,7 @@ pub use write_back::WrittenBack;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Hold {
-    /// The memory is pinned (locked, VFIO): for good.
+    /// The memory is pinned (locked, VFIO), permanently.
     Pinned,
     /// A process that has not attached maps the RAM.
     Shared,
@@ -78,7 +79,7 @@ impl Hold {
 /// Something an operator should know.
 pub type Report = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// Everything about one VM that its lanes share.
+/// Everything about one VM that its workers share.
 pub struct Vm {
     /// What outlives this engine.
     pub state: StateFile,
@@ -90,20 +91,20 @@ pub struct Vm {
     pub pressure: Pressure,
     /// Who is hot.
     pub heat: Arc<VmHeat>,
-    /// What fault lanes tell the tracker.
+    /// What fault workers tell the tracker.
     pub(crate) touches: Touches,
     track: AtomicU8,
-    /// What to bring back unasked.
+    /// What to prefetch.
     pub(crate) prefetch: PrefetchQueue,
     /// Faults that wait for a disk.
     pub(crate) slow: SlowQueue,
-    /// What the spill lane is asked for.
+    /// What the spill worker is asked for.
     pub(crate) spill: SpillRequest,
     epoch: u64,
     tickets: AtomicU64,
     regions: RwLock<Vec<Arc<Region>>>,
     views: RwLock<Vec<Arc<View>>>,
-    lanes: Mutex<Vec<JoinHandle<()>>>,
+    workers: Mutex<Vec<JoinHandle<()>>>,
     stopping: AtomicBool,
     /// Why its VMM was told to stop it.
     halted: OnceLock<String>,
@@ -115,20 +116,20 @@ pub struct Vm {
     pub(crate) pins: Arc<Pins>,
     /// Pages that somebody holds.
     pub pinned: Pinned,
-    /// Was it above its limit when the reclaim lane last looked?
+    /// Was it above its limit when the reclaim worker last checked?
     pub(crate) over_limit: AtomicBool,
     /// How fast pages may come in while it is above its limit.
-    pub(crate) gate: Gate,
-    /// What came back of late.
-    pub(crate) recent: Recent,
+    pub(crate) throttle: Throttle,
+    /// The last refaults.
+    pub(crate) refaults: Refaults,
     /// Far pages in whose place there was something in the file.
     filled: AtomicU64,
     /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
     generation: AtomicU64,
-    rung: Mutex<bool>,
-    bell: Condvar,
-    /// Where lanes wait that have time.
-    dozing: (Mutex<()>, Condvar),
+    reclaim_wanted: Mutex<bool>,
+    reclaim_notified: Condvar,
+    /// Where workers sleep until the VM is stopped.
+    sleeping: (Mutex<()>, Condvar),
     /// Held by whoever registers memory with userfaultfd or gives it back.
     registering: Mutex<()>,
     /// Held shared by whoever moves pages of a region, exclusively by an unplug.
@@ -143,7 +144,7 @@ impl std::fmt::Debug for Vm {
 }
 
 impl Vm {
-    /// A VM without lanes yet. `epoch` is what [`StateFile::take_over`] answered.
+    /// A VM without workers yet. `epoch` is what [`StateFile::take_over`] returned.
     pub fn new(state: StateFile, epoch: u64, stores: Stores, tuning: Tuning, report: Report) -> Self {
         let pressure = Pressure::new(Stats::of(&state));
         Self {
@@ -161,7 +162,7 @@ impl Vm {
             tickets: AtomicU64::new(0),
             regions: RwLock::default(),
             views: RwLock::default(),
-            lanes: Mutex::default(),
+            workers: Mutex::default(),
             stopping: AtomicBool::new(false),
             halted: OnceLock::new(),
             holds: Mutex::default(),
@@ -169,13 +170,13 @@ impl Vm {
             pins: Arc::default(),
             pinned: Pinned::default(),
             over_limit: AtomicBool::new(false),
-            gate: Gate::default(),
-            recent: Recent::default(),
+            throttle: Throttle::default(),
+            refaults: Refaults::default(),
             filled: AtomicU64::new(0),
             generation: AtomicU64::new(0),
-            rung: Mutex::default(),
-            bell: Condvar::new(),
-            dozing: Default::default(),
+            reclaim_wanted: Mutex::default(),
+            reclaim_notified: Condvar::new(),
+            sleeping: Default::default(),
             registering: Mutex::default(),
             layout: RwLock::default(),
             report,
@@ -234,7 +235,7 @@ impl Vm {
     /// Stop reclaiming, for this reason; `None` takes this kind of reason back.
     pub fn hold(&self, kind: Hold, reason: Option<String>) {
         self.holds.lock().expect("no panic while held")[kind as usize] = reason;
-        self.ring();
+        self.notify_reclaim();
     }
 
     /// Why nothing is reclaimed now, if so.
@@ -277,8 +278,8 @@ impl Vm {
         self.is_held_for(Hold::Pinned)
     }
 
-    /// From now on a device or the kernel may write to pages it looked up before they were zapped. When this returns, no
-    /// page is evicted any more that was not zapped for the full quarantine time.
+    /// From now on a device or the kernel may write to pages it looked up before they were zapped. When this returns,
+    /// no page is evicted any more that was not zapped for the full quarantine time.
     pub fn set_may_pin(&self) {
         self.may_pin.store(true, Ordering::Release);
         drop(self.layout.write().expect("no panic while held"));
@@ -290,7 +291,8 @@ impl Vm {
     }
 
     /// How long a page must have been zapped before it may go, now: T, or what direct reclaim would rather have where T
-    /// is no safety matter, because nothing holds pages of this VM or because it is asked of each whether anything does.
+    /// is no safety matter, because nothing holds pages of this VM or because it is asked of each whether anything
+    /// does.
     pub(crate) fn quarantine(&self, direct: Option<Duration>, is_asked: bool) -> Duration {
         let direct = direct.filter(|_| is_asked || !self.may_pin());
         direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))

@@ -1,24 +1,24 @@
 //! Recover: mend the words an engine left behind when it died, before anybody is served.
 //!
-//! Before: the keeper reaped the old engine, so no lane of it runs any more. After: no word is locked, nothing is on its
-//! way anywhere, the gauges are exact, and the store knows which of its objects are alive.
-//! Threads: the engine's start-up, once per VM, before its lanes start.
-//! Promise: invariant 1 decides every doubt. A page that is in its file counts, whatever copy exists beside it; but zeros in
-//! the place of a page that is Far are not that page.
+//! Before: the keeper reaped the old engine, so no worker of it runs any more. After: no word is locked, nothing is on
+//! its way anywhere, the gauges are exact, and the store knows which of its objects are alive.
+//! Threads: the engine's start-up, once per VM, before its workers start.
+//! Promise: invariant 1 decides every doubt. A page that is in its file counts, whatever copy exists beside it; but
+//! zeros in the place of a page that is Far are not that page.
 //!
 //! | Left behind | Meaning | Becomes |
 //! |---|---|---|
 //! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
-//! | Far, locked | committed, maybe not punched yet; or a stranger's zeros were being replaced | Resident if in the file, else Far. If the file holds zeros, or memory that failed: Far |
+//! | Far, locked | committed, maybe not punched yet; or zeros of a foreign mapper were being replaced | Resident if in the file, else Far. If the file holds zeros, or memory that failed: Far |
 //! | Far, locked, by spill | a second copy may exist, uncommitted | Far, under the handle it has; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
-//! | Far, Zero, Poisoned, unlocked | settled | the same; a stranger's zeros are found by the fault |
+//! | Far, Zero, Poisoned, unlocked | settled | the same; zeros of a foreign mapper are found by the fault |
 //!
-//! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may have
-//! written zeros since. So a fault that finds a stranger's zeros leaves Restoring before it replaces them.
+//! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may
+//! have written zeros since. So a fault that finds zeros of a foreign mapper leaves Restoring before it replaces them.
 
 use std::io;
 
@@ -42,8 +42,8 @@ pub struct Recovered {
     pub live_in_file: Vec<Handle>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
-    /// Pages that are Far and whose file holds zeros in their place (see [`ballast_page::memory::Punched`]), or memory that failed:
-    /// region and page.
+    /// Pages that are Far and whose file holds zeros in their place (see [`ballast_page::memory::Punched`]), or memory
+    /// that failed: region and page.
     pub zeroed: Vec<(u32, PageIdx)>,
 }
 
@@ -66,7 +66,8 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 let holds_zeros = || -> io::Result<bool> {
                     let mut bytes = vec![[0; PAGE_SIZE]; granule.pages() as usize];
                     zeroed = match region.read(page, &mut bytes)? {
-                        // The copy was complete before the word was locked as Far, and nobody has had the page mapped since.
+                        // The copy was complete before the word was locked as Far, and nobody has had the page mapped
+                        // since.
                         ReadOutcome::Failed => true,
                         ReadOutcome::Done => bytes.iter().all(is_zero),
                     };

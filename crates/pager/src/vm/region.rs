@@ -72,7 +72,8 @@ pub struct Region {
     huge: Option<Presence>,
     units: Units,
     departures: Departures,
-    /// Pages that could not be read, by their granules' first ones: never to be picked again. A flag, so that nobody need look.
+    /// Pages that could not be read, by their granules' first ones: never to be picked again. A flag, so that nobody
+    /// need look.
     unreadable: Mutex<BTreeSet<PageIdx>>,
     has_unreadable: AtomicBool,
     removed: AtomicBool,
@@ -201,8 +202,8 @@ impl Region {
         (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
     }
 
-    /// This page's memory failed, or that of another page of the huge page it is in: it stays where it is. The guest finds out
-    /// whether it can still be read, when it touches it.
+    /// This page's memory failed, or that of another page of the huge page it is in: it stays where it is. The guest
+    /// finds out whether it can still be read, when it touches it.
     pub(crate) fn set_aside(&self, page: PageIdx) {
         self.unreadable.lock().expect("no panic while held").insert(self.first_of(page));
         self.has_unreadable.store(true, Ordering::Release);
@@ -279,7 +280,7 @@ impl Region {
         })
     }
 
-    /// How it is divided among so many userfaultfds: by the length it has had from the start.
+    /// How it is divided among this many userfaultfds: by the length it has had from the start.
     pub(crate) fn stripes(&self, shards: usize) -> Stripes {
         Stripes::new(self.pages, shards)
     }

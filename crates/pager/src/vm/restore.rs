@@ -1,7 +1,8 @@
 //! Bringing all of a VM back, and finishing what a dead engine had begun.
 //!
-//! Before: memory is about to be pinned, or somebody maps it who has not attached; or an engine took over. After: none is
-//! far: each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages. Promise: no page goes out meanwhile.
+//! Before: memory is about to be pinned, or somebody maps it who has not attached; or an engine took over. After: none
+//! is far: each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
+//! Promise: no page goes out meanwhile.
 
 use std::io;
 use std::ops::Range;
@@ -33,8 +34,8 @@ impl Vm {
 
     /// Bring every page of a VM back that is held. Returns when none is far.
     pub fn restore(&self) -> io::Result<()> {
-        // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch that
-        // did not see this hold is under way.
+        // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch
+        // that did not see this hold is under way.
         drop(self.layout.write().expect("no panic while held"));
         let mut done = Ok(());
         for region in self.regions() {
@@ -72,8 +73,8 @@ impl Vm {
         done
     }
 
-    /// Bring every far or zero page of these back through one of these views. `wait` is called while a page cannot be had
-    /// just now, and says whether to go on.
+    /// Bring every far or zero page of these back through one of these views. `wait` is called while a page cannot be
+    /// had just now, and says whether to go on.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.

@@ -1,15 +1,15 @@
 //! Shards: which of a process's userfaultfds a page's faults come through.
 //!
-//! Before: the client made one or several userfaultfds. After: each has a fault lane of its own, so that a VM with many
-//! vCPUs is not served by one thread.
+//! Before: the client made one or several userfaultfds. After: each has a fault worker of its own, so that a VM with
+//! many vCPUs is not served by one thread.
 //! Threads: any; nothing here changes. Units: pages from the start of a region.
 //! Promise: a page has one and the same userfaultfd as long as its process lives, whichever engine asks: the kernel
 //! lets no second one register it. So [`Stripes`] may change only together with `wire::FORMAT`, which keeps a client
 //! of another rule from being taken over.
 //!
 //! A region is cut into stripes that go round the userfaultfds. A stripe is made of whole chunks, which are what is
-//! registered as one, and so of whole units of 2 MiB: all faults on a page, and on its unit, come to one lane as if
-//! it were the only one. It is short, so that threads that work side by side meet different lanes.
+//! registered as one, and so of whole units of 2 MiB: all faults on a page, and on its unit, come to one worker as if
+//! it were the only one. It is short, so that threads that work side by side meet different workers.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use ballast_sys::Uffd;
 use crate::vm::state_file::PAGES_PER_CHUNK;
 
 /// Stripes of a region at most. The kernel keeps neighbours that are registered with different userfaultfds as mappings
-/// of their own, of which a process may have 65530: 32 regions of so many stripes make half of them.
+/// of their own, of which a process may have 65530: 32 regions of this many stripes make half of them.
 const MOST_STRIPES: u64 = 1024;
 
 /// How a region is divided.
@@ -31,7 +31,7 @@ pub struct Stripes {
 }
 
 impl Stripes {
-    /// Of a region of this length, in a process with so many userfaultfds.
+    /// Of a region of this length, in a process with this many userfaultfds.
     pub fn new(region: PageCount, shards: usize) -> Self {
         // With one, all is one stripe.
         let even = region.0.div_ceil(MOST_STRIPES).max(1).next_multiple_of(PAGES_PER_CHUNK);

@@ -25,7 +25,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::{Mapping, memfd::create};
 
-use crate::vm::threads;
+use crate::vm::threads::{self, Fenced, Listed, ThreadList};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// Layout 1: first release.
@@ -203,7 +203,7 @@ impl StateFile {
         Some(self.get(Field::Limit)).filter(|limit| *limit != u64::MAX).map(Bytes)
     }
 
-    /// Change the cap. The reclaim lane reads it in its next round.
+    /// Change the cap. The reclaim worker reads it in its next round.
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
     }
@@ -261,13 +261,13 @@ impl StateFile {
     /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
     /// later keeper ends whoever is named here, also one that has not come round to opening it.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
-        self.begin_threads(pid, start_time);
+        self.thread_list().begin(pid, start_time);
         // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
     }
 
-    /// Write down that this engine serves the VM from now on; answers its epoch.
+    /// Write down that this engine serves the VM from now on; returns its epoch.
     pub fn take_over(&self, pid: u32, start_time: u64) -> u64 {
         self.name_engine(pid, start_time);
         self.open_as(pid, start_time);
@@ -345,9 +345,35 @@ impl StateFile {
         Ok(ranges)
     }
 
-    /// The list of [`crate::vm::threads`].
-    pub(crate) fn thread_words(&self) -> &[AtomicU64] {
-        self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8)
+    fn thread_list(&self) -> ThreadList<'_> {
+        ThreadList(self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8))
+    }
+
+    /// This thread works for the VM from now on. An engine that a keeper has killed gets no further than this.
+    pub fn list_thread(&self) -> Listed<'_> {
+        self.thread_list().add_this(self.own_tag())
+    }
+
+    /// This thread works for the VM no more, if the guard that said so is lost.
+    pub fn unlist_thread(&self) {
+        self.thread_list().remove_this();
+    }
+
+    /// The same as [`Self::list_thread`] for another thread, which does not wait if it gets no further.
+    #[doc(hidden)]
+    pub fn list(&self, thread: u32) -> Result<Listed<'_>, Fenced> {
+        self.thread_list().add(thread, self.own_tag())
+    }
+
+    /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
+    /// must have been killed: it can begin nothing for this VM any more.
+    pub fn fence_threads(&self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
+        self.thread_list().fence(pid, start_time)
+    }
+
+    /// The threads that work for the VM now.
+    pub fn threads(&self) -> Vec<u32> {
+        self.thread_list().threads()
     }
 
     /// Say which engine this is, for that list.
@@ -356,7 +382,7 @@ impl StateFile {
     }
 
     /// Which engine this is; zero if it was not said.
-    pub(crate) fn own_tag(&self) -> u64 {
+    fn own_tag(&self) -> u64 {
         self.tag.load(Ordering::Acquire)
     }
 

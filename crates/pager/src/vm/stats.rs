@@ -1,6 +1,6 @@
 //! What operators see of a VM: counters, latency histograms and stall, all in the state file so they survive engines.
 //!
-//! Before: lanes count as they work. After: `daemon` turns a snapshot into JSON and metrics.
+//! Before: workers count as they work. After: `daemon` turns a snapshot into JSON and metrics.
 //! Threads: every counter is one relaxed atomic add; a reader may see a page between two gauges for an instant.
 //! Units: nanoseconds inside, named in the accessor outside.
 
@@ -40,7 +40,7 @@ pub enum Counter {
     Evicted,
     /// Pages found zero and freed.
     EvictedZero,
-    /// Pages touched in quarantine or while being evicted.
+    /// Quarantine hits: pages touched in quarantine or while being evicted.
     Rescued,
     /// Of those, touched while being evicted: a copy was dropped.
     Aborted,
@@ -68,15 +68,15 @@ pub enum Counter {
     Coalesced,
     /// Times the kernel would not do that.
     CoalesceRefused,
-    /// Faults that waited for room: the VM was above its limit.
+    /// Faults that the throttle held back: the VM was above its limit.
     Throttled,
     /// How long they waited for it, nanoseconds.
     ThrottledNs,
-    /// For how long all pages that came back had been far, milliseconds.
+    /// The refault intervals of all restored pages together, milliseconds.
     AwayMs,
-    /// One over the time for which each of them had been far, all together: thousandths of 1/s.
+    /// One over the refault interval of each of them, all together: thousandths of 1/s.
     BackMilliHz,
-    /// Pages that came back in faults on far ones: more than faults where 2 MiB is paged as one.
+    /// Pages that faults restored: more than faults where 2 MiB is paged as one.
     RestoredPages,
     /// The same of faults on zero pages.
     ZeroedPages,
@@ -195,7 +195,8 @@ impl<'a> Stats<'a> {
         self.counters[counter as usize].fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Lower a gauge. A gauge may pass below zero for an instant when a page is restored before its eviction is counted.
+    /// Lower a gauge. A gauge may pass below zero for an instant when a page is restored before its eviction is
+    /// counted.
     pub fn sub(self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_sub(n, Ordering::Relaxed);
     }

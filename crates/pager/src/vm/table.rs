@@ -1,7 +1,8 @@
 //! A VM's pages as heat sees them: which are in DRAM, and what their words say of their age.
 //!
-//! Before: reclaim asks heat for cold pages, or the tracker passes judgement. After: ages are read, and written, where no lane is
-//! at work; what a view keeps has none, and so is not proposed. Threads: any. Promise: nothing but the age of a page changes, and a race is lost rather than won.
+//! Before: reclaim asks heat for cold pages, or the tracker passes judgement. After: ages are read, and written, where
+//! no worker is at work; what a view keeps has none, and so is not proposed. Threads: any. Promise: nothing but the age
+//! of a page changes, and a race is lost rather than won.
 
 use std::sync::Arc;
 

@@ -9,8 +9,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use crate::vm::state_file::StateFile;
-
 /// Words of the list: whose it is, whom a keeper has killed, whether there was no room for a thread; then thread ids,
 /// zero where there is none.
 const OF: usize = 0;
@@ -44,28 +42,31 @@ pub(crate) fn tag(pid: u32, start_time: u64) -> u64 {
     u64::from(pid) << 40 | start_time & ((1 << 40) - 1)
 }
 
-impl StateFile {
-    /// This thread works for the VM from now on. An engine that a keeper has killed gets no further than this.
-    pub fn list_thread(&self) -> Listed<'_> {
-        self.list(this_thread()).unwrap_or_else(|Fenced| {
+/// The list, in the words of a state file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ThreadList<'a>(pub &'a [AtomicU64]);
+
+impl<'a> ThreadList<'a> {
+    /// Add the calling thread. An engine that a keeper has killed gets no further than this.
+    pub fn add_this(self, own_tag: u64) -> Listed<'a> {
+        self.add(this_thread(), own_tag).unwrap_or_else(|Fenced| {
             loop {
                 std::thread::park();
             }
         })
     }
 
-    /// This thread works for the VM no more, if the guard that said so is lost.
-    pub fn unlist_thread(&self) {
+    /// Take the calling thread out, whose guard is lost.
+    pub fn remove_this(self) {
         let me = u64::from(this_thread());
-        for slot in &self.thread_words()[FIRST..] {
+        for slot in &self.0[FIRST..] {
             let _ = slot.compare_exchange(me, 0, Ordering::AcqRel, Ordering::Relaxed);
         }
     }
 
-    /// The same as [`Self::list_thread`] for another thread, which does not wait if it gets no further.
-    #[doc(hidden)]
-    pub fn list(&self, thread: u32) -> Result<Listed<'_>, Fenced> {
-        let words = self.thread_words();
+    /// Add a thread of the engine with this tag.
+    pub fn add(self, thread: u32, own_tag: u64) -> Result<Listed<'a>, Fenced> {
+        let words = self.0;
         let claim = |slot: &&AtomicU64| {
             slot.compare_exchange(0, u64::from(thread), Ordering::SeqCst, Ordering::Relaxed).is_ok()
         };
@@ -76,13 +77,13 @@ impl StateFile {
         // The keeper writes there, then reads the list; we the other way round. One of the two sees the other.
         fence(Ordering::SeqCst);
         let fenced = words[FENCED].load(Ordering::SeqCst);
-        if fenced != 0 && fenced == self.own_tag() { Err(Fenced) } else { Ok(Listed(slot)) }
+        if fenced != 0 && fenced == own_tag { Err(Fenced) } else { Ok(Listed(slot)) }
     }
 
     /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
     /// must have been killed: it can begin nothing for this VM any more.
-    pub fn fence_threads(&self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
-        let words = self.thread_words();
+    pub fn fence(self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
+        let words = self.0;
         words[FENCED].store(tag(pid, start_time), Ordering::SeqCst);
         fence(Ordering::SeqCst);
         let is_known = words[OF].load(Ordering::SeqCst) == tag(pid, start_time);
@@ -93,15 +94,15 @@ impl StateFile {
         Some(slots.filter(|thread| *thread != 0).collect())
     }
 
-    /// The threads that work for the VM now.
-    pub fn threads(&self) -> Vec<u32> {
-        let slots = self.thread_words()[FIRST..].iter().map(|slot| slot.load(Ordering::Acquire) as u32);
+    /// The threads in it.
+    pub fn threads(self) -> Vec<u32> {
+        let slots = self.0[FIRST..].iter().map(|slot| slot.load(Ordering::Acquire) as u32);
         slots.filter(|thread| *thread != 0).collect()
     }
 
     /// From now on the list is this engine's. Its predecessor's last thread is gone, so the list is empty.
-    pub(crate) fn begin_threads(&self, pid: u32, start_time: u64) {
-        let words = self.thread_words();
+    pub fn begin(self, pid: u32, start_time: u64) {
+        let words = self.0;
         if words[OF].load(Ordering::Acquire) == tag(pid, start_time) {
             return;
         }
@@ -115,6 +116,7 @@ impl StateFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vm::state_file::StateFile;
     use ballast_base::wire::VmId;
 
     fn state() -> StateFile {

@@ -1,9 +1,10 @@
 //! A view: one process's mapping of a VM's RAM, its userfaultfds, and the control socket to the client inside it.
 //!
-//! Before: the keeper hands over the descriptors. After: fault lanes read and resolve its faults; reclaim zaps through it.
-//! Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
-//! Threads: any; zaps of several lanes are told apart by sequence numbers.
-//! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted; nor is one that the client kept.
+//! Before: the keeper hands over the descriptors. After: fault workers read and resolve its faults; reclaim zaps
+//! through it. Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
+//! Threads: any; zaps of several workers are told apart by sequence numbers.
+//! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted; nor is one that the
+//! client kept.
 
 use std::collections::HashMap;
 use std::io;
@@ -42,8 +43,8 @@ pub struct View {
     control: OwnedFd,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
-    /// Shared by each fault from when its page is looked up until it is served; another one by those that wait for a disk, so
-    /// that nobody else waits for them.
+    /// Shared by each fault from when its page is looked up until it is served; another one by those that wait for a
+    /// disk, so that nobody else waits for them.
     serving: RwLock<()>,
     serving_from_disk: RwLock<()>,
     next_seq: AtomicU64,
@@ -58,7 +59,7 @@ pub struct View {
     closed: AtomicBool,
 }
 
-/// A view of one region: what [`crate::fault::serve`] works on.
+/// A view of one region: what [`ballast_page::fault::serve`] works on.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionView<'a> {
     view: &'a View,
@@ -123,8 +124,8 @@ impl View {
         spans.sort_unstable();
     }
 
-    /// Forget a region's mapping; answers its number. No fault on it is being served afterwards, so that its addresses may
-    /// become other RAM's.
+    /// Forget a region's mapping; returns its number. No fault on it is being served afterwards, so that its addresses
+    /// may become other RAM's.
     pub fn remove_span(&self, start: Hva) -> Option<u32> {
         let mut spans = self.spans.write().expect("no panic while held");
         let at = spans.iter().position(|span| span.0 == start)?;
@@ -189,8 +190,8 @@ impl View {
         scm::try_send(&self.control, &wire::encode(message))
     }
 
-    /// Have the client drop its page-table entries of these ranges; returns when it has, with the parts of them that it could
-    /// not: they may be mapped still.
+    /// Have the client drop its page-table entries of these ranges; returns when it has, with the parts of them that it
+    /// could not: they may be mapped still.
     ///
     /// # Errors
     /// The client answered with an error, not in time, or is gone. Some ranges may have been zapped, which is harmless.
@@ -239,7 +240,7 @@ impl View {
             .collect()
     }
 
-    /// Take the client's answer to a zap. Answers meant for an earlier engine are not known here and are ignored.
+    /// Take the client's answer to a zap. Returns meant for an earlier engine are not known here and are ignored.
     pub fn zapped(&self, answer: &ClientToEngine) {
         if let ClientToEngine::Zapped { seq, error, kept } = answer
             && let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(seq)
@@ -249,12 +250,12 @@ impl View {
         }
     }
 
-    /// Is the process gone? Then its lanes end.
+    /// Is the process gone? Then its workers end.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The process is gone: its lanes may end, and nobody need wait for an answer any more.
+    /// The process is gone: its workers may end, and nobody need wait for an answer any more.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.disconnect();

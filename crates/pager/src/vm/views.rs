@@ -13,7 +13,7 @@ use ballast_base::wire::{self, RegionInfo};
 use ballast_base::{Hva, PAGES_PER_UNIT, PageCount, PageIdx};
 use ballast_heat::UnitId;
 
-use super::lanes::Serves;
+use super::workers::Serves;
 use super::{Vm, client};
 use crate::fault::worker;
 use crate::scan::coalesce;
@@ -43,12 +43,12 @@ impl Vm {
         drop(layout);
         for shard in 0..view.shards().count() {
             let (vm, view) = (self.clone(), view.clone());
-            let body = move || vm.run_lane("fault", Serves::View(&view), || worker::run(&vm, &view, shard));
-            self.start_lane("fault", body)?;
+            let body = move || vm.run_worker("fault", Serves::View(&view), || worker::run(&vm, &view, shard));
+            self.start_worker("fault", body)?;
         }
         let (vm, of) = (self.clone(), view.clone());
-        let body = move || vm.run_lane("control", Serves::View(&of), || client::run(&vm, &of));
-        self.start_lane("control", body)?;
+        let body = move || vm.run_worker("control", Serves::View(&of), || client::run(&vm, &of));
+        self.start_worker("control", body)?;
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
     }
@@ -71,8 +71,8 @@ impl Vm {
         });
     }
 
-    /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about to
-    /// be zapped or watched: memory nobody reclaims from costs nothing.
+    /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about
+    /// to be zapped or watched: memory nobody reclaims from costs nothing.
     pub(crate) fn register(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<()> {
         for (first, count, flag) in region.chunks(first, end) {
             if Registered::of(flag) != Registered::No {
@@ -102,8 +102,8 @@ impl Vm {
         Ok(())
     }
 
-    /// The same, if that can be. Returns false if the VMM has mapped something in these chunks that is no RAM and that the kernel
-    /// will not register: then they are kept.
+    /// The same, if that can be. Returns false if the VMM has mapped something in these chunks that is no RAM and that
+    /// the kernel will not register: then they are kept.
     pub(crate) fn register_or_keep(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<bool> {
         let Err(error) = self.register(region, first, end) else { return Ok(true) };
         if error.kind() != io::ErrorKind::InvalidInput {
@@ -120,8 +120,8 @@ impl Vm {
         Ok(false)
     }
 
-    /// The client of this view could not zap these parts of its RAM. Returns their pages, whole granules; from now on they are
-    /// not proposed.
+    /// The client of this view could not zap these parts of its RAM. Returns their pages, whole granules; from now on
+    /// they are not proposed.
     pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, Run)> {
         let pages = parts.iter().flat_map(|part| view.pages_in(*part));
         let kept = pages.filter_map(|(number, pages)| {
@@ -146,8 +146,8 @@ impl Vm {
         }
     }
 
-    /// The region of a unit that is to be watched, registered: of what is not, the kernel maps touches again, and nobody
-    /// knows. `None` if it is gone, or only a part of a unit at its end, of which nothing is learned.
+    /// The region of a unit that is to be watched, registered: of what is not, the kernel maps touches again, and
+    /// nobody knows. `None` if it is gone, or only a part of a unit at its end, of which nothing is learned.
     pub(crate) fn watchable(&self, id: UnitId) -> io::Result<Option<Arc<Region>>> {
         let region = self.region(id.region).filter(|region| !region.is_removed());
         let Some(region) = region.filter(|region| region.units().get(u64::from(id.unit)).is_some()) else {
@@ -192,7 +192,8 @@ impl Vm {
             }
             if settled {
                 let len = PageCount(count).bytes();
-                // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs bytes.
+                // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs
+                // bytes.
                 Registered::No.store(flag);
                 self.stats().sub(Counter::RegisteredBytes, len.0);
                 for view in self.views() {

@@ -1,11 +1,11 @@
 //! Writing back: the processes of a VM are gone, and its RAM files are not.
 //!
-//! Before: the last view is gone and the lanes have ended. After: what was far is in the RAM files again, for whoever opens them
-//! next: the program that the VMM executed, the next VMM of a file in a tmpfs.
+//! Before: the last view is gone and the workers have ended. After: what was far is in the RAM files again, for whoever
+//! opens them next: the program that the VMM executed, the next VMM of a file in a tmpfs.
 //! Threads: the caller's one; it takes seconds for millions of pages. Units: pages of a region.
-//! Promise: holes are filled, each at once (`UFFDIO_COPY` into a mapping of this process): bytes that are in the file count
-//! (invariant 1), also those that somebody writes meanwhile. Zeros in the place of a far page are what somebody has read there too
-//! early, and are replaced as `fault` does it. It may stop at any page and be begun again.
+//! Promise: holes are filled, each at once (`UFFDIO_COPY` into a mapping of this process): bytes that are in the file
+//! count (invariant 1), also those that somebody writes meanwhile. Zeros in the place of a far page are what somebody
+//! has read there too early, and are replaced as `fault` does it. It may stop at any page and be begun again.
 
 use std::io;
 use std::ops::Range;
@@ -49,8 +49,8 @@ impl Vm {
         Ok(PageCount(far))
     }
 
-    /// Bring every far page of these regions back into its file. `go_on` is asked before each chunk, and while a page cannot be
-    /// had; it may wait.
+    /// Bring every far page of these regions back into its file. `go_on` is asked before each chunk, and while a page
+    /// cannot be had; it may wait.
     ///
     /// # Errors
     /// The kernel refuses a userfaultfd; or the first page that could not be brought back, after all were tried.

@@ -87,7 +87,7 @@ impl Rig {
         rig
     }
 
-    /// The same, whose process has so many userfaultfds.
+    /// The same, whose process has this many userfaultfds.
     pub fn sharded(ram: Bytes, store_budget: Bytes, quarantine: Duration, shards: usize) -> Self {
         let rig = Self::open(Setup { shards, ..Setup::new(ram, store_budget, quarantine) });
         rig.add_view();
@@ -135,7 +135,7 @@ impl Rig {
         Self::huge_sharded(ram, store_budget, quarantine, spill, 1)
     }
 
-    /// The same, whose process has so many userfaultfds.
+    /// The same, whose process has this many userfaultfds.
     pub fn huge_sharded(
         ram: Bytes,
         store_budget: Bytes,
@@ -293,7 +293,7 @@ impl Rig {
 
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.vm.state.set_limit(limit);
-        self.vm.ring();
+        self.vm.notify_reclaim();
     }
 
     /// Set a limit, and wait until no more than that is resident.
@@ -311,8 +311,8 @@ impl Rig {
         self.vm.resident().expect("stat").bytes()
     }
 
-    /// Every page is in exactly one place, and the gauges know where, as soon as nothing moves: a VM that is held has its
-    /// zero pages turned back.
+    /// Every page is in exactly one place, and the gauges know where, as soon as nothing moves: a VM that is held has
+    /// its zero pages turned back.
     pub fn check_census(&self) {
         until("the gauge of zero pages has settled", || {
             let zero = |rig: &Self| rig.vm.census().expect("census").zero.0;
@@ -407,7 +407,7 @@ pub fn file_of(rig: &Rig) -> String {
 }
 
 /// The RAM file of a rig, mapped by somebody who is not part of the VM.
-pub fn mapped_by_a_stranger(rig: &Rig) -> Mapping {
+pub fn mapped_by_a_foreign_mapper(rig: &Rig) -> Mapping {
     let file = std::fs::File::options().read(true).write(true).open(file_of(rig)).expect("open");
     Mapping::shared(&file, 0, rig.guest.len()).expect("map")
 }
@@ -439,8 +439,8 @@ impl<F: FnMut()> Drop for Finally<F> {
     }
 }
 
-/// Two guest threads add to every page in turn, without a pause, until something becomes true; the lower half of a page's
-/// first word must stay its number.
+/// Two guest threads add to every page in turn, without a pause, until something becomes true; the lower half of a
+/// page's first word must stay its number.
 pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
     let done = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -461,8 +461,8 @@ pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
     });
 }
 
-/// Unmap guest RAM for good: nobody touches it any more. The addresses stay taken. A hole would be given to whoever maps
-/// memory next, perhaps another test of this process, and then `UFFDIO_COPY`, which takes any registered mapping,
+/// Unmap guest RAM permanently: nobody touches it any more. The addresses stay taken. A hole would be given to whoever
+/// maps memory next, perhaps another test of this process, and then `UFFDIO_COPY`, which takes any registered mapping,
 /// would fill that one's page, and this guest's end would unmap it.
 pub fn vacate(addr: usize, len: usize) {
     use rustix::mm::{MapFlags, ProtFlags};
@@ -497,7 +497,7 @@ pub fn unit(unit: u64) -> UnitId {
     UnitId { region: 0, unit: unit as u32 }
 }
 
-/// The first so many units, watched as wholes.
+/// The first this many units, watched as wholes.
 pub fn coarse(units: u64) -> Watch {
     Watch { coarse: (0..units).map(unit).collect(), fine: Vec::new() }
 }

@@ -209,7 +209,7 @@ impl Control {
             }
         }
         vm.state.set_target(after);
-        vm.ring();
+        vm.notify_reclaim();
         true
     }
 }

@@ -83,7 +83,7 @@ fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
 fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, elapsed_ms: u64) -> (VmSample, Seen) {
     let vm = &served.vm;
     let stats = vm.stats();
-    let memory = vm.whereabouts();
+    let memory = vm.memory_breakdown();
     let (size_bytes, resident_bytes) = (memory.size.0, memory.resident.0);
     let views = vm.views();
     let pids: Vec<u32> = views.iter().map(|view| view.pid).collect();

@@ -1,5 +1,5 @@
-//! RAM that somebody maps without being part of the VM: what they read fills holes in the file with zeros, where pages are far.
-//! The real kernel, and a real process that maps the real file. Needs root (userfaultfd).
+//! RAM that somebody maps without being part of the VM: what they read fills holes in the file with zeros, where pages
+//! are far. The real kernel, and a real process that maps the real file. Needs root (userfaultfd).
 
 mod common;
 
@@ -16,7 +16,7 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
-use common::{Finally, Rig, file_of, mapped_by_a_stranger, random, until};
+use common::{Finally, Rig, file_of, mapped_by_a_foreign_mapper, random, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);
@@ -27,7 +27,7 @@ const FILE: &str = "BALLAST_TEST_RAM_FILE";
 
 /// The other process: it maps the file and reads each page once.
 #[test]
-fn a_stranger() {
+fn a_foreign_mapper() {
     let Ok(path) = std::env::var(FILE) else { return };
     let file = std::fs::File::options().read(true).write(true).open(path).expect("open");
     let len = file.metadata().expect("stat").len() as usize;
@@ -36,29 +36,30 @@ fn a_stranger() {
     until("every page was read", || read_each_page(&map));
 }
 
-/// Read each page once, through the mapping. By system calls: where the pool of huge pages has none left, which is no matter of
-/// the VM's, a touch would be a SIGBUS. Returns whether all could be read.
+/// Read each page once, through the mapping. By system calls: where the pool of huge pages has none left, which is no
+/// matter of the VM's, a touch would be a SIGBUS. Returns whether all could be read.
 fn read_each_page(map: &Mapping) -> bool {
     let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
     (0..map.len()).step_by(PAGE_SIZE).filter(|at| map.send_to(&sink, *at, 8).is_err()).count() == 0
 }
 
 /// Another process reads every page of a squeezed VM's RAM. The pages that were far then.
-fn read_by_a_stranger(rig: &Rig) -> u64 {
+fn read_by_a_foreign_mapper(rig: &Rig) -> u64 {
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     let far = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).count() as u64;
     assert!(far > 0);
     let before = rig.resident();
     let status = Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", "a_stranger"])
+        .args(["--exact", "a_foreign_mapper"])
         .env(FILE, file_of(rig))
         .status()
         .expect("another process");
     assert!(status.success());
-    // Not all: a page that was only read is clean, and once the stranger has gone, the host's reclaim may drop it, without swap.
+    // Not all: a page that was only read is clean, and once the foreign mapper has gone, the host's reclaim may drop it,
+    // without swap.
     let filled = Bytes(rig.resident().0 - before.0).pages_floor().0;
-    assert!(filled > far / 2, "the stranger has filled {filled} holes of {far}");
+    assert!(filled > far / 2, "the foreign mapper has filled {filled} holes of {far}");
     far
 }
 
@@ -71,32 +72,32 @@ fn check_every_page(rig: &Rig, far: u64) {
 }
 
 #[test]
-fn a_stranger_that_reads_every_far_page_once_costs_no_byte() {
+fn a_foreign_mapper_that_reads_every_far_page_once_costs_no_byte() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);
-    let far = read_by_a_stranger(&rig);
+    let far = read_by_a_foreign_mapper(&rig);
     check_every_page(&rig, far);
     assert_eq!(rig.vm.stores.ram.usage().pages, 0, "the copies are not needed any more");
 }
 
 #[test]
-fn a_stranger_that_reads_every_far_page_costs_no_byte_when_all_are_brought_back() {
+fn a_foreign_mapper_that_reads_every_far_page_costs_no_byte_when_all_are_brought_back() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);
-    let far = read_by_a_stranger(&rig);
+    let far = read_by_a_foreign_mapper(&rig);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     check_every_page(&rig, far);
 }
 
 #[test]
-fn a_stranger_that_reads_huge_pages_costs_no_byte() {
+fn a_foreign_mapper_that_reads_huge_pages_costs_no_byte() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
-    // Nearly all zeros: a page of zeros within a huge page is no sign of a stranger, a huge page of them is.
+    // Nearly all zeros: a page of zeros within a huge page is no sign of a foreign mapper, a huge page of them is.
     (0..rig.pages).step_by(512).for_each(|page| rig.fill(page + page / 512, 1));
     rig.squeeze(LIMIT);
-    let far = read_by_a_stranger(&rig);
+    let far = read_by_a_foreign_mapper(&rig);
     let wrong = (0..rig.pages).step_by(512).filter(|page| !rig.holds(page + page / 512, 1)).count();
     assert_eq!(wrong, 0, "huge pages with wrong bytes, of {far} pages that were far");
     assert!(rig.reported("far-filled"), "nobody was told");
@@ -104,7 +105,7 @@ fn a_stranger_that_reads_huge_pages_costs_no_byte() {
 }
 
 #[test]
-fn a_stranger_that_reads_what_is_on_disk_costs_no_byte() {
+fn a_foreign_mapper_that_reads_what_is_on_disk_costs_no_byte() {
     let file = match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
         Ok((file, ..)) => Arc::new(file),
         Err(error) => return skip("io_uring", error),
@@ -113,7 +114,7 @@ fn a_stranger_that_reads_what_is_on_disk_costs_no_byte() {
     rig.fill_all();
     rig.squeeze(LIMIT);
     until("pages were spilled", || rig.vm.stats().get(Counter::Spilled) > 1000);
-    let far = read_by_a_stranger(&rig);
+    let far = read_by_a_foreign_mapper(&rig);
     check_every_page(&rig, far);
 }
 
@@ -132,15 +133,15 @@ fn memory_that_somebody_allocates_in_the_place_of_far_pages_costs_no_byte() {
 }
 
 #[test]
-fn what_a_stranger_wrote_to_a_far_page_is_the_page_and_is_told() {
+fn what_a_foreign_mapper_wrote_to_a_far_page_is_the_page_and_is_told() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     let far = (0..rig.pages).find(|page| rig.state_of(*page) == State::Far).expect("something is far");
-    let stranger = mapped_by_a_stranger(&rig);
-    stranger.words(far as usize * PAGE_SIZE, 1)[0].store(77, Ordering::Relaxed);
+    let foreign = mapped_by_a_foreign_mapper(&rig);
+    foreign.words(far as usize * PAGE_SIZE, 1)[0].store(77, Ordering::Relaxed);
     // Even where the store has lost what it no longer need have.
     rig.faults.lose(1);
     // By a system call, which gets EFAULT where the guest would get SIGBUS.
@@ -153,14 +154,14 @@ fn what_a_stranger_wrote_to_a_far_page_is_the_page_and_is_told() {
     rig.check_census();
 }
 
-/// Three threads of the guest write and read pages while a stranger reads all of them all the time.
-fn churn_beside_a_stranger(rig: &Rig, evictions: u64) {
-    let stranger = mapped_by_a_stranger(rig);
+/// Three threads of the guest write and read pages while a foreign mapper reads all of them all the time.
+fn churn_beside_a_foreign_mapper(rig: &Rig, evictions: u64) {
+    let foreign = mapped_by_a_foreign_mapper(rig);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
-                read_each_page(&stranger);
+                read_each_page(&foreign);
             }
         });
         let _end = Finally(|| over.store(true, Ordering::Relaxed));
@@ -193,16 +194,16 @@ fn churn_beside_a_stranger(rig: &Rig, evictions: u64) {
 }
 
 #[test]
-fn a_guest_that_writes_while_a_stranger_reads_all_the_time_reads_what_it_wrote() {
-    // Where it is asked who holds a page, one that a stranger has mapped stays.
+fn a_guest_that_writes_while_a_foreign_mapper_reads_all_the_time_reads_what_it_wrote() {
+    // Where it is asked who holds a page, one that a foreign mapper has mapped stays.
     let rig = Rig::unasked(RAM, AMPLE, Duration::from_millis(1));
     rig.set_limit(Some(LIMIT));
-    churn_beside_a_stranger(&rig, 20_000);
+    churn_beside_a_foreign_mapper(&rig, 20_000);
 }
 
 #[test]
-fn a_guest_on_huge_pages_that_writes_while_a_stranger_reads_all_the_time_reads_what_it_wrote() {
+fn a_guest_on_huge_pages_that_writes_while_a_foreign_mapper_reads_all_the_time_reads_what_it_wrote() {
     let Some(rig) = Rig::huge_unasked(RAM, AMPLE, Duration::from_millis(1)) else { return };
     rig.set_limit(Some(LIMIT));
-    churn_beside_a_stranger(&rig, 20_000);
+    churn_beside_a_foreign_mapper(&rig, 20_000);
 }
