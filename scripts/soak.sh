@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-3600}
-export BALLAST_KILLS=${BALLAST_KILLS:-50} PROPTEST_CASES=${PROPTEST_CASES:-20000} RUST_BACKTRACE=0
+export BALLAST_KILLS=${BALLAST_KILLS:-50} PROPTEST_CASES=${PROPTEST_CASES:-4000} RUST_BACKTRACE=0
 export BALLAST_GUEST_DIR=${BALLAST_GUEST_DIR:-$PWD/target/guest}
 [ "$(id -u)" = 0 ] || { echo "soak: needs root" >&2; exit 2; }
 mkdir -p target/soak

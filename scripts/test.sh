@@ -34,6 +34,7 @@ else
     step "kvm suite, in QEMU's emulated CPU" scripts/kvm-suite.sh
 fi
 step "newer kernel suite, in QEMU" scripts/newer-kernel-suite.sh
+step "release programs, stripped, and how large they are" scripts/release.sh
 
 passed=$(awk '
     /^test result: / { for (i = 1; i < NF; i++) if ($(i + 1) ~ /^passed/) sum += $i }
