@@ -1,7 +1,7 @@
 #!/bin/sh
 # Every bench with every guest it has, one after another: what the tables of lab/notebook are made of.
 #
-#   scripts/bench.sh [DIR]     into DIR (target/bench): GUEST-WHAT.jsonl, one row a line, and tables.md, made of them
+#   scripts/bench.sh [DIR]     into DIR (target/bench): GUEST-WHAT.jsonl, one row a line; tables and plots of them
 #   BENCH_ARGS=--quick         fewer pages and rounds: whether all of it runs
 #   SPILL_DIR=/var/tmp         the disk that `spill` measures: a directory on ext4, XFS or btrfs
 #
@@ -98,5 +98,7 @@ for guest in native kvm qemu; do
         measure $guest "$what" "$@"
     done
 done
-echo "tables: $out/tables.md"
+"$ballast" --json bench limit >"$out/native-limit.jsonl" || failed=1
+"${ballast}-bench" plot "$out"/native-*.jsonl --out "$out" >/dev/null || failed=1
+echo "tables and plots: $out/tables.md, $out/*.svg"
 exit $failed

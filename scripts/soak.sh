@@ -33,8 +33,8 @@ mkdir "$TMPDIR"
 
 echo "soak: building" >&2
 cargo build --quiet --workspace
-# The test programs of the crates with a real kernel path, one a line. All of the workspace is built, as `make test` does:
-# with fewer packages cargo would choose other features and build most of it again.
+# The test programs of the crates with a real kernel path, one a line. All of the workspace is built, as `make test`
+# does: with fewer packages cargo would choose other features and build most of it again.
 cargo test --quiet --no-run --workspace --message-format=json |
     jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
         | "\(.manifest_path | rtrimstr("/Cargo.toml")) \(.executable)"' |

@@ -25,6 +25,7 @@ mod huge;
 mod idle;
 mod idle_qemu;
 mod leftover;
+mod limit;
 mod machine;
 mod many;
 mod native;
@@ -33,6 +34,7 @@ mod order;
 mod overhead;
 mod pager;
 mod plain;
+mod plot;
 mod progress;
 mod qemu;
 mod reclaim;
@@ -60,6 +62,7 @@ use serde_json::Value;
 pub use machine::is_release;
 pub use options::{Options, Part, Which};
 pub use order::{Data, GuestKind};
+pub use plot::run as plot;
 pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;
@@ -84,7 +87,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let (settings, swap) = match options.which {
-        Which::Idle | Which::Track => (String::new(), KernelSwap::None),
+        Which::Idle | Which::Track | Which::Limit => (String::new(), KernelSwap::None),
         Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
         _ => (String::new(), KernelSwap::Zram),
     };
@@ -101,6 +104,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Huge => huge::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),
         Which::Track => track::run(&mut bench, &mut each),
+        Which::Limit => limit::run(&mut bench, &mut each),
     };
     bench.progress.end();
     if result.is_err() {

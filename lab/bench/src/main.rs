@@ -32,6 +32,8 @@ enum Command {
     Demo(ballast_demo::DemoArgs),
     /// Measure Ballast against the kernel's own swap, a plain handler and the floor, in one run
     Bench(BenchArgs),
+    /// Draw the headlines from rows of JSON that `ballast bench --json` printed
+    Plot(PlotArgs),
     /// A helper process of the bench
     #[command(hide = true, name = ballast_bench::ROLE_COMMAND)]
     BenchRole {
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Demo(args) => ballast_demo::run(args, cli.json),
         Command::Bench(args) => bench(args, cli.json),
+        Command::Plot(args) => plot(&args),
         Command::BenchRole { role, words } => ballast_bench::run_role(&role, &words),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };
@@ -105,6 +108,8 @@ enum What {
     Balance,
     /// How well it is known who is hot, and what knowing costs
     Track,
+    /// One VM before, under and after a limit, over time
+    Limit,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -131,6 +136,25 @@ enum Guest {
     Qemu,
 }
 
+/// What to draw and where.
+#[derive(Clone, Debug, clap::Args)]
+struct PlotArgs {
+    /// Files with one row a line
+    #[arg(required = true)]
+    rows: Vec<PathBuf>,
+    /// The directory of the SVG files
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    out: PathBuf,
+}
+
+/// Draw, and name each file.
+fn plot(args: &PlotArgs) -> Result<()> {
+    for file in ballast_bench::plot(&args.rows, &args.out)? {
+        print(&format!("{}\n", file.display()))?;
+    }
+    Ok(())
+}
+
 /// Measure.
 fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if !ballast_bench::is_release() {
@@ -148,6 +172,7 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
         What::Huge => Which::Huge,
         What::Balance => Which::Balance,
         What::Track => Which::Track,
+        What::Limit => Which::Limit,
     };
     let guest = match args.guest {
         Guest::Native => GuestKind::Native,

@@ -28,6 +28,8 @@ pub enum Which {
     Balance,
     /// Who is hot: how well that is known, and what knowing costs.
     Track,
+    /// One VM under a limit, over time.
+    Limit,
 }
 
 impl Which {
@@ -43,6 +45,7 @@ impl Which {
             Self::Huge => "huge",
             Self::Balance => "balance",
             Self::Track => "track",
+            Self::Limit => "limit",
         }
     }
 }

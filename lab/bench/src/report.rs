@@ -103,7 +103,9 @@ impl Row {
     pub fn text(&self) -> String {
         let mut text = format!("{}\n", self.title);
         let mut line = String::new();
-        for (key, value) in self.facts.iter().filter(|(key, _)| !matches!(key.as_str(), "bench" | "guest")) {
+        // Lists are for programs.
+        let is_told = |key: &str, value: &Value| !matches!(key, "bench" | "guest") && !value.is_array();
+        for (key, value) in self.facts.iter().filter(|(key, value)| is_told(key, value)) {
             // Writing to a String has no way to fail.
             let _ = write!(line, "  {key} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned));
         }

@@ -115,6 +115,31 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
 }
 
 #[test]
+fn a_vm_under_a_limit_is_seen_over_time_and_drawn() {
+    if no_bench() {
+        return;
+    }
+    let [row] = &rows(&["limit"])[..] else { panic!("one row") };
+    let samples = |key: &str| row[key].as_array().unwrap_or_else(|| panic!("{key} in {row}"));
+    for key in ["limit_bytes", "resident_bytes", "far_bytes", "refaults_per_s", "quarantine_hits_per_s", "ops_per_s"] {
+        assert_eq!(samples(key).len(), samples("t_s").len(), "{key}");
+    }
+    let limits: Vec<Option<u64>> = samples("limit_bytes").iter().map(Value::as_u64).collect();
+    let limited = limits.iter().filter(|limit| limit.is_some()).count();
+    assert!(limits[0].is_none() && limited > 2 && limits[limits.len() - 1].is_none(), "{limits:?}");
+    let far: Vec<u64> = samples("far_bytes").iter().filter_map(Value::as_u64).collect();
+    assert!(far[0] == 0 && far.iter().any(|bytes| *bytes > 0), "{far:?}");
+
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("limit.jsonl");
+    std::fs::write(&file, row.to_string()).expect("a row");
+    let output = Command::new(BENCH).arg("plot").arg(&file).arg("--out").arg(dir.path()).output().expect("start");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let picture = std::fs::read_to_string(dir.path().join("vm-under-limit.svg")).expect("a picture");
+    assert!(picture.contains("A VM of 32 MiB") && picture.contains("refaults"), "{picture}");
+}
+
+#[test]
 fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
     if no_bench() {
         return;

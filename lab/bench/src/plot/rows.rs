@@ -1,0 +1,82 @@
+//! Rows of benches, read from the JSON that `ballast bench --json` printed.
+//!
+//! Before: files with one object a line. After: the points of a chart. Threads: none. Units: those of the keys.
+//! Promise: a line that is no row is an error with its file and number; a figure that was not measured has no point.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+/// All rows of some files, in their order.
+pub(super) struct Rows(Vec<Value>);
+
+/// A figure: its median and its range.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Point {
+    pub median: f64,
+    pub low: f64,
+    pub high: f64,
+}
+
+impl Rows {
+    pub(super) fn read(files: &[PathBuf]) -> Result<Self> {
+        let mut rows = Vec::new();
+        for file in files {
+            let text = std::fs::read_to_string(file).with_context(|| format!("Reading {}", file.display()))?;
+            rows.extend(parse(file, &text)?);
+        }
+        Ok(Self(rows))
+    }
+
+    /// The rows of a bench with native guests.
+    pub(super) fn of<'a>(&'a self, bench: &'a str) -> impl Iterator<Item = &'a Value> {
+        self.0.iter().filter(move |row| row["bench"] == bench && row["guest"] == "native")
+    }
+}
+
+fn parse(file: &Path, text: &str) -> Result<Vec<Value>> {
+    let mut rows = Vec::new();
+    for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let place = || format!("Reading {}, line {}", file.display(), number + 1);
+        let row: Value = serde_json::from_str(line).with_context(place)?;
+        ensure!(row["bench"].is_string(), "{}: it is not a row of a bench", place());
+        rows.push(row);
+    }
+    Ok(rows)
+}
+
+impl Point {
+    /// The figure `key` of a row, divided by `unit`. Its range is that of the rounds, or the confidence interval.
+    pub(super) fn of(row: &Value, key: &str, unit: f64) -> Option<Self> {
+        let figure = |end: &str| row[format!("{key}{end}")].as_f64().map(|value| value / unit);
+        let median = figure("")?;
+        let low = figure("_ci95_low").or(figure("_min")).unwrap_or(median);
+        Some(Self { median, low, high: figure("_ci95_high").or(figure("_max")).unwrap_or(median) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_point_has_the_interval_before_the_rounds_and_nothing_where_nothing_was_measured() {
+        let row = json!({"a": 4.0, "a_min": 2.0, "a_max": 8.0, "b": 1.0, "b_min": 0.0, "b_ci95_low": 0.5,
+                         "b_ci95_high": 1.5, "c": null});
+        assert_eq!(Point::of(&row, "a", 2.0), Some(Point { median: 2.0, low: 1.0, high: 4.0 }));
+        assert_eq!(Point::of(&row, "b", 1.0), Some(Point { median: 1.0, low: 0.5, high: 1.5 }));
+        assert_eq!([Point::of(&row, "c", 1.0), Point::of(&row, "d", 1.0)], [None; 2]);
+    }
+
+    #[test]
+    fn a_line_that_is_no_row_is_refused_by_its_number() {
+        let file = Path::new("rows.jsonl");
+        assert_eq!(parse(file, "{\"bench\": \"restore\"}\n\n").expect("one row").len(), 1);
+        for wrong in ["{\"bench\": \"restore\"}\nnonsense\n", "{\"bench\": \"restore\"}\n{}\n"] {
+            let error = format!("{:#}", parse(file, wrong).expect_err("refused"));
+            assert!(error.contains("rows.jsonl, line 2"), "{error}");
+        }
+    }
+}
