@@ -44,7 +44,8 @@ impl Client {
     }
 
     /// RAM was hot-plugged: call before the guest can see it. While the keeper is away this succeeds at once, and the
-    /// region is announced with the next attach message.
+    /// region is announced with the next attach message. It waits while what was far of an earlier VM is on its way back
+    /// into this file, as attaching does.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let shared = &self.shared;
@@ -62,14 +63,30 @@ impl Client {
                 return Err(RequestError::Invalid(format!("a VM may have at most {MAX_REGIONS} RAM regions")));
             }
         }
-        let answer =
-            shared.link.ask(&ClientToKeeper::AddRegion(info), &[sent.as_fd()], shared.timing.handshake, false, |_| {
-                lock(&shared.table).push(region);
+        let mut region = Some(region);
+        loop {
+            let message = ClientToKeeper::AddRegion(info);
+            let answer = shared.link.ask(&message, &[sent.as_fd()], shared.timing.handshake, false, |_| {
+                lock(&shared.table).extend(region.take());
             });
-        if let Err(RequestError::Refused(_)) = &answer {
-            lock(&shared.table).remove(hva);
+            match answer {
+                Ok(Asked::Again) => {
+                    // Else the attach message after a keeper's death would have it, and so would the next request.
+                    region = lock(&shared.table).take(hva);
+                    if region.is_none() {
+                        return Err(RequestError::Invalid(format!(
+                            "RAM at {hva} was unmapped before it was announced"
+                        )));
+                    }
+                    std::thread::sleep(shared.timing.backoff_last);
+                }
+                Err(RequestError::Refused(_)) => {
+                    lock(&shared.table).remove(hva);
+                    return answer.map(drop);
+                }
+                answer => return answer.map(drop),
+            }
         }
-        answer.map(|_: Asked| ())
     }
 
     /// RAM is about to be unplugged: call before unmapping it, and unmap after this returns, whatever it returns.
@@ -92,7 +109,7 @@ impl Client {
                     unlisted = lock(&shared.table).remove(hva);
                 }
             });
-            if unlisted || !matches!(answer, Ok(Asked::Later)) {
+            if unlisted || !matches!(answer, Ok(Asked::Later | Asked::Again)) {
                 break;
             }
         }
@@ -144,7 +161,7 @@ impl Client {
             };
             match shared.link.ask_while(&message, &[], limit, false, change, &grows)? {
                 Asked::Done => return Ok(()),
-                Asked::Later => shared.link.wait_for_keeper(limit)?,
+                Asked::Later | Asked::Again => shared.link.wait_for_keeper(limit)?,
             }
         }
     }

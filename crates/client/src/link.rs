@@ -42,7 +42,7 @@ pub(crate) struct State {
     socket: Option<Arc<OwnedFd>>,
     sent: u64,
     answered: u64,
-    answer: Result<(), String>,
+    answer: Result<Asked, String>,
     error: Option<AttachError>,
 }
 
@@ -64,9 +64,12 @@ pub(crate) struct Link {
 }
 
 /// How a request fared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
     /// The keeper did it.
     Done,
+    /// The keeper did nothing, and is to be asked again in a moment.
+    Again,
     /// There is no keeper now; the next attach message carries the new truth.
     Later,
 }
@@ -83,7 +86,7 @@ impl Link {
             socket: None,
             sent: 0,
             answered: 0,
-            answer: Ok(()),
+            answer: Ok(Asked::Done),
             error: None,
         };
         Self {
@@ -140,7 +143,7 @@ impl Link {
         self.changed.notify_all();
     }
 
-    pub fn answer(&self, answer: Result<(), String>) {
+    pub fn answer(&self, answer: Result<Asked, String>) {
         let mut state = lock(&self.state);
         if state.answered < state.sent {
             state.answered += 1;
@@ -236,9 +239,10 @@ impl Link {
                 state = self.wait(state, Some(until));
             }
             if state.is_on(&socket) {
-                return match &state.answer {
-                    Ok(()) => Ok(Asked::Done),
-                    Err(reason) => Err(RequestError::Refused(reason.clone())),
+                return match state.answer.clone() {
+                    // A keeper has no reason to say so of anything else.
+                    Ok(Asked::Again) if !matches!(message, ClientToKeeper::AddRegion(_)) => Err(RequestError::NoAnswer),
+                    answer => answer.map_err(RequestError::Refused),
                 };
             }
             return self.settle(state, &socket, until, insist);

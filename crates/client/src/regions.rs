@@ -100,6 +100,11 @@ impl Table {
         self.regions.push(region);
     }
 
+    /// Put it there, if there is one.
+    pub fn extend(&mut self, region: Option<Region>) {
+        self.regions.extend(region);
+    }
+
     /// The regions in a form the keeper gets.
     pub fn infos(&self) -> Vec<RegionInfo> {
         self.regions.iter().map(|region| region.info).collect()
@@ -107,9 +112,13 @@ impl Table {
 
     /// Take a region off the table; `false` if none starts there.
     pub fn remove(&mut self, hva: Hva) -> bool {
-        let before = self.regions.len();
-        self.regions.retain(|region| region.info.hva != hva);
-        self.regions.len() < before
+        self.take(hva).is_some()
+    }
+
+    /// The same; returns the region.
+    pub fn take(&mut self, hva: Hva) -> Option<Region> {
+        let at = self.regions.iter().position(|region| region.info.hva == hva)?;
+        Some(self.regions.remove(at))
     }
 
     /// May this range be discarded: whole pages of one region, still mapped?

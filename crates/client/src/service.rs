@@ -21,7 +21,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::control::Pair;
 use crate::error::{AttachError, chain};
-use crate::link::Phase;
+use crate::link::{Asked, Phase};
 use crate::lock::lock;
 use crate::shared::{Shared, announce};
 
@@ -163,10 +163,7 @@ impl Service<'_> {
     fn failed(&mut self, error: AttachError) {
         if let AttachError::Later(_) = &error {
             // However long it takes: without Ballast the VM would read zeros where pages are still far.
-            if !self.told_later {
-                self.told_later = true;
-                announce(&format!("{}; waiting", chain(&error)));
-            }
+            self.later(&chain(&error));
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
@@ -200,11 +197,13 @@ impl Service<'_> {
         let message = wire::decode::<KeeperToClient>(&received.bytes);
         let Some(pending) = self.pending.take() else {
             return match message {
-                Ok(KeeperToClient::Ok) => self.shared.link.answer(Ok(())),
-                Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
-                Ok(KeeperToClient::Attached(_) | KeeperToClient::Later(_)) => {
-                    self.garbage("an answer to a question that was not asked")
+                Ok(KeeperToClient::Ok) => self.shared.link.answer(Ok(Asked::Done)),
+                Ok(KeeperToClient::Later(reason)) => {
+                    self.later(&reason);
+                    self.shared.link.answer(Ok(Asked::Again));
                 }
+                Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
+                Ok(KeeperToClient::Attached(_)) => self.garbage("an answer to a question that was not asked"),
                 Err(error) => self.garbage(&error.to_string()),
             };
         };
@@ -244,6 +243,13 @@ impl Service<'_> {
         }
         self.retry_at = Instant::now() + self.backoff;
         self.shared.link.down();
+    }
+
+    fn later(&mut self, why: &str) {
+        if !self.told_later {
+            self.told_later = true;
+            announce(&format!("{why}; waiting"));
+        }
     }
 
     fn garbage(&mut self, what: &str) {

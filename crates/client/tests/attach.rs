@@ -370,6 +370,31 @@ fn a_first_attach_that_fails_says_why() {
 }
 
 #[test]
+fn a_region_for_which_the_keeper_asks_to_wait_is_asked_for_again_until_it_is_taken() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let (client, session) = attached(&keeper, &fd, &map);
+    let (extra, extra_map) = ram();
+    let range = (hva(extra_map.addr()), pages(1));
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(|| client.add_region(extra, range.0, Bytes(pages(PAGES)), Bytes(0)));
+        for _ in 0..2 {
+            let (message, fds) = session.request();
+            assert!(matches!(message, ClientToKeeper::AddRegion(info) if info.hva == range.0) && fds.len() == 1);
+            session.answer(&KeeperToClient::Later("it is being written back".into()));
+        }
+        session.request();
+        session.answer(&KeeperToClient::Ok);
+        adding.join().expect("thread").expect("added");
+        assert_eq!(session.zap(1, vec![range]), None);
+        assert_eq!(client.ram(), Bytes(2 * pages(PAGES)), "once");
+    });
+}
+
+#[test]
 fn a_removed_region_is_never_zapped_again_and_a_refused_one_never() {
     if !have_uffd() {
         return;

@@ -3,9 +3,14 @@
 
 mod common;
 
+use std::os::fd::AsFd;
+
 use ballast_api::VmStatus;
+use ballast_base::wire::{ClientToKeeper, KeeperToClient};
+use common::raw::{Ram, RawClient, no_uffd};
 use common::vmm::{Program, Vmm};
 use common::{Daemon, missing, until};
+use rustix::process::Signal;
 
 /// Pages go soon.
 const QUICK: &str = "quarantine_ms = 20\n";
@@ -139,6 +144,34 @@ fn a_ram_file_that_outlives_its_vmm_has_every_page_and_the_next_vmm_waits_for_th
         let events = daemon.api.events().expect("events");
         events.iter().filter(|event| event.kind == "written-back").count() == 2
     });
+    assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
+}
+
+#[test]
+fn ram_that_another_vmm_plugs_while_it_is_written_back_waits_for_every_page() {
+    let Some(program) = Program::compile() else { return };
+    let Some(file) = file_in_tmpfs() else { return };
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let vmm = program.start(&daemon, "first", file.to_str().expect("text"), PAGES);
+    squeeze(&daemon, "first");
+    let own = Ram::new(16);
+    let mut second = RawClient::new(&daemon.attach_socket(), "second");
+    assert!(matches!(second.attach(&[&own]), Some(KeeperToClient::Attached(_))));
+    // Nothing is written back while it is stopped.
+    let engine = daemon.engine_pid().expect("an engine");
+    common::signal_process(engine, Signal::STOP);
+    vmm.kill();
+    until("the keeper sees its end", || daemon.log().contains("forgetting the VM"));
+    let plugged = Ram::of(std::fs::File::options().read(true).write(true).open(&file).expect("open the RAM").into());
+    let plug = || second.ask(&ClientToKeeper::AddRegion(plugged.info()), &[plugged.fd.as_fd()]);
+    let answer = plug();
+    let zeros = wrong_pages(&file);
+    assert!(matches!(answer, Some(KeeperToClient::Later(_))), "{answer:?} while {zeros} pages of it are zeros");
+    common::signal_process(engine, Signal::CONT);
+    until("it may be plugged", || plug() == Some(KeeperToClient::Ok));
     assert_eq!(wrong_pages(&file), 0, "{}", daemon.log());
 }
 

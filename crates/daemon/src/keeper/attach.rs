@@ -37,10 +37,9 @@ impl Keeper {
         let (pid, uid) = (client.pid, client.uid);
         self.check_memory(uid, &attach.regions)?;
         let Admitted { uffds, control, ram, resumed } = admit::admit(attach, fds)?;
-        if let Some((id, name)) = self.closing_of(ram.iter().map(|(_, file)| *file))
-            && attach.resume != Some(id)
-        {
-            let why = format!("what was far of VM {name:?} is on its way back into its RAM file");
+        let files: Vec<FileId> = ram.iter().map(|(_, file)| *file).collect();
+        let wait = self.must_wait(attach.resume, &files).or_else(|| self.must_wait_for_others(uid, attach.resume));
+        if let Some(why) = wait {
             self.answer(key, &KeeperToClient::Later(why), &[]);
             return Ok(());
         }
@@ -85,6 +84,8 @@ impl Keeper {
             self.tell_added(vm, pid, &added);
         }
         let spans = spans?;
+        // Only now: until then the engine may write back, and nobody else shall have the file.
+        self.reopened(vm);
         let numbers = spans.iter().map(|(_, number)| *number).collect();
         let entry = &mut self.vms[index];
         if let Some(reason) = &attach.pinned {
@@ -199,7 +200,6 @@ impl Keeper {
                 format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
             );
         }
-        self.reopened(state.id());
         VmEntry::new(state, arena, file, attach, uid, &self.closer)
     }
 
@@ -272,6 +272,10 @@ impl Keeper {
             return Err(format!("region {} is RAM of another VM", info.hva));
         }
         let taken: Vec<u32> = view.spans.iter().map(|(_, number)| *number).collect();
+        if let Some(why) = self.must_wait(Some(vm), &[file]) {
+            self.answer(key, &KeeperToClient::Later(why), &[]);
+            return Ok(());
+        }
         let entry = self.entry_of(key)?;
         // Another view may have brought the region already.
         let known = entry.find(&info, file, &[]);

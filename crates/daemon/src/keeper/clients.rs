@@ -127,7 +127,9 @@ impl Keeper {
         more: impl IntoIterator<Item = &'a RegionInfo>,
     ) -> Result<(), String> {
         let views = self.clients.values().filter(|client| client.uid == uid).filter_map(|client| client.view.as_ref());
-        let announced = views.flat_map(|view| &view.spans).map(|(span, _)| span.len.0).fold(0, u64::saturating_add);
+        let closing = self.closing_ram(uid).0;
+        let announced =
+            views.flat_map(|view| &view.spans).map(|(span, _)| span.len.0).fold(closing, u64::saturating_add);
         let more = more.into_iter().map(|region| region.len.0).fold(0, u64::saturating_add);
         has_memory(uid, announced, more, crate::backend::meminfo("MemTotal").unwrap_or(u64::MAX))
     }

@@ -2,9 +2,10 @@
 //!
 //! Before: the last process of a VM is gone. After: the engine says that it is done with the VM; its descriptors are closed.
 //! Threads: the keeper's one.
-//! Promise: an engine that dies over it has a successor that goes on. Nobody else gets such a file as RAM of a new VM
-//! meanwhile: a client that brings it is told to come again.
+//! Promise: an engine that dies over it has a successor that goes on. Nobody else gets such a file as RAM of another VM
+//! meanwhile: a client that brings it, with its attach or later, is told to come again.
 
+use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_sys::memfd::FileId;
 
@@ -13,8 +14,10 @@ use super::fence::{self, Left};
 use super::regions::VmEntry;
 use crate::orders::Order;
 
-/// VMs kept at most. Of one more only the engine knows, which should not die over it then.
-const MOST: usize = 256;
+/// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
+/// thread and its descriptors, for as long as there is no memory for what was far: for good, where the RAM is in a full
+/// tmpfs.
+const MOST_OF_A_USER: usize = 64;
 
 /// A VM without processes.
 pub struct Closing {
@@ -43,7 +46,7 @@ impl Keeper {
             self.order(&Order::CloseVm { seq, vm: id }, &[]);
         }
         // One that waits for regions no engine has.
-        if entry.search.is_none() && self.closing.len() < MOST {
+        if entry.search.is_none() {
             self.closing.push(Closing { seq, entry, given });
         }
     }
@@ -58,12 +61,32 @@ impl Keeper {
         self.closing.retain(|closing| closing.entry.state.id() != id);
     }
 
-    /// The VM that one of these files was RAM of until now.
-    pub(super) fn closing_of(&self, mut files: impl Iterator<Item = FileId>) -> Option<(VmId, String)> {
-        files.find_map(|file| {
-            let of = self.closing.iter().find(|closing| closing.entry.has_any([file].into_iter()))?;
-            Some((of.entry.state.id(), of.entry.state.name()))
+    /// Must a process that is, or comes back as, this VM wait with these files, and why? The RAM of any other VM may be
+    /// on its way back into them until now.
+    pub(super) fn must_wait(&self, vm: Option<VmId>, files: &[FileId]) -> Option<String> {
+        let other = |closing: &&Closing| Some(closing.entry.state.id()) != vm;
+        let mut others = self.closing.iter().filter(other);
+        let of = others.find(|closing| closing.entry.has_any(files.iter().copied()))?;
+        let name = of.entry.state.name();
+        Some(format!("what was far of VM {name:?} is on its way back into its RAM file"))
+    }
+
+    /// Must a process of this user wait because too many of the user's VMs are closing, and why? One that comes back as
+    /// such a VM need not.
+    pub(super) fn must_wait_for_others(&self, uid: u32, resume: Option<VmId>) -> Option<String> {
+        let own = self.closing.iter().filter(|closing| closing.entry.uid == uid);
+        let is_back = self.closing.iter().any(|closing| Some(closing.entry.state.id()) == resume);
+        let many = uid != 0 && !is_back && own.count() >= MOST_OF_A_USER;
+        many.then(|| {
+            format!("what was far of {MOST_OF_A_USER} other VMs of this user is on its way back into their RAM files")
         })
+    }
+
+    /// RAM of this user's VMs that are closing.
+    pub(super) fn closing_ram(&self, uid: u32) -> Bytes {
+        let own = self.closing.iter().filter(|closing| closing.entry.uid == uid);
+        let regions = own.flat_map(|closing| closing.entry.state.regions()).filter(|record| !record.removed);
+        Bytes(regions.map(|record| record.pages.bytes().0).fold(0, u64::saturating_add))
     }
 
     /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must wait.

@@ -30,6 +30,8 @@ pub struct VmEntry {
     pub file_store: Option<[Arc<SentFd>; 2]>,
     /// By region number; `None` for a region that was unplugged, or that nobody has brought back yet.
     pub ram: Vec<Option<(Arc<SentFd>, FileId)>>,
+    /// Whose it is.
+    pub uid: u32,
     /// The VMM program.
     pub vmm: String,
     /// Why nothing may be reclaimed.
@@ -85,6 +87,7 @@ impl VmEntry {
             state,
             files: [Arc::new(SentFd::new(duplicate, uid, closer.clone())), Arc::new(arena)],
             file_store: file_store.map(|files| files.map(Arc::new)),
+            uid,
             vmm: attach.vmm.clone(),
             pinned: None,
             may_pin: false,

@@ -3,8 +3,9 @@
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 
-use ballast_base::wire::{Attach, VmId};
-use ballast_sys::memfd;
+use ballast_base::wire::{Attach, RegionInfo, VmId};
+use ballast_base::{Bytes, Hva};
+use ballast_sys::memfd::{self, FileId};
 
 use super::fence::Process;
 use super::*;
@@ -173,4 +174,56 @@ fn connections_that_never_attach_are_few_and_do_not_last() {
     let _late = connect();
     keeper.accept(listener.as_fd());
     assert_eq!(keeper.clients.len(), 1, "there is room again");
+}
+
+#[test]
+fn a_user_with_many_vms_that_cannot_be_closed_waits_and_nobody_else_does() {
+    let (mut keeper, _dir) = keeper();
+    let close = |keeper: &mut Keeper, uid: u32, number: u32| {
+        let attach = attach_as(&format!("vm-{uid}-{number}"), None);
+        let mut entry = VmEntry::create(&attach, uid, &keeper.closer).expect("state and arena");
+        let region = RegionInfo { hva: Hva(0), len: Bytes(1 << 20), file_offset: Bytes(0) };
+        entry.append(&region, FileId { dev: u64::from(uid), ino: u64::from(number) }).expect("a region");
+        let id = entry.state.id();
+        keeper.vms.push(entry);
+        keeper.close_vm(id);
+        id
+    };
+    let waits = |keeper: &Keeper, uid, resume| keeper.must_wait_for_others(uid, resume).is_some();
+    let first = close(&mut keeper, 7, 0);
+    let many = |keeper: &mut Keeper, uid, numbers: std::ops::Range<u32>| {
+        for number in numbers {
+            close(keeper, uid, number);
+        }
+    };
+    many(&mut keeper, 7, 1..63);
+    assert!(!waits(&keeper, 7, None));
+    many(&mut keeper, 7, 63..300);
+    assert_eq!(keeper.closing.len(), 300, "none is forgotten: somebody may bring its RAM");
+    assert_eq!(keeper.closing_ram(7), Bytes(300 << 20));
+    assert!(waits(&keeper, 7, None) && waits(&keeper, 7, Some(VmId([9; 16]))));
+    assert!(!waits(&keeper, 7, Some(first)), "it comes back as one of them");
+    assert!(!waits(&keeper, 8, None) && keeper.closing_ram(8) == Bytes(0));
+    many(&mut keeper, 0, 0..300);
+    assert!(!waits(&keeper, 0, None), "root's VMs are everybody's");
+}
+
+#[test]
+fn whoever_comes_back_as_one_vm_waits_for_the_ram_of_another_one_that_is_closing() {
+    let (mut keeper, _dir) = keeper();
+    let file = |ino| FileId { dev: 1, ino };
+    let ids: Vec<VmId> = [1, 2]
+        .map(|number| {
+            let id = new_vm(&mut keeper, &format!("vm-{number}"));
+            let region = RegionInfo { hva: Hva(0), len: Bytes(1 << 20), file_offset: Bytes(0) };
+            let entry = keeper.vms.iter_mut().find(|vm| vm.state.id() == id).expect("just made");
+            entry.append(&region, file(number)).expect("a region");
+            keeper.close_vm(id);
+            id
+        })
+        .into();
+    assert_eq!(keeper.must_wait(Some(ids[0]), &[file(1)]), None);
+    for (vm, files) in [(None, [file(3), file(1)]), (Some(ids[0]), [file(1), file(2)])] {
+        keeper.must_wait(vm, &files).expect("another VM's");
+    }
 }
