@@ -217,6 +217,32 @@ fn raising_the_limit_stops_reclaim_and_restores_nothing() {
     assert_eq!(far, evicted, "raising the limit brought pages back");
 }
 
+/// How often a thread of this process has gone to sleep by itself. Giving up the CPU while it could go on is not counted.
+fn sleeps_of(thread: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).expect("the thread runs");
+    let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    count.and_then(|count| count.trim().parse().ok()).expect("a count")
+}
+
+#[test]
+fn who_brings_all_back_sleeps_while_a_page_cannot_be_had_and_ends_when_the_vm_is_closed() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    rig.faults.busy_gets(u64::MAX);
+    let (vm, (say, hear)) = (rig.vm.clone(), std::sync::mpsc::channel());
+    let restoring = std::thread::spawn(move || {
+        say.send(rustix::thread::gettid().as_raw_nonzero().get() as u32).expect("heard");
+        vm.restore_for(Hold::Pinned, "the test says so".into())
+    });
+    let thread = hear.recv().expect("a thread id");
+    let before = sleeps_of(thread);
+    until("it sleeps", || sleeps_of(thread) > before + 100);
+    rig.vm.stop();
+    let error = restoring.join().expect("no panic").expect_err("not all are back");
+    assert_eq!(error.to_string(), "the VM is being closed");
+}
+
 #[test]
 fn pinning_brings_every_page_back_and_keeps_it() {
     let rig = Rig::new(RAM, AMPLE, QUICK);

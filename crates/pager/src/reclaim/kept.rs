@@ -12,6 +12,10 @@ use std::sync::{PoisonError, RwLock};
 /// Region number and first page; the end.
 type Parts = BTreeMap<(u32, u64), u64>;
 
+/// Parts told apart in a view: as many mappings as the kernel lets a process have. Beyond that, what is between two parts
+/// counts as kept as well.
+const MOST: usize = 1 << 16;
+
 /// The parts of one view that are kept.
 #[derive(Debug, Default)]
 pub(crate) struct Kept {
@@ -36,6 +40,19 @@ impl Kept {
             }
             parts.remove(&(region, first));
             (start, end) = (start.min(first), end.max(last));
+        }
+        if parts.len() >= MOST {
+            let before = parts.range((region, 0)..(region, start)).next_back().map(|(&(_, first), _)| first);
+            let after =
+                parts.range((region, end)..=(region, u64::MAX)).next().map(|(&(_, first), &last)| (first, last));
+            match (before, after) {
+                (Some(first), _) => start = first,
+                (None, Some((first, last))) => {
+                    parts.remove(&(region, first));
+                    end = last;
+                }
+                (None, None) => {}
+            }
         }
         parts.insert((region, start), end);
         self.any.store(true, Ordering::Release);
@@ -65,6 +82,19 @@ impl Kept {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_client_that_keeps_every_other_page_costs_no_more_than_the_kernel_lets_it_have_mappings() {
+        let kept = Kept::default();
+        // Downwards, so that each lies before all others.
+        for page in (0..2 * MOST as u64).rev() {
+            assert!(kept.add(1, 2 * page..2 * page + 1), "page {page}");
+        }
+        assert!(kept.add(0, 7..8), "the first of another region");
+        assert!(kept.parts.read().expect("no panic").len() <= MOST + 1);
+        assert!((0..2 * MOST as u64).all(|page| kept.contains(1, 2 * page)));
+        assert!(kept.contains(0, 7) && !kept.contains(0, 8));
+    }
 
     proptest! {
         #[test]

@@ -16,7 +16,7 @@ use crate::vm::view::View;
 
 /// Listen to the client until it or the engine is gone.
 pub(super) fn run(vm: &Vm, view: &Arc<View>) {
-    let mut invalid = 0u64;
+    let (mut invalid, mut failed) = (0u64, 0u64);
     while !vm.is_stopping() && !view.is_closed() {
         if !sleep_until_readable(view.control(), NAP) {
             continue;
@@ -36,7 +36,11 @@ pub(super) fn run(vm: &Vm, view: &Arc<View>) {
             Ok(answer @ ClientToEngine::Zapped { .. }) => view.zapped(&answer),
             Ok(ClientToEngine::Discard { seq, ranges }) => {
                 let error = vm.discard(view, &ranges).err().map(|error| error.to_string());
-                if let Some(error) = &error {
+                failed += u64::from(error.is_some());
+                // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on shall not push other events out.
+                if let Some(error) = &error
+                    && failed.is_power_of_two()
+                {
                     vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
                 }
                 // A client that does not read its answers repeats its question and gets another.

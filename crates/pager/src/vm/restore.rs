@@ -7,6 +7,7 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_sys::uffd::FaultKind;
@@ -21,6 +22,8 @@ use ballast_page::page_state::{State, Word};
 
 /// Pages that are brought back before whoever adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
+/// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full, which may last.
+pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
 impl Vm {
     /// Hold reclaim for this reason and bring every page back. Returns when none is far.
@@ -64,9 +67,12 @@ impl Vm {
             while next < written.end {
                 let end = written.end.min((next + 1).next_multiple_of(BATCH));
                 done = done.and(self.restore_through(region, next..end, &self.views(), &mut || {
-                    std::thread::yield_now();
-                    true
+                    std::thread::sleep(PAUSE);
+                    !self.is_stopping()
                 }));
+                if self.is_stopping() {
+                    return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
+                }
                 next = end;
             }
         }

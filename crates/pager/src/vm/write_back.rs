@@ -10,7 +10,6 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ballast_base::wire::RegionInfo;
 use ballast_base::{Bytes, Hva, PageCount, PageIdx};
@@ -18,14 +17,12 @@ use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, scm};
 
 use super::Vm;
+use super::restore::PAUSE;
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::Shards;
 use crate::vm::state_file::PAGES_PER_CHUNK;
 use crate::vm::view::View;
 use ballast_page::page_state::State;
-
-/// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full.
-const PAUSE: Duration = Duration::from_millis(1);
 
 /// What writing back came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
