@@ -13,6 +13,7 @@ pub mod hugetlb;
 pub mod kcmp;
 pub mod mapping;
 pub mod memfd;
+pub mod memory_error;
 pub mod peer;
 pub mod pins;
 pub mod probe;

@@ -1,0 +1,252 @@
+//! What the handler of memory errors knows: one slot for each mapping that is to survive them.
+//!
+//! Before: somebody maps a file and says what its pages become when they are lost. After: the handler finds the mapping
+//! by an address in it, and who waits for losses finds out which there were.
+//! Threads: any; [`Slot::find`] and what it leads to are called by a signal handler, so slots are never freed, and
+//! nothing here waits. Units: bytes; pages of 4 KiB.
+//! Promise: the handler sees a slot only as a whole, and never one of a mapping that is gone.
+
+use std::ops::Deref;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+
+use ballast_base::PAGE_SIZE;
+
+use crate::Mapping;
+
+pub(super) const WORDS: usize = PAGE_SIZE / 8;
+/// Losses of one mapping that are told one by one; of more only the number.
+const TOLD: usize = 16;
+
+/// What a lost page becomes.
+#[derive(Clone, Debug)]
+pub enum Fill {
+    /// A hole, which reads as zeros.
+    Zeros,
+    /// The same eight bytes all over.
+    Pattern(u64),
+    /// What is in this copy then. A process that finds that another one has replaced the page already leaves it as it
+    /// is.
+    Copy(Arc<PageCopy>),
+}
+
+/// The bytes of one page, kept in memory of this process.
+#[derive(Debug)]
+pub struct PageCopy([AtomicU64; WORDS]);
+
+impl Default for PageCopy {
+    fn default() -> Self {
+        Self([const { AtomicU64::new(0) }; WORDS])
+    }
+}
+
+impl PageCopy {
+    /// The words of it.
+    pub fn words(&self) -> &[AtomicU64] {
+        &self.0
+    }
+}
+
+/// How a mapping survives.
+#[derive(Debug)]
+pub struct Survival {
+    /// What is mapped.
+    pub file: Arc<OwnedFd>,
+    /// From where on.
+    pub offset: u64,
+    /// What pages become: each entry holds up to this offset in the mapping, a multiple of the page size; the last
+    /// for all that follows.
+    pub fills: Vec<(usize, Fill)>,
+    /// Where to write down which part of the file is being replaced ([`in_journal`]): a word of another mapping.
+    pub journal: Option<(Arc<Surviving>, usize)>,
+}
+
+/// What a word of a journal says: offset and length in the file. Nothing if it is zero.
+pub fn in_journal(word: u64) -> Option<(u64, u64)> {
+    let pages = word & (PAGE_SIZE as u64 - 1);
+    (pages > 0).then_some((word - pages, pages * PAGE_SIZE as u64))
+}
+
+/// What was lost of a mapping since it was last asked.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Losses {
+    /// Offsets in the file of the first lost pages.
+    pub offsets: Vec<u64>,
+    /// How many pages it were in all.
+    pub pages: u64,
+}
+
+/// One mapping, for the handler. Never freed, but used again.
+pub(super) struct Slot {
+    next: AtomicPtr<Slot>,
+    /// Odd while it is being changed.
+    sequence: AtomicUsize,
+    taken: AtomicBool,
+    pub(super) start: AtomicUsize,
+    /// Zero while nothing is registered here.
+    pub(super) len: AtomicUsize,
+    pub(super) fd: AtomicI32,
+    pub(super) offset: AtomicU64,
+    fills: AtomicPtr<(usize, Fill)>,
+    fill_count: AtomicUsize,
+    journal: AtomicPtr<AtomicU64>,
+    /// Pages lost since the mapping was registered, and how many of them were told.
+    lost: AtomicU64,
+    told: AtomicU64,
+    offsets: [AtomicU64; TOLD],
+}
+
+static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(null_mut());
+
+/// A mapping that survives memory errors, as far as [`super::install`] was called.
+#[derive(Debug)]
+pub struct Surviving {
+    slot: &'static Slot,
+    /// What the slot points to. Boxed, so that it stays where it is.
+    _fills: Box<[(usize, Fill)]>,
+    _survival: (Arc<OwnedFd>, Option<(Arc<Surviving>, usize)>),
+    /// Last: what is mapped there next is not ours to mend.
+    mapping: Mapping,
+}
+
+impl Deref for Surviving {
+    type Target = Mapping;
+
+    fn deref(&self) -> &Mapping {
+        &self.mapping
+    }
+}
+
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Slot").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl Surviving {
+    /// From now on memory errors in this mapping, a writable one, are survived.
+    ///
+    /// # Panics
+    /// If the journal's word is outside its mapping.
+    pub fn new(mapping: Mapping, survival: Survival) -> Self {
+        let Survival { file, offset, fills, journal } = survival;
+        let fills = fills.into_boxed_slice();
+        let slot = Slot::take();
+        slot.sequence.fetch_add(1, Ordering::AcqRel);
+        slot.start.store(mapping.addr(), Ordering::Release);
+        slot.fd.store(file.as_raw_fd(), Ordering::Release);
+        slot.offset.store(offset, Ordering::Release);
+        slot.fills.store(fills.as_ptr().cast_mut(), Ordering::Release);
+        slot.fill_count.store(fills.len(), Ordering::Release);
+        let word = journal.as_ref().map_or(null_mut(), |(other, at)| other.ptr(*at, 8).cast());
+        slot.journal.store(word, Ordering::Release);
+        slot.lost.store(0, Ordering::Release);
+        slot.told.store(0, Ordering::Release);
+        slot.len.store(mapping.len(), Ordering::Release);
+        slot.sequence.fetch_add(1, Ordering::AcqRel);
+        Self { slot, _fills: fills, _survival: (file, journal), mapping }
+    }
+
+    /// Pages of it that were lost and replaced since then.
+    pub fn lost(&self) -> u64 {
+        self.slot.lost.load(Ordering::Acquire)
+    }
+
+    /// Those of which nobody was told.
+    pub fn losses(&self) -> Losses {
+        let lost = self.lost();
+        let told = self.slot.told.swap(lost, Ordering::AcqRel);
+        let offsets = (told..lost).take(TOLD).map(|number| {
+            let at = number as usize % TOLD;
+            self.slot.offsets[at].load(Ordering::Acquire)
+        });
+        Losses { offsets: offsets.collect(), pages: lost - told }
+    }
+}
+
+impl Drop for Surviving {
+    fn drop(&mut self) {
+        // Before the memory is unmapped: then no thread is in the handler for an address of it, and none comes.
+        self.slot.sequence.fetch_add(1, Ordering::AcqRel);
+        self.slot.len.store(0, Ordering::Release);
+        self.slot.sequence.fetch_add(1, Ordering::AcqRel);
+        self.slot.taken.store(false, Ordering::Release);
+    }
+}
+
+impl Slot {
+    /// One that nobody uses, or a new one.
+    fn take() -> &'static Self {
+        let mut at = SLOTS.load(Ordering::Acquire);
+        // SAFETY: slots are leaked boxes, made below and linked when they are whole; none is ever freed.
+        while let Some(slot) = unsafe { at.as_ref() } {
+            if slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return slot;
+            }
+            at = slot.next.load(Ordering::Acquire);
+        }
+        let slot: &'static Self = Box::leak(Box::new(Self {
+            next: AtomicPtr::new(null_mut()),
+            sequence: AtomicUsize::new(0),
+            taken: AtomicBool::new(true),
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(0),
+            fd: AtomicI32::new(-1),
+            offset: AtomicU64::new(0),
+            fills: AtomicPtr::new(null_mut()),
+            fill_count: AtomicUsize::new(0),
+            journal: AtomicPtr::new(null_mut()),
+            lost: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+            offsets: [const { AtomicU64::new(0) }; TOLD],
+        }));
+        let mut first = SLOTS.load(Ordering::Acquire);
+        loop {
+            slot.next.store(first, Ordering::Release);
+            let new = std::ptr::from_ref(slot).cast_mut();
+            match SLOTS.compare_exchange(first, new, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return slot,
+                Err(seen) => first = seen,
+            }
+        }
+    }
+
+    /// The slot of the mapping that this address is in.
+    pub(super) fn find(addr: usize) -> Option<&'static Self> {
+        let mut at = SLOTS.load(Ordering::Acquire);
+        // SAFETY: as in `take`.
+        while let Some(slot) = unsafe { at.as_ref() } {
+            let sequence = slot.sequence.load(Ordering::Acquire);
+            let (start, len) = (slot.start.load(Ordering::Acquire), slot.len.load(Ordering::Acquire));
+            let whole = sequence.is_multiple_of(2) && slot.sequence.load(Ordering::Acquire) == sequence;
+            if whole && addr.wrapping_sub(start) < len {
+                return Some(slot);
+            }
+            at = slot.next.load(Ordering::Acquire);
+        }
+        None
+    }
+
+    /// What the page at this offset in the mapping becomes.
+    pub(super) fn fill(&self, within: usize) -> &Fill {
+        let (fills, count) = (self.fills.load(Ordering::Acquire), self.fill_count.load(Ordering::Acquire));
+        // SAFETY: the thread that runs this touched the mapping, so its owner, which has these in a box, lives.
+        let fills = unsafe { std::slice::from_raw_parts(fills, count) };
+        fills.iter().find(|(end, _)| within < *end).or(fills.last()).map_or(&Fill::Zeros, |(_, fill)| fill)
+    }
+
+    pub(super) fn note(&self, offset: u64) {
+        let number = self.lost.load(Ordering::Acquire);
+        self.offsets[number as usize % TOLD].store(offset, Ordering::Release);
+        self.lost.store(number + 1, Ordering::Release);
+    }
+
+    pub(super) fn write_journal(&self, word: u64) {
+        // SAFETY: as in `fill`: the owner lives, and holds the mapping that this points into.
+        if let Some(journal) = unsafe { self.journal.load(Ordering::Acquire).as_ref() } {
+            journal.store(word, Ordering::Release);
+        }
+    }
+}
