@@ -4,7 +4,10 @@
 //! blobs in and out, `file` the headers of blocks that are on a disk.
 //! Threads: any, in any number of processes; every word of the header and the table is an atomic.
 //! Units: offsets are bytes from the start of the file; a table entry is 128 bytes, a slab what the shape says.
-//! Promise: nothing in the file is trusted. Offsets come from the checked size of the mapping, never from its content.
+//! Promise: nothing in the file is trusted. Offsets come from the checked size of the mapping, never from its
+//! content. A page of it whose memory fails becomes what costs least: blobs become zeros, which no handle fits;
+//! entries of the table become bits that mean nothing, so that no slab of them is handed out or emptied before the
+//! next `recover`; the header is written again.
 //!
 //! ```text
 //! 0            header page: magic, layout version, slabs, slab size, fresh, held, four words of the store's own, reserved;
@@ -17,9 +20,10 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd};
 
 use crate::slab::{CAPACITIES, Slab};
@@ -80,8 +84,12 @@ const _: () = assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && HE
 /// A mapped arena.
 #[derive(Debug)]
 pub(crate) struct Arena {
-    map: Mapping,
-    fd: OwnedFd,
+    map: Surviving,
+    fd: Arc<OwnedFd>,
+    /// The header as far as it matters, should its page be lost.
+    header_copy: Arc<PageCopy>,
+    /// The header was lost when the arena was opened.
+    header_was_lost: AtomicBool,
     slabs: u32,
     shape: &'static Shape,
     /// A file with `charge_bytes` for each slab, which are punched with it.
@@ -104,6 +112,24 @@ impl Shape {
         self.slabs_start(slabs) + slabs as usize * self.slab_bytes
     }
 
+    /// How many slabs an arena has whose file has so many bytes.
+    fn slabs_of(&self, file_bytes: u64) -> Option<u32> {
+        let most = file_bytes / self.slab_bytes as u64;
+        // The table rounded up to a whole slab is the only other thing in it.
+        let near = most.checked_sub(2 + (most * ENTRY_BYTES as u64).div_ceil(self.slab_bytes as u64))?;
+        (near..=most)
+            .filter_map(|slabs| u32::try_from(slabs).ok())
+            .find(|slabs| self.file_bytes(*slabs) as u64 == file_bytes)
+    }
+
+    /// What the header of a new arena says.
+    fn write_header(&self, slabs: u32, header: &[AtomicU64]) {
+        header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
+        header[WORD_SLAB_BYTES].store(self.slab_bytes as u64, Ordering::Relaxed);
+        header[WORD_VERSION].store(self.version, Ordering::Relaxed);
+        header[WORD_MAGIC].store(self.magic, Ordering::Release);
+    }
+
     fn invalid(&self, what: String) -> io::Error {
         io::Error::new(io::ErrorKind::InvalidData, format!("Opening a {}: {what}", self.name))
     }
@@ -119,13 +145,23 @@ impl Arena {
             ));
         }
         let fd = memfd::create("ballast-store", Bytes(shape.file_bytes(slabs) as u64))?;
-        let map = Mapping::shared(&fd, 0, shape.file_bytes(slabs))?;
-        let header = map.words(0, HEADER_WORDS);
-        header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
-        header[WORD_SLAB_BYTES].store(shape.slab_bytes as u64, Ordering::Relaxed);
-        header[WORD_VERSION].store(shape.version, Ordering::Relaxed);
-        header[WORD_MAGIC].store(shape.magic, Ordering::Release);
-        Ok(Self { map, fd, slabs, shape, disk: None })
+        let arena = Self::map(shape, Arc::new(fd), slabs)?;
+        shape.write_header(slabs, arena.map.words(0, HEADER_WORDS));
+        Ok(arena)
+    }
+
+    /// Map the file of an arena of `slabs` slabs.
+    fn map(shape: &'static Shape, fd: Arc<OwnedFd>, slabs: u32) -> io::Result<Self> {
+        let header_copy = Arc::new(PageCopy::default());
+        shape.write_header(slabs, header_copy.words());
+        let fills = vec![
+            (TABLE_START, Fill::Copy(header_copy.clone())),
+            (shape.slabs_start(slabs), Fill::Pattern(u64::MAX)),
+            (shape.file_bytes(slabs), Fill::Zeros),
+        ];
+        let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
+        let map = Surviving::new(Mapping::shared(&*fd, 0, shape.file_bytes(slabs))?, survival);
+        Ok(Self { map, fd, header_copy, header_was_lost: AtomicBool::new(false), slabs, shape, disk: None })
     }
 
     /// Map an arena that exists, after checking that it is one.
@@ -135,8 +171,23 @@ impl Arena {
         if size < PAGE_SIZE as u64 {
             return Err(invalid(format!("the file has {size} bytes, less than a header")));
         }
-        let header_map = Mapping::shared(&fd, 0, PAGE_SIZE)?;
+        let fd = Arc::new(fd);
+        // Of one that was lost there is a hole, if whoever met it died before it was written again.
+        let table = TABLE_START as u64;
+        let is_hole = memfd::is_hole(&*fd, 0, table)? && memfd::next_data(&*fd, table)?.is_some();
+        let fills = vec![(PAGE_SIZE, Fill::Zeros)];
+        let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
+        let header_map = Surviving::new(Mapping::shared(&*fd, 0, PAGE_SIZE)?, survival);
         let header = header_map.words(0, HEADER_WORDS);
+        header[WORD_MAGIC].load(Ordering::Acquire);
+        let header_was_lost = is_hole || header_map.lost() > 0;
+        if header_was_lost {
+            // What it said of the arena follows from the size of the file.
+            let slabs = shape
+                .slabs_of(size)
+                .ok_or_else(|| invalid(format!("its header is lost, and none has {size} bytes")))?;
+            shape.write_header(slabs, header);
+        }
         let expect = |word: usize, name: &str, expected: u64| {
             let found = header[word].load(Ordering::Acquire);
             if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
@@ -153,8 +204,44 @@ impl Arena {
         if size != needed as u64 {
             return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {needed}")));
         }
-        let map = Mapping::shared(&fd, 0, needed)?;
-        Ok(Self { map, fd, slabs, shape, disk: None })
+        let arena = Self::map(shape, fd, slabs)?;
+        arena.header_was_lost.store(header_was_lost, Ordering::Release);
+        for (word, copy) in header.iter().zip(arena.header_copy.words()) {
+            copy.store(word.load(Ordering::Acquire), Ordering::Release);
+        }
+        Ok(arena)
+    }
+
+    /// Pages that were lost since it was mapped, and what is in their place.
+    pub(crate) fn lost(&self) -> u64 {
+        self.map.lost() + u64::from(self.header_was_lost.load(Ordering::Acquire))
+    }
+
+    /// What was lost that nobody was told of, in words; and whether `recover` is needed for it.
+    pub(crate) fn losses(&self) -> (Vec<String>, bool) {
+        let Losses { offsets, pages } = self.map.losses();
+        let header = self.header_was_lost.swap(false, Ordering::AcqRel).then_some(0);
+        let told = offsets.len() as u64;
+        let what = |offset: u64| {
+            let (name, table, slabs) = (self.shape.name, TABLE_START as u64, self.shape.slabs_start(self.slabs) as u64);
+            let lost = match offset {
+                0 => "the header, which was written again".into(),
+                offset if offset < table => "the header".into(),
+                offset if offset < slabs => {
+                    let first = (offset - table) / ENTRY_BYTES as u64;
+                    format!("where the pages of slabs {first} to {} are", first + (PAGE_SIZE / ENTRY_BYTES) as u64 - 1)
+                }
+                offset => format!("what of slab {} was there", (offset - slabs) / self.shape.slab_bytes as u64),
+            };
+            format!("4096 bytes at {offset:#x} of the {name}: {lost}")
+        };
+        let of_table = |offset: &u64| *offset < self.shape.slabs_start(self.slabs) as u64;
+        let is_damaged = pages > told || header.is_some() || offsets.iter().any(of_table);
+        let mut said: Vec<String> = header.into_iter().chain(offsets).map(what).collect();
+        if pages > told {
+            said.push(format!("{} more pages of the {}", pages - told, self.shape.name));
+        }
+        (said, is_damaged)
     }
 
     /// From now on, punch a slab's part of this file with the slab.
@@ -257,41 +344,53 @@ impl Arena {
         }
         let fresh = (touched_end - TABLE_START) / ENTRY_BYTES;
         self.header(WORD_FRESH).store(fresh as u64, Ordering::Release);
+        self.header_copy.words()[WORD_FRESH].store(fresh as u64, Ordering::Release);
         Ok(fresh as u32)
     }
 
     /// A slab number that was never used; `None` when there is none left.
     pub(crate) fn take_fresh(&self) -> Option<u32> {
         let limit = u64::from(self.slabs);
-        self.header(WORD_FRESH)
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |fresh| (fresh < limit).then_some(fresh + 1))
-            .ok()
-            .map(|fresh| fresh as u32)
+        let one_more = |fresh| (fresh < limit).then_some(fresh + 1);
+        let fresh = self.header(WORD_FRESH).fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more).ok()?;
+        self.header_copy.words()[WORD_FRESH].fetch_max(fresh + 1, Ordering::AcqRel);
+        Some(fresh as u32)
     }
 
     /// Slabs that are not FREE, over all processes.
     pub(crate) fn held(&self) -> u32 {
-        self.header(WORD_HELD).load(Ordering::Acquire).min(self.slabs.into()) as u32
+        // After the loss of the header it may be too small by some, and wrap, until `recover` counts anew.
+        let held = self.header(WORD_HELD).load(Ordering::Acquire);
+        if held > u64::from(self.slabs) { 0 } else { held as u32 }
     }
 
     /// One more slab is held.
     pub(crate) fn held_add(&self) {
-        self.header(WORD_HELD).fetch_add(1, Ordering::AcqRel);
+        let held = self.header(WORD_HELD).fetch_add(1, Ordering::AcqRel).wrapping_add(1);
+        self.header_copy.words()[WORD_HELD].store(held, Ordering::Release);
     }
 
     /// One slab fewer is held.
     pub(crate) fn held_sub(&self) {
-        self.header(WORD_HELD).fetch_sub(1, Ordering::AcqRel);
+        let held = self.header(WORD_HELD).fetch_sub(1, Ordering::AcqRel).wrapping_sub(1);
+        self.header_copy.words()[WORD_HELD].store(held, Ordering::Release);
     }
 
     /// Set the number of held slabs; for `recover`.
     pub(crate) fn held_set(&self, held: u32) {
         self.header(WORD_HELD).store(held.into(), Ordering::Release);
+        self.header_copy.words()[WORD_HELD].store(held.into(), Ordering::Release);
     }
 
     /// Header words that mean what the store wants; 0 in a new arena.
     pub(crate) fn own_words(&self) -> &[AtomicU64] {
         self.map.words(OWN_WORDS_START * 8, OWN_WORDS)
+    }
+
+    /// Change one of them, other than by counting.
+    pub(crate) fn set_own_word(&self, word: usize, value: u64) {
+        self.own_words()[word].store(value, Ordering::Release);
+        self.header_copy.words()[OWN_WORDS_START + word].store(value, Ordering::Release);
     }
 
     /// The counters of one shard; any number is good.

@@ -133,8 +133,8 @@ impl FileStore {
         let index = Arena::create(&INDEX, areas)?;
         let file = Arc::new(direct::create_unnamed(dir, Bytes(file_bytes(areas)))?);
         let id = memfd::file_id(&file)?;
-        index.own_words()[WORD_FILE_DEV].store(id.dev, Ordering::Relaxed);
-        index.own_words()[WORD_FILE_INO].store(id.ino, Ordering::Release);
+        index.set_own_word(WORD_FILE_DEV, id.dev);
+        index.set_own_word(WORD_FILE_INO, id.ino);
         let index_fd = index.dup()?;
         let store = Self::on(index, Arc::clone(&file), options);
         store.try_disk().map_err(|error| {
@@ -270,6 +270,16 @@ impl FileStore {
         }
     }
 
+    /// Pages of the index that memory errors have cost since it was opened. Blocks may be unknown until `recover`.
+    pub fn lost(&self) -> u64 {
+        self.inner.allocator.arena().lost()
+    }
+
+    /// What was lost of it that was not asked for yet, in words; and whether `recover` is needed for it.
+    pub fn losses(&self) -> (Vec<String>, bool) {
+        self.inner.allocator.arena().losses()
+    }
+
     /// Change the limit of bytes written in a day; 0 for none. It holds for the next put.
     pub fn set_writes_per_day(&self, limit: Bytes) {
         self.inner.limits.set_writes_per_day(limit);
@@ -278,17 +288,22 @@ impl FileStore {
 
 impl Store for FileStore {
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
-        let mut outcome = [PutOutcome::Full];
-        Inner::put_extent(&self.inner, key, std::slice::from_ref(bytes), &mut outcome);
-        outcome[0]
+        let mut outcomes = Vec::with_capacity(1);
+        self.put_run(key, std::slice::from_ref(bytes), &mut outcomes);
+        outcomes.pop().unwrap_or(PutOutcome::Busy)
     }
 
     fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        let (lost, before) = (self.lost(), outcomes.len());
         for (number, pages) in pages.chunks(AREA_BLOCKS).enumerate() {
             let start = outcomes.len();
             outcomes.resize(start + pages.len(), PutOutcome::Full);
             let first = page_after(first, number * AREA_BLOCKS);
             Inner::put_extent(&self.inner, first, pages, &mut outcomes[start..]);
+        }
+        if self.lost() > lost {
+            // Some of these may be in blocks of which nobody knows any more. `recover` frees them.
+            outcomes[before..].fill(PutOutcome::Busy);
         }
     }
 

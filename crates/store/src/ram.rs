@@ -182,8 +182,19 @@ impl RamStore {
         self.allocator.arena().sum(counter as usize)
     }
 
+    /// Pages of the arena that memory errors have cost since it was opened. Slots may be unknown until `recover`.
+    pub fn lost(&self) -> u64 {
+        self.allocator.arena().lost()
+    }
+
+    /// What was lost of it that was not asked for yet, in words; and whether `recover` is needed for it.
+    pub fn losses(&self) -> (Vec<String>, bool) {
+        self.allocator.arena().losses()
+    }
+
     /// Put header and payload into a slot.
     fn keep(&self, mut header: BlobHeader, payload: &[u8]) -> PutOutcome {
+        let lost = self.lost();
         let Some(class) = class_for(HEADER_BYTES + payload.len()) else { return PutOutcome::Full };
         let Some(allocated) = self.allocator.alloc(class) else { return PutOutcome::Full };
         let Place { slab, slot } = allocated.place;
@@ -194,6 +205,10 @@ impl RamStore {
         header.tag = handle::next_tag(last_tag[0], allocated.generation);
         arena.copy_in(slab, start + HEADER_BYTES, payload);
         arena.copy_in(slab, start, &header.to_bytes());
+        if self.lost() > lost {
+            // It may be this slot that nobody knows of any more. `recover` frees it.
+            return PutOutcome::Busy;
+        }
         self.count(Counter::LiveBlobs, 1);
         if header.encoding == Encoding::Raw as u8 {
             self.count(Counter::PutRaw, 1);
