@@ -91,7 +91,7 @@ fn keeper_and_engine_killed_together_lose_no_byte() {
 fn a_vm_of_three_fault_lanes_loses_no_byte_whoever_is_killed() {
     let mut daemon = Daemon::start(QUICK);
     let args = "--workload uniform --ram 112M --limit 24M --threads 4 --zero-fraction 0.1";
-    let guest = Guest::start_with(&daemon, "victim", args, &[("BALLAST_FAULT_LANES", "3")]);
+    let guest = Guest::start_with(&daemon, "victim", args, &[("BALLAST_FAULT_WORKERS", "3")]);
     for round in 0..kills() / 4 {
         evicting(&daemon, "victim");
         let engine = daemon.engine_pid().expect("an engine");
