@@ -7,8 +7,9 @@
 # KERNEL   a kernel image (Debian's cloud kernel: /boot/vmlinuz-*)
 # COMMAND  one word per command: "path/to/static-binary argument ..."; run in order, with REQUIRE as it is here
 #
-# Environment: MODULES (none: files to load, in this order, .ko or .ko.xz), QEMU_MEMORY (2G), QEMU_CPUS (2),
-#              QEMU_SECONDS (600: the machine is ended after this long).
+# Environment: MODULES (none: files to load, in this order, .ko or .ko.xz), FILES (none: files that the machine has
+#              under the same path), QEMU_MEMORY (2G), QEMU_CPUS (2), QEMU_SECONDS (600: the machine is ended after
+#              this long).
 # Exit code: 0 all commands succeeded, 1 one failed, 2 usage, 3 something needed is missing, 4 no answer in time.
 set -eu
 
@@ -38,6 +39,12 @@ for file in ${MODULES:-}; do
         *.xz) xz -dc "$file" >"$root/$name" ;;
         *) cp "$file" "$root/$name" ;;
     esac
+done
+
+for file in ${FILES:-}; do
+    file=$(realpath "$file")
+    mkdir -p "$root$(dirname "$file")"
+    cp "$file" "$root$file"
 done
 
 # /init is process 1: devices, modules, the commands one by one, then power off. The last line it prints is the answer.

@@ -1,6 +1,7 @@
 #!/bin/bash
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
-# statically linked, inside QEMU. Above all those of userfaultfd's read-write protection (Linux 7.3).
+# and those of memory that fails, statically linked, inside QEMU. Above all those of userfaultfd's read-write protection
+# (Linux 7.3).
 #
 # The kernel is the newest that Debian had for its stable release when this ran first. It is unpacked into
 # target/guest/newer and never installed; `--refresh` fetches it again.
@@ -52,10 +53,16 @@ done
 echo "newer kernel: Linux $(cat "$out/kernel-release")"
 
 target=target/static
-RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
-    cargo build --target x86_64-unknown-linux-gnu -p ballast-sys -p ballast-pager --tests
+build() {
+    RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
+        cargo build --target x86_64-unknown-linux-gnu "$@"
+}
+build -p ballast-sys -p ballast-pager --tests
+build -p ballast-store -p ballast-daemon --test arena_memory --test engine_memory --bin ballastd
 # The newest program of this name is the one just built.
 program() { ls -t "$target/x86_64-unknown-linux-gnu/debug/deps/$1"-* | grep -v '\.d$' | head -n 1; }
-QEMU_MEMORY=4G REQUIRE=rwp,uffd,collapse,hwpoison exec scripts/in-qemu.sh "$out/vmlinuz" \
+export FILES=$target/x86_64-unknown-linux-gnu/debug/ballastd
+QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison exec scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
-    "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)"
+    "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \
+    "$(program ballast_sys) memory_error" "$(program arena_memory)" "$(program engine_memory)"

@@ -109,6 +109,13 @@ impl Served {
         self.all_unserved().insert(pid, reason);
     }
 
+    /// Take over what is known of the processes of the same VM.
+    pub fn take_after(&self, last: &Self) {
+        *self.all_unserved() = last.all_unserved().clone();
+        let pids = last.pids().into_iter().collect();
+        *self.pids.lock().unwrap_or_else(PoisonError::into_inner) = pids;
+    }
+
     /// This process is gone.
     pub fn forget_pid(&self, pid: u32) {
         self.pids.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);

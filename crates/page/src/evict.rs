@@ -397,8 +397,8 @@ pub struct Discarded {
 ///
 /// All locks of the run are held together for one punch. They are taken in ascending order, and no other worker waits
 /// for a lock while it holds one, so nothing can wait in a circle. `pause` is called while another worker works on a
-/// page, `heal` for each page that was Poisoned, under its lock: the kernel's poison mark outlives the punch and must
-/// be replaced.
+/// page, and may give up; `heal` for each page that was Poisoned, under its lock: the kernel's poison mark outlives the
+/// punch and must be replaced.
 ///
 /// # Errors
 /// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
@@ -408,7 +408,7 @@ pub fn discard<'a>(
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
     stores: &impl StoreOf,
-    pause: impl Fn(),
+    pause: impl Fn() -> io::Result<()>,
     heal: impl Fn(PageIdx) -> io::Result<()>,
 ) -> io::Result<Discarded> {
     let size = granule_of(run.0).pages();
@@ -422,7 +422,7 @@ pub fn discard<'a>(
             {
                 break (page, granule, lock);
             }
-            pause();
+            pause()?;
         });
     }
     backing.punch(run.0, run.1)?;

@@ -28,6 +28,7 @@
 //! | Far, locked by spill | no | no | spill: unlocks as Far, in the old store or the new one | waits for this page |
 //! | Restoring (always locked) | being filled | becoming so | fault: to Resident; back to Far if the store is busy; to Poisoned if it lost the page | waits for this page |
 //! | Zero | no (while locked by reclaim: being punched) | no | fault, discard: to Resident under the lock | faults; a page of zeros, Resident |
+//! | the word itself was lost ([`Word::LOST`], always locked) | ? | ? | recovery, when no worker runs: to Resident if bytes other than zeros are in its file, else to Poisoned | waits until then |
 //! | Poisoned | no, or its memory failed and the file cannot be read there | no | discard: to Resident under the lock | memory error |
 //!
 //! *A foreign mapper* is whoever has something put into the file that is not of the VM: a process that maps it and
@@ -89,6 +90,20 @@ pub struct Word(u64);
 impl Word {
     /// The word of a page nobody has looked at yet: Resident, age 0. All-zero memory is a valid table.
     pub const INITIAL: Self = Self(0);
+
+    /// In the place of a word whose memory failed: bits that no worker writes, and locked, so that no worker touches
+    /// the page before recovery has, with no worker running.
+    pub const LOST: Self = Self(STATE_MASK | LOCK);
+
+    /// The word itself was lost.
+    pub const fn is_lost(self) -> bool {
+        self.0 & STATE_MASK == STATE_MASK
+    }
+
+    /// All of it.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
 
     /// An unlocked word without handle.
     pub const fn new(state: State, age: u8) -> Self {
@@ -301,6 +316,7 @@ mod tests {
     fn bits_no_engine_writes_read_as_poisoned() {
         for bits in 6..16 {
             assert_eq!(Word(bits).state(), State::Poisoned);
+            assert_eq!(Word(bits).is_lost(), bits == 15);
         }
     }
 }

@@ -315,7 +315,7 @@ impl World {
     }
 
     fn discard(&self) {
-        discard(0, self.run(), |_| self.whole(), self, self, thread::yield_now, |_| Ok(())).expect("punch");
+        discard(0, self.run(), |_| self.whole(), self, self, || Ok(thread::yield_now()), |_| Ok(())).expect("punch");
     }
 
     /// The memory of the page fails, if it is in DRAM: the kernel unmaps it.

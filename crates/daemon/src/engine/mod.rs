@@ -11,7 +11,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, RwLock, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -24,7 +24,7 @@ use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
 use ballast_store::{Budget, Codec, FileOptions, FileStore, RamOptions, RamStore, Store};
-use ballast_sys::scm;
+use ballast_sys::{memory_error, scm};
 
 use crate::backend::{Host, KEPT, Served};
 use crate::config::Compression;
@@ -39,6 +39,7 @@ use write_back::Closing;
 
 pub mod control;
 pub mod huge_pages;
+mod memory;
 mod pin_check;
 pub mod strangers;
 pub mod stuck;
@@ -65,6 +66,7 @@ pub fn run() -> anyhow::Result<()> {
         bail!("the keeper's first order is not the one to begin");
     };
     protect_from_oom_killer();
+    let bell = memory_error::install().context("Preparing for memory errors")?;
     let events = Arc::new(Events::default());
     let reports = keeper.clone();
     let keep = move |setup| {
@@ -88,7 +90,9 @@ pub fn run() -> anyhow::Result<()> {
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine { keeper, me, begin, host, events, watch, closing: Mutex::default() });
-    let mut orders = Orders { engine, workers: Workers::default(), api: Some(api) };
+    let workers = Arc::new(Mutex::new(Workers::default()));
+    memory::start(&engine, &workers, bell)?;
+    let mut orders = Orders { engine, workers, api: Some(api) };
     orders.take()?;
     orders.serve_as_orphan();
     Ok(())
@@ -123,12 +127,16 @@ pub fn monotonic_ns() -> u64 {
 /// The thread that takes orders.
 struct Orders {
     engine: Arc<Engine>,
-    workers: Workers,
+    workers: Arc<Mutex<Workers>>,
     /// The API's listener, until it is served.
     api: Option<OwnedFd>,
 }
 
 impl Orders {
+    fn workers(&self) -> MutexGuard<'_, Workers> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn take(&mut self) -> anyhow::Result<()> {
         loop {
             let received = match scm::receive(&*self.engine.keeper) {
@@ -164,7 +172,7 @@ impl Orders {
                     engine.stop_writing_back(*vm);
                 }
                 if let Some(vm) = order.vm() {
-                    self.workers.give(vm, move || engine.carry_out(vm, order, fds))?;
+                    self.workers().give(vm, move || engine.carry_out(vm, order, fds))?;
                 }
             }
         }
@@ -176,7 +184,7 @@ impl Orders {
         let engine = self.engine.clone();
         // From now on, so that an order to open it again finds it.
         let closing = engine.begin_closing(vm);
-        self.workers.give_last(vm, move || {
+        self.workers().give_last(vm, move || {
             engine.close_vm(vm, &closing);
             engine.end_closing(vm, &closing);
             if let Some(Err(error)) = seq.map(|seq| engine.done(seq, Ok(()))) {
@@ -188,7 +196,7 @@ impl Orders {
     /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist because
     /// it has not been opened yet. One that does not open in time keeps nobody from all the others.
     fn serve(&mut self) -> anyhow::Result<()> {
-        let opened = self.workers.all_so_far();
+        let opened = self.workers().all_so_far();
         let (engine, api) = (self.engine.clone(), self.api.take());
         std::thread::Builder::new().name("serve".into()).spawn(move || {
             if !opened.wait(OPENING) {
@@ -208,7 +216,7 @@ impl Orders {
         let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
         events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
         // Some may not be open yet. The next keeper knows of us from their state files.
-        let mut done = self.workers.all_so_far();
+        let mut done = self.workers().all_so_far();
         loop {
             let is_over = done.is_over();
             let vms = host.all();
@@ -223,7 +231,7 @@ impl Orders {
                     if let Err(error) = self.close(id, None) {
                         tracing::error!("Closing VM {id}: {error}");
                     }
-                    done = self.workers.all_so_far();
+                    done = self.workers().all_so_far();
                 }
             }
             std::thread::sleep(ORPHAN_LOOKS_EVERY);
@@ -266,6 +274,29 @@ impl File {
             Self::None | Self::Away => None,
         }
     }
+}
+
+/// Mend what the workers of a VM left behind when they ended, or whatever else has become of its words and its store.
+/// None of them runs.
+fn mend(vm: &Vm, store: &RamStore, file: &File) -> anyhow::Result<()> {
+    let regions = vm.regions();
+    let recovered = recover(&vm.state, regions.iter().map(|region| &**region))?;
+    let live = recovered.live.len();
+    store.recover(recovered.live.into_iter());
+    let in_file = recovered.live_in_file.len();
+    if let File::Open(file) = file
+        && let Err(error) = file.recover(recovered.live_in_file.into_iter())
+    {
+        // It works; what was left in it takes room until somebody tries again.
+        vm.report("spill-unswept", format!("Freeing what the last engine left in the file store: {error}"));
+    }
+    vm.expel(&recovered.zeroed);
+    if recovered.lost > 0 {
+        let text = format!("{} pages are lost with the words that said where they were", recovered.lost);
+        vm.report("memory-error", format!("{text}: the guest gets a memory error when it touches one"));
+    }
+    tracing::warn!(vm = vm.state.name(), far = live, in_file, mended = recovered.mended, "took over");
+    Ok(())
 }
 
 /// What the thread that takes orders and the workers share.
@@ -390,7 +421,7 @@ impl Engine {
         std::mem::forget(state.list_thread());
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
-        let epoch = state.take_over(pid, start);
+        let epoch = state.take_over(pid, start).context("Taking the state file over")?;
         let options = RamOptions {
             codec: match self.begin.compression {
                 Compression::Lz4 => Codec::Lz4,
@@ -420,20 +451,8 @@ impl Engine {
             vm.open_region(file)?;
         }
         if epoch > 1 {
-            let regions = vm.regions();
-            let recovered = recover(&vm.state, regions.iter().map(|region| &**region))?;
-            let live = recovered.live.len();
-            store.recover(recovered.live.into_iter());
-            let in_file = recovered.live_in_file.len();
-            if let File::Open(file) = &file
-                && let Err(error) = file.recover(recovered.live_in_file.into_iter())
-            {
-                // It works; what the dead engine left in it takes room until the next one tries again.
-                vm.report("spill-unswept", format!("Freeing what the last engine left in the file store: {error}"));
-            }
-            vm.expel(&recovered.zeroed);
+            mend(&vm, &store, &file)?;
             vm.stats().add(Counter::Takeovers, 1);
-            tracing::warn!(vm = name, epoch, far = live, in_file, mended = recovered.mended, "took over");
         }
         if may_pin {
             vm.set_may_pin();
@@ -443,6 +462,8 @@ impl Engine {
         vm.start()?;
         let served = Arc::new(Served::new(vm, store, file.opened(), vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
+        // What was found lost while it was opened is told now that it is known.
+        memory_error::ring();
         self.host.control.opened(&served);
         if epoch == 1 {
             self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));

@@ -45,6 +45,7 @@ fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
     let vms = host.all();
     seen.retain(|id, _| vms.iter().any(|served| served.vm.state.id() == *id));
     for served in vms {
+        served.vm.state.remember();
         let text = seen.entry(served.vm.state.id()).or_default().look(&served, now);
         if let Some(text) = text {
             tracing::warn!(vm = served.vm.state.name(), "{text}");

@@ -225,6 +225,7 @@ impl Keeper {
 
     /// Go on with VMs that wait for regions; answers whether there are any.
     pub(super) fn tend_vms(&mut self) -> bool {
+        self.vms.iter().for_each(|vm| vm.state.remember());
         let searching = self.vms.iter().filter(|vm| vm.search.is_some()).map(|vm| vm.state.id());
         for id in searching.collect::<Vec<_>>() {
             self.tend_vm(id);

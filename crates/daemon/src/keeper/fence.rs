@@ -174,7 +174,7 @@ mod tests {
         child.wait().expect("reap");
 
         let (mut child, process) = sleeping();
-        state.take_over(process.pid, process.start);
+        state.take_over(process.pid, process.start).expect("no journal");
         // As if its first thread worked for the VM: it is gone when the process is.
         std::mem::forget(state.list(process.pid).expect("not fenced"));
         while end_for(&state, None).expect("kill it") != Left::Nothing {

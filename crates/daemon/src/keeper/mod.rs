@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
+use ballast_sys::memory_error;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::config::Config;
@@ -76,11 +77,12 @@ pub fn run(config: Config) -> anyhow::Result<()> {
         .with_context(|| format!("Making the directory {}", config.runtime_dir.display()))?;
     let _lock = lock(&config.runtime_dir.join("keeper.lock"))?;
     raise_descriptor_limit();
+    let bell = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&config.attach_socket(), rustix::net::SocketType::SEQPACKET, config.attach_gid)?;
     let api = listen(&config.api_socket(), rustix::net::SocketType::STREAM, config.reader_gid)?;
     let program = std::env::current_exe().context("Finding this program's own file")?;
     tracing::info!(attach = %config.attach_socket().display(), api = %config.api_socket().display(), "ready");
-    Keeper::new(config, program, api).serve(&attach)
+    Keeper::new(config, program, api).serve(&attach, &bell)
 }
 
 /// One keeper at a time: two would fight for the sockets. A child that a dead keeper had forked and that has not come to
@@ -155,15 +157,29 @@ impl Keeper {
         }
     }
 
-    fn serve(mut self, attach: &OwnedFd) -> anyhow::Result<()> {
+    fn serve(mut self, attach: &OwnedFd, bell: &OwnedFd) -> anyhow::Result<()> {
         loop {
             self.keep_engine();
             self.tend_clients(Instant::now());
             self.closer.tend(closer::PATIENCE);
+            self.tell_losses(bell);
             let is_searching = self.tend_vms();
             let fences = self.tend_fences();
             let pause = if self.engine.is_none() || is_searching { SOON } else { fences.unwrap_or(PING_EVERY) };
             self.turn(attach, pause)?;
+        }
+    }
+
+    /// Say which pages of state files this process met that memory errors had cost; the files go on with what it
+    /// remembers.
+    fn tell_losses(&mut self, bell: &OwnedFd) {
+        if rustix::io::read(bell, &mut [0; 8]).is_err() {
+            return;
+        }
+        let lost = self.vms.iter().filter(|vm| vm.state.losses().pages > 0).map(|vm| vm.state.name());
+        for name in lost.collect::<Vec<_>>() {
+            let message = format!("memory of the host failed under the state file of VM {name}; it was written again");
+            self.note(name, "memory-error", message);
         }
     }
 

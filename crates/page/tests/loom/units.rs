@@ -286,7 +286,8 @@ fn a_page_discarded_while_its_unit_is_mapped_reads_zeros_and_keeps_the_next_writ
         let coalesce = spawn(&world, World::coalesce);
         let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         let granule_of = |page| world.granule(page);
-        discard(0, (PageIdx(0), 1), granule_of, &*world, &world.store, thread::yield_now, |_| Ok(())).expect("punch");
+        discard(0, (PageIdx(0), 1), granule_of, &*world, &world.store, || Ok(thread::yield_now()), |_| Ok(()))
+            .expect("punch");
         assert_eq!(world.read(0), 0);
         world.write(0, 3);
         coalesce.join().unwrap();

@@ -61,7 +61,11 @@ impl Vm {
             // A punch tears what is mapped huge. Nothing waits for the discard of what has not been punched.
             region.units().disturb(run.0, run.1, std::thread::yield_now);
             let granule_of = |page| region.granule(page);
-            let done = discard(region.number, run, granule_of, region, &self.stores, std::thread::yield_now, heal)?;
+            let pause = || {
+                std::thread::yield_now();
+                region.check_table()
+            };
+            let done = discard(region.number, run, granule_of, region, &self.stores, pause, heal)?;
             region.take_back(run.0, run.1);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);

@@ -199,6 +199,11 @@ impl Vm {
         (self.report)(kind, message);
     }
 
+    /// Who tells operators.
+    pub fn reporter(&self) -> Report {
+        self.report.clone()
+    }
+
     /// A ticket for one batch of evictions.
     pub fn ticket(&self) -> Ticket {
         Ticket::new(self.epoch, self.tickets.fetch_add(1, Ordering::Relaxed))
@@ -224,6 +229,8 @@ impl Vm {
         let mut regions = self.regions.write().expect("no panic while held");
         let number = regions.len() as u32;
         let records = self.state.regions();
+        // The keeper has written this one.
+        self.state.remember();
         let Some(record) = records.get(number as usize) else {
             return Err(StateError::Invalid(format!("it has no region {number}")));
         };
@@ -311,6 +318,33 @@ impl Vm {
     /// The same, unless it is being changed or about to be.
     pub(crate) fn try_layout(&self) -> Option<std::sync::RwLockReadGuard<'_, ()>> {
         self.layout.try_read().ok()
+    }
+
+    /// Have what was said of the VM to its last opening by this engine. Before [`Vm::start`].
+    pub fn take_after(&self, last: &Self) {
+        *self.holds.lock().expect("no panic while held") = last.holds.lock().expect("no panic while held").clone();
+        self.may_pin.store(last.may_pin(), Ordering::Release);
+        self.track.store(last.track.load(Ordering::Acquire), Ordering::Release);
+        if let Some(reason) = last.halted() {
+            let _ = self.halted.set(reason.to_owned());
+        }
+    }
+
+    /// Pages of its state file that memory errors have cost since it was opened: it must be opened anew, which mends
+    /// what can be.
+    pub fn lost(&self) -> u64 {
+        self.state.lost() + self.regions().iter().map(|region| region.lost()).sum::<u64>()
+    }
+
+    /// What was lost of it that nobody was told of, in words.
+    pub fn losses(&self) -> Vec<String> {
+        let header = self.state.losses();
+        let what = |offset: &u64| match *offset {
+            0 => "the header of its state file, which was written again".to_owned(),
+            offset => format!("counters at {offset:#x} of its state file"),
+        };
+        let tables = self.regions().into_iter().zip(self.state.regions());
+        header.offsets.iter().map(what).chain(tables.flat_map(|(region, record)| region.losses(&record))).collect()
     }
 
     /// All guest RAM.

@@ -16,6 +16,7 @@
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
 //! | Far, Zero, Poisoned, unlocked | settled | the same; zeros of a foreign mapper are found by the fault |
+//! | the word itself was lost | nobody knows | Resident if bytes other than zeros are in the file, else Poisoned |
 //!
 //! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may
 //! have written zeros since. So a fault that finds zeros of a foreign mapper leaves Restoring before it replaces them.
@@ -42,6 +43,8 @@ pub struct Recovered {
     pub live_in_file: Vec<Handle>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
+    /// Pages whose words were lost and that are lost with them.
+    pub lost: u64,
     /// Pages that are Far and whose file holds zeros in their place (see [`ballast_page::memory::Punched`]), or memory
     /// that failed: region and page.
     pub zeroed: Vec<(u32, PageIdx)>,
@@ -81,6 +84,9 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                     granule.cell().reset(after);
                     found.mended += 1;
                 }
+                if before.is_lost() && after.state() == State::Poisoned {
+                    found.lost += granule.pages();
+                }
                 if after.state() != State::Far {
                     granule.take_rest();
                 }
@@ -112,6 +118,12 @@ fn mend(
     is_present: impl Fn() -> io::Result<bool>,
     holds_zeros: impl FnOnce() -> io::Result<bool>,
 ) -> io::Result<Word> {
+    if word.is_lost() {
+        // What it said before does not matter: bytes in the file are the page (invariant 1). Zeros may be the page's,
+        // or those of an unfinished punch, or a foreign mapper's in the place of a page that was far.
+        let is_page = is_present()? && !holds_zeros()?;
+        return Ok(Word::new(if is_page { State::Resident } else { State::Poisoned }, 0));
+    }
     let resident = Word::new(State::Resident, word.age());
     Ok(match word.state() {
         State::Resident | State::Quarantine | State::Evicting => resident,
@@ -161,5 +173,9 @@ mod tests {
             let if_zeros = if left.state() == State::Far { left.unlocked() } else { if_present };
             assert_eq!(mended(true, true), if_zeros, "{left:?}, zeros in the file");
         }
+        let lost = |present, zeros| mend(Word::LOST, || Ok(present), || Ok(zeros)).expect("no I/O");
+        assert_eq!(lost(true, false), Word::new(State::Resident, 0));
+        let nobody_knows = [lost(true, true), lost(false, false)];
+        assert_eq!(nobody_knows, [Word::new(State::Poisoned, 0); 2]);
     }
 }

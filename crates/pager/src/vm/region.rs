@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -18,6 +18,7 @@ use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::Presence;
 use ballast_sys::memfd::{self, FileId};
+use ballast_sys::memory_error::Losses;
 
 use crate::reclaim::interval::Departures;
 use crate::scan::units::Units;
@@ -200,6 +201,40 @@ impl Region {
     /// First pages of the granules that begin in a range of pages.
     pub fn granules(&self, pages: std::ops::Range<u64>) -> impl Iterator<Item = PageIdx> + use<> {
         (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
+    }
+
+    /// Pages of its table that memory errors have cost.
+    pub(crate) fn lost(&self) -> u64 {
+        self.table.lost()
+    }
+
+    /// So that nobody waits for a page whose word was lost: it stays locked until the VM is opened anew.
+    ///
+    /// # Errors
+    /// Part of the table was lost.
+    pub(crate) fn check_table(&self) -> io::Result<()> {
+        match self.lost() {
+            0 => Ok(()),
+            _ => Err(io::Error::other("memory of the host failed under the page-state words")),
+        }
+    }
+
+    /// What was lost of its table that nobody was told of, in words.
+    pub(crate) fn losses(&self, record: &RegionRecord) -> Vec<String> {
+        let (Losses { offsets, pages }, words) = self.table.losses(record);
+        let said = words
+            .iter()
+            .map(|of| format!("the state of pages {} to {} of region {}", of.start, of.end - 1, self.number));
+        let flags = offsets.len() - words.len();
+        let flags = (flags > 0).then(|| format!("which chunks of region {} are registered", self.number));
+        let more = pages - offsets.len() as u64;
+        let more = (more > 0).then(|| format!("{more} more pages of the table of region {}", self.number));
+        said.chain(flags).chain(more).collect()
+    }
+
+    /// Its file, once more.
+    pub fn dup_file(&self) -> io::Result<OwnedFd> {
+        self.file.as_fd().try_clone_to_owned()
     }
 
     /// This page's memory failed, or that of another page of the huge page it is in: it stays where it is. The guest

@@ -122,8 +122,12 @@ impl Vm {
                 let outcome = serve(granule, key, kind, memory, region, &self.stores, |age| age);
                 self.ledger().brought_in(region, page, &outcome);
                 match outcome.served {
-                    Ok(Served::Later) if wait() => {}
-                    Ok(Served::Later) => return done,
+                    Ok(Served::Later) => {
+                        region.check_table()?;
+                        if !wait() {
+                            return done;
+                        }
+                    }
                     // That process has gone, or does not map this part any more: through another one.
                     Ok(Served::Gone) => match others.next() {
                         Some(next) => memory = next,

@@ -4,11 +4,14 @@
 //! maps it and goes on where the last one was.
 //! Threads: the header is atomics; regions are added by the keeper's order only, one at a time.
 //! Units: offsets are bytes from the start of the file.
-//! Promise: a file of another layout, of another VM, or with numbers that do not fit is refused with the reason.
+//! Promise: a file of another layout, of another VM, or with numbers that do not fit is refused with the reason. A
+//! page of it whose memory fails becomes what is safe until recovery has looked at it: words that are locked for
+//! everybody ([`Word::LOST`]), chunks that may be registered, counters of zero, a list of threads that says nothing
+//! is known, and the first page what this process remembers of it.
 //!
 //! ```text
 //! 0        magic, layout version, VM id, epoch, limit, engine pid and start time, region count, end of used space,
-//!          target, settings, kept (words added later: zero says nothing)
+//!          target, settings, kept, journal of lost pages (words added later: zero says nothing)
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes
 //! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
@@ -17,15 +20,18 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use ballast_base::units::MIB;
 use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
 use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
 use ballast_sys::memfd::{self, FileId};
+use ballast_sys::memory_error::{self, Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd::create};
 
 use crate::vm::threads::{self, Fenced, Listed, ThreadList};
+use ballast_page::page_state::Word;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// Layout 1: first release.
@@ -66,8 +72,10 @@ enum Field {
     Target = 10,
     Settings = 11,
     Kept = 11 + SETTINGS,
+    /// Which part of the file is being replaced, because its memory failed (`ballast_sys::memory_error`).
+    Journal = 12 + SETTINGS,
 }
-const FIELDS: usize = 12 + SETTINGS;
+const FIELDS: usize = 13 + SETTINGS;
 /// Words of what the operator said of the VM beside its limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 /// What a region's record says of its end; zero while it lives.
@@ -104,8 +112,10 @@ pub enum StateError {
 /// An open state file.
 #[derive(Debug)]
 pub struct StateFile {
-    fd: OwnedFd,
-    header: Mapping,
+    fd: Arc<OwnedFd>,
+    header: Arc<Surviving>,
+    /// The first page, as this process last wrote or checked it.
+    remembered: Arc<PageCopy>,
     /// The engine that opened it, if this is one ([`crate::vm::threads`]).
     tag: AtomicU64,
 }
@@ -113,9 +123,12 @@ pub struct StateFile {
 /// One region's words and registration flags.
 #[derive(Debug)]
 pub struct RegionTable {
-    mapping: Mapping,
+    mapping: Surviving,
     pages: PageCount,
 }
+
+/// What the flags of chunks say eight of which were lost: that they may be registered.
+const LOST_FLAGS: u64 = u64::MAX;
 
 impl StateFile {
     /// Make the file of a new VM, with no regions and no limit.
@@ -123,8 +136,7 @@ impl StateFile {
         let fd = create("ballast-state", Bytes(HEADER_LEN as u64))?;
         // Only its owner may write: clients keep a read-only descriptor of it and must not get more by reopening.
         rustix::fs::fchmod(&fd, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).map_err(io::Error::from)?;
-        let header = Mapping::shared(&fd, 0, HEADER_LEN)?;
-        let file = Self { fd, header, tag: AtomicU64::new(0) };
+        let file = Self::map(fd)?;
         let (a, b) = id.0.split_at(8);
         file.set(Field::Id0, u64::from_le_bytes(a.try_into().expect("8 bytes")));
         file.set(Field::Id1, u64::from_le_bytes(b.try_into().expect("8 bytes")));
@@ -133,7 +145,30 @@ impl StateFile {
         file.set(Field::Layout, LAYOUT);
         file.header.copy_in(NAME_OFFSET, &name.as_bytes()[..name.len().min(MAX_NAME)]);
         file.set(Field::Magic, MAGIC);
+        file.remember();
         Ok(file)
+    }
+
+    fn map(fd: OwnedFd) -> io::Result<Self> {
+        let (fd, remembered) = (Arc::new(fd), Arc::new(PageCopy::default()));
+        let fills = vec![(PAGE_SIZE, Fill::Copy(remembered.clone())), (HEADER_LEN, Fill::Zeros)];
+        let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
+        let header = Arc::new(Surviving::new(Mapping::shared(&*fd, 0, HEADER_LEN)?, survival));
+        Ok(Self { fd, header, remembered, tag: AtomicU64::new(0) })
+    }
+
+    /// Keep what the first page says now, for the case that its memory fails. Whoever has the file open does so now
+    /// and then, because other processes write there, too.
+    pub fn remember(&self) {
+        if self.get(Field::Magic) != MAGIC {
+            // Another process is replacing it at this moment.
+            return;
+        }
+        let words = self.header.words(0, PAGE_SIZE / 8);
+        for (at, (word, copy)) in words.iter().zip(self.remembered.words()).enumerate() {
+            let value = if at == Field::Journal as usize { 0 } else { word.load(Ordering::Acquire) };
+            copy.store(value, Ordering::Release);
+        }
     }
 
     /// Map a file made earlier, by this or another process, and check all of it that is ever trusted.
@@ -143,8 +178,12 @@ impl StateFile {
         if size < HEADER_LEN as u64 {
             return invalid(format!("it has {size} bytes, fewer than its header"));
         }
-        let file = Self { header: Mapping::shared(&fd, 0, HEADER_LEN)?, fd, tag: AtomicU64::new(0) };
-        if file.get(Field::Magic) != MAGIC {
+        let file = Self::map(fd)?;
+        let magic = file.get(Field::Magic);
+        if file.header.lost() > 0 {
+            return invalid("memory of the host failed under its header".into());
+        }
+        if magic != MAGIC {
             return invalid("it does not begin with the Ballast magic".into());
         }
         if file.get(Field::Layout) != LAYOUT {
@@ -163,6 +202,7 @@ impl StateFile {
                 return invalid(format!("region {index} of {} pages does not fit it", region.pages.0));
             }
         }
+        file.remember();
         Ok(file)
     }
 
@@ -206,6 +246,7 @@ impl StateFile {
     /// Change the cap. The reclaim worker reads it in its next round.
     pub fn set_limit(&self, limit: Option<Bytes>) {
         self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
+        self.remember();
     }
 
     /// The cap that the control loop has set, if there is one. It holds beside the operator's.
@@ -216,6 +257,7 @@ impl StateFile {
     /// Change it. As for the limit.
     pub fn set_target(&self, target: Option<Bytes>) {
         self.set(Field::Target, target.map_or(0, |target| target.0.max(1)));
+        self.remember();
     }
 
     /// What the operator said of the VM, in the daemon's words; all zero if nothing.
@@ -228,6 +270,7 @@ impl StateFile {
         for (at, word) in settings.into_iter().enumerate() {
             self.words()[Field::Settings as usize + at].store(word, Ordering::Release);
         }
+        self.remember();
     }
 
     /// Does an operator want all of the VM in memory, whatever its limit?
@@ -238,6 +281,7 @@ impl StateFile {
     /// Change that.
     pub fn set_kept(&self, kept: bool) {
         self.set(Field::Kept, kept.into());
+        self.remember();
     }
 
     /// The engine that serves the VM, as pid and start time; `None` before the first.
@@ -256,6 +300,7 @@ impl StateFile {
         let len = name.len().min(MAX_NAME);
         padded[..len].copy_from_slice(&name.as_bytes()[..len]);
         self.header.copy_in(NAME_OFFSET, &padded);
+        self.remember();
     }
 
     /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
@@ -265,13 +310,50 @@ impl StateFile {
         // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
+        self.remember();
     }
 
     /// Write down that this engine serves the VM from now on; returns its epoch.
-    pub fn take_over(&self, pid: u32, start_time: u64) -> u64 {
+    ///
+    /// # Errors
+    /// An engine died while it replaced a lost part of the file, and that cannot be done now.
+    pub fn take_over(&self, pid: u32, start_time: u64) -> io::Result<u64> {
+        self.finish_journal()?;
         self.name_engine(pid, start_time);
         self.open_as(pid, start_time);
-        self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1
+        let epoch = self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1;
+        self.remember();
+        Ok(epoch)
+    }
+
+    /// Write what an engine that died had begun to write in the place of lost pages: else there may be words of zeros,
+    /// which say Resident.
+    fn finish_journal(&self) -> io::Result<()> {
+        let Some((offset, len)) = memory_error::in_journal(self.get(Field::Journal)) else { return Ok(()) };
+        let lost = (offset..offset.saturating_add(len)).step_by(PAGE_SIZE);
+        for record in self.regions() {
+            let words = record.table_offset + flags_len(record.pages);
+            let end = record.table_offset + table_len(record.pages);
+            for page in lost.clone().filter(|page| (record.table_offset..end).contains(page)) {
+                // The engine may have died before it did. To what has failed nothing can be written.
+                memfd::punch(&*self.fd, page, PAGE_SIZE as u64)?;
+                let value = if page < words { LOST_FLAGS } else { Word::LOST.bits() };
+                let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), PAGE_SIZE / 8).flatten().collect();
+                rustix::io::pwrite(&self.fd, &bytes, page)?;
+            }
+        }
+        self.set(Field::Journal, 0);
+        Ok(())
+    }
+
+    /// Pages of its header that memory errors have cost since this process opened it.
+    pub fn lost(&self) -> u64 {
+        self.header.lost()
+    }
+
+    /// Which, of those that nobody was told of.
+    pub fn losses(&self) -> Losses {
+        self.header.losses()
     }
 
     /// The regions, removed ones included: a region's number is its index.
@@ -310,22 +392,30 @@ impl StateFile {
         }
         self.set(Field::End, end);
         self.set(Field::RegionCount, index as u64 + 1);
+        self.remember();
         Ok(index as u32)
     }
 
     /// Note that a region was unplugged.
     pub fn remove_region(&self, index: u32) {
         self.record_words(index as usize)[5].store(UNPLUGGED, Ordering::Release);
+        self.remember();
     }
 
     /// Note that a region is taken for unplugged, because nobody has brought its RAM back.
     pub fn give_up_region(&self, index: u32) {
         self.record_words(index as usize)[5].store(GIVEN_UP, Ordering::Release);
+        self.remember();
     }
 
     /// Map a region's table.
     pub fn map_region(&self, record: &RegionRecord) -> io::Result<RegionTable> {
-        let mapping = Mapping::shared(&self.fd, record.table_offset, table_len(record.pages) as usize)?;
+        let (offset, len) = (record.table_offset, table_len(record.pages) as usize);
+        let flags = (flags_len(record.pages) as usize, Fill::Pattern(LOST_FLAGS));
+        let fills = vec![flags, (len, Fill::Pattern(Word::LOST.bits()))];
+        let journal = Some((self.header.clone(), Field::Journal as usize * 8));
+        let survival = Survival { file: self.fd.clone(), offset, fills, journal };
+        let mapping = Surviving::new(Mapping::shared(&*self.fd, offset, len)?, survival);
         Ok(RegionTable { mapping, pages: record.pages })
     }
 
@@ -416,6 +506,26 @@ impl RegionTable {
         self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
     }
 
+    /// Pages of it that memory errors have cost since it was mapped.
+    pub fn lost(&self) -> u64 {
+        self.mapping.lost()
+    }
+
+    /// Which, of those that nobody was told of: offsets in the file, and for each the pages whose words they were.
+    pub fn losses(&self, record: &RegionRecord) -> (Losses, Vec<std::ops::Range<u64>>) {
+        let losses = self.mapping.losses();
+        let words = record.table_offset + flags_len(self.pages);
+        let first = |offset: &u64| offset.saturating_sub(words) / 8;
+        let of_words = |offset: &&u64| **offset >= words;
+        let ranges = losses
+            .offsets
+            .iter()
+            .filter(of_words)
+            .map(|offset| first(offset)..(first(offset) + PAGE_SIZE as u64 / 8).min(self.pages.0));
+        let ranges = ranges.collect();
+        (losses, ranges)
+    }
+
     /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::vm::region::Registered`]).
     pub fn chunk_flags(&self) -> &[AtomicU8] {
         self.mapping.bytes(0, chunks(self.pages) as usize)
@@ -455,7 +565,7 @@ mod tests {
         file.set_kept(true);
         let first = file.add_region(some_file(), Bytes(0), PageCount(20_000)).expect("add");
         let second = file.add_region(some_file(), Bytes(1 << 30), PageCount(1)).expect("add");
-        assert_eq!((first, second, file.take_over(10, 99)), (0, 1, 1));
+        assert_eq!((first, second, file.take_over(10, 99).expect("no journal")), (0, 1, 1));
         let table = file.map_region(&file.regions()[0]).expect("map");
         table.word(PageIdx(19_999)).store(5, Ordering::Release);
         table.chunk_flags()[2].store(1, Ordering::Release);
@@ -467,7 +577,7 @@ mod tests {
         assert!(again.kept());
         again.set_target(None);
         assert_eq!((file.target(), file.limit()), (None, Some(Bytes(1 << 30))));
-        assert_eq!(again.take_over(11, 100), 2);
+        assert_eq!(again.take_over(11, 100).expect("no journal"), 2);
         again.name_engine(12, 101);
         again.rename("w");
         again.remove_region(0);
@@ -483,6 +593,26 @@ mod tests {
         let written = again.written_words(&records[0]).expect("seek");
         assert_eq!(written.len(), 1, "one page of words was written");
         assert!(written[0].contains(&19_999) && written[0].end - written[0].start <= 512);
+    }
+
+    #[test]
+    fn words_that_an_engine_was_replacing_when_it_died_are_lost_and_no_others() {
+        let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
+        file.add_region(some_file(), Bytes(0), PageCount(2000)).expect("add");
+        let record = file.regions()[0];
+        let table = file.map_region(&record).expect("map");
+        let pages = [0, 511, 512, 1023, 1024].map(PageIdx);
+        pages.iter().for_each(|page| table.word(*page).store(77, Ordering::Release));
+        let second = record.table_offset + flags_len(record.pages) + PAGE_SIZE as u64;
+        file.set(Field::Journal, second | 1);
+        memfd::punch(&*file.fd, second, PAGE_SIZE as u64).expect("it came so far");
+
+        let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
+        again.take_over(11, 100).expect("finished");
+        let table = again.map_region(&record).expect("map");
+        let words = pages.map(|page| table.word(page).load(Ordering::Acquire));
+        assert_eq!(words, [77, 77, Word::LOST.bits(), Word::LOST.bits(), 77]);
+        assert_eq!(again.get(Field::Journal), 0);
     }
 
     proptest! {

@@ -121,7 +121,7 @@ mod tests {
 
     fn state() -> StateFile {
         let state = StateFile::create(VmId([5; 16]), "test").expect("state");
-        state.take_over(10, 99);
+        state.take_over(10, 99).expect("no journal");
         state
     }
 
@@ -161,7 +161,7 @@ mod tests {
         // It may come so late that another engine has the VM.
         state.name_engine(12, 100);
         state.list(7).expect_err("still that engine's thread");
-        state.take_over(12, 100);
+        state.take_over(12, 100).expect("no journal");
         state.list(8).map(drop).expect("the other engine's");
     }
 }

@@ -99,7 +99,8 @@ impl Vm {
             how.store(flag);
             self.stats().add(Counter::RegisteredBytes, len.0);
         }
-        Ok(())
+        // Last: flags that were lost say what is not known to be so.
+        region.check_table()
     }
 
     /// The same, if that can be. Returns false if the VMM has mapped something in these chunks that is no RAM and that

@@ -212,7 +212,7 @@ impl Rig {
         let (uffds, granted): (Vec<Uffd>, Vec<u64>) = made.into_iter().unzip();
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
         state.add_region(memfd::file_id(&file).expect("stat"), Bytes(0), ram.pages_floor()).expect("region");
-        let epoch = state.take_over(std::process::id(), 1);
+        let epoch = state.take_over(std::process::id(), 1).expect("no journal");
         let (ram_store, _arena) = RamStore::create(RamOptions::new(Budget::new(store_budget))).expect("store");
         let (store, faults) = FaultyStore::new(ram_store);
         let panics = Arc::new(AtomicU64::new(0));

@@ -1,0 +1,126 @@
+//! Memory errors: pages of a VM's own files (its state file, its stores) whose memory failed.
+//!
+//! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` put bytes in its place that
+//! are safe. After: operators know what was lost; and where words or tables were, the VM was opened anew, which mends
+//! what can be.
+//! Threads: one waits for losses; what is done about them is done by the VM's worker, in turn with its orders.
+//! Promise: one VM's loss is that VM's. Nobody else notices, and the engine stays.
+//!
+//! *Anew* is what a successor does after an engine's death, for one VM: all its workers end, so that nobody holds a
+//! page's lock; `recover` looks at every word, and has bytes that are in their file count; the stores sweep what no
+//! word names; workers begin again, and every waiting thread is woken. With workers running nothing could be mended: a
+//! lost word may have been locked, and who had it locked writes it once more.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use anyhow::Context;
+use ballast_pager::vm::state_file::StateFile;
+use ballast_pager::vm::{Hold, Vm};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::workers::Workers;
+use super::{Engine, File, mend};
+use crate::backend::Served;
+
+/// Wait for losses, from now on.
+pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, bell: OwnedFd) -> io::Result<()> {
+    let (engine, workers) = (engine.clone(), workers.clone());
+    std::thread::Builder::new().name("memory".into()).spawn(move || {
+        loop {
+            match poll(&mut [PollFd::new(&bell, PollFlags::IN)], None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return tracing::error!("Waiting for memory errors: {error}"),
+            }
+            let _ = rustix::io::read(&bell, &mut [0; 8]);
+            for served in engine.host.all() {
+                if !say(&served) {
+                    continue;
+                }
+                let (id, engine) = (served.vm.state.id(), engine.clone());
+                let given = workers.lock().unwrap_or_else(PoisonError::into_inner).give(id, move || {
+                    if let Some(served) = engine.host.by_id(id) {
+                        engine.open_anew(&served);
+                    }
+                });
+                if let Err(error) = given {
+                    served
+                        .vm
+                        .fail_stop(&format!("memory of the host failed, and the VM cannot be opened anew: {error}"));
+                }
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Say what was lost of this VM's files. Answers whether it must be opened anew.
+fn say(served: &Served) -> bool {
+    let state = served.vm.losses();
+    let (ram, ram_damaged) = served.store.losses();
+    let (file, file_damaged) = served.file.as_ref().map(|file| file.losses()).unwrap_or_default();
+    let anew = !state.is_empty() || ram_damaged || file_damaged;
+    for what in state.into_iter().chain(ram).chain(file) {
+        served.vm.report("memory-error", format!("memory of the host failed, and with it was lost: {what}"));
+    }
+    anew
+}
+
+impl Engine {
+    /// Open a VM anew whose words or tables were damaged.
+    fn open_anew(&self, served: &Arc<Served>) {
+        let begun = Instant::now();
+        match self.try_open_anew(served) {
+            Ok(()) => {
+                let took = begun.elapsed().as_secs_f64() * 1e3;
+                let text = format!("after the loss it was looked through and goes on; its faults waited {took:.1} ms");
+                served.vm.report("memory-mended", text);
+            }
+            Err(error) => {
+                let reason = format!("memory of the host failed, and the VM cannot be opened anew: {error:#}");
+                served.vm.report("memory-error", reason.clone());
+                served.vm.fail_stop(&reason);
+            }
+        }
+    }
+
+    fn try_open_anew(&self, last: &Arc<Served>) -> anyhow::Result<()> {
+        last.vm.stop();
+        last.jobs.close();
+        last.vm.stores.ram.tidy();
+        let state = last.vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
+        let state = StateFile::open(state)?;
+        let epoch = state.take_over(self.me.pid, self.me.start).context("Taking the state file over")?;
+        // The list of threads may have been lost. This one is the only one that works for the VM now.
+        state.unlist_thread();
+        std::mem::forget(state.list_thread());
+        let vm = Vm::new(state, epoch, last.vm.stores.clone(), last.vm.tuning, last.vm.reporter())
+            .with_pins(self.host.pins.clone());
+        for region in last.vm.regions() {
+            vm.open_region(region.dup_file().context("Duplicating a descriptor")?)?;
+        }
+        mend(&vm, &last.store, &last.file.clone().map_or(File::None, File::Open))?;
+        vm.take_after(&last.vm);
+        let vm = Arc::new(vm);
+        vm.start().context("Starting its threads")?;
+        let served = Arc::new(Served::new(vm, last.store.clone(), last.file.clone(), last.vmm.clone()));
+        served.take_after(last);
+        for place in self.host.vms.write().expect("no panic while held").iter_mut() {
+            if Arc::ptr_eq(place, last) {
+                *place = served.clone();
+            }
+        }
+        for view in last.vm.views() {
+            served.vm.add_view(view, &[]).context("Serving a process again")?;
+        }
+        // Whoever asked for it has been told that it failed, or was done already.
+        for kind in [Hold::Pinned, Hold::Shared, Hold::Kept] {
+            if served.vm.is_held_for(kind) {
+                served.restore(kind, served.vm.held().unwrap_or_default(), |_| ())?;
+            }
+        }
+        self.watch.send(served).context("Asking the watch to look")
+    }
+}

@@ -1,0 +1,197 @@
+//! Memory of the host that fails under a VM's own files: a real keeper and a real engine, and two VMs of this process.
+//!
+//! A page is lost for real where the kernel can have memory fail on command (root, `CONFIG_MEMORY_FAILURE`; see
+//! `scripts/newer-kernel-suite.sh`). Elsewhere the last page of words is cut off its file, which raises the same
+//! signal in the engine.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::sync::atomic::Ordering;
+
+use ballast_base::PAGE_SIZE;
+use ballast_needs::skip;
+use ballast_sys::{Mapping, memfd};
+use common::raw::{Ram, no_uffd};
+use common::{Daemon, until};
+
+const PAGES: u64 = 4096;
+/// Pages whose words are in one page of memory.
+const WORDS: u64 = 512;
+const LIMIT: u64 = 2 << 20;
+const HEADER: u64 = 32 * 1024;
+const INJECT: &str = "BALLAST_TEST_FAIL";
+
+/// What the guest reads in a page; `None` is a memory error. A system call reads it on the guest's behalf.
+fn read(ram: &Ram, page: u64, sink: &File) -> Option<u64> {
+    let end = sink.metadata().expect("stat").len();
+    ram.map.send_to(sink, page as usize * PAGE_SIZE, 8).ok()?;
+    let mut word = [0; 8];
+    sink.read_exact_at(&mut word, end).expect("read");
+    Some(u64::from_le_bytes(word))
+}
+
+/// How many of these pages are lost; none of the others has wrong bytes.
+fn lost(ram: &Ram, pages: impl Iterator<Item = u64>) -> u64 {
+    let sink = File::from(memfd::create("sink", ballast_base::Bytes(0)).expect("memfd"));
+    let look = |page: u64| match read(ram, page, &sink) {
+        Some(word) => {
+            assert_eq!(word, page * 7919 + 1, "page {page} has wrong bytes");
+            0
+        }
+        None => 1,
+    };
+    pages.map(look).sum()
+}
+
+/// The engine's files with this name, in the order of their descriptors.
+fn files(engine: u32, name: &str) -> Vec<String> {
+    let mut found: Vec<(u32, String)> = std::fs::read_dir(format!("/proc/{engine}/fd"))
+        .expect("descriptors")
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let target = std::fs::read_link(&path).ok()?;
+            let number = path.file_name()?.to_str()?.parse().ok()?;
+            target.to_str()?.contains(name).then(|| (number, path.to_str().expect("ascii").to_owned()))
+        })
+        .collect();
+    found.sort();
+    found.into_iter().map(|(_, path)| path).collect()
+}
+
+fn open(path: &str) -> File {
+    File::options().read(true).write(true).open(path).expect("open the engine's file")
+}
+
+/// Have the page at this offset of a file fail; false if memory cannot fail here. A process of its own does it, since
+/// the kernel tells it in a way that ends it.
+fn fail(path: &str, offset: u64) -> bool {
+    let _ = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "injects_a_memory_error_when_asked_to", "--nocapture"])
+        .env(INJECT, format!("{path} {offset}"))
+        .output()
+        .expect("run");
+    let read = open(path).read_exact_at(&mut [0; 8], offset);
+    read.is_err_and(|error| memfd::is_memory_error(&error))
+}
+
+#[test]
+fn injects_a_memory_error_when_asked_to() {
+    let Ok(what) = std::env::var(INJECT) else { return };
+    let (path, offset) = what.split_once(' ').expect("path and offset");
+    let map = Mapping::shared(open(path), offset.parse().expect("a number"), PAGE_SIZE).expect("map");
+    map.bytes(0, 1)[0].load(Ordering::Relaxed);
+    map.fail_memory(0).expect("MADV_HWPOISON");
+}
+
+/// Two VMs, the first of them squeezed; its state file and its arena.
+struct Rig {
+    daemon: Daemon,
+    ram: Ram,
+    calm: Ram,
+    state: String,
+    arena: String,
+    engine: u32,
+    _clients: Vec<ballast_client::Client>,
+}
+
+fn rig() -> Rig {
+    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let (ram, calm) = (Ram::new(PAGES), Ram::new(PAGES));
+    ram.mark();
+    calm.mark();
+    let first = ram.vm(&daemon, "hit").limit(LIMIT).attach().expect("attach");
+    until("most pages are far", || daemon.api.vm("hit").is_ok_and(|vm| vm.far_bytes > (PAGES - 600) * 4096));
+    let engine = daemon.engine_pid().expect("an engine");
+    let [state, arena] = ["ballast-state", "ballast-store"].map(|name| files(engine, name)[0].clone());
+    let second = calm.vm(&daemon, "calm").limit(LIMIT).attach().expect("attach");
+    until("most pages are far", || daemon.api.vm("calm").is_ok_and(|vm| vm.far_bytes > (PAGES - 600) * 4096));
+    Rig { daemon, ram, calm, state, arena, engine, _clients: vec![first, second] }
+}
+
+impl Rig {
+    fn events(&self, kind: &str) -> Vec<String> {
+        let events = self.daemon.api.events().expect("events");
+        events.into_iter().filter(|event| event.kind == kind).map(|event| event.message).collect()
+    }
+
+    /// One engine served both VMs all the time; the other VM has all its bytes, and so has it with the next engine,
+    /// which finds the first as it was left.
+    fn check_the_rest(&self, lost_before: u64) {
+        assert_eq!(self.daemon.engine_pid(), Some(self.engine), "{}", self.daemon.log());
+        assert_eq!(lost(&self.calm, 0..PAGES), 0);
+        let old = self.daemon.kill_engine();
+        self.daemon.wait_for_engine_after(old);
+        assert_eq!((lost(&self.calm, 0..PAGES), lost(&self.ram, 0..PAGES)), (0, lost_before), "{}", self.daemon.log());
+        assert!(!self.daemon.log().contains("panicked"), "{}", self.daemon.log());
+    }
+}
+
+#[test]
+fn memory_that_fails_under_the_words_of_a_vm_costs_what_they_alone_knew_of_and_no_other_vm() {
+    if no_uffd() {
+        return;
+    }
+    let rig = rig();
+    let state = open(&rig.state);
+    let size = state.metadata().expect("stat").len();
+    if !fail(&rig.state, size - PAGE_SIZE as u64) {
+        skip("hwpoison", "the page of words is cut off its file instead");
+        state.set_len(size - PAGE_SIZE as u64).expect("cut");
+    }
+    let known = 0..PAGES - WORDS;
+    let unknown = lost(&rig.ram, known.end..PAGES);
+    assert!((1..=WORDS).contains(&unknown), "what was far of these is lost: {unknown}");
+    assert_eq!(lost(&rig.ram, known), 0, "{}", rig.daemon.log());
+    assert_eq!(rig.events("memory-mended").len(), 1, "{}", rig.daemon.log());
+    let said = rig.events("memory-error");
+    assert!(said.iter().any(|said| said.contains("the state of pages 3584 to 4095 of region 0")), "{said:?}");
+    // It goes on: what is touched comes and goes as before.
+    assert_eq!(rig.daemon.vm("hit").limit_bytes, Some(LIMIT));
+    until("it is held to its limit again", || {
+        rig.daemon.api.vm("hit").is_ok_and(|vm| vm.resident_bytes <= LIMIT + (1 << 20))
+    });
+    let lost_now = lost(&rig.ram, 0..PAGES);
+    assert!(lost_now <= WORDS && lost_now >= unknown);
+    rig.check_the_rest(lost_now);
+}
+
+#[test]
+fn memory_that_fails_under_an_arena_or_a_header_costs_what_was_in_it_and_no_other_vm() {
+    if no_uffd() {
+        return;
+    }
+    let slabs_start = |path: &str| {
+        // As many slabs as there can be: a table of 512 MiB.
+        let size = open(path).metadata().expect("stat").len();
+        assert!(size > 1 << 38, "{size}");
+        4096 + (1 << 22) * 128_u64
+    };
+    // What fails, and how many pages that can cost at most.
+    for (what, most) in [("blobs", 300), ("table", 32 * 960), ("arena header", 0), ("state header", 0), ("counters", 0)]
+    {
+        let rig = rig();
+        let (path, offset) = match what {
+            "blobs" => (&rig.arena, slabs_start(&rig.arena).next_multiple_of(64 * 1024)),
+            "table" => (&rig.arena, 4096),
+            "arena header" => (&rig.arena, 0),
+            "state header" => (&rig.state, 0),
+            _ => (&rig.state, HEADER / 8),
+        };
+        if !fail(path, offset) {
+            return skip("hwpoison", "memory cannot fail here");
+        }
+        // Whatever the engine does now, it meets the page.
+        rig.daemon.api.set_limit("hit", Some(LIMIT - (64 << 10))).expect("limit");
+        let lost_now = lost(&rig.ram, 0..PAGES);
+        assert!(lost_now <= most, "{what}: {lost_now} pages are lost\n{}", rig.daemon.log());
+        until(&format!("{what}: it was said"), || {
+            assert_eq!(rig.daemon.engine_pid(), Some(rig.engine), "{what}: {}", rig.daemon.log());
+            // There may be more events of lost pages than an engine remembers.
+            rig.daemon.log().contains("memory of the host failed, and with it was lost")
+        });
+        rig.check_the_rest(lost(&rig.ram, 0..PAGES));
+    }
+}
