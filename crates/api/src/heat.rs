@@ -61,7 +61,7 @@ pub struct VmHeat {
     pub source: Option<HeatSource>,
     /// Cycles over all memory so far; with 0 the figures below mean nothing yet.
     pub cycles: u64,
-    /// Looks into chosen units so far.
+    /// Fine cycles so far.
     pub fine_cycles: u64,
     /// From one cycle to the next, now.
     pub period_ms: u64,
@@ -77,7 +77,7 @@ pub struct VmHeat {
     pub wss_huge_bytes: u64,
     /// The last three cycles took so long.
     pub wss_span_s: f64,
-    /// Part of the touched huge pages whose inside was looked at: so much of the estimate is measured.
+    /// Part of the touched huge pages that had a fine scan: this part of the estimate is measured.
     pub known_percent: f64,
     /// Memory by age, youngest first.
     pub ages: Vec<AgeBucket>,

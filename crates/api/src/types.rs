@@ -116,14 +116,14 @@ pub struct FaultCounts {
     pub minor: u64,
     /// Was far: read from a store.
     pub restore: u64,
-    /// Pages of 4 KiB that those brought back: more than faults where 2 MiB is paged as one.
+    /// Pages of 4 KiB that those restored: more than faults where 2 MiB is paged as one.
     #[serde(default)]
     pub restored_pages: u64,
     /// Part of restore: read from the file store.
     pub file: u64,
     /// Was known to be zero.
     pub zero: u64,
-    /// Pages of 4 KiB that those brought back.
+    /// Pages of 4 KiB that those restored.
     #[serde(default)]
     pub zeroed_pages: u64,
     /// Never touched before, or discarded by the guest: zeros.
@@ -164,7 +164,7 @@ pub struct ReclaimCounts {
     pub store_full_events: u64,
     /// The store would not take the page: kept.
     pub failed_pages: u64,
-    /// Brought back before they were touched, because what left with them was, or what comes before them.
+    /// Restored before they were touched, by clustered prefetch or by sequential readahead.
     pub prefetched_pages: u64,
     /// Moved from RAM to the file store.
     pub spilled_pages: u64,

@@ -7,7 +7,7 @@
 //!   with [`Attach`]; the keeper gives a duplicate to each engine it starts, so it outlives engines.
 //!
 //! Units: addresses are host virtual addresses in the sending VMM; lengths are bytes.
-//! Promise: [`decode`] accepts any bytes and answers a message or an error, and [`Attach::validate`] is all a receiver
+//! Promise: [`decode`] accepts any bytes and returns a message or an error, and [`Attach::validate`] is all a receiver
 //! needs to trust the numbers of an attach message.
 
 use serde::{Deserialize, Serialize};
@@ -203,7 +203,7 @@ pub enum EngineToClient {
     },
     /// Are you there? Answer [`ClientToEngine::Pong`].
     Ping {
-        /// Comes back in the answer.
+        /// The answer repeats it.
         seq: u64,
     },
     /// The guest's memory cannot be kept right: stop the VM now and print why.
@@ -229,7 +229,7 @@ pub enum ClientToEngine {
     /// The VMM is about to free these ranges (balloon, free page reporting, virtio-mem). Sent before it does, and it
     /// waits for [`EngineToClient::DiscardDone`].
     Discard {
-        /// Comes back in the answer.
+        /// The answer repeats it.
         seq: u64,
         /// At most [`MAX_RANGES`].
         ranges: Vec<Range>,

@@ -33,12 +33,12 @@ const AFTER_HELP: &str = "Exit codes: 0 done, 1 failed, 2 wrong command line, 3 
 pub enum Command {
     /// Start a VMM so that its guest RAM is managed
     Run(crate::run::RunArgs),
-    /// Look at VMs and set their limits
+    /// Show VMs and set their limits
     #[command(subcommand)]
     Vm(VmCommand),
     /// Watch all VMs
     Top(TopArgs),
-    /// Look at who decides how much memory each VM may have, or change it
+    /// Show who decides how much memory each VM may have, or change it
     #[command(subcommand)]
     Policy(PolicyCommand),
     /// Show what the policy, or another one, would change now; does nothing
@@ -49,7 +49,7 @@ pub enum Command {
     },
     /// Say why a VM may have what it may
     Explain(ExplainArgs),
-    /// Write what policies look at to a file, for replay
+    /// Write what policies read to a file, for replay
     Record(RecordArgs),
     /// Compare a recording with what another policy would have decided; needs no daemon
     Replay(ReplayArgs),

@@ -26,7 +26,7 @@ use crate::show;
 use map::Map;
 use picture::Format;
 
-/// How to look at heat.
+/// Which heat to show, and how.
 #[derive(Debug, Args)]
 pub struct HeatArgs {
     /// The VM's name

@@ -48,8 +48,8 @@ struct ballast_range {
 const ballast_client *ballast_attach(const struct ballast_config *config, const struct ballast_region *regions,
                                      size_t count);
 
-/* RAM was hot-plugged: call before the guest can see it. Waits while what was far of an earlier VM is on its way back into this
- * file. */
+/* RAM was hot-plugged: call before the guest can see it. Waits while far pages of an earlier VM are written back into
+ * this file. */
 int ballast_add_region(const ballast_client *client, const struct ballast_region *region);
 
 /* RAM is about to be unplugged: call before unmapping it; unmap afterwards, whatever it returns. */

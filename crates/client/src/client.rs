@@ -44,8 +44,8 @@ impl Client {
     }
 
     /// RAM was hot-plugged: call before the guest can see it. While the keeper is away this succeeds at once, and the
-    /// region is announced with the next attach message. It waits while what was far of an earlier VM is on its way back
-    /// into this file, as attaching does.
+    /// region is announced with the next attach message. It waits while far pages of an earlier VM are
+    /// written back into this file, as attaching does.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let shared = &self.shared;

@@ -132,7 +132,7 @@ fn region(region: &BallastRegion) -> Result<(OwnedFd, Hva, Bytes, Bytes), Failur
     if region.fd < 0 {
         return Err(invalid("a region's fd is negative"));
     }
-    // SAFETY: only borrowed for the duplication, which answers EBADF if it is not open.
+    // SAFETY: only borrowed for the duplication, which returns EBADF if it is not open.
     let fd = duplicate(unsafe { BorrowedFd::borrow_raw(region.fd) })
         .map_err(|error| Failure(error.raw_os_error().unwrap_or(libc::EBADF), format!("a region's fd: {error}")))?;
     Ok((fd, Hva(region.address as u64), Bytes(region.length), Bytes(region.file_offset)))

@@ -20,7 +20,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! There is no detach: pages may be far, and only the engine can bring them back. A client stays attached until its
+//! There is no detach: pages may be far, and only the engine can restore them. A client stays attached until its
 //! process exits; dropping a [`Client`] changes nothing (the userfaultfds must stay open, because the kernel answers
 //! faults of a closed one with zeros).
 

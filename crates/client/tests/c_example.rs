@@ -68,7 +68,7 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
     let mut next = || lines.next().expect("a line").expect("text");
     assert_eq!(next(), "attached");
 
-    // Everything is zapped; the pages come back by CONTINUE from this process while the child reads them.
+    // Everything is zapped; the pages are mapped by CONTINUE from this process while the child reads them.
     session.register_all();
     let (start, len) = session.whole(0);
     assert_eq!(session.zap(1, vec![(start, len)]), None);

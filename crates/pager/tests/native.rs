@@ -477,7 +477,7 @@ fn a_worker_that_panics_starts_again_and_no_byte_is_lost() {
     rig.fill_all();
     rig.panics.store(2, Ordering::Relaxed);
     rig.squeeze(LIMIT);
-    assert!(rig.reported("lane-panic"), "a put panicked");
+    assert!(rig.reported("worker-panic"), "a put panicked");
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     rig.panics.store(2, Ordering::Relaxed);

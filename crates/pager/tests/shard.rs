@@ -183,6 +183,6 @@ fn a_worker_that_panics_starts_again_and_the_others_go_on() {
                 .spawn(move || assert!((part..rig.pages).step_by(4).all(|page| rig.holds(page, 1)), "a byte was lost"));
         }
     });
-    assert!(rig.reported("lane-panic"));
+    assert!(rig.reported("worker-panic"));
     rig.check_census();
 }

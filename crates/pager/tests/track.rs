@@ -353,7 +353,7 @@ fn attack(rig: &Rig) {
             until("another cycle", || cycles().0 > before);
         }
     });
-    assert!(!rig.reported("lane-panic") && !rig.reported("page-lost"));
+    assert!(!rig.reported("worker-panic") && !rig.reported("page-lost"));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! Before: `hooks` sees a call. After: it goes through, or fails with an errno the VMM understands.
 //! Threads: any VMM thread; a thread inside the client is never looked at.
-//! Promise: every function here answers in bounded time except a discard an engine has taken (see `ballast_client`).
+//! Promise: every function here returns in bounded time except a discard an engine has taken (see `ballast_client`).
 
 use std::ffi::{c_int, c_void};
 use std::fmt::Display;
@@ -59,7 +59,7 @@ pub fn announce(text: impl Display) {
     let _ = writeln!(std::io::stderr(), "ballast: {text}");
 }
 
-/// Could this new mapping be guest RAM? The file itself is looked at by [`new_ram`].
+/// Could this new mapping be guest RAM? [`new_ram`] checks the file itself.
 pub fn looks_like_ram(len: usize, prot: c_int, flags: c_int, fd: c_int) -> bool {
     let both = libc::PROT_READ | libc::PROT_WRITE;
     let kind = flags & libc::MAP_TYPE;

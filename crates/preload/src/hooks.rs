@@ -154,7 +154,7 @@ pub unsafe extern "C" fn fallocate64(fd: c_int, mode: c_int, offset: off_t, len:
 }
 
 /// # Safety
-/// As the C function, which answers the errno.
+/// As the C function, which returns the errno.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
     match quietly(Ok(()), || decide::punching(fd, 0, offset, len)) {

@@ -25,7 +25,7 @@ fn leave_preload() {
     const OURS: &str = "libballast_preload.so";
     const VARIABLE: &CStr = c"LD_PRELOAD";
     // SAFETY: constructors run on the only thread there is, so nobody changes the environment during these calls;
-    // `getenv` answers NULL or a NUL-terminated string.
+    // `getenv` returns NULL or a NUL-terminated string.
     unsafe {
         let value = libc::getenv(VARIABLE.as_ptr());
         if value.is_null() {

@@ -18,7 +18,7 @@ pub use host::kernel_release;
 
 use finding::{Finding, no, unknown, yes};
 
-/// One thing Ballast uses or looks at.
+/// One thing that Ballast uses or checks.
 #[derive(Clone, Debug)]
 pub struct Feature {
     /// What it is called in the kernel's documentation.

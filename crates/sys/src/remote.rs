@@ -33,7 +33,7 @@ pub enum Collapsed {
     Gone,
 }
 
-/// A process whose page tables are looked at and collapsed.
+/// A process whose page tables are scanned and collapsed.
 #[derive(Debug)]
 pub struct Remote {
     process: OwnedFd,

@@ -136,7 +136,7 @@ impl Ring {
     /// Begin a transfer; the kernel learns of it at the next `submit` or `wait`.
     ///
     /// # Errors
-    /// The transfer comes back if as many as the ring can hold are under way.
+    /// Returns the transfer if the ring is full.
     ///
     /// # Panics
     /// If `done..end` is not a range inside the buffer.

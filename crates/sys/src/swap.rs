@@ -55,7 +55,7 @@ pub fn on(device: &Path, priority: u16) -> io::Result<()> {
     if unsafe { libc::swapon(path.as_ptr(), flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Stop swapping to a device; what is on it comes back into memory first.
+/// Stop swapping to a device; its pages are read into memory first.
 pub fn off(device: &Path) -> io::Result<()> {
     let path = CString::new(device.as_os_str().as_bytes())?;
     // SAFETY: the path is a live C string.

@@ -2,7 +2,7 @@
 //! and output.
 //!
 //! Before: `worker` starts `ballast bench-role ROLE`. After: [`crate::role::run`] plays the role until its input ends.
-//! Units: in the names. Promise: every order has one answer; a helper that fails answers [`Answer::Failed`] with the
+//! Units: in the names. Promise: every order has one answer; a helper that fails returns [`Answer::Failed`] with the
 //! reason.
 
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ impl GuestKind {
 /// What a helper process is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Role {
-    /// A guest whose pages go out and come back.
+    /// A guest whose pages go out and are restored.
     Guest(GuestConfig),
     /// A VM that runs a workload of `testvm`, slice by slice.
     Workload(WorkloadConfig),

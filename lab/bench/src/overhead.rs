@@ -65,7 +65,7 @@ fn memory_files(pid: u32, into: &mut BTreeMap<(u64, u64), u64>) -> Result<()> {
     let fds = format!("/proc/{pid}/fd");
     for entry in std::fs::read_dir(&fds).with_context(|| format!("Reading {fds}"))? {
         let path = entry?.path();
-        // One may be closed between the listing and the look.
+        // One may be closed after the listing.
         let Ok(target) = std::fs::read_link(&path) else { continue };
         if let Some((_, name)) = target.to_string_lossy().split_once("memfd:")
             && OWN_FILES.iter().any(|own| name.starts_with(own))

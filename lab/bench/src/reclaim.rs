@@ -14,7 +14,7 @@ use crate::subject::{Subject, Way, in_turn, out, touch};
 
 const WAYS: [Way; 3] = [Way::Ballast, Way::Kernel, Way::Plain];
 
-/// Pages of a guest of 2 GiB: what is looked at for each page that goes must not grow with the guest.
+/// Pages of a guest of 2 GiB: the scan cost of each reclaimed page must not grow with the guest.
 const LARGE: u64 = 524_288;
 
 /// How long it leaves a page there when the VMM may pin memory, as one whose guest does I/O does: the setting

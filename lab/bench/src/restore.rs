@@ -95,7 +95,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         let mut series: [Series; 4] = Default::default();
         for round in bench.progress.over("round", 0..=repetitions) {
             for subject in in_turn(&mut subjects, round) {
-                // Round 0 warms up, into figures nobody looks at.
+                // Round 0 warms up, into figures that are dropped.
                 let mut warm_up = Series::default();
                 let of = if round == 0 { &mut warm_up } else { &mut series[subject.way as usize] };
                 of.round(bench, subject, round)?;

@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn the_swap_is_the_only_one_while_it_lives_and_every_setting_is_put_back() {
-        // Taken before the look at the machine, so that a bench that runs meanwhile is waited for.
+        // Read under the lock, so that a bench that runs meanwhile is waited for.
         let Some(before) = machine_before() else { return };
         let swap = match Swap::new() {
             Ok(swap) => swap,

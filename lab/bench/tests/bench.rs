@@ -28,7 +28,7 @@ fn no_bench() -> bool {
     true
 }
 
-/// What a bench may change, looked at while none runs: each holds this lock as long as anything is changed. How much of
+/// What a bench may change, read while none runs: each holds this lock as long as anything is changed. How much of
 /// a swap is used is not the bench's: whoever has one active uses more of it meanwhile.
 fn machine() -> String {
     let lock = File::open("/sys/block").expect("sysfs");

@@ -45,7 +45,7 @@ pub struct Report {
     pub seconds: f64,
 }
 
-/// Host memory freed between two looks, as the VMs' figures claim it.
+/// Host memory freed between two samples, as the VMs' figures claim it.
 pub fn freed(before: &[VmStat], after: &[VmStat]) -> u64 {
     let resident = |vms: &[VmStat]| vms.iter().map(|vm| vm.resident_bytes).sum::<u64>();
     let store = after.iter().map(|vm| vm.store_bytes).sum::<u64>();

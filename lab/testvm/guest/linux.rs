@@ -34,7 +34,7 @@ const WORDS: usize = PAGE / 8;
 /// Buckets of a histogram: exact below 32 ticks, then 32 per power of two.
 const SUB: u64 = 32;
 const BUCKETS: usize = 40 * SUB as usize;
-/// Operations between looks at the clock, which is a system call.
+/// Operations between two readings of the clock, each a system call.
 const BATCH: u64 = 64;
 
 /// # Safety

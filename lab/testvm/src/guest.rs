@@ -294,7 +294,7 @@ impl<P: Port> Worker<'_, P> {
                 // SAFETY: asked for `i < cells` only, and a zipf job has that many weights, which nobody writes now.
                 unsafe { entry.read_volatile() }
             });
-            // SAFETY: `pick` answers a cell below `cells`.
+            // SAFETY: `pick` returns a cell below `cells`.
             unsafe { worker.operation(local, write) };
         });
     }

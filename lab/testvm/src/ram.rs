@@ -102,7 +102,7 @@ impl GuestRam {
     /// If the range is outside RAM.
     pub fn zap(&self, offset: usize, len: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, len);
-        // SAFETY: inside this shared file mapping, so contents stay in the file and come back at the next touch.
+        // SAFETY: inside this shared file mapping, so contents stay in the file and the next touch maps them.
         unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxDontNeed) }.map_err(io::Error::from)
     }
 
@@ -112,7 +112,7 @@ impl GuestRam {
     /// If the range is outside RAM.
     pub fn page_out(&self, offset: usize, len: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, len);
-        // SAFETY: inside this mapping; the contents come back at the next touch.
+        // SAFETY: inside this mapping; the next touch restores the contents.
         unsafe { rustix::mm::madvise(ptr.cast(), len, Advice::LinuxPageOut) }.map_err(io::Error::from)
     }
 

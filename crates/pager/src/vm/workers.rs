@@ -76,7 +76,7 @@ impl Vm {
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(&body)).is_ok() {
                 return;
             }
-            self.report("lane-panic", format!("the {kind} worker panicked; it starts again"));
+            self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
             let woken = match serves {
                 Serves::Nobody => Ok(()),
                 Serves::View(view) => view.wake_all(),
@@ -87,7 +87,7 @@ impl Vm {
             }
         }
         let reason = format!("the {kind} worker panicked {MOST_PANICS} times; it stays down");
-        self.report("lane-panic", reason.clone());
+        self.report("worker-panic", reason.clone());
         if !matches!(serves, Serves::Nobody) {
             self.fail_stop(&reason);
         }
@@ -110,7 +110,7 @@ impl Vm {
         let workers = std::mem::take(&mut *self.workers.lock().expect("no panic while held"));
         for worker in workers {
             if worker.thread().id() != std::thread::current().id() && worker.join().is_err() {
-                self.report("lane-panic", "a worker of this VM panicked".into());
+                self.report("worker-panic", "a worker of this VM panicked".into());
             }
         }
     }
