@@ -4,11 +4,17 @@
 
 mod common;
 
-use ballast_api::VmStatus;
+use std::os::fd::OwnedFd;
+use std::thread::JoinHandle;
+
+use ballast_api::{Track, VmStatus};
+use ballast_base::Hva;
+use ballast_sys::Uffd;
 use ballast_testvm::fuse::Fuse;
 use ballast_testvm::park::HOLDER;
 
 use common::guest::Guest;
+use common::raw::{Ram, no_uffd, userfaultfd};
 use common::{Daemon, missing, until};
 
 const QUICK: &str = "quarantine_ms = 5\n";
@@ -211,5 +217,66 @@ fn a_parked_vmm_is_killed_and_forgotten_when_it_can_die() {
     until("the parked VM is forgotten", is_gone);
     // Its name is free again: nothing of it is left in keeper or engine.
     Guest::start(&daemon, "parked", BUSY).finish();
+    bystander.finish();
+}
+
+/// A thread of this process that holds the lock of a file's inode: it writes to the file from memory that nobody fills.
+struct Writing {
+    uffd: Option<Uffd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Writing {
+    const NAME: &str = "writes-slowly";
+
+    fn to(file: OwnedFd) -> Self {
+        let (from, uffd) = (Ram::new(1), userfaultfd());
+        uffd.register(Hva(from.map.addr() as u64), 4096).expect("register");
+        let write = move || {
+            // SAFETY: a mapping that lives as long as this closure, and that nobody writes to.
+            let bytes = unsafe { std::slice::from_raw_parts(from.map.ptr(0, 4096).cast_const(), 4096) };
+            rustix::io::pwrite(&file, bytes, 0).expect("write");
+        };
+        let thread = std::thread::Builder::new().name(Self::NAME.into()).spawn(write).expect("a thread");
+        until("it waits with the lock", || sleeps_in(std::process::id(), Self::NAME, "userfault"));
+        Self { uffd: Some(uffd), thread: Some(thread) }
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        // Closing it lets the fault go on.
+        drop(self.uffd.take());
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+#[test]
+fn a_vmm_that_holds_the_lock_of_its_ram_file_keeps_nobody_from_the_api_and_from_the_policy() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 5\n[policy]\nname = \"maestro\"\nbudget = \"64M\"\n");
+    let ram = Ram::new(4096);
+    ram.mark();
+    let _client = ram.vm(&daemon, "holder").attach().expect("attach");
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    daemon.api.set_track("holder", Track::On).expect("track");
+    until("it is tracked", || daemon.api.heat("holder", 8).is_ok_and(|heat| heat.cycles > 0));
+    let written = Writing::to(ram.fd.try_clone().expect("dup"));
+    daemon.api.set_limit("holder", Some(4 << 20)).expect("a limit");
+    let engine = daemon.engine_pid().expect("an engine");
+    let stuck = || ["reclaim/holder", "track/holder"].iter().any(|name| sleeps_in(engine, name, "shmem"));
+    until("a worker of it waits for that lock", stuck);
+    for _ in 0..3 {
+        assert!(daemon.api.metrics().expect("metrics").contains("bystander"));
+        assert!(daemon.api.heat("holder", 8).is_ok());
+    }
+    let decided = || daemon.api.policy().expect("policy").ticks;
+    let before = decided();
+    until("the policy goes on", || decided() > before + 3);
+    drop(written);
+    until("its limit is held", || daemon.vm("holder").resident_bytes <= 4 << 20);
+    assert!((1..4096).all(|page| ram.is_marked(page)));
     bystander.finish();
 }

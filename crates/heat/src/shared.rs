@@ -1,16 +1,21 @@
 //! One VM's tracker as its threads share it, with a clock.
 //!
 //! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
-//! Threads: any; the lock is held for one pass over all units at most. A fault worker never takes it.
+//! Threads: any; the lock is held for one pass over all units at most, but that asks the kernel what is in the RAM file,
+//! which needs a lock that a VMM may hold for ever. A fault worker never takes it, and who only looks does not wait long.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use crate::source::{Ability, AccessSource, Report};
 use crate::tracker::{Settings, Step, Tracker};
 use crate::{Heat, Pages};
+
+/// How long who only looks waits for the tracker. A pass over all units of 1 TiB takes about as long.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// See above.
 #[derive(Debug)]
@@ -18,12 +23,19 @@ pub struct VmHeat {
     began: Instant,
     tracker: Mutex<Tracker>,
     source: Mutex<Option<Ability>>,
+    /// The last one who only looked waited in vain.
+    is_stuck: AtomicBool,
 }
 
 impl VmHeat {
     /// Nothing is known, and no source tracks.
     pub fn new(settings: Settings, seed: u64) -> Self {
-        Self { began: Instant::now(), tracker: Mutex::new(Tracker::new(settings, seed)), source: Mutex::default() }
+        Self {
+            began: Instant::now(),
+            tracker: Mutex::new(Tracker::new(settings, seed)),
+            source: Mutex::default(),
+            is_stuck: AtomicBool::new(false),
+        }
     }
 
     /// The tracker's time.
@@ -34,6 +46,24 @@ impl VmHeat {
     /// The tracker.
     pub fn lock(&self) -> MutexGuard<'_, Tracker> {
         self.tracker.lock().expect("no panic while held")
+    }
+
+    /// The tracker for who only looks, and serves other VMs as well; `None` if it is not to be had in time.
+    fn look(&self) -> Option<MutexGuard<'_, Tracker>> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let tracker = match self.tracker.try_lock() {
+                Err(TryLockError::WouldBlock) => None,
+                tracker => Some(tracker.expect("no panic while held")),
+            };
+            // Only the first waits: there may be many such VMs, and each is looked at twice a second.
+            let ends = tracker.is_some() || self.is_stuck.load(Ordering::Relaxed) || Instant::now() >= until;
+            if ends {
+                self.is_stuck.store(tracker.is_none(), Ordering::Relaxed);
+                return tracker;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// The source that tracks, if any.
@@ -78,15 +108,15 @@ impl VmHeat {
         }
     }
 
-    /// What the API shows, with a strip of this number of cells.
+    /// What the API shows, with a strip of this number of cells; nothing (no cycles) while it cannot be known.
     pub fn heat(&self, cells: usize) -> Heat {
-        crate::heat(&self.lock(), self.now(), cells)
+        self.look().map(|tracker| crate::heat(&tracker, self.now(), cells)).unwrap_or_default()
     }
 
-    /// See [`Tracker::cycles_after`].
+    /// See [`Tracker::cycles_after`]; nothing, not even an empty recording, while it cannot be known.
     pub fn cycles_after(&self, after: u64) -> Vec<u8> {
         let name = self.source().map_or("none", |source| source.name);
-        self.lock().cycles_after(self.now(), after, name)
+        self.look().map(|mut tracker| tracker.cycles_after(self.now(), after, name)).unwrap_or_default()
     }
 }
 
@@ -115,6 +145,19 @@ mod tests {
             Some(0)
         }
         fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+    }
+
+    #[test]
+    fn who_only_looks_does_not_wait_for_a_thread_that_sleeps_with_the_tracker() {
+        let heat = VmHeat::new(Settings::default(), 1);
+        assert!(!heat.cycles_after(0).is_empty());
+        let held = heat.lock();
+        std::thread::scope(|scope| {
+            let looks = || (heat.heat(8), heat.cycles_after(0));
+            assert_eq!(scope.spawn(looks).join().expect("it ends"), (Heat::default(), Vec::new()));
+        });
+        drop(held);
+        assert!(!heat.cycles_after(0).is_empty());
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub trait Backend: Control + Send + Sync + 'static {
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
     /// Say when it is tracked; answers its heat.
     fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
-    /// Its access cycles after that number, as a recording.
+    /// Its access cycles after that number, as a recording; empty while they are not to be had.
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
     /// Change what the operator says of a VM, all of it or nothing; answers its state after the change.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;

@@ -176,6 +176,11 @@ async fn heat_cycles(
     let asked = name.clone();
     let cycles = ask(&connection, move |backend| backend.heat_cycles(&asked, after)).await?;
     let cycles = cycles.ok_or_else(|| no_such_vm(&name))?;
+    if cycles.is_empty() {
+        let detail =
+            format!("A thread that tracks {name:?} waits for the kernel (see the event vm-stuck); ask again later");
+        return Err(Refusal(Problem::new(503, Problem::BUSY, "Busy", detail)));
+    }
     Ok(([(header::CONTENT_TYPE, "application/octet-stream")], cycles).into_response())
 }
 
