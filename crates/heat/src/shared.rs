@@ -1,8 +1,9 @@
 //! One VM's tracker as its threads share it, with a clock.
 //!
 //! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
-//! Threads: any; the lock is held for one pass over all units at most, but a pass asks the kernel what is in the RAM
-//! file, and that needs a lock which a VMM may hold for ever. A fault worker never takes it; who only looks waits briefly.
+//! Threads: any; the lock is held for one pass over all units at most. But a pass asks the kernel what is in the RAM
+//! file, which needs a lock that a VMM may hold for ever. A fault worker never takes the tracker's lock, and who only
+//! looks does not wait long for it.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
