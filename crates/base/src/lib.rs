@@ -31,8 +31,10 @@
 
 pub mod fill;
 pub mod format;
+pub mod range;
 pub mod store;
 pub mod units;
 pub mod wire;
 
+pub use range::PageRange;
 pub use units::{Bytes, GIB, HUGE_SIZE, Hva, KIB, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};

@@ -44,7 +44,7 @@ pub mod subpage;
 mod tracker;
 pub mod units;
 
-use ballast_base::PageIdx;
+use ballast_base::{PageIdx, PageRange};
 
 pub use age::{Age, touched};
 pub use ages::{Heat, heat};
@@ -59,10 +59,8 @@ pub use tracker::{Settings, Step, Tracker};
 pub struct ColdRun {
     /// Number of the region in its VM.
     pub region: u32,
-    /// First page.
-    pub first: PageIdx,
-    /// How many pages.
-    pub count: u64,
+    /// The pages.
+    pub pages: PageRange,
 }
 
 /// What heat may know about a VM's pages.
@@ -79,8 +77,8 @@ pub trait Pages {
         1
     }
 
-    /// The first run of pages in `from..until` that are in the file, as `(first, end)`, cut at `until`.
-    fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)>;
+    /// The first neighbouring pages among these that are in the file.
+    fn next_present(&self, region: u32, pages: PageRange) -> Option<PageRange>;
 
     /// The age byte of a page that is Resident and can be reclaimed; `None` for any other page.
     fn age(&self, region: u32, page: PageIdx) -> Option<u8>;

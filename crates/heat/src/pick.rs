@@ -23,7 +23,7 @@
 
 use std::sync::Arc;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
 use crate::age::Age;
 use crate::entry::Entry;
@@ -114,8 +114,7 @@ impl HeatSource {
         self.round.clear();
         for region in 0..pages.regions() {
             for unit in 0..pages.len(region).div_ceil(PAGES_PER_UNIT) {
-                let end = PageIdx::first_of_unit(unit + 1);
-                if pages.next_present(region, PageIdx::first_of_unit(unit), end).is_some() {
+                if pages.next_present(region, PageRange::of_unit(unit)).is_some() {
                     let unit = UnitId { region, unit: unit as u32 };
                     offer(tracker, unit, tracked, pages.granule(region), &mut self.round);
                 }
@@ -201,14 +200,15 @@ fn sweep(
     let stop = pages.len(region).min(base + PAGES_PER_UNIT);
     let granule = pages.granule(region);
     let mut at = base + u64::from(offer.from);
-    while let Some((first, end)) = pages.next_present(region, PageIdx(at), PageIdx(stop)) {
-        for page in (first.0.next_multiple_of(granule)..end.0).step_by(granule as usize) {
+    while let Some(run) = pages.next_present(region, PageRange::new(PageIdx(at), PageIdx(stop))) {
+        let end = run.end();
+        for page in (run.start().0.next_multiple_of(granule)..end.0).step_by(granule as usize) {
             if *left == 0 {
                 return Some(Offer { from: (page - base) as u16, ..offer });
             }
             if wanted.get(page - base) && is_candidate(pages, region, PageIdx(page), pick) {
                 *left = left.saturating_sub(granule);
-                push_run(out, region, PageIdx(page), granule);
+                push_run(out, region, PageRange::of(PageIdx(page), granule));
             }
         }
         if end.0 <= at {
@@ -231,10 +231,12 @@ fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bo
 }
 
 /// Add pages to runs; to the last run if they follow it.
-pub fn push_run(out: &mut Vec<ColdRun>, region: u32, first: PageIdx, count: u64) {
+pub fn push_run(out: &mut Vec<ColdRun>, region: u32, pages: PageRange) {
     match out.last_mut() {
-        Some(run) if run.region == region && run.first.0 + run.count == first.0 => run.count += count,
-        _ => out.push(ColdRun { region, first, count }),
+        Some(run) if run.region == region && run.pages.end() == pages.start() => {
+            run.pages = PageRange::new(run.pages.start(), pages.end());
+        }
+        _ => out.push(ColdRun { region, pages }),
     }
 }
 
@@ -260,12 +262,12 @@ mod tests {
         fn len(&self, region: u32) -> u64 {
             self.0[region as usize].borrow().len() as u64
         }
-        fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+        fn next_present(&self, region: u32, range: PageRange) -> Option<PageRange> {
             let pages = self.0[region as usize].borrow();
-            let until = pages.len().min(until.0 as usize);
-            let first = (from.0 as usize..until).find(|page| pages[*page].is_some())?;
+            let until = pages.len().min(range.end().0 as usize);
+            let first = (range.start().0 as usize..until).find(|page| pages[*page].is_some())?;
             let end = (first..until).find(|page| pages[*page].is_none()).unwrap_or(until);
-            Some((PageIdx(first as u64), PageIdx(end as u64)))
+            Some(PageRange::new(PageIdx(first as u64), PageIdx(end as u64)))
         }
         fn age(&self, region: u32, page: PageIdx) -> Option<u8> {
             self.0[region as usize].borrow()[page.0 as usize]
@@ -290,7 +292,7 @@ mod tests {
     }
 
     fn run(region: u32, first: u64, count: u64) -> ColdRun {
-        ColdRun { region, first: PageIdx(first), count }
+        ColdRun { region, pages: PageRange::of(PageIdx(first), count) }
     }
 
     fn unit(unit: u32) -> UnitId {
@@ -336,7 +338,7 @@ mod tests {
         assert_eq!(pick(&mut source, &table, 4096), [], "nothing else is cold");
         let mut out = Vec::new();
         source.pick(&table, 4096, Pick::Any, &mut out);
-        out.sort_by_key(|run| run.first);
+        out.sort_by_key(|run| run.pages.start());
         assert_eq!(out, [run(0, 0, 512), run(0, 1024, 512)]);
     }
 
@@ -363,7 +365,7 @@ mod tests {
             cycles(&source, &table, &(0..UNITS).collect::<Vec<_>>(), 1);
             let mut out = Vec::new();
             source.pick(&table, 512, Pick::Any, &mut out);
-            first.insert(out[0].first.0 / 512);
+            first.insert(out[0].pages.start().unit());
         }
         assert!(first.len() > 4, "the same go first in each round: {first:?}");
     }
@@ -385,7 +387,7 @@ mod tests {
         let mut out = Vec::new();
         source.pick(&table, 4096, Pick::Any, &mut out);
         assert_eq!(out[0], run(0, 512 + 300, 212), "still the first to go of what is hot");
-        assert_eq!(out.iter().map(|run| run.count).sum::<u64>(), 1024);
+        assert_eq!(out.iter().map(|run| run.pages.count()).sum::<u64>(), 1024);
     }
 
     #[test]
@@ -427,7 +429,7 @@ mod tests {
                 let mut picked = Vec::new();
                 source.pick(&table, want, if any { Pick::Any } else { Pick::Cold }, &mut picked);
                 let pages: Vec<_> = picked.iter()
-                    .flat_map(|run| (0..run.count).map(move |i| (run.region, run.first.0 + i))).collect();
+                    .flat_map(|run| run.pages.iter().map(move |page| (run.region, page.0))).collect();
                 prop_assert!(pages.len() as u64 <= want);
                 for (region, page) in &pages {
                     prop_assert!(table.age(*region, PageIdx(*page)).is_some());
@@ -453,7 +455,7 @@ mod tests {
                 let mut out = Vec::new();
                 source.pick(&table, ages.len() as u64, if tracked { Pick::Any } else { Pick::Cold }, &mut out);
                 for run in out {
-                    (run.first.0..run.first.0 + run.count).for_each(|page| seen[page as usize] = true);
+                    run.pages.iter().for_each(|page| seen[page.0 as usize] = true);
                 }
             }
             prop_assert!(seen.iter().all(|seen| *seen));

@@ -126,7 +126,7 @@ mod tests {
     use super::*;
     use crate::scripted::Scripted;
     use crate::source::{PageMap, UnitId};
-    use ballast_base::PageIdx;
+    use ballast_base::{PageIdx, PageRange};
 
     /// One unit in memory.
     struct Guest;
@@ -138,9 +138,8 @@ mod tests {
         fn len(&self, _: u32) -> u64 {
             512
         }
-        fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
-            let until = until.min(PageIdx(512));
-            (from < until).then_some((from, until))
+        fn next_present(&self, _: u32, pages: PageRange) -> Option<PageRange> {
+            Some(pages.before(PageIdx(512))).filter(|pages| !pages.is_empty())
         }
         fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
             Some(0)

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
 use crate::generations::Blocks;
 use crate::inside::{Inside, Sampled, Scanned};
@@ -65,12 +65,13 @@ impl Units {
             for (unit, present) in present.iter_mut().enumerate() {
                 let mut at = unit as u64 * PAGES_PER_UNIT;
                 let stop = self.regions[number].pages.min(at + PAGES_PER_UNIT);
-                while let Some((first, end)) = pages.next_present(number as u32, PageIdx(at), PageIdx(stop)) {
-                    *present += (end.0 - first.0) as u16;
-                    if end.0 <= at {
+                let range = |at| PageRange::new(PageIdx(at), PageIdx(stop));
+                while let Some(run) = pages.next_present(number as u32, range(at)) {
+                    *present += run.count() as u16;
+                    if run.end().0 <= at {
                         break;
                     }
-                    at = end.0;
+                    at = run.end().0;
                 }
             }
             for (unit, count) in present.into_iter().enumerate() {

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::generations::Promotion;
 use ballast_heat::sample::SplitMix64;
 use ballast_heat::source::BLOCK;
@@ -44,12 +44,12 @@ impl Pages for Guest {
     fn len(&self, _: u32) -> u64 {
         PAGES as u64
     }
-    fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
+    fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
         let pages = self.0.borrow();
-        let until = pages.len().min(until.0 as usize);
-        let first = (from.0 as usize..until).find(|page| pages[*page])?;
+        let until = pages.len().min(range.end().0 as usize);
+        let first = (range.start().0 as usize..until).find(|page| pages[*page])?;
         let end = (first..until).find(|page| !pages[*page]).unwrap_or(until);
-        Some((PageIdx(first as u64), PageIdx(end as u64)))
+        Some(PageRange::new(PageIdx(first as u64), PageIdx(end as u64)))
     }
     fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
         self.0.borrow()[page.0 as usize].then_some(0)
@@ -112,7 +112,7 @@ fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
             source.pick(&guest, over.max(0.0) as u64, Pick::Any, &mut picked);
             let mut present = guest.0.borrow_mut();
             for run in picked {
-                (run.first.0..run.first.0 + run.count).for_each(|page| present[page as usize] = false);
+                run.pages.iter().for_each(|page| present[page.0 as usize] = false);
             }
         }
     }

@@ -9,21 +9,13 @@
 
 use std::io;
 
-use ballast_base::PageIdx;
 use ballast_base::store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store, is_zero};
+use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Punched, ReadOutcome};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
-
-/// A run of pages of one region, whole granules: first page and count.
-pub type Run = (PageIdx, u64);
-
-/// The first pages of the granules of a run.
-fn firsts(run: Run, granule: u64) -> impl Iterator<Item = PageIdx> {
-    (run.0.0..run.0.0 + run.1).step_by(granule as usize).map(PageIdx)
-}
 
 /// When a page on its way out is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,9 +80,9 @@ pub fn quarantine(cell: Cell<'_>, ticket: Ticket) -> bool {
 
 /// Take the granules of `run` that are still in Quarantine under `ticket` back to Resident; returns how many pages that
 /// are. They stay unmapped until they are touched.
-pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Granule<'a>) -> u64 {
-    let size = granule_of(run.0).pages();
-    let released = firsts(run, size).filter(|page| {
+pub fn release<'a>(run: PageRange, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Granule<'a>) -> u64 {
+    let size = granule_of(run.start()).pages();
+    let released = run.step_by(size).filter(|page| {
         let cell = granule_of(*page).cell();
         let word = cell.load();
         let resident = Word::new(State::Resident, word.age());
@@ -105,7 +97,7 @@ pub fn release<'a>(run: Run, ticket: Ticket, granule_of: impl Fn(PageIdx) -> Gra
 #[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
     region: u32,
-    run: Run,
+    run: PageRange,
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
     ticket: Ticket,
     backing: &impl Backing,
@@ -114,10 +106,10 @@ pub fn evict<'a>(
     from: LockedFrom,
 ) -> Evicted {
     let mut result = Evicted::default();
-    let size = granule_of(run.0).pages();
+    let size = granule_of(run.start()).pages();
     // From here on a touch is seen: it finds the lock, or the word changes and the commit below fails.
-    let mut claimed: Vec<Claim<'a>> = Vec::with_capacity((run.1 / size) as usize);
-    for page in firsts(run, size) {
+    let mut claimed: Vec<Claim<'a>> = Vec::with_capacity((run.count() / size) as usize);
+    for page in run.step_by(size) {
         let cell = granule_of(page).cell();
         let word = cell.load();
         let evicting = word.in_state(State::Evicting);
@@ -179,7 +171,7 @@ pub fn evict<'a>(
     }
     for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
         let (first, pages) = (group[0].key.page, group.len() as u64 * size);
-        match backing.punch(first, pages) {
+        match backing.punch(PageRange::of(first, pages)) {
             Ok(Punched::Stuck) => group.iter_mut().for_each(|one| expel(one, backing, &to, &mut result)),
             Ok(Punched::Gone) => group.iter().for_each(|one| result.went(one)),
             Err(error) => {
@@ -306,7 +298,7 @@ impl Evicted {
 /// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still
 /// has bytes, they are the page; if not, the copy is, and whoever touches it has that put in the place of zeros.
 fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
-    if matches!(backing.holds(one.key.page, one.granule.pages()), Ok(Holds::Bytes)) {
+    if matches!(backing.holds(PageRange::of(one.key.page, one.granule.pages())), Ok(Holds::Bytes)) {
         result.refused += one.granule.pages();
         one.is_resident(stores);
     } else {
@@ -319,7 +311,7 @@ fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, 
 /// now, it stays Far, and is brought back by whoever touches it.
 fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     let bring_back = || -> io::Result<bool> {
-        if backing.punch(one.key.page, one.granule.pages())? == Punched::Gone {
+        if backing.punch(PageRange::of(one.key.page, one.granule.pages()))? == Punched::Gone {
             return Ok(false);
         }
         for (index, page) in (one.key.page.0..one.key.page.0 + one.granule.pages()).map(PageIdx).enumerate() {
@@ -360,9 +352,9 @@ pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -
     if word.state() == State::Far
         && !word.is_locked()
         && let Some(_lock) = granule.cell().lock(word, word)
-        && matches!(backing.holds(page, granule.pages())?, Holds::Zeros | Holds::Failed)
+        && matches!(backing.holds(PageRange::of(page, granule.pages()))?, Holds::Zeros | Holds::Failed)
     {
-        backing.punch(page, granule.pages())?;
+        backing.punch(PageRange::of(page, granule.pages()))?;
     }
     Ok(())
 }
@@ -404,16 +396,16 @@ pub struct Discarded {
 /// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
 pub fn discard<'a>(
     region: u32,
-    run: Run,
+    run: PageRange,
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
     stores: &impl StoreOf,
     pause: impl Fn() -> io::Result<()>,
     heal: impl Fn(PageIdx) -> io::Result<()>,
 ) -> io::Result<Discarded> {
-    let size = granule_of(run.0).pages();
-    let mut locks = Vec::with_capacity((run.1 / size) as usize);
-    for page in firsts(run, size) {
+    let size = granule_of(run.start()).pages();
+    let mut locks = Vec::with_capacity((run.count() / size) as usize);
+    for page in run.step_by(size) {
         let granule = granule_of(page);
         locks.push(loop {
             let word = granule.cell().load();
@@ -425,7 +417,7 @@ pub fn discard<'a>(
             pause()?;
         });
     }
-    backing.punch(run.0, run.1)?;
+    backing.punch(run)?;
     let mut done = Discarded::default();
     for (first, granule, mut lock) in locks {
         let word = lock.word();
@@ -466,11 +458,11 @@ mod tests {
             self.0.map_or(Ok(ReadOutcome::Failed), |why| Err(io::Error::other(why)))
         }
 
-        fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
+        fn holds(&self, _: PageRange) -> io::Result<Holds> {
             unreachable!("nothing is stuck")
         }
 
-        fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
+        fn punch(&self, _: PageRange) -> io::Result<Punched> {
             Ok(Punched::Gone)
         }
 
@@ -494,17 +486,17 @@ mod tests {
             Ok(ReadOutcome::Done)
         }
 
-        fn holds(&self, page: PageIdx, _: u64) -> io::Result<Holds> {
-            Ok(self.file.borrow()[page.0 as usize].map_or(Holds::Nothing, |byte| match byte {
+        fn holds(&self, pages: PageRange) -> io::Result<Holds> {
+            Ok(self.file.borrow()[pages.start().0 as usize].map_or(Holds::Nothing, |byte| match byte {
                 0 => Holds::Zeros,
                 _ => Holds::Bytes,
             }))
         }
 
-        fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
+        fn punch(&self, pages: PageRange) -> io::Result<Punched> {
             let mut file = self.file.borrow_mut();
-            if count == 1 {
-                file[first.0 as usize] = Some(0);
+            if pages.count() == 1 {
+                file[pages.start().0 as usize] = Some(0);
                 return if self.writes { Ok(Punched::Stuck) } else { Err(io::Error::other("a sealed file")) };
             }
             (file[0], file[1]) = (None, Some(0));
@@ -518,7 +510,7 @@ mod tests {
     }
 
     /// What became of four pages that were to go, and what the guest would get of each: the file's byte, or the copy's.
-    fn evicted(run: Run, backing: &Failing) -> (Evicted, [State; 4], [Option<u8>; 4]) {
+    fn evicted(run: PageRange, backing: &Failing) -> (Evicted, [State; 4], [Option<u8>; 4]) {
         let ticket = Ticket::new(1, 1);
         let words: [AtomicU64; 4] = Default::default();
         let granule_of = |page: PageIdx| Granule::new(std::slice::from_ref(&words[page.0 as usize]));
@@ -529,7 +521,7 @@ mod tests {
         let done = evict(0, run, granule_of, ticket, backing, to, &mut buffer, LockedFrom::Punch);
         let gets = pages.map(|page| {
             let (word, mut bytes) = (granule_of(page).cell().load(), [0; _]);
-            if word.state() != State::Far || backing.holds(page, 1).expect("known") == Holds::Bytes {
+            if word.state() != State::Far || backing.holds(PageRange::one(page)).expect("known") == Holds::Bytes {
                 return backing.file.borrow()[page.0 as usize];
             }
             let copy = store.get(PageKey { region: 0, page }, word.handle(), &mut bytes);
@@ -541,7 +533,7 @@ mod tests {
     #[test]
     fn a_punch_that_fails_after_it_has_freed_or_zeroed_pages_costs_no_byte() {
         let backing = Failing { file: RefCell::new([Some(7); 4]), writes: true };
-        let (done, states, gets) = evicted((PageIdx(0), 4), &backing);
+        let (done, states, gets) = evicted(PageRange::of(PageIdx(0), 4), &backing);
         assert_eq!(gets, [Some(7); 4], "what the guest gets, in {states:?}");
         assert_eq!(states, [State::Far, State::Far, State::Resident, State::Resident]);
         assert_eq!((done.far, done.refused), (2, 2));
@@ -552,7 +544,7 @@ mod tests {
     fn a_page_that_can_be_neither_punched_nor_written_back_stays_far() {
         for (writes, state) in [(true, State::Resident), (false, State::Far)] {
             let backing = Failing { file: RefCell::new([Some(7); 4]), writes };
-            let (done, states, gets) = evicted((PageIdx(2), 1), &backing);
+            let (done, states, gets) = evicted(PageRange::one(PageIdx(2)), &backing);
             assert_eq!((gets[2], states[2]), (Some(7), state));
             assert_eq!((done.stuck, done.far), (u64::from(writes), u64::from(!writes)));
         }
@@ -566,7 +558,7 @@ mod tests {
         assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
         let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), vec![[0; _]; at_a_time]);
         let to = To { number: 1, store: &store, since: 7 };
-        let done = evict(0, (PageIdx(0), 4), granule_of, ticket, &Broken(why), to, &mut buffer, from);
+        let done = evict(0, PageRange::of(PageIdx(0), 4), granule_of, ticket, &Broken(why), to, &mut buffer, from);
         let held = store.usage().pages;
         (done, [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state()), held)
     }

@@ -10,9 +10,9 @@
 
 use std::io::{self, ErrorKind};
 
-use ballast_base::PageIdx;
 use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
+use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
@@ -96,7 +96,7 @@ fn fill_zeros(
             Ok(Served::Zeroed)
         }
         // Memory that failed is not the page's: it has not been mapped since it was all zeros.
-        Filled::No(Served::Failed) => backing.punch(page, granule.pages()).map(|_| Served::Later),
+        Filled::No(Served::Failed) => backing.punch(PageRange::of(page, granule.pages())).map(|_| Served::Later),
         Filled::No(why) => Ok(why),
     }
 }
@@ -116,7 +116,7 @@ fn restore(
     let far = word.in_state(State::Far);
     // For every way out of here that says nothing else.
     lock.set(far);
-    let look = || backing.holds(key.page, granule.pages());
+    let look = || backing.holds(PageRange::of(key.page, granule.pages()));
     let mut holds = if word.state() == State::Far { look()? } else { Holds::Nothing };
     let copy = if holds == Holds::Bytes { GetOutcome::Found } else { fetch(far, granule, key, stores, buffer) };
     match copy {
@@ -199,7 +199,7 @@ fn replace(
         };
     }
     // A huge page's file cannot be written to, and memory that failed not either.
-    backing.punch(page, bytes.len() as u64)?;
+    backing.punch(PageRange::of(page, bytes.len() as u64))?;
     Ok(match install(lock, page, memory, bytes)? {
         // Filled again already.
         FillOutcome::AlreadyThere => FillOutcome::Retry,

@@ -6,9 +6,9 @@
 
 use std::io;
 
-use ballast_base::PageIdx;
 use ballast_base::fill::FillOutcome;
 use ballast_base::store::PageBytes;
+use ballast_base::{PageIdx, PageRange};
 
 /// What punching came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,13 +56,13 @@ pub trait Backing {
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome>;
 
     /// What is there of these pages, which are one granule?
-    fn holds(&self, first: PageIdx, count: u64) -> io::Result<Holds>;
+    fn holds(&self, pages: PageRange) -> io::Result<Holds>;
 
-    /// Free `count` pages from `first`. Every mapping of them in every process goes, too.
+    /// Free these pages. Every mapping of them in every process goes, too.
     ///
     /// # Errors
     /// The kernel refused. Some of the pages may be gone, or hold zeros.
-    fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched>;
+    fn punch(&self, pages: PageRange) -> io::Result<Punched>;
 
     /// Put bytes into one base page of the file. (Files of huge pages cannot be written to.)
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()>;

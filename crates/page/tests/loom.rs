@@ -12,9 +12,9 @@ mod units;
 use std::collections::HashMap;
 use std::io;
 
-use ballast_base::PageIdx;
 use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_base::{PageIdx, PageRange};
 use ballast_page::copies::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
 use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine};
 use ballast_page::fault::{restore_run, serve};
@@ -89,7 +89,7 @@ impl Backing for World {
         out[0] = page_of(kernel.file.unwrap_or(0));
         Ok(ReadOutcome::Done)
     }
-    fn holds(&self, _: PageIdx, _: u64) -> io::Result<Holds> {
+    fn holds(&self, _: PageRange) -> io::Result<Holds> {
         let kernel = self.kernel.lock().unwrap();
         Ok(match kernel.file {
             None => Holds::Nothing,
@@ -98,7 +98,7 @@ impl Backing for World {
             Some(_) => Holds::Bytes,
         })
     }
-    fn punch(&self, _: PageIdx, _: u64) -> io::Result<Punched> {
+    fn punch(&self, _: PageRange) -> io::Result<Punched> {
         let mut kernel = self.kernel.lock().unwrap();
         let frame = kernel.frame + u32::from(!self.stuck);
         *kernel = Kernel { file: self.stuck.then_some(0), pins: kernel.pins, frame, ..Kernel::default() };
@@ -223,8 +223,8 @@ impl World {
         Granule::new(&self.words)
     }
 
-    fn run(&self) -> (PageIdx, u64) {
-        (PageIdx(0), self.words.len() as u64)
+    fn run(&self) -> PageRange {
+        PageRange::of(PageIdx(0), self.words.len() as u64)
     }
 
     fn cell(&self) -> Cell<'_> {

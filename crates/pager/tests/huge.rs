@@ -52,7 +52,8 @@ fn a_huge_page_is_paged_whole_and_one_touch_brings_all_of_it() {
     rig.squeeze(LIMIT);
     count_exactly(&rig);
     let region = rig.vm.region(0).expect("region");
-    let far = region.granules(0..rig.pages).find(|page| region.word(*page).state() == State::Far).expect("some is far");
+    let far =
+        region.granules(region.range()).find(|page| region.word(*page).state() == State::Far).expect("some is far");
     let before = (rig.resident(), rig.vm.stats().get(Counter::FaultRestore));
     assert!(rig.holds(far.0 + 300, 1), "the page that was touched");
     // The worker counts after it has woken the guest.
@@ -152,7 +153,7 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
     rig.squeeze(LIMIT);
     let region = rig.vm.region(0).expect("region");
     let in_file = |page: &PageIdx| region.granule(*page).is_in_file();
-    until("a huge page is in the file", || region.granules(0..rig.pages).any(|page| in_file(&page)));
+    until("a huge page is in the file", || region.granules(region.range()).any(|page| in_file(&page)));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     rig.wait_for_quarantine();
@@ -181,7 +182,8 @@ fn one_lost_page_makes_its_huge_page_a_memory_error_until_it_is_discarded() {
     rig.squeeze(LIMIT);
     count_exactly(&rig);
     let region = rig.vm.region(0).expect("region");
-    let far = region.granules(0..rig.pages).find(|page| region.word(*page).state() == State::Far).expect("some is far");
+    let far =
+        region.granules(region.range()).find(|page| region.word(*page).state() == State::Far).expect("some is far");
     rig.faults.lose(1);
     let sink = ballast_sys::memfd::create("sink", Bytes(0)).expect("memfd");
     let error = rig.guest.send_to(&sink, (far.0 as usize + 9) * PAGE_SIZE, 8).expect_err("a lost page was read");

@@ -4,7 +4,7 @@ use super::*;
 use crate::AccessSource;
 use crate::record::Recording;
 use crate::scripted::Scripted;
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -18,9 +18,8 @@ impl Pages for Guest {
     fn len(&self, _: u32) -> u64 {
         self.0 * PAGES_PER_UNIT
     }
-    fn next_present(&self, _: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
-        let until = until.min(PageIdx(self.len(0)));
-        (from < until).then_some((from, until))
+    fn next_present(&self, _: u32, pages: PageRange) -> Option<PageRange> {
+        Some(pages.before(PageIdx(self.len(0)))).filter(|pages| !pages.is_empty())
     }
     fn age(&self, _: u32, _: PageIdx) -> Option<u8> {
         Some(0)

@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 use std::io;
 
-use ballast_base::PageIdx;
 use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_base::{PageIdx, PageRange};
 use ballast_page::copies::{RAM_STORE, StoreOf};
 use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine, release};
 use ballast_page::fault::serve;
@@ -80,14 +80,16 @@ impl Backing for World {
         out[0] = page_of(self.kernel.lock().unwrap().file[first.0 as usize].unwrap_or(0));
         Ok(ReadOutcome::Done)
     }
-    fn holds(&self, page: PageIdx, _: u64) -> io::Result<Holds> {
+    fn holds(&self, pages: PageRange) -> io::Result<Holds> {
+        let page = pages.start();
         Ok(match self.kernel.lock().unwrap().file[page.0 as usize] {
             None => Holds::Nothing,
             Some(0) => Holds::Zeros,
             Some(_) => Holds::Bytes,
         })
     }
-    fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
+    fn punch(&self, pages: PageRange) -> io::Result<Punched> {
+        let (first, count) = (pages.start(), pages.count());
         let mut kernel = self.kernel.lock().unwrap();
         for page in first.0 as usize..(first.0 + count) as usize {
             (kernel.file[page], kernel.mapped[page]) = (None, false);
@@ -194,7 +196,7 @@ impl World {
             // A zap of one page takes away the unit's entry, if it has one, and so the others' mapping, too.
             self.kernel.lock().unwrap().mapped = [false; _];
         }
-        let run = (PageIdx(0), 1);
+        let run = PageRange::of(PageIdx(0), 1);
         let mut buffer = [[0; _]];
         let granule_of = |page| self.granule(page);
         let to = To { number: RAM_STORE, store: &self.store, since: 7 };
@@ -286,8 +288,8 @@ fn a_page_discarded_while_its_unit_is_mapped_reads_zeros_and_keeps_the_next_writ
         let coalesce = spawn(&world, World::coalesce);
         let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         let granule_of = |page| world.granule(page);
-        discard(0, (PageIdx(0), 1), granule_of, &*world, &world.store, || Ok(thread::yield_now()), |_| Ok(()))
-            .expect("punch");
+        let pause = || Ok(thread::yield_now());
+        discard(0, PageRange::one(PageIdx(0)), granule_of, &*world, &world.store, pause, |_| Ok(())).expect("punch");
         assert_eq!(world.read(0), 0);
         world.write(0, 3);
         coalesce.join().unwrap();

@@ -13,10 +13,9 @@
 //! than the average refault interval: a guest that touches its memory at random wants all of every window again within
 //! a second or so, and would only exchange one page for the next.
 
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
 use super::far_run::{far_pages, is_in_ram_store};
 use super::prefetch_queue::WINDOW;
@@ -128,22 +127,21 @@ impl Cluster {
         away: Duration,
         tight: bool,
         now: Instant,
-    ) -> Vec<Range<u64>> {
+    ) -> Vec<PageRange> {
         self.interval_s += (away.as_secs_f64() - self.interval_s) / INTERVAL_OVER;
         let part = Duration::from_secs_f64(self.interval_s.max(0.0) / f64::from(SOON_PART));
         let soon = if tight { part.clamp(SOONEST, HORIZON) } else { HORIZON };
         let window = page.0 / WINDOW;
-        let near = window * WINDOW..((window + 1) * WINDOW).min(region.pages().0);
-        let far = || far_pages(region, near.clone()).count() as u64;
+        let near = PageRange::of(PageIdx(window * WINDOW), WINDOW).before(region.range().end());
+        let far = || far_pages(region, near).count() as u64;
         // Of the 2 MiB each window counts once, however many of its pages are wanted.
         let Some(pays) = self.near.restored((region.number, window), far, soon, now) else { return Vec::new() };
         let unit = page.0 / PAGES_PER_UNIT;
-        let all = unit * PAGES_PER_UNIT..((unit + 1) * PAGES_PER_UNIT).min(region.pages().0);
-        let windows =
-            || all.clone().step_by(WINDOW as usize).filter(|page| is_in_ram_store(region, PageIdx(*page))).count();
+        let all = PageRange::of_unit(unit).before(region.range().end());
+        let windows = || all.step_by(WINDOW).filter(|page| is_in_ram_store(region, *page)).count();
         let wide = self.wide.restored((region.number, unit), || windows() as u64, soon, now) == Some(true);
         match (pays, wide) {
-            (true, true) => vec![all.start..near.start, near.end..all.end, near],
+            (true, true) => vec![all.before(near.start()), all.from(near.end()), near],
             (true, false) => vec![near],
             _ => Vec::new(),
         }

@@ -5,9 +5,7 @@
 //! Promise: pages come back under their locks, from the RAM store only. What another thread holds, or what cannot be
 //! had now, is left to the fault that wants it.
 
-use std::ops::Range;
-
-use ballast_base::PageIdx;
+use ballast_base::{PageIdx, PageRange};
 use ballast_store::PageBytes;
 
 use crate::vm::Vm;
@@ -25,8 +23,8 @@ pub(crate) fn is_in_ram_store(region: &Region, page: PageIdx) -> bool {
 }
 
 /// The pages of a range that are in the RAM store.
-pub(crate) fn far_pages(region: &Region, pages: Range<u64>) -> impl Iterator<Item = PageIdx> {
-    pages.map(PageIdx).filter(|page| is_in_ram_store(region, *page))
+pub(crate) fn far_pages(region: &Region, pages: PageRange) -> impl Iterator<Item = PageIdx> {
+    pages.iter().filter(|page| is_in_ram_store(region, *page))
 }
 
 /// Bring back the first far pages of these that are neighbours, as many as fit the buffer. Returns which were restored,
@@ -35,17 +33,17 @@ pub(crate) fn restore_next_run(
     vm: &Vm,
     region: &Region,
     memory: &RegionView<'_>,
-    pages: Range<u64>,
+    pages: PageRange,
     buffer: &mut [PageBytes],
-) -> std::io::Result<Option<Range<u64>>> {
-    let Some(first) = far_pages(region, pages.clone()).next() else { return Ok(None) };
-    let cells = (first.0..pages.end).map(|page| region.granule(PageIdx(page)).cell());
+) -> std::io::Result<Option<PageRange>> {
+    let Some(first) = far_pages(region, pages).next() else { return Ok(None) };
+    let cells = pages.from(first).iter().map(|page| region.granule(page).cell());
     let moves = restore_run(region.key(first), cells, memory, &vm.stores.near(), buffer)?;
     vm.ledger().prefetched(region, first, &moves);
     let back = moves.len() as u64;
     if back == 0 {
         // Another thread was quicker, or it cannot be had now, and the thread that wants it will fault.
-        return Ok(Some(first.0 + 1..first.0 + 1));
+        return Ok(Some(PageRange::of(PageIdx(first.0 + 1), 0)));
     }
-    Ok(Some(first.0..first.0 + back))
+    Ok(Some(PageRange::of(first, back)))
 }

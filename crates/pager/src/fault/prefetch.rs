@@ -6,10 +6,9 @@
 //! Units: pages of a region. Promise: a guess costs time and space, never bytes: prefetched pages come back under their
 //! locks as others do, and invariant 1 decides. They stay within the limit, and only the newest requests are kept.
 
-use std::ops::Range;
 use std::time::Instant;
 
-use ballast_base::{PAGE_SIZE, PageCount};
+use ballast_base::{PAGE_SIZE, PageCount, PageRange};
 use ballast_store::PageBytes;
 
 use super::busy::Busy;
@@ -29,10 +28,9 @@ pub fn run(vm: &Vm) {
     while let Some(Request { view, region: number, pages }) = vm.prefetch.next(served, &mut cpus) {
         served = Some(Instant::now());
         let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
-        let first = pages.start;
         if let Err(error) = bring_back(vm, &view, &region, pages, &mut buffer[..]) {
             // The fault worker meets the same error, and that one counts.
-            tracing::warn!(vm = vm.state.name(), region = number, first, "Prefetching: {error}");
+            tracing::warn!(vm = vm.state.name(), region = number, %pages, "Prefetching: {error}");
         }
     }
 }
@@ -41,23 +39,22 @@ fn bring_back(
     vm: &Vm,
     view: &View,
     region: &Region,
-    pages: Range<u64>,
+    pages: PageRange,
     buffer: &mut [PageBytes],
 ) -> std::io::Result<()> {
     // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
-    let most = pages.end - pages.start;
     if vm.throttle.spare().is_none()
         && let Some(limit) = vm.effective_limit()
-        && (vm.resident()? + PageCount(most)).bytes() > limit
+        && (vm.resident()? + PageCount(pages.count())).bytes() > limit
     {
         return Ok(());
     }
-    let mut next = pages.start;
+    let mut rest = pages;
     while vm.throttle.spare().is_none_or(|spare| spare >= RUN as i64) {
-        let Some(came) = restore_next_run(vm, region, &memory, next..pages.end, buffer)? else { break };
-        next = came.end;
+        let Some(came) = restore_next_run(vm, region, &memory, rest, buffer)? else { break };
+        rest = rest.from(came.end());
     }
     Ok(())
 }

@@ -6,11 +6,10 @@
 //! Promise: a push never waits for the worker, and the queue is bounded: the oldest requests are dropped.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use ballast_base::{Bytes, MIB};
+use ballast_base::{Bytes, MIB, PageRange};
 
 use super::busy::Busy;
 use crate::vm::view::View;
@@ -29,7 +28,7 @@ const POLL_FOR: Duration = Duration::from_millis(50);
 pub(crate) struct Request {
     pub view: Arc<View>,
     pub region: u32,
-    pub pages: Range<u64>,
+    pub pages: PageRange,
 }
 
 /// Pages to bring back.
@@ -52,22 +51,21 @@ struct Queue {
 
 impl Queue {
     fn push(&mut self, request: Request) {
-        self.pages += request.pages.end - request.pages.start;
+        self.pages += request.pages.count();
         self.requests.push_back(request);
         while self.pages > BUDGET.pages_floor().0 {
             let Some(oldest) = self.requests.pop_front() else { return };
-            self.pages -= oldest.pages.end - oldest.pages.start;
+            self.pages -= oldest.pages.count();
         }
     }
 
     /// The next window of the newest request.
     fn pop(&mut self) -> Option<Request> {
         let newest = self.requests.back_mut()?;
-        let first = newest.pages.start;
-        let end = newest.pages.end.min(first + WINDOW);
-        self.pages -= end - first;
-        newest.pages.start = end;
-        let next = Request { view: newest.view.clone(), region: newest.region, pages: first..end };
+        let pages = PageRange::of(newest.pages.start(), WINDOW).before(newest.pages.end());
+        self.pages -= pages.count();
+        newest.pages = newest.pages.from(pages.end());
+        let next = Request { view: newest.view.clone(), region: newest.region, pages };
         if newest.pages.is_empty() {
             self.requests.pop_back();
         }
@@ -77,7 +75,7 @@ impl Queue {
 
 impl PrefetchQueue {
     /// Request these pages of a region.
-    pub fn request(&self, view: &Arc<View>, region: u32, pages: Range<u64>) {
+    pub fn request(&self, view: &Arc<View>, region: u32, pages: PageRange) {
         if pages.is_empty() {
             return;
         }

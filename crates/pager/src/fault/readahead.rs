@@ -10,9 +10,7 @@
 //! page that comes with another one only its decompression. It also comes in time: where CPUs are short, a worker of
 //! its own is too late.
 
-use std::ops::Range;
-
-use ballast_base::PAGES_PER_UNIT;
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
 /// Streams that each fault worker follows at a time.
 const STREAMS: usize = 8;
@@ -44,9 +42,9 @@ pub struct Readahead {
 impl Readahead {
     /// A fault on this far page of a region of `pages` pages. Returns how many far pages should come with it, and the
     /// range to take them from.
-    pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, Range<u64>) {
+    pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, PageRange) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
-        let range = page + 1..(page + 1 + REACH).min(unit_end).min(pages);
+        let range = PageRange::of(PageIdx(page + 1), REACH).before(PageIdx(unit_end.min(pages)));
         // The same fault once more, because its page could not be had.
         let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
         if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
@@ -101,8 +99,10 @@ mod tests {
             faults += 1;
             let (ahead, place) = streams.fault(0, page, far.len() as u64, |page| far[page as usize]);
             far[page as usize] = false;
-            assert!(place.end <= far.len() as u64 && place.end.saturating_sub(1) / 512 <= page.div_ceil(512));
-            let with: Vec<u64> = place.filter(|page| far[*page as usize]).take(ahead as usize).collect();
+            let (end, count) = (place.end().0, far.len() as u64);
+            assert!(end <= count.max(page + 1) && end.saturating_sub(1) / 512 <= page.div_ceil(512));
+            let with: Vec<u64> =
+                place.iter().map(|page| page.0).filter(|page| far[*page as usize]).take(ahead as usize).collect();
             for page in with {
                 (far[page as usize], early[page as usize]) = (false, true);
                 streams.came(page + 1);

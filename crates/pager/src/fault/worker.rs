@@ -219,11 +219,11 @@ impl FaultWorker<'_> {
         let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
         let mut left = ahead.min(vm.readahead_credits());
         while left > 0 {
-            match restore_next_run(vm, region, &memory, pages.clone(), &mut self.buffer[..left as usize]) {
+            match restore_next_run(vm, region, &memory, pages, &mut self.buffer[..left as usize]) {
                 Ok(Some(came)) if !came.is_empty() => {
-                    self.readahead.came(came.end);
-                    pages.start = came.end;
-                    left -= came.end - came.start;
+                    self.readahead.came(came.end().0);
+                    pages = pages.from(came.end());
+                    left -= came.count();
                 }
                 // None is far, or what is far cannot be had now.
                 Ok(_) => break,
@@ -234,7 +234,7 @@ impl FaultWorker<'_> {
                 }
             }
         }
-        let came = pages.start > page.0 + 1;
+        let came = pages.start().0 > page.0 + 1;
         if came {
             self.cluster.read_in_order(region, page);
         }

@@ -8,10 +8,10 @@
 //! engine knows more of pages that it evicted itself ([`Departures`]: steps of 16 ms, for 17 minutes), in 2 bytes for
 //! each page of a chunk (32 MiB) from which something went.
 
-use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
 
+use ballast_base::PageRange;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::vm::state_file::PAGES_PER_CHUNK;
@@ -61,11 +61,11 @@ impl Departures {
     }
 
     /// These pages, of one chunk, are about to go.
-    pub fn go(&self, pages: Range<u64>) {
-        let Some(chunk) = self.chunks.get((pages.start / PAGES_PER_CHUNK) as usize) else { return };
+    pub fn go(&self, pages: PageRange) {
+        let Some(chunk) = self.chunks.get((pages.start().0 / PAGES_PER_CHUNK) as usize) else { return };
         let chunk = chunk.get_or_init(|| (0..PAGES_PER_CHUNK).map(|_| AtomicU16::new(0)).collect());
         let now = fine(now_ms());
-        pages.for_each(|page| chunk[(page % PAGES_PER_CHUNK) as usize].store(now, Ordering::Relaxed));
+        pages.iter().for_each(|page| chunk[(page.0 % PAGES_PER_CHUNK) as usize].store(now, Ordering::Relaxed));
     }
 
     /// For how long a page that comes back now was away, whose word has this stamp: milliseconds.
@@ -90,6 +90,7 @@ fn fine(now_ms: u64) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::PageIdx;
 
     #[test]
     fn times_are_told_across_the_wrap_and_none_is_nothing() {
@@ -103,11 +104,11 @@ mod tests {
         let departures = Departures::new(1000);
         let stamp = super::stamp().wrapping_sub(8);
         assert!((2048..=2048 + 512).contains(&departures.away_ms(999, stamp, now_ms())));
-        departures.go(990..1000);
+        departures.go(PageRange::of(PageIdx(990), 10));
         assert!(departures.away_ms(999, stamp, now_ms()) < 1000, "it went just now");
         assert!(departures.away_ms(700, stamp, now_ms()) >= 2048, "of the same chunk, and not known");
         assert_eq!(departures.away_ms(999, stamp, now_ms() - 100), 0, "it went after the look at the clock");
-        departures.go(1 << 20..(1 << 20) + 1);
+        departures.go(PageRange::one(PageIdx(1 << 20)));
         assert!(departures.away_ms(1 << 20, stamp, now_ms()) >= 2048, "there is no such page");
     }
 

@@ -5,9 +5,10 @@
 //! Promise: what was once kept stays so for as long as the region is mapped in this view.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
+
+use ballast_base::PageRange;
 
 /// Region number and first page; the end.
 type Parts = BTreeMap<(u32, u64), u64>;
@@ -26,12 +27,12 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// These pages are. Returns whether some were not before.
-    pub fn add(&self, region: u32, pages: Range<u64>) -> bool {
+    pub fn add(&self, region: u32, pages: PageRange) -> bool {
         if pages.is_empty() {
             return false;
         }
         let mut parts = self.parts.write().unwrap_or_else(PoisonError::into_inner);
-        let Range { mut start, mut end } = pages;
+        let (mut start, mut end) = (pages.start().0, pages.end().0);
         while let Some((&(_, first), &last)) = parts.range((region, 0)..=(region, end)).next_back()
             && last >= start
         {
@@ -81,6 +82,7 @@ impl Kept {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::PageIdx;
     use proptest::prelude::*;
 
     #[test]
@@ -88,9 +90,9 @@ mod tests {
         let kept = Kept::default();
         // Downwards, so that each lies before all others.
         for page in (0..2 * MOST as u64).rev() {
-            assert!(kept.add(1, 2 * page..2 * page + 1), "page {page}");
+            assert!(kept.add(1, PageRange::one(PageIdx(2 * page))), "page {page}");
         }
-        assert!(kept.add(0, 7..8), "the first of another region");
+        assert!(kept.add(0, PageRange::one(PageIdx(7))), "the first of another region");
         assert!(kept.parts.read().expect("no panic").len() <= MOST + 1);
         assert!((0..2 * MOST as u64).all(|page| kept.contains(1, 2 * page)));
         assert!(kept.contains(0, 7) && !kept.contains(0, 8));
@@ -104,7 +106,7 @@ mod tests {
             for (region, first, count) in added {
                 let before = pages.len();
                 pages.extend((first..first + count).map(|page| (region, page)));
-                prop_assert_eq!(kept.add(region, first..first + count), pages.len() > before);
+                prop_assert_eq!(kept.add(region, PageRange::of(PageIdx(first), count)), pages.len() > before);
             }
             prop_assert_eq!(kept.any(), !pages.is_empty());
             for (region, page) in (0..4).flat_map(|region| (0..60).map(move |page| (region, page))) {

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_heat::PageMap;
 use ballast_store::PageBytes;
 use ballast_sys::pins::{Pin, PinCheck};
@@ -162,12 +162,12 @@ impl Backing for Asked<'_> {
         self.region.read(first, out)
     }
 
-    fn holds(&self, first: PageIdx, count: u64) -> io::Result<Holds> {
-        self.region.holds(first, count)
+    fn holds(&self, pages: PageRange) -> io::Result<Holds> {
+        self.region.holds(pages)
     }
 
-    fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
-        self.region.punch(first, count)
+    fn punch(&self, pages: PageRange) -> io::Result<Punched> {
+        self.region.punch(pages)
     }
 
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {

@@ -20,7 +20,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ballast_base::PageIdx;
+use ballast_base::{PageIdx, PageRange};
 use ballast_heat::{ColdRun, Pages, push_run};
 
 /// Refaults that wait for the reclaim worker at most: 64 MiB of pages, in 128 KiB.
@@ -175,12 +175,12 @@ impl RefaultHistory {
         picked.dedup();
         let mut runs: Vec<ColdRun> = Vec::new();
         for (region, first) in picked {
-            let count = pages.granule(region);
+            let granule = PageRange::of(first, pages.granule(region));
             // A page that was discarded meanwhile is Resident, too, but is not in the file.
-            if pages.next_present(region, first, PageIdx(first.0 + 1)).is_none() {
+            if pages.next_present(region, PageRange::one(first)).is_none() {
                 continue;
             }
-            push_run(&mut runs, region, first, count);
+            push_run(&mut runs, region, granule);
         }
         runs
     }

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::units::{GIB, MIB};
 use ballast_base::wire::Range;
-use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::{ColdRun, HeatSource, Pick};
 use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
@@ -84,8 +84,7 @@ struct Due {
     ticket: Ticket,
     guess: Guess,
     region: Arc<Region>,
-    first: PageIdx,
-    count: u64,
+    run: PageRange,
 }
 
 /// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first
@@ -324,12 +323,11 @@ impl ReclaimWorker<'_> {
         let (mut tried, mut gone) = (0, 0);
         while gone < excess && !vm.is_stopping() {
             let _layout = vm.layout();
-            let Some(Due { ticket, guess, region, first, count }) = self.due(over_limit, now) else { break };
-            let run = (first, count);
+            let Some(Due { ticket, guess, region, run }) = self.due(over_limit, now) else { break };
             let granule_of = |page| region.granule(page);
             let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: interval::stamp() };
             let from = if over_limit && self.forced { LockedFrom::Copy } else { LockedFrom::Punch };
-            region.departures().go(first.0..first.0 + count);
+            region.departures().go(run);
             let check = self.check.clone();
             let asked = Asked::new(&region, check.as_deref());
             let evicted = evict(region.number, run, granule_of, ticket, &asked, to, &mut self.buffer[..], from);
@@ -338,10 +336,10 @@ impl ReclaimWorker<'_> {
             }
             let held = evicted.held.len() as u64 * region.granule_pages();
             vm.ledger().evicted(&evicted, region.granule_pages());
-            if evicted.far == count {
-                self.history.guesses.went(guess, (region.number, first), Instant::now());
+            if evicted.far == run.count() {
+                self.history.guesses.went(guess, (region.number, run.start()), Instant::now());
             }
-            tried += count - held;
+            tried += run.count() - held;
             gone += evicted.far + evicted.zero;
             let refused = evicted.store_full || evicted.store_busy;
             if refused || evicted.failed.is_some() {
@@ -388,22 +386,24 @@ impl ReclaimWorker<'_> {
             if vm.held().is_some() || in_quarantine < wait {
                 return None;
             }
-            let Some((guess, run)) = batch.runs.pop() else {
+            let Some((guess, cold)) = batch.runs.pop() else {
                 self.batches.pop_front();
                 continue;
             };
-            let Some(region) = vm.region(run.region).filter(|region| !region.is_removed()) else { continue };
+            let Some(region) = vm.region(cold.region).filter(|region| !region.is_removed()) else { continue };
             // Whole 2 MiB go as one extent where the quarantine is not shortened: one punch, and a huge page is not
             // split.
-            let place = run.first.0 % PAGES_PER_UNIT;
-            let whole = place == 0 && run.count >= PAGES_PER_UNIT && !over_limit;
+            let start = cold.pages.start();
+            let whole = start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT && !over_limit;
             let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
-            let count = run.count.min(most).min(PAGES_PER_UNIT - place);
-            if run.count > count {
-                let rest = ColdRun { first: PageIdx(run.first.0 + count), count: run.count - count, ..run };
+            // Never across the end of a unit.
+            let unit_end = PageIdx::first_of_unit(start.unit() + 1);
+            let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
+            let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };
+            if !rest.pages.is_empty() {
                 batch.runs.push((guess, rest));
             }
-            return Some(Due { ticket: batch.ticket, guess, region, first: run.first, count });
+            return Some(Due { ticket: batch.ticket, guess, region, run });
         }
     }
 
@@ -445,8 +445,8 @@ impl ReclaimWorker<'_> {
         let table = Table::of(vm);
         let asked = self.history.guesses.refaulted(want, Instant::now());
         let refaulted = self.history.pick(&table, asked);
-        let found = refaulted.iter().map(|run| run.count).sum::<u64>().min(asked);
-        // What is missing of those the hand makes up for, but only as far as room is short now.
+        let found = refaulted.iter().map(|run| run.pages.count()).sum::<u64>().min(asked);
+        // The clock makes up for those that are missing, but only as far as pages must go now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
         let mut picked = Vec::new();
         self.source.pick(&table, want - asked + more, pick, &mut picked);
@@ -456,7 +456,7 @@ impl ReclaimWorker<'_> {
         for (guess, run) in picked.into_iter().map(|run| (Guess::Clock, run)).chain(refaulted) {
             let Some(region) = vm.region(run.region) else { continue };
             // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
-            match vm.register_or_keep(&region, run.first, PageIdx(run.first.0 + run.count)) {
+            match vm.register_or_keep(&region, run.pages) {
                 Ok(true) => {}
                 Ok(false) => continue,
                 Err(error) => {
@@ -465,22 +465,20 @@ impl ReclaimWorker<'_> {
                 }
             }
             let count = region.granule_pages();
-            for page in region.granules(run.first.0..run.first.0 + run.count) {
+            for page in region.granules(run.pages) {
                 if !quarantine(region.granule(page).cell(), ticket) {
                     continue;
                 }
                 match marked.last_mut() {
-                    Some((same, last))
-                        if *same == guess && last.region == run.region && last.first.0 + last.count == page.0 =>
-                    {
-                        last.count += count
+                    Some((same, last)) if *same == guess && last.region == run.region && last.pages.end() == page => {
+                        last.pages = PageRange::of(last.pages.start(), last.pages.count() + count);
                     }
-                    _ => marked.push((guess, ColdRun { region: run.region, first: page, count })),
+                    _ => marked.push((guess, ColdRun { region: run.region, pages: PageRange::of(page, count) })),
                 }
                 vm.ledger().moved(State::Resident, State::Quarantine, count);
             }
         }
-        let pages: u64 = marked.iter().map(|(_, run)| run.count).sum();
+        let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
         vm.stats().add(Counter::Zapped, pages);
         // Not held while we wait for clients: the worker that takes their answers may need it, too. Whatever changes
         // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
@@ -488,13 +486,13 @@ impl ReclaimWorker<'_> {
         // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
         for (_, run) in &marked {
             if let Some(region) = vm.region(run.region) {
-                region.units().disturb(run.first, run.count, std::thread::yield_now);
+                region.units().disturb(run.pages, std::thread::yield_now);
             }
         }
         for view in views {
             let ranges: Vec<Range> = marked
                 .iter()
-                .filter_map(|(_, run)| Some((view.base(run.region)? + run.first.offset(), PageIdx(run.count).offset())))
+                .filter_map(|(_, run)| Some((view.base(run.region)? + run.pages.start().offset(), run.pages.bytes().0)))
                 .collect();
             match view.zap(&ranges) {
                 Ok(kept) => {
@@ -523,7 +521,7 @@ impl ReclaimWorker<'_> {
     fn unmark(&self, runs: &[(Guess, ColdRun)], ticket: Ticket) {
         for (_, run) in runs {
             if let Some(region) = self.vm.region(run.region) {
-                let released = release((run.first, run.count), ticket, |page| region.granule(page));
+                let released = release(run.pages, ticket, |page| region.granule(page));
                 self.vm.ledger().moved(State::Quarantine, State::Resident, released);
             }
         }

@@ -10,7 +10,7 @@
 
 use std::time::{Duration, Instant};
 
-use ballast_base::{HUGE_SIZE, Hva, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::{HUGE_SIZE, Hva, PageIdx, PageRange};
 use ballast_sys::remote::{Collapsed, is_unit_aligned};
 
 use crate::scan::units::pages_of;
@@ -79,10 +79,9 @@ pub(crate) fn is_resident(region: &Region, unit: u64) -> bool {
 fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Collapsed>> {
     // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
     let _layout = vm.layout();
-    let first = PageIdx(number * PAGES_PER_UNIT);
+    let pages = PageRange::of_unit(number);
     let Some(unit) = region.units().get(number).filter(|_| !region.is_removed()) else { return Ok(None) };
-    let end = PageIdx(first.0 + PAGES_PER_UNIT);
-    if region.next_present(first, end)? != Some((first, end)) {
+    if region.next_present(pages)? != Some(pages) {
         return Ok(None);
     }
     let Some(_mapping) = unit.as_whole().map(|| is_resident(region, number)) else { return Ok(None) };
@@ -100,18 +99,18 @@ fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Col
 
 /// Where a unit is in a view, if it may be mapped huge there: aligned in file and address.
 pub(crate) fn unit_addr(view: &View, region: &Region, unit: u64) -> Option<Hva> {
-    let addr = view.base(region.number)? + PageIdx(unit * PAGES_PER_UNIT).offset();
+    let addr = view.base(region.number)? + PageIdx::first_of_unit(unit).offset();
     (is_unit_aligned(addr) && region.is_unit_aligned()).then_some(addr)
 }
 
-/// Note which units of `first..first + count` are mapped huge in a view, before pages of them are zapped. Not knowing
+/// Note which units of these pages are mapped huge in a view, before pages of them are zapped. Not knowing
 /// is no error: what is not known to be huge stays in base pages.
-pub(crate) fn learn(view: &View, region: &Region, first: PageIdx, count: u64) {
+pub(crate) fn learn(view: &View, region: &Region, pages: PageRange) {
     let Some(base) = view.base(region.number).filter(|base| is_unit_aligned(*base) && region.is_unit_aligned()) else {
         return;
     };
     let Some(remote) = view.remote() else { return };
-    let pieces = remote.huge(base + first.offset(), PageCount(count).bytes().0).unwrap_or_else(|error| {
+    let pieces = remote.huge(base + pages.start().offset(), pages.bytes().0).unwrap_or_else(|error| {
         tracing::debug!(pid = view.pid, "Looking for huge mappings: {error}");
         Vec::new()
     });

@@ -13,7 +13,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::source::{Ability, BLOCK, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
@@ -76,19 +76,21 @@ impl Run {
         PageIdx::first_of_unit(u64::from(self.first))
     }
 
-    fn pages(&self) -> u64 {
-        self.units.len() as u64 * PAGES_PER_UNIT
+    fn range(&self) -> PageRange {
+        PageRange::of(self.start(), self.units.len() as u64 * PAGES_PER_UNIT)
     }
 
-    /// The parts of it that are protected, as `(first, count)`.
-    fn watched(&self) -> Vec<(PageIdx, u64)> {
-        let mut parts: Vec<(PageIdx, u64)> = Vec::new();
+    /// The parts of it that are protected.
+    fn watched(&self) -> Vec<PageRange> {
+        let mut parts: Vec<PageRange> = Vec::new();
         for (unit, (pages, _)) in (u64::from(self.first)..).zip(&self.units) {
             for (first, count) in pages.unwrap_or(PageMap::ALL).runs() {
                 let first = PageIdx(PageIdx::first_of_unit(unit).0 + first);
                 match parts.last_mut() {
-                    Some((last, pages)) if last.0 + *pages == first.0 && *pages + count <= PIECE => *pages += count,
-                    _ => parts.push((first, count)),
+                    Some(last) if last.end() == first && last.count() + count <= PIECE => {
+                        *last = PageRange::of(last.start(), last.count() + count);
+                    }
+                    _ => parts.push(PageRange::of(first, count)),
                 }
             }
         }
@@ -96,9 +98,9 @@ impl Run {
     }
 
     /// Note that these pages were touched.
-    fn touch(&mut self, first: PageIdx, count: u64) {
+    fn touch(&mut self, pages: PageRange) {
         let start = self.start().0;
-        for page in first.0 - start..first.0 - start + count {
+        for page in pages.iter().map(|page| page.0 - start) {
             if let Some((watched, touched)) = self.units.get_mut((page / PAGES_PER_UNIT) as usize)
                 && watched.is_none_or(|watched| watched.get(page % PAGES_PER_UNIT))
             {
@@ -170,9 +172,7 @@ impl<'a> RwpScan<'a> {
 
     fn protect(&self, run: &Run, protected: bool) -> io::Result<()> {
         let parts = run.watched();
-        self.in_views(run, |memory| {
-            parts.iter().try_for_each(|(first, count)| memory.protect(*first, *count, protected))
-        })
+        self.in_views(run, |memory| parts.iter().try_for_each(|part| memory.protect(*part, protected)))
     }
 
     /// Read what was touched, and lift the protection. An error of one run leaves none of the others protected.
@@ -181,10 +181,10 @@ impl<'a> RwpScan<'a> {
         for run in runs {
             let mut found = Vec::new();
             let read = self.in_views(run, |memory| {
-                found.extend(memory.accessed(run.start(), run.pages())?);
+                found.extend(memory.accessed(run.range())?);
                 Ok(())
             });
-            found.into_iter().for_each(|(first, count)| run.touch(first, count));
+            found.into_iter().for_each(|pages| run.touch(pages));
             result = result.and(read).and(self.protect(run, false));
         }
         result

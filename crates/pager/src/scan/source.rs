@@ -16,7 +16,7 @@
 use std::io;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PageIdx, PageRange};
 use ballast_heat::source::Ability;
 use ballast_heat::{AccessSource, Report, UnitId, Watch};
 use rustix::time::{ClockId, clock_gettime};
@@ -79,7 +79,7 @@ impl<'a> Scans<'a> {
     fn is_seen_by_kernel(&self, region: &Region, id: UnitId) -> bool {
         let first = PageIdx::first_of_unit(u64::from(id.unit));
         region.registered_as(first) == Registered::Accesses
-            && (region.granule_pages() > 1 || !region.units().any_huge(first, PAGES_PER_UNIT))
+            && (region.granule_pages() > 1 || !region.units().any_huge(PageRange::of_unit(u64::from(id.unit))))
             && self.vm.views().iter().all(|view| view.sees_accesses() || view.base(id.region).is_none())
     }
 }

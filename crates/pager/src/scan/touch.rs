@@ -5,7 +5,7 @@
 //! Threads: fault workers. Units: pages of a region; nanoseconds.
 //! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.
 
-use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx};
+use ballast_base::{HUGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::UnitId;
 use ballast_heat::source::BLOCK;
 use ballast_sys::remote::Collapsed;
@@ -102,29 +102,25 @@ pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)
     let done = remote.collapse(addr, len).is_ok_and(|outcome| outcome == Collapsed::Done);
     if done {
         units.iter().filter_map(|(unit, _)| region.units().get(*unit)).for_each(UnitState::seen_huge);
-        let pages = units.len() as u64 * PAGES_PER_UNIT;
-        let _ = view.of_region(region).map(|memory| memory.wake_run(PageIdx::first_of_unit(*first), pages));
+        let pages = PageRange::of(PageIdx::first_of_unit(*first), units.len() as u64 * PAGES_PER_UNIT);
+        let _ = view.of_region(region).map(|memory| memory.wake_run(pages));
     }
     done
 }
 
 /// Map the pages around one that was touched, as far as they are Resident.
 pub(crate) fn map_around(region: &Region, memory: &RegionView<'_>, page: PageIdx) -> std::io::Result<()> {
-    let first = page.0 - page.0 % AROUND;
-    map_resident(region, memory, first..(first + AROUND).min(region.pages().0))
+    let block = PageRange::of(PageIdx(page.0 - page.0 % AROUND), AROUND);
+    map_resident(region, memory, block.before(region.range().end()))
 }
 
 /// Map those pages of a range that are Resident, under their locks. Base pages only. Never waits for a lock.
-pub(crate) fn map_resident(
-    region: &Region,
-    memory: &RegionView<'_>,
-    pages: std::ops::Range<u64>,
-) -> std::io::Result<()> {
-    let mut at = pages.start;
-    while at < pages.end {
+pub(crate) fn map_resident(region: &Region, memory: &RegionView<'_>, pages: PageRange) -> std::io::Result<()> {
+    let (mut at, end) = (pages.start().0, pages.end().0);
+    while at < end {
         let first = at;
-        let mut locks = Vec::with_capacity((pages.end - at) as usize);
-        while at < pages.end {
+        let mut locks = Vec::with_capacity((end - at) as usize);
+        while at < end {
             let cell = region.granule(PageIdx(at)).cell();
             let word = cell.load();
             let free = word.state() == State::Resident && !word.is_locked();
@@ -132,7 +128,7 @@ pub(crate) fn map_resident(
             locks.push(lock);
             at += 1;
         }
-        memory.map_run(PageIdx(first), locks.len() as u64)?;
+        memory.map_run(PageRange::of(PageIdx(first), locks.len() as u64))?;
         // Past the one that is not ours to map.
         at += 1;
     }

@@ -12,7 +12,7 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
-use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_heat::source::BLOCK;
 
 use ballast_page::unit::{Stage, Unit};
@@ -60,24 +60,23 @@ impl Units {
     }
 
     /// Is or was any unit of these pages mapped huge?
-    pub fn any_huge(&self, first: PageIdx, count: u64) -> bool {
-        self.covering(first, count).any(|unit| unit.mapped.load(Ordering::Acquire) & HUGE != 0)
+    pub fn any_huge(&self, pages: PageRange) -> bool {
+        self.covering(pages).any(|unit| unit.mapped.load(Ordering::Acquire) & HUGE != 0)
     }
 
-    /// Pages of `first..first + count` are in Quarantine and about to be zapped. See [`Unit::disturb`].
-    pub fn disturb(&self, first: PageIdx, count: u64, pause: impl Fn()) {
-        self.covering(first, count).for_each(|unit| unit.disturb(&pause));
+    /// Some of these pages are in Quarantine and about to be zapped. See [`Unit::disturb`].
+    pub fn disturb(&self, pages: PageRange, pause: impl Fn()) {
+        self.covering(pages).for_each(|unit| unit.disturb(&pause));
     }
 
-    fn covering(&self, first: PageIdx, count: u64) -> impl Iterator<Item = &UnitState> {
-        let units = first.0 / PAGES_PER_UNIT..(first.0 + count).div_ceil(PAGES_PER_UNIT);
-        units.filter_map(|unit| self.get(unit))
+    fn covering(&self, pages: PageRange) -> impl Iterator<Item = &UnitState> {
+        pages.units().filter_map(|unit| self.get(unit))
     }
 }
 
 /// The pages of a unit.
 pub fn pages_of(unit: u64) -> impl Iterator<Item = PageIdx> + Clone {
-    (unit * PAGES_PER_UNIT..(unit + 1) * PAGES_PER_UNIT).map(PageIdx)
+    PageRange::of_unit(unit).iter()
 }
 
 /// What is known of one unit.
@@ -217,6 +216,6 @@ mod tests {
         let units = Units::new(PageCount(2 * PAGES_PER_UNIT - 1));
         assert_eq!(units.len(), 1);
         assert!(units.of(PageIdx(PAGES_PER_UNIT - 1)).is_some() && units.of(PageIdx(PAGES_PER_UNIT)).is_none());
-        units.disturb(PageIdx(500), 500, || ());
+        units.disturb(PageRange::of(PageIdx(500), 500), || ());
     }
 }

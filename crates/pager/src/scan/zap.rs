@@ -19,7 +19,7 @@ use std::io;
 use std::sync::Arc;
 
 use ballast_base::wire::Range;
-use ballast_base::{HUGE_SIZE, PageIdx};
+use ballast_base::{HUGE_SIZE, PageIdx, PageRange};
 use ballast_heat::source::{Ability, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
@@ -166,8 +166,8 @@ impl<'a> ZapScan<'a> {
                     continue;
                 };
                 for (first, count) in PageMap::ALL.without(pages).runs() {
-                    let first = watched.first().0 + first;
-                    map_resident(&watched.region, &memory, first..first + count)?;
+                    let first = PageIdx(watched.first().0 + first);
+                    map_resident(&watched.region, &memory, PageRange::of(first, count))?;
                 }
             }
         }

@@ -14,7 +14,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::{GetOutcome, PageBytes, PutOutcome, Store};
 
 use crate::tier::spill_request::SpillRequest;
@@ -188,10 +188,10 @@ impl SpillWorker<'_> {
             let start = if region.number == from.0 { from.1 } else { 0 };
             let written = vm.state.written_words(&record)?;
             for pages in written {
-                let mut page = pages.start.max(start);
-                while page < pages.end {
-                    let end = pages.end.min(page + STRIDE);
-                    let (next, gone) = self.stretch(region, page..end, take, quota.pages.saturating_sub(moved));
+                let (mut page, end) = (pages.start().0.max(start), pages.end());
+                while page < end.0 {
+                    let stretch = PageRange::of(PageIdx(page), STRIDE).before(end);
+                    let (next, gone) = self.stretch(region, stretch, take, quota.pages.saturating_sub(moved));
                     words += next - page;
                     moved += gone;
                     page = next;
@@ -207,9 +207,9 @@ impl SpillWorker<'_> {
 
     /// Read the words of these pages, and move those that are to go, about `most` of them. Returns the page after the
     /// last one read, and how many were moved.
-    fn stretch(&mut self, region: &Region, pages: std::ops::Range<u64>, take: Take, most: u64) -> (u64, u64) {
-        let (mut moved, mut next) = (0, pages.start);
-        for page in pages {
+    fn stretch(&mut self, region: &Region, pages: PageRange, take: Take, most: u64) -> (u64, u64) {
+        let (mut moved, mut next) = (0, pages.start().0);
+        for page in pages.iter().map(|page| page.0) {
             next = page + 1;
             if self.goes(region, page, take) && self.run.words.len() < RUN {
                 continue;

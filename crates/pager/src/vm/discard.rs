@@ -7,7 +7,7 @@
 use std::io;
 
 use ballast_base::wire;
-use ballast_base::{Hva, PAGE_SIZE, PageIdx};
+use ballast_base::{Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_sys::uffd::FillOutcome;
 
 use super::Vm;
@@ -27,12 +27,12 @@ impl Vm {
             let Some(region) = self.region(number) else { continue };
             let end = first.0.saturating_add(len / PAGE_SIZE as u64).min(region.pages().0);
             let first = (first.0 + u64::from(start.page_start() != *start)).next_multiple_of(region.granule_pages());
-            self.discard_run(&region, first, region.first_of(PageIdx(end)).0)?;
+            self.discard_run(&region, PageRange::new(PageIdx(first), region.first_of(PageIdx(end))))?;
         }
         Ok(())
     }
 
-    fn discard_run(&self, region: &Region, first: u64, end: u64) -> io::Result<()> {
+    fn discard_run(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         /// Pages whose locks are held together.
         const BATCH: u64 = 512;
         let views = self.views();
@@ -52,21 +52,21 @@ impl Vm {
             })
         };
         let mut not_healed = None;
-        for first in (first..end).step_by(BATCH as usize) {
+        for first in pages.step_by(BATCH) {
             if self.is_stopping() {
                 // A range of terabytes takes minutes, and whoever ends this VM waits.
                 return Err(io::ErrorKind::Interrupted.into());
             }
-            let run = (PageIdx(first), BATCH.min(end - first));
+            let run = PageRange::of(first, BATCH).before(pages.end());
             // A punch tears what is mapped huge. Nothing waits for the discard of what has not been punched.
-            region.units().disturb(run.0, run.1, std::thread::yield_now);
+            region.units().disturb(run, std::thread::yield_now);
             let granule_of = |page| region.granule(page);
             let pause = || {
                 std::thread::yield_now();
                 region.check_table()
             };
             let done = discard(region.number, run, granule_of, region, &self.stores, pause, heal)?;
-            region.take_back(run.0, run.1);
+            region.take_back(run);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);
         }
@@ -82,7 +82,7 @@ impl Vm {
             return Ok(None);
         }
         if let Some(region) = self.region(number) {
-            self.discard_run(&region, 0, region.pages().0)?;
+            self.discard_run(&region, region.range())?;
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);

@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::store::is_zero;
-use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::Presence;
@@ -199,8 +199,13 @@ impl Region {
     }
 
     /// First pages of the granules that begin in a range of pages.
-    pub fn granules(&self, pages: std::ops::Range<u64>) -> impl Iterator<Item = PageIdx> + use<> {
-        (pages.start.next_multiple_of(self.granule)..pages.end).step_by(self.granule as usize).map(PageIdx)
+    pub fn granules(&self, pages: PageRange) -> impl Iterator<Item = PageIdx> + use<> {
+        pages.from(PageIdx(pages.start().0.next_multiple_of(self.granule))).step_by(self.granule)
+    }
+
+    /// All its pages.
+    pub fn range(&self) -> PageRange {
+        PageRange::new(PageIdx(0), PageIdx(self.pages().0))
     }
 
     /// Pages of its table that memory errors have cost.
@@ -251,10 +256,9 @@ impl Region {
     }
 
     /// These pages were discarded: what comes after them is other memory.
-    pub(crate) fn take_back(&self, first: PageIdx, count: u64) {
+    pub(crate) fn take_back(&self, discarded: PageRange) {
         if self.has_unreadable.load(Ordering::Acquire) {
-            let discarded = first..PageIdx(first.0 + count);
-            self.unreadable.lock().expect("no panic while held").retain(|page| !discarded.contains(page));
+            self.unreadable.lock().expect("no panic while held").retain(|page| !discarded.contains(*page));
         }
     }
 
@@ -286,32 +290,33 @@ impl Region {
         memfd::is_present(&self.file, self.file_offset.0 + page.offset())
     }
 
-    /// The first run of pages in `from..until` that are in the file, as `(first, end)`, cut at `until`.
-    pub fn next_present(&self, from: PageIdx, until: PageIdx) -> io::Result<Option<(PageIdx, PageIdx)>> {
-        let until = until.min(PageIdx(self.pages.0));
-        if from >= until {
+    /// The first neighbouring pages among these that are in the file.
+    pub fn next_present(&self, pages: PageRange) -> io::Result<Option<PageRange>> {
+        let pages = pages.before(PageIdx(self.pages.0));
+        if pages.is_empty() {
             return Ok(None);
         }
         if self.huge.is_some() {
-            for page in self.granules(self.first_of(from).0..until.0) {
+            for page in self.granules(PageRange::new(self.first_of(pages.start()), pages.end())) {
                 if self.is_present(page)? {
-                    return Ok(Some((from.max(page), until.min(PageIdx(page.0 + self.granule)))));
+                    return Ok(Some(pages.from(page).before(PageIdx(page.0 + self.granule))));
                 }
             }
             return Ok(None);
         }
         let base = self.file_offset.0;
-        let run = memfd::next_data_within(&self.file, base + from.offset(), base + until.offset())?;
-        Ok(run.map(|(start, end)| (PageIdx::containing(start - base), PageIdx::containing(end - base))))
+        let (from, until) = (base + pages.start().offset(), base + pages.end().offset());
+        let run = memfd::next_data_within(&self.file, from, until)?;
+        Ok(run.map(|(start, end)| PageRange::new(PageIdx::containing(start - base), PageIdx::containing(end - base))))
     }
 
-    /// The chunks, as page ranges, that `first..end` touches, with their registration flags.
-    pub(crate) fn chunks(&self, first: PageIdx, end: PageIdx) -> impl Iterator<Item = (PageIdx, u64, &AtomicU8)> {
-        let range = first.0 / PAGES_PER_CHUNK..end.0.div_ceil(PAGES_PER_CHUNK);
-        range.map(|chunk| {
-            let first = chunk * PAGES_PER_CHUNK;
-            let count = PAGES_PER_CHUNK.min(self.pages.0 - first);
-            (PageIdx(first), count, &self.table.chunk_flags()[chunk as usize])
+    /// The chunks that these pages touch, whole, with their registration flags.
+    pub(crate) fn chunks(&self, pages: PageRange) -> impl Iterator<Item = (PageRange, &AtomicU8)> {
+        let chunks = pages.start().0 / PAGES_PER_CHUNK..pages.end().0.div_ceil(PAGES_PER_CHUNK);
+        let end = PageIdx(self.pages.0);
+        chunks.map(move |chunk| {
+            let whole = PageRange::of(PageIdx(chunk * PAGES_PER_CHUNK), PAGES_PER_CHUNK);
+            (whole.before(end), &self.table.chunk_flags()[chunk as usize])
         })
     }
 
@@ -326,14 +331,13 @@ impl Region {
     }
 
     /// The chunks that are registered.
-    pub(crate) fn registered_chunks(&self) -> impl Iterator<Item = (PageIdx, u64, &AtomicU8)> {
-        self.chunks(PageIdx(0), PageIdx(self.pages().0)).filter(|(.., flag)| Registered::of(flag) != Registered::No)
+    pub(crate) fn registered_chunks(&self) -> impl Iterator<Item = (PageRange, &AtomicU8)> {
+        self.chunks(self.range()).filter(|(_, flag)| Registered::of(flag) != Registered::No)
     }
 
     /// Bytes of it that are registered with userfaultfd.
     pub(crate) fn registered(&self) -> Bytes {
-        let pages = self.registered_chunks().map(|(_, count, _)| count).sum();
-        PageCount(pages).bytes()
+        PageCount(self.registered_chunks().map(|(chunk, _)| chunk.count()).sum()).bytes()
     }
 }
 
@@ -350,20 +354,20 @@ impl Backing for Region {
         }
     }
 
-    fn punch(&self, first: PageIdx, count: u64) -> io::Result<Punched> {
-        let (offset, len) = (self.file_offset.0 + first.offset(), count * PAGE_SIZE as u64);
+    fn punch(&self, pages: PageRange) -> io::Result<Punched> {
+        let (offset, len) = (self.file_offset.0 + pages.start().offset(), pages.bytes().0);
         // A huge page of hugetlbfs goes as one.
         let is_hole = || Ok(self.huge.is_some() || memfd::is_hole(&self.file, offset, len)?);
         punch_until_gone(|| memfd::punch(&self.file, offset, len), is_hole)
     }
 
-    fn holds(&self, first: PageIdx, count: u64) -> io::Result<Holds> {
-        if !self.is_present(first)? {
+    fn holds(&self, pages: PageRange) -> io::Result<Holds> {
+        if !self.is_present(pages.start())? {
             return Ok(Holds::Nothing);
         }
         let mut bytes = [[0; PAGE_SIZE]];
-        for page in first.0..first.0 + count {
-            if self.read(PageIdx(page), &mut bytes)? == ReadOutcome::Failed {
+        for page in pages.iter() {
+            if self.read(page, &mut bytes)? == ReadOutcome::Failed {
                 return Ok(Holds::Failed);
             }
             if !is_zero(&bytes[0]) {

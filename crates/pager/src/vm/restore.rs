@@ -5,11 +5,10 @@
 //! Promise: no page goes out meanwhile.
 
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_base::{PAGES_PER_UNIT, PageIdx};
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_sys::uffd::FaultKind;
 
 use super::{Hold, Vm};
@@ -63,17 +62,14 @@ impl Vm {
         let mut done = Ok(());
         // Words that were never written say Resident; to read them would have the kernel make memory for them.
         for written in self.state.written_words(&record)? {
-            let mut next = written.start;
-            while next < written.end {
-                let end = written.end.min((next + 1).next_multiple_of(BATCH));
-                done = done.and(self.restore_through(region, next..end, &self.views(), &mut || {
+            for batch in written.pieces(BATCH) {
+                done = done.and(self.restore_through(region, batch, &self.views(), &mut || {
                     std::thread::sleep(PAUSE);
                     !self.is_stopping()
                 }));
                 if self.is_stopping() {
                     return Err(io::Error::new(io::ErrorKind::Interrupted, "the VM is being closed"));
                 }
-                next = end;
             }
         }
         done
@@ -87,7 +83,7 @@ impl Vm {
     pub(super) fn restore_through(
         &self,
         region: &Region,
-        pages: Range<u64>,
+        pages: PageRange,
         views: &[Arc<View>],
         wait: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {

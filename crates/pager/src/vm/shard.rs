@@ -11,9 +11,7 @@
 //! registered as one, and so of whole units of 2 MiB: all faults on a page, and on its unit, come to one worker as if
 //! it were the only one. It is short, so that threads that work side by side meet different workers.
 
-use std::ops::Range;
-
-use ballast_base::{PageCount, PageIdx};
+use ballast_base::{PageCount, PageIdx, PageRange};
 use ballast_sys::Uffd;
 
 use crate::vm::state_file::PAGES_PER_CHUNK;
@@ -44,13 +42,8 @@ impl Stripes {
     }
 
     /// The parts of a range of pages that belong to one userfaultfd each.
-    pub fn split(self, pages: Range<u64>) -> impl Iterator<Item = (usize, Range<u64>)> {
-        let mut next = pages.start;
-        std::iter::from_fn(move || {
-            let first = next;
-            next = (first / self.pages).saturating_add(1).saturating_mul(self.pages).min(pages.end);
-            (first < pages.end).then(|| (self.shard(PageIdx(first)), first..next))
-        })
+    pub fn split(self, pages: PageRange) -> impl Iterator<Item = (usize, PageRange)> {
+        pages.pieces(self.pages).map(move |part| (self.shard(part.start()), part))
     }
 }
 
@@ -102,8 +95,8 @@ mod tests {
 
     #[test]
     fn with_one_userfaultfd_nothing_is_split() {
-        let all = 0..pages(4 * GIB);
-        assert_eq!(Stripes::new(PageCount(all.end), 1).split(all.clone()).collect::<Vec<_>>(), [(0, all)]);
+        let all = PageRange::of(PageIdx(0), pages(4 * GIB));
+        assert_eq!(Stripes::new(PageCount(all.count()), 1).split(all).collect::<Vec<_>>(), [(0, all)]);
     }
 
     proptest! {
@@ -115,12 +108,13 @@ mod tests {
             let (first, end) = (first % region, (first % region + len).min(region));
             let mut next = first;
             let mut count = 0;
-            for (shard, part) in stripes.split(first..end) {
-                prop_assert!(part.start == next && part.end > part.start && shard < shards);
-                prop_assert_eq!(stripes.shard(PageIdx(part.start)), shard);
-                prop_assert_eq!(stripes.shard(PageIdx(part.end - 1)), shard);
-                prop_assert!(part.end == end || part.end.is_multiple_of(PAGES_PER_UNIT));
-                (next, count) = (part.end, count + 1);
+            for (shard, part) in stripes.split(PageRange::new(PageIdx(first), PageIdx(end))) {
+                let (start, last) = (part.start(), PageIdx(part.end().0 - 1));
+                prop_assert!(start.0 == next && !part.is_empty() && shard < shards);
+                prop_assert_eq!(stripes.shard(start), shard);
+                prop_assert_eq!(stripes.shard(last), shard);
+                prop_assert!(part.end().0 == end || part.end().0.is_multiple_of(PAGES_PER_UNIT));
+                (next, count) = (part.end().0, count + 1);
             }
             prop_assert!(next == end.max(first) && count <= MOST_STRIPES);
         }

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use ballast_base::units::MIB;
 use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
-use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx};
+use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx, PageRange};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::memory_error::{self, Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd::create};
@@ -420,7 +420,7 @@ impl StateFile {
     }
 
     /// Ranges of a region's words that were ever written, as page ranges: the rest is Resident, age 0.
-    pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<std::ops::Range<u64>>> {
+    pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<PageRange>> {
         let words_start = record.table_offset + flags_len(record.pages);
         let words_end = words_start + record.pages.0 * 8;
         let mut ranges = Vec::new();
@@ -429,7 +429,8 @@ impl StateFile {
             if start >= words_end {
                 break;
             }
-            ranges.push((start - words_start) / 8..(end.min(words_end) - words_start) / 8);
+            let page = |offset: u64| PageIdx((offset - words_start) / 8);
+            ranges.push(PageRange::new(page(start), page(end.min(words_end))));
             at = end;
         }
         Ok(ranges)
@@ -592,7 +593,7 @@ mod tests {
         assert_eq!(table.chunk_flags().iter().map(|flag| flag.load(Ordering::Acquire)).collect::<Vec<_>>(), [0, 0, 1]);
         let written = again.written_words(&records[0]).expect("seek");
         assert_eq!(written.len(), 1, "one page of words was written");
-        assert!(written[0].contains(&19_999) && written[0].end - written[0].start <= 512);
+        assert!(written[0].contains(PageIdx(19_999)) && written[0].count() <= 512);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use ballast_base::PageIdx;
+use ballast_base::{PageIdx, PageRange};
 use ballast_heat::Pages;
 
 use crate::vm::Vm;
@@ -39,8 +39,8 @@ impl Pages for Table<'_> {
         self.regions[region as usize].pages().0
     }
 
-    fn next_present(&self, region: u32, from: PageIdx, until: PageIdx) -> Option<(PageIdx, PageIdx)> {
-        self.regions[region as usize].next_present(from, until).unwrap_or_else(|error| {
+    fn next_present(&self, region: u32, pages: PageRange) -> Option<PageRange> {
+        self.regions[region as usize].next_present(pages).unwrap_or_else(|error| {
             tracing::warn!(vm = self.vm.state.name(), region, "Looking for present pages: {error}");
             None
         })

@@ -14,7 +14,7 @@ use std::sync::{Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
-use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageCount, PageIdx};
+use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
@@ -227,20 +227,20 @@ impl View {
     }
 
     /// Pages that this range of addresses touches, region by region.
-    pub(crate) fn pages_in(&self, (start, len): wire::Range) -> Vec<(u32, std::ops::Range<u64>)> {
+    pub(crate) fn pages_in(&self, (start, len): wire::Range) -> Vec<(u32, PageRange)> {
         let end = Hva(start.0.saturating_add(len));
         let spans = self.spans.read().expect("no panic while held");
         let touched = spans.iter().filter(|(from, to, _)| *from < end && start < *to);
-        let page = |at: Hva, from: Hva| (at.0 - from.0) / PAGE_SIZE as u64;
+        let page = |at: Hva, from: Hva| PageIdx::containing(at.0 - from.0);
         touched
             .map(|(from, to, region)| {
                 let last = Hva(end.min(*to).0 - 1);
-                (*region, page(start.max(*from), *from)..page(last, *from) + 1)
+                (*region, PageRange::new(page(start.max(*from), *from), PageIdx(page(last, *from).0 + 1)))
             })
             .collect()
     }
 
-    /// Take the client's answer to a zap. Returns meant for an earlier engine are not known here and are ignored.
+    /// Take the client's answer to a zap. Answers meant for an earlier engine are not known here and are ignored.
     pub fn zapped(&self, answer: &ClientToEngine) {
         if let ClientToEngine::Zapped { seq, error, kept } = answer
             && let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(seq)
@@ -286,19 +286,16 @@ impl RegionView<'_> {
     }
 
     /// The same for a range of pages, part by part: userfaultfd, start and length.
-    fn parts(&self, first: PageIdx, count: u64) -> impl Iterator<Item = (&Uffd, Hva, u64)> {
-        let split = self.stripes.split(first.0..first.0 + count);
-        split.map(|(shard, part)| {
-            let len = PageCount(part.end - part.start).bytes().0;
-            (self.view.shards.get(shard), self.addr(PageIdx(part.start)), len)
-        })
+    fn parts(&self, pages: PageRange) -> impl Iterator<Item = (&Uffd, Hva, u64)> {
+        let split = self.stripes.split(pages);
+        split.map(|(shard, part)| (self.view.shards.get(shard), self.addr(part.start()), part.bytes().0))
     }
 
     /// From now on faults on these pages come to us. Doing it again changes nothing.
-    pub fn register(&self, first: PageIdx, count: u64, how: Registered) -> io::Result<()> {
+    pub fn register(&self, pages: PageRange, how: Registered) -> io::Result<()> {
         // A process that came later may not have what the others have.
         let accesses = how == Registered::Accesses && self.view.sees_accesses;
-        self.parts(first, count).try_for_each(|(uffd, start, len)| match accesses {
+        self.parts(pages).try_for_each(|(uffd, start, len)| match accesses {
             true => uffd.register_for_accesses(start, len),
             false => match uffd.register(start, len) {
                 // An engine that ended before it could say so in the flag registered it for accesses.
@@ -312,43 +309,41 @@ impl RegionView<'_> {
 
     /// Register what is registered for the region's other views: before any page of it can be far for this one.
     pub fn register_as_flagged(&self, region: &Region) -> io::Result<()> {
-        region
-            .registered_chunks()
-            .try_for_each(|(first, count, flag)| self.register(first, count, Registered::of(flag)))
+        region.registered_chunks().try_for_each(|(chunk, flag)| self.register(chunk, Registered::of(flag)))
     }
 
     /// Have the kernel look who touches these pages, or look no longer. Where they are not registered for accesses (the
     /// process came in the middle of a cycle and cannot, or is going) nothing is done.
-    pub(crate) fn protect(&self, first: PageIdx, count: u64, protected: bool) -> io::Result<()> {
-        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected).map(drop))
+    pub(crate) fn protect(&self, pages: PageRange, protected: bool) -> io::Result<()> {
+        self.parts(pages).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected).map(drop))
     }
 
-    /// The runs of these pages, as `(first, count)`, that were touched since they were protected, or mapped since.
-    pub(crate) fn accessed(&self, first: PageIdx, count: u64) -> io::Result<Vec<(PageIdx, u64)>> {
+    /// Those of these pages that were touched since they were protected, or mapped since.
+    pub(crate) fn accessed(&self, pages: PageRange) -> io::Result<Vec<PageRange>> {
         let Some(remote) = self.view.remote().filter(|_| self.view.sees_accesses) else { return Ok(Vec::new()) };
-        let found = remote.accessed(self.addr(first), PageCount(count).bytes().0)?;
+        let found = remote.accessed(self.addr(pages.start()), pages.bytes().0)?;
         let page = |at: Hva| PageIdx::containing(at.0 - self.base.0);
-        Ok(found.into_iter().map(|(start, end)| (page(start), page(end).0 - page(start).0)).collect())
+        Ok(found.into_iter().map(|(start, end)| PageRange::new(page(start), page(end))).collect())
     }
 
     /// From now on the kernel serves them.
-    pub(crate) fn unregister(&self, first: PageIdx, count: u64) -> io::Result<()> {
-        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.unregister(start, len))
+    pub(crate) fn unregister(&self, pages: PageRange) -> io::Result<()> {
+        self.parts(pages).try_for_each(|(uffd, start, len)| uffd.unregister(start, len))
     }
 
     /// Wake whoever waits for these pages.
-    pub(crate) fn wake_run(&self, first: PageIdx, count: u64) -> io::Result<()> {
-        self.parts(first, count).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
+    pub(crate) fn wake_run(&self, pages: PageRange) -> io::Result<()> {
+        self.parts(pages).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
     }
 
-    /// Map those of `count` base pages of one unit that are in the file. The caller holds their locks.
-    pub(crate) fn map_run(&self, first: PageIdx, count: u64) -> io::Result<()> {
+    /// Map those of these base pages of one unit that are in the file. The caller holds their locks.
+    pub(crate) fn map_run(&self, pages: PageRange) -> io::Result<()> {
         /// The address space changes: whoever wants the pages will fault.
         const TRIES: u32 = 8;
         let (mut done, mut tries) = (0, 0);
-        while done < count && tries < TRIES {
-            let at = PageIdx(first.0 + done);
-            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), count - done)?;
+        while done < pages.count() && tries < TRIES {
+            let at = PageIdx(pages.start().0 + done);
+            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), pages.count() - done)?;
             done += mapped;
             match outcome {
                 FillOutcome::Done | FillOutcome::Gone => break,

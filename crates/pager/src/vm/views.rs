@@ -5,12 +5,11 @@
 //! Promise: no page is zapped in a chunk that is not registered with every view.
 
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ballast_base::wire::{self, RegionInfo};
-use ballast_base::{Hva, PAGES_PER_UNIT, PageCount, PageIdx};
+use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
 
 use super::workers::Serves;
@@ -21,7 +20,6 @@ use crate::scan::touches::KeepRegistered;
 use crate::vm::region::{Region, Registered};
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
-use ballast_page::evict::Run;
 use ballast_page::page_state::{State, Word};
 
 impl Vm {
@@ -34,8 +32,8 @@ impl Vm {
         let layout = self.layout.write().expect("no panic while held");
         for region in self.regions() {
             register_as_flagged(&region, &view)?;
-            for (first, count, _) in region.registered_chunks() {
-                coalesce::learn(&view, &region, first, count);
+            for (chunk, _) in region.registered_chunks() {
+                coalesce::learn(&view, &region, chunk);
             }
         }
         self.views.write().expect("no panic while held").push(view.clone());
@@ -73,8 +71,8 @@ impl Vm {
 
     /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about
     /// to be zapped or watched: memory nobody reclaims from costs nothing.
-    pub(crate) fn register(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<()> {
-        for (first, count, flag) in region.chunks(first, end) {
+    pub(crate) fn register(&self, region: &Region, pages: PageRange) -> io::Result<()> {
+        for (chunk, flag) in region.chunks(pages) {
             if Registered::of(flag) != Registered::No {
                 continue;
             }
@@ -82,22 +80,21 @@ impl Vm {
             if Registered::of(flag) != Registered::No {
                 continue;
             }
-            let len = PageCount(count).bytes();
             let views = self.views();
             let mapped: Vec<_> = views.iter().filter_map(|view| Some((view, view.of_region(region)?))).collect();
             if mapped.is_empty() {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
-            mapped.iter().for_each(|(view, _)| coalesce::learn(view, region, first, count));
+            mapped.iter().for_each(|(view, _)| coalesce::learn(view, region, chunk));
             // What is registered for accesses cannot be mapped huge any more.
-            let huge = region.granule_pages() == 1 && region.units().any_huge(first, count);
+            let huge = region.granule_pages() == 1 && region.units().any_huge(chunk);
             let how = match mapped.iter().all(|(view, _)| view.sees_accesses()) && !huge {
                 true => Registered::Accesses,
                 false => Registered::Faults,
             };
-            mapped.iter().try_for_each(|(_, memory)| memory.register(first, count, how))?;
+            mapped.iter().try_for_each(|(_, memory)| memory.register(chunk, how))?;
             how.store(flag);
-            self.stats().add(Counter::RegisteredBytes, len.0);
+            self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);
         }
         // Last: flags that were lost say what is not known to be so.
         region.check_table()
@@ -105,14 +102,13 @@ impl Vm {
 
     /// The same, if that can be. Returns false if the VMM has mapped something in these chunks that is no RAM and that
     /// the kernel will not register: then they are kept.
-    pub(crate) fn register_or_keep(&self, region: &Region, first: PageIdx, end: PageIdx) -> io::Result<bool> {
-        let Err(error) = self.register(region, first, end) else { return Ok(true) };
+    pub(crate) fn register_or_keep(&self, region: &Region, pages: PageRange) -> io::Result<bool> {
+        let Err(error) = self.register(region, pages) else { return Ok(true) };
         if error.kind() != io::ErrorKind::InvalidInput {
             return Err(error);
         }
-        for (first, count, _) in region.chunks(first, end) {
-            let chunk = first.0..first.0 + count;
-            let Err(error) = self.register(region, first, PageIdx(chunk.end)) else { continue };
+        for (chunk, _) in region.chunks(pages) {
+            let Err(error) = self.register(region, chunk) else { continue };
             let views = self.views();
             let mut mapped = views.iter().filter(|view| view.base(region.number).is_some());
             let Some(view) = mapped.find(|_| error.kind() == io::ErrorKind::InvalidInput) else { return Err(error) };
@@ -123,22 +119,22 @@ impl Vm {
 
     /// The client of this view could not zap these parts of its RAM. Returns their pages, whole granules; from now on
     /// they are not proposed.
-    pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, Run)> {
+    pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, PageRange)> {
         let pages = parts.iter().flat_map(|part| view.pages_in(*part));
         let kept = pages.filter_map(|(number, pages)| {
             let region = self.region(number).filter(|region| !region.is_removed())?;
-            let end = pages.end.next_multiple_of(region.granule_pages()).min(region.pages().0);
-            let first = region.first_of(PageIdx(pages.start));
-            self.keep(view, &region, first.0..end);
-            Some((region, (first, end.saturating_sub(first.0))))
+            let end = PageIdx(pages.end().0.next_multiple_of(region.granule_pages()));
+            let pages = PageRange::new(region.first_of(pages.start()), end.min(region.range().end()));
+            self.keep(view, &region, pages);
+            Some((region, pages))
         });
         kept.collect()
     }
 
-    fn keep(&self, view: &View, region: &Region, pages: Range<u64>) {
+    fn keep(&self, view: &View, region: &Region, pages: PageRange) {
         let first = !view.kept.any();
-        let at = view.base(region.number).map_or(Hva(0), |base| base + PageIdx(pages.start).offset());
-        let len = PageCount(pages.end - pages.start).bytes();
+        let at = view.base(region.number).map_or(Hva(0), |base| base + pages.start().offset());
+        let len = pages.bytes();
         if view.kept.add(region.number, pages) && first {
             let why = "it has mapped something over them, or locked them";
             let text =
@@ -154,8 +150,7 @@ impl Vm {
         let Some(region) = region.filter(|region| region.units().get(u64::from(id.unit)).is_some()) else {
             return Ok(None);
         };
-        let first = PageIdx::first_of_unit(u64::from(id.unit));
-        let registered = self.register_or_keep(&region, first, PageIdx(first.0 + PAGES_PER_UNIT))?;
+        let registered = self.register_or_keep(&region, PageRange::of_unit(u64::from(id.unit)))?;
         Ok(registered.then_some(region))
     }
 
@@ -172,12 +167,12 @@ impl Vm {
         if self.touches.is_running() {
             return Ok(());
         }
-        for (first, count, flag) in region.chunks(PageIdx(0), PageIdx(region.pages().0)) {
+        for (chunk, flag) in region.chunks(region.range()) {
             if Registered::of(flag) == Registered::No {
                 continue;
             }
             let mut settled = true;
-            for page in region.granules(first.0..first.0 + count) {
+            for page in region.granules(chunk) {
                 let granule = region.granule(page);
                 let word = granule.cell().load();
                 // A zero page is a hole, and an unregistered hole reads as zeros.
@@ -192,14 +187,13 @@ impl Vm {
                 }
             }
             if settled {
-                let len = PageCount(count).bytes();
                 // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs
                 // bytes.
                 Registered::No.store(flag);
-                self.stats().sub(Counter::RegisteredBytes, len.0);
+                self.stats().sub(Counter::RegisteredBytes, chunk.bytes().0);
                 for view in self.views() {
                     if let Some(memory) = view.of_region(region) {
-                        memory.unregister(first, count)?;
+                        memory.unregister(chunk)?;
                     }
                 }
             }

@@ -8,11 +8,10 @@
 //! has read there too early, and are replaced as `fault` does it. It may stop at any page and be begun again.
 
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 
 use ballast_base::wire::RegionInfo;
-use ballast_base::{Bytes, Hva, PageCount, PageIdx};
+use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, scm};
 
@@ -60,9 +59,9 @@ impl Vm {
                 if !go_on() {
                     return Ok(false);
                 }
-                own.cover(region, &chunk)?;
+                own.cover(region, chunk)?;
                 let mut stopped = false;
-                let restored = self.restore_through(region, chunk.clone(), &views, &mut || {
+                let restored = self.restore_through(region, chunk, &views, &mut || {
                     std::thread::sleep(PAUSE);
                     stopped = !go_on();
                     !stopped
@@ -71,7 +70,7 @@ impl Vm {
                     failed = restored;
                 }
                 // Its page tables are not needed any more, and nobody shall think that this process uses the memory.
-                own.uncover(&chunk)?;
+                own.uncover(chunk)?;
                 done.pages.0 += far * u64::from(!stopped);
                 Ok(!stopped)
             })?;
@@ -83,23 +82,20 @@ impl Vm {
         failed.map(|()| done)
     }
 
-    /// Call this with every chunk that has far pages, and how many; until it answers false.
+    /// Call this with every chunk that has far pages, and how many; until it returns false.
     fn far_chunks(
         &self,
         region: &Region,
-        mut each: impl FnMut(Range<u64>, u64) -> io::Result<bool>,
+        mut each: impl FnMut(PageRange, u64) -> io::Result<bool>,
     ) -> io::Result<bool> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(true) };
         for written in self.state.written_words(&record)? {
-            let mut next = written.start;
-            while next < written.end {
-                let end = written.end.min((next + 1).next_multiple_of(PAGES_PER_CHUNK));
+            for chunk in written.pieces(PAGES_PER_CHUNK) {
                 let is_far = |page: &PageIdx| matches!(region.word(*page).state(), State::Far | State::Restoring);
-                let far = region.granules(next..end).filter(is_far).count() as u64 * region.granule_pages();
-                if far > 0 && !each(next..end, far)? {
+                let far = region.granules(chunk).filter(is_far).count() as u64 * region.granule_pages();
+                if far > 0 && !each(chunk, far)? {
                     return Ok(false);
                 }
-                next = end;
             }
         }
         Ok(true)
@@ -126,13 +122,12 @@ impl OwnView {
         Ok(Self { view: Arc::new(view), map, _client: client })
     }
 
-    fn cover(&self, region: &Region, pages: &Range<u64>) -> io::Result<()> {
+    fn cover(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         let Some(memory) = self.view.of_region(region) else { return Ok(()) };
-        memory.register(PageIdx(pages.start), pages.end - pages.start, Registered::Faults)
+        memory.register(pages, Registered::Faults)
     }
 
-    fn uncover(&self, pages: &Range<u64>) -> io::Result<()> {
-        let [start, end] = [pages.start, pages.end].map(|page| PageIdx(page).offset() as usize);
-        self.map.zap(start, end - start)
+    fn uncover(&self, pages: PageRange) -> io::Result<()> {
+        self.map.zap(pages.start().offset() as usize, pages.bytes().0 as usize)
     }
 }
