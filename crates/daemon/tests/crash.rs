@@ -88,14 +88,14 @@ fn keeper_and_engine_killed_together_lose_no_byte() {
 }
 
 #[test]
-fn a_vm_of_three_fault_lanes_loses_no_byte_whoever_is_killed() {
+fn a_vm_of_three_fault_workers_loses_no_byte_whoever_is_killed() {
     let mut daemon = Daemon::start(QUICK);
     let args = "--workload uniform --ram 112M --limit 24M --threads 4 --zero-fraction 0.1";
     let guest = Guest::start_with(&daemon, "victim", args, &[("BALLAST_FAULT_WORKERS", "3")]);
     for round in 0..kills() / 4 {
         evicting(&daemon, "victim");
         let engine = daemon.engine_pid().expect("an engine");
-        until("all lanes run", || threads(engine, "fault/victim") == 3);
+        until("all workers run", || threads(engine, "fault/victim") == 3);
         std::thread::sleep(moment(round));
         // The engine alone; the keeper alone, whose engine is ended by the next; both.
         if round % 3 != 0 {

@@ -56,8 +56,8 @@ fn read_by_a_foreign_mapper(rig: &Rig) -> u64 {
         .status()
         .expect("another process");
     assert!(status.success());
-    // Not all: a page that was only read is clean, and once the foreign mapper has gone, the host's reclaim may drop it,
-    // without swap.
+    // Not all: a page that was only read is clean, and once the foreign mapper has gone, the host's reclaim may drop
+    // it, without swap.
     let filled = Bytes(rig.resident().0 - before.0).pages_floor().0;
     assert!(filled > far / 2, "the foreign mapper has filled {filled} holes of {far}");
     far

@@ -25,7 +25,7 @@ const RUN: usize = 8;
 pub fn run(vm: &Vm) {
     let (mut served, mut cpus) = (None, Busy::of_this_thread());
     let mut buffer = Box::new([[0; PAGE_SIZE]; RUN]);
-    while let Some(Request { view, region: number, pages }) = vm.prefetch.next(served, &mut cpus) {
+    while let Some(Request { view, region: number, pages }) = vm.mail.prefetch.next(served, &mut cpus) {
         served = Some(Instant::now());
         let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
         if let Err(error) = bring_back(vm, &view, &region, pages, &mut buffer[..]) {
@@ -45,14 +45,14 @@ fn bring_back(
     // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
-    if vm.throttle.spare().is_none()
+    if vm.mail.throttle.spare().is_none()
         && let Some(limit) = vm.effective_limit()
         && (vm.resident()? + PageCount(pages.count())).bytes() > limit
     {
         return Ok(());
     }
     let mut rest = pages;
-    while vm.throttle.spare().is_none_or(|spare| spare >= RUN as i64) {
+    while vm.mail.throttle.spare().is_none_or(|spare| spare >= RUN as i64) {
         let Some(came) = restore_next_run(vm, region, &memory, rest, buffer)? else { break };
         rest = rest.from(came.end());
     }

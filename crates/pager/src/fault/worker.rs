@@ -169,7 +169,7 @@ impl FaultWorker<'_> {
         }
         let granule = region.granule(page);
         let is_missing = pending.fault.kind == FaultKind::Missing;
-        if is_missing && !vm.throttle.admits(granule.pages(), || pending.since.elapsed()) {
+        if is_missing && !vm.mail.throttle.admits(granule.pages(), || pending.since.elapsed()) {
             if !std::mem::replace(&mut pending.throttled, true) {
                 vm.notify_reclaim();
             }
@@ -181,7 +181,7 @@ impl FaultWorker<'_> {
         }
         // Only the RAM store is asked here. A page that goes to the file just now is tried again, and then it is there.
         if vm.stores.file.is_some() && granule.is_in_file() {
-            vm.slow.take(vm.stats(), self.view, *pending);
+            vm.mail.slow.take(vm.stats(), self.view, *pending);
             return true;
         }
         let came_along = is_missing && granule.pages() == 1 && self.read_ahead(&region, page);
@@ -194,8 +194,8 @@ impl FaultWorker<'_> {
             touch::served(vm, &region, &memory, page, pending, (tracked, around));
         }
         if served == Served::Restored && granule.pages() == 1 && !came_along {
-            for pages in self.cluster.restored(&region, page, away, vm.throttle.is_tight(), Instant::now()) {
-                vm.prefetch.request(self.view, region.number, pages);
+            for pages in self.cluster.restored(&region, page, away, vm.mail.throttle.is_tight(), Instant::now()) {
+                vm.mail.prefetch.request(self.view, region.number, pages);
             }
         }
         true

@@ -153,13 +153,13 @@ pub fn run(vm: &Vm) {
     }
     let mut pause = Duration::ZERO;
     while !vm.is_stopping() {
-        vm.wait_for_notify(pause);
+        vm.mail.reclaim.wait(pause);
         vm.pressure.sample(vm.stats(), Instant::now());
         pause = match worker.round() {
             Ok(pause) => pause,
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
-                vm.throttle.open();
+                vm.mail.throttle.open();
                 worker.release_all();
                 if let Err(error) = worker.forget_quarantine() {
                     tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
@@ -172,7 +172,7 @@ pub fn run(vm: &Vm) {
             vm.stores.ram.tidy();
         }
     }
-    vm.throttle.open();
+    vm.mail.throttle.open();
     worker.release_all();
 }
 
@@ -185,9 +185,9 @@ impl ReclaimWorker<'_> {
         let limit = match self.limit(now) {
             Ok(limit) => limit,
             Err(rest) => {
-                vm.throttle.open();
+                vm.mail.throttle.open();
                 if rest != Rest::StoreRefused {
-                    vm.over_limit.store(false, Ordering::Relaxed);
+                    vm.mail.over_limit.store(false, Ordering::Relaxed);
                     vm.pinned.clear();
                     self.release_all();
                 }
@@ -195,14 +195,14 @@ impl ReclaimWorker<'_> {
             }
         };
         let resident = vm.resident()?.bytes().0;
-        vm.over_limit.store(resident > limit.0, Ordering::Relaxed);
+        vm.mail.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
         if vm.may_pin() && self.check.is_none() {
             // Its pages must stay in quarantine for T, however long its faults would wait.
-            vm.throttle.open();
+            vm.mail.throttle.open();
         } else {
             let pages = |bytes| Bytes(bytes).pages_floor().0;
-            vm.throttle.set(pages(resident), pages(limit.0), pages(margin));
+            vm.mail.throttle.set(pages(resident), pages(limit.0), pages(margin));
         }
         let low = limit.0.saturating_sub(margin);
         if resident <= low {
@@ -214,7 +214,7 @@ impl ReclaimWorker<'_> {
         }
         let excess = Bytes(resident - low).pages_floor().0;
         // A fault that waits for credits is as urgent.
-        let is_short = vm.throttle.was_short();
+        let is_short = vm.mail.throttle.was_short();
         let over_limit = resident > limit.0 || is_short;
         if is_short {
             // More in quarantine at a time, which still tells hot pages from cold ones; if that is not enough, a
@@ -231,7 +231,7 @@ impl ReclaimWorker<'_> {
                 (self.direct_quarantine + self.direct_quarantine / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.forced = false;
         }
-        self.history.take_note(&vm.refaults, limit.pages_floor().0, now);
+        self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
@@ -248,7 +248,7 @@ impl ReclaimWorker<'_> {
             (true, true) => Duration::ZERO,
             (true, false) if self.fruitless >= HELD_UP_AFTER => {
                 // No fault need wait for room, and looking for more costs a look at every page.
-                vm.throttle.open();
+                vm.mail.throttle.open();
                 IDLE.max(now.elapsed() * PINNED_REST)
             }
             (true, false) => DIRECT.min(self.wait_for(Some(self.direct_quarantine))),
@@ -415,7 +415,7 @@ impl ReclaimWorker<'_> {
 
     /// The store would not take a page: rest, and say so once.
     fn store_refused(&mut self, full: bool) {
-        if full && self.vm.spill.make_room() {
+        if full && self.vm.mail.spill.make_room() {
             self.rest_until = Some(Instant::now() + SPILL_REST);
             return;
         }

@@ -55,20 +55,20 @@ pub(crate) fn touched(
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
         // Before the unit is mapped: from then on nobody would see a touch.
-        fine = vm.touches.mark(id, page);
+        fine = vm.mail.touches.mark(id, page);
         if !fine {
             unit.touch(page);
         }
         // What reclaim took or was about to take would have been a fault without us, too: a VM that misses much would
         // seem costly to track, and then not be tracked, when it needs that most.
         tracked = pending.fault.kind == FaultKind::Minor && region.word(page).state() == State::Resident;
-        vm.touches.count_fault(tracked);
+        vm.mail.touches.count_fault(tracked);
     }
     if pending.fault.kind == FaultKind::Minor
         && let Some(mapping) = unit.as_whole().enter()
     {
         if map_huge(view, region, &[(page.unit(), mapping)]) {
-            vm.touches.charge(pending.since);
+            vm.mail.touches.charge(pending.since);
             return Touch::Mapped;
         }
         unit.tear();
@@ -90,7 +90,7 @@ pub(crate) fn served(
         tracing::debug!(vm = vm.state.name(), "Mapping pages around page {page}: {error}");
     }
     if tracked {
-        vm.touches.charge(pending.since);
+        vm.mail.touches.charge(pending.since);
     }
 }
 

@@ -112,7 +112,7 @@ impl<'a> ZapScan<'a> {
 
     /// End the cycle. Returns what was seen, and what guest threads waited.
     pub(crate) fn end(&mut self) -> (Vec<(UnitId, Seen)>, Cost) {
-        let (faults, guest) = self.vm.touches.cost();
+        let (faults, guest) = self.vm.mail.touches.cost();
         let units = std::mem::take(&mut self.units);
         let seen = self.finish(&units);
         // While a thread waits for its fault, the worker works on it.
@@ -122,7 +122,7 @@ impl<'a> ZapScan<'a> {
     fn begin(&self, units: &[Watched]) -> io::Result<()> {
         let vm = self.vm;
         let views = vm.views();
-        vm.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
+        vm.mail.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
         for watched in units {
             let unit = watched.unit();
             unit.track();
@@ -211,7 +211,7 @@ impl<'a> ZapScan<'a> {
             run.push((watched.number(), mapping));
         }
         self.map_run(of, &mut run);
-        self.vm.touches.begin(std::iter::empty());
+        self.vm.mail.touches.begin(std::iter::empty());
         seen
     }
 
@@ -221,7 +221,7 @@ impl<'a> ZapScan<'a> {
             None if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched: touched != 0 },
             None => Seen::Blocks { touched },
             Some(pages) => {
-                let touched = self.vm.touches.pages(watched.id).and(pages);
+                let touched = self.vm.mail.touches.pages(watched.id).and(pages);
                 Seen::Fine { watched: pages, touched }
             }
         }

@@ -33,7 +33,7 @@ impl Drop for Waits<'_> {
 /// Serve such faults until the VM is stopped.
 pub fn run(vm: &Vm) {
     while !vm.is_stopping() {
-        let Some((view, pending)) = vm.slow.next(|| vm.is_stopping()) else { continue };
+        let Some((view, pending)) = vm.mail.slow.next(|| vm.is_stopping()) else { continue };
         let waits = Waits(vm, &view);
         if view.is_closed() {
             // No other worker has this fault: it is raised anew, for the thread that serves that memory next.
@@ -44,7 +44,7 @@ pub fn run(vm: &Vm) {
             continue;
         }
         std::mem::forget(waits);
-        vm.slow.push(view, pending);
+        vm.mail.slow.push(view, pending);
         std::thread::sleep(RETRY);
     }
 }

@@ -104,10 +104,10 @@ pub fn run(vm: &Vm) {
         said: false,
         run: Run::default(),
     };
-    vm.spill.set_helps(true);
-    let _ends = Ends(&vm.spill);
+    vm.mail.spill.set_helps(true);
+    let _ends = Ends(&vm.mail.spill);
     while !vm.is_stopping() {
-        let wanted = vm.spill.wait(|| vm.is_stopping(), worker.pause());
+        let wanted = vm.mail.spill.wait(|| vm.is_stopping(), worker.pause());
         worker.file.tidy();
         if let Err(error) = worker.round(wanted, Instant::now()) {
             vm.report("spill-failed", format!("Reading the page-state words: {error}"));
@@ -146,7 +146,7 @@ impl SpillWorker<'_> {
         let ram = &vm.stores.ram;
         if wanted {
             let moved = self.turn(Take::All, WANTED)?;
-            vm.spill.set_helps(moved > 0);
+            vm.mail.spill.set_helps(moved > 0);
             ram.tidy();
             vm.notify_reclaim();
         } else if self.pass.is_some() || now >= self.next_pass {
@@ -196,7 +196,7 @@ impl SpillWorker<'_> {
                     moved += gone;
                     page = next;
                     let enough = moved >= quota.pages || words >= quota.words;
-                    if enough || self.rest_until.is_some() || vm.is_stopping() || vm.spill.is_wanted() {
+                    if enough || self.rest_until.is_some() || vm.is_stopping() || vm.mail.spill.is_wanted() {
                         return Ok((Some((region.number, page)), moved));
                     }
                 }
@@ -216,7 +216,7 @@ impl SpillWorker<'_> {
             }
             let gone = self.flush(region);
             moved += gone;
-            let stop = || moved >= most || self.vm.is_stopping() || self.vm.spill.is_wanted();
+            let stop = || moved >= most || self.vm.is_stopping() || self.vm.mail.spill.is_wanted();
             if self.rest_until.is_some() || gone > 0 && stop() {
                 break;
             }
@@ -291,7 +291,7 @@ impl SpillWorker<'_> {
             Some(outcome) => self.rest(outcome),
             None => {
                 self.said = false;
-                vm.spill.set_helps(true);
+                vm.mail.spill.set_helps(true);
             }
         }
         moved
@@ -301,7 +301,7 @@ impl SpillWorker<'_> {
     fn rest(&mut self, outcome: PutOutcome) {
         let full = outcome == PutOutcome::Full;
         self.rest_until = Some(Instant::now() + if full { FULL_REST } else { BUSY_REST });
-        self.vm.spill.set_helps(false);
+        self.vm.mail.spill.set_helps(false);
         if !std::mem::replace(&mut self.said, true) {
             let usage = if full { "has no room" } else { "does not take pages now" };
             let why = self.file.last_refusal().unwrap_or_else(|| "it gives no reason".into());

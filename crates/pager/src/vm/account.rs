@@ -18,8 +18,8 @@ use ballast_page::page_state::State;
 impl Vm {
     /// How many pages readahead may bring in: half of the credits, because others fault, too.
     pub(crate) fn readahead_credits(&self) -> u64 {
-        let unlimited = || if self.over_limit.load(Ordering::Relaxed) { 0 } else { u64::MAX };
-        self.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
+        let unlimited = || if self.mail.over_limit.load(Ordering::Relaxed) { 0 } else { u64::MAX };
+        self.mail.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
     }
 
     /// DRAM the RAM files use; a file that holds several regions counts once.

@@ -75,7 +75,7 @@ impl Vm {
 
     /// RAM is about to be unplugged: forget its far pages.
     pub fn remove_region(&self, view: &View, start: Hva) -> io::Result<Option<u32>> {
-        let _layout = self.layout.write().expect("no panic while held");
+        let _layout = self.memory.change_layout();
         let Some(number) = view.remove_span(start) else { return Ok(None) };
         if self.views().iter().any(|other| other.base(number).is_some()) {
             // Only this process is done with it.

@@ -72,7 +72,7 @@ impl Ledger<'_> {
         let took = since.elapsed();
         stats.record(Latency::Fault, took);
         if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
-            self.vm.throttle.came(pages);
+            self.vm.mail.throttle.came(pages);
         }
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             stats.record(Latency::Restore, took);
@@ -114,7 +114,7 @@ impl Ledger<'_> {
         for moved in moves {
             self.moved(moved.from.state(), moved.to.state(), 1);
         }
-        self.vm.throttle.came(moves.len() as u64);
+        self.vm.mail.throttle.came(moves.len() as u64);
         self.refaulted(region, first, moves);
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }
@@ -125,7 +125,7 @@ impl Ledger<'_> {
         for (at, moved) in moves.iter().enumerate() {
             let page = PageIdx(first.0 + at as u64 * region.granule_pages());
             let this_ms = region.departures().away_ms(page.0, moved.from.age(), now_ms);
-            self.vm.refaults.push((region.number, page), this_ms);
+            self.vm.mail.refaults.push((region.number, page), this_ms);
             away_ms += this_ms;
             back_milli_hz += interval::milli_hz(this_ms);
         }
@@ -145,7 +145,7 @@ impl Ledger<'_> {
         stats.add(Counter::EvictedZero, evicted.zero);
         stats.add(Counter::Aborted, evicted.aborted);
         stats.add(Counter::Failed, evicted.stuck);
-        self.vm.throttle.went(evicted.far + evicted.zero);
+        self.vm.mail.throttle.went(evicted.far + evicted.zero);
     }
 
     /// Pages were given up by the VMM.

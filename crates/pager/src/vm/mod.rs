@@ -4,28 +4,45 @@
 //! Threads: the public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
 //! Promise: no page is served before [`Vm::start`], and by then `recover` has mended what the last engine left.
 //!
-//! Here is what a VM is and what it is told; what it does is in `workers` (its threads), `views` (who maps it, and what
-//! is registered), `discard`, `restore` (all pages back), `write_back` (into files that outlive the VM) and `account`
-//! (counters, and where its pages are).
+//! A VM is its memory (`memory`: regions, address spaces, registration) and mailboxes (`mailboxes`), and what it is
+//! told. What it does is in `workers` (its threads), `views` (who maps it, and what is registered), `discard`,
+//! `restore` (all pages back), `write_back` (into files that outlive the VM), `ledger` and `account` (what is counted).
+//!
+//! # Lock order
+//!
+//! A thread that holds one of these takes only those below it. A lock that is not in the list is a leaf: nothing else
+//! is taken under it.
+//!
+//! | | Lock | Held for |
+//! |---|---|---|
+//! | 1 | `Memory::layout` | moving pages (shared), adding a view, unplugging (exclusive) |
+//! | 2 | `Memory::registering` | registering a chunk, giving chunks back, beginning a cycle of tracking |
+//! | 3 | `View::serving`, `View::serving_from_disk` | serving a fault (shared), forgetting a mapping (exclusive) |
+//! | 4 | stage of a unit: Mapping | mapping 2 MiB at once; disturbing waits for it, without page locks |
+//! | 5 | page locks: the lock bits of words | a move of a granule; ascending where several are held |
+//! | 6 | the tracker of heat (`VmHeat`) | planning and absorbing a cycle, picking |
+//! | 7 | `Memory::regions` (while one is opened), `Kept`, `Pinned`, what cannot be read, spans of a view | looking up |
+//!
+//! A fault worker holds 3 and only *tries* 1. No worker waits for a page lock while it holds one but a discard, which
+//! takes them in ascending order; all others leave a page that they find locked, and come again. Nothing is held while
+//! a worker waits for a client's answer (`View::zap`) or for another worker. While a page is read from a disk, 1 is
+//! held shared if all pages are being brought back, and `View::serving_from_disk` by slow workers, for which no other
+//! fault waits.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ballast_base::wire::EngineToClient;
 use ballast_base::{Bytes, PageCount};
 use ballast_heat::VmHeat;
 
-use crate::fault::prefetch_queue::PrefetchQueue;
-use crate::fault::throttle::Throttle;
 use crate::reclaim::pinned::{Pinned, Pins};
-use crate::reclaim::refault::Refaults;
-use crate::scan::touches::Touches;
-use crate::tier::slow_queue::SlowQueue;
-use crate::tier::spill_request::SpillRequest;
 use crate::tier::stores::Stores;
+use crate::vm::lifecycle::Lifecycle;
+use crate::vm::mailboxes::Mailboxes;
+use crate::vm::memory::Memory;
 use crate::vm::region::Region;
 use crate::vm::state_file::{StateError, StateFile};
 use crate::vm::stats::{Pressure, Stats};
@@ -36,6 +53,9 @@ mod account;
 mod client;
 mod discard;
 pub(crate) mod ledger;
+mod lifecycle;
+mod mailboxes;
+mod memory;
 pub mod recover;
 pub mod region;
 mod restore;
@@ -91,21 +111,14 @@ pub struct Vm {
     pub pressure: Pressure,
     /// Who is hot.
     pub heat: Arc<VmHeat>,
-    /// What fault workers tell the tracker.
-    pub(crate) touches: Touches,
-    track: AtomicU8,
-    /// What to prefetch.
-    pub(crate) prefetch: PrefetchQueue,
-    /// Faults that wait for a disk.
-    pub(crate) slow: SlowQueue,
-    /// What the spill worker is asked for.
-    pub(crate) spill: SpillRequest,
+    /// Regions, address spaces, registration.
+    pub(crate) memory: Memory,
+    /// What its workers tell each other.
+    pub(crate) mail: Mailboxes,
+    life: Lifecycle,
     epoch: u64,
     tickets: AtomicU64,
-    regions: RwLock<Vec<Arc<Region>>>,
-    views: RwLock<Vec<Arc<View>>>,
-    workers: Mutex<Vec<JoinHandle<()>>>,
-    stopping: AtomicBool,
+    track: AtomicU8,
     /// Why its VMM was told to stop it.
     halted: OnceLock<String>,
     /// Why nothing may be reclaimed, by kind of reason.
@@ -114,26 +127,10 @@ pub struct Vm {
     may_pin: AtomicBool,
     /// Whether it can be known who holds a page.
     pub(crate) pins: Arc<Pins>,
-    /// Pages that somebody holds.
+    /// Pages that are held.
     pub pinned: Pinned,
-    /// Was it above its limit when the reclaim worker last checked?
-    pub(crate) over_limit: AtomicBool,
-    /// How fast pages may come in while it is above its limit.
-    pub(crate) throttle: Throttle,
-    /// The last refaults.
-    pub(crate) refaults: Refaults,
-    /// Far pages in whose place there was something in the file.
+    /// Far pages whose hole in the file another process had filled.
     filled: AtomicU64,
-    /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
-    generation: AtomicU64,
-    reclaim_wanted: Mutex<bool>,
-    reclaim_notified: Condvar,
-    /// Where workers sleep until the VM is stopped.
-    sleeping: (Mutex<()>, Condvar),
-    /// Held by whoever registers memory with userfaultfd or gives it back.
-    registering: Mutex<()>,
-    /// Held shared by whoever moves pages of a region, exclusively by an unplug.
-    layout: RwLock<()>,
     report: Report,
 }
 
@@ -153,32 +150,18 @@ impl Vm {
             tuning,
             pressure,
             heat: Arc::new(VmHeat::new(tuning.heat, epoch)),
-            touches: Touches::default(),
-            track: AtomicU8::new(tuning.track as u8),
-            prefetch: PrefetchQueue::default(),
-            slow: SlowQueue::default(),
-            spill: SpillRequest::default(),
+            memory: Memory::default(),
+            mail: Mailboxes::default(),
+            life: Lifecycle::default(),
             epoch,
             tickets: AtomicU64::new(0),
-            regions: RwLock::default(),
-            views: RwLock::default(),
-            workers: Mutex::default(),
-            stopping: AtomicBool::new(false),
+            track: AtomicU8::new(tuning.track as u8),
             halted: OnceLock::new(),
             holds: Mutex::default(),
             may_pin: AtomicBool::new(false),
             pins: Arc::default(),
             pinned: Pinned::default(),
-            over_limit: AtomicBool::new(false),
-            throttle: Throttle::default(),
-            refaults: Refaults::default(),
             filled: AtomicU64::new(0),
-            generation: AtomicU64::new(0),
-            reclaim_wanted: Mutex::default(),
-            reclaim_notified: Condvar::new(),
-            sleeping: Default::default(),
-            registering: Mutex::default(),
-            layout: RwLock::default(),
             report,
         }
     }
@@ -211,32 +194,31 @@ impl Vm {
 
     /// The regions; index is number.
     pub fn regions(&self) -> Vec<Arc<Region>> {
-        self.regions.read().expect("no panic while held").clone()
+        self.memory.regions()
     }
 
     /// One region.
     pub fn region(&self, number: u32) -> Option<Arc<Region>> {
-        self.regions.read().expect("no panic while held").get(number as usize).cloned()
+        self.memory.region(number)
     }
 
     /// The views.
     pub fn views(&self) -> Vec<Arc<View>> {
-        self.views.read().expect("no panic while held").clone()
+        self.memory.views()
     }
 
     /// Open the next region of the state file; they must come in order, with the right file each.
     pub fn open_region(&self, file: OwnedFd) -> Result<u32, StateError> {
-        let mut regions = self.regions.write().expect("no panic while held");
-        let number = regions.len() as u32;
-        let records = self.state.regions();
-        // The keeper has written this one.
-        self.state.remember();
-        let Some(record) = records.get(number as usize) else {
-            return Err(StateError::Invalid(format!("it has no region {number}")));
-        };
-        let table = self.state.map_region(record)?;
-        regions.push(Arc::new(Region::new(number, record, file, table)?));
-        Ok(number)
+        self.memory.add_region(|number| {
+            let records = self.state.regions();
+            // The keeper has written this one.
+            self.state.remember();
+            let Some(record) = records.get(number as usize) else {
+                return Err(StateError::Invalid(format!("it has no region {number}")));
+            };
+            let table = self.state.map_region(record)?;
+            Ok(Region::new(number, record, file, table)?)
+        })
     }
 
     /// Stop reclaiming, for this reason; `None` takes this kind of reason back.
@@ -275,7 +257,7 @@ impl Vm {
             Track::Off => false,
             Track::On => true,
             // Over its limit a VM loses whatever it has, and the CPU is reclaim's.
-            Track::Auto => self.effective_limit().is_some() && !self.over_limit.load(Ordering::Relaxed),
+            Track::Auto => self.effective_limit().is_some() && !self.mail.over_limit.load(Ordering::Relaxed),
         };
         wanted && !self.is_stopping() && self.held().is_none()
     }
@@ -289,7 +271,7 @@ impl Vm {
     /// no page is evicted any more that was not zapped for the full quarantine time.
     pub fn set_may_pin(&self) {
         self.may_pin.store(true, Ordering::Release);
-        drop(self.layout.write().expect("no panic while held"));
+        drop(self.memory.change_layout());
     }
 
     /// May something, so that even above its limit T is no shorter?
@@ -307,17 +289,17 @@ impl Vm {
 
     /// How many times a view was added.
     pub(crate) fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
+        self.memory.generation()
     }
 
     /// Held shared while pages of any region are moved.
     pub(crate) fn layout(&self) -> std::sync::RwLockReadGuard<'_, ()> {
-        self.layout.read().expect("no panic while held")
+        self.memory.layout()
     }
 
     /// The same, unless it is being changed or about to be.
     pub(crate) fn try_layout(&self) -> Option<std::sync::RwLockReadGuard<'_, ()>> {
-        self.layout.try_read().ok()
+        self.memory.try_layout()
     }
 
     /// Have what was said of the VM to its last opening by this engine. Before [`Vm::start`].

@@ -38,7 +38,7 @@ impl Vm {
     pub fn restore(&self) -> io::Result<()> {
         // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch
         // that did not see this hold is under way.
-        drop(self.layout.write().expect("no panic while held"));
+        drop(self.memory.change_layout());
         let mut done = Ok(());
         for region in self.regions() {
             done = done.and(self.restore_all(&region));

@@ -6,7 +6,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use ballast_base::wire::{self, RegionInfo};
 use ballast_base::{Hva, PageIdx, PageRange};
@@ -29,15 +28,14 @@ impl Vm {
             view.add_span(info, *region);
         }
         // No batch is under way while we hold the lock, and none from before counts afterwards.
-        let layout = self.layout.write().expect("no panic while held");
+        let layout = self.memory.change_layout();
         for region in self.regions() {
             register_as_flagged(&region, &view)?;
             for (chunk, _) in region.registered_chunks() {
                 coalesce::learn(&view, &region, chunk);
             }
         }
-        self.views.write().expect("no panic while held").push(view.clone());
-        self.generation.fetch_add(1, Ordering::AcqRel);
+        self.memory.add_view(view.clone());
         drop(layout);
         for shard in 0..view.shards().count() {
             let (vm, view) = (self.clone(), view.clone());
@@ -53,20 +51,15 @@ impl Vm {
 
     /// A process that is a view already maps one more region.
     pub fn add_span(&self, view: &View, info: &RegionInfo, number: u32) -> io::Result<()> {
-        let _layout = self.layout.write().expect("no panic while held");
+        let _layout = self.memory.change_layout();
         view.add_span(info, number);
-        self.generation.fetch_add(1, Ordering::AcqRel);
+        self.memory.next_generation();
         self.region(number).map_or(Ok(()), |region| register_as_flagged(&region, view))
     }
 
     /// A process that mapped this VM's RAM is gone.
     pub fn remove_view(&self, pid: u32) {
-        self.views.write().expect("no panic while held").retain(|view| {
-            if view.pid == pid {
-                view.close();
-            }
-            view.pid != pid
-        });
+        self.memory.remove_view(pid);
     }
 
     /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about
@@ -76,7 +69,7 @@ impl Vm {
             if Registered::of(flag) != Registered::No {
                 continue;
             }
-            let _one = self.registering.lock().expect("no panic while held");
+            let _one = self.memory.registering();
             if Registered::of(flag) != Registered::No {
                 continue;
             }
@@ -156,15 +149,15 @@ impl Vm {
 
     /// A cycle of tracking begins: what is registered stays so until what this returns is dropped.
     pub(crate) fn keep_registered(&self) -> KeepRegistered<'_> {
-        let _one = self.registering.lock().expect("no panic while held");
-        self.touches.begin_cycle()
+        let _one = self.memory.registering();
+        self.mail.touches.begin_cycle()
     }
 
     /// Give chunks without far, zero or quarantined pages back to the kernel, unless a cycle of tracking runs.
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
         // What the kernel has registered and what the flags say change together.
-        let _one = self.registering.lock().expect("no panic while held");
-        if self.touches.is_running() {
+        let _one = self.memory.registering();
+        if self.mail.touches.is_running() {
             return Ok(());
         }
         for (chunk, flag) in region.chunks(region.range()) {

@@ -6,7 +6,6 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Vm;
@@ -59,10 +58,7 @@ impl Vm {
             body();
         };
         let worker = std::thread::Builder::new().name(short(&name)).spawn(body)?;
-        let mut workers = self.workers.lock().expect("no panic while held");
-        // Views come and go; a thread that is not joined keeps its stack.
-        workers.retain(|worker| !worker.is_finished());
-        workers.push(worker);
+        self.life.add(worker);
         Ok(())
     }
 
@@ -95,20 +91,17 @@ impl Vm {
 
     /// Is the VM to be left alone from now on?
     pub fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
+        self.life.is_stopping()
     }
 
     /// End the workers. Blocks until they are gone; pages stay where they are.
     pub fn stop(&self) {
-        self.stopping.store(true, Ordering::Release);
+        self.life.stop();
         self.notify_reclaim();
-        drop(self.sleeping.0.lock().expect("no panic while held"));
-        self.sleeping.1.notify_all();
-        self.prefetch.end();
-        self.slow.notify();
-        self.spill.notify();
-        let workers = std::mem::take(&mut *self.workers.lock().expect("no panic while held"));
-        for worker in workers {
+        self.mail.prefetch.end();
+        self.mail.slow.notify();
+        self.mail.spill.notify();
+        for worker in self.life.take() {
             if worker.thread().id() != std::thread::current().id() && worker.join().is_err() {
                 self.report("worker-panic", "a worker of this VM panicked".into());
             }
@@ -117,55 +110,16 @@ impl Vm {
 
     /// Have the reclaim worker check the limit: it changed, or the VM grew over it.
     pub fn notify_reclaim(&self) {
-        *self.reclaim_wanted.lock().expect("no panic while held") = true;
-        self.reclaim_notified.notify_all();
-    }
-
-    /// The reclaim worker waits until it is notified, at most this long.
-    pub(crate) fn wait_for_notify(&self, at_most: Duration) {
-        let guard = self.reclaim_wanted.lock().expect("no panic while held");
-        let waited = self.reclaim_notified.wait_timeout_while(guard, at_most, |wanted| !*wanted);
-        *waited.expect("no panic while held").0 = false;
+        self.mail.reclaim.give();
     }
 
     /// Sleep this long, or until the VM is stopped; returns whether it goes on.
     pub(crate) fn sleep(&self, time: Duration) -> bool {
-        let guard = self.sleeping.0.lock().expect("no panic while held");
-        let waited = self.sleeping.1.wait_timeout_while(guard, time, |()| !self.is_stopping());
-        drop(waited.expect("no panic while held"));
-        !self.is_stopping()
+        self.life.sleep(time)
     }
 }
 
 /// Thread names are cut to 15 bytes by the kernel; cut them at a character.
 fn short(name: &str) -> String {
     name.chars().take(15).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::tier::stores::Stores;
-    use crate::vm::Tuning;
-    use crate::vm::state_file::StateFile;
-    use ballast_base::Bytes;
-    use ballast_base::wire::VmId;
-    use ballast_store::{Budget, RamOptions, RamStore};
-
-    #[test]
-    fn workers_that_ended_are_dropped_while_others_start() {
-        let state = StateFile::create(VmId([3; 16]), "test").expect("state");
-        let (store, _arena) = RamStore::create(RamOptions::new(Budget::new(Bytes(1 << 20)))).expect("store");
-        let stores = Stores { ram: Arc::new(store), file: None };
-        let vm = Vm::new(state, 1, stores, Tuning::default(), Arc::new(|_: &str, _| {}));
-        let workers = || vm.workers.lock().expect("no panic while held");
-        for _ in 0..50 {
-            vm.start_worker("fault", || {}).expect("a thread");
-            while workers().iter().any(|worker| !worker.is_finished()) {
-                std::thread::yield_now();
-            }
-        }
-        assert_eq!(workers().len(), 1, "each thread that is not joined keeps its stack");
-        vm.stop();
-    }
 }

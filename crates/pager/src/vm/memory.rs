@@ -1,0 +1,98 @@
+//! The memory of one VM: its regions, the address spaces that map them, and who may change or register them.
+//!
+//! Before: the state file names the regions, the keeper hands over processes. After: workers find what they move.
+//! Threads: any. Promise: while the layout is held, regions and views stay; while a registration is held, what the
+//! kernel has registered and what the flags of chunks say do not change.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use super::region::Region;
+use super::view::View;
+
+/// See above.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    regions: RwLock<Vec<Arc<Region>>>,
+    views: RwLock<Vec<Arc<View>>>,
+    /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
+    generation: AtomicU64,
+    /// Held shared by all who move pages, exclusively to add a view or to unplug.
+    layout: RwLock<()>,
+    /// Held to register memory with userfaultfd or to give it back.
+    registering: Mutex<()>,
+}
+
+impl Memory {
+    /// The regions; index is number.
+    pub fn regions(&self) -> Vec<Arc<Region>> {
+        self.regions.read().expect("no panic while held").clone()
+    }
+
+    /// One region.
+    pub fn region(&self, number: u32) -> Option<Arc<Region>> {
+        self.regions.read().expect("no panic while held").get(number as usize).cloned()
+    }
+
+    /// Add the region that `open` makes for the next number.
+    ///
+    /// # Errors
+    /// Those of `open`; then there is no new region.
+    pub fn add_region<E>(&self, open: impl FnOnce(u32) -> Result<Region, E>) -> Result<u32, E> {
+        let mut regions = self.regions.write().expect("no panic while held");
+        let number = regions.len() as u32;
+        regions.push(Arc::new(open(number)?));
+        Ok(number)
+    }
+
+    /// The views.
+    pub fn views(&self) -> Vec<Arc<View>> {
+        self.views.read().expect("no panic while held").clone()
+    }
+
+    /// Add a view.
+    pub fn add_view(&self, view: Arc<View>) {
+        self.views.write().expect("no panic while held").push(view);
+        self.next_generation();
+    }
+
+    /// Close and forget the views of a process.
+    pub fn remove_view(&self, pid: u32) {
+        self.views.write().expect("no panic while held").retain(|view| {
+            if view.pid == pid {
+                view.close();
+            }
+            view.pid != pid
+        });
+    }
+
+    /// How many times a view was added, or mapped more.
+    pub fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// A view maps more: batches from before do not count.
+    pub fn next_generation(&self) {
+        self.generation.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Held shared while pages of any region are moved.
+    pub fn layout(&self) -> RwLockReadGuard<'_, ()> {
+        self.layout.read().expect("no panic while held")
+    }
+
+    /// The same, unless it is being changed or about to be.
+    pub fn try_layout(&self) -> Option<RwLockReadGuard<'_, ()>> {
+        self.layout.try_read().ok()
+    }
+
+    /// Held while the layout is changed: no pages are being moved.
+    pub fn change_layout(&self) -> RwLockWriteGuard<'_, ()> {
+        self.layout.write().expect("no panic while held")
+    }
+
+    /// Held while chunks are registered or given back.
+    pub fn registering(&self) -> MutexGuard<'_, ()> {
+        self.registering.lock().expect("no panic while held")
+    }
+}
