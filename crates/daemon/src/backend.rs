@@ -412,7 +412,7 @@ fn stat(served: &Served) -> VmStat {
             evicted_pages: stats.get(Counter::Evicted),
             evicted_zero_pages: stats.get(Counter::EvictedZero),
             same_filled_pages: detail.same_filled_puts,
-            quarantine_hit_pages: stats.get(Counter::Rescued),
+            quarantine_hit_pages: stats.get(Counter::QuarantineHits),
             aborted_pages: stats.get(Counter::Aborted),
             discarded_pages: stats.get(Counter::Discarded),
             store_full_events: stats.get(Counter::StoreFull),

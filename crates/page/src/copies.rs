@@ -1,7 +1,7 @@
 //! Which store a far page's word names, and what of its copies is alive.
 //!
-//! Before: `evict` put a page into a store, and `shift` may have moved it on to another. After: whoever has the word
-//! has the store. Threads: any.
+//! Before: `evict` put a page into a store, and `shift` may have moved it on to another. After: the word alone
+//! says where its copy is. Threads: any.
 //! Promise: a word names a store by its number alone. A number that is not known resolves to nothing, and the page
 //! waits.
 
@@ -17,7 +17,8 @@ pub const FILE_STORE: u8 = 2;
 
 /// Finds the store a far page is in.
 pub trait StoreOf {
-    /// The store that this word (Far or Restoring) names. With `None` the page is served later, by somebody who has it.
+    /// The store that this word (Far or Restoring) names. With `None` the page is served later, by a worker that has
+    /// it.
     fn store_of(&self, word: Word) -> Option<&dyn Store>;
 }
 

@@ -20,9 +20,9 @@ use crate::page_state::{Cell, Locked, State, Ticket, Word};
 /// When a page on its way out is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockedFrom {
-    /// For its punch: whoever touches it before that keeps it, and waits for nothing.
+    /// For its punch: a touch before that keeps it, and waits for nothing.
     Punch,
-    /// From before it is copied: it goes, and whoever touches it meanwhile waits for the run and brings it back.
+    /// From before it is copied: it goes, and a thread that touches it meanwhile waits for the run and brings it back.
     Copy,
 }
 
@@ -52,11 +52,11 @@ pub struct Evicted {
     pub zero: u64,
     /// Pages the guest touched while they were copied.
     pub aborted: u64,
-    /// Granules, by their first pages, that somebody beside the file holds. They are Resident again, and were not read.
+    /// Granules, by their first pages, that are pinned. They are Resident again, and were not read.
     pub held: Vec<PageIdx>,
     /// Pages the store would not take. They are Resident again.
     pub refused: u64,
-    /// Pages the kernel would not let go: part of a huge page that somebody uses. They are Resident again.
+    /// Pages the kernel would not let go: part of a huge page that is in use. They are Resident again.
     pub stuck: u64,
     /// True if the store had no room.
     pub store_full: bool,
@@ -126,7 +126,7 @@ pub fn evict<'a>(
             }
         }
     }
-    // Only now, when nobody comes to hold one without being seen; and before anything is read, for what whoever let go
+    // Only now, when no pin comes without being seen; and before anything is read, for what whoever let go
     // of a page has written to it must be in the copy.
     let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
     let mut held = backing.held(&pages).into_iter().peekable();
@@ -139,7 +139,8 @@ pub fn evict<'a>(
     });
     let Copied { words: copies, all_zero, unreadable } =
         copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
-    // Only now, all at once: whoever touches a page of the run waits for its punch, not for the copying of the others.
+    // Only now, all at once: a thread that touches a page of the run waits for its punch, not for the copying of the
+    // others.
     let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
     for (index, mut claim) in claimed.into_iter().enumerate() {
         let page = claim.page;
@@ -296,7 +297,7 @@ impl Evicted {
 }
 
 /// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still
-/// has bytes, they are the page; if not, the copy is, and whoever touches it has that put in the place of zeros.
+/// has bytes, they are the page; if not, the copy is, and a touch has that put in the place of zeros.
 fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     if matches!(backing.holds(PageRange::of(one.key.page, one.granule.pages())), Ok(Holds::Bytes)) {
         result.refused += one.granule.pages();
@@ -308,7 +309,7 @@ fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, 
 
 /// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes
 /// come back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done
-/// now, it stays Far, and is brought back by whoever touches it.
+/// now, it stays Far, and is brought back by its next fault.
 fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
     let bring_back = || -> io::Result<bool> {
         if backing.punch(PageRange::of(one.key.page, one.granule.pages()))? == Punched::Gone {
@@ -346,7 +347,7 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
 }
 
 /// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place,
-/// or memory that failed. If they will not go, whoever touches the page has them replaced.
+/// or memory that failed. If they will not go, the next fault on the page has them replaced.
 pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
     let word = granule.cell().load();
     if word.state() == State::Far

@@ -164,7 +164,7 @@ fn restore(
 /// Fill a far granule's hole. Its word says Restoring meanwhile, and after that Far again.
 fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
     let far = lock.word();
-    // Whoever takes over from here on must find Restoring, until it is known that nothing was filled.
+    // A successor that takes over from here on must find Restoring, until it is known that nothing was filled.
     lock.publish(far.in_state(State::Restoring));
     let outcome = memory.install(page, bytes);
     lock.set(far);
@@ -175,7 +175,7 @@ fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[
 }
 
 /// Put a far granule's bytes in the place of zeros that are in its file. They are not its bytes (it would be Zero), and
-/// it has not been mapped since it went: somebody who is not of the VM maps the file and has read there, or allocated
+/// it has not been mapped since it went: a foreign mapper has read there, or allocated
 /// it, or an old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too. Nor is
 /// memory there that failed its bytes.
 ///

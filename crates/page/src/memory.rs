@@ -2,7 +2,7 @@
 //! A granule is named by its first page; how many pages it has, both sides know.
 //!
 //! Before: `fault` and `evict` decide. After: the view does it with userfaultfd and the region's file.
-//! Threads: any; whoever changes or judges a granule holds its lock. Promise: an outcome says what the file holds now.
+//! Threads: any that holds the lock of the granule. Promise: an outcome says what the file holds now.
 
 use std::io;
 
@@ -16,7 +16,7 @@ pub enum Punched {
     /// There is a hole.
     Gone,
     /// Some of the pages are still in the file and **hold zeros now**. The kernel frees a part of a huge page only if
-    /// it can split that; while somebody has it pinned, or is just mapping another page of it, it writes zeros instead.
+    /// it can split that; while it is pinned, or another page of it is being mapped, it writes zeros instead.
     Stuck,
 }
 
@@ -27,7 +27,7 @@ pub enum Holds {
     Nothing,
     /// Memory that is all zeros. Of a granule that is Far these are never its bytes: one of zeros is Zero instead.
     Zeros,
-    /// Memory that failed: nobody can read it.
+    /// Memory that failed: it cannot be read.
     Failed,
     /// Anything else.
     Bytes,
@@ -44,9 +44,9 @@ pub enum ReadOutcome {
 
 /// The file that holds one region.
 pub trait Backing {
-    /// Those of these granules that somebody beside the file holds, or may hold, in their order: a device, say, that
-    /// writes to one without a fault. Asked when they are zapped and claimed, and before they are read. Where nobody
-    /// can tell, none: then all there is to go by is how long they have been zapped.
+    /// Those of these granules that are pinned, or may be, in their order: a device, say, that
+    /// writes to one without a fault. Asked when they are zapped and claimed, and before they are read. Where it
+    /// cannot be known, none: then all there is to go by is how long they have been zapped.
     fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
         let _ = granules;
         Vec::new()
@@ -93,7 +93,7 @@ pub trait Mapped {
     /// Make every touch of the granule a memory error, or stop the VM where the kernel cannot.
     fn poison(&self, page: PageIdx) -> io::Result<FillOutcome>;
 
-    /// Wake whoever waits for the granule.
+    /// Wake the threads that wait for the granule.
     fn wake(&self, page: PageIdx) -> io::Result<()>;
 }
 
@@ -105,7 +105,7 @@ pub fn punch_until_gone(
     mut punch: impl FnMut() -> io::Result<()>,
     is_hole: impl Fn() -> io::Result<bool>,
 ) -> io::Result<Punched> {
-    /// Whoever keeps the kernel from splitting a huge page mostly does so for a moment.
+    /// What keeps the kernel from splitting a huge page mostly lasts for a moment.
     const TRIES: u32 = 3;
     punch()?;
     for _ in 1..TRIES {

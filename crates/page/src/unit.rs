@@ -9,10 +9,10 @@
 //! | Stage | Meaning | Who moves it on |
 //! |---|---|---|
 //! | Plain | pages are mapped one by one, under their locks | whoever wants to map or watch the unit: to Arming |
-//! | Arming | its 512 words are being read | who reads: to Watched or Mapping if all are Resident, else to Plain. reclaim: to Cancelled |
+//! | Arming | its 512 words are being read | who reads: to Watched or Mapping if all are Resident. reclaim: Cancelled |
 //! | Cancelled | the same, but what was read does not count | who reads: to Plain |
-//! | Watched | zapped as a whole; the next touch maps it as a whole | fault worker, tracker: to Mapping. reclaim: to Plain |
-//! | Mapping | every page of it is being mapped | its holder only: to Plain. Reclaim waits; a fault on the unit is put aside |
+//! | Watched | zapped; the next touch maps all of it | fault worker, tracker: to Mapping. reclaim: to Plain |
+//! | Mapping | its pages are being mapped | its holder only: to Plain. Reclaim waits; a fault is put aside |
 //!
 //! Why that is sound. A page is mapped under its lock ([`crate::page_state`]), **or with its whole unit in stage
 //! Mapping**. Reclaim first marks words Quarantine, then disturbs their units ([`Unit::disturb`]), then zaps. A unit

@@ -217,7 +217,8 @@ fn raising_the_limit_stops_reclaim_and_restores_nothing() {
     assert_eq!(far, evicted, "raising the limit brought pages back");
 }
 
-/// How often a thread of this process has gone to sleep by itself. Giving up the CPU while it could go on is not counted.
+/// How often a thread of this process has gone to sleep by itself. Giving up the CPU while it could go on is not
+/// counted.
 fn sleeps_of(thread: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).expect("the thread runs");
     let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));

@@ -132,7 +132,8 @@ impl FaultWorker<'_> {
         }
         self.reported = Some(now);
         let text = format!(
-            "thread {} of process {} has waited {} s for the page at {}: no memory for it, or its store does not answer",
+            "thread {} of process {} has waited {} s for the page at {}: no memory for it, or its store does not \
+             answer",
             fault.thread,
             self.view.pid,
             LONG.as_secs(),

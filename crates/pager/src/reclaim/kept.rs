@@ -13,8 +13,8 @@ use ballast_base::PageRange;
 /// Region number and first page; the end.
 type Parts = BTreeMap<(u32, u64), u64>;
 
-/// Parts told apart in a view: as many mappings as the kernel lets a process have. Beyond that, what is between two parts
-/// counts as kept as well.
+/// Parts told apart in a view: as many mappings as the kernel lets a process have. Beyond that, what is between two
+/// parts counts as kept as well.
 const MOST: usize = 1 << 16;
 
 /// The parts of one view that are kept.

@@ -1,4 +1,4 @@
-//! Pinned pages: those that somebody holds beside their file, and what is known of whether anybody does.
+//! Pinned pages: those with a reference beside their file, and what is known of them.
 //!
 //! Before: `evict` has claimed pages that are zapped everywhere. After: what a device, direct I/O or a system call in
 //! the middle of its work can still write to stays in memory, and is passed over until it is let go.
@@ -392,8 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_let_go_and_mapped_by_the_vm_again_may_go_at_once_and_what_others_map_is_tried_once_a_minute_and_told_once()
-     {
+    fn pages_let_go_may_go_at_once_and_those_that_others_map_are_tried_once_a_minute_and_reported_once() {
         let (pinned, start) = (Pinned::default(), Instant::now());
         let minutes = |count: u32| start + count * LONG;
         for (page, by) in [(1, By::Reference), (2, By::Reference), (3, By::Mapping), (4, By::Mapping)] {

@@ -90,7 +90,7 @@ struct Due {
 /// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first
 /// of them may only have come to the end of what heat offers in one go.
 const HELD_UP_AFTER: u32 = 3;
-/// So many times as long as such a round took passes before the next one: less than a twentieth of a CPU.
+/// The pause after such a round, in lengths of the round: it takes less than a twentieth of a CPU.
 const PINNED_REST: u32 = 20;
 
 /// Why nothing goes now.
@@ -261,7 +261,7 @@ impl ReclaimWorker<'_> {
         self.vm.quarantine(direct, self.check.is_some())
     }
 
-    /// See what can tell who holds a page, and look again at those that somebody held.
+    /// Find the pin check, and check again the pages that were pinned.
     fn look_at_pinned(&mut self, now: Instant) {
         let vm = self.vm;
         self.check = vm.pins.check();
@@ -270,9 +270,9 @@ impl ReclaimWorker<'_> {
             Ok(None) => {}
             Ok(Some(pages)) => {
                 let text = format!(
-                    "{} pages ({}) have been held for a minute or longer by something that can write to them unseen, such as \
-                     a device, I/O that does not end, buffers registered with io_uring, or a process that is not of the \
-                     VM and maps them: they stay in memory",
+                    "{} pages ({}) have been held for a minute or longer by something that can write to them \
+                     unseen, such as a device, I/O that does not end, buffers registered with io_uring, or a \
+                     process that is not of the VM and maps them: they stay in memory",
                     pages.0,
                     pages.bytes()
                 );
@@ -282,7 +282,7 @@ impl ReclaimWorker<'_> {
         }
     }
 
-    /// Nobody can tell any more who holds a page. From now on T rules.
+    /// It cannot be known any more which pages are pinned. From now on T rules.
     fn lose_check(&mut self, error: &std::io::Error) {
         if self.check.take().is_some() {
             self.vm.pins.lost(error);
@@ -377,7 +377,7 @@ impl ReclaimWorker<'_> {
         loop {
             let batch = self.batches.front_mut()?;
             if batch.generation != vm.generation() {
-                // A view was added: nobody has zapped these pages there.
+                // A view was added: these pages are not zapped there.
                 let batch = self.batches.pop_front().expect("looked at above");
                 self.unmark(&batch.runs, batch.ticket);
                 continue;

@@ -6,7 +6,7 @@
 //!
 //! | A chunk | is watched by |
 //! |---|---|
-//! | registered for accesses in every process that maps it, and no unit of it was seen mapped huge | `rwp`: the kernel records touches |
+//! | registered for accesses by all that map it, no unit seen mapped huge | `rwp`: the kernel records touches |
 //! | any other | `zap`: a touch is a fault that we serve |
 //!
 //! How a chunk is registered `Vm::register` decides, once: memory registered for accesses cannot be mapped huge again.

@@ -28,7 +28,7 @@ const AROUND: u64 = BLOCK;
 pub(crate) enum Touch {
     /// Put it aside: the unit is just being mapped.
     Aside,
-    /// The whole unit is mapped and whoever waited was woken.
+    /// The whole unit is mapped and the threads that waited were woken.
     Mapped,
     /// Serve the page, then call [`served`].
     Serve {
@@ -54,7 +54,7 @@ pub(crate) fn touched(
     let id = UnitId { region: region.number, unit: page.unit() as u32 };
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
-        // Before the unit is mapped: from then on nobody would see a touch.
+        // Before the unit is mapped: from then on no touch is seen.
         fine = vm.mail.touches.mark(id, page);
         if !fine {
             unit.touch(page);

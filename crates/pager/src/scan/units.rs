@@ -7,7 +7,7 @@
 //! | What | Of use to | If it is wrong |
 //! |---|---|---|
 //! | the stage (`unit.rs`) | whoever maps a unit as a whole | bytes are lost: see there |
-//! | how it is mapped | `coalesce`, which maps huge what was; the zap scan | memory stays in base pages, or a fault more |
+//! | how it is mapped | `coalesce`, which maps huge what was; the zap scan | it stays in base pages, or a fault more |
 //! | touches | the zap scan | memory looks colder or hotter than it is |
 
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};

@@ -1,6 +1,6 @@
 //! The tracking worker: finds out what is hot in one VM.
 //!
-//! Before: the VM has a limit, or somebody asked. After: `vm.heat` knows generations, ages and the working set, by
+//! Before: the VM has a limit, or tracking is on. After: `vm.heat` knows generations, ages and the working set, by
 //! which reclaim picks and which the API shows.
 //! Threads: one worker per VM, at the pace of heat's budgets. Promise: no cycle runs while the VM is held or stopping;
 //! one that does is ended within [`LOOK`], and everything it zapped is mapped as it was.

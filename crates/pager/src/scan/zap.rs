@@ -7,9 +7,9 @@
 //!
 //! | What is watched | A touch | At the end of the cycle |
 //! |---|---|---|
-//! | a unit mapped huge, as a whole | maps it huge again, one fault for all of it (5.6 us) | whatever was not touched is mapped huge |
-//! | the same, page by page | maps that page; the huge page itself is never split | the unit is mapped huge, nothing is copied |
-//! | a unit of base pages, or with pages away | maps the block of 64 pages it is in, and is told as that | what was not touched stays unmapped: its next touch does the same |
+//! | a unit mapped huge, as a whole | maps it huge again, one fault (5.6 us) | if not touched, it is mapped huge |
+//! | the same, page by page | maps that page; the huge page is not split | the unit is mapped huge, nothing is copied |
+//! | a unit of base pages, or with pages away | maps its block of 64 pages, told as that | the rest stays unmapped |
 //! | a huge page of hugetlbfs | maps it | the same as mapped huge |
 //!
 //! That a unit may be mapped as a whole without its pages' locks is kept by `unit.rs`: a watched unit that reclaim or a

@@ -1,6 +1,6 @@
 //! Spill: move pages that have been far for long from the RAM store to the file store.
 //!
-//! Before: reclaim put pages into RAM, and nobody has touched them since. After: they are in the file, and the RAM
+//! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the file, and the RAM
 //! store has room again. Threads: one worker per VM that has a file store. It may wait for the disk; no fault ever
 //! waits for it, but for the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.

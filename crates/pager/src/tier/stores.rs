@@ -26,7 +26,7 @@ impl Stores {
         Self { ram, file: None }
     }
 
-    /// Only what answers at once: what the worker resolves with that must not wait for a disk.
+    /// Only stores that return at once: for workers that must not wait for a disk.
     pub fn near(&self) -> Near<'_> {
         Near(&*self.ram)
     }
@@ -52,7 +52,7 @@ impl StoreOf for Near<'_> {
     }
 }
 
-/// Stands in for a store that is there and cannot be opened: whoever wants a page of it waits, and nothing is lost.
+/// Stands in for a store that is there and cannot be opened: a fault on a page of it waits, and nothing is lost.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AwayStore;
 

@@ -1,7 +1,7 @@
 //! What the VMM gives up: a balloon, free page reporting, an unplug.
 //!
 //! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros.
-//! Threads: any; an unplug keeps out whoever moves pages. Promise: nothing that was not asked for is discarded: ends
+//! Threads: any; an unplug keeps out all who move pages. Promise: nothing that was not asked for is discarded: ends
 //! are rounded inward.
 
 use std::io;
@@ -54,7 +54,7 @@ impl Vm {
         let mut not_healed = None;
         for first in pages.step_by(BATCH) {
             if self.is_stopping() {
-                // A range of terabytes takes minutes, and whoever ends this VM waits.
+                // A range of terabytes takes minutes, and the thread that ends this VM waits.
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let run = PageRange::of(first, BATCH).before(pages.end());

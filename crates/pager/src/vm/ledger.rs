@@ -89,7 +89,7 @@ impl Ledger<'_> {
         if let Some(moved) = outcome.moved {
             self.moved(moved.from.state(), moved.to.state(), pages);
             if moved.is_quarantine_hit() {
-                stats.add(Counter::Rescued, pages);
+                stats.add(Counter::QuarantineHits, pages);
             }
         }
         let Ok(served) = outcome.served else { return };

@@ -45,7 +45,7 @@ pub(crate) struct Notice {
 }
 
 impl Notice {
-    /// Notify whoever waits, or waits next.
+    /// Notify the thread that waits, or that waits next.
     pub fn give(&self) {
         *self.given.lock().expect("no panic while held") = true;
         self.changed.notify_all();

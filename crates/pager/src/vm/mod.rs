@@ -82,9 +82,9 @@ pub enum Hold {
     Pinned,
     /// A process that has not attached maps the RAM.
     Shared,
-    /// Nobody has looked yet whether such a process exists.
+    /// It is not known yet whether such a process exists.
     Unchecked,
-    /// No keeper runs, so nobody would replace this engine.
+    /// No keeper runs that would replace this engine.
     Orphaned,
     /// An operator wants all of it in memory.
     Kept,
@@ -251,7 +251,7 @@ impl Vm {
         }
     }
 
-    /// Is somebody finding out who is hot? Never while the VM is held: then it is left alone.
+    /// Is the VM tracked? Never while the VM is held: then it is left alone.
     pub fn is_tracked(&self) -> bool {
         let wanted = match self.track() {
             Track::Off => false,

@@ -11,8 +11,8 @@
 //! | Resident, locked | a fault was mapping it | Resident; the wake lets the fault come again |
 //! | Quarantine | it was being watched | Resident, unmapped; a touch maps it |
 //! | Evicting | a copy may exist, uncommitted | Resident; the store sweeps the copy |
-//! | Far, locked | committed, maybe not punched yet; or zeros of a foreign mapper were being replaced | Resident if in the file, else Far. If the file holds zeros, or memory that failed: Far |
-//! | Far, locked, by spill | a second copy may exist, uncommitted | Far, under the handle it has; that store sweeps the copy |
+//! | Far, locked | maybe not punched, or zeros being replaced | Resident if in the file, but for zeros; else Far |
+//! | Far, locked, by spill | a second copy may exist | Far, under its handle; that store sweeps the copy |
 //! | Restoring | maybe installed already | Resident if in the file, else Far |
 //! | Zero, locked | maybe not punched, or just filled | Resident if in the file, else Zero |
 //! | Far, Zero, Poisoned, unlocked | settled | the same; zeros of a foreign mapper are found by the fault |

@@ -1,6 +1,6 @@
 //! Bringing all of a VM back, and finishing what a dead engine had begun.
 //!
-//! Before: memory is about to be pinned, or somebody maps it who has not attached; or an engine took over. After: none
+//! Before: memory is about to be pinned, or a foreign mapper was seen; or an engine took over. After: none
 //! is far: each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
 //! Promise: no page goes out meanwhile.
 
@@ -19,9 +19,10 @@ use ballast_page::fault::serve;
 use ballast_page::outcome::Served;
 use ballast_page::page_state::{State, Word};
 
-/// Pages that are brought back before whoever adds or removes RAM gets a turn.
+/// Pages that are brought back before a thread that adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
-/// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full, which may last.
+/// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full, which may
+/// last.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
 impl Vm {

@@ -618,7 +618,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_damaged_header_is_refused_or_stays_within_the_file(damage in proptest::collection::vec((0u64..3072, any::<u8>()), 1..40)) {
+        fn a_damaged_header_is_refused_or_stays_within_the_file(
+            damage in proptest::collection::vec((0u64..3072, any::<u8>()), 1..40),
+        ) {
             let file = StateFile::create(VmId([1; 16]), "x").expect("create");
             file.add_region(some_file(), Bytes(0), PageCount(5000)).expect("add");
             let raw = std::fs::File::from(file.fd().try_clone_to_owned().expect("dup"));

@@ -41,7 +41,7 @@ pub enum Counter {
     /// Pages found zero and freed.
     EvictedZero,
     /// Quarantine hits: pages touched in quarantine or while being evicted.
-    Rescued,
+    QuarantineHits,
     /// Of those, touched while being evicted: a copy was dropped.
     Aborted,
     /// Pages the guest gave back.

@@ -54,7 +54,7 @@ impl Pages for Table<'_> {
         if self.keep.iter().any(|view| view.kept.contains(region, page.0)) {
             return None;
         }
-        // What somebody holds would only come back from quarantine.
+        // A pinned page would only be given back from quarantine.
         if self.vm.pinned.contains(region, page) {
             return None;
         }
@@ -68,7 +68,7 @@ impl Pages for Table<'_> {
         let cell = self.regions[region as usize].granule(page).cell();
         let word = cell.load();
         if word.state() == State::Resident && !word.is_locked() {
-            // Losing the race only means that somebody else has newer news of the page.
+            // Losing the race only means that another thread knows better.
             cell.swap(word, Word::new(State::Resident, age));
         }
     }

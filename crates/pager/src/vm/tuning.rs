@@ -27,7 +27,7 @@ pub struct Tuning {
     /// How long a page stays zapped before it is evicted (T).
     pub quarantine: Duration,
     /// The same, at most, when the VM is over its limit and nothing can have its memory pinned: then T is no safety
-    /// matter, and a long one would let a working set larger than the limit rescue every page for ever.
+    /// matter, and a long one would let a working set larger than the limit hit every page in quarantine for ever.
     pub direct_quarantine: Duration,
     /// How long a page is in the RAM store before it goes to the file store, at least; `None` if none is to go.
     pub spill_after: Option<Duration>,

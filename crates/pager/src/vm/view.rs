@@ -174,12 +174,12 @@ impl View {
         RegionView { view: self, base, granule, stripes: region.stripes(self.shards.count()) }
     }
 
-    /// Wake whoever waits in a range, whatever is mapped there.
+    /// Wake the threads that wait in a range, whatever is mapped there.
     pub(crate) fn wake(&self, start: Hva, len: u64) -> io::Result<()> {
         self.shards.iter().try_for_each(|uffd| uffd.wake(start, len))
     }
 
-    /// Wake whoever waits anywhere in this view: they fault again, on an engine that listens.
+    /// Wake all threads that wait in this view: they fault again, on an engine that listens.
     pub fn wake_all(&self) -> io::Result<()> {
         let spans = self.spans.read().expect("no panic while held");
         spans.iter().try_for_each(|(start, end, _)| self.wake(*start, end.0 - start.0))
@@ -240,7 +240,7 @@ impl View {
             .collect()
     }
 
-    /// Take the client's answer to a zap. Answers meant for an earlier engine are not known here and are ignored.
+    /// Take the client's answer to a zap. One meant for an earlier engine is not known here and is ignored.
     pub fn zapped(&self, answer: &ClientToEngine) {
         if let ClientToEngine::Zapped { seq, error, kept } = answer
             && let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(seq)
@@ -255,7 +255,7 @@ impl View {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// The process is gone: its workers may end, and nobody need wait for an answer any more.
+    /// The process is gone: its workers may end, and no thread need wait for an answer any more.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.disconnect();
@@ -266,7 +266,7 @@ impl View {
         self.disconnected.load(Ordering::Acquire)
     }
 
-    /// The client is gone: nobody need wait for an answer any more.
+    /// The client is gone: no thread need wait for an answer any more.
     pub fn disconnect(&self) {
         self.disconnected.store(true, Ordering::Release);
         self.zaps.lock().expect("no panic while held").clear();
@@ -331,14 +331,14 @@ impl RegionView<'_> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.unregister(start, len))
     }
 
-    /// Wake whoever waits for these pages.
+    /// Wake the threads that wait for these pages.
     pub(crate) fn wake_run(&self, pages: PageRange) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
     }
 
     /// Map those of these base pages of one unit that are in the file. The caller holds their locks.
     pub(crate) fn map_run(&self, pages: PageRange) -> io::Result<()> {
-        /// The address space changes: whoever wants the pages will fault.
+        /// The address space changes: a thread that wants the pages will fault.
         const TRIES: u32 = 8;
         let (mut done, mut tries) = (0, 0);
         while done < pages.count() && tries < TRIES {
@@ -347,7 +347,7 @@ impl RegionView<'_> {
             done += mapped;
             match outcome {
                 FillOutcome::Done | FillOutcome::Gone => break,
-                // Whoever touches one whose memory failed will fault.
+                // A touch of one whose memory failed will fault.
                 FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
                 FillOutcome::Retry if mapped == 0 => tries += 1,
                 FillOutcome::Retry => {}
