@@ -15,8 +15,8 @@ use crate::source::{Ability, AccessSource, Report};
 use crate::tracker::{Settings, Step, Tracker};
 use crate::{Heat, Pages};
 
-/// How long who only looks waits for the tracker. A pass over all units of 1 TiB takes about as long.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a caller that only looks waits for the tracker. A pass over all units of 1 TiB takes about as long.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// See above.
 #[derive(Debug)]
@@ -51,7 +51,7 @@ impl VmHeat {
 
     /// The tracker for who only looks, and serves other VMs as well; `None` if it is not to be had in time.
     fn look(&self) -> Option<MutexGuard<'_, Tracker>> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + LOOK_TIMEOUT;
         loop {
             let tracker = match self.tracker.try_lock() {
                 Err(TryLockError::WouldBlock) => None,
