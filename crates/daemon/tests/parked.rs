@@ -96,22 +96,33 @@ fn is_served(daemon: &Daemon, name: &str) -> bool {
     daemon.api.vm(name).is_ok_and(|vm| vm.status == VmStatus::Running)
 }
 
+/// A bystander, and a VM with far pages that is parked until the last of the three is dropped.
+fn one_parked<'a>(daemon: &Daemon, fuse: &'a Fuse) -> (Guest, Guest, Parked<'a>) {
+    let bystander = Guest::start(daemon, "bystander", BUSY);
+    let mut parked = parkable(daemon, fuse, "parked");
+    evicting(daemon, "parked");
+    let held = park(fuse, &mut parked, 1);
+    (bystander, parked, held)
+}
+
+/// A VM that is not parked any more is served, and ends with every byte right.
+fn is_served_in_the_end(daemon: &Daemon, name: &str, guest: Guest) {
+    until("the parked VM is served", || is_served(daemon, name));
+    evicting(daemon, name);
+    guest.finish();
+}
+
 #[test]
 fn an_engine_dies_while_a_vmm_is_parked_and_its_successor_serves_all_others() {
     let Some(fuse) = fuse() else { return };
     let daemon = Daemon::start(QUICK);
-    let bystander = Guest::start(&daemon, "bystander", BUSY);
-    let mut parked = parkable(&daemon, &fuse, "parked");
-    evicting(&daemon, "parked");
-    let held = park(&fuse, &mut parked, 1);
+    let (bystander, parked, held) = one_parked(&daemon, &fuse);
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     everything_works(&daemon, "bystander");
     until("it is said who does not let go of its lock", || is_said(&daemon, "parked", parked.pid()));
     drop(held);
-    until("the parked VM is served", || is_served(&daemon, "parked"));
-    evicting(&daemon, "parked");
-    parked.finish();
+    is_served_in_the_end(&daemon, "parked", parked);
     bystander.finish();
 }
 
@@ -119,10 +130,7 @@ fn an_engine_dies_while_a_vmm_is_parked_and_its_successor_serves_all_others() {
 fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_its_successor_serves_all_others() {
     let Some(fuse) = fuse() else { return };
     let daemon = Daemon::start(QUICK);
-    let bystander = Guest::start(&daemon, "bystander", BUSY);
-    let mut parked = parkable(&daemon, &fuse, "parked");
-    evicting(&daemon, "parked");
-    let held = park(&fuse, &mut parked, 1);
+    let (bystander, parked, held) = one_parked(&daemon, &fuse);
     let old = daemon.kill_engine();
     // Its successor has to register the parked VM's memory: that needs the lock, and cannot be interrupted.
     let is_new = |pid: &u32| *pid != old;
@@ -138,9 +146,7 @@ fn an_engine_dies_with_a_thread_in_a_parked_vmm_and_its_successor_serves_all_oth
     until("it is said who does not let go of its lock", || is_said(&daemon, "parked", parked.pid()));
     assert!(!is_served(&daemon, "parked"), "an engine that is not done with it may still register its memory");
     drop(held);
-    until("the parked VM is served", || is_served(&daemon, "parked"));
-    evicting(&daemon, "parked");
-    parked.finish();
+    is_served_in_the_end(&daemon, "parked", parked);
     bystander.finish();
 }
 
@@ -160,9 +166,7 @@ fn two_parked_vmms_and_a_server_that_goes_for_good() {
     }
     fuse.end();
     for (name, guest) in ["one", "two"].into_iter().zip(parked) {
-        until("the parked VM is served", || is_served(&daemon, name));
-        evicting(&daemon, name);
-        guest.finish();
+        is_served_in_the_end(&daemon, name, guest);
     }
     bystander.finish();
 }
@@ -171,10 +175,7 @@ fn two_parked_vmms_and_a_server_that_goes_for_good() {
 fn keeper_and_engine_die_while_a_vmm_is_parked() {
     let Some(fuse) = fuse() else { return };
     let mut daemon = Daemon::start(QUICK);
-    let bystander = Guest::start(&daemon, "bystander", BUSY);
-    let mut parked = parkable(&daemon, &fuse, "parked");
-    evicting(&daemon, "parked");
-    let held = park(&fuse, &mut parked, 1);
+    let (bystander, parked, held) = one_parked(&daemon, &fuse);
     // First its engine only, so that the next one has a thread in the parked VM.
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
@@ -190,9 +191,7 @@ fn keeper_and_engine_die_while_a_vmm_is_parked() {
         everything_works(&daemon, "bystander");
     }
     drop(held);
-    until("the parked VM is served", || is_served(&daemon, "parked"));
-    evicting(&daemon, "parked");
-    parked.finish();
+    is_served_in_the_end(&daemon, "parked", parked);
     bystander.finish();
 }
 
@@ -200,10 +199,7 @@ fn keeper_and_engine_die_while_a_vmm_is_parked() {
 fn a_parked_vmm_is_killed_and_forgotten_when_it_can_die() {
     let Some(fuse) = fuse() else { return };
     let daemon = Daemon::start(QUICK);
-    let bystander = Guest::start(&daemon, "bystander", BUSY);
-    let mut parked = parkable(&daemon, &fuse, "parked");
-    evicting(&daemon, "parked");
-    let held = park(&fuse, &mut parked, 1);
+    let (bystander, parked, held) = one_parked(&daemon, &fuse);
     for _ in 0..2 {
         let old = daemon.engine_pid().expect("an engine");
         common::kill(old);

@@ -379,15 +379,18 @@ fn explore(test: impl Fn() + Sync + Send + 'static) {
     model.check(test);
 }
 
+/// Start another thread in the same world.
+fn spawn<W: 'static, T: 'static>(world: &Arc<W>, body: impl FnOnce(&W) -> T + 'static) -> thread::JoinHandle<T> {
+    let world = world.clone();
+    thread::spawn(move || body(&world))
+}
+
 #[test]
 fn what_a_device_writes_to_a_page_that_it_was_given_is_there_although_the_page_is_evicted_meanwhile() {
     for from in [LockedFrom::Punch, LockedFrom::Copy] {
         explore(move || {
             let world = World::resident(1);
-            let reclaim = thread::spawn({
-                let world = world.clone();
-                move || world.reclaim_and(Ticket::new(1, 0), from)
-            });
+            let reclaim = spawn(&world, move |world| world.reclaim_and(Ticket::new(1, 0), from));
             let frame = world.pin();
             world.write_and_unpin(frame, 2);
             reclaim.join().unwrap();
@@ -401,10 +404,7 @@ fn what_a_device_writes_to_a_page_that_it_was_given_is_there_although_the_page_i
 fn a_guest_that_writes_while_its_page_is_evicted_reads_its_last_write() {
     explore(|| {
         let world = World::resident(1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.write(2);
         assert_eq!(world.read(), 2);
         world.write(3);
@@ -420,10 +420,7 @@ fn memory_that_fails_while_its_page_is_evicted_is_a_memory_error_or_costs_nothin
         explore(move || {
             let world = World::resident(1);
             world.write(2);
-            let reclaim = thread::spawn({
-                let world = world.clone();
-                move || world.reclaim_and(Ticket::new(1, 0), from)
-            });
+            let reclaim = spawn(&world, move |world| world.reclaim_and(Ticket::new(1, 0), from));
             world.fail();
             let seen = world.try_touch(|value| *value);
             assert!(matches!(seen, None | Some(2)), "{seen:?}");
@@ -442,10 +439,7 @@ fn a_guest_that_writes_while_reclaim_is_forced_waits_and_reads_its_last_write() 
     for pages in [1, 2] {
         explore(move || {
             let world = World::granule(pages, 1);
-            let reclaim = thread::spawn({
-                let world = world.clone();
-                move || world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy)
-            });
+            let reclaim = spawn(&world, |world| world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy));
             world.write(2);
             assert_eq!(world.read(), 2);
             reclaim.join().unwrap();
@@ -459,10 +453,7 @@ fn a_guest_that_writes_while_reclaim_is_forced_waits_and_reads_its_last_write() 
 fn a_discard_and_a_forced_reclaim_leave_zeros_or_what_was_written_since() {
     explore(|| {
         let world = World::resident(1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy)
-        });
+        let reclaim = spawn(&world, |world| world.reclaim_and(Ticket::new(1, 0), LockedFrom::Copy));
         world.discard();
         assert_eq!(world.read(), 0);
         world.write(3);
@@ -476,10 +467,7 @@ fn a_discard_and_a_forced_reclaim_leave_zeros_or_what_was_written_since() {
 fn a_page_that_cannot_be_punched_out_of_a_huge_page_keeps_its_bytes() {
     explore(|| {
         let world = World::stuck(1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         assert_eq!(world.read(), 1);
         world.write(2);
         reclaim.join().unwrap();
@@ -494,10 +482,7 @@ fn an_engine_that_slept_through_its_replacement_cannot_commit_an_old_copy() {
         let world = World::resident(1);
         assert!(quarantine(world.cell(), Ticket::new(1, 0)));
         world.kernel.lock().unwrap().mapped = false;
-        let old = thread::spawn({
-            let world = world.clone();
-            move || world.evict(Ticket::new(1, 0))
-        });
+        let old = spawn(&world, |world| world.evict(Ticket::new(1, 0)));
         world.write(2);
         world.reclaim(Ticket::new(2, 0));
         old.join().unwrap();
@@ -510,10 +495,7 @@ fn an_engine_that_slept_through_its_replacement_cannot_commit_an_old_copy() {
 fn two_workers_serving_one_far_page_give_the_same_bytes_and_free_the_copy_once() {
     explore(|| {
         let world = World::far(7);
-        let other = thread::spawn({
-            let world = world.clone();
-            move || assert_eq!(world.read(), 7)
-        });
+        let other = spawn(&world, |world| assert_eq!(world.read(), 7));
         assert_eq!(world.read(), 7);
         other.join().unwrap();
         world.check_settled();
@@ -524,12 +506,9 @@ fn two_workers_serving_one_far_page_give_the_same_bytes_and_free_the_copy_once()
 fn a_stale_fault_of_a_second_worker_changes_nothing() {
     explore(|| {
         let world = World::far(7);
-        let stale = thread::spawn({
-            let world = world.clone();
-            move || {
-                world.serve(FaultKind::Missing);
-                world.serve(FaultKind::Minor);
-            }
+        let stale = spawn(&world, move |world| {
+            world.serve(FaultKind::Missing);
+            world.serve(FaultKind::Minor);
         });
         world.write(8);
         world.reclaim(Ticket::new(1, 0));
@@ -543,10 +522,7 @@ fn a_stale_fault_of_a_second_worker_changes_nothing() {
 fn a_page_restored_and_written_while_reclaim_picks_it_again_keeps_the_write() {
     explore(|| {
         let world = World::far(7);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.write(8);
         reclaim.join().unwrap();
         assert_eq!(world.read(), 8);
@@ -558,10 +534,7 @@ fn a_page_restored_and_written_while_reclaim_picks_it_again_keeps_the_write() {
 fn a_discarded_page_reads_zeros_even_when_it_was_being_evicted() {
     explore(|| {
         let world = World::resident(1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.discard();
         assert_eq!(world.read(), 0);
         reclaim.join().unwrap();
@@ -573,10 +546,7 @@ fn a_discarded_page_reads_zeros_even_when_it_was_being_evicted() {
 fn a_write_after_a_discard_is_kept() {
     explore(|| {
         let world = World::far(1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.discard();
         world.write(2);
         reclaim.join().unwrap();
@@ -589,10 +559,7 @@ fn a_write_after_a_discard_is_kept() {
 fn a_guest_that_touches_a_page_while_it_is_spilled_reads_its_last_write() {
     explore(|| {
         let world = World::far(1);
-        let spill = thread::spawn({
-            let world = world.clone();
-            move || world.spill()
-        });
+        let spill = spawn(&world, World::spill);
         assert_eq!(world.read(), 1);
         world.write(2);
         spill.join().unwrap();
@@ -610,12 +577,9 @@ fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_wit
         let mut bytes = [0; _];
         assert_eq!(world.ram.get(KEY, from.handle(), &mut bytes), GetOutcome::Found);
         let PutOutcome::Stored(handle) = world.file.put(KEY, &bytes) else { panic!("there is room") };
-        let spill = thread::spawn({
-            let world = world.clone();
-            move || {
-                let to = Word::far(FILE_STORE, handle, from.age());
-                commit((world.whole(), 0), KEY, (from, &world.ram), (to, &world.file), &bytes);
-            }
+        let spill = spawn(&world, move |world| {
+            let to = Word::far(FILE_STORE, handle, from.age());
+            commit((world.whole(), 0), KEY, (from, &world.ram), (to, &world.file), &bytes);
         });
         world.write(2);
         world.reclaim(Ticket::new(1, 0));
@@ -632,10 +596,7 @@ fn a_page_that_came_back_and_went_again_under_the_same_handle_is_not_spilled_wit
 fn a_discard_of_a_page_that_is_being_spilled_leaves_no_copy() {
     explore(|| {
         let world = World::far(1);
-        let spill = thread::spawn({
-            let world = world.clone();
-            move || world.spill()
-        });
+        let spill = spawn(&world, World::spill);
         world.discard();
         assert_eq!(world.read(), 0);
         spill.join().unwrap();
@@ -651,12 +612,9 @@ fn a_spilled_page_comes_back_with_its_bytes_while_reclaim_and_spill_go_on() {
         let world = World::far(1);
         world.spill();
         assert_eq!(world.cell().load().store(), FILE_STORE);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || {
-                world.reclaim(Ticket::new(1, 0));
-                world.spill();
-            }
+        let reclaim = spawn(&world, move |world| {
+            world.reclaim(Ticket::new(1, 0));
+            world.spill();
         });
         assert_eq!(world.read(), 1);
         world.write(2);
@@ -670,10 +628,7 @@ fn a_spilled_page_comes_back_with_its_bytes_while_reclaim_and_spill_go_on() {
 fn a_huge_page_that_is_written_while_it_is_evicted_comes_back_whole_with_its_last_write() {
     explore(|| {
         let world = World::granule(2, 1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.write(2);
         assert_eq!(world.read(), 2);
         reclaim.join().unwrap();
@@ -686,10 +641,7 @@ fn a_huge_page_that_is_written_while_it_is_evicted_comes_back_whole_with_its_las
 fn two_threads_that_touch_a_far_huge_page_see_it_whole_and_its_copies_are_freed_once() {
     explore(|| {
         let world = World::far_granule(2, 7);
-        let reader = thread::spawn({
-            let world = world.clone();
-            move || world.read()
-        });
+        let reader = spawn(&world, World::read);
         world.write(8);
         assert!([7, 8].contains(&reader.join().unwrap()));
         assert_eq!(world.read(), 8);
@@ -701,10 +653,7 @@ fn two_threads_that_touch_a_far_huge_page_see_it_whole_and_its_copies_are_freed_
 fn a_huge_page_discarded_while_it_is_evicted_reads_zeros_and_leaves_no_copy() {
     explore(|| {
         let world = World::granule(2, 1);
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.discard();
         assert_eq!(world.read(), 0);
         reclaim.join().unwrap();
@@ -717,10 +666,7 @@ fn a_huge_page_discarded_while_it_is_evicted_reads_zeros_and_leaves_no_copy() {
 fn a_huge_page_touched_while_its_pages_go_to_a_file_one_by_one_comes_back_whole() {
     explore(|| {
         let world = World::far_granule(2, 5);
-        let spill = thread::spawn({
-            let world = world.clone();
-            move || world.spill()
-        });
+        let spill = spawn(&world, World::spill);
         world.write(6);
         spill.join().unwrap();
         assert_eq!(world.read(), 6);
@@ -732,14 +678,8 @@ fn a_huge_page_touched_while_its_pages_go_to_a_file_one_by_one_comes_back_whole(
 fn a_page_brought_back_unasked_while_the_guest_writes_and_reclaim_takes_it_again_keeps_the_write() {
     explore(|| {
         let world = World::far(3);
-        let prefetch = thread::spawn({
-            let world = world.clone();
-            move || world.prefetch()
-        });
-        let reclaim = thread::spawn({
-            let world = world.clone();
-            move || world.reclaim(Ticket::new(1, 0))
-        });
+        let prefetch = spawn(&world, World::prefetch);
+        let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         world.write(4);
         assert_eq!(world.read(), 4);
         prefetch.join().unwrap();
@@ -754,10 +694,7 @@ fn a_foreign_mapper_that_reads_a_far_page_while_the_guest_touches_it_costs_no_by
     for pages in [1, 2] {
         explore(move || {
             let world = World::far_granule(pages, 7);
-            let foreign = thread::spawn({
-                let world = world.clone();
-                move || world.read_by_a_foreign_mapper()
-            });
+            let foreign = spawn(&world, World::read_by_a_foreign_mapper);
             assert_eq!(world.read(), 7);
             world.write(8);
             assert_eq!(world.read(), 8);
@@ -773,17 +710,11 @@ fn a_foreign_mapper_that_reads_a_page_while_it_goes_and_comes_back_costs_no_byte
     for pages in [1, 2] {
         explore(move || {
             let world = World::granule(pages, 1);
-            let foreign = thread::spawn({
-                let world = world.clone();
-                move || {
-                    world.read_by_a_foreign_mapper();
-                    world.read_by_a_foreign_mapper();
-                }
+            let foreign = spawn(&world, move |world| {
+                world.read_by_a_foreign_mapper();
+                world.read_by_a_foreign_mapper();
             });
-            let reclaim = thread::spawn({
-                let world = world.clone();
-                move || world.reclaim(Ticket::new(1, 0))
-            });
+            let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
             world.write(2);
             assert_eq!(world.read(), 2);
             reclaim.join().unwrap();
@@ -799,14 +730,8 @@ fn two_workers_and_a_prefetch_that_find_a_foreign_mappers_zeros_give_the_bytes_a
     explore(|| {
         let world = World::far(7);
         world.read_by_a_foreign_mapper();
-        let prefetch = thread::spawn({
-            let world = world.clone();
-            move || world.prefetch()
-        });
-        let stale = thread::spawn({
-            let world = world.clone();
-            move || world.serve(FaultKind::Missing)
-        });
+        let prefetch = spawn(&world, World::prefetch);
+        let stale = spawn(&world, |world| world.serve(FaultKind::Missing));
         assert_eq!(world.read(), 7);
         world.write(8);
         prefetch.join().unwrap();
@@ -820,10 +745,7 @@ fn two_workers_and_a_prefetch_that_find_a_foreign_mappers_zeros_give_the_bytes_a
 fn a_page_that_is_filled_by_a_foreign_mapper_and_discarded_reads_zeros() {
     explore(|| {
         let world = World::far(7);
-        let foreign = thread::spawn({
-            let world = world.clone();
-            move || world.read_by_a_foreign_mapper()
-        });
+        let foreign = spawn(&world, World::read_by_a_foreign_mapper);
         world.discard();
         assert_eq!(world.read(), 0);
         world.write(9);

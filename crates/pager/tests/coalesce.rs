@@ -3,14 +3,14 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
-use common::{Finally, Rig, random, until};
+use common::{Finally, Rig, churn, until};
 
 const RAM: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
@@ -122,23 +122,7 @@ fn a_guest_that_writes_while_its_memory_is_torn_apart_and_put_together_reads_wha
     std::thread::scope(|scope| {
         for thread in 0..2u64 {
             let (rig, done) = (&rig, &done);
-            scope.spawn(move || {
-                let mut versions = vec![0u64; rig.pages as usize];
-                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
-                let mut step = 0u64;
-                while !done.load(Ordering::Relaxed) {
-                    step += 1;
-                    // Each thread owns every second page: its words are its alone.
-                    let page = random(&state) % (rig.pages / 2) * 2 + thread;
-                    let expected = versions[page as usize];
-                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
-                    versions[page as usize] = step << 16 | page;
-                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
-                }
-                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(2) {
-                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
-                }
-            });
+            scope.spawn(move || churn(rig, thread, 2, || done.load(Ordering::Relaxed)));
         }
         // Also when a wait panics: the scope joins the guest's threads either way.
         let _end = Finally(|| done.store(true, Ordering::Relaxed));

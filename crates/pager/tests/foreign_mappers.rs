@@ -5,7 +5,7 @@ mod common;
 
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ballast_base::units::MIB;
@@ -16,7 +16,7 @@ use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::Mapping;
-use common::{Finally, Rig, file_of, mapped_by_a_foreign_mapper, random, until};
+use common::{Finally, Rig, churn, file_of, mapped_by_a_foreign_mapper, until};
 
 const QUICK: Duration = Duration::from_millis(20);
 const RAM: Bytes = Bytes(32 * MIB);
@@ -165,27 +165,9 @@ fn churn_beside_a_foreign_mapper(rig: &Rig, evictions: u64) {
             }
         });
         let _end = Finally(|| over.store(true, Ordering::Relaxed));
-        let guests: Vec<_> = (0..3u64)
-            .map(|thread| {
-                scope.spawn(move || {
-                    let mut versions = vec![0u64; rig.pages as usize];
-                    let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
-                    let mut step = 0u64;
-                    while rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::Failed) < evictions {
-                        step += 1;
-                        // Each thread owns every third page.
-                        let page = random(&state) % (rig.pages / 3) * 3 + thread;
-                        let expected = versions[page as usize];
-                        assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
-                        versions[page as usize] = step << 16 | page;
-                        rig.word(page).store(versions[page as usize], Ordering::Relaxed);
-                    }
-                    for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(3) {
-                        assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
-                    }
-                })
-            })
-            .collect();
+        let gone = || rig.vm.stats().get(Counter::Evicted) + rig.vm.stats().get(Counter::Failed);
+        let guest = |thread| scope.spawn(move || churn(rig, thread, 3, || gone() >= evictions));
+        let guests = [0, 1, 2].map(guest);
         let panicked = guests.into_iter().map(|guest| guest.join().is_err()).filter(|panicked| *panicked).count();
         over.store(true, Ordering::Relaxed);
         reader.join().expect("no panic");

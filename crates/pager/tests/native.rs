@@ -13,7 +13,7 @@ use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
-use common::{Rig, hammer, mapped_at, random, until, vacate};
+use common::{Rig, churn, hammer, mapped_at, random, until, vacate};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const QUICK: Duration = Duration::from_millis(20);
@@ -61,23 +61,7 @@ fn a_guest_that_writes_all_the_time_reads_what_it_wrote() {
     std::thread::scope(|scope| {
         for thread in 0..3u64 {
             let rig = &rig;
-            scope.spawn(move || {
-                let mut versions = vec![0u64; rig.pages as usize];
-                let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
-                let mut step = 0u64;
-                while rig.vm.stats().get(Counter::Evicted) < EVICTIONS {
-                    step += 1;
-                    // Each thread owns every third page: its words are its alone.
-                    let page = random(&state) % (rig.pages / 3) * 3 + thread;
-                    let expected = versions[page as usize];
-                    assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
-                    versions[page as usize] = step << 16 | page;
-                    rig.word(page).store(versions[page as usize], Ordering::Relaxed);
-                }
-                for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(3) {
-                    assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
-                }
-            });
+            scope.spawn(move || churn(rig, thread, 3, || rig.vm.stats().get(Counter::Evicted) >= EVICTIONS));
         }
     });
 }
@@ -282,16 +266,12 @@ fn every_page_is_brought_back_through_the_process_that_still_maps_it() {
     rig.vm.hold(Hold::Shared, Some("test".into()));
     rig.wait_for_quarantine();
     let (first, _first) = another_view(&rig, 1);
-    // SAFETY: a second mapping of the same shared pages, at an address of the kernel's choice, which nothing else uses.
-    let copy = unsafe {
-        rustix::mm::mremap(rig.guest.addr() as *mut _, 0, RAM.0 as usize, rustix::mm::MremapFlags::MAYMOVE)
-            .expect("map")
-    };
+    let copy = rig.second_mapping();
     rig.vm.add_view(first, &mapped_at(Hva(copy as u64), RAM)).expect("view");
     rig.vm.remove_view(std::process::id());
     let (second, _second) = another_view(&rig, std::process::id());
     rig.vm.add_view(second, &mapped_at(Hva(rig.guest.addr() as u64), RAM)).expect("view");
-    vacate(copy as usize, RAM.0 as usize);
+    vacate(copy, RAM.0 as usize);
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
     assert_eq!(rig.resident(), RAM);
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
@@ -323,22 +303,18 @@ fn each_page_is_brought_back_through_whichever_process_maps_it() {
     rig.wait_for_quarantine();
     let far: Vec<u64> = (0..rig.pages).filter(|page| rig.state_of(*page) == State::Far).take(400).collect();
     let (other, _other) = another_view(&rig, 1);
-    // SAFETY: a second mapping of the same shared pages, at an address of the kernel's choice, which nothing else uses.
-    let copy = unsafe {
-        rustix::mm::mremap(rig.guest.addr() as *mut _, 0, RAM.0 as usize, rustix::mm::MremapFlags::MAYMOVE)
-            .expect("map")
-    };
+    let copy = rig.second_mapping();
     rig.vm.add_view(other, &mapped_at(Hva(copy as u64), RAM)).expect("view");
     // One of two neighbours is not mapped by the first process, the other one not by the second.
     for page in &far {
-        let base = if page % 2 == 0 { rig.guest.addr() } else { copy as usize };
+        let base = if page % 2 == 0 { rig.guest.addr() } else { copy };
         vacate(base + *page as usize * PAGE_SIZE, PAGE_SIZE);
     }
     rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("every page is mapped somewhere");
     assert_eq!(rig.vm.stats().get(Counter::Far), 0);
     assert!((0..rig.pages).all(|page| page % 2 == 0 && far.contains(&page) || rig.holds(page, 1)), "a byte was lost");
     rig.vm.remove_view(1);
-    vacate(copy as usize, RAM.0 as usize);
+    vacate(copy, RAM.0 as usize);
 }
 
 #[test]

@@ -144,18 +144,14 @@ fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_n
     let (uffd, _) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd");
     let (control, _theirs) = scm::pair().expect("socketpair");
     let view = Arc::new(View::new(1, Shards::new(vec![uffd]).expect("one"), REQUIRED_FEATURES, control, 1));
-    // SAFETY: a second mapping of the same shared pages, at an address of the kernel's choice, which nothing else uses.
-    let copy = unsafe {
-        rustix::mm::mremap(rig.guest.addr() as *mut _, 0, RAM.0 as usize, rustix::mm::MremapFlags::MAYMOVE)
-            .expect("map")
-    };
+    let copy = rig.second_mapping();
     rig.vm.add_view(view, &mapped_at(Hva(copy as u64), RAM)).expect("view");
     assert!(rig.holds(5 * PAGES_PER_UNIT, 1));
     let seen = source.end().expect("end").units;
     assert!(seen.iter().all(|(unit, seen)| seen.touched() == (unit.unit == 5)));
     rig.check_bytes();
     rig.vm.remove_view(1);
-    vacate(copy as usize, RAM.0 as usize);
+    vacate(copy, RAM.0 as usize);
 }
 
 #[test]

@@ -8,27 +8,27 @@ use std::path::PathBuf;
 use crate::order::{Data, GuestKind};
 
 /// What to measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Which {
     /// How long a touch of a far page takes.
     Restore,
-    /// How fast cold pages go.
+    /// How many cold pages per second leave DRAM.
     Reclaim,
-    /// What a second VM adds.
+    /// What a second VM adds to both.
     Scale,
-    /// What being attached costs when nothing is wanted.
+    /// What being attached costs a VM that nobody squeezes.
     Idle,
-    /// What a neighbour's faults do to a VM's.
+    /// What a neighbour's fault storm does to a VM's restores.
     Storm,
     /// How fast far pages go to a disk, and how long a touch of one there takes.
     Spill,
-    /// 4 KiB against 2 MiB.
+    /// What a guest on 2 MiB pages gains and loses against 4 KiB.
     Huge,
-    /// Many VMs in less memory than they want.
+    /// How eight VMs fare in less memory than they want, by policy and by the kernel.
     Balance,
-    /// Who is hot: how well that is known, and what knowing costs.
+    /// How well it is known who is hot, and what knowing costs.
     Track,
-    /// One VM under a limit, over time.
+    /// One VM before, under and after a limit, over time.
     Limit,
 }
 
@@ -51,9 +51,9 @@ impl Which {
 }
 
 /// A part of what [`Which::Balance`] measures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
-    /// Eight VMs, at falling levels of memory.
+    /// Eight VMs at falling levels of memory.
     Levels,
     /// A VM whose need jumps.
     Jump,
@@ -61,7 +61,7 @@ pub enum Part {
     Pairs,
     /// Two VMs whose needs change.
     Stages,
-    /// One VM, and how much of its memory can go.
+    /// How much of one VM's memory can go.
     Memory,
 }
 

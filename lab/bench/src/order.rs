@@ -14,14 +14,14 @@ use serde::{Deserialize, Serialize};
 use crate::stats::Summary;
 
 /// What touches guest memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum GuestKind {
     /// A thread.
     Native,
     /// A KVM virtual CPU in user mode.
     Kvm,
-    /// An unmodified Debian kernel in QEMU, which interprets it (TCG) where no hardware can run it.
+    /// An unmodified Debian kernel in QEMU (needs the guest image of `make demo`).
     Qemu,
 }
 

@@ -19,7 +19,7 @@ use ballast_page::unit::Unit;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-use super::{explore, page_of, value_of};
+use super::{explore, page_of, spawn, value_of};
 
 const PAGES: u64 = 2;
 
@@ -240,11 +240,6 @@ impl World {
         let far = (0..PAGES).filter(|page| self.cell(*page).load().state() == State::Far).count();
         assert_eq!(self.store.0.lock().unwrap().len(), far);
     }
-}
-
-fn spawn(world: &Arc<World>, body: impl FnOnce(&World) + Send + 'static) -> thread::JoinHandle<()> {
-    let world = world.clone();
-    thread::spawn(move || body(&world))
 }
 
 #[test]

@@ -307,6 +307,13 @@ impl Rig {
         until("quarantine is empty", || self.vm.stats().get(Counter::Quarantined) == 0);
     }
 
+    /// Guest RAM once more, at an address of the kernel's choice: the mapping of another process, as far as the VM knows.
+    pub fn second_mapping(&self) -> usize {
+        let flags = rustix::mm::MremapFlags::MAYMOVE;
+        // SAFETY: of a shared mapping, a length of 0 makes a second one and leaves the first; nothing else uses the addresses.
+        unsafe { rustix::mm::mremap(self.guest.addr() as *mut _, 0, self.guest.len(), flags).expect("map") as usize }
+    }
+
     pub fn resident(&self) -> Bytes {
         self.vm.resident().expect("stat").bytes()
     }
@@ -459,6 +466,25 @@ pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
         let _end = Finally(|| done.store(true, Ordering::Relaxed));
         until("what the test waits for", &until_done);
     });
+}
+
+/// One of `threads` threads of the guest: it owns every page whose number is its own, writes them at random until `done`,
+/// and checks each read.
+pub fn churn(rig: &Rig, thread: u64, threads: u64, done: impl Fn() -> bool) {
+    let mut versions = vec![0u64; rig.pages as usize];
+    let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
+    let mut step = 0u64;
+    while !done() {
+        step += 1;
+        let page = random(&state) % (rig.pages / threads) * threads + thread;
+        let expected = versions[page as usize];
+        assert_eq!(rig.word(page).load(Ordering::Relaxed), expected, "page {page} at step {step}");
+        versions[page as usize] = step << 16 | page;
+        rig.word(page).store(versions[page as usize], Ordering::Relaxed);
+    }
+    for (page, version) in versions.iter().enumerate().skip(thread as usize).step_by(threads as usize) {
+        assert_eq!(rig.word(page as u64).load(Ordering::Relaxed), *version, "page {page} at the end");
+    }
 }
 
 /// Unmap guest RAM permanently: nobody touches it any more. The addresses stay taken. A hole would be given to whoever
