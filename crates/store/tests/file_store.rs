@@ -281,6 +281,7 @@ fn a_put_that_takes_too_long_is_refused_and_its_block_comes_back_when_it_is_over
         assert_eq!(made.store.put(key(page), &pages::incompressible(page)), PutOutcome::Busy);
     }
     assert_eq!(made.store.usage_detail().last_refusal, Some(Refusal::Late));
+    made.store.validate().expect("what is still being written is no contradiction");
     // This thread's ring learns of the end of the late writes while it does other ones.
     while made.store.usage().bytes > 0 {
         let handle = put(&made.store, 3, &pages::incompressible(3));
@@ -289,6 +290,21 @@ fn a_put_that_takes_too_long_is_refused_and_its_block_comes_back_when_it_is_over
         made.store.tidy();
     }
     must_be_empty(&made);
+}
+
+#[test]
+fn the_end_of_a_late_write_frees_no_block_that_recovery_has_given_to_another_page() {
+    let Some(made) = made(64 * MIB) else { return };
+    made.faults.fail_writes(1, DiskFault::Late);
+    assert_eq!(made.store.put(key(0), &pages::incompressible(0)), PutOutcome::Busy);
+    // Recovery waits for the write and frees its block, the next page gets it, and only then its end is noticed.
+    let report = made.store.recover(std::iter::empty()).expect("recover");
+    assert_eq!((report.kept_blobs, report.freed_slots), (0, 1));
+    let handles: Vec<_> = (1..4).map(|page| put(&made.store, page, &pages::incompressible(page))).collect();
+    made.store.validate().expect("valid");
+    for (page, handle) in (1..4).zip(handles) {
+        must_hold(&made.store, page, handle, &pages::incompressible(page));
+    }
 }
 
 #[test]

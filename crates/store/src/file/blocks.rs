@@ -29,7 +29,7 @@ const LONG_RUN: usize = 64;
 const EMPTY_AREAS_KEPT: usize = 8;
 
 /// What `BlobHeader::encoding` says of a block that is being written: it fits no handle.
-const BEING_WRITTEN: u8 = 0;
+pub(super) const BEING_WRITTEN: u8 = 0;
 /// ... and of one that the device failed to write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
 
@@ -165,6 +165,15 @@ impl Inner {
         outcome
     }
 
+    /// A write that nobody waits for is over. `recover` may have freed the block before, and another page may have it by
+    /// now: then the header is not this write's any more.
+    fn was_late(&self, place: Place, tag: u8) {
+        let header = self.header(place);
+        if header.encoding == BEING_WRITTEN && header.tag == tag {
+            self.allocator.free(place);
+        }
+    }
+
     /// Blocks for those pages that need one; the others get their outcome. Up to one extent's worth.
     fn take_for(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) -> Vec<Taken> {
         let class = if pages.len() < LONG_RUN { CLASS_SINGLE } else { CLASS_RUN };
@@ -197,12 +206,9 @@ impl Inner {
         let pieces: Vec<(u64, &[PageBytes])> =
             runs.iter().map(|run| (block_of(run[0].place), &pages[run[0].index..][..run.len()])).collect();
         let when_late = |run: usize| {
-            let (inner, places) = (Arc::clone(inner), runs[run].iter().map(|taken| taken.place).collect::<Vec<_>>());
-            move || {
-                for place in places {
-                    inner.allocator.free(place);
-                }
-            }
+            let inner = Arc::clone(inner);
+            let blocks: Vec<_> = runs[run].iter().map(|taken| (taken.place, taken.tag)).collect();
+            move || blocks.into_iter().for_each(|(place, tag)| inner.was_late(place, tag))
         };
         let mut headers = Vec::with_capacity(taken.len());
         let moved = inner.disk.write(&pieces, when_late, || {
