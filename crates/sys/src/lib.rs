@@ -8,6 +8,7 @@
 pub mod anon;
 pub mod bpf;
 pub mod btf;
+pub mod clock;
 pub mod direct;
 pub mod hugetlb;
 pub mod kcmp;

@@ -8,9 +8,10 @@
 //! Only what was mapped huge before is looked at: making huge pages where there were none is not our decision, and a
 //! page that was punched out of a huge page has split it, so that putting it together again copies 2 MiB.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ballast_base::{HUGE_SIZE, Hva, PageIdx, PageRange};
+use ballast_sys::clock::cpu_time;
 use ballast_sys::remote::{Collapsed, is_unit_aligned};
 
 use crate::scan::units::pages_of;
@@ -50,7 +51,7 @@ fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
             if vm.held().is_some() || !is_resident(&region, number) || !unit.found_whole() {
                 continue;
             }
-            let started = Instant::now();
+            let before = cpu_time();
             let outcome = coalesce(vm, &region, number)?;
             match outcome {
                 Some(Collapsed::Done) => vm.stats().add(Counter::Coalesced, 1),
@@ -62,7 +63,8 @@ fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
                 Some(Collapsed::NoMemory) => return Ok(Collapsed::NoMemory),
                 _ => {}
             }
-            if !vm.sleep(started.elapsed() * (SHARE - 1)) {
+            // CPU time: on a busy host the wait for a CPU is not what this costs.
+            if !vm.sleep(cpu_time().saturating_sub(before) * (SHARE - 1)) {
                 return Ok(Collapsed::Gone);
             }
         }

@@ -19,7 +19,7 @@ use std::time::Duration;
 use ballast_base::{PageIdx, PageRange};
 use ballast_heat::source::Ability;
 use ballast_heat::{AccessSource, Report, UnitId, Watch};
-use rustix::time::{ClockId, clock_gettime};
+use ballast_sys::clock::cpu_time;
 
 use super::rwp::{self, Run, RwpScan};
 use super::touches::{FINE_UNITS, KeepRegistered};
@@ -123,10 +123,4 @@ impl AccessSource for Scans<'_> {
         cost.faults += of_kernel.faults;
         Ok(Report { units, cost })
     }
-}
-
-/// CPU time of the calling thread.
-fn cpu_time() -> Duration {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
