@@ -12,6 +12,9 @@
 //! 4. A reader refuses what it is too old for (least reader above its own version) and what it no longer knows (version
 //!    below [`Format::oldest`]). The error names both sides.
 //!
+//! 5. A file is written by many programs in its life. Whoever opens it to write raises its stamp to what its own says
+//!    ([`Format::raise`]), and leaves alone what it does not know. Whoever is refused has changed nothing.
+//!
 //! Each format has a test that holds its bytes or offsets against the version, so a change without a new version fails.
 
 use serde::{Serialize, de::DeserializeOwned};
@@ -64,6 +67,17 @@ impl Format {
             return Err(Unreadable { theirs, ours: *self });
         }
         Ok(())
+    }
+
+    /// What a file that said this says from now on, because this program writes to it as well.
+    pub const fn raise(&self, theirs: Stamp) -> Stamp {
+        const fn larger(a: u16, b: u16) -> u16 {
+            if a > b { a } else { b }
+        }
+        Stamp {
+            version: larger(theirs.version, self.version),
+            least_reader: larger(theirs.least_reader, self.least_reader),
+        }
     }
 }
 
@@ -224,6 +238,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_file_says_the_newest_of_its_writers_and_what_any_of_them_needs() {
+        let said = |version, least_reader| Stamp { version, least_reader };
+        assert_eq!(format(5, 3, 1).raise(said(4, 1)), said(5, 3));
+        assert_eq!(format(5, 3, 1).raise(said(7, 5)), said(7, 5));
+        assert_eq!(format(5, 3, 1).raise(said(7, 2)), said(7, 3));
     }
 
     #[test]

@@ -94,6 +94,7 @@ impl Allocator {
             to_punch_max,
             punch_failures: AtomicU64::new(0),
         };
+        allocator.arena.raise_stamp();
         allocator.learn();
         allocator.resync();
         allocator

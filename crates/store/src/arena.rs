@@ -4,17 +4,20 @@
 //! blobs in and out, `file` the headers of blocks that are on a disk.
 //! Threads: any, in any number of processes; every word of the header and the table is an atomic.
 //! Units: offsets are bytes from the start of the file; a table entry is 128 bytes, a slab what the shape says.
-//! Promise: nothing in the file is trusted. Offsets come from the checked size of the mapping, never from its
+//! Promise: a layout that this program cannot read is refused, unchanged. Nothing in the file is trusted. Offsets come from the checked size of the mapping, never from its
 //! content. A page of it whose memory fails becomes what costs least: blobs become zeros, which no handle fits;
 //! entries of the table become bits that mean nothing, so that no slab of them is handed out or emptied before the
 //! next `recover`; the header is written again.
 //!
 //! ```text
-//! 0            header page: magic, layout version, slabs, slab size, fresh, held, four words of the store's own, reserved;
-//!              counters from byte 1024
+//! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
+//!              store's own; reserved; counters from byte 1024
 //! 4096         slab table: one entry of 16 words per slab (state word, 15 bitmap words)
 //! slabs_start  slab 0, slab 1, ...   (the table rounded up to a whole slab)
 //! ```
+//!
+//! Which versions read which is `ballast_base::format`'s rule: zero in a reserved word says nothing. A header that was
+//! lost is written again as this program's own: what a newer one had put into reserved words is gone.
 
 use std::io;
 use std::ops::Range;
@@ -22,6 +25,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use ballast_base::format::{Format, Stamp};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd};
@@ -39,8 +43,8 @@ pub(crate) struct Shape {
     /// For messages.
     pub(crate) name: &'static str,
     pub(crate) magic: u64,
-    /// Changes whenever the header, the table, the classes or the blob header change their meaning.
-    pub(crate) version: u64,
+    /// The layout of the header, the table, the classes and the blob headers, and what handles and checksums mean.
+    pub(crate) format: Format,
     /// Bytes of a slab in the arena file.
     pub(crate) slab_bytes: usize,
     /// Bytes charged to the budget for a slab: its own, or those of the area on a disk that it describes.
@@ -49,11 +53,12 @@ pub(crate) struct Shape {
     pub(crate) capacities: &'static [usize],
 }
 
-/// The RAM store's arena: the slabs hold the blobs.
+/// The RAM store's arena: the slabs hold the blobs. Version 2: it states its least reader; nothing else has changed since
+/// version 1.
 pub(crate) static RAM: Shape = Shape {
     name: "RAM store arena",
     magic: u64::from_le_bytes(*b"BALSTORE"),
-    version: 1,
+    format: Format { version: 2, least_reader: 2, oldest: 1 },
     slab_bytes: SLAB_BYTES,
     charge_bytes: SLAB_BYTES as u64,
     capacities: &CAPACITIES,
@@ -64,7 +69,8 @@ const ENTRY_BYTES: usize = ENTRY_WORDS * 8;
 const TABLE_START: usize = PAGE_SIZE;
 
 const WORD_MAGIC: usize = 0;
-const WORD_VERSION: usize = 1;
+/// A [`Stamp`].
+const WORD_LAYOUT: usize = 1;
 const WORD_SLABS: usize = 2;
 const WORD_SLAB_BYTES: usize = 3;
 const WORD_FRESH: usize = 4;
@@ -72,14 +78,15 @@ const WORD_HELD: usize = 5;
 const OWN_WORDS_START: usize = 6;
 /// Header words that mean what the store wants.
 pub(crate) const OWN_WORDS: usize = 4;
-const HEADER_WORDS: usize = 16;
+const HEADER_WORDS: usize = SHARDS_START / 8;
 
 /// Counters are spread over this many cache lines, so that threads do not fight for one.
 const SHARDS: usize = 16;
 /// Words in one shard: one cache line.
 const SHARD_WORDS: usize = 8;
 const SHARDS_START: usize = 1024;
-const _: () = assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && HEADER_WORDS * 8 <= SHARDS_START);
+const _: () =
+    assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && OWN_WORDS_START + OWN_WORDS <= HEADER_WORDS);
 
 /// A mapped arena.
 #[derive(Debug)]
@@ -126,7 +133,7 @@ impl Shape {
     fn write_header(&self, slabs: u32, header: &[AtomicU64]) {
         header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
         header[WORD_SLAB_BYTES].store(self.slab_bytes as u64, Ordering::Relaxed);
-        header[WORD_VERSION].store(self.version, Ordering::Relaxed);
+        header[WORD_LAYOUT].store(self.format.stamp().to_word(), Ordering::Relaxed);
         header[WORD_MAGIC].store(self.magic, Ordering::Release);
     }
 
@@ -193,7 +200,8 @@ impl Arena {
             if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
         };
         expect(WORD_MAGIC, "the magic number", shape.magic)?;
-        expect(WORD_VERSION, "the layout version", shape.version)?;
+        let stamp = Stamp::from_word(header[WORD_LAYOUT].load(Ordering::Acquire));
+        shape.format.check(stamp).map_err(|unreadable| invalid(unreadable.to_string()))?;
         expect(WORD_SLAB_BYTES, "the slab size", shape.slab_bytes as u64)?;
         let stated = header[WORD_SLABS].load(Ordering::Relaxed);
         let slabs = u32::try_from(stated)
@@ -247,6 +255,13 @@ impl Arena {
     /// From now on, punch a slab's part of this file with the slab.
     pub(crate) fn on_disk(self, disk: Arc<OwnedFd>) -> Self {
         Self { disk: Some(disk), ..self }
+    }
+
+    /// This program writes to it from now on: let it say so.
+    pub(crate) fn raise_stamp(&self) {
+        let stamp = self.shape.format.raise(Stamp::from_word(self.header(WORD_LAYOUT).load(Ordering::Acquire)));
+        self.header(WORD_LAYOUT).store(stamp.to_word(), Ordering::Release);
+        self.header_copy.words()[WORD_LAYOUT].store(stamp.to_word(), Ordering::Release);
     }
 
     pub(crate) fn shape(&self) -> &'static Shape {
@@ -441,7 +456,9 @@ mod tests {
     #[test]
     fn a_wrong_header_is_refused_with_the_field_that_is_wrong() {
         assert!(reopened_with(WORD_MAGIC, 7).contains("the magic number is 0x7"));
-        assert!(reopened_with(WORD_VERSION, 99).contains("the layout version is 0x63, not 0x1"));
+        let newer = Stamp { version: 99, least_reader: 98 }.to_word();
+        let said = reopened_with(WORD_LAYOUT, newer);
+        assert!(said.contains("RAM store arena: it has version 99 and needs a reader of at least 98"), "{said}");
         assert!(reopened_with(WORD_SLAB_BYTES, 4096).contains("the slab size"));
         assert!(reopened_with(WORD_SLABS, 0).contains("0 slabs"));
         assert!(reopened_with(WORD_SLABS, u64::MAX).contains("slabs"));

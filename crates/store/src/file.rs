@@ -28,6 +28,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::{direct, memfd};
 
@@ -49,11 +50,12 @@ const AREA_BLOCKS: usize = 512;
 /// Bytes of an area: what is charged to the budget, and punched when its last block is freed.
 pub const AREA_BYTES: u64 = (AREA_BLOCKS * PAGE_SIZE) as u64;
 
-/// The index: its slabs are headers, and each describes an area of the file.
+/// The index: its slabs are headers, and each describes an area of the file. Version 2: it states its least reader;
+/// nothing else has changed since version 1.
 static INDEX: Shape = Shape {
     name: "file store index",
     magic: u64::from_le_bytes(*b"BALFILES"),
-    version: 1,
+    format: Format { version: 2, least_reader: 2, oldest: 1 },
     slab_bytes: AREA_BLOCKS * HEADER_BYTES,
     charge_bytes: AREA_BYTES,
     capacities: &[AREA_BLOCKS; 2],
@@ -123,6 +125,9 @@ fn file_bytes(areas: u32) -> u64 {
 }
 
 impl FileStore {
+    /// The layout of the index.
+    pub const FORMAT: Format = INDEX.format;
+
     /// Make an empty store in a new file without a name in `dir`. The descriptors are the file's and the index's: whoever
     /// keeps both can `open` the store again.
     ///
@@ -147,7 +152,7 @@ impl FileStore {
     /// it died, call [`FileStore::recover`] next.
     ///
     /// # Errors
-    /// If the index is none of this layout version, or the file is not the one it belongs to.
+    /// If the index is none that this program can read, or the file is not the one it belongs to.
     pub fn open(file: OwnedFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
         let index = Arena::open(&INDEX, index_fd)?;
         let invalid =
@@ -170,7 +175,7 @@ impl FileStore {
     /// Which file an index belongs to: for whoever must know that a descriptor is this file before it asks anything of it.
     ///
     /// # Errors
-    /// If it is no index of this layout version.
+    /// If it is no index that this program can read.
     pub fn file_of(index_fd: OwnedFd) -> io::Result<memfd::FileId> {
         let index = Arena::open(&INDEX, index_fd)?;
         let own = |word: usize| index.own_words()[word].load(Ordering::Acquire);

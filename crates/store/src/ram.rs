@@ -10,6 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
 
 pub use crate::alloc::{Inconsistent, Recovered};
@@ -93,6 +94,9 @@ pub struct RamStore {
 }
 
 impl RamStore {
+    /// The layout of the arena.
+    pub const FORMAT: Format = arena::RAM.format;
+
     /// Make an empty store. The descriptor is the arena's: whoever keeps it can `open` the store again.
     ///
     /// # Errors
@@ -103,11 +107,19 @@ impl RamStore {
         Ok((Self::on(arena, options), fd))
     }
 
+    /// Is this an arena that this program can open?
+    ///
+    /// # Errors
+    /// If not, with the reason.
+    pub fn check(arena_fd: OwnedFd) -> io::Result<()> {
+        Arena::open(&arena::RAM, arena_fd).map(drop)
+    }
+
     /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
     /// it died, call [`RamStore::recover`] next.
     ///
     /// # Errors
-    /// If the file is not an arena of this layout version, or has the wrong size.
+    /// If the file is not an arena, has a layout that this program cannot read, or the wrong size.
     pub fn open(arena_fd: OwnedFd, options: RamOptions) -> io::Result<Self> {
         let arena = Arena::open(&arena::RAM, arena_fd)?;
         Ok(Self::on(arena, options))

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use ballast_base::Hva;
 use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
 use ballast_pager::vm::state_file::StateFile;
+use ballast_store::RamStore;
 use ballast_sys::memfd::{self, FileId};
 
 use super::Keeper;
@@ -179,6 +180,9 @@ impl Keeper {
         if Some(state.id()) != attach.resume {
             return Err("the state file is another VM's".into());
         }
+        // What no engine of ours can open stays with the one that can. (An index was opened to find its file.)
+        let opened = arena.as_fd().try_clone_to_owned().and_then(RamStore::check);
+        opened.map_err(|error| error.to_string())?;
         if let Some((pid, start)) = state.engine()
             && !self.is_ours(fence::Process { pid, start })
         {

@@ -6,6 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_sys::memfd::{self, FileId};
+use rustix::event::Timespec;
 
 use super::fence::Process;
 use super::*;
@@ -112,6 +113,34 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
     poll(&mut [PollFd::new(&engine.pidfd, PollFlags::IN)], None).expect("poll");
     first.bury_engine();
     end_engine(&mut second);
+}
+
+#[test]
+fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_can() {
+    use ballast_base::format::Stamp;
+    use ballast_pager::vm::state_file;
+    use ballast_store::RamStore;
+    use std::os::unix::fs::FileExt;
+    const STAMP: u64 = 8;
+    let (mut first, _dir) = keeper();
+    let id = new_vm(&mut first, "web");
+    first.keep_engine();
+    let escrow = first.vms[0].escrow().expect("escrow");
+    let (mut second, _dir) = keeper();
+    for (at, ours, name) in [(0, state_file::FORMAT, "state file"), (1, RamStore::FORMAT, "arena")] {
+        let file = std::fs::File::from(memfd::reopen(escrow[at].as_fd(), true).expect("reopen"));
+        let newer = Stamp { version: 99, least_reader: 98 };
+        file.write_all_at(&newer.to_word().to_le_bytes(), STAMP).expect("write");
+        let sent = sent_back(&second, &escrow);
+        let refused = second.resume(&attach_as("web", Some(id)), sent, 0).map(|_| ()).expect_err("too new");
+        let said = format!("{name}: it has version 99 and needs a reader of at least 98");
+        assert!(refused.contains(&said), "{refused}");
+        file.write_all_at(&ours.stamp().to_word().to_le_bytes(), STAMP).expect("write");
+    }
+    let engine = first.engine.as_ref().expect("an engine");
+    let lives = poll(&mut [PollFd::new(&engine.pidfd, PollFlags::IN)], Some(&Timespec::default())).expect("poll");
+    assert_eq!(lives, 0, "the engine that serves it was ended");
+    end_engine(&mut first);
 }
 
 #[test]

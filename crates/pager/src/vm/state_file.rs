@@ -4,25 +4,28 @@
 //! maps it and goes on where the last one was.
 //! Threads: the header is atomics; regions are added by the keeper's order only, one at a time.
 //! Units: offsets are bytes from the start of the file.
-//! Promise: a file of another layout, of another VM, or with numbers that do not fit is refused with the reason. A
-//! page of it whose memory fails becomes what is safe until recovery has looked at it: words that are locked for
-//! everybody ([`Word::LOST`]), chunks that may be registered, counters of zero, a list of threads that says nothing
-//! is known, and the first page what this process remembers of it.
+//! Promise: a file of a layout that this program cannot read, of another VM, or with numbers that do not fit is refused
+//! with the reason, unchanged. A page of it whose memory fails becomes what is safe until recovery has looked at it:
+//! words that are locked for everybody ([`Word::LOST`]), chunks that may be registered, counters of zero, a list of
+//! threads that says nothing is known, and the first page what this process remembers of it.
 //!
 //! ```text
-//! 0        magic, layout version, VM id, epoch, limit, engine pid and start time, region count, end of used space,
-//!          target, settings, kept, journal of lost pages (words added later: zero says nothing)
+//! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end of
+//!          used space, target, settings, kept, journal of lost pages; the rest is reserved
 //! 512      name, padded with zeros
-//! 1024     region table: 32 records of 64 bytes
+//! 1024     region table: 32 records of 64 bytes, of which the last two words are reserved
 //! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
 //! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page
 //! ```
+//!
+//! Which versions read which is `ballast_base::format`'s rule: zero in a reserved word says nothing.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
+use ballast_base::format::{Format, Stamp};
 use ballast_base::units::MIB;
 use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
 use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx, PageRange};
@@ -34,8 +37,9 @@ use crate::vm::threads::{self, Fenced, Listed, ThreadList};
 use ballast_page::page_state::Word;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
-/// Layout 1: first release.
-const LAYOUT: u64 = 1;
+/// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
+/// since version 1.
+pub const FORMAT: Format = Format { version: 2, least_reader: 2, oldest: 1 };
 const HEADER_LEN: usize = 32 * 1024;
 const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
@@ -60,6 +64,7 @@ pub const PAGES_PER_CHUNK: u64 = CHUNK.pages_floor().0;
 #[repr(usize)]
 enum Field {
     Magic = 0,
+    /// A [`Stamp`].
     Layout = 1,
     Id0 = 2,
     Id1 = 3,
@@ -142,7 +147,7 @@ impl StateFile {
         file.set(Field::Id1, u64::from_le_bytes(b.try_into().expect("8 bytes")));
         file.set(Field::Limit, u64::MAX);
         file.set(Field::End, HEADER_LEN as u64);
-        file.set(Field::Layout, LAYOUT);
+        file.set(Field::Layout, FORMAT.stamp().to_word());
         file.header.copy_in(NAME_OFFSET, &name.as_bytes()[..name.len().min(MAX_NAME)]);
         file.set(Field::Magic, MAGIC);
         file.remember();
@@ -186,8 +191,8 @@ impl StateFile {
         if magic != MAGIC {
             return invalid("it does not begin with the Ballast magic".into());
         }
-        if file.get(Field::Layout) != LAYOUT {
-            return invalid(format!("its layout version is {}, this program knows {LAYOUT}", file.get(Field::Layout)));
+        if let Err(unreadable) = FORMAT.check(file.stamp()) {
+            return invalid(unreadable.to_string());
         }
         let (count, end) = (file.get(Field::RegionCount), file.get(Field::End));
         if count > MAX_REGIONS as u64 || end > size {
@@ -216,6 +221,11 @@ impl StateFile {
 
     fn set(&self, field: Field, value: u64) {
         self.words()[field as usize].store(value, Ordering::Release);
+    }
+
+    /// What it states of its layout.
+    fn stamp(&self) -> Stamp {
+        Stamp::from_word(self.get(Field::Layout))
     }
 
     /// The descriptor.
@@ -306,6 +316,7 @@ impl StateFile {
     /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
     /// later keeper ends whoever is named here, also one that has not come round to opening it.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
+        self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         self.thread_list().begin(pid, start_time);
         // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
         self.set(Field::EngineStart, start_time);

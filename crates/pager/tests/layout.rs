@@ -1,0 +1,148 @@
+//! Which bytes a state file has where, held against its version; and who may open it.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+
+use ballast_base::format::Stamp;
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PageCount, PageIdx};
+use ballast_page::page_state::{State, Ticket, Word};
+use ballast_pager::vm::state_file::{COUNTERS, FORMAT, HISTOGRAM_WORDS, SETTINGS, StateFile};
+use ballast_pager::vm::stats::Counter;
+use ballast_store::Handle;
+use ballast_sys::memfd::FileId;
+
+const STAMP: u64 = 8;
+
+fn dup(file: &StateFile) -> OwnedFd {
+    file.fd().try_clone_to_owned().expect("dup")
+}
+
+fn raw(file: &StateFile) -> std::fs::File {
+    dup(file).into()
+}
+
+/// The words of a file that are not zero: `at=word`.
+fn words(file: &StateFile) -> String {
+    let file = raw(file);
+    let mut bytes = vec![0; file.metadata().expect("stat").len() as usize];
+    file.read_exact_at(&mut bytes, 0).expect("read");
+    let words = bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).enumerate();
+    let set: Vec<_> = words.filter(|(_, word)| *word != 0).map(|(at, word)| format!("{:x}={word:x}", at * 8)).collect();
+    set.join(" ")
+}
+
+/// Two regions, and something else in each field.
+fn file() -> StateFile {
+    let file = StateFile::create(VmId(std::array::from_fn(|at| at as u8 + 1)), "web-1").expect("create");
+    file.set_limit(Some(Bytes(0x11)));
+    file.set_target(Some(Bytes(0x12)));
+    file.set_settings(std::array::from_fn(|at| 0x20 + at as u64));
+    file.set_kept(true);
+    let id = |at| FileId { dev: at, ino: at + 1 };
+    file.add_region(id(0x31), Bytes(0x4000), PageCount(8193)).expect("region");
+    file.add_region(id(0x33), Bytes(0x5000), PageCount(1)).expect("region");
+    file.remove_region(0);
+    file.give_up_region(1);
+    file.take_over(0x41, 0x42).expect("no journal");
+    for (words, last) in [(file.counters(), COUNTERS - 1), (file.histograms(), HISTOGRAM_WORDS - 1)] {
+        words[0].store(0x51, Ordering::Release);
+        words[last].store(0x52, Ordering::Release);
+    }
+    let table = file.map_region(&file.regions()[0]).expect("map");
+    table.chunk_flags()[1].store(2, Ordering::Release);
+    let far = Word::far(0x61, Handle::new(Handle::MAX - 1).expect("in range"), 0x62);
+    let quarantine = Word::quarantine(Ticket::new(0x63, 0x64), 0x65);
+    let states = [
+        Word::new(State::Resident, 0x66),
+        quarantine,
+        quarantine.in_state(State::Evicting),
+        far,
+        far.marked(),
+        far.in_state(State::Restoring).locked(),
+        Word::new(State::Zero, 0),
+        Word::new(State::Poisoned, 0),
+        Word::LOST,
+    ];
+    for (page, word) in (8193 - states.len() as u64..).zip(states) {
+        table.word(PageIdx(page)).store(word.bits(), Ordering::Release);
+    }
+    file
+}
+
+#[test]
+fn a_state_file_is_laid_out_as_its_version_says() {
+    let (file, listed) = (file(), 0x71);
+    let _listed = file.list(listed).expect("nobody has fenced it");
+    let counters = (Counter::Quarantined as usize, Counter::FaultFile as usize, Counter::ZeroedPages as usize);
+    let said = (FORMAT.version, SETTINGS, counters, words(&file));
+    let expected = (2, 5, (0, 24, 32), STATE.to_owned());
+    assert_eq!(said, expected, "raise the version of the state file, and put what is there now into STATE");
+}
+
+fn set_stamp(file: &StateFile, stamp: Stamp) {
+    raw(file).write_all_at(&stamp.to_word().to_le_bytes(), STAMP).expect("write");
+}
+
+fn stamp(file: &StateFile) -> Stamp {
+    let mut word = [0; 8];
+    raw(file).read_exact_at(&mut word, STAMP).expect("read");
+    Stamp::from_word(u64::from_le_bytes(word))
+}
+
+#[test]
+fn a_newer_state_file_opens_if_it_may_and_what_is_not_known_of_it_stays() {
+    let file = file();
+    let newer = Stamp { version: FORMAT.version + 3, least_reader: FORMAT.version };
+    set_stamp(&file, newer);
+    // A field of the header and one of a region's record that this version does not know.
+    for at in [504, 1024 + 56] {
+        raw(&file).write_all_at(&[1; 8], at).expect("write");
+    }
+    let again = StateFile::open(dup(&file)).expect("it may be read");
+    assert_eq!((again.limit(), again.regions().len()), (Some(Bytes(0x11)), 2));
+    again.take_over(0x43, 0x44).expect("no journal");
+    again.remove_region(0);
+    assert_eq!(stamp(&file), newer, "an older writer lowers nothing");
+    let words = words(&file);
+    for at in ["1f8=101010101010101", "438=101010101010101"] {
+        assert!(words.contains(at), "{words}");
+    }
+}
+
+#[test]
+fn a_state_file_that_cannot_be_read_is_refused_with_both_versions_and_nothing_of_it_is_changed() {
+    let file = file();
+    let next = FORMAT.version + 1;
+    let older = Stamp { version: FORMAT.oldest - 1, least_reader: 0 };
+    for stamp in [Stamp { version: next, least_reader: next }, Stamp { version: 900, least_reader: next }, older] {
+        set_stamp(&file, stamp);
+        let before = words(&file);
+        let said = StateFile::open(dup(&file)).expect_err("it cannot be read").to_string();
+        let Stamp { version, least_reader } = stamp;
+        let expected =
+            format!("VM's state file: it has version {version} and needs a reader of at least {least_reader}");
+        assert!(said.contains(&expected), "{said}");
+        assert_eq!(words(&file), before);
+    }
+    set_stamp(&file, FORMAT.stamp());
+    assert_eq!(StateFile::open(dup(&file)).expect("its own reader").name(), "web-1");
+}
+
+#[test]
+fn an_older_state_file_says_the_newer_version_once_an_engine_of_that_has_it() {
+    let file = file();
+    let oldest = Stamp { version: FORMAT.oldest, least_reader: 0 };
+    set_stamp(&file, oldest);
+    let again = StateFile::open(dup(&file)).expect("it is known");
+    assert_eq!(stamp(&file), oldest, "to look changes nothing");
+    again.name_engine(7, 8);
+    assert_eq!(stamp(&file), FORMAT.stamp());
+}
+
+const STATE: &str = "0=535453414c4c4142 8=200000002 10=807060504030201 18=100f0e0d0c0b0a09 20=1 28=11 30=41 38=42 40=2 \
+    48=1c000 50=12 58=20 60=21 68=22 70=23 78=24 80=1 200=312d626577 400=31 408=32 410=4000 418=2001 \
+    420=8000 428=1 440=33 448=34 450=5000 458=1 460=1a000 468=2 1000=51 11f8=52 1200=410000000042 \
+    1218=71 2000=51 7ff8=52 8000=200 18fc0=6600 18fc8=63000064006501 18fd0=63000064006502 \
+    18fd8=fffffffffe616203 18fe0=fffffffffe616223 18fe8=fffffffffe616214 18ff0=5 18ff8=6 19000=1f";
