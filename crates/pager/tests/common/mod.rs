@@ -307,10 +307,11 @@ impl Rig {
         until("quarantine is empty", || self.vm.stats().get(Counter::Quarantined) == 0);
     }
 
-    /// Guest RAM once more, at an address of the kernel's choice: the mapping of another process, as far as the VM knows.
+    /// Guest RAM once more, where the kernel chooses: the mapping of another process, as far as the VM knows.
     pub fn second_mapping(&self) -> usize {
         let flags = rustix::mm::MremapFlags::MAYMOVE;
-        // SAFETY: of a shared mapping, a length of 0 makes a second one and leaves the first; nothing else uses the addresses.
+        // SAFETY: of a shared mapping, a length of 0 makes a second one and leaves the first; nothing else uses the
+        // addresses.
         unsafe { rustix::mm::mremap(self.guest.addr() as *mut _, 0, self.guest.len(), flags).expect("map") as usize }
     }
 
@@ -468,8 +469,8 @@ pub fn hammer(rig: &Rig, until_done: impl Fn() -> bool + Sync) {
     });
 }
 
-/// One of `threads` threads of the guest: it owns every page whose number is its own, writes them at random until `done`,
-/// and checks each read.
+/// One of `threads` threads of the guest: it owns every page whose number is its own, writes them at random until
+/// `done`, and checks each read.
 pub fn churn(rig: &Rig, thread: u64, threads: u64, done: impl Fn() -> bool) {
     let mut versions = vec![0u64; rig.pages as usize];
     let state = AtomicU64::new(0x9E37_79B9_7F4A_7C15 ^ thread);
