@@ -5,7 +5,8 @@
 #   kills            engines and keepers killed
 #   wrong_bytes      bytes that a guest found wrong
 #   hangs            tests that waited for something that never came, or ran out of time
-#   longest_wait_ms  longest operation of any guest, kills included
+#   longest_wait_ms  longest operation of a guest, kills included, but not of one whose own VMM is made to hang
+#   longest_wait_guest  the test it was in, and its name
 #   failed, passed   tests; rounds, seconds
 #
 #   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 50 a test), SOAK_TEST_SECONDS (1200)
@@ -73,5 +74,6 @@ jq -cs --argjson rounds "$rounds" --argjson seconds $((SECONDS - start)) --argjs
         ops: (map(.ops // 0) | add // 0), kills: (map(.kills // 0) | add // 0),
         wrong_bytes: (map(.wrong_bytes // 0) | add // 0), hangs: $hangs,
         longest_wait_ms: (map(.longest_wait_ms // 0) | max // 0),
+        longest_wait_guest: (max_by(.longest_wait_ms // 0).guest // ""),
         failed: $failed, passed: $passed, rounds: $rounds, seconds: $seconds }' "$BALLAST_SOAK_LOG"
 [ "$failed" = 0 ] && [ "$hangs" = 0 ]

@@ -11,6 +11,8 @@ use super::{Daemon, soak, until};
 pub struct Guest {
     name: String,
     child: Option<Child>,
+    /// The test makes its process hang.
+    waits_for_itself: bool,
 }
 
 /// The end of a test VM's run, as it reports it.
@@ -40,7 +42,8 @@ impl Guest {
             .stderr(Stdio::piped())
             .spawn()
             .expect("start a test VM");
-        let guest = Self { name: name.to_owned(), child: Some(child) };
+        let waits_for_itself = args.contains("--park-on");
+        let guest = Self { name: name.to_owned(), child: Some(child), waits_for_itself };
         until("the guest is attached", || daemon.api.vm(name).is_ok());
         guest
     }
@@ -63,7 +66,7 @@ impl Guest {
         let output = child.wait_with_output().expect("wait for the test VM");
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         if let Ok(outcome) = serde_json::from_str(out.trim()) {
-            soak::ended(&outcome);
+            soak::ended(&self.name, &outcome, self.waits_for_itself);
         }
         assert!(output.status.success(), "VM {} ended with {}:\n{out}\n{err}", self.name, output.status);
         let outcome: serde_json::Value = serde_json::from_str(out.trim()).expect("one line of JSON");
