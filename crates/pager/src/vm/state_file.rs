@@ -10,8 +10,8 @@
 //! threads that says nothing is known, and the first page what this process remembers of it.
 //!
 //! ```text
-//! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end of
-//!          used space, target, settings, kept, journal of lost pages; the rest is reserved
+//! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
+//!          of used space, target, settings, kept, journal of lost pages; the rest is reserved
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes, of which the last two words are reserved
 //! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
