@@ -6,19 +6,36 @@
 //! Units: one object is one base page of 4096 bytes.
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 
+use crate::wire::VmId;
 use crate::{PAGE_SIZE, PageIdx};
 
 /// The bytes of one page.
 pub type PageBytes = [u8; PAGE_SIZE];
 
-/// Which page of which region an object belongs to. It seeds the checksum, so that a store that answers with another
-/// page's bytes is caught like one that answers with damaged bytes.
+/// Which region of which VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RegionKey {
+    /// The VM: a store may hold pages of many.
+    pub vm: VmId,
+    /// Number of the region inside its VM.
+    pub number: u32,
+}
+
+/// Which page of which region an object belongs to. It seeds the checksum, so that a store that returns another page's
+/// bytes is caught like one that returns damaged bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageKey {
-    /// Number of the region inside its VM.
-    pub region: u32,
+    /// The region.
+    pub region: RegionKey,
     /// The page inside the region.
     pub page: PageIdx,
+}
+
+impl RegionKey {
+    /// A page of it.
+    pub const fn page(self, page: PageIdx) -> PageKey {
+        PageKey { region: self, page }
+    }
 }
 
 /// Where a store put a page: 40 bits that mean something to that store alone. They travel in the page-state word.

@@ -9,7 +9,7 @@
 
 use std::io;
 
-use ballast_base::store::{GetOutcome, PageBytes, PageKey, PutOutcome, Store, is_zero};
+use ballast_base::store::{GetOutcome, PageBytes, PageKey, PutOutcome, RegionKey, Store, is_zero};
 use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
@@ -96,7 +96,7 @@ pub fn release<'a>(run: PageRange, ticket: Ticket, granule_of: impl Fn(PageIdx) 
 /// so, while it is copied. Whatever fails, nothing is lost.
 #[expect(clippy::too_many_arguments, reason = "each is one thing that an eviction needs")]
 pub fn evict<'a>(
-    region: u32,
+    region: RegionKey,
     run: PageRange,
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
     ticket: Ticket,
@@ -197,7 +197,7 @@ struct Copied {
 /// Copy the granules in `claimed` to the store, until one is refused, or cannot be read for another reason than that
 /// its memory failed.
 fn copy_out<'a>(
-    region: u32,
+    region: RegionKey,
     claimed: &[Claim<'_>],
     granule_of: &impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
@@ -325,7 +325,7 @@ fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf,
                 if copy != Some(GetOutcome::Found) {
                     return Err(io::Error::other(format!(
                         "the store does not give page {page} of region {}",
-                        one.key.region
+                        one.key.region.number
                     )));
                 }
             }
@@ -396,7 +396,7 @@ pub struct Discarded {
 /// # Errors
 /// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
 pub fn discard<'a>(
-    region: u32,
+    region: RegionKey,
     run: PageRange,
     granule_of: impl Fn(PageIdx) -> Granule<'a>,
     backing: &impl Backing,
@@ -443,9 +443,12 @@ mod tests {
     use std::sync::atomic::AtomicU64;
 
     use ballast_base::Bytes;
+    use ballast_base::wire::VmId;
     use ballast_store::NullStore;
 
     use super::*;
+
+    const REGION: RegionKey = RegionKey { vm: VmId([0; 16]), number: 0 };
 
     /// RAM whose third page cannot be read, for this reason; without one, because its memory failed.
     struct Broken(Option<&'static str>);
@@ -519,13 +522,13 @@ mod tests {
         assert!(pages.into_iter().all(|page| quarantine(granule_of(page).cell(), ticket)));
         let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), [[0; _]; 4]);
         let to = To { number: 1, store: &store, since: 7 };
-        let done = evict(0, run, granule_of, ticket, backing, to, &mut buffer, LockedFrom::Punch);
+        let done = evict(REGION, run, granule_of, ticket, backing, to, &mut buffer, LockedFrom::Punch);
         let gets = pages.map(|page| {
             let (word, mut bytes) = (granule_of(page).cell().load(), [0; _]);
             if word.state() != State::Far || backing.holds(PageRange::one(page)).expect("known") == Holds::Bytes {
                 return backing.file.borrow()[page.0 as usize];
             }
-            let copy = store.get(PageKey { region: 0, page }, word.handle(), &mut bytes);
+            let copy = store.get(REGION.page(page), word.handle(), &mut bytes);
             (copy == GetOutcome::Found).then_some(bytes[0])
         });
         (done, pages.map(|page| granule_of(page).cell().load().state()), gets)
@@ -559,7 +562,7 @@ mod tests {
         assert!((0..4).all(|page| quarantine(cell_of(PageIdx(page)), ticket)));
         let (store, mut buffer) = (NullStore::new(Bytes(1 << 20)), vec![[0; _]; at_a_time]);
         let to = To { number: 1, store: &store, since: 7 };
-        let done = evict(0, PageRange::of(PageIdx(0), 4), granule_of, ticket, &Broken(why), to, &mut buffer, from);
+        let done = evict(REGION, PageRange::of(PageIdx(0), 4), granule_of, ticket, &Broken(why), to, &mut buffer, from);
         let held = store.usage().pages;
         (done, [0, 1, 2, 3].map(|page| cell_of(PageIdx(page)).load().state()), held)
     }

@@ -13,7 +13,8 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::fill::{FaultKind, FillOutcome};
-use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, StoreUsage};
+use ballast_base::wire::VmId;
 use ballast_base::{PageIdx, PageRange};
 use ballast_page::copies::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
 use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine};
@@ -27,7 +28,8 @@ use ballast_page::sync::AtomicU64;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-const KEY: PageKey = PageKey { region: 0, page: PageIdx(0) };
+const REGION: RegionKey = RegionKey { vm: VmId([7; 16]), number: 0 };
+const KEY: PageKey = REGION.page(PageIdx(0));
 
 fn page_of(value: u64) -> PageBytes {
     let mut bytes = [0; _];
@@ -310,12 +312,13 @@ impl World {
     fn evict_and(&self, ticket: Ticket, from: LockedFrom) {
         let mut buffer = [[0; _]];
         let to = To { number: RAM_STORE, store: &self.ram, since: 7 };
-        let evicted = evict(0, self.run(), |_| self.whole(), ticket, self, to, &mut buffer, from);
+        let evicted = evict(REGION, self.run(), |_| self.whole(), ticket, self, to, &mut buffer, from);
         assert!(evicted.failed.is_none(), "what the modelled kernel refuses is to read memory that failed");
     }
 
     fn discard(&self) {
-        discard(0, self.run(), |_| self.whole(), self, self, || Ok(thread::yield_now()), |_| Ok(())).expect("punch");
+        discard(REGION, self.run(), |_| self.whole(), self, self, || Ok(thread::yield_now()), |_| Ok(()))
+            .expect("punch");
     }
 
     /// The memory of the page fails, if it is in DRAM: the kernel unmaps it.

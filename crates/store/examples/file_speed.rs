@@ -9,10 +9,11 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, GIB, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store,
-    pages,
+    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
+    RegionKey, Store, pages,
 };
 use ballast_sys::{direct, ring::Buffer};
 
@@ -21,7 +22,7 @@ const EXTENT: usize = 512;
 const SCATTERED: usize = 32;
 
 fn key(page: usize) -> PageKey {
-    PageKey { region: 0, page: PageIdx(page as u64) }
+    RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(page as u64))
 }
 
 /// A permutation of `0..n` that jumps about; `n` is a power of two.

@@ -10,9 +10,10 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, GIB, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store, pages,
+    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store, pages,
 };
 
 const PAGES: usize = 2000;
@@ -21,7 +22,7 @@ const REPETITIONS: usize = 15;
 const STAYS: usize = 8;
 
 fn key(page: usize) -> PageKey {
-    PageKey { region: 0, page: PageIdx(page as u64) }
+    RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(page as u64))
 }
 
 /// Median, lowest and highest microseconds per page.

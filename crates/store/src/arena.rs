@@ -53,12 +53,12 @@ pub(crate) struct Shape {
     pub(crate) capacities: &'static [usize],
 }
 
-/// The RAM store's arena: the slabs hold the blobs. Version 2: it states its least reader; nothing else has changed since
-/// version 1.
+/// The RAM store's arena: the slabs hold the blobs. Version 2: it states its least reader. Version 3: the VM's id
+/// seeds the checksums; nothing older is read.
 pub(crate) static RAM: Shape = Shape {
     name: "RAM store arena",
     magic: u64::from_le_bytes(*b"BALSTORE"),
-    format: Format { version: 2, least_reader: 2, oldest: 1 },
+    format: Format { version: 3, least_reader: 3, oldest: 3 },
     slab_bytes: SLAB_BYTES,
     charge_bytes: SLAB_BYTES as u64,
     capacities: &CAPACITIES,

@@ -95,9 +95,11 @@ pub(crate) fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// The checksum seed of a key: different for any two keys whose pages are below 2^32 (regions below 16 TiB).
+/// The checksum seed of a key: different for any two keys of a VM whose pages are below 2^32 (regions below 16 TiB), and
+/// those of another VM are others by chance.
 fn seed(key: PageKey) -> u64 {
-    mix(key.page.0.rotate_left(32) ^ u64::from(key.region))
+    let [low, high] = [0, 8].map(|at| u64::from_le_bytes(std::array::from_fn(|byte| key.region.vm.0[at + byte])));
+    mix(key.page.0.rotate_left(32) ^ u64::from(key.region.number) ^ mix(low ^ mix(high)))
 }
 
 /// 32 bits that tell keys apart, independent enough of the checksum seed.
@@ -244,11 +246,13 @@ pub(crate) fn open(key: PageKey, header: BlobHeader, out: &mut PageBytes, read: 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::RegionKey;
     use crate::pages;
     use ballast_base::PageIdx;
+    use ballast_base::wire::VmId;
     use proptest::prelude::*;
 
-    const KEY: PageKey = PageKey { region: 1, page: PageIdx(2) };
+    const KEY: PageKey = RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(2));
 
     fn sealed(bytes: &PageBytes, codec: Codec) -> (BlobHeader, Vec<u8>) {
         let fill = fill_pattern(bytes);

@@ -4,9 +4,10 @@
 //! Threads: one check uses four. Units: budgets are bytes; about 5000 pages are put in all.
 //! Promise: a failed check panics with a sentence that says which promise of [`Store`] was broken.
 
+use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
 
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, pages};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, pages};
 
 /// Check every promise of the [`Store`] trait. `make` answers a new, empty store each time, with a budget of its own of
 /// 1 to 64 MiB (the check of `Full` fills it).
@@ -24,7 +25,11 @@ pub fn run(make: &dyn Fn() -> Box<dyn Store>) {
 }
 
 fn key(region: u32, page: u64) -> PageKey {
-    PageKey { region, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: region }.page(PageIdx(page))
+}
+
+fn of_another_vm(key: PageKey) -> PageKey {
+    RegionKey { vm: VmId([8; 16]), ..key.region }.page(key.page)
 }
 
 fn stored(store: &dyn Store, key: PageKey, bytes: &PageBytes) -> Handle {
@@ -139,7 +144,14 @@ fn another_key_never_gets_the_bytes(store: &dyn Store) {
     let mut same_filled_found = 0;
     for (page, bytes) in (0u64..).zip(&samples()) {
         let (own, handle) = (key(3, page), stored(store, key(3, page), bytes));
-        for other in [key(3, page + 1), key(4, page), key(0, 0), key(3, page | 1 << 31), key(page as u32 + 5, 3)] {
+        for other in [
+            key(3, page + 1),
+            key(4, page),
+            key(0, 0),
+            key(3, page | 1 << 31),
+            key(page as u32 + 5, 3),
+            of_another_vm(own),
+        ] {
             match ask(store, other, handle) {
                 Err(GetOutcome::Absent | GetOutcome::Corrupt) => {}
                 Err(outcome) => panic!("{other:?} asked for the handle of {own:?} answers {outcome:?}"),

@@ -240,10 +240,12 @@ impl<S: Store> Store for FaultyStore<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::RegionKey;
     use crate::{NullStore, pages};
+    use ballast_base::wire::VmId;
     use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 
-    const KEY: PageKey = PageKey { region: 0, page: PageIdx(3) };
+    const KEY: PageKey = RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(3));
 
     fn store_with_one_page() -> (FaultyStore<NullStore>, Arc<Faults>, Handle) {
         let (store, faults) = FaultyStore::new(NullStore::new(Bytes(1 << 20)));

@@ -50,12 +50,12 @@ const AREA_BLOCKS: usize = 512;
 /// Bytes of an area: what is charged to the budget, and punched when its last block is freed.
 pub const AREA_BYTES: u64 = (AREA_BLOCKS * PAGE_SIZE) as u64;
 
-/// The index: its slabs are headers, and each describes an area of the file. Version 2: it states its least reader;
-/// nothing else has changed since version 1.
+/// The index: its slabs are headers, and each describes an area of the file. Version 2: it states its least reader.
+/// Version 3: the VM's id seeds the checksums; nothing older is read.
 static INDEX: Shape = Shape {
     name: "file store index",
     magic: u64::from_le_bytes(*b"BALFILES"),
-    format: Format { version: 2, least_reader: 2, oldest: 1 },
+    format: Format { version: 3, least_reader: 3, oldest: 3 },
     slab_bytes: AREA_BLOCKS * HEADER_BYTES,
     charge_bytes: AREA_BYTES,
     capacities: &[AREA_BLOCKS; 2],

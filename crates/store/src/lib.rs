@@ -30,7 +30,7 @@ pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUs
 pub use null::NullStore;
 pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage, Recovered, SLAB_BYTES};
 
-pub use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+pub use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, StoreUsage};
 
 fn is_short(used: u64, budget: u64) -> bool {
     used > budget - budget / 16

@@ -9,9 +9,12 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
-use ballast_store::{Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, SLAB_BYTES, Store, pages};
+use ballast_store::{
+    Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES, Store, pages,
+};
 use ballast_sys::uffd::{FillOutcome, REQUIRED_FEATURES, Uffd, feature};
 use ballast_sys::{memfd, memory_error};
 
@@ -20,7 +23,7 @@ const PAGES: u64 = 3000;
 const SLABS_A_PAGE: u64 = 32;
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 0, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(page))
 }
 
 fn options(budget: &Arc<Budget>) -> RamOptions {

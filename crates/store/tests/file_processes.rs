@@ -14,9 +14,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
-use ballast_store::{Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, pages};
+use ballast_store::{
+    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, pages,
+};
 use ballast_sys::{Mapping, memfd};
 
 const ENV_FILE: &str = "BALLAST_TEST_FILE";
@@ -38,7 +41,7 @@ fn options() -> FileOptions {
 }
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 9, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 9 }.page(PageIdx(page))
 }
 
 fn put_run(store: &FileStore, first: u64, seeds: &[u64]) -> Vec<Handle> {

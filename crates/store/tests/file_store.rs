@@ -14,11 +14,12 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
 use ballast_store::{
     AREA_BYTES, Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey,
-    PutOutcome, Refusal, Store, conformance, pages,
+    PutOutcome, Refusal, RegionKey, Store, conformance, pages,
 };
 use ballast_sys::memfd;
 use ballast_testvm::fuse::Fuse;
@@ -60,7 +61,7 @@ fn reopened(made: Made) -> Made {
 }
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 1, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(page))
 }
 
 fn put(store: &FileStore, page: u64, bytes: &PageBytes) -> Handle {

@@ -5,16 +5,18 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use ballast_base::format::{Format, Stamp};
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageIdx};
 use ballast_needs::skip;
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, Store, pages,
+    Budget, FileOptions, FileStore, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store,
+    pages,
 };
 
 const STAMP: u64 = 8;
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 3, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 3 }.page(PageIdx(page))
 }
 
 fn dup(fd: &OwnedFd) -> OwnedFd {
@@ -79,7 +81,7 @@ fn file_store() -> Option<(FileStore, OwnedFd, OwnedFd)> {
 fn an_arena_is_laid_out_as_its_version_says() {
     let (store, fd) = arena();
     let said = (RamStore::FORMAT.version, layout(&store, &fd));
-    assert_eq!(said, (2, ARENA.to_owned()), "raise the version of the arena, and put what is there now into ARENA");
+    assert_eq!(said, (3, ARENA.to_owned()), "raise the version of the arena, and put what is there now into ARENA");
 }
 
 #[test]
@@ -96,7 +98,7 @@ fn an_index_is_laid_out_as_its_version_says() {
     let said = said.replace(&format!("30={device:x} 38={inode:x}"), "30=device 38=inode");
     let words: Vec<&str> = said.split(' ').filter(|word| !word.starts_with("40=")).collect();
     let said = (FileStore::FORMAT.version, words.join(" "));
-    assert_eq!(said, (2, INDEX.to_owned()), "raise the version of the index, and put what is there now into INDEX");
+    assert_eq!(said, (3, INDEX.to_owned()), "raise the version of the index, and put what is there now into INDEX");
 }
 
 fn set_stamp(fd: &OwnedFd, stamp: Stamp) {
@@ -174,13 +176,13 @@ fn an_index_of_a_newer_version_opens_if_it_may_and_else_is_refused_and_left_as_i
     assert_eq!(stamp(&index), readable);
 }
 
-const ARENA: &str = "a755aa55aa 100000000 100000400 | [2, 1, 1, 0, 2, 101, 0, 0] | 0=45524f54534c4142 8=200000002 10=4 \
-    18=10000 20=2 28=2 1000=101 1008=1 1080=105 1088=1 10000=712af361c4a6ab42 10008=1040008f1d85c51 \
-    10010=123456789abcdef 20000=8dfd050318739eeb 20008=102005df1829498 20010=5040302010034ff \
+const ARENA: &str = "aa55aa55aa 100000000 100000400 | [2, 1, 1, 0, 2, 101, 0, 0] | 0=45524f54534c4142 8=300000003 10=4 \
+    18=10000 20=2 28=2 1000=101 1008=1 1080=105 1088=1 10000=b5b5104f33890eeb 10008=104000833446287 \
+    10010=123456789abcdef 20000=eed31910fc7bef64 20008=102005db96ee265 20010=5040302010034ff \
     20018=d0c0b0a09080706 20020=1514131211100f0e 20028=1d1c1b1a19181716 20030=2524232221201f1e \
     20038=2d2c2b2a29282726 20040=3534333231302f2e 20048=3d3c3b3a39383736 20050=ff00030707073f3e \
     20058=ffffffffffffffff 20060=50b4ffffffffffff 20068=707070707";
 
-const INDEX: &str = "a755aa55aa 100000000 100000001 | [2, 1, 0, 2, 0, 0, 0, 0] | 0=53454c49464c4142 8=200000002 10=2 \
-    18=2000 20=1 28=1 30=device 38=inode 1000=201 1008=3 2000=712af361c4a6ab42 2008=1011000f1d85c51 \
-    2010=8dfd050318739eeb 2018=1011000f1829498";
+const INDEX: &str = "aa55aa55aa 100000000 100000001 | [2, 1, 0, 2, 0, 0, 0, 0] | 0=53454c49464c4142 8=300000003 10=2 \
+    18=2000 20=1 28=1 30=device 38=inode 1000=201 1008=3 2000=b5b5104f33890eeb 2008=101100033446287 \
+    2010=eed31910fc7bef64 2018=1011000b96ee265";

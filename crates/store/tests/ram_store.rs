@@ -9,10 +9,11 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_store::{
-    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, SLAB_BYTES, Store,
-    conformance, pages,
+    Budget, Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, SLAB_BYTES,
+    Store, conformance, pages,
 };
 use ballast_sys::memfd;
 use proptest::prelude::*;
@@ -34,7 +35,7 @@ fn reopen(fd: &OwnedFd, budget: &Arc<Budget>) -> RamStore {
 }
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 1, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(page))
 }
 
 fn put(store: &RamStore, page: u64, bytes: &PageBytes) -> Handle {

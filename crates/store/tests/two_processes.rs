@@ -11,8 +11,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
-use ballast_store::{Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, Store, pages};
+use ballast_store::{Budget, GetOutcome, Handle, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store, pages};
 use ballast_sys::{Mapping, memfd};
 
 const ENV_ARENA: &str = "BALLAST_TEST_ARENA";
@@ -29,7 +30,7 @@ fn options() -> RamOptions {
 }
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 9, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 9 }.page(PageIdx(page))
 }
 
 fn put(store: &RamStore, page: u64, seed: u64) -> Handle {

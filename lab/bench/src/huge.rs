@@ -8,8 +8,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGES_PER_UNIT, PageCount, PageIdx};
-use ballast_store::{Budget, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store};
+use ballast_store::{Budget, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, RegionKey, Store};
 
 use crate::order::{Data, GuestKind, Pattern};
 use crate::report::Row;
@@ -206,5 +207,5 @@ impl Floor {
 }
 
 fn key(page: u64) -> PageKey {
-    PageKey { region: 0, page: PageIdx(page) }
+    RegionKey { vm: VmId([7; 16]), number: 0 }.page(PageIdx(page))
 }

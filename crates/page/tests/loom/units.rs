@@ -19,7 +19,7 @@ use ballast_page::unit::Unit;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-use super::{explore, page_of, spawn, value_of};
+use super::{REGION, explore, page_of, spawn, value_of};
 
 const PAGES: u64 = 2;
 
@@ -155,7 +155,7 @@ impl World {
 
     /// A guest access: runs if the page is mapped, else faults and tries again.
     fn touch<T>(&self, page: u64, access: impl Fn(&mut u64) -> T) -> T {
-        let key = PageKey { region: 0, page: PageIdx(page) };
+        let key = REGION.page(PageIdx(page));
         loop {
             let kind = {
                 let mut kernel = self.kernel.lock().unwrap();
@@ -200,7 +200,7 @@ impl World {
         let mut buffer = [[0; _]];
         let granule_of = |page| self.granule(page);
         let to = To { number: RAM_STORE, store: &self.store, since: 7 };
-        let evicted = evict(0, run, granule_of, ticket, self, to, &mut buffer, LockedFrom::Punch);
+        let evicted = evict(REGION, run, granule_of, ticket, self, to, &mut buffer, LockedFrom::Punch);
         assert!(evicted.failed.is_none(), "the modelled kernel never refuses");
         release(run, ticket, granule_of);
     }
@@ -284,7 +284,8 @@ fn a_page_discarded_while_its_unit_is_mapped_reads_zeros_and_keeps_the_next_writ
         let reclaim = spawn(&world, |world| world.reclaim(Ticket::new(1, 0)));
         let granule_of = |page| world.granule(page);
         let pause = || Ok(thread::yield_now());
-        discard(0, PageRange::one(PageIdx(0)), granule_of, &*world, &world.store, pause, |_| Ok(())).expect("punch");
+        discard(REGION, PageRange::one(PageIdx(0)), granule_of, &*world, &world.store, pause, |_| Ok(()))
+            .expect("punch");
         assert_eq!(world.read(0), 0);
         world.write(0, 3);
         coalesce.join().unwrap();

@@ -330,7 +330,7 @@ impl ReclaimWorker<'_> {
             region.departures().go(run);
             let check = self.check.clone();
             let asked = Asked::new(&region, check.as_deref());
-            let evicted = evict(region.number, run, granule_of, ticket, &asked, to, &mut self.buffer[..], from);
+            let evicted = evict(region.region_key(), run, granule_of, ticket, &asked, to, &mut self.buffer[..], from);
             if let Err(error) = asked.remember(&evicted.held, &vm.pinned) {
                 self.lose_check(&error);
             }

@@ -65,7 +65,7 @@ impl Vm {
                 std::thread::yield_now();
                 region.check_table()
             };
-            let done = discard(region.number, run, granule_of, region, &self.stores, pause, heal)?;
+            let done = discard(region.region_key(), run, granule_of, region, &self.stores, pause, heal)?;
             region.take_back(run);
             self.ledger().discarded(&done);
             not_healed = done.not_healed.or(not_healed);

@@ -217,7 +217,7 @@ impl Vm {
                 return Err(StateError::Invalid(format!("it has no region {number}")));
             };
             let table = self.state.map_region(record)?;
-            Ok(Region::new(number, record, file, table)?)
+            Ok(Region::new(self.state.id(), number, record, file, table)?)
         })
     }
 

@@ -12,7 +12,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use ballast_base::store::is_zero;
+use ballast_base::store::{RegionKey, is_zero};
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
@@ -61,6 +62,7 @@ impl Registered {
 /// A region.
 #[derive(Debug)]
 pub struct Region {
+    vm: VmId,
     /// Its number in the VM.
     pub number: u32,
     pages: PageCount,
@@ -81,11 +83,11 @@ pub struct Region {
 }
 
 impl Region {
-    /// The region described by `record`, whose RAM is `file`.
+    /// The region of a VM described by `record`, whose RAM is `file`.
     ///
     /// # Errors
     /// If the file is not the one of the record or is too short for it: then touching it would be wrong or fatal.
-    pub fn new(number: u32, record: &RegionRecord, file: OwnedFd, table: RegionTable) -> io::Result<Self> {
+    pub fn new(vm: VmId, number: u32, record: &RegionRecord, file: OwnedFd, table: RegionTable) -> io::Result<Self> {
         let file_id = memfd::file_id(&file)?;
         let needed = record.file_offset.0.checked_add(record.pages.bytes().0);
         // An unplugged region has no file any more; whatever stands in for it is never touched.
@@ -111,6 +113,7 @@ impl Region {
             _ => None,
         };
         Ok(Self {
+            vm,
             number,
             granule: if huge.is_some() { PAGES_PER_UNIT } else { 1 },
             huge,
@@ -277,9 +280,14 @@ impl Region {
         self.granule == 1 && self.file_offset.0.is_multiple_of(HUGE_SIZE as u64)
     }
 
+    /// Its name in stores.
+    pub fn region_key(&self) -> RegionKey {
+        RegionKey { vm: self.vm, number: self.number }
+    }
+
     /// A page's name in stores.
     pub fn key(&self, page: PageIdx) -> PageKey {
-        PageKey { region: self.number, page }
+        self.region_key().page(page)
     }
 
     /// Is the page in the file?
