@@ -1,0 +1,162 @@
+//! How often each unit was sampled recently: exact while it fits, unbiased and bounded always.
+//!
+//! Before: samples one by one. After: [`crate::fitted`] finds the ranges in it. New samples are kept in a list and
+//! counted when it is full, so that a sample costs a few nanoseconds.
+//! Units: of 2 MiB; counts in [`SAMPLE`]ths. Promise: pure; at most [`MOST_UNITS`] units and [`MOST_NEW`] samples are
+//! held, 2.5 MiB, and twice that while they are counted.
+
+use crate::range::SAMPLE;
+
+/// Most units with a count. 512 GiB that are touched within a few seconds.
+pub const MOST_UNITS: usize = 1 << 18;
+/// Most samples that are not counted yet.
+const MOST_NEW: usize = 1 << 16;
+
+/// A unit that was sampled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Unit {
+    /// Its number.
+    pub number: u32,
+    /// Samples, in [`SAMPLE`]ths.
+    pub count: u32,
+}
+
+/// Counts of units.
+#[derive(Clone, Debug)]
+pub struct Histogram {
+    /// Ascending; no count is zero.
+    units: Vec<Unit>,
+    new: Vec<Unit>,
+    most: usize,
+}
+
+impl Histogram {
+    /// For at most this number of units.
+    pub fn new(most: usize) -> Self {
+        Self { units: Vec::new(), new: Vec::new(), most: most.max(1) }
+    }
+
+    /// Record samples of a unit.
+    pub fn record(&mut self, number: u32, samples: u32) {
+        self.new.push(Unit { number, count: samples.saturating_mul(SAMPLE as u32) });
+        if self.new.len() >= MOST_NEW {
+            self.count();
+        }
+    }
+
+    /// The units with a count, ascending.
+    pub fn units(&mut self) -> &[Unit] {
+        self.count();
+        &self.units
+    }
+
+    /// Forget half of every count.
+    pub fn halve(&mut self) {
+        self.count();
+        self.units.retain_mut(|unit| {
+            unit.count /= 2;
+            unit.count > 0
+        });
+    }
+
+    fn count(&mut self) {
+        if self.new.is_empty() {
+            return;
+        }
+        self.new.sort_unstable_by_key(|unit| unit.number);
+        let mut merged: Vec<Unit> = Vec::with_capacity(self.units.len() + self.new.len());
+        let (mut old, mut new) = (self.units.iter().peekable(), self.new.iter().peekable());
+        loop {
+            let next = match (old.peek(), new.peek()) {
+                (Some(a), Some(b)) if a.number <= b.number => old.next(),
+                (Some(_), None) => old.next(),
+                _ => new.next(),
+            };
+            let Some(next) = next else { break };
+            match merged.last_mut() {
+                Some(last) if last.number == next.number => last.count = last.count.saturating_add(next.count),
+                _ => merged.push(*next),
+            }
+        }
+        merged.retain(|unit| unit.count > 0);
+        self.new.clear();
+        self.units = merged;
+        for least in (1..63).map(|bits| 1u64 << bits) {
+            if self.units.len() <= self.most {
+                break;
+            }
+            self.thin(least);
+        }
+        self.units.truncate(self.most);
+    }
+
+    /// Make room: of the counts below `least`, which is a power of two, some become `least` and others nothing, so that
+    /// what is expected of any part of memory stays the same, as far as a count can hold it.
+    fn thin(&mut self, least: u64) {
+        self.units.retain_mut(|unit| {
+            let count = u64::from(unit.count);
+            if count >= least {
+                return true;
+            }
+            unit.count = u32::try_from(least).unwrap_or(u32::MAX);
+            mixed(u64::from(unit.number) ^ least << 32) % least < count
+        });
+    }
+}
+
+/// Numbers that look random (the last steps of SplitMix64): whether a unit stays must not depend on where it is.
+fn mixed(number: u64) -> u64 {
+    let mixed = (number ^ number >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ mixed >> 31
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_sample_is_counted_once_in_its_unit(samples in proptest::collection::vec((0u32..50, 0u32..5), 0..300)) {
+            let mut histogram = Histogram::new(MOST_UNITS);
+            let mut expected = [0u32; 50];
+            for (number, count) in &samples {
+                histogram.record(*number, *count);
+                expected[*number as usize] += count * SAMPLE as u32;
+            }
+            let nonzero = (0..).zip(expected).filter(|(_, count)| *count > 0);
+            let expected: Vec<Unit> = nonzero.map(|(number, count)| Unit { number, count }).collect();
+            prop_assert_eq!(histogram.units(), &expected[..]);
+            histogram.halve();
+            let halved: Vec<Unit> = expected.iter().map(|unit| Unit { count: unit.count / 2, ..*unit }).collect();
+            prop_assert_eq!(histogram.units(), &halved[..]);
+        }
+
+        #[test]
+        fn it_stays_bounded_whatever_it_is_given(
+            samples in proptest::collection::vec(any::<(u32, u32)>(), 0..500), most in 0usize..40,
+        ) {
+            let mut histogram = Histogram::new(most);
+            for (number, count) in samples {
+                histogram.record(number, count);
+            }
+            prop_assert!(histogram.units().len() <= most.max(1));
+            prop_assert!(histogram.units().is_sorted_by(|a, b| a.number < b.number));
+        }
+    }
+
+    #[test]
+    fn what_makes_room_leaves_the_sum_of_a_part_of_memory_nearly_as_it_was() {
+        let mut histogram = Histogram::new(10_000);
+        for number in 0..60_000 {
+            // One part is twice as hot as the other.
+            histogram.record(number, if number < 30_000 { 2 } else { 1 });
+        }
+        let units = histogram.units();
+        let sum = |part: &[Unit]| part.iter().map(|unit| f64::from(unit.count)).sum::<f64>() / SAMPLE as f64;
+        let (hot, cold) = units.split_at(units.partition_point(|unit| unit.number < 30_000));
+        assert!(units.len() <= 10_000, "{}", units.len());
+        assert!((sum(hot) / 60_000.0 - 1.0).abs() < 0.05 && (sum(cold) / 30_000.0 - 1.0).abs() < 0.05);
+    }
+}

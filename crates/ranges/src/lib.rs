@@ -1,0 +1,43 @@
+//! Which ranges of a program's memory are hot, and which pages belong into fast memory: tiering inside a guest, after
+//! Demeter (§3.2).
+//!
+//! ```text
+//! samples of accesses ─► Classifier ─► ranges ─► rank ─► plan ─► an agent moves pages
+//!   (virtual addresses)   Published                       ▲
+//!                         Fitted                       placement (page table)
+//! ```
+//!
+//! Read the files in this order: `roots` (what is classified), `range` (ranges, the trait, the order), `published` (the
+//! paper's rule), `histogram` and `fitted` (ours), [`relocate`], [`trace`].
+//!
+//! Before: a source samples accesses with their *virtual* addresses, which keep what belongs together side by side;
+//! physical ones do not. After: an agent moves pages between the nodes of its guest. Threads: none. Units: bytes and
+//! epochs of 500 ms. Promise: no clock, no I/O, no randomness, no unsafe code; memory is bounded whatever the samples
+//! are, and no sample makes anything panic.
+//!
+//! ```
+//! use ballast_ranges::{Classifier, Fitted, Roots, UNIT, rank};
+//!
+//! let roots = Roots::new(&[(1 << 30, 64 << 40)]).expect("one root");
+//! let mut classifier = Fitted::new(roots);
+//! for sample in 0..100 {
+//!     classifier.record((20 << 40) + sample * 4096, 1);
+//! }
+//! classifier.end_epoch();
+//! let hottest = rank(classifier.ranges())[0];
+//! assert_eq!((hottest.start, hottest.bytes()), (20 << 40, UNIT));
+//! ```
+#![forbid(unsafe_code)]
+
+mod fitted;
+mod histogram;
+mod published;
+mod range;
+pub mod relocate;
+mod roots;
+pub mod trace;
+
+pub use fitted::Fitted;
+pub use published::{Parameters, Published};
+pub use range::{Classifier, Range, SAMPLE, rank};
+pub use roots::{Roots, RootsError, UNIT};

@@ -1,0 +1,156 @@
+//! The published rule (Demeter §3.2.1): a range is split where it has far more accesses than both of its neighbours.
+//!
+//! Before: samples, by address. After: ranges. What the paper leaves open is decided here: the two roots are
+//! neighbours, a side without a neighbour counts as one without accesses, and `tau_merge` is 8 splits. The paper keeps
+//! the time of a range's last access as well; nothing is decided by it there, so it is not kept here. Units: counts in
+//! samples, positions in units of 2 MiB. Promise: pure; at most [`MOST_RANGES`] ranges.
+
+use crate::range::{Classifier, Range, SAMPLE};
+use crate::roots::Roots;
+
+/// Most ranges. The paper states no bound and sees fewer than 50.
+pub const MOST_RANGES: usize = 4096;
+
+/// What the paper's authors settled on (§3.2.1, §5.2.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parameters {
+    /// Times `tau_split` times vCPUs: how many more accesses than a neighbour a range must have.
+    pub alpha: u64,
+    /// See `alpha`.
+    pub tau_split: u64,
+    /// Two empty neighbours are one range again after this number of splits elsewhere. Not in the paper.
+    pub tau_merge: u64,
+    /// CPUs that make accesses.
+    pub vcpus: u64,
+}
+
+impl Parameters {
+    /// The paper's, for a guest with this number of CPUs.
+    pub const fn of(vcpus: u64) -> Self {
+        Self { alpha: 2, tau_split: 15, tau_merge: 8, vcpus }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Leaf {
+    first: u64,
+    units: u64,
+    count: u64,
+    born: u64,
+    /// How many splits there had been when its count had decayed to nothing.
+    empty_since: Option<u64>,
+}
+
+/// The published rule.
+#[derive(Clone, Debug)]
+pub struct Published {
+    roots: Roots,
+    parameters: Parameters,
+    /// Ascending; they tile the roots.
+    leaves: Vec<Leaf>,
+    /// As the last epoch left them.
+    ranges: Vec<Range>,
+    epoch: u64,
+    splits: u64,
+    outside: u64,
+}
+
+impl Published {
+    /// One range for each root.
+    pub fn new(roots: Roots, parameters: Parameters) -> Self {
+        let leaf = |(first, units)| Leaf { first, units, count: 0, born: 0, empty_since: Some(0) };
+        let leaves = roots.spans().map(leaf).collect();
+        let mut made = Self { roots, parameters, leaves, ranges: Vec::new(), epoch: 0, splits: 0, outside: 0 };
+        made.publish();
+        made
+    }
+
+    fn publish(&mut self) {
+        let range = |leaf: &Leaf| {
+            let (start, end) = self.roots.addresses(leaf.first, leaf.units);
+            Range { start, end, count: leaf.count.saturating_mul(SAMPLE), born: leaf.born }
+        };
+        self.ranges = self.leaves.iter().map(range).collect();
+    }
+
+    fn split(&mut self) {
+        let Parameters { alpha, tau_split, vcpus, .. } = self.parameters;
+        let threshold = alpha.saturating_mul(tau_split).saturating_mul(vcpus);
+        let counts: Vec<u64> = self.leaves.iter().map(|leaf| leaf.count).collect();
+        let neighbour = |at: Option<usize>| at.and_then(|at| counts.get(at)).copied().unwrap_or(0);
+        let mut room = MOST_RANGES.saturating_sub(self.leaves.len());
+        let mut leaves = Vec::with_capacity(self.leaves.len() + 1);
+        for (at, leaf) in self.leaves.iter().enumerate() {
+            let most = neighbour(at.checked_sub(1)).max(neighbour(at.checked_add(1)));
+            let is_significant = leaf.count.checked_sub(most).is_some_and(|more| more > 0 && more >= threshold);
+            if leaf.units < 2 || !is_significant || room == 0 {
+                leaves.push(*leaf);
+                continue;
+            }
+            room -= 1;
+            self.splits += 1;
+            let units = leaf.units / 2;
+            let (low, high) = (leaf.count / 2, leaf.count - leaf.count / 2);
+            leaves.push(Leaf { units, count: low, born: self.epoch, ..*leaf });
+            let (first, units) = (leaf.first + units, leaf.units - units);
+            leaves.push(Leaf { first, units, count: high, born: self.epoch, empty_since: None });
+        }
+        self.leaves = leaves;
+    }
+
+    fn merge(&mut self) {
+        let (splits, tau_merge) = (self.splits, self.parameters.tau_merge);
+        let is_old = |leaf: &Leaf| leaf.empty_since.is_some_and(|since| splits - since >= tau_merge);
+        let roots: Vec<u64> = self.roots.spans().map(|(first, _)| first).collect();
+        let mut merged: Vec<Leaf> = Vec::with_capacity(self.leaves.len());
+        for leaf in &self.leaves {
+            match merged.last_mut() {
+                Some(last) if is_old(last) && is_old(leaf) && !roots.contains(&leaf.first) => {
+                    last.units += leaf.units;
+                    last.born = self.epoch;
+                }
+                _ => merged.push(*leaf),
+            }
+        }
+        self.leaves = merged;
+    }
+}
+
+impl Classifier for Published {
+    fn name(&self) -> &'static str {
+        "published"
+    }
+
+    fn record(&mut self, address: u64, samples: u32) {
+        let Some(unit) = self.roots.unit_of(address) else {
+            self.outside = self.outside.saturating_add(u64::from(samples));
+            return;
+        };
+        let after = self.leaves.partition_point(|leaf| leaf.first <= u64::from(unit));
+        let leaf = &mut self.leaves[after - 1];
+        leaf.count = leaf.count.saturating_add(u64::from(samples));
+    }
+
+    fn end_epoch(&mut self) {
+        self.epoch += 1;
+        self.split();
+        self.publish();
+        for leaf in &mut self.leaves {
+            leaf.count /= 2;
+            leaf.empty_since = (leaf.count == 0).then(|| leaf.empty_since.unwrap_or(self.splits));
+        }
+        self.merge();
+    }
+
+    fn ranges(&self) -> &[Range] {
+        &self.ranges
+    }
+
+    fn splits(&self) -> u64 {
+        self.splits
+    }
+
+    fn outside(&self) -> u64 {
+        self.outside
+    }
+}

@@ -1,0 +1,167 @@
+//! Balanced relocation (§3.2.3): which pages to promote and to demote, as many the one as the other.
+//!
+//! Before: ranges in the order of their heat, and where each page is. After: an agent moves the pages, in batches.
+//! The paper swaps pages. `move_pages` cannot, so the fast tier keeps a small *reserve* free, and each batch demotes
+//! first, then promotes into what that has freed.
+//! Units: pages, all of one size that the caller chooses (4 KiB or 2 MiB). Promise: pure; a plan moves at most what it
+//! may; it never promotes more than there is room for, and leaves a page alone if the move gains nothing.
+
+use std::ops::ControlFlow;
+
+use crate::range::Range;
+
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tier {
+    /// In the memory that is short.
+    Fast,
+    /// In the other.
+    Slow,
+}
+
+/// Where pages are: a program's page table.
+pub trait Placement {
+    /// Visit the present pages of a range, ascending, until `each` breaks.
+    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>);
+}
+
+/// What a plan may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Pages that the fast tier can hold of this program.
+    pub fast: u64,
+    /// Of these, free now.
+    pub free: u64,
+    /// Of these, to be free afterwards.
+    pub reserve: u64,
+    /// Most promotions: the bandwidth that moving may take, until the next plan.
+    pub most: u64,
+}
+
+/// How the ranking is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// §3.2.3: the hottest ranges that fit as a whole deserve the fast tier, and every misplaced page moves.
+    Published,
+    /// Ours: also as much of the next range as still fits, and of that range the pages that are there already, since
+    /// its pages are equally hot. A page moves only if its range is hotter by [`GAIN_PCT`] than that of the page that
+    /// goes.
+    Ours,
+}
+
+/// Less is often noise of the samples, and two pages would change places for ever.
+pub const GAIN_PCT: u64 = 25;
+
+/// Pages to move, by their addresses. The hottest are promoted first, the coldest demoted first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// From the slow to the fast tier.
+    pub promote: Vec<u64>,
+    /// From the fast to the slow tier.
+    pub demote: Vec<u64>,
+}
+
+impl Plan {
+    /// The moves in turns: pages to demote, then pages to promote, of each at most `pages`. With no more than the
+    /// reserve in a turn, the fast tier always has room.
+    pub fn turns(&self, pages: usize) -> impl Iterator<Item = (&[u64], &[u64])> {
+        let pages = pages.max(1);
+        let turns = self.promote.len().max(self.demote.len()).div_ceil(pages);
+        let part = move |list: &'_ [u64], turn: usize| {
+            let from = (turn * pages).min(list.len());
+            from..(from + pages).min(list.len())
+        };
+        (0..turns).map(move |turn| (&self.demote[part(&self.demote, turn)], &self.promote[part(&self.promote, turn)]))
+    }
+}
+
+/// A page to move, and the range it is in.
+struct Candidate<'a> {
+    address: u64,
+    range: &'a Range,
+}
+
+fn is_worth_it(hot: &Range, cold: &Range) -> bool {
+    let rate = |range: &Range, other: &Range, pct: u64| {
+        (u128::from(range.count) * u128::from(other.bytes())).saturating_mul(u128::from(pct))
+    };
+    rate(hot, cold, 100) > rate(cold, hot, 100 + GAIN_PCT)
+}
+
+/// Pages of the ranges that deserve the fast tier and are not in it, hottest first; how many ranges deserve it as a
+/// whole; and how many pages of the next one do.
+fn promotions<'a>(
+    ranked: &'a [Range],
+    pages: &dyn Placement,
+    limits: Limits,
+    rule: Rule,
+) -> (Vec<Candidate<'a>>, usize, u64) {
+    let mut room = limits.fast.saturating_sub(limits.reserve);
+    let most = usize::try_from(limits.most).unwrap_or(usize::MAX);
+    let mut found: Vec<Candidate<'a>> = Vec::new();
+    for (at, range) in ranked.iter().enumerate() {
+        let (mut present, mut fast) = (0, 0);
+        let before = found.len();
+        pages.visit(range, &mut |address, tier| {
+            present += 1;
+            fast += u64::from(tier == Tier::Fast);
+            if tier == Tier::Slow && found.len() < most {
+                found.push(Candidate { address, range });
+            }
+            if rule == Rule::Published && present > room { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        if present > room {
+            let part = if rule == Rule::Ours { room } else { 0 };
+            let missing = usize::try_from(part.saturating_sub(fast)).unwrap_or(usize::MAX);
+            found.truncate(before.saturating_add(missing));
+            return (found, at, part);
+        }
+        room -= present;
+    }
+    (found, ranked.len(), 0)
+}
+
+/// Pages in the fast tier that do not deserve it, coldest first, at most `most`. Of range `whole` a `part` deserves it.
+fn demotions<'a>(
+    ranked: &'a [Range],
+    pages: &dyn Placement,
+    whole: usize,
+    part: u64,
+    most: usize,
+) -> Vec<Candidate<'a>> {
+    let mut found: Vec<Candidate<'a>> = Vec::new();
+    for (at, range) in ranked.iter().enumerate().skip(whole).rev() {
+        let mut kept = if at == whole { part } else { 0 };
+        pages.visit(range, &mut |address, tier| {
+            if found.len() >= most {
+                return ControlFlow::Break(());
+            }
+            if tier == Tier::Fast {
+                match kept.checked_sub(1) {
+                    Some(left) => kept = left,
+                    None => found.push(Candidate { address, range }),
+                }
+            }
+            ControlFlow::Continue(())
+        });
+    }
+    found
+}
+
+/// What to move, of ranges that [`crate::rank`] has ordered.
+pub fn plan(ranked: &[Range], pages: &dyn Placement, limits: Limits, rule: Rule) -> Plan {
+    let (mut promote, whole, part) = promotions(ranked, pages, limits, rule);
+    // What may be promoted without a demotion, and what must be demoted without a promotion.
+    let to_count = |pages: u64| usize::try_from(pages).unwrap_or(usize::MAX);
+    let spare = to_count(limits.free.saturating_sub(limits.reserve)).min(promote.len());
+    let owed = to_count(limits.reserve.saturating_sub(limits.free).min(limits.most));
+    let mut demote = demotions(ranked, pages, whole, part, (promote.len() - spare).saturating_add(owed));
+    let pairs = promote[spare..].iter().zip(demote.iter().skip(owed));
+    let gains =
+        |(hot, cold): &(&Candidate<'_>, &Candidate<'_>)| rule == Rule::Published || is_worth_it(hot.range, cold.range);
+    let swapped = pairs.take_while(gains).count();
+    promote.truncate(spare + swapped);
+    demote.truncate(owed + swapped);
+    let addresses = |list: Vec<Candidate<'_>>| list.into_iter().map(|page| page.address).collect();
+    Plan { promote: addresses(promote), demote: addresses(demote) }
+}

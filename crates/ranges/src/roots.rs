@@ -1,0 +1,146 @@
+//! Roots: the parts of a program's address space that are classified, and their units as small numbers.
+//!
+//! Before: somebody knows where heap and mappings lie (`/proc/PID/maps`). After: classifiers count by unit and never
+//! see an address. Units: addresses in bytes; a *unit* is 2 MiB, the least that a range can be. Promise: an address
+//! outside of all roots has no unit; no root is empty, and none overlaps another.
+
+use ballast_base::HUGE_SIZE;
+
+/// Bytes of a unit.
+pub const UNIT: u64 = HUGE_SIZE as u64;
+/// Most units of all roots: 8 PiB. A unit's number fits 32 bits.
+const MOST_UNITS: u64 = 1 << 32;
+/// Most roots: a program has a heap and mappings; a caller may leave out what lies between large mappings.
+pub const MOST_ROOTS: usize = 64;
+
+/// Why these are no roots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RootsError {
+    /// Without a root nothing can be classified; too many cost more than they tell.
+    #[error("Making roots: {0} roots; 1 to {MOST_ROOTS} are possible")]
+    Count(usize),
+    /// A root of no bytes, or one that ends at the end of the address space.
+    #[error("Making roots: {start:#x} to {end:#x} is not a range that has an end")]
+    NotARange {
+        /// First address.
+        start: u64,
+        /// Address behind the last one.
+        end: u64,
+    },
+    /// Two have a unit in common.
+    #[error("Making roots: the one at {start:#x} begins in a unit of 2 MiB that belongs to the one before")]
+    Overlap {
+        /// First address of the second.
+        start: u64,
+    },
+    /// Unit numbers would not fit.
+    #[error("Making roots: {units} units of 2 MiB; at most {MOST_UNITS} are possible")]
+    TooLarge {
+        /// Of all roots.
+        units: u64,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Root {
+    start: u64,
+    end: u64,
+    /// Number of its first unit.
+    first: u64,
+}
+
+/// The parts of an address space that are classified: by the paper the heap and the mappings, without code, data and
+/// stacks, which are hot and small.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots {
+    list: Vec<Root>,
+    units: u64,
+}
+
+impl Roots {
+    /// From first addresses and the addresses behind the last, in ascending order. Each is widened to whole units.
+    pub fn new(ranges: &[(u64, u64)]) -> Result<Self, RootsError> {
+        if ranges.is_empty() || ranges.len() > MOST_ROOTS {
+            return Err(RootsError::Count(ranges.len()));
+        }
+        let mut list: Vec<Root> = Vec::with_capacity(ranges.len());
+        let mut units = 0;
+        for &(start, end) in ranges {
+            let widened = end.checked_next_multiple_of(UNIT).filter(|_| start < end);
+            let last = widened.ok_or(RootsError::NotARange { start, end })?;
+            let first = start / UNIT * UNIT;
+            if list.last().is_some_and(|root| first < root.end) {
+                return Err(RootsError::Overlap { start });
+            }
+            list.push(Root { start: first, end: last, first: units });
+            units += (last - first) / UNIT;
+        }
+        if units > MOST_UNITS {
+            return Err(RootsError::TooLarge { units });
+        }
+        Ok(Self { list, units })
+    }
+
+    /// Units of all roots.
+    pub fn units(&self) -> u64 {
+        self.units
+    }
+
+    /// First addresses and the addresses behind the last, of whole units.
+    pub fn ranges(&self) -> impl ExactSizeIterator<Item = (u64, u64)> {
+        self.list.iter().map(|root| (root.start, root.end))
+    }
+
+    /// Which unit has this address.
+    pub fn unit_of(&self, address: u64) -> Option<u32> {
+        let after = self.list.partition_point(|root| root.start <= address);
+        let root = self.list[..after].last().filter(|root| address < root.end)?;
+        u32::try_from(root.first + (address - root.start) / UNIT).ok()
+    }
+
+    /// The first unit of each root, and how many it has.
+    pub(crate) fn spans(&self) -> impl ExactSizeIterator<Item = (u64, u64)> {
+        self.list.iter().map(|root| (root.first, (root.end - root.start) / UNIT))
+    }
+
+    /// The addresses of these units, which are of one root.
+    pub(crate) fn addresses(&self, first: u64, units: u64) -> (u64, u64) {
+        let after = self.list.partition_point(|root| root.first <= first);
+        let root = self.list[..after].last().expect("the first root has unit 0");
+        let start = root.start + (first - root.first) * UNIT;
+        (start, start + units * UNIT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_numbered_through_all_roots_and_lead_back_to_their_addresses() {
+        let roots = Roots::new(&[(UNIT + 5, 3 * UNIT), (8 * UNIT, 9 * UNIT + 1)]).expect("two roots");
+        assert_eq!(
+            (roots.units(), roots.ranges().collect::<Vec<_>>()),
+            (4, vec![(UNIT, 3 * UNIT), (8 * UNIT, 10 * UNIT)])
+        );
+        let unit = |address| roots.unit_of(address);
+        assert_eq!([0, UNIT - 1, UNIT, 3 * UNIT - 1, 3 * UNIT].map(unit), [None, None, Some(0), Some(1), None]);
+        assert_eq!(
+            [8 * UNIT - 1, 8 * UNIT, 9 * UNIT, 10 * UNIT, u64::MAX].map(unit),
+            [None, Some(2), Some(3), None, None]
+        );
+        assert_eq!(roots.addresses(1, 1), (2 * UNIT, 3 * UNIT));
+        assert_eq!(roots.addresses(2, 2), (8 * UNIT, 10 * UNIT));
+    }
+
+    #[test]
+    fn what_is_no_root_is_refused_by_name() {
+        let error = |ranges: &[(u64, u64)]| Roots::new(ranges).expect_err("refused");
+        assert_eq!(error(&[]), RootsError::Count(0));
+        assert_eq!(error(&[(5, 5)]), RootsError::NotARange { start: 5, end: 5 });
+        assert_eq!(error(&[(0, u64::MAX)]), RootsError::NotARange { start: 0, end: u64::MAX });
+        assert_eq!(error(&[(0, UNIT + 1), (2 * UNIT - 1, 3 * UNIT)]), RootsError::Overlap { start: 2 * UNIT - 1 });
+        assert_eq!(error(&[(0, 1 << 60)]), RootsError::TooLarge { units: 1 << 39 });
+        assert!(error(&[(0, 1); 65]).to_string().contains("65 roots"));
+    }
+}

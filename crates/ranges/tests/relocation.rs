@@ -1,0 +1,161 @@
+//! What a plan promises of any ranking and any placement.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::ControlFlow;
+
+use ballast_ranges::relocate::{Limits, Placement, Plan, Rule, Tier, plan};
+use ballast_ranges::{Range, UNIT, rank};
+use proptest::prelude::*;
+
+/// A page table: what is not in it is not present.
+#[derive(Debug)]
+struct Pages(BTreeMap<u64, Tier>);
+
+impl Placement for Pages {
+    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
+        for (address, tier) in self.0.range(range.start..range.end) {
+            if each(*address, *tier).is_break() {
+                return;
+            }
+        }
+    }
+}
+
+impl Pages {
+    fn fast(&self) -> u64 {
+        self.0.values().filter(|tier| **tier == Tier::Fast).count() as u64
+    }
+
+    /// Make the moves as an agent does, and return the most pages that the fast tier held.
+    fn apply(&mut self, plan: &Plan, turn: usize) -> u64 {
+        let mut most = self.fast();
+        for (demote, promote) in plan.turns(turn) {
+            for (list, from, to) in [(demote, Tier::Fast, Tier::Slow), (promote, Tier::Slow, Tier::Fast)] {
+                for address in list {
+                    assert_eq!(self.0.insert(*address, to), Some(from), "{address:#x}");
+                }
+            }
+            most = most.max(self.fast());
+        }
+        most
+    }
+}
+
+fn ranges() -> impl Strategy<Value = Vec<Range>> {
+    proptest::collection::vec((1u64..6, 0u64..100), 1..12).prop_map(|list| {
+        let mut start = UNIT;
+        let range = |(units, count)| {
+            let end = start + units * UNIT;
+            let range = Range { start, end, count, born: 0 };
+            start = end;
+            range
+        };
+        list.into_iter().map(range).collect()
+    })
+}
+
+fn pages() -> impl Strategy<Value = Pages> {
+    let page = prop_oneof![Just(None), Just(Some(Tier::Fast)), Just(Some(Tier::Slow)), Just(Some(Tier::Slow))];
+    proptest::collection::vec(page, 72)
+        .prop_map(|list| Pages((1..).zip(list).filter_map(|(unit, tier)| Some((unit * UNIT, tier?))).collect()))
+}
+
+/// Heat in the fast tier, as far as is known.
+fn heat(pages: &Pages, ranges: &[Range]) -> f64 {
+    let of = |address: &u64| ranges.iter().find(|range| (range.start..range.end).contains(address));
+    let rate = |range: &Range| range.count as f64 / range.bytes() as f64;
+    pages.0.iter().filter(|(_, tier)| **tier == Tier::Fast).filter_map(|(address, _)| of(address).map(rate)).sum()
+}
+
+proptest! {
+    #[test]
+    fn a_plan_moves_what_it_may_and_never_more_than_fits(
+        ranges in ranges(), mut pages in pages(), free in 0u64..10, reserve in 1u64..6, most in 0u64..20, ours: bool,
+    ) {
+        let rule = if ours { Rule::Ours } else { Rule::Published };
+        let limits = Limits { fast: pages.fast() + free, free, reserve, most };
+        let ranked = rank(&ranges);
+        let plan = plan(&ranked, &pages, limits, rule);
+        let (promoted, demoted) = (plan.promote.len() as u64, plan.demote.len() as u64);
+        prop_assert!(promoted <= most && demoted <= most + reserve, "{plan:?}");
+        prop_assert!(promoted <= demoted + free.saturating_sub(reserve), "{plan:?}");
+        prop_assert!(demoted <= promoted + reserve.saturating_sub(free), "{plan:?}");
+        let all: BTreeSet<u64> = plan.promote.iter().chain(&plan.demote).copied().collect();
+        prop_assert_eq!(all.len() as u64, promoted + demoted, "a page moves once");
+        let before = heat(&pages, &ranges);
+        let most_fast = pages.apply(&plan, reserve as usize);
+        prop_assert!(most_fast <= limits.fast);
+        if free >= reserve {
+            prop_assert!(limits.fast - pages.fast() >= reserve, "the reserve is free again");
+            prop_assert!(!ours || heat(&pages, &ranges) >= before - 1e-9);
+        }
+    }
+
+    #[test]
+    fn with_a_full_fast_tier_both_lists_are_as_long(ranges in ranges(), pages in pages(), ours: bool) {
+        let rule = if ours { Rule::Ours } else { Rule::Published };
+        let limits = Limits { fast: pages.fast() + 4, free: 4, reserve: 4, most: u64::MAX };
+        let plan = plan(&rank(&ranges), &pages, limits, rule);
+        prop_assert_eq!(plan.promote.len(), plan.demote.len());
+    }
+
+    #[test]
+    fn plans_come_to_an_end(ranges in ranges(), mut pages in pages(), ours: bool) {
+        let rule = if ours { Rule::Ours } else { Rule::Published };
+        let limits = Limits { fast: pages.fast() + 2, free: 2, reserve: 2, most: 7 };
+        let ranked = rank(&ranges);
+        for _ in 0..40 {
+            pages.apply(&plan(&ranked, &pages, limits, rule), 2);
+        }
+        prop_assert_eq!(plan(&ranked, &pages, limits, rule), Plan::default());
+    }
+}
+
+/// Ranges of one unit each with these counts, and a page in each.
+fn one_page_each(counts: &[u64], fast: &[usize]) -> (Vec<Range>, Pages) {
+    let range = |(at, count): (usize, &u64)| {
+        let start = (at as u64 + 1) * UNIT;
+        Range { start, end: start + UNIT, count: *count, born: 0 }
+    };
+    let ranges: Vec<Range> = counts.iter().enumerate().map(range).collect();
+    let tier = |at: usize| if fast.contains(&at) { Tier::Fast } else { Tier::Slow };
+    let pages = ranges.iter().enumerate().map(|(at, range)| (range.start, tier(at))).collect();
+    (rank(&ranges), Pages(pages))
+}
+
+#[test]
+fn the_hottest_goes_first_and_changes_places_with_the_coldest() {
+    let (ranked, pages) = one_page_each(&[10, 900, 20, 700, 30], &[0, 2, 4]);
+    let limits = Limits { fast: 3, free: 0, reserve: 0, most: 9 };
+    let expected = Plan { promote: vec![2 * UNIT, 4 * UNIT], demote: vec![UNIT, 3 * UNIT] };
+    assert_eq!(plan(&ranked, &pages, limits, Rule::Published), expected);
+    assert_eq!(plan(&ranked, &pages, limits, Rule::Ours), expected);
+    assert_eq!(
+        expected.turns(1).map(|(demote, promote)| (demote[0], promote[0])).max_by_key(|pair| Reverse(*pair)),
+        Some((UNIT, 2 * UNIT))
+    );
+    // The bandwidth takes the hottest.
+    let one = plan(&ranked, &pages, Limits { most: 1, ..limits }, Rule::Ours);
+    assert_eq!(one, Plan { promote: vec![2 * UNIT], demote: vec![UNIT] });
+}
+
+#[test]
+fn a_difference_that_may_be_noise_moves_nothing_in_ours() {
+    let (ranked, pages) = one_page_each(&[100, 120], &[0]);
+    let limits = Limits { fast: 1, free: 0, reserve: 0, most: 9 };
+    assert_eq!(plan(&ranked, &pages, limits, Rule::Ours), Plan::default());
+    assert_eq!(plan(&ranked, &pages, limits, Rule::Published).promote, [2 * UNIT]);
+}
+
+#[test]
+fn a_range_that_does_not_fit_is_left_out_as_published_and_taken_in_part_by_ours() {
+    let hot = Range { start: UNIT, end: 5 * UNIT, count: 1000, born: 0 };
+    let cold = Range { start: 5 * UNIT, end: 9 * UNIT, count: 1, born: 0 };
+    let pages = Pages((1..9).map(|at| (at * UNIT, if at >= 6 { Tier::Fast } else { Tier::Slow })).collect());
+    let limits = Limits { fast: 3, free: 0, reserve: 0, most: 9 };
+    let ranked = rank(&[hot, cold]);
+    assert_eq!(plan(&ranked, &pages, limits, Rule::Published), Plan::default());
+    let ours = plan(&ranked, &pages, limits, Rule::Ours);
+    assert_eq!(ours, Plan { promote: vec![UNIT, 2 * UNIT, 3 * UNIT], demote: vec![6 * UNIT, 7 * UNIT, 8 * UNIT] });
+}
