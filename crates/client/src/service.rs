@@ -17,6 +17,7 @@ use ballast_base::wire::{
 use ballast_base::{Bytes, Hva};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::control::Pair;
@@ -123,10 +124,16 @@ impl Service<'_> {
     fn begin(&mut self) -> Result<Pending, AttachError> {
         let shared = self.shared;
         let path = &shared.socket;
+        let is_first = shared.link.first();
         let connect = || -> io::Result<OwnedFd> {
-            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+            let socket =
+                rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+            // Where hundreds of VMs start at once, the first attach waits for room in the keeper's queue. Later ones
+            // are tried again instead: this thread has an engine to serve.
+            rustix::io::ioctl_fionbio(&socket, !is_first)?;
+            set_socket_timeout(&socket, Timeout::Send, Some(shared.timing.handshake))?;
             rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+            rustix::io::ioctl_fionbio(&socket, true)?;
             Ok(socket)
         };
         let socket = connect().map_err(|source| AttachError::Connect { path: path.clone(), source })?;

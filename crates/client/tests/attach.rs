@@ -14,6 +14,7 @@ use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, T
 use ballast_sys::uffd::{FaultKind, FillOutcome};
 use ballast_sys::{Mapping, memfd, scm};
 use double::{Keeper, Session, VM, have_uffd, hva, pages};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 const PAGES: u64 = 16;
 
@@ -367,6 +368,41 @@ fn a_first_attach_that_fails_says_why() {
         .attach()
         .expect_err("nobody listens");
     assert!(matches!(&nobody, AttachError::Connect { path: named, .. } if *named == path), "{nobody}");
+}
+
+/// Does a thread of this process wait in this system call?
+fn someone_waits_in(call: i64) -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("tasks").flatten();
+    let calls = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("syscall")).ok());
+    calls.filter_map(|text| text.split(' ').next()?.trim().parse::<i64>().ok()).any(|now| now == call)
+}
+
+#[test]
+fn a_first_attach_waits_for_room_where_many_connect_at_once() {
+    if !have_uffd() {
+        return;
+    }
+    let keeper = Keeper::start();
+    let (fd, map) = ram();
+    let address = SocketAddrUnix::new(&keeper.path).expect("address");
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let others: Vec<OwnedFd> = std::iter::from_fn(|| {
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("socket");
+        rustix::net::connect(&socket, &address).is_ok().then_some(socket)
+    })
+    .collect();
+    let builder = builder(&keeper, &fd, &map);
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| builder.attach());
+        while !client.is_finished() && !someone_waits_in(libc::SYS_connect) {
+            std::thread::yield_now();
+        }
+        if !client.is_finished() {
+            others.iter().for_each(|_| drop(keeper.connection()));
+            keeper.client().accept();
+        }
+        client.join().expect("the attach").expect("attached");
+    });
 }
 
 #[test]

@@ -124,7 +124,8 @@ fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyho
             std::os::unix::fs::chown(path, None, Some(gid))?;
         }
         std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
-        rustix::net::listen(&fd, 128)?;
+        // Of VMs that attach at once none is turned away; the kernel takes its own limit if that is lower.
+        rustix::net::listen(&fd, 4096)?;
         Ok(fd)
     };
     bind().with_context(|| format!("Listening on {}", path.display()))
