@@ -4,7 +4,7 @@
 
 use std::fs;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 /// Of the calling thread.
@@ -32,6 +32,20 @@ pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64>
         }
     }
     Ok(sum)
+}
+
+/// Of all threads of a process, those that have ended too.
+pub(crate) fn of_process_id(pid: u32) -> Result<f64> {
+    let mut clock = 0;
+    // SAFETY: it writes one clock id, to where it is told.
+    let error = unsafe { libc::clock_getcpuclockid(pid.cast_signed(), &raw mut clock) };
+    ensure!(error == 0, "process {pid} has no clock: {}", std::io::Error::from_raw_os_error(error));
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: it writes one timespec, to where it is told.
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+        return Err(std::io::Error::last_os_error()).with_context(|| format!("Reading the clock of process {pid}"));
+    }
+    Ok(time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3)
 }
 
 /// Of everything that runs on this machine.
@@ -108,6 +122,10 @@ mod tests {
             (0..10_000u64).for_each(|i| sum = std::hint::black_box(sum ^ i));
         }
         assert!(of_process().expect("process") > process);
+        let whole = of_process_id(std::process::id()).expect("whole process");
+        let work = || (0..1_000_000u64).fold(0, |sum, i| std::hint::black_box(sum ^ i));
+        std::thread::spawn(work).join().expect("a thread");
+        assert!(of_process_id(std::process::id()).expect("whole process") > whole && whole >= process);
         assert_eq!(of_threads(std::process::id(), |_| false).expect("none"), 0.0);
     }
 }

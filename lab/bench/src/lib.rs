@@ -17,6 +17,7 @@ mod attach;
 mod balance;
 mod cgroup;
 mod cpu;
+mod density;
 mod fault_workers;
 mod guard;
 mod guest;
@@ -98,6 +99,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Restore => restore::run(&mut bench, &mut each),
         Which::Reclaim => reclaim::run(&mut bench, &mut each),
         Which::Scale => scale::run(&mut bench, &mut each),
+        Which::Density => density::run(&mut bench, &mut each),
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Spill => spill::run(&mut bench, &mut each),

@@ -85,6 +85,9 @@ struct BenchArgs {
     /// balance: one of its parts alone [default: all]
     #[arg(long, value_enum)]
     part: Option<Part>,
+    /// density: this number of VMs alone [default: 1 to 1,000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    vms: Option<u16>,
 }
 
 /// What to draw and where.
@@ -116,9 +119,19 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if args.part.is_some() && args.what != Which::Balance {
         bail!("--part is for bench balance");
     }
+    if args.vms.is_some() && args.what != Which::Density {
+        bail!("--vms is for bench density");
+    }
     let dir = args.dir.unwrap_or_else(std::env::temp_dir);
     let dir = std::path::absolute(&dir).with_context(|| format!("Finding {}", dir.display()))?;
-    let options = Options { which: args.what, guest: args.guest, quick: args.quick, dir, part: args.part };
+    let options = Options {
+        which: args.what,
+        guest: args.guest,
+        quick: args.quick,
+        dir,
+        part: args.part,
+        vms: args.vms.map(usize::from),
+    };
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {
         if json {

@@ -25,7 +25,7 @@ use crate::stats::{random, shuffle};
 
 /// Memory that may go out.
 #[derive(Debug)]
-enum Ram {
+pub(crate) enum Ram {
     /// A shared memory file, as guest RAM is.
     Shared(GuestRam),
     /// Ordinary memory: what the kernel swaps best.
@@ -33,7 +33,7 @@ enum Ram {
 }
 
 impl Ram {
-    fn word(&self, offset: usize) -> &AtomicU64 {
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
         match self {
             Self::Shared(ram) => ram.word(offset),
             Self::Private(ram) => ram.word(offset),

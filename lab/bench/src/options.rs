@@ -16,6 +16,8 @@ pub enum Which {
     Reclaim,
     /// What a second VM adds to both.
     Scale,
+    /// How many small VMs fare at once, and what the service costs with each of them.
+    Density,
     /// What being attached costs a VM that nobody squeezes.
     Idle,
     /// What a neighbour's fault storm does to a VM's restores.
@@ -39,6 +41,7 @@ impl Which {
             Self::Restore => "restore",
             Self::Reclaim => "reclaim",
             Self::Scale => "scale",
+            Self::Density => "density",
             Self::Idle => "idle",
             Self::Storm => "storm",
             Self::Spill => "spill",
@@ -78,6 +81,8 @@ pub struct Options {
     pub dir: PathBuf,
     /// Balance: this part alone.
     pub part: Option<Part>,
+    /// Density: this number of VMs alone.
+    pub vms: Option<usize>,
 }
 
 impl Options {

@@ -11,6 +11,7 @@ use std::time::Duration;
 use ballast_testvm::Spec;
 use serde::{Deserialize, Serialize};
 
+use crate::density::Waits;
 use crate::stats::Summary;
 
 /// What touches guest memory.
@@ -45,6 +46,8 @@ pub enum Role {
     Workload(WorkloadConfig),
     /// A VM that attaches and does nothing else.
     Sparse(SparseConfig),
+    /// One of many small guests that read all of their memory.
+    Reader(ReaderConfig),
     /// Becomes the program named by the words after it, and ends with whoever started it.
     Become {
         /// The file of a memory cgroup that takes a process id.
@@ -65,6 +68,17 @@ pub struct SparseConfig {
     pub name: String,
     /// Size of its RAM.
     pub ram_bytes: u64,
+}
+
+/// One of many small guests.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ReaderConfig {
+    /// Who may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
+    pub backing: Backing,
+    /// Size of its RAM, all of which holds data.
+    pub ram_bytes: u64,
+    /// Tells its data from that of others.
+    pub number: u64,
 }
 
 /// The contents of guest memory.
@@ -220,6 +234,13 @@ pub enum Order {
         /// This part of it, spread evenly.
         percent: u32,
     },
+    /// Read all of memory over and over until the second time; count and time the touches from the first time on.
+    Read {
+        /// In nanoseconds of the monotonic clock.
+        from_ns: u64,
+        /// In nanoseconds of the monotonic clock.
+        until_ns: u64,
+    },
     /// How many operations the workload has done so far.
     Progress,
     /// Run the workload for this long.
@@ -264,6 +285,8 @@ pub enum Answer {
     Out(Out),
     /// Pages were touched.
     Touched(Touched),
+    /// Memory was read.
+    Read(Reads),
     /// A slice, or a storm, is over.
     Sliced {
         /// Operations or touches.
@@ -300,6 +323,15 @@ pub struct Out {
     pub cpu_us: f64,
     /// Ballast only: from the order until the first page was seen to be gone.
     pub first_us: f64,
+}
+
+/// How a guest read its memory.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Reads {
+    /// Pages whose touch began and ended in time. The time of one that ended later is among `waits` nevertheless.
+    pub touches: u64,
+    /// How long each touch took.
+    pub waits: Waits,
 }
 
 /// A touch that is quicker than this raised no fault: a minor one with nothing else takes longer.

@@ -26,16 +26,16 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What both processes hold, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+pub(crate) struct Held {
     /// Memory of their own, and their share of programs and libraries (`Pss_Anon`, `Pss_File`).
     own: f64,
     /// Memory files: page states, arenas with their index.
-    files: f64,
+    pub(crate) files: f64,
 }
 
 impl Held {
     /// As it is now.
-    fn now(bench: &Bench) -> Result<Self> {
+    pub(crate) fn now(bench: &Bench) -> Result<Self> {
         let (mut held, mut files) = (Self::default(), BTreeMap::new());
         for pid in [bench.engine_pid()?, bench.daemon.keeper_pid()] {
             held.own += own(pid)?;

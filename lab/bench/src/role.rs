@@ -14,6 +14,7 @@ use ballast_base::Bytes;
 use ballast_testvm::GuestRam;
 use rustix::process::Signal;
 
+use crate::density::Reader;
 use crate::guest::Guest;
 use crate::helper::obey;
 use crate::order::{Answer, Backing, Order, Role, SparseConfig};
@@ -44,6 +45,16 @@ pub fn run(role: &str, words: &[OsString]) -> Result<()> {
                 let start = Instant::now();
                 attached = Some(Pager::attach(&backing, &ram)?);
                 Ok(Answer::Attached { wall_us: start.elapsed().as_secs_f64() * 1e6 })
+            })
+        }
+        Role::Reader(config) => {
+            let mut reader = Reader::new(config)?;
+            obey(|order| match order {
+                Order::Attach => reader.attach(),
+                Order::Fill => reader.fill(),
+                Order::Read { from_ns, until_ns } => reader.read(from_ns, until_ns).map(Answer::Read),
+                Order::Verify => reader.verify(),
+                other => bail!("a reader cannot do {other:?}"),
             })
         }
         Role::Workload(config) => {

@@ -183,6 +183,33 @@ fn scale_has_two_vms_ten_vms_two_fault_workers_and_the_memory_of_the_engine() {
 }
 
 #[test]
+fn density_has_busy_and_idle_vms_and_their_cost_and_every_byte_of_them_is_right() {
+    if no_bench() {
+        return;
+    }
+    let before = machine_before();
+    let rows = rows(&["density", "--vms", "3"]);
+    let [busy, idle] = &rows[..] else { panic!("{rows:?}") };
+    let facts = |row: &Value| (row["measures"].as_str().map(str::to_owned), row["vms"].as_u64());
+    assert_eq!((facts(busy), facts(idle)), ((Some("busy".into()), Some(3)), (Some("idle".into()), Some(3))));
+    ["density_touches_per_s", "density_p99_us", "density_worst_page_ms"]
+        .iter()
+        .for_each(|key| assert_figure(busy, key));
+    // Another swap device, or no memory cgroups: then the row must say so.
+    let measured = busy["not_measured"].is_null();
+    for key in ["kernel_density_touches_per_s", "density_ratio_kernel", "kernel_density_fairness"] {
+        assert_eq!(busy[key].is_number(), measured, "{key} in {busy}");
+    }
+    for key in ["density_list_busy_ms", "density_recover_ms_max", "density_fairness", "density_busy_pct"] {
+        assert!(busy[key].is_number(), "{key} in {busy}");
+    }
+    for key in ["idle_cpu_pct", "threads", "limit_ms_p99", "attach_ms_p99", "list_ms", "half_far_bytes_per_gib"] {
+        assert!(idle[format!("density_{key}")].is_number(), "{key} in {idle}");
+    }
+    assert_eq!(machine(), before);
+}
+
+#[test]
 fn track_has_a_row_for_each_question_and_each_row_its_keys() {
     if no_bench() {
         return;

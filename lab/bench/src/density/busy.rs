@@ -1,0 +1,161 @@
+//! All of the VMs read all of their memory at once, each limited to half of it. Part of `ballast bench density`.
+//!
+//! Before: a daemon without VMs. After: throughput, waits and fairness of both sides, how long `vm list` takes
+//! meanwhile, and how long a guest waits when the engine is killed.
+//! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is that of any guest.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ballast_api::Client;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::fleet::{Fleet, Side, Turn};
+use crate::order::Data;
+use crate::report::Row;
+use crate::rig::Bench;
+use crate::stats::percentile;
+use crate::subject::in_turn;
+
+/// Between two lists.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// How long it is measured.
+struct Plan {
+    turns: u64,
+    /// What nobody counts before each turn; with it, what each guest adds.
+    lead: Duration,
+    lead_per_vm: Duration,
+    time: Duration,
+}
+
+const FULL: Plan = Plan {
+    turns: 4,
+    lead: Duration::from_secs(2),
+    lead_per_vm: Duration::from_millis(10),
+    time: Duration::from_secs(6),
+};
+const HASTY: Plan = Plan {
+    turns: 2,
+    lead: Duration::from_millis(500),
+    lead_per_vm: Duration::from_millis(20),
+    time: Duration::from_millis(500),
+};
+
+/// The turns of a side.
+#[derive(Default)]
+struct Series(Vec<Turn>);
+
+impl Series {
+    fn of(&self, figure: impl Fn(&Turn) -> f64) -> Vec<f64> {
+        self.0.iter().map(figure).collect()
+    }
+
+    fn report(&self, row: &mut Row, prefix: &str) {
+        row.figure(&format!("{prefix}density_touches_per_s"), &self.of(|turn| turn.touches_per_s));
+        row.figure(&format!("{prefix}density_p99_us"), &self.of(|turn| turn.p99_us));
+        row.figure(&format!("{prefix}density_worst_page_ms"), &self.of(|turn| turn.worst_ms));
+        row.figure(&format!("{prefix}density_fairness"), &self.of(|turn| turn.fairness));
+        row.figure(&format!("{prefix}density_busy_pct"), &self.of(|turn| turn.busy_pct));
+    }
+}
+
+/// A fleet of this side whose guests are held to half of their RAM.
+fn squeezed(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64, row: &mut Row) -> Result<Fleet> {
+    let mut fleet = Fleet::start(bench, side, vms, ram_bytes)?;
+    if side == Side::Ballast {
+        fleet.attach(bench)?;
+    }
+    fleet.fill()?;
+    fleet.limit(bench)?;
+    if side == Side::Ballast {
+        row.fact("vms_above_limit_at_start", fleet.squeezed(bench)?);
+    }
+    Ok(fleet)
+}
+
+pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
+    let plan = if bench.options.quick { HASTY } else { FULL };
+    let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
+    let mut row = bench.row(&format!("{vms} busy VMs"));
+    row.fact("measures", "busy");
+    row.fact("vms", vms);
+    row.fact("ram_bytes", ram_bytes);
+    row.fact("limited_to_bytes", ram_bytes / 2);
+    row.fact("data", Data::HalfCompressible.name());
+    row.fact("repetitions", plan.turns);
+    row.fact("turn_ms", plan.time.as_millis() as u64);
+    let mut sides = vec![(squeezed(bench, Side::Ballast, vms, ram_bytes, &mut row)?, Series::default())];
+    match bench.kernel.clone().map(drop) {
+        Ok(()) => match squeezed(bench, Side::Kernel, vms, ram_bytes, &mut row) {
+            Ok(fleet) => sides.push((fleet, Series::default())),
+            Err(error) => row.because(&format!("{error:#}")),
+        },
+        Err(why) => row.because(&why),
+    }
+    for round in bench.progress.over("turn", 0..plan.turns) {
+        for (fleet, series) in in_turn(sides.iter_mut(), round) {
+            series.0.push(fleet.read(lead, plan.time, || Ok(()))?.0);
+        }
+    }
+    let mut sides = sides.into_iter();
+    let (mut ballast, ours) = sides.next().context("there is a side")?;
+    // Ended before the rest: its processes are nobody's business there.
+    let theirs = sides.next().map(|(_, series)| series).unwrap_or_default();
+    ours.report(&mut row, "");
+    theirs.report(&mut row, "kernel_");
+    let speed = |series: &Series| series.of(|turn| turn.touches_per_s);
+    row.ratio("density_ratio_kernel", &speed(&ours), &speed(&theirs));
+    lists(bench, &mut ballast, lead, plan.time, &mut row)?;
+    recovery(bench, &mut ballast, lead, plan.time, &mut row)?;
+    if bench.options.quick {
+        ballast.verify()?;
+    }
+    Ok(row)
+}
+
+/// How long lists take while all guests read.
+fn lists(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: &mut Row) -> Result<()> {
+    let (vms, end) = (fleet.len(), lead + time);
+    let list = || {
+        let (mut times, mut failed, begin) = (Vec::new(), 0, Instant::now());
+        while begin.elapsed() < end {
+            let start = Instant::now();
+            match bench.daemon.api().vms() {
+                Ok(list) => ensure!(list.len() == vms, "the list has {} VMs, not {vms}", list.len()),
+                Err(_) => failed += 1,
+            }
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+            std::thread::sleep(PAUSE);
+        }
+        Ok((times, failed))
+    };
+    let (_, (mut times, failed)) = fleet.read(lead, time, list)?;
+    times.sort_by(f64::total_cmp);
+    row.fact("lists", times.len());
+    row.fact("lists_failed", failed);
+    row.figure("density_list_busy_ms", &times);
+    row.figure("density_list_busy_ms_p99", &percentile(&times, 0.99).into_iter().collect::<Vec<_>>());
+    Ok(())
+}
+
+/// The engine is killed while all guests read.
+fn recovery(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: &mut Row) -> Result<()> {
+    let before = bench.engine_pid()?;
+    let kill = || {
+        let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
+        kill_process(pid, Signal::KILL).context("Killing the engine")?;
+        let killed = Instant::now();
+        // With a connection of its own: requests that were cut off are sent again only for some seconds.
+        let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
+        while api.host().map_or(before, |host| host.engine_pid) == before {
+            ensure!(killed.elapsed() < Duration::from_secs(120), "no new engine serves the API");
+        }
+        Ok(killed.elapsed().as_secs_f64() * 1e3)
+    };
+    let (turn, api_ms) = fleet.read(lead, time, kill)?;
+    row.figure("density_recover_ms_max", &[turn.worst_ms]);
+    row.figure("density_recover_touches_per_s", &[turn.touches_per_s]);
+    row.figure("density_recover_api_ms", &[api_ms]);
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! Guests of one side, which do the same at the same time.
+//!
+//! Before: a daemon, or the kernel's swap. After: what all of them saw together.
+//! Threads: the caller's; guests are processes. Units: in the names.
+//! Promise: guests are told one after the other, long before what they do counts.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use ballast_base::units::MIB;
+
+use super::waits::{Waits, monotonic_ns};
+use crate::order::{Answer, Backing, Order, ReaderConfig, Role};
+use crate::rig::Bench;
+use crate::stats::median;
+use crate::worker::Worker;
+use crate::{cgroup, cpu};
+
+/// VMs that are not within their limits by then are measured as they are.
+const SQUEEZE: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(20);
+
+/// Who takes the guests' memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    Ballast,
+    Kernel,
+}
+
+/// What one guest is known by.
+struct Member {
+    worker: Worker,
+    name: String,
+    /// The kernel's: its cgroup, and what it held before the guest had RAM.
+    cgroup: Option<(PathBuf, u64)>,
+}
+
+/// The guests.
+pub(super) struct Fleet {
+    pub(super) ram_bytes: u64,
+    members: Vec<Member>,
+}
+
+/// What the guests of a fleet saw in one turn.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    pub(super) touches_per_s: f64,
+    pub(super) p99_us: f64,
+    pub(super) worst_ms: f64,
+    /// Touches of the slowest guest over those of the one in the middle.
+    pub(super) fairness: f64,
+    pub(super) busy_pct: f64,
+}
+
+impl Fleet {
+    /// Start the processes. Their RAM is empty and not attached.
+    pub(super) fn start(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64) -> Result<Self> {
+        let mut members = Vec::new();
+        for number in 0..vms as u64 {
+            let name = bench.vm_name();
+            let cgroup = if side == Side::Kernel { Some(bench.guard.cgroup()?) } else { None };
+            let backing = match &cgroup {
+                Some(cgroup) => Backing::Kernel { procs: cgroup.join("cgroup.procs") },
+                None => Backing::Ballast { socket: bench.daemon.attach_socket(), name: name.clone() },
+            };
+            let worker = Worker::start(&Role::Reader(ReaderConfig { backing, ram_bytes, number }))?;
+            members.push(Member { worker, name, cgroup: cgroup.map(|path| (path, 0)) });
+        }
+        Ok(Self { ram_bytes, members })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Attach, all at once. Returns how long each took, in milliseconds.
+    pub(super) fn attach(&mut self, bench: &Bench) -> Result<Vec<f64>> {
+        let answers = self.ask_all(&Order::Attach)?;
+        for member in &self.members {
+            bench.daemon.wait_for_vm(&member.name)?;
+        }
+        let ms = |answer| match answer {
+            Answer::Attached { wall_us } => Ok(wall_us / 1e3),
+            other => bail!("a guest answers {other:?} to an attach"),
+        };
+        answers.into_iter().map(ms).collect()
+    }
+
+    /// Fill all of their RAM, one after the other.
+    pub(super) fn fill(&mut self) -> Result<()> {
+        for member in &mut self.members {
+            if let Some((cgroup, own)) = &mut member.cgroup {
+                *own = cgroup::usage(cgroup)?;
+            }
+            member.worker.ask(&Order::Fill)?;
+        }
+        Ok(())
+    }
+
+    /// Limit each guest to half of its RAM (the kernel's: and what its process needs itself). Returns how long each
+    /// took, in milliseconds.
+    pub(super) fn limit(&mut self, bench: &Bench) -> Result<Vec<f64>> {
+        let half = self.ram_bytes / 2;
+        let mut times = Vec::new();
+        for member in &self.members {
+            let start = Instant::now();
+            match &member.cgroup {
+                Some((cgroup, own)) => cgroup::limit(cgroup, half + own)?,
+                None => bench.daemon.api().set_limit(&member.name, Some(half)).map(drop)?,
+            }
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+        Ok(times)
+    }
+
+    /// Wait until Ballast's are within their limits. Returns how many are not.
+    pub(super) fn squeezed(&self, bench: &Bench) -> Result<usize> {
+        let start = Instant::now();
+        loop {
+            let most = self.ram_bytes / 2 + MIB;
+            let above = bench.daemon.api().vms()?.iter().filter(|vm| vm.resident_bytes > most).count();
+            if above == 0 || start.elapsed() > SQUEEZE {
+                return Ok(above);
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Have all of them read at once: `lead` that nobody counts, then `time` that counts, while `meanwhile` runs.
+    pub(super) fn read<T>(
+        &mut self,
+        lead: Duration,
+        time: Duration,
+        meanwhile: impl FnOnce() -> Result<T>,
+    ) -> Result<(Turn, T)> {
+        let from_ns = monotonic_ns() + lead.as_nanos() as u64;
+        let until_ns = from_ns + time.as_nanos() as u64;
+        let order = Order::Read { from_ns, until_ns };
+        self.members.iter_mut().try_for_each(|member| member.worker.tell(&order))?;
+        ensure!(monotonic_ns() < from_ns, "the guests did not all begin within {lead:?}");
+        std::thread::sleep(Duration::from_nanos(from_ns.saturating_sub(monotonic_ns())));
+        let (cpu_us, start) = (cpu::of_machine()?, Instant::now());
+        let meanwhile = meanwhile()?;
+        std::thread::sleep(Duration::from_nanos(until_ns.saturating_sub(monotonic_ns())));
+        let cpus = std::thread::available_parallelism()?.get() as f64;
+        let busy_pct = (cpu::of_machine()? - cpu_us) / start.elapsed().as_secs_f64() / 1e4 / cpus;
+        let (mut waits, mut touches) = (Waits::default(), Vec::new());
+        for answer in self.answers()? {
+            let Answer::Read(reads) = answer else { bail!("a guest does not read") };
+            waits.merge(&reads.waits);
+            touches.push(reads.touches as f64);
+        }
+        let slowest = touches.iter().copied().fold(f64::INFINITY, f64::min);
+        let turn = Turn {
+            touches_per_s: touches.iter().sum::<f64>() / time.as_secs_f64(),
+            p99_us: waits.percentile_ns(0.99) as f64 / 1e3,
+            worst_ms: waits.worst_ns() as f64 / 1e6,
+            fairness: slowest / median(&touches).unwrap_or(0.0).max(1.0),
+            busy_pct,
+        };
+        Ok((turn, meanwhile))
+    }
+
+    /// Compare every byte of every guest.
+    pub(super) fn verify(&mut self) -> Result<()> {
+        self.ask_all(&Order::Verify).map(drop)
+    }
+
+    fn ask_all(&mut self, order: &Order) -> Result<Vec<Answer>> {
+        self.members.iter_mut().try_for_each(|member| member.worker.tell(order))?;
+        self.answers()
+    }
+
+    fn answers(&mut self) -> Result<Vec<Answer>> {
+        self.members.iter_mut().map(|member| member.worker.answer()).collect()
+    }
+}

@@ -1,0 +1,70 @@
+//! Many small VMs at once: how they fare while all of them read all of their memory, and what the service costs with
+//! each idle one.
+//!
+//! Before: the kernel's swap to zram, if it could be had. After: a row for each number of busy VMs, then one for each
+//! number of idle ones. Each row has a daemon of its own.
+//! Threads: the bench's one; guests are processes. Units: in every key.
+//! Promise: the two sides take turns, forwards and backwards; only one side's guests run at a time; every page that is
+//! read is compared as a whole.
+
+mod busy;
+mod fleet;
+mod guest;
+mod idle;
+mod waits;
+
+use anyhow::{Context, Result, bail};
+use ballast_base::units::MIB;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+pub(crate) use guest::Reader;
+pub(crate) use waits::Waits;
+
+use crate::order::GuestKind;
+use crate::report::Row;
+use crate::rig::Bench;
+
+/// Numbers of VMs that read.
+const BUSY: [usize; 6] = [1, 2, 8, 32, 128, 256];
+/// Numbers of VMs that do nothing.
+const IDLE: [usize; 4] = [1, 100, 200, 1000];
+const QUICK: [usize; 1] = [4];
+
+/// RAM of a guest, so that all of them fit into a host of 16 GiB.
+fn ram_bytes(bench: &Bench, vms: usize) -> u64 {
+    match vms {
+        _ if bench.options.quick => 4 * MIB,
+        0..=64 => 32 * MIB,
+        65..=256 => 16 * MIB,
+        _ => 4 * MIB,
+    }
+}
+
+/// A guest needs two descriptors here.
+fn raise_descriptors() -> Result<()> {
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).context("Raising RLIMIT_NOFILE")
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    if !bench.options.is(GuestKind::Native) {
+        bail!("this bench has native guests alone");
+    }
+    raise_descriptors()?;
+    let quick = bench.options.quick;
+    let chosen = |all: &[usize]| match bench.options.vms {
+        Some(vms) => vec![vms],
+        None if quick => QUICK.to_vec(),
+        None => all.to_vec(),
+    };
+    let (busy, idle) = (chosen(&BUSY), chosen(&IDLE));
+    for vms in busy {
+        let row = bench.with_settings("", |bench| busy::row(bench, vms, ram_bytes(bench, vms)))?;
+        each(row)?;
+    }
+    for vms in idle {
+        let row = bench.with_settings("", |bench| idle::row(bench, vms, ram_bytes(bench, vms)))?;
+        each(row)?;
+    }
+    Ok(())
+}
