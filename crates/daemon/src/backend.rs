@@ -6,7 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
     DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, HostStat, Latency, PlanRequest, PolicyPatch, PolicyStat, Psi,
@@ -358,6 +358,7 @@ fn stat(served: &Served) -> VmStat {
     let memory = vm.memory_breakdown();
     let detail = served.store.usage_detail();
     let file = served.file.as_ref().map(|file| file.usage()).unwrap_or_default();
+    vm.pressure.sample(vm.stats(), Instant::now());
     let averages = vm.pressure.averages();
     let settings = words::read(vm.state.settings());
     let limit_bytes = vm.state.limit().map(|limit| limit.0);

@@ -17,6 +17,7 @@
 
 pub mod fault;
 pub mod reclaim;
+pub mod run;
 pub mod scan;
 pub mod tier;
 pub mod vm;

@@ -22,7 +22,7 @@ use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::workers::Workers;
-use super::{Engine, File, mend};
+use super::{Engine, File, Unlists, mend};
 use crate::backend::Served;
 
 /// Wait for losses, from now on.
@@ -87,6 +87,7 @@ impl Engine {
     }
 
     fn try_open_anew(&self, last: &Arc<Served>) -> anyhow::Result<()> {
+        let listed = last.vm.state.list_thread();
         last.vm.stop();
         last.jobs.close();
         last.vm.stores.ram.tidy();
@@ -94,6 +95,7 @@ impl Engine {
         let state = StateFile::open(state)?;
         let epoch = state.take_over(self.me.pid, self.me.start).context("Taking the state file over")?;
         // The list of threads may have been lost. This one is the only one that works for the VM now.
+        drop(listed);
         state.unlist_thread();
         std::mem::forget(state.list_thread());
         let vm = Vm::new(state, epoch, last.vm.stores.clone(), last.vm.tuning, last.vm.reporter())
@@ -104,8 +106,9 @@ impl Engine {
         mend(&vm, &last.store, &last.file.clone().map_or(File::None, File::Open))?;
         vm.take_after(&last.vm);
         let vm = Arc::new(vm);
+        let _unlists = Unlists(&vm);
         vm.start().context("Starting its threads")?;
-        let served = Arc::new(Served::new(vm, last.store.clone(), last.file.clone(), last.vmm.clone()));
+        let served = Arc::new(Served::new(vm.clone(), last.store.clone(), last.file.clone(), last.vmm.clone()));
         served.take_after(last);
         for place in self.host.vms.write().expect("no panic while held").iter_mut() {
             if Arc::ptr_eq(place, last) {

@@ -3,8 +3,9 @@
 //! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the last
 //! VM too.
 //! Threads: this one takes orders and never waits for what they are about; the API, the watch, the control loop and the
-//! look for stuck threads have one each, and change nothing of any VM but words in memory; every VM has one that carries
-//! out its orders, its lanes, and jobs. Those of a VM are in the list of its state file (`ballast_pager::vm::threads`).
+//! look for stuck threads have one each, and change nothing of any VM but words in memory; orders are carried out on the
+//! threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it works for
+//! that VM (`ballast_pager::vm::threads`).
 //! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
 //! only VMs whose state file names it.
 
@@ -239,6 +240,15 @@ impl Orders {
     }
 }
 
+/// The calling thread works for the VM no more when this is dropped.
+struct Unlists<'a>(&'a Vm);
+
+impl Drop for Unlists<'_> {
+    fn drop(&mut self) {
+        self.0.state.unlist_thread();
+    }
+}
+
 /// What an order to open a VM says of it.
 struct Opening {
     vmm: String,
@@ -326,6 +336,7 @@ impl Engine {
     fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>) {
         let what = format!("{order:?}");
         let served = self.host.by_id(id);
+        let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
             (Order::OpenVm { vmm, pinned, may_pin, has_file, .. }, None) => {
                 self.open_vm(id, Opening { vmm, pinned, may_pin, has_file }, fds)
@@ -366,7 +377,7 @@ impl Engine {
         };
         if let Err(error) = result {
             let error = error.context(format!("VM {id}"));
-            self.failed(served.map(|served| served.vm.state.name()), &what, &error);
+            self.failed(served.as_ref().map(|served| served.vm.state.name()), &what, &error);
         }
     }
 
@@ -417,7 +428,7 @@ impl Engine {
         let state = StateFile::open(state)?;
         let Process { pid, start } = self.me;
         state.open_as(pid, start);
-        // This thread works for the VM until it has closed it. A keeper may have killed us a moment ago: then it ends here.
+        // This thread works for the VM until it is open. A keeper may have killed us a moment ago: then it ends here.
         std::mem::forget(state.list_thread());
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
@@ -447,6 +458,7 @@ impl Engine {
         };
         let stores = Stores { ram: store.clone(), file: file.store() };
         let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(self.host.pins.clone()));
+        let _unlists = Unlists(&vm);
         for file in fds {
             vm.open_region(file)?;
         }
@@ -460,7 +472,7 @@ impl Engine {
         vm.hold(Hold::Pinned, pinned);
         vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
         vm.start()?;
-        let served = Arc::new(Served::new(vm, store, file.opened(), vmm));
+        let served = Arc::new(Served::new(vm.clone(), store, file.opened(), vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
         // What was found lost while it was opened is told now that it is known.
         memory_error::ring();
@@ -551,6 +563,7 @@ impl Engine {
             at.map(|at| vms.remove(at))
         };
         if let Some(served) = closed {
+            let _listed = served.vm.state.list_thread();
             served.vm.stop();
             served.jobs.close();
             // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
@@ -559,7 +572,6 @@ impl Engine {
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
             self.write_back(&served, closing);
-            served.vm.state.unlist_thread();
         }
     }
 }

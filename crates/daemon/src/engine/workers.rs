@@ -1,21 +1,24 @@
-//! Workers: one thread per VM, so that what takes long for one delays no other, and never the thread that takes orders.
+//! Workers: the orders about each VM, one after the other, on threads that all VMs share: what takes long for one delays no
+//! other, and never the thread that takes orders.
 //!
 //! Before: an order about a VM came. After: it is carried out, after the earlier ones about the same VM.
-//! Threads: one per VM; it waits for orders. What takes longest (bringing back every page of a VM) is a [`Jobs`] thread
-//! beside it, so that later orders about the VM need not wait for that either.
+//! Threads: those of the pool (`ballast_pager::run`), which makes up for one that waits. What takes longest (bringing back
+//! every page of a VM) is a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that either.
 //! Promise: orders about one VM are carried out one at a time, in the order in which they came, also when the VM was closed
 //! and comes again.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
+use ballast_pager::run::pool::{Handle, Pool};
+use ballast_pager::run::queue::Next;
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -23,11 +26,64 @@ type Work = Box<dyn FnOnce() + Send>;
 #[derive(Debug, Default)]
 pub struct Workers(HashMap<VmId, Worker>);
 
+/// The orders about one VM.
 #[derive(Debug)]
 struct Worker {
-    work: Sender<Work>,
+    orders: Arc<Mutex<Orders>>,
+    task: Handle,
     /// Set when the last thing given to it is done and nothing more is expected.
     ended: Arc<AtomicBool>,
+}
+
+#[derive(Default)]
+struct Orders {
+    waiting: VecDeque<Work>,
+    /// No more are given to it.
+    is_closed: bool,
+}
+
+impl std::fmt::Debug for Orders {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Orders").field("waiting", &self.waiting.len()).finish_non_exhaustive()
+    }
+}
+
+fn lock(orders: &Mutex<Orders>) -> MutexGuard<'_, Orders> {
+    orders.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Worker {
+    fn new() -> io::Result<Self> {
+        let orders = Arc::new(Mutex::new(Orders::default()));
+        let pool = Pool::of_process();
+        let taken = orders.clone();
+        let next = move |_: Instant| {
+            let (work, is_closed) = {
+                let mut orders = lock(&taken);
+                (orders.waiting.pop_front(), orders.is_closed)
+            };
+            match work {
+                Some(work) => run(work),
+                None if is_closed => return Next::Done,
+                None => return Next::Idle,
+            }
+            Next::Again
+        };
+        let task = pool.add(pool.add_group(), "orders", next)?;
+        Ok(Self { orders, task, ended: Arc::default() })
+    }
+
+    fn give(&self, work: Work) {
+        lock(&self.orders).waiting.push_back(work);
+        self.task.ring();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        lock(&self.orders).is_closed = true;
+        self.task.ring();
+    }
 }
 
 impl Workers {
@@ -36,15 +92,11 @@ impl Workers {
         self.sweep();
         let worker = match self.0.entry(vm) {
             std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-            std::collections::hash_map::Entry::Vacant(new) => {
-                let (sender, receiver) = mpsc::channel::<Work>();
-                std::thread::Builder::new().name("orders".into()).spawn(move || receiver.iter().for_each(run))?;
-                new.insert(Worker { work: sender, ended: Arc::default() })
-            }
+            std::collections::hash_map::Entry::Vacant(new) => new.insert(Worker::new()?),
         };
         // A VM that comes again before its end was carried out goes to the same worker.
         worker.ended = Arc::default();
-        let _ = worker.work.send(Box::new(work));
+        worker.give(Box::new(work));
         Ok(())
     }
 
@@ -72,7 +124,7 @@ impl Workers {
         let (sender, receiver) = mpsc::channel();
         for worker in self.0.values() {
             let sender = sender.clone();
-            let _ = worker.work.send(Box::new(move || drop(sender)));
+            worker.give(Box::new(move || drop(sender)));
         }
         Done(receiver)
     }

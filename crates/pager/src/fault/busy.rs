@@ -7,6 +7,7 @@
 //! On idle CPUs a worker that polls costs no one else time, and spares others the wake-up, which is slow where CPUs
 //! sleep deeply. On busy ones each poll takes a CPU from a guest, and waking is cheap.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -15,6 +16,15 @@ use std::os::unix::fs::FileExt;
 const WAITS_NS: u64 = 50_000;
 /// How many times it runs between two readings, which cost some 2 us.
 const READ_EVERY: u32 = 64;
+
+thread_local! {
+    static OF_THIS_THREAD: RefCell<Busy> = RefCell::new(Busy::of_this_thread());
+}
+
+/// See [`Busy::ran`], of the calling thread.
+pub fn ran() -> bool {
+    OF_THIS_THREAD.with_borrow_mut(Busy::ran)
+}
 
 /// Of one thread.
 #[derive(Debug)]

@@ -1,19 +1,19 @@
 //! Prefetch: bring back together what left together, where that pays.
 //!
 //! Before: a fault worker restored a page and requested its neighbours (`cluster`). After: they are back before they
-//! are touched. Threads: one prefetch worker per VM, so no fault waits for these guesses but for the few pages it may
-//! be bringing.
+//! are touched. Threads: one task per VM, so no fault waits for these guesses but for the few pages it may be bringing.
 //! Units: pages of a region. Promise: a guess costs time and space, never bytes: prefetched pages come back under their
 //! locks as others do, and invariant 1 decides. They stay within the limit, and only the newest requests are kept.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PageCount, PageRange};
 use ballast_store::PageBytes;
 
-use super::busy::Busy;
 use super::far_run::restore_next_run;
 use super::prefetch_queue::Request;
+use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::View;
@@ -21,17 +21,40 @@ use crate::vm::view::View;
 /// Pages that come back as one: what a fault on one of them waits for, some 8 us.
 const RUN: usize = 8;
 
-/// Serve requests until the VM is stopped.
-pub fn run(vm: &Vm) {
-    let (mut served, mut cpus) = (None, Busy::of_this_thread());
-    let mut buffer = Box::new([[0; PAGE_SIZE]; RUN]);
-    while let Some(Request { view, region: number, pages }) = vm.mail.prefetch.next(served, &mut cpus) {
-        served = Some(Instant::now());
-        let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
-        if let Err(error) = bring_back(vm, &view, &region, pages, &mut buffer[..]) {
-            // The fault worker meets the same error, and that one counts.
-            tracing::warn!(vm = vm.state.name(), region = number, %pages, "Prefetching: {error}");
+/// How long one run of the task goes on with what was requested.
+const SLICE: Duration = Duration::from_millis(1);
+
+/// The prefetch worker of a VM.
+pub(crate) struct PrefetchWorker {
+    vm: Arc<Vm>,
+    served: Option<Instant>,
+    buffer: Box<[PageBytes; RUN]>,
+}
+
+impl PrefetchWorker {
+    /// Of this VM.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        Self { vm, served: None, buffer: Box::new([[0; PAGE_SIZE]; _]) }
+    }
+
+    /// Serve requests; returns when to look for more.
+    pub fn run(&mut self, now: Instant) -> Next {
+        let vm = &self.vm;
+        while !vm.is_stopping() {
+            let Some(Request { view, region: number, pages }) = vm.mail.prefetch.pop() else {
+                return vm.mail.prefetch.pause(self.served, Instant::now());
+            };
+            self.served = Some(Instant::now());
+            let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
+            if let Err(error) = bring_back(vm, &view, &region, pages, &mut self.buffer[..]) {
+                // The fault worker meets the same error, and that one counts.
+                tracing::warn!(vm = vm.state.name(), region = number, %pages, "Prefetching: {error}");
+            }
+            if now.elapsed() >= SLICE {
+                return Next::Again;
+            }
         }
+        Next::Done
     }
 }
 

@@ -6,12 +6,14 @@
 //! Promise: a push never waits for the worker, and the queue is bounded: the oldest requests are dropped.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ballast_base::{Bytes, MIB, PageRange};
 
-use super::busy::Busy;
+use super::busy;
+use crate::run::pool::Bell;
+use crate::run::queue::Next;
 use crate::vm::view::View;
 
 /// Pages of a window: 64 KiB.
@@ -19,7 +21,7 @@ pub const WINDOW: u64 = 16;
 /// Pages requested at most, 8 MiB: older guesses are out of date.
 const BUDGET: Bytes = Bytes(8 * MIB);
 /// Waking a thread costs the fault worker up to 30 us where CPUs sleep deeply. So the prefetch worker polls for
-/// requests, this often, until there was none for a while, or other threads want its CPU ([`Busy`]).
+/// requests, this often, until there was none for a while, or other threads want its CPU ([`busy`]).
 const POLL_EVERY: Duration = Duration::from_micros(200);
 const POLL_FOR: Duration = Duration::from_millis(50);
 
@@ -35,7 +37,8 @@ pub(crate) struct Request {
 #[derive(Debug, Default)]
 pub struct PrefetchQueue {
     queue: Mutex<Queue>,
-    changed: Condvar,
+    /// Of the prefetch worker.
+    pub(crate) bell: Bell,
 }
 
 #[derive(Debug, Default)]
@@ -43,10 +46,8 @@ struct Queue {
     requests: VecDeque<Request>,
     /// Pages in it.
     pages: u64,
-    /// The worker waits to be notified.
+    /// The worker waits to be rung.
     asleep: bool,
-    /// The worker is to end.
-    ended: bool,
 }
 
 impl Queue {
@@ -81,35 +82,28 @@ impl PrefetchQueue {
         }
         let mut queue = self.queue.lock().expect("no panic while held");
         queue.push(Request { view: view.clone(), region, pages });
-        if queue.asleep {
-            self.changed.notify_one();
+        let asleep = std::mem::take(&mut queue.asleep);
+        drop(queue);
+        if asleep {
+            self.bell.ring();
         }
     }
 
-    /// The worker is to stop.
-    pub fn end(&self) {
-        self.queue.lock().expect("no panic while held").ended = true;
-        self.changed.notify_all();
+    /// The newest request, at most a window of it.
+    pub(crate) fn pop(&self) -> Option<Request> {
+        self.queue.lock().expect("no panic while held").pop()
     }
 
-    /// The newest request, at most a window of it; `None` when it is time to end. `served` is when the last one was.
-    pub(crate) fn next(&self, served: Option<Instant>, cpus: &mut Busy) -> Option<Request> {
-        loop {
-            let mut queue = self.queue.lock().expect("no panic while held");
-            if queue.requests.is_empty() && (cpus.ran() || served.is_none_or(|served| served.elapsed() > POLL_FOR)) {
-                queue.asleep = true;
-                let wait = self.changed.wait_while(queue, |queue| queue.requests.is_empty() && !queue.ended);
-                queue = wait.expect("no panic while held");
-                queue.asleep = false;
-            }
-            if queue.ended {
-                return None;
-            }
-            if let Some(newest) = queue.pop() {
-                return Some(newest);
-            }
-            drop(queue);
-            std::thread::sleep(POLL_EVERY);
+    /// When the worker is to look again, after it found nothing. `served` is when it served the last request.
+    pub(crate) fn pause(&self, served: Option<Instant>, now: Instant) -> Next {
+        let mut queue = self.queue.lock().expect("no panic while held");
+        if !queue.requests.is_empty() {
+            return Next::Again;
         }
+        if busy::ran() || served.is_none_or(|served| now.saturating_duration_since(served) > POLL_FOR) {
+            queue.asleep = true;
+            return Next::Idle;
+        }
+        Next::At(now + POLL_EVERY)
     }
 }

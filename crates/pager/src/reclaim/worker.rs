@@ -1,10 +1,10 @@
 //! The reclaim worker: keeps a VM's resident memory at or below its limit.
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
-//! Threads: one worker per VM. It may wait for the store and for the client; a fault waits for the pages of the one run
-//! that is being punched (and copied, if reclaim is forced: see below), and in a VM at its limit for credits
-//! (`throttle`, at most 0.1 s).
-//! Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing back but ends reclaim at once.
+//! Threads: one task per VM. It never waits for the client, whose answer rings it; a fault waits for the pages of the
+//! one run that is being punched (and copied, if reclaim is forced: see below), and in a VM at its limit for credits
+//! (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing
+//! back but ends reclaim at once.
 //!
 //! ```text
 //! resident:  0 ........................ low ........ limit .......
@@ -38,17 +38,21 @@ use ballast_sys::PinCheck;
 use crate::reclaim::interval;
 use crate::reclaim::pinned::Asked;
 use crate::reclaim::refault::{Guess, RefaultHistory};
+use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::state_file::StateError;
 use crate::vm::stats::Counter;
 use crate::vm::table::Table;
+use crate::vm::view::{View, Zap};
 use ballast_page::copies::RAM_STORE;
 use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
-/// Pause between rounds with nothing to do, in the background, and when over the limit with nothing ready.
+/// Pause between rounds with nothing to do, at first and while nothing changes; in the background; and when over the
+/// limit with nothing ready.
 const IDLE: Duration = Duration::from_millis(200);
+const QUIET: Duration = Duration::from_secs(1);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
 /// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
@@ -62,6 +66,8 @@ const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
 const TOP_UP_SHORT: u64 = 256;
 /// At most 1/N of what a VM may hold is in quarantine because faults wait for credits.
 const SUPPLY_PART: u64 = 4;
+/// How long a round evicts at most, but for the run that it is at: then another VM has its turn.
+const SLICE: Duration = Duration::from_millis(2);
 /// Below this a shortened T is none at all.
 const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
@@ -77,6 +83,21 @@ struct Batch {
     generation: u64,
     zapped_at: Instant,
     runs: Vec<(Guess, ColdRun)>,
+}
+
+/// Pages that say Quarantine, and that the clients have been asked to zap.
+struct Zapping {
+    ticket: Ticket,
+    generation: u64,
+    runs: Vec<(Guess, ColdRun)>,
+    /// Clients that have not answered.
+    asked: Vec<(Arc<View>, Zap)>,
+}
+
+impl Zapping {
+    fn until(&self) -> Option<Instant> {
+        self.asked.iter().filter_map(|(_, zap)| zap.until()).min()
+    }
 }
 
 /// Pages whose quarantine is over.
@@ -104,9 +125,9 @@ enum Rest {
     StoreRefused,
 }
 
-/// What the worker keeps between rounds.
-struct ReclaimWorker<'a> {
-    vm: &'a Vm,
+/// See above.
+pub(crate) struct ReclaimWorker {
+    vm: Arc<Vm>,
     source: HeatSource,
     /// What tells who holds a page, if anything can; the same for all of a round.
     check: Option<Arc<PinCheck>>,
@@ -114,6 +135,8 @@ struct ReclaimWorker<'a> {
     fruitless: u32,
     history: RefaultHistory,
     batches: VecDeque<Batch>,
+    /// Those that clients are zapping.
+    zapping: Option<Zapping>,
     /// T when over the limit, where T is no safety matter: the adaptive quarantine.
     direct_quarantine: Duration,
     /// Pages in quarantine beyond those of the margin, while faults wait for credits.
@@ -123,6 +146,13 @@ struct ReclaimWorker<'a> {
     forced: bool,
     rest_until: Option<Instant>,
     store_was_full: bool,
+    /// Bytes resident at the last round, and at the last one after which nothing was to do.
+    resident: u64,
+    checked: u64,
+    /// The pause while nothing is to do.
+    pause: Duration,
+    /// The last round ended although more pages could go.
+    has_more: bool,
     /// Pages on their way to the store: 64 KiB, so that they are still in the CPU's cache when they are compressed.
     buffer: Box<[PageBytes; 16]>,
 }
@@ -132,36 +162,56 @@ pub fn margin(limit: Bytes) -> Bytes {
     Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
 }
 
-/// Run until the VM is stopped.
-pub fn run(vm: &Vm) {
-    let mut worker = ReclaimWorker {
-        vm,
-        source: HeatSource::new(vm.heat.clone()),
-        check: None,
-        fruitless: 0,
-        history: RefaultHistory::default(),
-        batches: VecDeque::new(),
-        direct_quarantine: vm.tuning.direct_quarantine,
-        supply: 0,
-        forced: false,
-        rest_until: None,
-        store_was_full: false,
-        buffer: Box::new([[0; PAGE_SIZE]; _]),
-    };
-    if let Err(error) = worker.forget_quarantine() {
-        vm.report("reclaim-failed", format!("Reading the page-state words: {error}"));
+/// Nothing goes any more, so that no fault need wait for room.
+impl Drop for ReclaimWorker {
+    fn drop(&mut self) {
+        self.vm.mail.throttle.open();
     }
-    let mut pause = Duration::ZERO;
-    while !vm.is_stopping() {
-        vm.mail.reclaim.wait(pause);
-        vm.pressure.sample(vm.stats(), Instant::now());
-        pause = match worker.round() {
+}
+
+impl ReclaimWorker {
+    /// Of this VM, of which nothing is on its way out any more.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        let mut worker = Self {
+            source: HeatSource::new(vm.heat.clone()),
+            check: None,
+            fruitless: 0,
+            history: RefaultHistory::default(),
+            batches: VecDeque::new(),
+            zapping: None,
+            direct_quarantine: vm.tuning.direct_quarantine,
+            supply: 0,
+            forced: false,
+            rest_until: None,
+            store_was_full: false,
+            resident: 0,
+            checked: 0,
+            pause: IDLE,
+            has_more: false,
+            buffer: Box::new([[0; PAGE_SIZE]; _]),
+            vm,
+        };
+        if let Err(error) = worker.forget_quarantine() {
+            worker.vm.report("reclaim-failed", format!("Reading the page-state words: {error}"));
+        }
+        worker
+    }
+
+    /// A piece of work; returns when the next is due.
+    pub fn run(&mut self, now: Instant) -> Next {
+        let vm = self.vm.clone();
+        if vm.is_stopping() {
+            self.release_all();
+            return Next::Done;
+        }
+        vm.pressure.sample(vm.stats(), now);
+        let pause = match self.round() {
             Ok(pause) => pause,
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
                 vm.mail.throttle.open();
-                worker.release_all();
-                if let Err(error) = worker.forget_quarantine() {
+                self.release_all();
+                if let Err(error) = self.forget_quarantine() {
                     tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
                 }
                 STORE_REST
@@ -171,15 +221,35 @@ pub fn run(vm: &Vm) {
         if pause > DIRECT {
             vm.stores.ram.tidy();
         }
+        self.next(now, pause)
     }
-    vm.mail.throttle.open();
-    worker.release_all();
-}
 
-impl ReclaimWorker<'_> {
+    /// When the next piece of work is due after this pause, or earlier because a client must have answered by then.
+    fn next(&mut self, now: Instant, pause: Duration) -> Next {
+        if let Some(until) = self.zapping.as_ref().and_then(Zapping::until) {
+            // Its answer rings. Without pages to evict there is nothing to do before that.
+            let has_due = !self.batches.is_empty();
+            return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
+        }
+        if pause < IDLE {
+            self.pause = IDLE;
+            return Next::after(now, pause);
+        }
+        let vm = &self.vm;
+        if vm.effective_limit().is_none() && vm.stats().get(Counter::RegisteredBytes) == 0 {
+            // A limit, a hold, or a view rings.
+            return Next::Idle;
+        }
+        let is_same = std::mem::replace(&mut self.checked, self.resident) == self.resident;
+        let is_quiet = is_same && vm.pinned.pages().0 == 0;
+        self.pause = if is_quiet { (self.pause * 2).min(QUIET) } else { IDLE };
+        vm.mail.is_quiet.store(is_quiet, Ordering::Relaxed);
+        Next::about(now, pause.max(self.pause))
+    }
+
     /// One round; returns how long to pause before the next.
     fn round(&mut self) -> std::io::Result<Duration> {
-        let vm = self.vm;
+        let vm = self.vm.clone();
         let now = Instant::now();
         self.look_at_pinned(now);
         let limit = match self.limit(now) {
@@ -195,6 +265,7 @@ impl ReclaimWorker<'_> {
             }
         };
         let resident = vm.resident()?.bytes().0;
+        self.resident = resident;
         vm.mail.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
         if vm.may_pin() && self.check.is_none() {
@@ -232,15 +303,19 @@ impl ReclaimWorker<'_> {
             self.forced = false;
         }
         self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now);
+        self.take_answers(now)?;
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
         let mut zapped = 0;
-        if watched < wanted {
+        if watched < wanted && self.zapping.is_none() {
             let most = if self.direct_quarantine < vm.tuning.direct_quarantine { TOP_UP_SHORT } else { TOP_UP };
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
             zapped =
                 self.top_up((wanted - watched).min(most), urgent, if over_limit { Pick::Any } else { Pick::Cold })?;
+        }
+        if self.has_more {
+            return Ok(Duration::ZERO);
         }
         let is_fruitless = watched == 0 && zapped == 0 && vm.pinned.pages().0 > 0;
         self.fruitless = if is_fruitless { self.fruitless.saturating_add(1) } else { 0 };
@@ -263,7 +338,7 @@ impl ReclaimWorker<'_> {
 
     /// Find the pin check, and check again the pages that were pinned.
     fn look_at_pinned(&mut self, now: Instant) {
-        let vm = self.vm;
+        let vm = self.vm.clone();
         self.check = vm.pins.check();
         let Some(check) = &self.check else { return vm.pinned.clear() };
         match vm.pinned.look_again(check, |number| vm.region(number), now) {
@@ -293,7 +368,7 @@ impl ReclaimWorker<'_> {
 
     /// What the VM is to be held to now.
     fn limit(&self, now: Instant) -> Result<Bytes, Rest> {
-        let vm = self.vm;
+        let vm = self.vm.clone();
         let limit = vm.effective_limit().ok_or(Rest::Unlimited)?;
         if vm.held().is_some() || vm.views().is_empty() {
             return Err(Rest::Held);
@@ -319,9 +394,14 @@ impl ReclaimWorker<'_> {
 
     /// Evict up to about `excess` pages that stayed untouched for T; returns how many went.
     fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
-        let vm = self.vm;
-        let (mut tried, mut gone) = (0, 0);
+        let vm = self.vm.clone();
+        let (began, mut tried, mut gone) = (Instant::now(), 0, 0);
+        self.has_more = false;
         while gone < excess && !vm.is_stopping() {
+            if began.elapsed() >= SLICE {
+                self.has_more = true;
+                break;
+            }
             let _layout = vm.layout();
             let Some(Due { ticket, guess, region, run }) = self.due(over_limit, now) else { break };
             let granule_of = |page| region.granule(page);
@@ -372,7 +452,7 @@ impl ReclaimWorker<'_> {
     /// Take the next run whose T is over off its batch. Called under the lock of `layout`: a hold, a new view and
     /// [`Vm::set_may_pin`] count from the moment they have had it.
     fn due(&mut self, over_limit: bool, now: Instant) -> Option<Due> {
-        let vm = self.vm;
+        let vm = self.vm.clone();
         let wait = self.wait_for(over_limit.then_some(self.direct_quarantine));
         loop {
             let batch = self.batches.front_mut()?;
@@ -436,13 +516,13 @@ impl ReclaimWorker<'_> {
     /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are. Returns how
     /// many that were.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
-        let vm = self.vm;
+        let vm = self.vm.clone();
         let layout = vm.layout();
         let (views, generation) = (vm.views(), vm.generation());
         if views.is_empty() || vm.held().is_some() {
             return Ok(0);
         }
-        let table = Table::of(vm);
+        let table = Table::of(&vm);
         let asked = self.history.guesses.refaulted(want, Instant::now());
         let refaulted = self.history.pick(&table, asked);
         let found = refaulted.iter().map(|run| run.pages.count()).sum::<u64>().min(asked);
@@ -480,7 +560,7 @@ impl ReclaimWorker<'_> {
         }
         let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
         vm.stats().add(Counter::Zapped, pages);
-        // Not held while we wait for clients: the worker that takes their answers may need it, too. Whatever changes
+        // Not held while clients zap: a discard that one of them waits for may need it exclusively. Whatever changes
         // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
         drop(layout);
         // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
@@ -489,32 +569,62 @@ impl ReclaimWorker<'_> {
                 region.units().disturb(run.pages, std::thread::yield_now);
             }
         }
+        if marked.is_empty() {
+            return Ok(0);
+        }
+        let mut zapping = Zapping { ticket, generation, runs: marked, asked: Vec::new() };
         for view in views {
-            let ranges: Vec<Range> = marked
+            let ranges: Vec<Range> = zapping
+                .runs
                 .iter()
                 .filter_map(|(_, run)| Some((view.base(run.region)? + run.pages.start().offset(), run.pages.bytes().0)))
                 .collect();
-            match view.zap(&ranges) {
-                Ok(kept) => {
-                    for (region, run) in vm.keep_parts(&view, &kept) {
-                        let released = release(run, ticket, |page| region.granule(page));
-                        vm.stats().add(Counter::Failed, released);
-                        vm.ledger().moved(State::Quarantine, State::Resident, released);
-                    }
-                }
+            match view.begin_zap(&ranges) {
+                Ok(zap) => zapping.asked.push((view, zap)),
                 Err(error) => {
                     vm.stats().add(Counter::Failed, pages);
-                    self.unmark(&marked, ticket);
+                    self.unmark(&zapping.runs, ticket);
                     return Err(error);
                 }
             }
         }
-        if !marked.is_empty() {
-            // Popped from the back: keep the coldest last.
-            marked.reverse();
-            self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs: marked });
-        }
+        self.zapping = Some(zapping);
         Ok(pages)
+    }
+
+    /// Where all clients have answered, the pages are in quarantine.
+    fn take_answers(&mut self, now: Instant) -> std::io::Result<()> {
+        let vm = self.vm.clone();
+        let Some(mut zapping) = self.zapping.take() else { return Ok(()) };
+        let ticket = zapping.ticket;
+        while let Some((view, zap)) = zapping.asked.last_mut() {
+            match zap.poll(now) {
+                Ok(None) => {
+                    self.zapping = Some(zapping);
+                    return Ok(());
+                }
+                Ok(Some(kept)) => {
+                    for (region, run) in vm.keep_parts(view, &kept) {
+                        let released = release(run, ticket, |page| region.granule(page));
+                        vm.stats().add(Counter::Failed, released);
+                        vm.ledger().moved(State::Quarantine, State::Resident, released);
+                    }
+                    zapping.asked.pop();
+                }
+                Err(error) => {
+                    let pages = zapping.runs.iter().map(|(_, run)| run.pages.count()).sum();
+                    vm.stats().add(Counter::Failed, pages);
+                    self.unmark(&zapping.runs, ticket);
+                    return Err(error);
+                }
+            }
+        }
+        let Zapping { generation, mut runs, .. } = zapping;
+        // Popped from the back: keep the coldest last.
+        runs.reverse();
+        // Not when the clients said so, which was earlier.
+        self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs });
+        Ok(())
     }
 
     /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
@@ -532,12 +642,17 @@ impl ReclaimWorker<'_> {
         for batch in std::mem::take(&mut self.batches) {
             self.unmark(&batch.runs, batch.ticket);
         }
+        // Whatever clients answer to these is ignored.
+        if let Some(zapping) = self.zapping.take() {
+            self.unmark(&zapping.runs, zapping.ticket);
+        }
     }
 
     /// After a failure in the middle of a batch, or a panic of this worker: nothing is on its way out any more.
     fn forget_quarantine(&mut self) -> Result<(), StateError> {
         let _layout = self.vm.layout();
         self.batches.clear();
+        self.zapping = None;
         for (region, record) in self.vm.regions().iter().zip(self.vm.state.regions()) {
             let written = self.vm.state.written_words(&record)?.into_iter();
             for page in written.flat_map(|pages| region.granules(pages)) {

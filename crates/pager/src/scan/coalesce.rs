@@ -1,19 +1,21 @@
 //! Coalesce: a 2 MiB unit that was mapped huge, and whose pages are all back, is mapped huge again.
 //!
 //! Before: reclaim zapped pages of a unit, and the guest touched them all again. After: one entry maps the unit.
-//! Threads: one worker per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
+//! Threads: one task per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
 //! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident,
 //! or with a hole, is left alone; see `unit.rs` for why no byte can be lost. At most [`SHARE`] of one CPU is used.
 //!
 //! Only what was mapped huge before is looked at: making huge pages where there were none is not our decision, and a
 //! page that was punched out of a huge page has split it, so that putting it together again copies 2 MiB.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ballast_base::{HUGE_SIZE, Hva, PageIdx, PageRange};
 use ballast_sys::clock::cpu_time;
 use ballast_sys::remote::{Collapsed, is_unit_aligned};
 
+use crate::run::queue::Next;
 use crate::scan::units::pages_of;
 use crate::vm::Vm;
 use crate::vm::region::Region;
@@ -26,33 +28,67 @@ const SHARE: u32 = 20;
 /// Pause after the host had no huge page to give.
 const SHORT_OF_MEMORY: Duration = Duration::from_secs(10);
 
-/// Look after the VM's units until it is stopped.
-pub fn run(vm: &Vm) {
-    let mut pause = vm.tuning.coalesce_every;
-    while vm.sleep(pause) {
-        pause = match pass(vm) {
-            Ok(Collapsed::NoMemory) => SHORT_OF_MEMORY.max(vm.tuning.coalesce_every),
-            Ok(_) => vm.tuning.coalesce_every,
-            Err(error) => {
+/// Looks after a VM's units.
+#[derive(Debug)]
+pub(crate) struct CoalesceWorker {
+    vm: Arc<Vm>,
+    /// Where the pass that is under way goes on: region and unit.
+    at: (u32, u64),
+    begun: bool,
+}
+
+impl CoalesceWorker {
+    /// Of this VM.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        Self { vm, at: (0, 0), begun: false }
+    }
+
+    /// Map the next unit that can be; returns when to look for another one.
+    pub fn run(&mut self, now: Instant) -> Next {
+        let vm = &self.vm;
+        if vm.is_stopping() {
+            return Next::Done;
+        }
+        let every = vm.tuning.coalesce_every;
+        if !std::mem::replace(&mut self.begun, true) {
+            return Next::about(now, every);
+        }
+        let pause = match pass(vm, &mut self.at) {
+            // Its share of a CPU.
+            Ok(Some(took)) => return Next::after(Instant::now(), took * (SHARE - 1)),
+            Ok(None) => every,
+            Err(Stopped::NoMemory) => SHORT_OF_MEMORY.max(every),
+            Err(Stopped::Failed(error)) => {
                 tracing::warn!(vm = vm.state.name(), "Mapping memory huge again: {error}");
-                SHORT_OF_MEMORY.max(vm.tuning.coalesce_every)
+                SHORT_OF_MEMORY.max(every)
             }
         };
+        self.at = (0, 0);
+        if pause < Duration::from_millis(100) { Next::after(now, pause) } else { Next::about(now, pause) }
     }
 }
 
-/// Look at every unit once. Returns `NoMemory` if that ended it.
-fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
-    for region in vm.regions() {
-        for number in 0..region.units().len() {
+/// Why a pass ended early.
+enum Stopped {
+    NoMemory,
+    Failed(std::io::Error),
+}
+
+/// Look at units from this place on, until one was tried. Returns how long that took, and leaves the place after it;
+/// `None` at the end.
+fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Option<Duration>, Stopped> {
+    for region in vm.regions().iter().skip(at.0 as usize) {
+        let first = if region.number == at.0 { at.1 } else { 0 };
+        for number in first..region.units().len() {
             let Some(unit) = region.units().get(number).filter(|unit| unit.is_broken() && !unit.is_tracked()) else {
                 continue;
             };
-            if vm.held().is_some() || !is_resident(&region, number) || !unit.found_whole() {
+            if vm.held().is_some() || !is_resident(region, number) || !unit.found_whole() {
                 continue;
             }
+            *at = (region.number, number + 1);
             let before = cpu_time();
-            let outcome = coalesce(vm, &region, number)?;
+            let outcome = coalesce(vm, region, number).map_err(Stopped::Failed)?;
             match outcome {
                 Some(Collapsed::Done) => vm.stats().add(Counter::Coalesced, 1),
                 Some(_) => vm.stats().add(Counter::CoalesceRefused, 1),
@@ -60,16 +96,14 @@ fn pass(vm: &Vm) -> std::io::Result<Collapsed> {
             }
             match outcome {
                 Some(Collapsed::Never) => unit.give_up(),
-                Some(Collapsed::NoMemory) => return Ok(Collapsed::NoMemory),
+                Some(Collapsed::NoMemory) => return Err(Stopped::NoMemory),
                 _ => {}
             }
             // CPU time: on a busy host the wait for a CPU is not what this costs.
-            if !vm.sleep(cpu_time().saturating_sub(before) * (SHARE - 1)) {
-                return Ok(Collapsed::Gone);
-            }
+            return Ok(Some(cpu_time().saturating_sub(before)));
         }
     }
-    Ok(Collapsed::Done)
+    Ok(None)
 }
 
 /// Are all words of a unit Resident, so that every page of it is the guest's?

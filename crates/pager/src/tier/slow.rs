@@ -2,22 +2,23 @@
 //!
 //! Before: a fault worker met a page of the file store (`slow_queue`). After: the same `fault::serve`, here, where it
 //! may wait.
-//! Threads: [`WORKERS`] per VM that has a file store; each waits for the disk for up to a tenth of a second at a time.
-//! Promise: no fault on any other page waits for the disk. A fault taken here is served or, if the worker panics or the
-//! engine dies, raised again by a wake.
+//! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a file store; each waits for the disk for up
+//! to a tenth of a second at a time. Promise: no fault on any other page waits for the disk. A fault taken here is
+//! served or, if the worker panics or the engine dies, raised again by a wake.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::fault::resolve::{resolve, target};
 use crate::fault::stages::Times;
 use crate::fault::stall::PendingFault;
+use crate::run::pool::blocking;
+use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use ballast_page::outcome::Served;
 
-/// Reads of one VM that are under way at a time.
-pub const WORKERS: usize = 4;
 /// Pause after a page that cannot be had yet: its store is busy, or another thread has it.
 const RETRY: Duration = Duration::from_micros(200);
 
@@ -30,22 +31,37 @@ impl Drop for Waits<'_> {
     }
 }
 
-/// Serve such faults until the VM is stopped.
-pub fn run(vm: &Vm) {
-    while !vm.is_stopping() {
-        let Some((view, pending)) = vm.mail.slow.next(|| vm.is_stopping()) else { continue };
+/// One of the slow workers of a VM.
+pub(crate) struct SlowWorker {
+    vm: Arc<Vm>,
+    number: usize,
+}
+
+impl SlowWorker {
+    /// Of this VM.
+    pub fn new(vm: Arc<Vm>, number: usize) -> Self {
+        Self { vm, number }
+    }
+
+    /// Serve one such fault; returns when to look for another.
+    pub fn run(&mut self, now: Instant) -> Next {
+        let vm = &self.vm;
+        if vm.is_stopping() {
+            return Next::Done;
+        }
+        let Some((view, pending)) = vm.mail.slow.pop(self.number) else { return Next::Idle };
         let waits = Waits(vm, &view);
         if view.is_closed() {
             // No other worker has this fault: it is raised anew, for the thread that serves that memory next.
             let _ = view.wake_all();
-            continue;
+            return Next::Again;
         }
-        if serve_one(vm, &view, &pending) {
-            continue;
+        if blocking(|| serve_one(vm, &view, &pending)) {
+            return Next::Again;
         }
         std::mem::forget(waits);
         vm.mail.slow.push(view, pending);
-        std::thread::sleep(RETRY);
+        Next::At(now + RETRY)
     }
 }
 

@@ -1,24 +1,33 @@
 //! The queue of faults that wait for a disk.
 //!
 //! Before: a fault worker met a page of the file store. After: a slow worker takes the fault.
-//! Threads: any. Promise: a push never waits for a worker. A fault counts as pending until it is served.
+//! Threads: any. Promise: a push never waits for a worker, and finds one as long as one is idle. A fault counts as
+//! pending until it is served.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
 
 use crate::fault::stall::PendingFault;
+use crate::run::pool::Bell;
 use crate::vm::stats::Stats;
 use crate::vm::view::View;
 
-/// How long a worker sleeps at most before it checks whether the VM is being stopped.
-const NAP: Duration = Duration::from_millis(100);
+/// Reads of one VM that are under way at a time.
+pub const WORKERS: usize = 4;
 
 /// Faults that wait for a disk.
 #[derive(Debug, Default)]
 pub struct SlowQueue {
-    faults: Mutex<VecDeque<(Arc<View>, PendingFault)>>,
-    changed: Condvar,
+    queue: Mutex<Queue>,
+    /// Of the slow workers.
+    pub(crate) bells: [Bell; WORKERS],
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    faults: VecDeque<(Arc<View>, PendingFault)>,
+    /// Workers that found nothing.
+    idle: Vec<usize>,
 }
 
 impl SlowQueue {
@@ -30,21 +39,23 @@ impl SlowQueue {
 
     /// Add a fault that counts as pending already.
     pub(crate) fn push(&self, view: Arc<View>, pending: PendingFault) {
-        self.faults.lock().expect("no panic while held").push_back((view, pending));
-        self.changed.notify_one();
+        let idle = {
+            let mut queue = self.queue.lock().expect("no panic while held");
+            queue.faults.push_back((view, pending));
+            queue.idle.pop()
+        };
+        if let Some(idle) = idle {
+            self.bells[idle].ring();
+        }
     }
 
-    /// The VM is being stopped: let the workers see it.
-    pub(crate) fn notify(&self) {
-        // With the lock, so that no worker is between its check and its wait.
-        let _faults = self.faults.lock().expect("no panic while held");
-        self.changed.notify_all();
-    }
-
-    /// The oldest fault; `None` if there was none for a while, or the VM is being stopped.
-    pub(crate) fn next(&self, is_stopping: impl Fn() -> bool) -> Option<(Arc<View>, PendingFault)> {
-        let faults = self.faults.lock().expect("no panic while held");
-        let waited = self.changed.wait_timeout_while(faults, NAP, |faults| faults.is_empty() && !is_stopping());
-        waited.expect("no panic while held").0.pop_front()
+    /// The oldest fault, for this worker; without one it is rung when there is.
+    pub(crate) fn pop(&self, worker: usize) -> Option<(Arc<View>, PendingFault)> {
+        let mut queue = self.queue.lock().expect("no panic while held");
+        let oldest = queue.faults.pop_front();
+        if oldest.is_none() && !queue.idle.contains(&worker) {
+            queue.idle.push(worker);
+        }
+        oldest
     }
 }

@@ -1,7 +1,7 @@
 //! Spill: move pages that have been far for long from the RAM store to the file store.
 //!
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the file, and the RAM
-//! store has room again. Threads: one worker per VM that has a file store. It may wait for the disk; no fault ever
+//! store has room again. Threads: one task per VM that has a file store. It may wait for the disk; no fault ever
 //! waits for it, but for the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. What the file store does not take stays in RAM, and is said once.
@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::{GetOutcome, PageBytes, PutOutcome, Store};
 
-use crate::tier::spill_request::SpillRequest;
+use crate::run::pool::blocking;
+use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
@@ -59,10 +60,12 @@ enum Take {
 /// A place among the words: region number and page.
 type Place = (u32, u64);
 
-struct SpillWorker<'a> {
-    vm: &'a Vm,
+/// See above.
+pub(crate) struct SpillWorker {
+    vm: Arc<Vm>,
     file: Arc<dyn Store>,
-    after: Duration,
+    /// `None`: nothing goes there any more; what is freed there is given back all the same.
+    after: Option<Duration>,
     next_pass: Instant,
     /// How far the pass under way has come.
     pass: Option<Place>,
@@ -81,55 +84,52 @@ struct Run {
     bytes: Vec<PageBytes>,
 }
 
-/// Run until the VM is stopped.
-pub fn run(vm: &Vm) {
-    let Some(file) = vm.stores.file.clone() else { return };
-    let Some(after) = vm.tuning.spill_after else {
-        // Nothing goes there any more; what is freed there is given back all the same.
-        while vm.sleep(TICK) {
-            file.tidy();
+/// The worker is over, be it by a panic: reclaim should not count on it.
+impl Drop for SpillWorker {
+    fn drop(&mut self) {
+        self.vm.mail.spill.set_helps(false);
+    }
+}
+
+impl SpillWorker {
+    /// Of this VM; `None` if it has no file store.
+    pub fn new(vm: Arc<Vm>) -> Option<Self> {
+        let (file, after) = (vm.stores.file.clone()?, vm.tuning.spill_after);
+        vm.mail.spill.set_helps(after.is_some());
+        Some(Self {
+            file,
+            after,
+            // Not at once: an engine before this one may have set marks a moment ago.
+            next_pass: Instant::now() + after.unwrap_or_default(),
+            pass: None,
+            hand: (0, 0),
+            rest_until: None,
+            said: false,
+            run: Run::default(),
+            vm,
+        })
+    }
+
+    /// A piece of work; returns when the next is due.
+    pub fn run(&mut self, now: Instant) -> Next {
+        let vm = self.vm.clone();
+        if vm.is_stopping() {
+            return Next::Done;
         }
-        return;
-    };
-    let now = Instant::now();
-    let mut worker = SpillWorker {
-        vm,
-        file,
-        after,
-        // Not at once: an engine before this one may have set marks a moment ago.
-        next_pass: now + after,
-        pass: None,
-        hand: (0, 0),
-        rest_until: None,
-        said: false,
-        run: Run::default(),
-    };
-    vm.mail.spill.set_helps(true);
-    let _ends = Ends(&vm.mail.spill);
-    while !vm.is_stopping() {
-        let wanted = vm.mail.spill.wait(|| vm.is_stopping(), worker.pause());
-        worker.file.tidy();
-        if let Err(error) = worker.round(wanted, Instant::now()) {
+        blocking(|| self.file.tidy());
+        let Some(after) = self.after else { return Next::about(now, TICK) };
+        let wanted = vm.mail.spill.take();
+        if let Err(error) = self.round(wanted, after, now) {
             vm.report("spill-failed", format!("Reading the page-state words: {error}"));
-            worker.next_pass = Instant::now() + after;
-            worker.pass = None;
+            self.next_pass = Instant::now() + after;
+            self.pass = None;
         }
         // The bytes of a run are kept only while they are used.
-        worker.run = Run::default();
+        self.run = Run::default();
+        Next::after(Instant::now(), self.pause())
     }
-}
 
-/// The worker is over, be it by a panic: reclaim should not count on it.
-struct Ends<'a>(&'a SpillRequest);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.set_helps(false);
-    }
-}
-
-impl SpillWorker<'_> {
-    /// How long to wait for a request.
+    /// How long to wait, unless room is wanted.
     fn pause(&self) -> Duration {
         if self.pass.is_some() && self.rest_until.is_none() {
             return Duration::ZERO;
@@ -137,8 +137,8 @@ impl SpillWorker<'_> {
         TICK.min(self.next_pass.saturating_duration_since(Instant::now()).max(SHORTEST_TICK))
     }
 
-    fn round(&mut self, wanted: bool, now: Instant) -> std::io::Result<()> {
-        let vm = self.vm;
+    fn round(&mut self, wanted: bool, after: Duration, now: Instant) -> std::io::Result<()> {
+        let vm = self.vm.clone();
         if vm.is_stopping() || vm.held().is_some() || self.rest_until.is_some_and(|until| now < until) {
             return Ok(());
         }
@@ -153,7 +153,7 @@ impl SpillWorker<'_> {
             let (end, _) = self.walk(self.pass.unwrap_or((0, 0)), Take::Old, UNLIMITED)?;
             self.pass = end;
             if end.is_none() {
-                self.next_pass = Instant::now() + self.after;
+                self.next_pass = Instant::now() + after;
             }
             ram.tidy();
         } else if ram.is_short() {
@@ -179,7 +179,7 @@ impl SpillWorker<'_> {
     /// Walk over the words that were ever written. Returns where it stopped before the end, and how many pages it
     /// moved.
     fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
-        let vm = self.vm;
+        let vm = self.vm.clone();
         let (mut moved, mut words) = (0, 0);
         for (region, record) in vm.regions().iter().zip(vm.state.regions()).skip(from.0 as usize) {
             if region.is_removed() {
@@ -266,10 +266,10 @@ impl SpillWorker<'_> {
         if words.is_empty() {
             return 0;
         }
-        let vm = self.vm;
+        let vm = self.vm.clone();
         let first = PageIdx(self.run.first);
         let mut outcomes = Vec::with_capacity(words.len());
-        self.file.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
+        blocking(|| self.file.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes));
         let (mut moved, mut refused) = (0, None);
         for (((page, from), bytes), outcome) in (first.0..).zip(words).zip(&self.run.bytes).zip(outcomes) {
             match outcome {

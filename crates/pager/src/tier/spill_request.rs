@@ -4,14 +4,15 @@
 //! Threads: any. Promise: asking never waits.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex};
-use std::time::Duration;
+
+use crate::run::pool::Bell;
 
 /// See above.
 #[derive(Debug, Default)]
 pub struct SpillRequest {
-    wanted: Mutex<bool>,
-    changed: Condvar,
+    wanted: AtomicBool,
+    /// Of the spill worker.
+    pub(crate) bell: Bell,
     /// The worker runs, and the last time it was asked for room it made some.
     helps: AtomicBool,
 }
@@ -19,8 +20,8 @@ pub struct SpillRequest {
 impl SpillRequest {
     /// The RAM store is full: make room. Returns whether that is likely to help.
     pub(crate) fn make_room(&self) -> bool {
-        *self.wanted.lock().expect("no panic while held") = true;
-        self.changed.notify_one();
+        self.wanted.store(true, Ordering::Release);
+        self.bell.ring();
         self.helps.load(Ordering::Acquire)
     }
 
@@ -29,22 +30,13 @@ impl SpillRequest {
         self.helps.store(helps, Ordering::Release);
     }
 
-    /// The VM is being stopped: let the worker see it.
-    pub(crate) fn notify(&self) {
-        // With the lock, so that the worker is not between its check and its wait.
-        let _wanted = self.wanted.lock().expect("no panic while held");
-        self.changed.notify_one();
-    }
-
     /// Is there something more urgent than the pass under way?
     pub(crate) fn is_wanted(&self) -> bool {
-        *self.wanted.lock().expect("no panic while held")
+        self.wanted.load(Ordering::Acquire)
     }
 
-    /// Wait, at most this long; true if room is wanted.
-    pub(crate) fn wait(&self, is_stopping: impl Fn() -> bool, at_most: Duration) -> bool {
-        let wanted = self.wanted.lock().expect("no panic while held");
-        let waited = self.changed.wait_timeout_while(wanted, at_most, |wanted| !*wanted && !is_stopping());
-        std::mem::take(&mut *waited.expect("no panic while held").0)
+    /// Is room wanted? Then it is being made.
+    pub(crate) fn take(&self) -> bool {
+        self.wanted.swap(false, Ordering::AcqRel)
     }
 }

@@ -1,62 +1,111 @@
-//! The client worker of a view: takes the client's answers to zaps, and carries out its discards.
+//! What the client of a view says: its answers to zaps, and its discards.
 //!
-//! Before: [`Vm::add_view`] starts it. After: the client or the engine is gone.
-//! Threads: one for each view. Units: ranges of the client's addresses.
+//! Before: [`Vm::add_view`] has the listener watch the control socket. After: the client or the engine is gone.
+//! Threads: the listener takes answers; discards are carried out by a task of the VM. Units: ranges of the client's
+//! addresses.
 //! Promise: a message that makes no sense is reported and costs the VM nothing: its faults are served all the same.
 
 use std::io::ErrorKind;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient};
 use ballast_sys::scm;
 
 use super::Vm;
-use crate::fault::worker::{NAP, sleep_until_readable};
+use super::discards::Asked;
+use crate::run::listener::{Rearm, Source};
+use crate::run::queue::Next;
 use crate::vm::view::View;
 
-/// Listen to the client until it or the engine is gone.
-pub(super) fn run(vm: &Vm, view: &Arc<View>) {
-    let (mut invalid, mut failed) = (0u64, 0u64);
-    while !vm.is_stopping() && !view.is_closed() {
-        if !sleep_until_readable(view.control(), NAP) {
-            continue;
-        }
+/// A client that is listened to.
+pub(super) struct Client {
+    vm: Arc<Vm>,
+    view: Arc<View>,
+    invalid: AtomicU64,
+}
+
+impl Client {
+    /// The client of this view.
+    pub fn new(vm: Arc<Vm>, view: Arc<View>) -> Self {
+        Self { vm, view, invalid: AtomicU64::new(0) }
+    }
+
+    /// Nothing more will come from it.
+    fn gone(&self, then: Rearm) {
+        then.forget();
+        self.view.disconnect();
+    }
+}
+
+impl Source for Client {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.view.control()
+    }
+
+    fn ready(&self, then: Rearm) {
+        let (vm, view) = (&self.vm, &self.view);
         let message = match scm::try_receive_bytes(view.control()) {
             Ok(Some(bytes)) => wire::decode::<ClientToEngine>(&bytes).map_err(|error| error.to_string()),
-            Ok(None) => break,
+            Ok(None) => return self.gone(then),
             // The client took its message back, or another process has the other end and took it.
-            Err(error) if error.kind() == ErrorKind::WouldBlock => continue,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return,
             Err(error) if error.kind() == ErrorKind::InvalidData => Err(error.to_string()),
             Err(error) => {
                 vm.report("client-error", format!("Receiving from the client in process {}: {error}", view.pid));
-                break;
+                return self.gone(then);
             }
         };
         match message {
             Ok(answer @ ClientToEngine::Zapped { .. }) => view.zapped(&answer),
             Ok(ClientToEngine::Discard { seq, ranges }) => {
-                let error = vm.discard(view, &ranges).err().map(|error| error.to_string());
-                failed += u64::from(error.is_some());
-                // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on shall not push other events out.
-                if let Some(error) = &error
-                    && failed.is_power_of_two()
-                {
-                    vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
-                }
-                // A client that does not read its answers repeats its question and gets another.
-                if let Err(error) = view.tell(&EngineToClient::DiscardDone { seq, error }) {
-                    tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
-                }
+                vm.mail.discards.push(Asked { view: view.clone(), seq, ranges, then });
             }
             Ok(ClientToEngine::Pong { .. }) => {}
             Err(error) => {
                 // Reported at the 1st, 2nd, 4th, 8th ... time.
-                invalid += 1;
+                let invalid = self.invalid.fetch_add(1, Ordering::Relaxed) + 1;
                 if invalid.is_power_of_two() {
                     vm.report("client-error", format!("The client in process {} sent nonsense: {error}", view.pid));
                 }
             }
         }
     }
-    view.disconnect();
+}
+
+/// Carries out the discards of a VM.
+pub(super) struct DiscardWorker {
+    vm: Arc<Vm>,
+    failed: u64,
+}
+
+impl DiscardWorker {
+    /// Of this VM.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        Self { vm, failed: 0 }
+    }
+
+    /// Carry out one; returns when to look for another.
+    pub fn run(&mut self, _now: Instant) -> Next {
+        let vm = &self.vm;
+        let Some(Asked { view, seq, ranges, then }) = vm.mail.discards.pop() else {
+            return if vm.is_stopping() { Next::Done } else { Next::Idle };
+        };
+        let error = vm.discard(&view, &ranges).err().map(|error| error.to_string());
+        self.failed += u64::from(error.is_some());
+        // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on shall not push other events out.
+        if let Some(error) = &error
+            && self.failed.is_power_of_two()
+        {
+            vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
+        }
+        // A client that does not read its answers repeats its question and gets another.
+        if let Err(error) = view.tell(&EngineToClient::DiscardDone { seq, error }) {
+            tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
+        }
+        drop(then);
+        Next::Again
+    }
 }

@@ -72,7 +72,7 @@ impl Ledger<'_> {
         let took = since.elapsed();
         stats.record(Latency::Fault, took);
         if matches!(served, Served::Restored | Served::Filled { .. } | Served::Zeroed | Served::Fresh) {
-            self.vm.mail.throttle.came(pages);
+            self.vm.mail.came(pages);
         }
         if matches!(served, Served::Restored | Served::Filled { .. }) {
             stats.record(Latency::Restore, took);
@@ -114,7 +114,7 @@ impl Ledger<'_> {
         for moved in moves {
             self.moved(moved.from.state(), moved.to.state(), 1);
         }
-        self.vm.mail.throttle.came(moves.len() as u64);
+        self.vm.mail.came(moves.len() as u64);
         self.refaulted(region, first, moves);
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }

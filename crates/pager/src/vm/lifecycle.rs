@@ -1,16 +1,24 @@
-//! The life of a VM's threads: which run, and whether they are to end.
+//! The life of what works for a VM: its tasks, threads, and clients listened to, and whether they are to end.
 //!
-//! Before: the VM is open. After: all its threads are joined. Threads: any.
+//! Before: the VM is open. After: all of them have ended. Threads: any.
 //! Promise: a thread that sleeps here is woken as soon as the VM is to stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+use crate::run::listener::Watched;
+use crate::run::pool::Pool;
+use crate::run::queue::GroupId;
+use crate::vm::view::View;
 
 /// See above.
 #[derive(Debug, Default)]
 pub(crate) struct Lifecycle {
+    group: OnceLock<GroupId>,
+    /// Clients, until they are gone.
+    clients: Mutex<Vec<(Arc<View>, Watched)>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     is_stopping: AtomicBool,
     sleeping: Mutex<()>,
@@ -18,6 +26,27 @@ pub(crate) struct Lifecycle {
 }
 
 impl Lifecycle {
+    /// Where its tasks run, and as what.
+    pub fn pool(&self) -> (Pool, GroupId) {
+        let pool = Pool::of_process();
+        (pool.clone(), *self.group.get_or_init(|| pool.add_group()))
+    }
+
+    /// The client of this view is listened to.
+    pub fn add_client(&self, view: Arc<View>, client: Watched) {
+        self.clients.lock().expect("no panic while held").push((view, client));
+    }
+
+    /// Listen no more to those clients whose views these are.
+    pub fn forget_clients(&self, which: impl Fn(&View) -> bool) {
+        let mut clients = self.clients.lock().expect("no panic while held");
+        let (gone, stay) = std::mem::take(&mut *clients).into_iter().partition(|(view, _)| which(view));
+        *clients = stay;
+        drop(clients);
+        // Without the lock, because it waits for the listener.
+        let _: Vec<(Arc<View>, Watched)> = gone;
+    }
+
     /// This thread runs. Those that have ended are forgotten: a thread that is not joined keeps its stack.
     pub fn add(&self, thread: JoinHandle<()>) {
         let mut threads = self.threads.lock().expect("no panic while held");

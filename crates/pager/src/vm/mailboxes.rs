@@ -3,16 +3,16 @@
 //! Before: a worker has something for another. After: that one finds it, or is notified.
 //! Threads: any. Promise: leaving a message never waits for its receiver.
 
-use std::sync::atomic::AtomicBool;
-use std::sync::{Condvar, Mutex};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::fault::prefetch_queue::PrefetchQueue;
 use crate::fault::throttle::Throttle;
 use crate::reclaim::refault::Refaults;
+use crate::run::pool::Bell;
 use crate::scan::touches::Touches;
 use crate::tier::slow_queue::SlowQueue;
 use crate::tier::spill_request::SpillRequest;
+use crate::vm::discards::Discards;
 
 /// | Mailbox | From | To |
 /// |---|---|---|
@@ -23,7 +23,10 @@ use crate::tier::spill_request::SpillRequest;
 /// | `throttle` | reclaim worker | fault workers |
 /// | `over_limit` | reclaim worker | tracking, readahead |
 /// | `spill` | reclaim worker | spill worker |
+/// | `is_quiet` | reclaim worker | fault workers |
 /// | `reclaim` | all, and the daemon | reclaim worker |
+/// | `track` | all, and the daemon | tracking worker |
+/// | `discards` | clients | discard worker |
 #[derive(Debug, Default)]
 pub(crate) struct Mailboxes {
     pub touches: Touches,
@@ -34,27 +37,19 @@ pub(crate) struct Mailboxes {
     /// Was the VM above its limit when the reclaim worker last checked?
     pub over_limit: AtomicBool,
     pub spill: SpillRequest,
-    pub reclaim: Notice,
+    /// The reclaim worker looks rarely now: who brings a page in rings it.
+    pub is_quiet: AtomicBool,
+    pub reclaim: Bell,
+    pub track: Bell,
+    pub discards: Discards,
 }
 
-/// Something to do.
-#[derive(Debug, Default)]
-pub(crate) struct Notice {
-    given: Mutex<bool>,
-    changed: Condvar,
-}
-
-impl Notice {
-    /// Notify the thread that waits, or that waits next.
-    pub fn give(&self) {
-        *self.given.lock().expect("no panic while held") = true;
-        self.changed.notify_all();
-    }
-
-    /// Wait until a notice is given, at most this long, and take it.
-    pub fn wait(&self, at_most: Duration) {
-        let given = self.given.lock().expect("no panic while held");
-        let waited = self.changed.wait_timeout_while(given, at_most, |given| !*given);
-        *waited.expect("no panic while held").0 = false;
+impl Mailboxes {
+    /// A page came in.
+    pub fn came(&self, pages: u64) {
+        self.throttle.came(pages);
+        if self.is_quiet.load(Ordering::Relaxed) && self.is_quiet.swap(false, Ordering::Relaxed) {
+            self.reclaim.ring();
+        }
     }
 }

@@ -52,6 +52,7 @@ use ballast_page::page_state::Ticket;
 mod account;
 mod client;
 mod discard;
+mod discards;
 pub(crate) mod ledger;
 mod lifecycle;
 mod mailboxes;
@@ -240,6 +241,7 @@ impl Vm {
     /// When to find out who is hot, from now on.
     pub fn set_track(&self, track: Track) {
         self.track.store(track as u8, Ordering::Release);
+        self.mail.track.ring();
     }
 
     /// When to find out who is hot.

@@ -6,12 +6,12 @@
 //! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted; nor is one that the
 //! client kept.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
 use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
@@ -21,6 +21,7 @@ use ballast_sys::{Remote, Uffd, scm};
 
 use crate::fault::stall::Stall;
 use crate::reclaim::kept::Kept;
+use crate::run::pool::{Bell, blocking};
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::{Shards, Stripes};
 use ballast_page::memory::Mapped;
@@ -53,10 +54,21 @@ pub struct View {
     /// What cannot be.
     pub(crate) kept: Kept,
     answered: Condvar,
+    on_answer: Bell,
     /// Who waits here.
     pub(crate) stall: Stall,
     disconnected: AtomicBool,
     closed: AtomicBool,
+}
+
+/// A zap that the client was asked for, part by part.
+#[derive(Debug)]
+pub(crate) struct Zap {
+    view: Arc<View>,
+    rest: VecDeque<Vec<wire::Range>>,
+    /// The part that was sent, and until when the client may answer it.
+    awaited: Option<(u64, Instant)>,
+    kept: Vec<wire::Range>,
 }
 
 /// A view of one region: what [`ballast_page::fault::serve`] works on.
@@ -87,6 +99,7 @@ impl View {
             zaps: Mutex::default(),
             kept: Kept::default(),
             answered: Condvar::new(),
+            on_answer: Bell::default(),
             disconnected: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }
@@ -195,35 +208,33 @@ impl View {
     ///
     /// # Errors
     /// The client answered with an error, not in time, or is gone. Some ranges may have been zapped, which is harmless.
-    pub fn zap(&self, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
-        let mut kept = Vec::new();
-        for part in ranges.chunks(MAX_RANGES) {
-            let seq = self.next_seq.fetch_add(1, Ordering::Relaxed);
-            self.zaps.lock().expect("no panic while held").insert(seq, None);
-            let sent = self.tell(&EngineToClient::Zap { seq, ranges: part.to_vec() });
-            let waiting = self.zaps.lock().expect("no panic while held");
-            let unanswered = |zaps: &mut HashMap<u64, Option<Zapped>>| matches!(zaps.get(&seq), Some(None));
-            let (mut zaps, timeout) = if sent.is_ok() {
-                self.answered
-                    .wait_timeout_while(waiting, ZAP_TIMEOUT, unanswered)
-                    .map(|(zaps, timeout)| (zaps, timeout.timed_out()))
-                    .expect("no panic while held")
-            } else {
-                (waiting, false)
-            };
-            let answer = zaps.remove(&seq).flatten();
-            drop(zaps);
-            sent?;
-            match answer {
-                Some(Ok(parts)) => kept.extend(parts),
-                Some(Err(errno)) => return Err(io::Error::from_raw_os_error(errno)),
-                None if timeout => {
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time"));
-                }
-                None => return Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
+    pub fn zap(self: &Arc<Self>, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
+        let mut zap = self.begin_zap(ranges)?;
+        loop {
+            if let Some(kept) = zap.poll(Instant::now())? {
+                return Ok(kept);
             }
+            let Some((seq, until)) = zap.awaited else { continue };
+            let unanswered = |zaps: &mut HashMap<u64, Option<Zapped>>| matches!(zaps.get(&seq), Some(None));
+            let left = until.saturating_duration_since(Instant::now());
+            blocking(|| {
+                let zaps = self.zaps.lock().expect("no panic while held");
+                drop(self.answered.wait_timeout_while(zaps, left, unanswered).expect("no panic while held"));
+            });
         }
-        Ok(kept)
+    }
+
+    /// The same without waiting: what is returned is to be asked when the client has answered ([`View::on_answer`]).
+    pub(crate) fn begin_zap(self: &Arc<Self>, ranges: &[wire::Range]) -> io::Result<Zap> {
+        let rest = ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect();
+        let mut zap = Zap { view: self.clone(), rest, awaited: None, kept: Vec::new() };
+        zap.send_next(Instant::now())?;
+        Ok(zap)
+    }
+
+    /// What is rung when the client has answered a zap, or is gone.
+    pub(crate) fn on_answer(&self) -> &Bell {
+        &self.on_answer
     }
 
     /// Pages that this range of addresses touches, region by region.
@@ -247,6 +258,7 @@ impl View {
         {
             *slot = Some(error.map_or_else(|| Ok(kept.clone()), Err));
             self.answered.notify_all();
+            self.on_answer.ring();
         }
     }
 
@@ -269,8 +281,60 @@ impl View {
     /// The client is gone: no thread need wait for an answer any more.
     pub fn disconnect(&self) {
         self.disconnected.store(true, Ordering::Release);
+        self.give_up_zaps();
+    }
+
+    /// Nobody hears the client any more: those that wait for its answers do so no longer.
+    pub(crate) fn give_up_zaps(&self) {
         self.zaps.lock().expect("no panic while held").clear();
         self.answered.notify_all();
+        self.on_answer.ring();
+    }
+}
+
+impl Zap {
+    /// The parts of it that the client could not zap, once it has answered all; `None` if it has not yet.
+    ///
+    /// # Errors
+    /// Those of [`View::zap`].
+    pub fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
+        while let Some((seq, until)) = self.awaited {
+            let answer = {
+                let mut zaps = self.view.zaps.lock().expect("no panic while held");
+                match zaps.get(&seq) {
+                    Some(None) if now < until => return Ok(None),
+                    Some(None) => Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time")),
+                    Some(Some(_)) => Ok(zaps.remove(&seq).flatten().expect("looked at just now")),
+                    None => Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
+                }
+            };
+            self.kept.extend(answer?.map_err(io::Error::from_raw_os_error)?);
+            self.send_next(now)?;
+        }
+        Ok(Some(std::mem::take(&mut self.kept)))
+    }
+
+    /// Ask for the next part, if one is left.
+    fn send_next(&mut self, now: Instant) -> io::Result<()> {
+        self.awaited = None;
+        let Some(ranges) = self.rest.pop_front() else { return Ok(()) };
+        let seq = self.view.next_seq.fetch_add(1, Ordering::Relaxed);
+        self.view.zaps.lock().expect("no panic while held").insert(seq, None);
+        self.awaited = Some((seq, now + ZAP_TIMEOUT));
+        self.view.tell(&EngineToClient::Zap { seq, ranges })
+    }
+
+    /// When it will have taken too long.
+    pub fn until(&self) -> Option<Instant> {
+        self.awaited.map(|(_, until)| until)
+    }
+}
+
+impl Drop for Zap {
+    fn drop(&mut self) {
+        if let Some((seq, _)) = self.awaited {
+            self.view.zaps.lock().expect("no panic while held").remove(&seq);
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use ballast_base::wire::{self, RegionInfo};
 use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
 
+use super::Vm;
 use super::workers::Serves;
-use super::{Vm, client};
 use crate::fault::worker;
 use crate::scan::coalesce;
 use crate::scan::touches::KeepRegistered;
@@ -42,9 +42,8 @@ impl Vm {
             let body = move || vm.run_worker("fault", Serves::View(&view), || worker::run(&vm, &view, shard));
             self.start_worker("fault", body)?;
         }
-        let (vm, of) = (self.clone(), view.clone());
-        let body = move || vm.run_worker("control", Serves::View(&of), || client::run(&vm, &of));
-        self.start_worker("control", body)?;
+        self.listen(&view)?;
+        self.notify_reclaim();
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
     }
@@ -60,6 +59,7 @@ impl Vm {
     /// A process that mapped this VM's RAM is gone.
     pub fn remove_view(&self, pid: u32) {
         self.memory.remove_view(pid);
+        self.forget_gone();
     }
 
     /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about

@@ -1,19 +1,25 @@
-//! The workers of a VM: its threads, started, restarted after a panic, notified, ended.
+//! The workers of a VM: its tasks and threads, started, restarted after a panic, notified, ended.
 //!
 //! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does.
 //! Threads: any may call; [`Vm::stop`] waits for all workers but the one that calls it. Promise: a panic of a worker
 //! costs no byte: faults that it had read and not served are raised anew, and a VM that no worker can serve is stopped.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Vm;
-use crate::fault::prefetch;
-use crate::reclaim::worker as reclaim;
-use crate::scan::coalesce;
-use crate::scan::worker as track;
-use crate::tier::{slow, spill};
+use super::client::{Client, DiscardWorker};
+use crate::fault::prefetch::PrefetchWorker;
+use crate::reclaim::worker::ReclaimWorker;
+use crate::run::listener::Listener;
+use crate::run::pool::Bell;
+use crate::run::queue::Next;
+use crate::scan::coalesce::CoalesceWorker;
+use crate::scan::worker::TrackWorker;
+use crate::tier::slow::SlowWorker;
+use crate::tier::spill::SpillWorker;
 use crate::vm::view::View;
 
 /// Nice value of fault workers. A guest thread waits for one, and it runs for microseconds: it goes before all that
@@ -30,31 +36,106 @@ pub(super) enum Serves<'a> {
     All,
 }
 
+/// Panics of a worker after which it stays down.
+const MOST_PANICS: u32 = 3;
+
 impl Vm {
     /// Start the workers of the VM. Each view that is added later starts its own.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
-        let own = [("reclaim", reclaim::run as fn(&Vm)), ("prefetch", prefetch::run)];
-        for (kind, body) in own.into_iter().chain([("coalesce", coalesce::run as fn(&Vm)), ("track", track::run)]) {
-            let vm = self.clone();
-            self.start_worker(kind, move || vm.run_worker(kind, Serves::Nobody, || body(&vm)))?;
-        }
+        let mail = &self.mail;
+        self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
+        self.add_task("prefetch", Some(&mail.prefetch.bell), PrefetchWorker::new, PrefetchWorker::run)?;
+        self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
+        self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
+        self.add_task("discard", Some(&mail.discards.bell), DiscardWorker::new, DiscardWorker::run)?;
         if self.stores.file.is_none() {
             return Ok(());
         }
-        for _ in 0..slow::WORKERS {
-            let vm = self.clone();
-            self.start_worker("slow", move || vm.run_worker("slow", Serves::All, || slow::run(&vm)))?;
+        for (number, bell) in mail.slow.bells.iter().enumerate() {
+            self.add_task("slow", Some(bell), move |vm| SlowWorker::new(vm, number), SlowWorker::run)?;
         }
+        let run = |worker: &mut Option<SpillWorker>, now| worker.as_mut().map_or(Next::Done, |worker| worker.run(now));
+        self.add_task("spill", Some(&mail.spill.bell), SpillWorker::new, run)
+    }
+
+    /// Have a task of the pool do the work of a worker, which is made anew after a panic.
+    fn add_task<W: Send + 'static>(
+        self: &Arc<Self>,
+        kind: &'static str,
+        bell: Option<&Bell>,
+        make: impl Fn(Arc<Self>) -> W + Send + 'static,
+        run: impl Fn(&mut W, Instant) -> Next + Send + 'static,
+    ) -> io::Result<()> {
         let vm = self.clone();
-        self.start_worker("spill", move || vm.run_worker("spill", Serves::Nobody, || spill::run(&vm)))
+        let (mut worker, mut panics) = (None, 0);
+        let task = move |now: Instant| {
+            let _listed = vm.state.list_thread();
+            let piece = || {
+                let next = run(worker.get_or_insert_with(|| make(vm.clone())), now);
+                if next == Next::Done {
+                    worker = None;
+                }
+                next
+            };
+            if let Ok(next) = catch_unwind(AssertUnwindSafe(piece)) {
+                return next;
+            }
+            panics += 1;
+            // What it leaves may panic as well.
+            let _ = catch_unwind(AssertUnwindSafe(|| worker = None));
+            let serves = if kind == "slow" { Serves::All } else { Serves::Nobody };
+            if vm.panicked(kind, serves, panics) { Next::Again } else { Next::Done }
+        };
+        let (pool, group) = self.life.pool();
+        let handle = pool.add(group, &format!("{kind}/{}", self.state.name()), task)?;
+        if let Some(bell) = bell {
+            bell.connect(handle);
+        }
+        Ok(())
+    }
+
+    /// Listen to the client of a view.
+    pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
+        view.on_answer().connect_to(&self.mail.reclaim);
+        let client = Arc::new(Client::new(self.clone(), view.clone()));
+        self.life.add_client(view.clone(), Listener::of_process()?.watch(client)?);
+        Ok(())
+    }
+
+    /// Listen no more to clients whose processes are gone.
+    pub(super) fn forget_gone(&self) {
+        self.life.forget_clients(View::is_closed);
+    }
+
+    /// A worker panicked, for the `times`th time. A panic is a bug of ours that must not cost a guest its bytes: faults
+    /// that the worker had read and not served are raised anew. Returns whether it is to start again: if that does not
+    /// help, the VM goes without reclaim; a VM that no worker can serve is stopped.
+    fn panicked(&self, kind: &str, serves: Serves<'_>, times: u32) -> bool {
+        self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
+        let woken = match serves {
+            Serves::Nobody => Ok(()),
+            Serves::View(view) => view.wake_all(),
+            Serves::All => self.views().iter().try_for_each(|view| view.wake_all()),
+        };
+        if let Err(error) = woken {
+            tracing::error!(vm = self.state.name(), "Waking a view: {error}");
+        }
+        if times < MOST_PANICS {
+            return true;
+        }
+        let reason = format!("the {kind} worker panicked {MOST_PANICS} times; it stays down");
+        self.report("worker-panic", reason.clone());
+        if !matches!(serves, Serves::Nobody) {
+            self.fail_stop(&reason);
+        }
+        false
     }
 
     pub(super) fn start_worker(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let name = format!("{kind}/{}", self.state.name());
-        let nice = if matches!(kind, "fault" | "slow") { DEMAND_NICE } else { 0 };
         let body = move || {
             // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
-            let _ = rustix::process::setpriority_process(None, nice);
+            let _ = rustix::process::setpriority_process(None, DEMAND_NICE);
             body();
         };
         let worker = std::thread::Builder::new().name(short(&name)).spawn(body)?;
@@ -62,30 +143,15 @@ impl Vm {
         Ok(())
     }
 
-    /// Run a worker until it ends. A panic in it is a bug of ours that must not cost a guest its bytes: the worker
-    /// starts again, and faults that it had read and not served are raised anew. If that does not help, the VM goes
-    /// without reclaim; a VM that no worker can serve is stopped.
+    /// Run a worker on a thread of its own until it ends, or has panicked too often.
     pub(super) fn run_worker(&self, kind: &str, serves: Serves<'_>, body: impl Fn()) {
-        const MOST_PANICS: u32 = 3;
         let _listed = self.state.list_thread();
-        for _ in 0..MOST_PANICS {
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(&body)).is_ok() {
+        let mut panics = 0;
+        while catch_unwind(AssertUnwindSafe(&body)).is_err() {
+            panics += 1;
+            if !self.panicked(kind, serves, panics) {
                 return;
             }
-            self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
-            let woken = match serves {
-                Serves::Nobody => Ok(()),
-                Serves::View(view) => view.wake_all(),
-                Serves::All => self.views().iter().try_for_each(|view| view.wake_all()),
-            };
-            if let Err(error) = woken {
-                tracing::error!(vm = self.state.name(), "Waking a view: {error}");
-            }
-        }
-        let reason = format!("the {kind} worker panicked {MOST_PANICS} times; it stays down");
-        self.report("worker-panic", reason.clone());
-        if !matches!(serves, Serves::Nobody) {
-            self.fail_stop(&reason);
         }
     }
 
@@ -97,10 +163,11 @@ impl Vm {
     /// End the workers. Blocks until they are gone; pages stay where they are.
     pub fn stop(&self) {
         self.life.stop();
-        self.notify_reclaim();
-        self.mail.prefetch.end();
-        self.mail.slow.notify();
-        self.mail.spill.notify();
+        self.life.forget_clients(|_| true);
+        // Nobody hears what they answer from now on.
+        self.views().iter().for_each(|view| view.give_up_zaps());
+        let (pool, group) = self.life.pool();
+        pool.join(group);
         for worker in self.life.take() {
             if worker.thread().id() != std::thread::current().id() && worker.join().is_err() {
                 self.report("worker-panic", "a worker of this VM panicked".into());
@@ -110,7 +177,7 @@ impl Vm {
 
     /// Have the reclaim worker check the limit: it changed, or the VM grew over it.
     pub fn notify_reclaim(&self) {
-        self.mail.reclaim.give();
+        self.mail.reclaim.ring();
     }
 
     /// Sleep this long, or until the VM is stopped; returns whether it goes on.

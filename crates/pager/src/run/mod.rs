@@ -1,0 +1,13 @@
+//! Run: background work of all VMs, as tasks on few threads.
+//!
+//! Before: a VM has something to do that no fault waits for (reclaim, prefetch, scans, spill), or that may wait (a
+//! disk, an order). After: a thread of the pool has done a piece of it. Threads: see [`pool`]. Promise: a task that has
+//! nothing to do costs no thread and no wake-up. One VM's tasks, however many are ready, delay another's by a piece of
+//! work each at most.
+//!
+//! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads; [`listener`] waits
+//! for what clients say. Nothing here knows what a VM is.
+
+pub mod listener;
+pub mod pool;
+pub mod queue;

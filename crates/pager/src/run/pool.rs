@@ -1,0 +1,516 @@
+//! The pool: the threads that run tasks. As many as there are CPUs, and one for each that waits in the kernel.
+//!
+//! Before: [`Pool::add`] gives it a task. After: the task runs whenever [`Bell::ring`] or the time it asked for says
+//! so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value; spare ones; one
+//! watchdog. Promise: a task that waits keeps no other task waiting for longer than [`TICK`] and [`LONG`]: its thread
+//! is made up for by a spare, which ends when it is not needed any more. [`blocking`] says so beforehand; else the
+//! watchdog finds out. A panic in a task ends that task alone.
+//!
+//! Why threads that wait are counted, and not those that run: on a host whose CPUs are all busy a run takes long
+//! because its thread has no CPU, and more threads would only divide that. So the watchdog asks the kernel whether a
+//! thread that has taken long sleeps.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, RwLock};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+use super::queue::{GroupId, Next, Queue, TaskId};
+
+/// How often the watchdog looks while tasks run, and how long one must have run to be looked at.
+const TICK: Duration = Duration::from_millis(20);
+const LONG: Duration = Duration::from_millis(10);
+/// Ticks without any run after which the watchdog sleeps until there is one.
+const QUIET_TICKS: u32 = 50;
+/// A timer before this is not left to the watchdog while another thread could wait for it.
+const SOON: Duration = Duration::from_millis(5);
+/// A spare that finds nothing to do ends after this long.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Something that runs now and then, for some milliseconds at most unless it waits.
+pub trait Task: Send {
+    /// Do a piece of it.
+    fn run(&mut self, now: Instant) -> Next;
+}
+
+impl<F: FnMut(Instant) -> Next + Send> Task for F {
+    fn run(&mut self, now: Instant) -> Next {
+        self(now)
+    }
+}
+
+/// Rings a task: there is something to do. Before it has a task it does nothing: a new task runs anyway.
+#[derive(Debug, Default)]
+pub struct Bell(RwLock<Option<Handle>>);
+
+impl Bell {
+    /// The task runs soon, or once more if it runs now. Never waits for it.
+    pub fn ring(&self) {
+        if let Some(task) = &*self.0.read().expect("no panic while held") {
+            task.ring();
+        }
+    }
+
+    /// From now on it rings this task.
+    pub fn connect(&self, task: Handle) {
+        *self.0.write().expect("no panic while held") = Some(task);
+    }
+
+    /// The same task as the other one.
+    pub fn connect_to(&self, other: &Self) {
+        let task = other.0.read().expect("no panic while held").clone();
+        *self.0.write().expect("no panic while held") = task;
+    }
+}
+
+/// A task that was added.
+#[derive(Clone, Debug)]
+pub struct Handle(Pool, TaskId);
+
+impl Handle {
+    /// See [`Bell::ring`].
+    pub fn ring(&self) {
+        self.0.ring(self.1);
+    }
+}
+
+/// See above. A copy is the same pool.
+#[derive(Clone, Debug)]
+pub struct Pool(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    inner: Mutex<Inner>,
+    /// There is a ready task, or an earlier timer.
+    work: Condvar,
+    /// A task is over.
+    over: Condvar,
+    /// The first of some tasks runs.
+    watch: Condvar,
+    /// Threads that are to be there and do not wait in the kernel.
+    base: usize,
+}
+
+#[derive(Default)]
+struct Inner {
+    queue: Queue,
+    tasks: HashMap<TaskId, Body>,
+    threads: HashMap<ThreadId, Worker>,
+    /// Threads that wait for work.
+    idle: usize,
+    /// One of them waits until then, for the next timer.
+    timed: Option<Instant>,
+    /// The watchdog is awake.
+    is_watched: bool,
+    /// Runs so far.
+    runs: u64,
+}
+
+struct Body {
+    name: Arc<str>,
+    /// Not there while it runs.
+    task: Option<Box<dyn Task>>,
+}
+
+/// A thread of the pool.
+#[derive(Debug)]
+struct Worker {
+    /// As the kernel numbers it.
+    number: u32,
+    runs: Option<Run>,
+    /// It waits in the kernel.
+    is_blocked: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    task: TaskId,
+    since: Instant,
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inner").field("threads", &self.threads).field("idle", &self.idle).finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    /// Threads that could run on a CPU.
+    fn unblocked(&self) -> usize {
+        self.threads.values().filter(|worker| !worker.is_blocked).count()
+    }
+}
+
+thread_local! {
+    /// The pool that the calling thread is of, unless it waits.
+    static POOL: Cell<Option<Pool>> = const { Cell::new(None) };
+}
+
+/// Do something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
+pub fn blocking<T>(wait: impl FnOnce() -> T) -> T {
+    /// Also when it panics.
+    struct Ends(Pool);
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            POOL.set(Some(self.0.clone()));
+            self.0.set_blocked(false);
+        }
+    }
+    // Not there while it waits: what waits inside of this changes nothing.
+    let Some(pool) = POOL.take() else { return wait() };
+    pool.set_blocked(true);
+    let _ends = Ends(pool);
+    wait()
+}
+
+impl Pool {
+    /// The pool of this process: its CPUs are the process's, too.
+    pub fn of_process() -> Self {
+        static POOL: OnceLock<Pool> = OnceLock::new();
+        let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
+        POOL.get_or_init(|| Self::new(cpus())).clone()
+    }
+
+    /// A pool of this number of threads. None is started before there is a task.
+    pub fn new(threads: usize) -> Self {
+        let shared = Shared {
+            inner: Mutex::default(),
+            work: Condvar::new(),
+            over: Condvar::new(),
+            watch: Condvar::new(),
+            base: threads.max(1),
+        };
+        Self(Arc::new(shared))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.inner.lock().expect("no panic while held")
+    }
+
+    /// A group of tasks that have their turns together.
+    pub fn add_group(&self) -> GroupId {
+        self.lock().queue.add_group()
+    }
+
+    /// Run a task, now and whenever it is rung. Its thread has this name while it does.
+    ///
+    /// # Errors
+    /// There is no thread to run it, and the kernel gives none.
+    pub fn add(&self, group: GroupId, name: &str, task: impl Task + 'static) -> io::Result<Handle> {
+        let mut inner = self.lock();
+        self.start_missing(&mut inner)?;
+        let id = inner.queue.add(group);
+        inner.tasks.insert(id, Body { name: name.into(), task: Some(Box::new(task)) });
+        self.notify(&mut inner);
+        Ok(Handle(self.clone(), id))
+    }
+
+    fn ring(&self, task: TaskId) {
+        let mut inner = self.lock();
+        if inner.queue.ring(task) {
+            self.notify(&mut inner);
+        }
+    }
+
+    /// A task is ready: somebody must run it.
+    fn notify(&self, inner: &mut Inner) {
+        if inner.idle > 0 {
+            self.0.work.notify_one();
+        } else {
+            self.make_up(inner);
+        }
+    }
+
+    /// Ring all tasks of a group, which are to end, and wait until they have; all but one that the calling thread runs.
+    pub fn join(&self, group: GroupId) {
+        let this = std::thread::current().id();
+        let mut inner = self.lock();
+        let mine = inner.threads.get(&this).and_then(|worker| worker.runs).map(|run| run.task);
+        let others = |inner: &Inner| {
+            let mut tasks = inner.queue.of(group);
+            tasks.retain(|task| Some(*task) != mine);
+            tasks
+        };
+        for task in others(&inner) {
+            if inner.queue.ring(task) {
+                self.notify(&mut inner);
+            }
+        }
+        drop(inner);
+        blocking(|| {
+            let waits = |inner: &mut Inner| !others(inner).is_empty();
+            drop(self.0.over.wait_while(self.lock(), waits).expect("no panic while held"));
+        });
+    }
+
+    /// Threads that it has now, the watchdog not counted.
+    pub fn threads(&self) -> usize {
+        self.lock().threads.len()
+    }
+
+    /// The calling thread begins, or ceases, to wait in the kernel.
+    fn set_blocked(&self, is_blocked: bool) {
+        let mut inner = self.lock();
+        if let Some(worker) = inner.threads.get_mut(&std::thread::current().id()) {
+            worker.is_blocked = is_blocked;
+        }
+        self.make_up(&mut inner);
+    }
+
+    /// Have a spare for each thread that is blocked, if there is work.
+    fn make_up(&self, inner: &mut Inner) {
+        if !inner.queue.is_ready() && inner.queue.next_due().is_none() || inner.idle > 0 {
+            return;
+        }
+        if let Err(error) = self.start_missing(inner) {
+            tracing::error!("Starting a thread: {error}");
+        }
+    }
+
+    /// Start threads until as many as there should be are not blocked.
+    fn start_missing(&self, inner: &mut Inner) -> io::Result<()> {
+        if inner.threads.is_empty() {
+            let pool = self.clone();
+            std::thread::Builder::new().name("watchdog".into()).spawn(move || pool.watch())?;
+        }
+        while inner.unblocked() < self.0.base {
+            let pool = self.clone();
+            // It waits for the lock that we hold before it looks for itself.
+            let thread = std::thread::Builder::new().name(IDLE.into()).spawn(move || pool.work())?;
+            let worker = Worker { number: 0, runs: None, is_blocked: false };
+            inner.threads.insert(thread.thread().id(), worker);
+        }
+        Ok(())
+    }
+
+    /// Run tasks, as a thread of the pool.
+    fn work(self) {
+        POOL.set(Some(self.clone()));
+        let me = std::thread::current().id();
+        let mut inner = self.lock();
+        inner.threads.get_mut(&me).expect("entered at its start").number = rustix::thread::gettid().as_raw_pid() as u32;
+        let mut name: Arc<str> = IDLE.into();
+        loop {
+            let now = Instant::now();
+            let Some(id) = inner.queue.take(now) else {
+                if name.as_ref() != IDLE {
+                    name = IDLE.into();
+                    set_name(IDLE);
+                }
+                let is_spare = inner.unblocked() > self.0.base;
+                let (guard, stays) = self.rest(inner, now, is_spare);
+                inner = guard;
+                if stays {
+                    continue;
+                }
+                inner.threads.remove(&me);
+                return;
+            };
+            inner.runs += 1;
+            if !std::mem::replace(&mut inner.is_watched, true) {
+                self.0.watch.notify_one();
+            }
+            let body = inner.tasks.get_mut(&id).expect("it is not over");
+            let mut task = body.task.take().expect("it does not run twice at a time");
+            let wanted = body.name.clone();
+            inner.threads.get_mut(&me).expect("entered at its start").runs = Some(Run { task: id, since: now });
+            let is_soon = |due: Instant| due.saturating_duration_since(now) < SOON;
+            if inner.queue.is_ready() || inner.timed.is_none() && inner.queue.next_due().is_some_and(is_soon) {
+                self.notify(&mut inner);
+            }
+            drop(inner);
+            if name != wanted {
+                set_name(&wanted);
+                name = wanted;
+            }
+            let next = catch_unwind(AssertUnwindSafe(|| task.run(now))).unwrap_or_else(|_| {
+                tracing::error!("the task {name} panicked");
+                Next::Done
+            });
+            let spent = now.elapsed();
+            // What it leaves behind may take as long as a run.
+            let task = (next != Next::Done).then_some(task);
+            inner = self.lock();
+            inner.queue.ran(id, spent, next);
+            match task {
+                Some(task) => inner.tasks.get_mut(&id).expect("it is not over").task = Some(task),
+                None => {
+                    inner.tasks.remove(&id);
+                    self.0.over.notify_all();
+                }
+            }
+            let worker = inner.threads.get_mut(&me).expect("entered at its start");
+            (worker.runs, worker.is_blocked) = (None, false);
+        }
+    }
+
+    /// Wait for work. Returns whether this thread is needed any more.
+    fn rest<'a>(
+        &'a self,
+        mut inner: MutexGuard<'a, Inner>,
+        now: Instant,
+        is_spare: bool,
+    ) -> (MutexGuard<'a, Inner>, bool) {
+        inner.idle += 1;
+        // One thread wakes for a timer, not all.
+        let timed = inner.timed;
+        let due = inner.queue.next_due().filter(|due| timed.is_none_or(|timed| *due < timed));
+        inner.timed = due.or(timed);
+        let most = is_spare.then_some(LINGER);
+        let pause = due.map(|due| due.saturating_duration_since(now)).into_iter().chain(most).min();
+        let timed_out;
+        (inner, timed_out) = match pause {
+            Some(pause) => {
+                let (inner, timeout) = self.0.work.wait_timeout(inner, pause).expect("no panic while held");
+                (inner, timeout.timed_out())
+            }
+            None => (self.0.work.wait(inner).expect("no panic while held"), false),
+        };
+        inner.idle -= 1;
+        if due.is_some() && inner.timed == due {
+            inner.timed = None;
+        }
+        let stays = !(is_spare && timed_out && due.is_none() && !inner.queue.is_ready());
+        (inner, stays)
+    }
+
+    /// Look for threads that wait in the kernel, and for timers that nobody waits for.
+    fn watch(self) {
+        let (mut runs, mut quiet) = (0, 0);
+        let mut inner = self.lock();
+        loop {
+            quiet = if inner.runs == runs && inner.threads.values().all(|worker| worker.runs.is_none()) {
+                quiet + 1
+            } else {
+                0
+            };
+            runs = inner.runs;
+            if quiet > QUIET_TICKS {
+                inner.is_watched = false;
+                inner = self.0.watch.wait_while(inner, |inner| !inner.is_watched).expect("no panic while held");
+                quiet = 0;
+                continue;
+            }
+            inner = self.0.watch.wait_timeout(inner, TICK).expect("no panic while held").0;
+            let now = Instant::now();
+            let takes_long = |worker: &&mut Worker| {
+                !worker.is_blocked && worker.runs.is_some_and(|run| now.saturating_duration_since(run.since) >= LONG)
+            };
+            for worker in inner.threads.values_mut().filter(takes_long) {
+                worker.is_blocked = sleeps(worker.number);
+            }
+            self.make_up(&mut inner);
+            let is_late = inner.queue.next_due().is_some_and(|due| due <= now);
+            if inner.queue.is_ready() || is_late {
+                self.notify(&mut inner);
+            }
+        }
+    }
+}
+
+/// The name of a thread that runs no task.
+const IDLE: &str = "pool";
+
+/// Name the calling thread, cut as the kernel has it: at 15 bytes.
+fn set_name(name: &str) {
+    let end = name.floor_char_boundary(15);
+    if let Ok(name) = std::ffi::CString::new(&name[..end]) {
+        let _ = rustix::thread::set_name(&name);
+    }
+}
+
+/// Does this thread of ours sleep, so that it would not run if it had a CPU?
+fn sleeps(thread: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['S', 'D']))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    fn wait_until(what: impl Fn() -> bool) {
+        while !what() {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_task_runs_each_time_it_is_rung_until_it_is_over_and_the_group_is_joined() {
+        let pool = Pool::new(2);
+        let group = pool.add_group();
+        let (said, says) = mpsc::channel();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopping = stop.clone();
+        let task = move |_: Instant| {
+            said.send(()).expect("heard");
+            if stopping.load(Ordering::Acquire) { Next::Done } else { Next::Idle }
+        };
+        let handle = pool.add(group, "test", task).expect("a thread");
+        for _ in 0..1000 {
+            says.recv().expect("it runs");
+            handle.ring();
+        }
+        stop.store(true, Ordering::Release);
+        pool.join(group);
+        assert!(pool.lock().tasks.is_empty());
+        handle.ring();
+    }
+
+    #[test]
+    fn tasks_that_wait_keep_no_other_waiting_and_their_spares_end() {
+        let pool = Pool::new(2);
+        let group = pool.add_group();
+        let (release, released) = mpsc::channel::<()>();
+        let released = Arc::new(Mutex::new(released));
+        for announced in [true, false, true, false, true] {
+            let released = released.clone();
+            // Held all the time, so that the others sleep in the kernel.
+            let wait = move || {
+                let _ = released.lock().expect("held").recv();
+            };
+            let task = move |_: Instant| {
+                if announced {
+                    blocking(&wait)
+                } else {
+                    wait()
+                }
+                Next::Done
+            };
+            pool.add(group, "waits", task).expect("a thread");
+        }
+        let (said, says) = mpsc::channel();
+        let other = pool.add_group();
+        let task = move |_: Instant| {
+            said.send(()).expect("heard");
+            Next::Done
+        };
+        pool.add(other, "test", task).expect("a thread");
+        says.recv().expect("it runs");
+        assert!(pool.threads() > 5);
+        drop(release);
+        pool.join(group);
+        wait_until(|| pool.threads() == 2);
+    }
+
+    #[test]
+    fn a_panic_ends_its_task_alone_and_timers_fire() {
+        let pool = Pool::new(1);
+        let group = pool.add_group();
+        pool.add(group, "panics", |_: Instant| -> Next { panic!("a bug") }).expect("a thread");
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = runs.clone();
+        let task = move |now: Instant| match counted.fetch_add(1, Ordering::AcqRel) {
+            0..3 => Next::At(now + Duration::from_millis(1)),
+            _ => Next::Done,
+        };
+        pool.add(group, "test", task).expect("a thread");
+        wait_until(|| runs.load(Ordering::Acquire) == 4);
+        pool.join(group);
+    }
+}

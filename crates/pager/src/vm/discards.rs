@@ -1,0 +1,43 @@
+//! Discards that clients asked for, until they are carried out.
+//!
+//! Before: a client asked, and waits. After: the discard worker has carried it out, and answered.
+//! Threads: any. Promise: a client has one under way at a time: no more is read from it meanwhile.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use ballast_base::wire;
+
+use crate::run::pool::Bell;
+use crate::vm::view::View;
+
+/// One of them.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub view: Arc<View>,
+    pub seq: u64,
+    pub ranges: Vec<wire::Range>,
+    /// Lets the client ask again.
+    pub then: crate::run::listener::Rearm,
+}
+
+/// See above.
+#[derive(Debug, Default)]
+pub(crate) struct Discards {
+    asked: Mutex<VecDeque<Asked>>,
+    /// Of the discard worker.
+    pub bell: Bell,
+}
+
+impl Discards {
+    /// Have this carried out.
+    pub fn push(&self, asked: Asked) {
+        self.asked.lock().expect("no panic while held").push_back(asked);
+        self.bell.ring();
+    }
+
+    /// The oldest.
+    pub fn pop(&self) -> Option<Asked> {
+        self.asked.lock().expect("no panic while held").pop_front()
+    }
+}
