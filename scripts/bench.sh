@@ -99,6 +99,7 @@ for guest in native kvm qemu; do
     done
 done
 "$ballast" --json bench limit >"$out/native-limit.jsonl" || failed=1
+"$ballast" --json bench tiers >"$out/simulated-tiers.jsonl" || failed=1
 "${ballast}-bench" plot "$out"/native-*.jsonl --out "$out" >/dev/null || failed=1
 echo "tables and plots: $out/tables.md, $out/*.svg"
 exit $failed

@@ -8,7 +8,7 @@
 
 use std::ops::ControlFlow;
 
-use crate::range::Range;
+use crate::range::{Range, SAMPLE};
 
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,13 +44,15 @@ pub enum Rule {
     /// §3.2.3: the hottest ranges that fit as a whole deserve the fast tier, and every misplaced page moves.
     Published,
     /// Ours: also as much of the next range as still fits, and of that range the pages that are there already, since
-    /// its pages are equally hot. A page moves only if its range is hotter by [`GAIN_PCT`] than that of the page that
-    /// goes.
+    /// its pages are equally hot. A page moves only if its range is hotter than that of the page that goes, by more
+    /// than [`SPREADS`] standard deviations of what the samples say of the two.
     Ours,
 }
 
-/// Less is often noise of the samples, and two pages would change places for ever.
-pub const GAIN_PCT: u64 = 25;
+/// With less, pages of equal heat change places for ever, by the noise of samples: simulated, with 1, 1 GiB a second
+/// where this moves 80 MiB. With 3, the fast tier serves 30 % of accesses to scattered heat and not 91, of which there
+/// are 1,000 samples a second.
+pub const SPREADS: f64 = 2.0;
 
 /// Pages to move, by their addresses. The hottest are promoted first, the coldest demoted first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -81,11 +83,14 @@ struct Candidate<'a> {
     range: &'a Range,
 }
 
+/// Is one range hotter for its size than the other, beyond chance? Counts are taken to be Poisson's.
 fn is_worth_it(hot: &Range, cold: &Range) -> bool {
-    let rate = |range: &Range, other: &Range, pct: u64| {
-        (u128::from(range.count) * u128::from(other.bytes())).saturating_mul(u128::from(pct))
+    let rate = |range: &Range| {
+        let (samples, bytes) = (range.count as f64 / SAMPLE as f64, range.bytes() as f64);
+        (samples / bytes, samples / bytes / bytes)
     };
-    rate(hot, cold, 100) > rate(cold, hot, 100 + GAIN_PCT)
+    let ((hot_rate, hot_variance), (cold_rate, cold_variance)) = (rate(hot), rate(cold));
+    hot_rate - cold_rate > SPREADS * (hot_variance + cold_variance).sqrt()
 }
 
 /// Pages of the ranges that deserve the fast tier and are not in it, hottest first; how many ranges deserve it as a

@@ -51,6 +51,7 @@ mod storm;
 mod subject;
 mod swaps;
 mod sweep;
+mod tiers;
 mod track;
 mod vcpu;
 mod worker;
@@ -68,6 +69,7 @@ pub use report::Row;
 pub use role::run as run_role;
 pub use worker::ROLE_COMMAND;
 
+use progress::Progress;
 use rig::{Bench, KernelSwap};
 
 /// Wait until no bench runs, and put back what one left that was killed together with its guard.
@@ -78,6 +80,15 @@ pub fn put_back_leftovers() -> Result<()> {
 
 /// Measure; `each` gets every row as soon as it is there, with the description of the machine.
 pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
+    if options.which == Which::Tiers {
+        // Neither a daemon nor a guest has a part in it.
+        let machine = machine::describe();
+        let progress = Progress::start();
+        let result =
+            tiers::run(options.quick, &|title| progress.row(title), &mut |row| progress.aside(|| each(&row, &machine)));
+        progress.end();
+        return result;
+    }
     let missing = match options.guest {
         GuestKind::Native => None,
         GuestKind::Kvm => ballast_testvm::kvm_missing(),
@@ -107,6 +118,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Balance => balance::run(&mut bench, &mut each),
         Which::Track => track::run(&mut bench, &mut each),
         Which::Limit => limit::run(&mut bench, &mut each),
+        Which::Tiers => bail!("tiers runs without a bench"),
     };
     bench.progress.end();
     if result.is_err() {

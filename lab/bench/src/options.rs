@@ -32,6 +32,8 @@ pub enum Which {
     Track,
     /// One VM before, under and after a limit, over time.
     Limit,
+    /// Which pages belong into fast memory: classifiers against an oracle, simulated.
+    Tiers,
 }
 
 impl Which {
@@ -49,6 +51,7 @@ impl Which {
             Self::Balance => "balance",
             Self::Track => "track",
             Self::Limit => "limit",
+            Self::Tiers => "tiers",
         }
     }
 }

@@ -115,6 +115,25 @@ fn an_unmodified_kernel_in_qemu_has_rows_and_says_which_it_has_not() {
 }
 
 #[test]
+fn ranges_of_hot_memory_are_compared_with_an_oracle_and_said_to_be_simulated() {
+    let rows = rows(&["tiers"]);
+    assert!(rows.iter().all(|row| row["simulated"] == true && row["guest"] == "simulated"), "{rows:?}");
+    let (cost, hits): (Vec<&Value>, Vec<&Value>) = rows.iter().partition(|row| row["measures"] == "classifier_cpu");
+    assert!(cost[0]["classifier_cpu_pct"].is_number() && hits.len() >= 6, "{rows:?}");
+    for row in hits {
+        let keys = ["oracle", "published", "lru", "first_touch", "by_unit"].map(|key| format!("fmem_hit_pct_{key}"));
+        keys.iter()
+            .map(String::as_str)
+            .chain(["fmem_hit_pct", "ranges", "splits"])
+            .for_each(|key| assert_figure(row, key));
+        let (ours, oracle) = (row["fmem_hit_pct"].as_f64(), row["fmem_hit_pct_oracle"].as_f64());
+        let is_gups = row["workload"].as_str().is_some_and(|name| name.starts_with("gups") && name != "gups_moving");
+        let is_full = row["samples_per_s"].as_u64() >= Some(10_000);
+        assert!(!(is_gups && is_full) || ours.map(|pct| pct + 2.0) >= oracle, "{row}");
+    }
+}
+
+#[test]
 fn a_vm_under_a_limit_is_seen_over_time_and_drawn() {
     if no_bench() {
         return;
