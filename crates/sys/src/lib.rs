@@ -16,6 +16,7 @@ pub mod mapping;
 pub mod memfd;
 pub mod memory_error;
 pub mod peer;
+pub mod perf;
 pub mod pins;
 pub mod probe;
 pub mod program;
