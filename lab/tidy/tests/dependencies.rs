@@ -9,7 +9,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates of the product, and what none of them may reach in any number of steps.
-const FORBIDDEN: [(&[&str], &[&str]); 9] = [
+const FORBIDDEN: [(&[&str], &[&str]); 10] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
     // The moves of one page, and their model: no kernel, no store, no thread.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
@@ -17,6 +17,11 @@ const FORBIDDEN: [(&[&str], &[&str]); 9] = [
     (&["ballast-policy"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager"]),
     // Pure: for any guest agent, and for replays.
     (&["ballast-ranges"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
+    // Where memory comes from, without any: no kernel, no clock.
+    (
+        &["ballast-pool"],
+        &["ballast-sys", "ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "libc"],
+    ),
     (&["ballast-store"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     (&["ballast-heat"], &["ballast-store", "ballast-page", "ballast-pager", "ballast-policy"]),
     // They run in somebody else's process.

@@ -1,0 +1,203 @@
+//! Changes of many words that are made as one: what is about to be done is written down first.
+//!
+//! Before: an operation has decided what to do. After: it is done, also if its writer was killed in the middle.
+//! Threads: one writer. Promise: each change below can be done again from any point of itself and comes to the same.
+//! A writer stores the operand, then the intent in one word, then the changes, then an intent of zero. Whoever opens
+//! the state and finds an intent does that change again. So after [`recover`] the state is that from before the
+//! intent was stored, or that from after it was cleared, and never one in between.
+//!
+//! | Intent | Done again |
+//! |---|---|
+//! | prepare a slot | its entries and the slot are cleared: nothing was handed out yet |
+//! | apply a slot | its slices are taken, their bricks get its domain, pages of 1 GiB it has a part of are demoted |
+//! | release a slot | its slices become dirty, then its entries and the slot are cleared |
+//! | a move of an extent | every slice of which the truth table has that move makes it, then its frames are settled |
+
+use crate::damage::Damage;
+use crate::layout::{WORD_INTENT, WORD_OPERAND};
+use crate::state::Move;
+use crate::table::{Entry, Table, Vm};
+use crate::unit::{Class, Extent, FrameIdx, SliceIdx};
+use crate::words::Words;
+
+/// What is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Intent {
+    Prepare(u16),
+    Apply(u16),
+    Release(u16),
+    Range { by: Move, class: Option<Class>, extent: Extent },
+}
+
+const PREPARE: u8 = 0x0F;
+const APPLY: u8 = 0x33;
+const RELEASE: u8 = 0x55;
+const RANGE: u8 = 0x69;
+
+impl Intent {
+    fn to_words(self) -> (u64, u64) {
+        let slot = |op: u8, slot: u16| (u64::from(op) | u64::from(slot) << 32, 0);
+        match self {
+            Self::Prepare(of) => slot(PREPARE, of),
+            Self::Apply(of) => slot(APPLY, of),
+            Self::Release(of) => slot(RELEASE, of),
+            Self::Range { by, class, extent } => {
+                let by = Move::ALL.iter().position(|other| *other == by).expect("ALL has every move") as u64;
+                let class = u64::from(Class::to_byte(class));
+                (u64::from(RANGE) | by << 8 | class << 16, u64::from(extent.start.0) | u64::from(extent.slices) << 32)
+            }
+        }
+    }
+
+    fn from_words<W: Words>(table: &Table<W>, word: u64) -> Result<Option<Self>, Damage> {
+        let wrong = Err(Damage::Intent(word));
+        let slot = (word >> 32) as u16;
+        let is_slot = word >> 8 & 0xFF_FFFF == 0 && word >> 48 == 0 && u32::from(slot) < table.layout.vms;
+        Ok(Some(match word as u8 {
+            0 if word == 0 => return Ok(None),
+            PREPARE if is_slot => Self::Prepare(slot),
+            APPLY if is_slot => Self::Apply(slot),
+            RELEASE if is_slot => Self::Release(slot),
+            RANGE if word >> 24 == 0 => {
+                let operand = table.words.load(WORD_OPERAND);
+                let extent = Extent { start: SliceIdx(operand as u32), slices: (operand >> 32) as u32 };
+                let (by, class) = (Move::ALL.get((word >> 8 & 0xFF) as usize), Class::from_byte((word >> 16) as u8));
+                let (Some(by), Some(class)) = (by, class) else { return wrong };
+                if check_extent(table, extent).is_err() {
+                    return wrong;
+                }
+                Self::Range { by: *by, class, extent }
+            }
+            _ => return wrong,
+        }))
+    }
+}
+
+/// Does the pool have all of these slices, in one node?
+pub(crate) fn check_extent<W: Words>(table: &Table<W>, extent: Extent) -> Result<(), &'static str> {
+    let Some(end) = extent.start.0.checked_add(extent.slices) else { return Err("it ends nowhere") };
+    if extent.slices == 0 {
+        return Err("it is empty");
+    }
+    let last = SliceIdx(end - 1);
+    let node = |at: SliceIdx| table.layout.node_of(at.frame());
+    if !table.layout.has(extent.start) || !table.layout.has(last) || node(extent.start) != node(last) {
+        return Err("its node has no such slices");
+    }
+    Ok(())
+}
+
+/// Write down, do, and cross out.
+pub(crate) fn run<W: Words>(table: &mut Table<W>, intent: Intent) {
+    begin(table, intent);
+    apply(table, intent);
+    table.words.store(WORD_INTENT, 0);
+}
+
+fn begin<W: Words>(table: &mut Table<W>, intent: Intent) {
+    let (word, operand) = intent.to_words();
+    if operand != 0 {
+        table.words.store(WORD_OPERAND, operand);
+    }
+    table.words.store(WORD_INTENT, word);
+}
+
+/// A new VM: nothing of it is there until all of its entries are, and then all of it is. Returns the entries' places.
+pub(crate) fn admit<W: Words>(table: &mut Table<W>, slot: u16, vm: &Vm, entries: &[Entry], places: &[u32]) {
+    begin(table, Intent::Prepare(slot));
+    if slot >= table.vm_mark() {
+        table.set_vm_mark(slot + 1);
+    }
+    let end = places.iter().max().map_or(0, |last| last + 1);
+    if end > table.entry_mark() {
+        table.set_entry_mark(end);
+    }
+    for (at, entry) in places.iter().zip(entries) {
+        table.set_entry(*at, entry);
+    }
+    table.set_vm(slot, vm);
+    run(table, Intent::Apply(slot));
+}
+
+/// Do again what was under way. Returns whether something was.
+pub(crate) fn recover<W: Words>(table: &mut Table<W>) -> Result<bool, Damage> {
+    let Some(intent) = Intent::from_words(table, table.words.load(WORD_INTENT))? else { return Ok(false) };
+    apply(table, intent);
+    table.words.store(WORD_INTENT, 0);
+    Ok(true)
+}
+
+/// Do it. Entries were checked: those of this run were made from a plan, those of another one by `check::bounds`.
+fn apply<W: Words>(table: &mut Table<W>, intent: Intent) {
+    match intent {
+        Intent::Prepare(slot) => clear(table, slot),
+        Intent::Apply(slot) => {
+            let Ok(Some(vm)) = table.vm(slot) else { return };
+            for (_, entry) in table.entries_of(slot) {
+                take(table, &vm, &entry);
+            }
+        }
+        Intent::Release(slot) => {
+            for (at, entry) in table.entries_of(slot) {
+                entry.extent.each().for_each(|at| table.step(at, Move::Release));
+                entry.extent.frames().for_each(|frame| settle(table, frame, entry.extent));
+                table.clear_entry(at);
+            }
+            clear(table, slot);
+        }
+        Intent::Range { by, class, extent } => {
+            if matches!(by, Move::Reserve | Move::TakeBack) {
+                extent.frames().for_each(|frame| table.set_class(frame, class));
+            }
+            extent.each().for_each(|at| table.step(at, by));
+            extent.frames().for_each(|frame| settle(table, frame, extent));
+        }
+    }
+}
+
+/// The slices of an entry become the VM's.
+fn take<W: Words>(table: &mut Table<W>, vm: &Vm, entry: &Entry) {
+    for frame in entry.extent.frames() {
+        if !entry.whole && table.class(frame) == Some(Class::Gib) {
+            table.set_class(frame, Some(Class::Huge));
+        }
+    }
+    for at in entry.extent.each() {
+        table.set_owner(at, Some(vm.domain));
+        table.step(at, Move::Take);
+    }
+}
+
+/// Nothing is left of this slot, and the marks go down to what is used.
+fn clear<W: Words>(table: &mut Table<W>, slot: u16) {
+    table.entries_of(slot).into_iter().for_each(|(at, _)| table.clear_entry(at));
+    table.clear_vm(slot);
+    let entries = (0..table.entry_mark()).rev().find(|at| table.entry(*at).is_some()).map_or(0, |last| last + 1);
+    if entries < table.entry_mark() {
+        table.set_entry_mark(entries);
+    }
+    let is_used = |slot: &u16| !matches!(table.vm(*slot), Ok(None));
+    let vms = (0..table.vm_mark()).rev().find(is_used).map_or(0, |last| last + 1);
+    if vms < table.vm_mark() {
+        table.set_vm_mark(vms);
+    }
+}
+
+/// After slices of a frame changed: bricks that nobody uses have no owner, a frame of holes has no class, and one of
+/// 1 GiB that is no longer of one kind is 2 MiB pages.
+fn settle<W: Words>(table: &mut Table<W>, frame: FrameIdx, changed: Extent) {
+    let mut at = changed.within(frame).start;
+    while at.0 < changed.within(frame).end() {
+        let brick = table.brick(at);
+        if table.owner(at).is_some() && !table.is_brick_used(brick) {
+            table.set_owner(at, None);
+        }
+        at = SliceIdx(brick.end());
+    }
+    let count = table.count(frame);
+    if u32::from(count.holes) == crate::unit::FRAME_SLICES {
+        table.set_class(frame, None);
+    } else if table.class(frame) == Some(Class::Gib) && !count.is_uniform() {
+        table.set_class(frame, Some(Class::Huge));
+    }
+}

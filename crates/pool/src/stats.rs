@@ -1,0 +1,76 @@
+//! What a node has, by what can be done with it.
+//!
+//! Before: anybody asks. After: a report, or metrics. Units: slices, and frames of 1 GiB where it says so.
+
+use crate::layout::NodeSpec;
+use crate::state::{Content, SliceState};
+use crate::table::Table;
+use crate::unit::{Class, FRAME_SLICES, FrameIdx, NodeIdx};
+use crate::words::Words;
+
+/// A node in numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeStats {
+    /// What the host calls it.
+    pub numa: u32,
+    /// Slices that it may have at most.
+    pub slices: u32,
+    /// VMs have them.
+    pub used: u32,
+    /// Zeroed: they can be handed out.
+    pub ready: u32,
+    /// Of these, in files of a trust domain: only its VMs can have them.
+    pub fenced: u32,
+    /// To be zeroed.
+    pub dirty: u32,
+    /// Being zeroed.
+    pub zeroing: u32,
+    /// Lent to the host.
+    pub lent: u32,
+    /// Never reserved.
+    pub holes: u32,
+    /// Out of service.
+    pub error: u32,
+    /// Their memory failed.
+    pub mce: u32,
+    /// Their memory failed, and VMs have them.
+    pub mce_used: u32,
+    /// Whole frames that are ready and physically pages of 1 GiB.
+    pub ready_gib: u32,
+    /// Whole frames that are ready and are pages of 2 MiB, or shared memory.
+    pub ready_aligned: u32,
+}
+
+impl NodeStats {
+    pub(crate) fn of<W: Words>(table: &Table<W>, node: NodeIdx) -> Self {
+        let place = table.layout.nodes[usize::from(node.0)];
+        let NodeSpec { numa, slices } = place.spec;
+        let mut stats = Self { numa, slices, ..Self::default() };
+        for frame in (place.first..place.first + place.frames).map(FrameIdx) {
+            if table.count(frame).is_whole() {
+                let is_gib = table.class(frame) == Some(Class::Gib);
+                *(if is_gib { &mut stats.ready_gib } else { &mut stats.ready_aligned }) += 1;
+            }
+            for at in frame.extent().each().filter(|at| table.layout.has(*at)) {
+                *match table.state(at) {
+                    SliceState::Hole => &mut stats.holes,
+                    SliceState::Free(Content::Zeroed) => &mut stats.ready,
+                    SliceState::Free(Content::Dirty) => &mut stats.dirty,
+                    SliceState::Free(Content::Zeroing) => &mut stats.zeroing,
+                    SliceState::Used => &mut stats.used,
+                    SliceState::Error => &mut stats.error,
+                    SliceState::Mce => &mut stats.mce,
+                    SliceState::MceUsed => &mut stats.mce_used,
+                    SliceState::Borrow => &mut stats.lent,
+                } += 1;
+                stats.fenced += u32::from(table.state(at).is_ready() && table.owner(at).is_some());
+            }
+        }
+        stats
+    }
+
+    /// Ready slices that only addresses keep from being handed out as 1 GiB.
+    pub fn ready_in_parts(&self) -> u32 {
+        self.ready - (self.ready_gib + self.ready_aligned) * FRAME_SLICES
+    }
+}

@@ -1,0 +1,30 @@
+//! The memory that a pool's state lives in: words of 64 bits.
+//!
+//! Before: whoever owns the state maps a file, or has a vector. After: `table` reads and writes it, and nothing else.
+//! Threads: one writer. Promise asked of an implementation: whoever finds a store finds all stores before it. A mapping
+//! of shared memory keeps it for the death of a process when it stores with `Release` and loads with `Acquire`; nothing
+//! here is meant to survive the host.
+
+/// Words at fixed places.
+pub trait Words {
+    /// How many.
+    fn count(&self) -> usize;
+    /// Read one; `at` is below the count.
+    fn load(&self, at: usize) -> u64;
+    /// Write one; `at` is below the count.
+    fn store(&mut self, at: usize, value: u64);
+}
+
+impl Words for Vec<u64> {
+    fn count(&self) -> usize {
+        self.len()
+    }
+
+    fn load(&self, at: usize) -> u64 {
+        self[at]
+    }
+
+    fn store(&mut self, at: usize, value: u64) {
+        self[at] = value;
+    }
+}

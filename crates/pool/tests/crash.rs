@@ -1,0 +1,219 @@
+//! A writer that dies between any two of its stores leaves a state that opens, and is the one from before the operation
+//! or the one from after it.
+//!
+//! The words write down each store. For each number of stores the state is made as if the writer had ended after them.
+
+use std::cell::RefCell;
+use std::num::{NonZeroU32, NonZeroU64};
+use std::rc::Rc;
+
+use ballast_pool::{
+    Class, Content, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Part, Pool, Request,
+    Segment, SliceIdx, SliceState, VmId, Words,
+};
+use proptest::prelude::*;
+
+/// Each store: where, and what.
+type Stores = Rc<RefCell<Vec<(usize, u64)>>>;
+
+/// Words that remember their stores.
+#[derive(Clone, Debug)]
+struct Recorder {
+    words: Vec<u64>,
+    stores: Stores,
+}
+
+impl Words for Recorder {
+    fn count(&self) -> usize {
+        self.words.len()
+    }
+    fn load(&self, at: usize) -> u64 {
+        self.words[at]
+    }
+    fn store(&mut self, at: usize, value: u64) {
+        self.words[at] = value;
+        self.stores.borrow_mut().push((at, value));
+    }
+}
+
+const NODES: [NodeSpec; 2] = [NodeSpec { numa: 0, slices: 1024 }, NodeSpec { numa: 1, slices: 200 }];
+const SLICES: u32 = 3 * FRAME_SLICES;
+
+fn vm(id: u64) -> VmId {
+    VmId(NonZeroU64::new(id + 1).expect("not zero"))
+}
+
+fn request(id: u64, domain: u32, mode: Mode, slices: u32, second: u32) -> Request {
+    let domain = Domain(NonZeroU32::new(domain + 1).expect("not zero"));
+    let mut parts = vec![Part { guest: GuestIdx(0), slices, node: NodeIdx(0) }];
+    parts.extend((second > 0).then_some(Part { guest: GuestIdx(2048), slices: second, node: NodeIdx(1) }));
+    Request { vm: vm(id), domain, kind: Kind::Hugetlb, mode, parts }
+}
+
+/// All that can be seen of a pool: slices, classes, and what each VM has.
+#[derive(Clone, Debug, PartialEq)]
+struct Seen {
+    slices: Vec<(SliceState, Option<Class>, Option<Domain>)>,
+    vms: Vec<(VmId, Vec<Segment>)>,
+}
+
+fn see<W: Words>(pool: &Pool<W>) -> Seen {
+    let state = |at: SliceIdx| match pool.state(at) {
+        // What a worker was zeroing is dirty when the state is opened again.
+        SliceState::Free(Content::Zeroing) => SliceState::Free(Content::Dirty),
+        state => state,
+    };
+    let slices = (0..SLICES).map(SliceIdx).map(|at| (state(at), pool.class(at), pool.domain(at))).collect();
+    let vms = pool.tenants().map(|tenant| (tenant.vm, pool.segments(tenant.vm).expect("a VM"))).collect();
+    Seen { slices, vms }
+}
+
+/// Do it, then die after each of its stores; `step` leaves some of them out.
+fn die_everywhere(pool: &mut Pool<Recorder>, step: usize, work: impl FnOnce(&mut Pool<Recorder>)) {
+    let before = see(pool);
+    let (mut image, stores) = taken(pool);
+    work(pool);
+    let after = see(pool);
+    pool.validate().expect("valid");
+    for (at, (word, value)) in stores.take().into_iter().enumerate() {
+        if at % step == 0 {
+            let (found, _) = Pool::open(image.clone()).unwrap_or_else(|error| panic!("after {at} stores: {error}"));
+            found.validate().unwrap_or_else(|error| panic!("after {at} stores: {error}"));
+            check(&before, &after, &see(&found), at);
+        }
+        image[word] = value;
+    }
+    let (found, redone) = Pool::open(image).expect("open");
+    assert!(!redone && see(&found) == after);
+}
+
+/// The words of a pool as they are, and the stores from now on.
+fn taken(pool: &mut Pool<Recorder>) -> (Vec<u64>, Stores) {
+    let layout = Layout::new(&NODES, 64, 8).expect("a layout");
+    let empty = Recorder { words: vec![0; layout.words()], stores: Rc::default() };
+    let held = std::mem::replace(pool, Pool::create(empty, &layout).expect("a pool"));
+    let words = held.into_words();
+    words.stores.borrow_mut().clear();
+    let (image, stores) = (words.words.clone(), words.stores.clone());
+    // Opened again it is the same: a worker's slices stay with the worker here.
+    *pool = reopened(words);
+    stores.borrow_mut().clear();
+    (image, stores)
+}
+
+fn reopened(words: Recorder) -> Pool<Recorder> {
+    Pool::open(words).expect("open").0
+}
+
+/// VMs come and go as one. Slices that are lent, taken back or zeroed may do so one by one; none is anything else.
+fn check(before: &Seen, after: &Seen, found: &Seen, at: usize) {
+    let unmapped = |seen: &Seen| {
+        let mut vms = seen.vms.clone();
+        vms.iter_mut().flat_map(|(_, segments)| segments).for_each(|segment| segment.hva = None);
+        vms
+    };
+    let is_old = unmapped(found) == unmapped(before);
+    assert!(is_old || unmapped(found) == unmapped(after), "after {at} stores a VM is neither old nor new");
+    for (slice, found) in found.slices.iter().enumerate() {
+        let (old, new) = (before.slices[slice], after.slices[slice]);
+        assert!(*found == old || *found == new, "after {at} stores slice {slice} is {found:?}: {old:?}, {new:?}");
+        if unmapped(before) != unmapped(after) {
+            assert_eq!(*found, if is_old { old } else { new }, "after {at} stores slice {slice} is not its VM's");
+        }
+        if old.0.is_owned() {
+            assert!(!found.0.is_ready(), "after {at} stores slice {slice} could be handed out dirty");
+        }
+    }
+}
+
+fn empty() -> Pool<Recorder> {
+    let layout = Layout::new(&NODES, 64, 8).expect("a layout");
+    let words = Recorder { words: vec![0; layout.words()], stores: Rc::default() };
+    Pool::create(words, &layout).expect("a pool")
+}
+
+fn zero_all(pool: &mut Pool<Recorder>) {
+    while let Some(dirty) = pool.next_dirty(u32::MAX) {
+        pool.clean(dirty.zero(|_| Ok::<_, ()>(())).expect("zeroed"));
+    }
+}
+
+const FIRST: Extent = Extent { start: SliceIdx(0), slices: 1024 };
+const SECOND: Extent = Extent { start: SliceIdx(1024), slices: 200 };
+
+#[test]
+fn a_writer_may_die_after_any_single_store_of_a_life() {
+    let mut pool = empty();
+    die_everywhere(&mut pool, 1, |pool| pool.reserve(FIRST, Class::Gib).expect("reserve"));
+    die_everywhere(&mut pool, 1, |pool| pool.reserve(SECOND, Class::Huge).expect("reserve"));
+    die_everywhere(&mut pool, 1, zero_all);
+    let allocate = |request: Request| move |pool: &mut Pool<Recorder>| drop(pool.allocate(&request).expect("room"));
+    // A page of 1 GiB is demoted for the last half; the third VM is of another trust domain.
+    die_everywhere(&mut pool, 1, allocate(request(0, 0, Mode::Mix, 512 + 40, 10)));
+    die_everywhere(&mut pool, 1, allocate(request(1, 0, Mode::Slices, 3, 0)));
+    die_everywhere(&mut pool, 1, allocate(request(2, 1, Mode::Slices, 70, 100)));
+    let map = |id, guest, slices, hva: Option<u64>| {
+        move |pool: &mut Pool<Recorder>| pool.map(vm(id), GuestIdx(guest), slices, hva).expect("map")
+    };
+    die_everywhere(&mut pool, 1, map(0, 0, 552, Some(1 << 40)));
+    die_everywhere(&mut pool, 1, map(2, 0, 2148, Some(1 << 41)));
+    die_everywhere(&mut pool, 1, |pool| assert!(pool.poison(SliceIdx(5)).is_ok()));
+    die_everywhere(&mut pool, 1, |pool| assert!(pool.poison(SliceIdx(1024)).is_ok()));
+    die_everywhere(&mut pool, 1, |pool| assert_eq!(pool.lend(NodeIdx(0), Kind::Hugetlb, 50).len(), 1));
+    die_everywhere(&mut pool, 1, |pool| drop(pool.release(vm(1)).expect("release")));
+    die_everywhere(&mut pool, 1, |pool| drop(pool.release(vm(0)).expect("release")));
+    die_everywhere(&mut pool, 1, zero_all);
+    die_everywhere(&mut pool, 1, allocate(request(0, 0, Mode::Slices, 300, 0)));
+    let lent = (0..SLICES).map(SliceIdx).find(|at| pool.state(*at) == SliceState::Borrow).expect("lent");
+    die_everywhere(&mut pool, 1, |pool| {
+        pool.take_back(Extent { start: lent, slices: 25 }, Class::Huge).expect("take back");
+    });
+    die_everywhere(&mut pool, 1, |pool| {
+        pool.retire(Extent { start: SliceIdx(lent.0 + 25), slices: 25 }).expect("retire");
+    });
+    die_everywhere(&mut pool, 1, |pool| {
+        let dirty = pool.next_dirty(4).expect("dirty");
+        pool.fail(dirty);
+    });
+    die_everywhere(&mut pool, 1, map(2, 0, 2148, None));
+    die_everywhere(&mut pool, 1, |pool| drop(pool.release(vm(2)).expect("release")));
+}
+
+#[test]
+fn a_new_pool_is_one_or_is_none_after_any_store() {
+    let stores = empty().into_words().stores.take();
+    let layout = Layout::new(&NODES, 64, 8).expect("a layout");
+    let mut image = vec![0; layout.words()];
+    for (word, value) in stores {
+        assert!(Pool::open(image.clone()).is_err(), "it is not whole yet");
+        image[word] = value;
+    }
+    Pool::open(image).expect("open").0.validate().expect("valid");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn a_writer_may_die_anywhere_in_any_history(
+        ops in proptest::collection::vec((0u8..6, 0u64..5, 0u32..2, 0u8..3, 1u32..700, 0u32..80), 1..16),
+        class in 0u8..2, step in 7usize..40,
+    ) {
+        let mut pool = empty();
+        pool.reserve(FIRST, [Class::Gib, Class::Huge][usize::from(class)]).expect("reserve");
+        pool.reserve(SECOND, Class::Huge).expect("reserve");
+        zero_all(&mut pool);
+        for (op, id, domain, mode, slices, second) in ops {
+            die_everywhere(&mut pool, step, |pool| match op {
+                0 | 1 => {
+                    let mode = [Mode::Slices, Mode::Mix, Mode::Gib][usize::from(mode)];
+                    drop(pool.allocate(&request(id, domain, mode, slices, second)));
+                }
+                2 => drop(pool.release(vm(id))),
+                3 => zero_all(pool),
+                4 => drop(pool.lend(NodeIdx(0), Kind::Hugetlb, second)),
+                _ => drop(pool.poison(SliceIdx(slices))),
+            });
+        }
+    }
+}
