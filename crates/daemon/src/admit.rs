@@ -37,7 +37,7 @@ pub struct Escrow {
     pub state: SentFd,
     /// The arena file.
     pub arena: SentFd,
-    /// The file of the file store, and its index, if there is one.
+    /// The file of the file store, as a place only, and its index, if there is one.
     pub file: Option<[SentFd; 2]>,
 }
 
@@ -75,7 +75,7 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
             let (state, arena) = (reopen_ours(next(), "state")?, reopen_ours(next(), "arena")?);
             let file = if attach.has_file {
                 let (file, index) = (next(), reopen_ours(next(), "index")?);
-                Some([reopen_named(file, &index)?, index])
+                Some([place_named(file, &index)?, index])
             } else {
                 None
             };
@@ -179,9 +179,9 @@ fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     Ok(fd.replaced_by(opened))
 }
 
-/// Open anew, for writing, the file on a disk that an index of ours names. Its identity is asked without waiting for its
-/// file system: until it is known, it may be anything.
-fn reopen_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
+/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is asked
+/// without waiting for its file system: until it is known, it may be anything.
+fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
     let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;
     let named = FileStore::file_of(index).map_err(|error| say(&error))?;
@@ -191,8 +191,8 @@ fn reopen_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     if found != named {
         return Err(say(&"it is not the file this client was given"));
     }
-    let opened = direct::reopen(fd.as_fd(), true).map_err(|error| say(&error))?;
-    Ok(fd.replaced_by(opened))
+    let place = direct::place_of(fd.as_fd()).map_err(|error| say(&error))?;
+    Ok(fd.replaced_by(place))
 }
 
 #[cfg(test)]
@@ -235,12 +235,11 @@ mod tests {
         let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
         let index = sent(index);
         let reader = direct::reopen(file.as_fd(), false).expect("reopen");
-        let back = reopen_named(sent(reader), &index).expect("it is the one");
-        assert!(direct::is_direct_file(&back).expect("fcntl"));
+        let back = place_named(sent(reader), &index).expect("it is the one");
         let other = tempfile::tempfile_in(dir.path()).expect("a file");
-        let refused = reopen_named(sent(other.into()), &index).expect_err("another file");
+        let refused = place_named(sent(other.into()), &index).expect_err("another file");
         assert!(refused.contains("not the file"), "{refused}");
-        reopen_named(back, &sent(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))).expect_err("no index");
+        place_named(back, &sent(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))).expect_err("no index");
     }
 
     #[test]

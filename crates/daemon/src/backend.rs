@@ -19,10 +19,11 @@ use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, MemoryBreakdown, Vm};
 use ballast_policy::{Kind, Plan, Snapshot};
-use ballast_store::{Budget, FileStore, RamStore, Store};
+use ballast_store::{Budget, RamStore, Store};
 
 use crate::engine::control::{Control, words};
 use crate::engine::huge_pages;
+use crate::engine::late;
 use crate::engine::strangers;
 use crate::engine::workers::Jobs;
 use crate::events::Events;
@@ -43,8 +44,8 @@ pub struct Served {
     pub vm: Arc<Vm>,
     /// Its store, for what only this kind knows.
     pub store: Arc<RamStore>,
-    /// Its file store, if it has one.
-    pub file: Option<Arc<FileStore>>,
+    /// Its file store, as far as it is open.
+    pub file: late::File,
     /// The VMM program.
     pub vmm: String,
     /// What is going on beside its orders and lanes.
@@ -57,7 +58,7 @@ pub struct Served {
 
 impl Served {
     /// A VM without processes yet.
-    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: Option<Arc<FileStore>>, vmm: String) -> Self {
+    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: late::File, vmm: String) -> Self {
         Self { vm, store, file, vmm, jobs: Jobs::default(), pids: Mutex::default(), unserved: Mutex::default() }
     }
 
@@ -357,7 +358,7 @@ fn stat(served: &Served) -> VmStat {
     let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
     let memory = vm.memory_breakdown();
     let detail = served.store.usage_detail();
-    let file = served.file.as_ref().map(|file| file.usage()).unwrap_or_default();
+    let file = vm.stores.file.as_ref().map(|file| file.usage()).unwrap_or_default();
     vm.pressure.sample(vm.stats(), Instant::now());
     let averages = vm.pressure.averages();
     let settings = words::read(vm.state.settings());

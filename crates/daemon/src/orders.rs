@@ -4,6 +4,8 @@
 //! as the keeper, or from the one that replaced it. An engine that cannot read its first order says so and ends; a restart of
 //! the keeper helps.
 
+use std::path::PathBuf;
+
 use ballast_base::format::{Format, Message};
 use ballast_base::wire::{RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
@@ -13,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::Compression;
 use crate::tracking::Tracking;
 
-/// The messages in this file. Version 4: each states its least reader; nothing older is read.
-pub const FORMAT: Format = Format { version: 4, least_reader: 4, oldest: 4 };
+/// The messages in this file. Version 5: the engine makes file stores; nothing older is read.
+pub const FORMAT: Format = Format { version: 5, least_reader: 5, oldest: 5 };
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -42,8 +44,10 @@ pub struct Begin {
 }
 
 /// How pages go to file stores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spilling {
+    /// Directory on the disk.
+    pub dir: PathBuf,
     /// Most disk space.
     pub budget: Bytes,
     /// How long a page is far before it goes, at least.
@@ -150,6 +154,11 @@ pub enum Order {
         /// The VM.
         vm: VmId,
     },
+    /// Make a file store for a VM that has none. Answered by [`Report::Made`].
+    MakeFileStore {
+        /// Comes back in the answer.
+        seq: u64,
+    },
     /// All VMs there are have been handed over: answer the API from now on. Answered by [`Report::Serving`].
     Serve,
     /// Are you there? Answered by [`Report::Pong`].
@@ -178,7 +187,7 @@ impl Order {
             | Self::Reach { vm, .. }
             | Self::RemoveView { vm, .. }
             | Self::CloseVm { vm, .. } => Some(*vm),
-            Self::Begin(_) | Self::Serve | Self::Ping | Self::Note { .. } => None,
+            Self::Begin(_) | Self::MakeFileStore { .. } | Self::Serve | Self::Ping | Self::Note { .. } => None,
         }
     }
 }
@@ -188,6 +197,13 @@ impl Order {
 pub enum Report {
     /// The order with this number is carried out, or why it could not be.
     Done {
+        /// From the order.
+        seq: u64,
+        /// What went wrong.
+        result: Result<(), String>,
+    },
+    /// A file store was made, or why it could not be. Descriptors: the place of its file, and its index.
+    Made {
         /// From the order.
         seq: u64,
         /// What went wrong.
@@ -229,7 +245,7 @@ mod tests {
             compression: Compression::Lz4,
             quarantine_ms: 5,
             reader_gid: Some(6),
-            spill: Some(Spilling { budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
+            spill: Some(Spilling { dir: "/d".into(), budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
             heat: Tracking { track: Track::Auto, cost_percent: 0.5, look_inside: true, fair: false },
             policy: setup,
         };
@@ -246,12 +262,18 @@ mod tests {
             Order::Reach { seq: 1, vm, pid: 2, regions: vec![3] },
             Order::RemoveView { vm, pid: 1 },
             Order::CloseVm { seq: 1, vm },
+            Order::MakeFileStore { seq: 1 },
             Order::Serve,
             Order::Ping,
             Order::Note { vm: Some("v".into()), kind: "k".into(), message: "m".into() },
         ];
-        let reports =
-            [Report::Done { seq: 1, result: Err("e".into()) }, Report::Serving, Report::Pong, Report::Policy(setup)];
+        let reports = [
+            Report::Done { seq: 1, result: Err("e".into()) },
+            Report::Made { seq: 1, result: Err("e".into()) },
+            Report::Serving,
+            Report::Pong,
+            Report::Policy(setup),
+        ];
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let said: Vec<String> = orders
             .iter()
@@ -260,7 +282,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (4, SAID.to_owned()),
+            (5, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -270,15 +292,16 @@ mod tests {
         let mut bytes = encode(&Order::Ping);
         bytes[4..8].copy_from_slice(&[FORMAT.version as u8 + 1, 0, FORMAT.version as u8 + 1, 0]);
         let said = ballast_base::format::decode::<Order>(&bytes).expect_err("too new").to_string();
-        assert!(said.contains("this program has version 4"), "{said}");
+        assert!(said.contains("this program has version 5"), "{said}");
     }
 
-    const SAID: &str = "0001020304000501060107080900000000000000e03f01000501010203000000000000e03f04 \
+    const SAID: &str = "00010203040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04 \
         010707070707070707070707070707070701710101700100 \
         02070707070707070707070707070707070102018020804000030104 \
         030707070707070707070707070707070701802080400002 0401070707070707070707070707070707070203 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
-        090107070707070707070707070707070707 0a 0b 0c010176016b016d 0001010165 01 02 \
-        030501010203000000000000e03f04";
+        090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d 0001010165 \
+        0101010165 02 03 \
+        040501010203000000000000e03f04";
 }

@@ -12,7 +12,7 @@ use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
 use ballast_page::copies::{FILE_STORE, is_in_file};
 use ballast_page::page_state::{State, Word};
-use ballast_pager::tier::stores::AwayStore;
+use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::stats::Counter;
@@ -262,7 +262,7 @@ fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_e
 
 #[test]
 fn pages_of_a_file_that_cannot_be_opened_wait_and_the_others_are_served() {
-    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(AwayStore), NEVER);
+    let rig = Rig::spilling(RAM, AMPLE, QUICK, Arc::new(LateStore::new()), NEVER);
     rig.fill_all();
     rig.squeeze(LIMIT);
     rig.vm.hold(Hold::Shared, Some("test".into()));

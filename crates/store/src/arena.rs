@@ -27,6 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use ballast_base::format::{Format, Stamp};
 use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::direct::DirectFile;
 use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd};
 
@@ -100,7 +101,7 @@ pub(crate) struct Arena {
     slabs: u32,
     shape: &'static Shape,
     /// A file with `charge_bytes` for each slab, which are punched with it.
-    disk: Option<Arc<OwnedFd>>,
+    disk: Option<Arc<DirectFile>>,
 }
 
 /// Any number that is mostly different in different threads.
@@ -253,7 +254,7 @@ impl Arena {
     }
 
     /// From now on, punch a slab's part of this file with the slab.
-    pub(crate) fn on_disk(self, disk: Arc<OwnedFd>) -> Self {
+    pub(crate) fn on_disk(self, disk: Arc<DirectFile>) -> Self {
         Self { disk: Some(disk), ..self }
     }
 

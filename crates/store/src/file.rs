@@ -30,7 +30,8 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_sys::{direct, memfd};
+use ballast_sys::direct::{self, DirectFile};
+use ballast_sys::memfd;
 
 pub use disk::{DiskFault, DiskFaults};
 pub use limits::Refusal;
@@ -128,15 +129,15 @@ impl FileStore {
     /// The layout of the index.
     pub const FORMAT: Format = INDEX.format;
 
-    /// Make an empty store in a new file without a name in `dir`. The descriptors are the file's and the index's: whoever
-    /// keeps both can `open` the store again.
+    /// Make an empty store in a new file without a name in `dir`. The descriptors are the file's place (see
+    /// [`direct::place_of`]) and the index: whoever keeps both can `open` the store again.
     ///
     /// # Errors
     /// If `dir` cannot hold such a file (the message says why), io_uring is not to be had, or `max_bytes` is too large.
     pub fn create(dir: &Path, options: FileOptions) -> io::Result<(Self, OwnedFd, OwnedFd)> {
         let areas = u32::try_from(options.max_bytes.0.div_ceil(AREA_BYTES)).unwrap_or(u32::MAX);
         let index = Arena::create(&INDEX, areas)?;
-        let file = Arc::new(direct::create_unnamed(dir, Bytes(file_bytes(areas)))?);
+        let file = Arc::new(DirectFile::from(direct::create_unnamed(dir, Bytes(file_bytes(areas)))?));
         let id = memfd::file_id(&file)?;
         index.set_own_word(WORD_FILE_DEV, id.dev);
         index.set_own_word(WORD_FILE_INO, id.ino);
@@ -145,23 +146,24 @@ impl FileStore {
         store.try_disk().map_err(|error| {
             io::Error::new(error.kind(), format!("Making a file store in {}: {error}", dir.display()))
         })?;
-        Ok((store, file.as_fd().try_clone_to_owned()?, index_fd))
+        Ok((store, direct::place_of(file.as_fd())?, index_fd))
     }
 
     /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`FileStore::recover`] next.
+    /// it died, call [`FileStore::recover`] next. This waits for the disk; a descriptor of the file's place is enough.
     ///
     /// # Errors
-    /// If the index is none that this program can read, or the file is not the one it belongs to.
-    pub fn open(file: OwnedFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
+    /// If the index is none that this program can read, or the file is not the one it belongs to or cannot be opened.
+    pub fn open(place: OwnedFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
         let index = Arena::open(&INDEX, index_fd)?;
         let invalid =
             |what: String| Err(io::Error::new(io::ErrorKind::InvalidData, format!("Opening a file store: {what}")));
-        let (id, size) = (memfd::file_id(&file)?, memfd::size(&file)?.0);
+        let (id, size) = (memfd::file_id(&place)?, memfd::size(&place)?.0);
         let own = |word: usize| index.own_words()[word].load(Ordering::Acquire);
         if (id.dev, id.ino) != (own(WORD_FILE_DEV), own(WORD_FILE_INO)) {
             return invalid(format!("the index belongs to another file than inode {} of device {:#x}", id.ino, id.dev));
         }
+        let file = direct::reopen(place.as_fd(), true)?;
         if !direct::is_direct_file(&file)? || size != file_bytes(index.slabs()) {
             return invalid(format!(
                 "a file of {size} bytes, {} are needed, for direct I/O",
@@ -169,7 +171,7 @@ impl FileStore {
             ));
         }
         disk::ready()?;
-        Ok(Self::on(index, Arc::new(file), options))
+        Ok(Self::on(index, Arc::new(file.into()), options))
     }
 
     /// Which file an index belongs to: for whoever must know that a descriptor is this file before it asks anything of it.
@@ -182,7 +184,7 @@ impl FileStore {
         Ok(memfd::FileId { dev: own(WORD_FILE_DEV), ino: own(WORD_FILE_INO) })
     }
 
-    fn on(index: Arena, file: Arc<OwnedFd>, options: FileOptions) -> Self {
+    fn on(index: Arena, file: Arc<DirectFile>, options: FileOptions) -> Self {
         let allocator = Allocator::new(index.on_disk(Arc::clone(&file)), options.budget, usize::MAX);
         let disk = Disk { file, faults: options.faults };
         let limits = Limits::new(options.writes_per_day);
@@ -208,7 +210,10 @@ impl FileStore {
     /// XFS wait for all direct I/O on the file; btrfs lets no process end before its I/O has. Measured on a device slowed
     /// down to 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait it took
     /// the place of what a successor had written meanwhile.
-    fn wait_for_writes(&self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// If the disk fails.
+    pub fn wait_for_writes(&self) -> io::Result<()> {
         let spare = spare_block(self.inner.allocator.arena().slabs()) * PAGE_SIZE as u64;
         memfd::punch(&self.inner.disk.file, spare, PAGE_SIZE as u64)
             .map_err(|error| io::Error::new(error.kind(), format!("punching a hole: {error}")))
@@ -224,6 +229,11 @@ impl FileStore {
     /// If the wait fails. Then nothing was freed; the store works, and what leaked stays until the next `recover`.
     pub fn recover(&self, live: impl Iterator<Item = Handle>) -> io::Result<Recovered> {
         self.wait_for_writes()?;
+        Ok(self.sweep(live))
+    }
+
+    /// The same after [`FileStore::wait_for_writes`].
+    pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let inner = &self.inner;
         let bad: Vec<Place> = inner.taken().filter(|place| inner.header(*place).encoding == BAD).collect();
         let mut same_filled = 0;
@@ -241,7 +251,7 @@ impl FileStore {
         arena.set_counter(Counter::LiveBlocks as usize, report.kept_blobs);
         arena.set_counter(Counter::LiveSameFilled as usize, same_filled);
         arena.set_counter(Counter::BadBlocks as usize, bad.len() as u64);
-        Ok(report)
+        report
     }
 
     /// Check that area table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store. A write that

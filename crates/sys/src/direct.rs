@@ -1,10 +1,12 @@
 //! Files for direct I/O: made without a name, so that they end with their last descriptor.
 //!
 //! Before: an operator names a directory. After: `store` writes far pages into the file through `ring`.
-//! Units: bytes. Promise: an error names the directory and says what it cannot do.
+//! Units: bytes. Promise: an error names the directory and says what it cannot do. Nobody waits for the close of a
+//! file, which on some file systems (FUSE) waits for a server: a [`DirectFile`] is closed on a thread of its own, and
+//! a descriptor from [`place_of`] closes at once everywhere.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 
 use ballast_base::Bytes;
@@ -42,6 +44,42 @@ pub fn reopen(fd: BorrowedFd<'_>, writable: bool) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, access | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())?)
 }
 
+/// The same file as a place only (`O_PATH`): a descriptor that keeps the file, can be sent and reopened, and does
+/// nothing else. Neither this call nor its close waits for the file's disk or server.
+///
+/// # Errors
+/// If there is no descriptor left, or no `/proc`.
+pub fn place_of(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+/// A file for direct I/O. Whoever drops the last one does not wait for its close.
+#[derive(Debug)]
+pub struct DirectFile(Option<OwnedFd>);
+
+impl From<OwnedFd> for DirectFile {
+    fn from(fd: OwnedFd) -> Self {
+        Self(Some(fd))
+    }
+}
+
+impl AsFd for DirectFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_ref().expect("taken by drop alone").as_fd()
+    }
+}
+
+impl Drop for DirectFile {
+    fn drop(&mut self) {
+        let Some(fd) = self.0.take().map(IntoRawFd::into_raw_fd) else { return };
+        // SAFETY: the descriptor was ours a moment ago, and is nobody else's.
+        let close = move || drop(unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) });
+        // Without a thread it stays open until this process ends: that costs less than a wait without an end.
+        let _ = std::thread::Builder::new().name("close".into()).spawn(close);
+    }
+}
+
 /// Is this a regular file open for reading and writing, without the page cache?
 pub fn is_direct_file(fd: impl AsFd) -> io::Result<bool> {
     let flags = rustix::fs::fcntl_getfl(&fd)?;
@@ -69,6 +107,23 @@ mod tests {
         assert!(is_direct_file(&writer).expect("fcntl"));
         assert_eq!(memfd::file_id(&file).expect("stat"), memfd::file_id(&writer).expect("stat"));
         assert_eq!(std::fs::read_dir(dir.path()).expect("read").count(), 0);
+    }
+
+    #[test]
+    fn a_place_keeps_the_file_and_is_good_for_nothing_else() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let made = create_unnamed(dir.path(), Bytes(1 << 20));
+        let Ok(file) = made.inspect_err(|error| skip("o_direct", error)) else { return };
+        let id = memfd::file_id(&file).expect("stat");
+        let place = place_of(file.as_fd()).expect("a place");
+        drop(file);
+        let again = place_of(place.as_fd()).expect("a place of a place");
+        drop(place);
+        assert_eq!(rustix::io::read(&again, &mut [0; 1]), Err(Errno::BADF));
+        assert_eq!(rustix::fs::fallocate(&again, rustix::fs::FallocateFlags::empty(), 0, 4096), Err(Errno::BADF));
+        let opened = reopen(again.as_fd(), true).expect("reopen");
+        assert!(is_direct_file(&opened).expect("fcntl"));
+        assert_eq!(memfd::file_id(&opened).expect("stat"), id);
     }
 
     #[test]

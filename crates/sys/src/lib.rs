@@ -23,6 +23,7 @@ pub mod program;
 pub mod remote;
 pub mod ring;
 pub mod scm;
+pub mod spawn;
 pub mod swap;
 pub mod uffd;
 pub mod zap;

@@ -9,13 +9,15 @@
 use std::alloc::Layout;
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
+
+use crate::direct::DirectFile;
 
 /// Page-aligned memory, as direct I/O needs it.
 #[derive(Debug)]
@@ -77,7 +79,7 @@ pub enum Direction {
 #[derive(Debug)]
 pub struct Transfer {
     /// The file.
-    pub file: Arc<OwnedFd>,
+    pub file: Arc<DirectFile>,
     /// Which way.
     pub direction: Direction,
     /// Where in the file `buffer[0]` belongs.
@@ -144,7 +146,7 @@ impl Ring {
         let bytes = &transfer.buffer.as_slice()[transfer.done..transfer.end];
         let (start, len, at) = (bytes.as_ptr().cast_mut(), bytes.len() as u32, transfer.offset + transfer.done as u64);
         let Some(free) = self.flights.iter().position(Option::is_none) else { return Err(transfer) };
-        let file = Fd(transfer.file.as_raw_fd());
+        let file = Fd(transfer.file.as_fd().as_raw_fd());
         let entry = match transfer.direction {
             Direction::Read => opcode::Read::new(file, start, len).offset(at).build(),
             Direction::Write => opcode::Write::new(file, start, len).offset(at).build(),
@@ -228,7 +230,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(60);
 
-    fn transfer(file: &Arc<OwnedFd>, direction: Direction, offset: u64, bytes: &[u8]) -> Transfer {
+    fn transfer(file: &Arc<DirectFile>, direction: Direction, offset: u64, bytes: &[u8]) -> Transfer {
         let mut buffer = Buffer::new(4096).expect("memory");
         buffer.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
         Transfer { file: Arc::clone(file), direction, offset, buffer, done: 0, end: bytes.len() }
@@ -241,7 +243,7 @@ mod tests {
     #[test]
     fn what_was_written_is_read_back_and_several_transfers_go_at_once() {
         let Some(mut ring) = ring() else { return };
-        let file = Arc::new(memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd"));
+        let file = Arc::new(memfd::create("ballast-test", Bytes(1 << 20)).expect("memfd").into());
         let tickets: Vec<_> = (0..4u8)
             .map(|n| ring.start(transfer(&file, Direction::Write, u64::from(n) * 10, &[n + 1; 10])).expect("room"))
             .collect();
@@ -261,7 +263,7 @@ mod tests {
     fn an_error_of_the_file_is_the_result() {
         let Some(mut ring) = ring() else { return };
         let (reader, _writer) = rustix::pipe::pipe().expect("pipe");
-        let ticket = ring.start(transfer(&Arc::new(reader), Direction::Write, 0, &[1])).expect("room");
+        let ticket = ring.start(transfer(&Arc::new(reader.into()), Direction::Write, 0, &[1])).expect("room");
         let (_, result) = ring.wait(&ticket, TIMEOUT).expect("over");
         assert_eq!(result.expect_err("a pipe's reading end was written").raw_os_error(), Some(libc::EBADF));
     }
@@ -270,7 +272,7 @@ mod tests {
     fn a_transfer_that_is_not_over_in_time_is_given_up_and_let_go_when_it_is() {
         let Some(mut ring) = ring() else { return };
         let (reader, writer) = rustix::pipe::pipe().expect("pipe");
-        let reader = Arc::new(reader);
+        let reader = Arc::new(reader.into());
         let mut read = transfer(&reader, Direction::Read, 0, &[0; 8]);
         // A pipe has no offsets.
         read.offset = u64::MAX;
@@ -282,7 +284,7 @@ mod tests {
         ring.abandon(ticket, move || notice.store(true, Ordering::Release));
         assert_eq!(Arc::strong_count(&reader), 2, "the file stays open for the kernel");
         rustix::io::write(&writer, &[7; 8]).expect("write");
-        let file = Arc::new(memfd::create("ballast-test", Bytes(4096)).expect("memfd"));
+        let file = Arc::new(memfd::create("ballast-test", Bytes(4096)).expect("memfd").into());
         while !noticed.load(Ordering::Acquire) {
             let ticket = ring.start(transfer(&file, Direction::Write, 0, &[1])).expect("room");
             ring.wait(&ticket, TIMEOUT).expect("over").1.expect("written");
@@ -294,7 +296,7 @@ mod tests {
     fn a_ring_dropped_while_the_kernel_reads_into_a_buffer_does_not_free_it() {
         let Some(mut ring) = ring() else { return };
         let (reader, writer) = rustix::pipe::pipe().expect("pipe");
-        let mut read = transfer(&Arc::new(reader), Direction::Read, 0, &[0; 8]);
+        let mut read = transfer(&Arc::new(reader.into()), Direction::Read, 0, &[0; 8]);
         read.offset = u64::MAX;
         let ticket = ring.start(read).expect("room");
         assert!(ring.wait(&ticket, Duration::ZERO).is_none());

@@ -22,7 +22,7 @@ use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::workers::Workers;
-use super::{Engine, File, Unlists, mend};
+use super::{Engine, Mended, Unlists, mend};
 use crate::backend::Served;
 
 /// Wait for losses, from now on.
@@ -60,7 +60,7 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, bell: O
 fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
-    let (file, file_damaged) = served.file.as_ref().map(|file| file.losses()).unwrap_or_default();
+    let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
     let anew = !state.is_empty() || ram_damaged || file_damaged;
     for what in state.into_iter().chain(ram).chain(file) {
         served.vm.report("memory-error", format!("memory of the host failed, and with it was lost: {what}"));
@@ -103,7 +103,14 @@ impl Engine {
         for region in last.vm.regions() {
             vm.open_region(region.dup_file().context("Duplicating a descriptor")?)?;
         }
-        mend(&vm, &last.store, &last.file.clone().map_or(File::None, File::Open))?;
+        let Mended { in_file, zeroed } = mend(&vm, &last.store)?;
+        if let Some(file) = last.file.opened()
+            && let Err(error) = vm.state.beside(|| file.recover(in_file.into_iter()))
+        {
+            // It works; what was left in it takes room until somebody tries again.
+            vm.report("spill-unswept", format!("Freeing what nobody names in the file store: {error}"));
+        }
+        vm.expel(&zeroed);
         vm.take_after(&last.vm);
         let vm = Arc::new(vm);
         let _unlists = Unlists(&vm);

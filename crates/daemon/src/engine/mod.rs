@@ -16,15 +16,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
-use ballast_pager::tier::stores::{AwayStore, Stores};
+use ballast_base::{Bytes, PageIdx};
+use ballast_pager::run::pool::blocking;
+use ballast_pager::tier::stores::{LateStore, Stores};
 use ballast_pager::vm::recover::recover;
 use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
-use ballast_store::{Budget, Codec, FileOptions, FileStore, RamOptions, RamStore, Store};
+use ballast_store::{Budget, Codec, FileOptions, Handle, RamOptions, RamStore, Store};
 use ballast_sys::{memory_error, scm};
 
 use crate::backend::{Host, KEPT, Served};
@@ -35,11 +36,14 @@ use crate::keeper::fence::Process;
 use crate::orders::{Begin, Order, Report};
 use crate::tracking;
 use control::Control;
+use late::LateFile;
 use workers::Workers;
 use write_back::Closing;
 
 pub mod control;
 pub mod huge_pages;
+pub mod late;
+mod make;
 mod memory;
 mod pin_check;
 pub mod strangers;
@@ -78,7 +82,7 @@ pub fn run() -> anyhow::Result<()> {
     let host = Arc::new(Host {
         control: Control::new(begin.policy, keep),
         budget: Budget::new(begin.store_budget),
-        file_budget: Budget::new(begin.spill.map_or(Bytes(0), |spill| spill.budget)),
+        file_budget: Budget::new(begin.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
         begin: begin.clone(),
         vms: RwLock::default(),
         events: events.clone(),
@@ -90,7 +94,16 @@ pub fn run() -> anyhow::Result<()> {
     Control::start(host.clone(), watch.clone()).context("Starting the control loop")?;
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
-    let engine = Arc::new(Engine { keeper, me, begin, host, events, watch, closing: Mutex::default() });
+    let engine = Arc::new(Engine {
+        keeper,
+        me,
+        begin,
+        host,
+        events,
+        watch,
+        closing: Mutex::default(),
+        overdue: make::Overdue::default(),
+    });
     let workers = Arc::new(Mutex::new(Workers::default()));
     memory::start(&engine, &workers, bell)?;
     let mut orders = Orders { engine, workers, api: Some(api) };
@@ -168,6 +181,7 @@ impl Orders {
             Order::Serve => self.serve()?,
             Order::Note { vm, kind, message } => engine.events.add(vm, &kind, message),
             Order::CloseVm { seq, vm } => self.close(vm, Some(seq))?,
+            Order::MakeFileStore { seq } => engine.make_file_store(seq)?,
             order => {
                 if let Order::OpenVm { vm, .. } = &order {
                     engine.stop_writing_back(*vm);
@@ -257,56 +271,28 @@ struct Opening {
     has_file: bool,
 }
 
-/// The file store of a VM.
-enum File {
-    None,
-    Open(Arc<FileStore>),
-    /// It may hold pages, and cannot be opened.
-    Away,
+/// What is left to do when the words of a VM are mended.
+struct Mended {
+    /// What is in the file store.
+    in_file: Vec<Handle>,
+    /// For [`Vm::expel`].
+    zeroed: Vec<(u32, PageIdx)>,
 }
 
-impl File {
-    fn is_open(&self) -> bool {
-        matches!(self, Self::Open(_))
-    }
-
-    fn store(&self) -> Option<Arc<dyn Store>> {
-        match self {
-            Self::None => None,
-            Self::Open(store) => Some(store.clone()),
-            Self::Away => Some(Arc::new(AwayStore)),
-        }
-    }
-
-    fn opened(self) -> Option<Arc<FileStore>> {
-        match self {
-            Self::Open(store) => Some(store),
-            Self::None | Self::Away => None,
-        }
-    }
-}
-
-/// Mend what the workers of a VM left behind when they ended, or whatever else has become of its words and its store.
-/// None of them runs.
-fn mend(vm: &Vm, store: &RamStore, file: &File) -> anyhow::Result<()> {
+/// Mend what the workers of a VM left behind when they ended, or whatever else has become of its words and its RAM
+/// store. None of them runs. Returns what is in the file store, and what [`Vm::expel`] is to have.
+fn mend(vm: &Vm, store: &RamStore) -> anyhow::Result<Mended> {
     let regions = vm.regions();
     let recovered = recover(&vm.state, regions.iter().map(|region| &**region))?;
     let live = recovered.live.len();
     store.recover(recovered.live.into_iter());
-    let in_file = recovered.live_in_file.len();
-    if let File::Open(file) = file
-        && let Err(error) = file.recover(recovered.live_in_file.into_iter())
-    {
-        // It works; what was left in it takes room until somebody tries again.
-        vm.report("spill-unswept", format!("Freeing what the last engine left in the file store: {error}"));
-    }
-    vm.expel(&recovered.zeroed);
     if recovered.lost > 0 {
         let text = format!("{} pages are lost with the words that said where they were", recovered.lost);
         vm.report("memory-error", format!("{text}: the guest gets a memory error when it touches one"));
     }
+    let in_file = recovered.live_in_file.len();
     tracing::warn!(vm = vm.state.name(), far = live, in_file, mended = recovered.mended, "took over");
-    Ok(())
+    Ok(Mended { in_file: recovered.live_in_file, zeroed: recovered.zeroed })
 }
 
 /// What the thread that takes orders and the workers share.
@@ -320,6 +306,8 @@ struct Engine {
     watch: mpsc::Sender<Arc<Served>>,
     /// VMs that are being closed.
     closing: Mutex<HashMap<VmId, Closing>>,
+    /// File stores that are being made.
+    overdue: make::Overdue,
 }
 
 impl Engine {
@@ -448,31 +436,47 @@ impl Engine {
             let name = name.clone();
             Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
         };
-        let file = if has_file { self.open_file(&name, fds.next(), fds.next()) } else { File::None };
+        let late = has_file.then(|| Arc::new(LateStore::new()));
+        let file = if has_file { fds.next().zip(fds.next()) } else { None };
         let tuning = Tuning {
             quarantine: Duration::from_millis(self.begin.quarantine_ms),
-            spill_after: self.begin.spill.filter(|_| file.is_open()).map(|spill| Duration::from_secs(spill.after_s)),
+            spill_after: self.begin.spill.as_ref().filter(|_| has_file).map(|spill| Duration::from_secs(spill.after_s)),
             track: tracking::to_pager(self.begin.heat.track),
             heat: self.begin.heat.settings(),
             ..Tuning::default()
         };
-        let stores = Stores { ram: store.clone(), file: file.store() };
+        let stores = Stores { ram: store.clone(), file: late.clone().map(|late| late as Arc<dyn Store>) };
         let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(self.host.pins.clone()));
         let _unlists = Unlists(&vm);
+        let late_file = late::File::default();
+        let opening = match late.zip(file) {
+            Some((late, (file, index))) => {
+                let state = StateFile::open(vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
+                state.open_as(pid, start);
+                Some(LateFile::begin(state, vm.reporter(), late, [file, index], self.file_options(), &late_file)?)
+            }
+            None => None,
+        };
+        let (mut live_in_file, mut zeroed) = (None, Vec::new());
         for file in fds {
             vm.open_region(file)?;
         }
         if epoch > 1 {
-            mend(&vm, &store, &file)?;
+            let mended = mend(&vm, &store)?;
+            (live_in_file, zeroed) = (Some(mended.in_file), mended.zeroed);
             vm.stats().add(Counter::Takeovers, 1);
         }
+        if let Some(opening) = opening {
+            blocking(|| opening.finish(&vm, live_in_file));
+        }
+        vm.expel(&zeroed);
         if may_pin {
             vm.set_may_pin();
         }
         vm.hold(Hold::Pinned, pinned);
         vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
         vm.start()?;
-        let served = Arc::new(Served::new(vm.clone(), store, file.opened(), vmm));
+        let served = Arc::new(Served::new(vm.clone(), store, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
         // What was found lost while it was opened is told now that it is known.
         memory_error::ring();
@@ -483,21 +487,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Open a VM's file store. One that is there and cannot be opened makes its pages wait, and no others.
-    fn open_file(&self, vm: &str, file: Option<OwnedFd>, index: Option<OwnedFd>) -> File {
-        let (Some(file), Some(index)) = (file, index) else { return File::None };
-        let writes_per_day = self.begin.spill.map_or(Bytes(0), |spill| spill.writes_per_day);
-        let options = FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) };
-        match FileStore::open(file, index, options) {
-            Ok(store) => File::Open(Arc::new(store)),
-            Err(error) => {
-                let message =
-                    format!("the file store of VM {vm} is there and cannot be opened, its pages wait: {error}");
-                tracing::error!(vm, "{message}");
-                self.events.add(Some(vm.to_owned()), "spill-unavailable", message);
-                File::Away
-            }
-        }
+    /// What a VM's file store is opened with.
+    fn file_options(&self) -> FileOptions {
+        let writes_per_day = self.begin.spill.as_ref().map_or(Bytes(0), |spill| spill.writes_per_day);
+        FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) }
     }
 
     fn add_view(
@@ -564,6 +557,7 @@ impl Engine {
         };
         if let Some(served) = closed {
             let _listed = served.vm.state.list_thread();
+            served.file.cancel();
             served.vm.stop();
             served.jobs.close();
             // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and

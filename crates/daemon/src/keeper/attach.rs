@@ -22,6 +22,7 @@ use super::closer::SentFd;
 use super::engine_child::add_view;
 use super::fence;
 use super::lost::{Found, LONGEST_WAIT, Search};
+use super::making::Made;
 use super::regions::VmEntry;
 use crate::admit::{self, Admitted, Escrow};
 use crate::orders::Order;
@@ -35,20 +36,47 @@ impl Keeper {
         if client.view.is_some() {
             return Err("this process is attached already".into());
         }
+        if self.is_making(key) {
+            return Err("this process is being attached".into());
+        }
+        self.check_memory(client.uid, &attach.regions)?;
+        let admitted = admit::admit(attach, fds)?;
+        let has_file = admitted.resumed.as_ref().is_some_and(|files| files.file.is_some());
+        if self.config.spill.is_none() || has_file || self.known(attach, &admitted.ram).is_some() {
+            return self.attach_with(key, attach, admitted, None);
+        }
+        self.make_file_store(key, attach, admitted);
+        Ok(())
+    }
+
+    /// The VM that this process is, or becomes, a part of.
+    fn known(&self, attach: &Attach, ram: &[(SentFd, FileId)]) -> Option<usize> {
+        match attach.resume {
+            Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
+            None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
+        }
+    }
+
+    /// The rest of it: a VM that is new to this keeper gets this file store, or it is said why it has none.
+    pub(super) fn attach_with(
+        &mut self,
+        key: u64,
+        attach: &Attach,
+        admitted: Admitted,
+        file_store: Option<Made>,
+    ) -> Result<(), String> {
+        let client = self.clients.get(&key).ok_or("this client is gone")?;
         let (pid, uid) = (client.pid, client.uid);
+        // Others may have come while this one waited.
         self.check_memory(uid, &attach.regions)?;
-        let Admitted { uffds, control, ram, resumed } = admit::admit(attach, fds)?;
+        let Admitted { uffds, control, ram, resumed } = admitted;
         let files: Vec<FileId> = ram.iter().map(|(_, file)| *file).collect();
         let wait = self.must_wait(attach.resume, &files).or_else(|| self.must_wait_for_others(uid, attach.resume));
         if let Some(why) = wait {
             self.answer(key, &KeeperToClient::Later(why), &[]);
             return Ok(());
         }
-        let known = match attach.resume {
-            Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
-            None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
-        };
-        let (index, escrow) = match (known, resumed) {
+        let (index, escrow) = match (self.known(attach, &ram), resumed) {
             (Some(index), resumed) => {
                 self.check_joins(index, resumed.as_ref(), &ram)?;
                 (index, None)
@@ -62,7 +90,16 @@ impl Keeper {
                     Some(files) => self.resume(attach, files, uid)?,
                     None => self.create(attach, uid)?,
                 };
-                self.give_file_store(&mut entry, uid);
+                match file_store {
+                    Some(Ok(files)) => entry.file_store = entry.file_store.or(Some(files.map(Arc::new))),
+                    // It is served all the same.
+                    Some(Err(error)) => {
+                        let name = entry.state.name();
+                        let message = format!("VM {name} has no file store, its far pages stay in RAM: {error}");
+                        self.note(name, "spill-unavailable", message);
+                    }
+                    None => {}
+                }
                 // Before anybody serves it: without escrow it could not come back after this keeper's death.
                 let escrow = entry.escrow()?;
                 self.vms.push(entry);
@@ -154,16 +191,6 @@ impl Keeper {
             return Err(format!("a VM named {:?} is attached already", attach.name));
         }
         VmEntry::create(attach, uid, &self.closer)
-    }
-
-    /// A VM that has no file store gets one, where there is to be one; without it the VM is served all the same.
-    fn give_file_store(&mut self, entry: &mut VmEntry, uid: u32) {
-        let Some(spill) = self.config.spill.as_ref().filter(|_| entry.file_store.is_none()) else { return };
-        if let Err(error) = entry.make_file_store(spill, uid, &self.closer) {
-            let name = entry.state.name();
-            let message = format!("VM {name} has no file store, its far pages stay in RAM: {error}");
-            self.note(name, "spill-unavailable", message);
-        }
     }
 
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be

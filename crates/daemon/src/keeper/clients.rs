@@ -198,12 +198,17 @@ impl Keeper {
             Err(error) => return self.drop_client(key, &error.to_string()),
         };
         if let Err(reason) = refused {
-            if let Some(client) = self.clients.get_mut(&key) {
-                tracing::warn!(pid = client.pid, "refused: {reason}");
-                client.faults += 1;
-            }
-            self.answer(key, &KeeperToClient::Refused(reason), &[]);
+            self.refuse(key, reason);
         }
+    }
+
+    /// Tell a client that what it asked for is not to be had.
+    pub(super) fn refuse(&mut self, key: u64, reason: String) {
+        if let Some(client) = self.clients.get_mut(&key) {
+            tracing::warn!(pid = client.pid, "refused: {reason}");
+            client.faults += 1;
+        }
+        self.answer(key, &KeeperToClient::Refused(reason), &[]);
         if self.clients.get(&key).is_some_and(|client| client.faults > MOST_FAULTS) {
             self.drop_client(key, "sends nothing but nonsense, or takes no answers");
         }

@@ -8,20 +8,21 @@
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
 use ballast_sys::scm;
+use ballast_sys::spawn::{Child, Starter};
 use rustix::event::PollFlags;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Signal, pidfd_send_signal};
 
 use super::clients::ClientView;
 use super::closer::SentFd;
 use super::closing::Closing;
 use super::fence::{self, Left, Process};
+use super::making::Making;
 use super::regions::{Fenced, VmEntry};
 use super::{Keeper, SOON};
 use crate::engine::{monotonic_ns, stuck};
@@ -90,10 +91,9 @@ impl Pulse {
 
 /// An engine that runs.
 pub struct Engine {
-    child: Child,
+    /// Its pidfd is readable when it is dead.
+    pub child: Child,
     pub process: Process,
-    /// Readable when it is dead.
-    pub pidfd: OwnedFd,
     /// The other end is its standard input.
     pub socket: OwnedFd,
     pulse: Pulse,
@@ -167,7 +167,7 @@ impl Keeper {
             Beat::Dead(how) => {
                 // Not waited for here: its pidfd tells, or the next beat.
                 tracing::error!(pid = engine.process.pid, "the engine is alive but {how}: ending it");
-                let _ = pidfd_send_signal(&engine.pidfd, Signal::KILL);
+                let _ = pidfd_send_signal(engine.child.pidfd(), Signal::KILL);
                 engine.killed = Some(how);
             }
         }
@@ -177,7 +177,7 @@ impl Keeper {
     }
 
     fn start_engine(&mut self) -> anyhow::Result<()> {
-        let engine = spawn(&self.program)?;
+        let engine = spawn(&mut self.starter, &self.program)?;
         tracing::info!(pid = engine.process.pid, "engine started");
         self.engine = Some(engine);
         let begin = Begin {
@@ -190,6 +190,7 @@ impl Keeper {
             reader_gid: self.config.reader_gid,
             heat: self.config.heat,
             spill: self.config.spill.as_ref().map(|spill| Spilling {
+                dir: spill.dir.clone(),
                 budget: spill.budget(),
                 after_s: spill.after_s,
                 writes_per_day: spill.writes_per_day.unwrap_or_default(),
@@ -212,6 +213,9 @@ impl Keeper {
             self.hand_over(vm, since);
         }
         self.closing.iter_mut().for_each(Closing::take_back);
+        for order in self.making.iter().map(Making::order).collect::<Vec<_>>() {
+            self.order(&order, &[]);
+        }
         self.tend_fences();
         Ok(())
     }
@@ -329,6 +333,7 @@ impl Keeper {
         while let Some(engine) = &mut self.engine {
             let Ok(Some(received)) = scm::receive(&engine.socket) else { return };
             engine.pulse.silent = 0;
+            let closer = self.closer.clone();
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}
                 Ok(Report::Policy(setup)) => self.policy = setup,
@@ -340,6 +345,12 @@ impl Keeper {
                     Some(asked) => self.answered(&asked, result),
                     None => self.closed(seq),
                 },
+                Ok(Report::Made { seq, result }) => self.made(seq, move |uid| {
+                    let fds: Vec<_> = received.fds.into_iter().map(|fd| SentFd::new(fd, uid, closer.clone())).collect();
+                    let two =
+                        |fds: Vec<_>| fds.try_into().map_err(|_| "the engine did not send two descriptors".into());
+                    result.and_then(|()| two(fds))
+                }),
                 Err(error) => tracing::error!("The engine sent nonsense: {error}"),
             }
         }
@@ -347,7 +358,7 @@ impl Keeper {
 
     /// The engine is dead, but for threads that the kernel keeps.
     pub(super) fn bury_engine(&mut self) {
-        let Some(mut engine) = self.engine.take() else { return };
+        let Some(engine) = self.engine.take() else { return };
         let how = engine.killed.unwrap_or("died");
         let status = match engine.child.try_wait() {
             Ok(Some(status)) => status.to_string(),
@@ -363,42 +374,32 @@ impl Keeper {
     }
 }
 
-fn spawn(program: &std::path::Path) -> anyhow::Result<Engine> {
+fn spawn(starter: &mut Starter, program: &std::path::Path) -> anyhow::Result<Engine> {
     let (ours, theirs) = scm::pair().context("Making a socket")?;
     rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
-    let mut child = Command::new(program)
-        .arg("engine")
-        .stdin(Stdio::from(theirs))
-        .spawn()
+    let child = starter
+        .start(program, &["engine"], theirs.as_fd())
         .with_context(|| format!("Running {} engine", program.display()))?;
-    let known = || -> anyhow::Result<(Process, OwnedFd)> {
-        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).context("Opening the engine's pidfd")?;
-        let process = Process::find(child.id()).context("Reading the engine's start time")?;
-        Ok((process.context("The engine has no start time")?, pidfd))
-    };
-    match known() {
-        Ok((process, pidfd)) => {
-            let pulse = Pulse::new(Instant::now());
-            Ok(Engine {
-                child,
-                process,
-                pidfd,
-                socket: ours,
-                pulse,
-                orders: VecDeque::new(),
-                starved: false,
-                killed: None,
-                begun: Instant::now(),
-                told_to_serve: false,
-            })
-        }
+    let known = Process::find(child.id()).context("Reading the engine's start time");
+    let process = match known.and_then(|process| process.context("The engine has no start time")) {
+        Ok(process) => process,
         Err(error) => {
             // An engine that no later keeper could tell from others must not be given a VM.
-            let _ = child.kill();
-            let _ = child.wait();
-            Err(error)
+            let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
+            return Err(error);
         }
-    }
+    };
+    Ok(Engine {
+        child,
+        process,
+        socket: ours,
+        pulse: Pulse::new(Instant::now()),
+        orders: VecDeque::new(),
+        starved: false,
+        killed: None,
+        begun: Instant::now(),
+        told_to_serve: false,
+    })
 }
 
 /// The order that has a process served, and its descriptors.

@@ -6,10 +6,12 @@
 //! Promise: "nothing any more" is only ever what the kernel said. When it cannot be known, the VM waits and is looked at
 //! again: two engines that mend the same words at the same time would lose bytes.
 //!
-//! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on until
-//! it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a thread is in the
-//! way of its own VM only, and the VM's state file lists the threads that work for it (`ballast_pager::vm::threads`). A thread
-//! that is on its way out ("exiting") has done its last call for any VM. What it left with io_uring the file store waits for.
+//! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on
+//! until it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a
+//! thread is in the way of its own VM only, and the VM's state file lists the threads that work for it
+//! (`ballast_pager::vm::threads`). A thread that is on its way out ("exiting") has done its last call for any VM. One
+//! that sleeps over the file store's disk does no harm either: for what such calls and io_uring still do to the file,
+//! the next engine's store waits before it frees anything.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -66,10 +68,17 @@ fn field(stat: &str, number: usize) -> Option<u64> {
 
 /// Is the thread with this `stat` gone, or so far gone that it has left its last system call?
 fn is_over(path: &str) -> io::Result<bool> {
-    const EXITING: u64 = 4;
+    const EXITING: u64 = 0x4;
+    /// It goes from its last system call to its end, and will not return from the kernel.
+    const SIGNALED: u64 = 0x400;
     let Some(stat) = read_stat(path)? else { return Ok(true) };
     let is_dead = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));
-    Ok(is_dead || field(&stat, 6).is_some_and(|flags| flags & EXITING != 0))
+    Ok(is_dead || field(&stat, 6).is_some_and(|flags| flags & (EXITING | SIGNALED) != 0))
+}
+
+/// Does the thread with this `stat` sleep in a system call until that is over? Killed, it does nothing after that.
+fn sleeps(path: &str) -> io::Result<bool> {
+    Ok(read_stat(path)?.is_none_or(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D'))))
 }
 
 /// Kill this process, if it is still there. Returns what becomes readable when all of it is gone; `None` if it is.
@@ -125,7 +134,9 @@ pub fn end_for(state: &StateFile, ours: Option<Process>) -> io::Result<Left> {
     };
     let mut left = Vec::new();
     for thread in threads {
-        if !is_over(&format!("/proc/{}/task/{thread}/stat", process.pid))? {
+        let path = format!("/proc/{}/task/{thread}/stat", process.pid);
+        let is_harmless = is_over(&path)? || sleeps(&path)? && state.is_beside(thread);
+        if !is_harmless {
             left.push(thread);
         }
     }

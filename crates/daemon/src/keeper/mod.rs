@@ -12,12 +12,12 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_sys::memory_error;
+use ballast_sys::spawn::{Child, Starter};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::config::Config;
@@ -26,6 +26,7 @@ use clients::{Asked, Clients};
 pub use closer::{Closer, SentFd};
 use closing::Closing;
 use engine_child::{Engine, PING_EVERY};
+use making::Making;
 use regions::VmEntry;
 
 mod attach;
@@ -35,6 +36,7 @@ mod closing;
 mod engine_child;
 pub mod fence;
 mod lost;
+mod making;
 mod regions;
 
 /// How long to wait at most while something must be looked at without anybody saying when.
@@ -45,10 +47,13 @@ struct Keeper {
     /// The control loop's settings: the configuration's until an operator changed them.
     policy: ballast_policy::Setup,
     program: PathBuf,
+    starter: Starter,
     since_unix_s: u64,
     closer: Arc<Closer>,
     api: Arc<SentFd>,
     engine: Option<Engine>,
+    /// Attaches that wait for their stores.
+    making: Vec<Making>,
     /// Engines that died and have not been reaped: the kernel may keep threads of them.
     zombies: Vec<Child>,
     /// Readable when an engine of an earlier keeper, which was killed, is gone.
@@ -73,6 +78,8 @@ struct Keeper {
 
 /// Run until killed.
 pub fn run(config: Config) -> anyhow::Result<()> {
+    // Before anything else that an engine must not inherit.
+    let starter = Starter::new().context("Opening /dev/null")?;
     std::fs::create_dir_all(&config.runtime_dir)
         .with_context(|| format!("Making the directory {}", config.runtime_dir.display()))?;
     let _lock = lock(&config.runtime_dir.join("keeper.lock"))?;
@@ -82,18 +89,21 @@ pub fn run(config: Config) -> anyhow::Result<()> {
     let api = listen(&config.api_socket(), rustix::net::SocketType::STREAM, config.reader_gid)?;
     let program = std::env::current_exe().context("Finding this program's own file")?;
     tracing::info!(attach = %config.attach_socket().display(), api = %config.api_socket().display(), "ready");
-    Keeper::new(config, program, api).serve(&attach, &bell)
+    Keeper::new(config, program, starter, api).serve(&attach, &bell)
 }
 
-/// One keeper at a time: two would fight for the sockets. A child that a dead keeper had forked and that has not come to
-/// its `exec` still holds the dead one's lock, for milliseconds; so it is tried for a while.
+/// One keeper at a time: two would fight for the sockets. The lock is one that goes with the descriptor table, at once:
+/// a `flock` would stay until a dead keeper has closed all files, and what a client sent may never close. An engine that
+/// is just being started shares the table for a moment; so it is tried for a while.
 fn lock(path: &Path) -> anyhow::Result<std::fs::File> {
     let file = std::fs::File::create(path).with_context(|| format!("Opening {}", path.display()))?;
     let begun = Instant::now();
     loop {
-        match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        match rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(file),
-            Err(rustix::io::Errno::AGAIN) if begun.elapsed() < Duration::from_secs(1) => std::thread::sleep(SOON),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) if begun.elapsed() < Duration::from_secs(1) => {
+                std::thread::sleep(SOON)
+            }
             Err(error) => {
                 return Err(error).with_context(|| format!("Locking {}: is another ballastd running?", path.display()));
             }
@@ -132,16 +142,18 @@ fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyho
 }
 
 impl Keeper {
-    fn new(config: Config, program: PathBuf, api: OwnedFd) -> Self {
+    fn new(config: Config, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
         let closer = Closer::new();
         Self {
             since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             policy: config.policy.setup(),
             config,
             program,
+            starter,
             api: Arc::new(SentFd::new(api, 0, closer.clone())),
             closer,
             engine: None,
+            making: Vec::new(),
             zombies: Vec::new(),
             dying: Vec::new(),
             restarts: 0,
@@ -166,6 +178,7 @@ impl Keeper {
             self.tell_losses(bell);
             let is_searching = self.tend_vms();
             let fences = self.tend_fences();
+            self.tend_making();
             let pause = if self.engine.is_none() || is_searching { SOON } else { fences.unwrap_or(PING_EVERY) };
             self.turn(attach, pause)?;
         }
@@ -192,7 +205,7 @@ impl Keeper {
         let accepting = if self.accepts() { PollFlags::IN } else { PollFlags::empty() };
         let mut fds = vec![PollFd::new(attach, accepting)];
         if let Some(engine) = &self.engine {
-            fds.push(PollFd::new(&engine.pidfd, PollFlags::IN));
+            fds.push(PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN));
             fds.push(PollFd::new(&engine.socket, engine.interest()));
         }
         let first_client = fds.len();

@@ -10,15 +10,13 @@ use std::time::Instant;
 use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
 use ballast_pager::vm::state_file::{RegionRecord, StateFile};
-use ballast_store::{Budget, FileOptions, FileStore, RamOptions, RamStore};
-use ballast_sys::direct;
+use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::memfd::{self, FileId};
 
 use super::closer::{Closer, SentFd};
 use super::fence::Process;
 use super::lost::Search;
 use crate::admit;
-use crate::config::Spill;
 
 /// A VM.
 pub struct VmEntry {
@@ -26,7 +24,7 @@ pub struct VmEntry {
     pub state: StateFile,
     /// The same file, and the store's, for the engine.
     pub files: [Arc<SentFd>; 2],
-    /// The file of its file store, and its index, if it has one.
+    /// The file of its file store, as a place only, and its index, if it has one.
     pub file_store: Option<[Arc<SentFd>; 2]>,
     /// By region number; `None` for a region that was unplugged, or that nobody has brought back yet.
     pub ram: Vec<Option<(Arc<SentFd>, FileId)>>,
@@ -206,20 +204,10 @@ impl VmEntry {
         let [state, arena] = self.files.each_ref();
         let mut reopened = vec![memfd::reopen(state.as_fd(), false), memfd::reopen(arena.as_fd(), false)];
         if let Some([file, index]) = &self.file_store {
-            reopened.extend([direct::reopen(file.as_fd(), false), memfd::reopen(index.as_fd(), false)]);
+            // To open it might wait for its disk, and to close it then, too.
+            reopened.extend([file.as_fd().try_clone_to_owned(), memfd::reopen(index.as_fd(), false)]);
         }
         let all = reopened.into_iter().collect::<std::io::Result<_>>();
         all.map_err(|error| format!("Opening the state files read-only: {error}"))
-    }
-
-    /// Give it a file store, empty.
-    pub fn make_file_store(&mut self, spill: &Spill, uid: u32, closer: &Arc<Closer>) -> Result<(), String> {
-        // The engine opens the store again, with the budget that counts.
-        let options =
-            FileOptions { max_bytes: spill.budget(), ..FileOptions::new(Budget::new(ballast_base::Bytes(0))) };
-        let (_, file, index) = FileStore::create(&spill.dir, options).map_err(|error| error.to_string())?;
-        rustix::fs::fchmod(&index, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
-        self.file_store = Some([file, index].map(|fd| Arc::new(SentFd::new(fd, uid, closer.clone()))));
-        Ok(())
     }
 }

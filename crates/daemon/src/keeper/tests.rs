@@ -19,7 +19,8 @@ fn keeper() -> (Keeper, tempfile::TempDir) {
     std::fs::write(&program, "#!/bin/sh\nexec sleep 1000\n").expect("write a script");
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("make it a program");
     let (api, _) = ballast_sys::scm::pair().expect("socket pair");
-    (Keeper::new(Config::default(), program, api), dir)
+    let starter = ballast_sys::spawn::Starter::new().expect("a starter");
+    (Keeper::new(Config::default(), program, starter, api), dir)
 }
 
 fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
@@ -110,7 +111,7 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
     }
     assert_ne!(second.vms[0].state.engine(), Some((late.pid, late.start)), "it has another engine");
     // It was killed, though no thread of it worked for the VM yet.
-    poll(&mut [PollFd::new(&engine.pidfd, PollFlags::IN)], None).expect("poll");
+    poll(&mut [PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN)], None).expect("poll");
     first.bury_engine();
     end_engine(&mut second);
 }
@@ -138,7 +139,8 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
         file.write_all_at(&ours.stamp().to_word().to_le_bytes(), STAMP).expect("write");
     }
     let engine = first.engine.as_ref().expect("an engine");
-    let lives = poll(&mut [PollFd::new(&engine.pidfd, PollFlags::IN)], Some(&Timespec::default())).expect("poll");
+    let lives = poll(&mut [PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN)], Some(&Timespec::default()))
+        .expect("poll");
     assert_eq!(lives, 0, "the engine that serves it was ended");
     end_engine(&mut first);
 }

@@ -130,15 +130,17 @@ impl<M: Mapped> Mapped for TimedMemory<'_, M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tier::stores::AwayStore;
+    use crate::tier::stores::LateStore;
     use crate::vm::state_file::StateFile;
     use ballast_base::wire::VmId;
+
+    static AWAY: LateStore = LateStore::new();
 
     struct Anywhere;
 
     impl StoreOf for Anywhere {
         fn store_of(&self, _: Word) -> Option<&dyn Store> {
-            Some(&AwayStore)
+            Some(&AWAY)
         }
     }
 

@@ -116,7 +116,7 @@ impl SpillWorker {
         if vm.is_stopping() {
             return Next::Done;
         }
-        blocking(|| self.file.tidy());
+        blocking(|| vm.state.beside(|| self.file.tidy()));
         let Some(after) = self.after else { return Next::about(now, TICK) };
         let wanted = vm.mail.spill.take();
         if let Err(error) = self.round(wanted, after, now) {
@@ -269,7 +269,9 @@ impl SpillWorker {
         let vm = self.vm.clone();
         let first = PageIdx(self.run.first);
         let mut outcomes = Vec::with_capacity(words.len());
-        blocking(|| self.file.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes));
+        // It may punch what was emptied, too.
+        let mut put = || self.file.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
+        blocking(|| vm.state.beside(&mut put));
         let (mut moved, mut refused) = (0, None);
         for (((page, from), bytes), outcome) in (first.0..).zip(words).zip(&self.run.bytes).zip(outcomes) {
             match outcome {

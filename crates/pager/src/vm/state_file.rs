@@ -473,6 +473,17 @@ impl StateFile {
         self.thread_list().fence(pid, start_time)
     }
 
+    /// Do something that waits for the disk of the VM's file store and for nothing else of the VM. A killed engine's
+    /// thread that sleeps over it is in nobody's way: the next engine's store waits for the disk itself.
+    pub fn beside<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.thread_list().beside(self.own_tag(), work)
+    }
+
+    /// Does this thread do so?
+    pub fn is_beside(&self, thread: u32) -> bool {
+        self.thread_list().is_beside(thread)
+    }
+
     /// The threads that work for the VM now.
     pub fn threads(&self) -> Vec<u32> {
         self.thread_list().threads()

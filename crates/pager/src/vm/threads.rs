@@ -15,6 +15,8 @@ const OF: usize = 0;
 const FENCED: usize = 1;
 const OVERFLOWN: usize = 2;
 const FIRST: usize = 3;
+/// Beside a thread id: see [`StateFile::beside`].
+const BESIDE: u64 = 1 << 32;
 
 /// A thread in the list, until this is dropped.
 #[derive(Debug)]
@@ -33,6 +35,13 @@ impl Drop for Listed<'_> {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fenced;
 
+/// For the moment until this process ends.
+fn park() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
 fn this_thread() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get() as u32
 }
@@ -49,11 +58,7 @@ pub(crate) struct ThreadList<'a>(pub &'a [AtomicU64]);
 impl<'a> ThreadList<'a> {
     /// Add the calling thread. An engine that a keeper has killed gets no further than this.
     pub fn add_this(self, own_tag: u64) -> Listed<'a> {
-        self.add(this_thread(), own_tag).unwrap_or_else(|Fenced| {
-            loop {
-                std::thread::park();
-            }
-        })
+        self.add(this_thread(), own_tag).unwrap_or_else(|Fenced| park())
     }
 
     /// Take the calling thread out, whose guard is lost.
@@ -76,8 +81,38 @@ impl<'a> ThreadList<'a> {
         }
         // The keeper writes there, then reads the list; we the other way round. One of the two sees the other.
         fence(Ordering::SeqCst);
-        let fenced = words[FENCED].load(Ordering::SeqCst);
-        if fenced != 0 && fenced == own_tag { Err(Fenced) } else { Ok(Listed(slot)) }
+        if self.is_fenced(own_tag) { Err(Fenced) } else { Ok(Listed(slot)) }
+    }
+
+    /// Has a keeper killed the engine with this tag?
+    fn is_fenced(self, own_tag: u64) -> bool {
+        let fenced = self.0[FENCED].load(Ordering::SeqCst);
+        fenced != 0 && fenced == own_tag
+    }
+
+    /// See [`StateFile::beside`](crate::vm::state_file::StateFile::beside).
+    pub fn beside<T>(self, own_tag: u64, work: impl FnOnce() -> T) -> T {
+        let me = u64::from(this_thread());
+        let swap = |from, to| {
+            for slot in &self.0[FIRST..] {
+                let _ = slot.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed);
+            }
+        };
+        swap(me, me | BESIDE);
+        let done = work();
+        swap(me | BESIDE, me);
+        fence(Ordering::SeqCst);
+        if self.is_fenced(own_tag) {
+            park();
+        }
+        done
+    }
+
+    /// Is every entry of this thread marked so?
+    pub fn is_beside(self, thread: u32) -> bool {
+        let slots = self.0[FIRST..].iter().map(|slot| slot.load(Ordering::SeqCst));
+        let mut its = slots.filter(|slot| *slot as u32 == thread).peekable();
+        its.peek().is_some() && its.all(|slot| slot & BESIDE != 0)
     }
 
     /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
@@ -138,6 +173,19 @@ mod tests {
         drop(other);
         assert_eq!(state.fence_threads(10, 99), Some(vec![]));
         assert_eq!(state.threads(), []);
+    }
+
+    #[test]
+    fn a_thread_that_waits_for_the_disk_of_the_file_store_says_so_while_it_does() {
+        let state = state();
+        let me = this_thread();
+        assert!(!state.is_beside(me));
+        let listed = state.list_thread();
+        assert!(!state.is_beside(me));
+        state.beside(|| assert!(state.is_beside(me) && state.threads() == [me]));
+        assert!(!state.is_beside(me));
+        drop(listed);
+        state.beside(|| assert!(!state.is_beside(me), "it does not work for the VM at all"));
     }
 
     #[test]

@@ -10,11 +10,11 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ballast_base::PAGE_SIZE;
+use ballast_sys::direct::DirectFile;
 use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use crate::PageBytes;
@@ -94,7 +94,7 @@ impl DiskFaults {
 /// The file's data side.
 #[derive(Debug)]
 pub(crate) struct Disk {
-    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) file: Arc<DirectFile>,
     pub(crate) faults: Option<Arc<DiskFaults>>,
 }
 

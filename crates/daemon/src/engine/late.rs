@@ -1,0 +1,125 @@
+//! Late: opens a VM's file store on a thread of its own, because its disk may not answer.
+//!
+//! Before: the VM is being opened. After: its file store is there; or the VM is served without it, and what is in the
+//! file waits until the disk answers.
+//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for it, [`PATIENCE`] at most.
+//! Promise: nobody uses the store before it has waited for what a dead engine left under way, and was swept; and it
+//! is not swept any more when the VM is closed, and may be opened again by somebody else.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_pager::tier::stores::LateStore;
+use ballast_pager::vm::state_file::StateFile;
+use ballast_pager::vm::{Report, Vm};
+use ballast_store::{FileOptions, FileStore, Handle};
+
+/// How long a VM waits for its disk. One that works takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A file store that is being opened.
+#[derive(Debug)]
+pub struct LateFile {
+    /// What the words name in it, sent when that is known.
+    live: Sender<Option<Vec<Handle>>>,
+    over: Receiver<()>,
+}
+
+/// The file store of a VM, as far as it is open.
+#[derive(Clone, Debug, Default)]
+pub struct File(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    closed: Mutex<bool>,
+    opened: OnceLock<Arc<FileStore>>,
+}
+
+impl File {
+    /// The store itself, once it is there.
+    pub fn opened(&self) -> Option<&Arc<FileStore>> {
+        self.0.opened.get()
+    }
+
+    /// The VM is closed: its store is not swept, and nothing comes of its opening any more.
+    pub fn cancel(&self) {
+        *self.0.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
+    }
+}
+
+impl LateFile {
+    /// Begin to open it for the VM of this state file, of these descriptors; it arrives in `store`. The thread holds
+    /// nothing else of the VM, whose memory must not wait for the disk when it ends.
+    pub fn begin(
+        state: StateFile,
+        report: Report,
+        store: Arc<LateStore>,
+        [file, index]: [OwnedFd; 2],
+        options: FileOptions,
+        shared: &File,
+    ) -> io::Result<Self> {
+        let (live, its_live) = mpsc::channel();
+        let (end, over) = mpsc::channel::<()>();
+        let shared = shared.0.clone();
+        let body = move || {
+            let _listed = state.list_thread();
+            let say = |kind: &str, what: String| report(kind, format!("the file store of VM {}: {what}", state.name()));
+            let opened = state.beside(|| open(&store, [file, index], options, &its_live, &shared, &say));
+            if let Err(error) = opened {
+                say("spill-unavailable", format!("it is there and cannot be opened, its pages wait: {error}"));
+            }
+            // Whoever waits for it sees the end of the channel.
+            drop(end);
+        };
+        std::thread::Builder::new().name("file".into()).spawn(body)?;
+        Ok(Self { live, over })
+    }
+
+    /// These are the objects that the words name; `None` if no engine has had the VM before. Waits until the store is
+    /// there, or can not be had, or the disk does not answer.
+    pub fn finish(self, vm: &Vm, live: Option<Vec<Handle>>) {
+        let Self { live: tell, over } = self;
+        let _ = tell.send(live);
+        if over.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            let name = vm.state.name();
+            let text = format!("the file store of VM {name}: its disk does not answer, its pages wait");
+            vm.report("spill-unavailable", text);
+        }
+    }
+}
+
+fn open(
+    store: &LateStore,
+    [file, index]: [OwnedFd; 2],
+    options: FileOptions,
+    live: &Receiver<Option<Vec<Handle>>>,
+    shared: &Shared,
+    say: &dyn Fn(&str, String),
+) -> io::Result<()> {
+    let begun = Instant::now();
+    let opened = FileStore::open(file, index, options)?;
+    let live = live.recv().unwrap_or_default();
+    let waited = if live.is_some() { opened.wait_for_writes() } else { Ok(()) };
+    let closed = shared.closed.lock().unwrap_or_else(PoisonError::into_inner);
+    if *closed {
+        return Ok(());
+    }
+    match (waited, live) {
+        (Ok(()), Some(live)) => drop(opened.sweep(live.into_iter())),
+        (Ok(()), None) => {}
+        // It works; what the dead engine left in it takes room until the next one tries again.
+        (Err(error), _) => {
+            say("spill-unswept", format!("freeing what the last engine left in it: {error}"));
+        }
+    }
+    let opened = Arc::new(opened);
+    let _ = shared.opened.set(opened.clone());
+    store.arrive(opened);
+    if begun.elapsed() > PATIENCE {
+        say("spill-back", format!("its disk answers again, after {} s", begun.elapsed().as_secs()));
+    }
+    Ok(())
+}

@@ -1,0 +1,86 @@
+//! Make: the file store of a VM, made beside everything else because its disk may not answer; and here, so that nothing
+//! of the keeper's can ever wait for that disk.
+//!
+//! Before: a process attaches as a VM that is to have a file store and has none. After: the keeper has the descriptors
+//! of one, and whoever holds those can have the store opened.
+//! Threads: two for each store that is made; the one that asks the disk ends when that answers.
+//! Promise: a disk that hangs costs those who attach [`PATIENCE`], once: while a store is overdue no other is begun.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context;
+use ballast_base::{Bytes, wire};
+use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_sys::scm;
+use rustix::fs::Mode;
+
+use super::Engine;
+use crate::orders::{Report, Spilling};
+
+/// How long an attach waits for the disk. One that works takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The place of a file store's file, and its index.
+type Made = Result<[OwnedFd; 2], String>;
+
+/// File stores whose disk has not answered in time.
+#[derive(Debug, Default)]
+pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
+
+impl Overdue {
+    /// Is there one still?
+    fn is_any(&self) -> bool {
+        let mut overdue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        overdue.retain(|made| matches!(made.try_recv(), Err(TryRecvError::Empty)));
+        !overdue.is_empty()
+    }
+}
+
+impl Engine {
+    /// Make a file store and report it.
+    pub(super) fn make_file_store(self: &Arc<Self>, seq: u64) -> anyhow::Result<()> {
+        let engine = self.clone();
+        let body = move || {
+            let no_spill = || Err("this engine was started without [spill]".into());
+            let made = engine.begin.spill.as_ref().map_or_else(no_spill, |spill| engine.make_file(spill));
+            let report = Report::Made { seq, result: made.as_ref().map(|_| ()).map_err(String::clone) };
+            let fds: Vec<_> = made.iter().flatten().map(AsFd::as_fd).collect();
+            if let Err(error) = scm::send(&*engine.keeper, &wire::encode(&report), &fds) {
+                tracing::error!("Reporting to the keeper: {error}");
+            }
+        };
+        std::thread::Builder::new().name("stores".into()).spawn(body).context("Starting a thread")?;
+        Ok(())
+    }
+
+    fn make_file(&self, spill: &Spilling) -> Made {
+        if self.overdue.is_any() {
+            return Err(format!("the disk of {} has not answered for a while", spill.dir.display()));
+        }
+        let (says, made) = mpsc::channel();
+        let (dir, max_bytes) = (spill.dir.clone(), spill.budget);
+        let body = move || drop(says.send(make(&dir, max_bytes)));
+        std::thread::Builder::new().name("make".into()).spawn(body).map_err(|error| format!("no thread: {error}"))?;
+        match made.recv_timeout(PATIENCE) {
+            Ok(made) => made,
+            Err(RecvTimeoutError::Timeout) => {
+                self.overdue.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
+                Err(format!("its disk did not answer within {PATIENCE:?}"))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err("a thread ended".into()),
+        }
+    }
+}
+
+fn make(dir: &Path, max_bytes: Bytes) -> Made {
+    // It is opened again, with the budget that counts.
+    let options = FileOptions { max_bytes, ..FileOptions::new(Budget::new(Bytes(0))) };
+    let (_, file, index) = FileStore::create(dir, options).map_err(|error| error.to_string())?;
+    // Only its owner may open it for writing: clients keep a descriptor of it.
+    rustix::fs::fchmod(&index, Mode::RUSR | Mode::WUSR).map_err(|error| error.to_string())?;
+    Ok([file, index])
+}

@@ -1,0 +1,81 @@
+//! Making: attaches that wait for a file store, which the engine makes.
+//!
+//! Before: a process attaches as a VM that is to have a file store and has none. After: it is attached; its VM has one,
+//! or it is said why not.
+//! Threads: the keeper's one. Promise: an engine that dies over it has a successor that makes the store; no attach
+//! waits longer than [`PATIENCE`].
+
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::Attach;
+
+use super::Keeper;
+use super::closer::SentFd;
+use crate::admit::Admitted;
+use crate::orders::Order;
+
+/// How long an attach waits for an engine. One that works takes milliseconds, and two seconds more if the disk hangs.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// An attach that waits.
+pub struct Making {
+    seq: u64,
+    client: u64,
+    attach: Attach,
+    admitted: Admitted,
+    since: Instant,
+}
+
+/// The place of a file store's file, and its index; or why there is none.
+pub type Made = Result<[SentFd; 2], String>;
+
+impl Making {
+    /// The order to make what this one waits for.
+    pub fn order(&self) -> Order {
+        Order::MakeFileStore { seq: self.seq }
+    }
+}
+
+impl Keeper {
+    /// Is this client's attach waiting?
+    pub(super) fn is_making(&self, client: u64) -> bool {
+        self.making.iter().any(|making| making.client == client)
+    }
+
+    /// Have a file store made for this attach.
+    pub(super) fn make_file_store(&mut self, client: u64, attach: &Attach, admitted: Admitted) {
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let making = Making { seq, client, attach: attach.clone(), admitted, since: Instant::now() };
+        self.order(&making.order(), &[]);
+        self.making.push(making);
+    }
+
+    /// The engine made one, or could not: go on with the attach.
+    pub(super) fn made(&mut self, seq: u64, made: impl FnOnce(u32) -> Made) {
+        let waiting = self.making.iter().position(|making| making.seq == seq);
+        let waiting = waiting.map(|at| self.making.remove(at));
+        let uid = waiting.as_ref().and_then(|making| self.clients.get(&making.client)).map(|client| client.uid);
+        let made = made(uid.unwrap_or(0));
+        if let (Some(making), Some(_)) = (waiting, uid) {
+            self.go_on(making, made);
+        }
+    }
+
+    /// Go on with attaches that have waited for long.
+    pub(super) fn tend_making(&mut self) {
+        while let Some(at) = self.making.iter().position(|making| making.since.elapsed() > PATIENCE) {
+            let making = self.making.remove(at);
+            self.go_on(making, Err(format!("the engine made none within {PATIENCE:?}")));
+        }
+    }
+
+    /// Its client may be gone by now.
+    fn go_on(&mut self, Making { client, attach, admitted, .. }: Making, made: Made) {
+        if self.clients.contains_key(&client)
+            && let Err(reason) = self.attach_with(client, &attach, admitted, Some(made))
+        {
+            self.refuse(client, reason);
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! A disk that does not answer, under the file stores: what is on it waits, and nothing else does, whoever comes or
+//! dies meanwhile. When it answers again, every byte is right. Real processes; the disk is a real FUSE server. Needs
+//! root.
+
+mod common;
+
+use std::path::Path;
+
+use ballast_api::VmStatus;
+use ballast_testvm::fuse::Fuse;
+
+use common::guest::Guest;
+use common::{Daemon, missing, until};
+
+/// More is far than the store in RAM holds.
+const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+
+/// A disk that can hang, where this kernel lets FUSE make files without a name (Linux 6.2).
+fn disk() -> Option<Fuse> {
+    let made = |fuse: &Fuse| ballast_sys::direct::create_unnamed(&fuse.dir(), ballast_base::Bytes(1 << 20));
+    let served = Fuse::serve().and_then(|fuse| made(&fuse).map(|_| fuse));
+    let refused = served.as_ref().err().map(|error| format!("no disk by FUSE: {error}"));
+    if missing("fuse", refused) { None } else { served.ok() }
+}
+
+fn spilling(dir: &Path) -> String {
+    let dir = dir.display();
+    format!("quarantine_ms = 5\nstore_budget = \"8M\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n")
+}
+
+/// The disk answers again when this is dropped: else nothing of a test that fails could be ended.
+struct Hangs<'a>(&'a Fuse);
+
+impl<'a> Hangs<'a> {
+    fn now(fuse: &'a Fuse) -> Self {
+        fuse.hold();
+        Self(fuse)
+    }
+}
+
+impl Drop for Hangs<'_> {
+    fn drop(&mut self) {
+        self.0.release();
+    }
+}
+
+/// Pages go to the file and come back from it.
+fn spilled(daemon: &Daemon, name: &str) {
+    let mut first = None;
+    until("pages go to the file and come back", || {
+        let Ok(vm) = daemon.api.vm(name) else { return false };
+        let now = (vm.reclaim.spilled_pages, vm.faults.file);
+        let then = *first.get_or_insert(now);
+        now.0 > then.0 && now.1 > then.1
+    });
+}
+
+fn is_served(daemon: &Daemon, name: &str) -> bool {
+    daemon.api.vm(name).is_ok_and(|vm| vm.status != VmStatus::Recovering)
+}
+
+fn is_said(daemon: &Daemon, kind: &str, vm: &str) -> bool {
+    let events = daemon.api.events().unwrap_or_default();
+    events.iter().any(|event| event.kind == kind && event.vm.as_deref() == Some(vm))
+}
+
+#[test]
+fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_what_is_in_ram() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    spilled(&daemon, "victim");
+    let hangs = Hangs::now(&fuse);
+    for _ in 0..3 {
+        let old = daemon.engine_pid().expect("an engine");
+        common::kill(old);
+        daemon.wait_for_engine_after(old);
+        until("it is served", || is_served(&daemon, "victim"));
+        until("it is said that its disk does not answer", || is_said(&daemon, "spill-unavailable", "victim"));
+        assert!(daemon.api.metrics().expect("metrics").contains("victim"));
+    }
+    drop(hangs);
+    until("it is said that its disk answers", || is_said(&daemon, "spill-back", "victim"));
+    spilled(&daemon, "victim");
+    guest.finish();
+}
+
+#[test]
+fn keeper_and_engine_die_while_the_disk_hangs() {
+    let Some(fuse) = disk() else { return };
+    let mut daemon = Daemon::start(&spilling(&fuse.dir()));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    spilled(&daemon, "victim");
+    let hangs = Hangs::now(&fuse);
+    for both in [true, false] {
+        let engine = daemon.engine_pid().expect("an engine");
+        daemon.kill_keeper();
+        if both {
+            common::kill(engine);
+        }
+        daemon.restart_keeper();
+        daemon.wait_for_engine_after(engine);
+        until("it is served", || is_served(&daemon, "victim"));
+    }
+    drop(hangs);
+    spilled(&daemon, "victim");
+    guest.finish();
+}
+
+#[test]
+fn vms_that_come_while_the_disk_hangs_have_no_file_store_and_wait_for_nobody() {
+    let Some(fuse) = disk() else { return };
+    let daemon = Daemon::start(&spilling(&fuse.dir()));
+    let hangs = Hangs::now(&fuse);
+    let guests = ["one", "two", "three"].map(|name| {
+        let guest = Guest::start(&daemon, name, "--workload uniform --ram 16M --limit 8M");
+        until("it is said that it has no file store", || is_said(&daemon, "spill-unavailable", name));
+        guest
+    });
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+    drop(hangs);
+    until("the disk is used again", || {
+        Guest::start(&daemon, "late", "--workload uniform --ram 8M").finish();
+        until("it is forgotten", || daemon.api.vm("late").is_err());
+        let events = daemon.api.events().expect("events");
+        let of_late = |kind: &str| {
+            let of = |event: &ballast_api::Event| event.kind == kind && event.vm.as_deref() == Some("late");
+            events.iter().filter(|event| of(event)).count()
+        };
+        of_late("gone") > of_late("spill-unavailable")
+    });
+}
