@@ -103,6 +103,7 @@ struct Inner {
     idle: usize,
     /// One of them waits until then, for the next timer.
     timed: Option<Instant>,
+    has_watchdog: bool,
     /// The watchdog is awake.
     is_watched: bool,
     /// Runs so far.
@@ -272,9 +273,10 @@ impl Pool {
 
     /// Start threads until as many as there should be are not blocked.
     fn start_missing(&self, inner: &mut Inner) -> io::Result<()> {
-        if inner.threads.is_empty() {
+        if !inner.has_watchdog {
             let pool = self.clone();
             std::thread::Builder::new().name("watchdog".into()).spawn(move || pool.watch())?;
+            inner.has_watchdog = true;
         }
         while inner.unblocked() < self.0.base {
             let pool = self.clone();
@@ -300,10 +302,10 @@ impl Pool {
                     name = IDLE.into();
                     set_name(IDLE);
                 }
-                let is_spare = inner.unblocked() > self.0.base;
-                let (guard, stays) = self.rest(inner, now, is_spare);
+                let (guard, timed_out) = self.rest(inner, now);
                 inner = guard;
-                if stays {
+                // Not what it was before: other spares may have ended meanwhile.
+                if !timed_out || inner.unblocked() <= self.0.base {
                     continue;
                 }
                 inner.threads.remove(&me);
@@ -347,20 +349,15 @@ impl Pool {
         }
     }
 
-    /// Wait for work. Returns whether this thread is needed any more.
-    fn rest<'a>(
-        &'a self,
-        mut inner: MutexGuard<'a, Inner>,
-        now: Instant,
-        is_spare: bool,
-    ) -> (MutexGuard<'a, Inner>, bool) {
+    /// Wait for work. Returns whether there was none for as long as a spare waits.
+    fn rest<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, now: Instant) -> (MutexGuard<'a, Inner>, bool) {
         inner.idle += 1;
         // One thread wakes for a timer, not all.
         let timed = inner.timed;
         let due = inner.queue.next_due().filter(|due| timed.is_none_or(|timed| *due < timed));
         inner.timed = due.or(timed);
-        let most = is_spare.then_some(LINGER);
-        let pause = due.map(|due| due.saturating_duration_since(now)).into_iter().chain(most).min();
+        let lingers = (inner.unblocked() > self.0.base).then_some(LINGER);
+        let pause = due.map(|due| due.saturating_duration_since(now)).into_iter().chain(lingers).min();
         let timed_out;
         (inner, timed_out) = match pause {
             Some(pause) => {
@@ -373,8 +370,8 @@ impl Pool {
         if due.is_some() && inner.timed == due {
             inner.timed = None;
         }
-        let stays = !(is_spare && timed_out && due.is_none() && !inner.queue.is_ready());
-        (inner, stays)
+        let is_over = timed_out && due.is_none() && !inner.queue.is_ready();
+        (inner, is_over)
     }
 
     /// Look for threads that wait in the kernel, and for timers that nobody waits for.
