@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PageIdx};
 use ballast_store::PageBytes;
+use ballast_sys::Uffd;
 use ballast_sys::uffd::FaultKind;
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -24,6 +25,7 @@ use super::readahead::{self, Readahead};
 use super::resolve::{resolve, settle, target};
 use super::stages::Sampler;
 use super::stall::PendingFault;
+use super::throttle::{MOST_WAIT, Waiter};
 use crate::scan::touch::{self, Touch, touched};
 use crate::vm::Vm;
 use crate::vm::region::Region;
@@ -56,6 +58,8 @@ pub fn run(vm: &Vm, view: &Arc<View>, shard: usize) {
         readahead: Readahead::default(),
         buffer: Box::new([[0; PAGE_SIZE]; _]),
         reported: None,
+        waiter: vm.mail.throttle.waiter().inspect_err(|error| tracing::warn!("Making an eventfd: {error}")).ok(),
+        short_of: 0,
     };
     let mut follow = Follow::new(view.pid);
     let mut forgotten = Forgotten::new(Instant::now());
@@ -82,7 +86,9 @@ pub fn run(vm: &Vm, view: &Arc<View>, shard: usize) {
         let served = worker.serve_round();
         let may_nap =
             |pending: &PendingFault| pending.throttled || now.saturating_duration_since(pending.since) > EAGER;
-        if !served && worker.pending.iter().all(may_nap) {
+        if !served && worker.pending.iter().all(|pending| pending.throttled) {
+            worker.wait_for_credits(uffd, now);
+        } else if !served && worker.pending.iter().all(may_nap) {
             sleep_until_readable(uffd, RETRY);
         } else if !served {
             std::thread::yield_now();
@@ -114,9 +120,30 @@ struct FaultWorker<'a> {
     buffer: Box<[PageBytes; readahead::MOST as usize]>,
     /// When a long wait was reported last.
     reported: Option<Instant>,
+    /// Where credits are told of, and the least that the faults in hand need.
+    waiter: Option<Arc<Waiter>>,
+    short_of: u64,
 }
 
 impl FaultWorker<'_> {
+    /// Every fault in hand waits for credits: sleep until there are some, or another fault, or one has waited for long
+    /// enough.
+    fn wait_for_credits(&self, uffd: &Uffd, now: Instant) {
+        let Some(waiter) = &self.waiter else {
+            sleep_until_readable(uffd, RETRY);
+            return;
+        };
+        let oldest = self.pending.iter().map(|pending| pending.since).min().unwrap_or(now);
+        let left = (oldest + MOST_WAIT).saturating_duration_since(Instant::now());
+        if self.vm.mail.throttle.begin_wait(waiter, self.short_of) && !left.is_zero() {
+            let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: left.as_nanos() as _ };
+            let credits = waiter.fd();
+            let mut fds = [PollFd::new(uffd, PollFlags::IN), PollFd::new(&credits, PollFlags::IN)];
+            let _ = poll(&mut fds, Some(&timeout));
+        }
+        waiter.ends();
+    }
+
     fn update_stall(&self) {
         self.view.stall.update(self.vm.stats(), |waiters| {
             waiters.here[self.shard] = self.pending.len();
@@ -145,6 +172,7 @@ impl FaultWorker<'_> {
     /// Try every pending fault once; keeps those that must wait on. Returns whether any was served.
     fn serve_round(&mut self) -> bool {
         let before = self.pending.len();
+        self.short_of = u64::MAX;
         let mut still = std::mem::take(&mut self.pending);
         still.retain_mut(|pending| !self.serve_one(pending));
         let served = still.len() < before;
@@ -171,6 +199,7 @@ impl FaultWorker<'_> {
         let granule = region.granule(page);
         let is_missing = pending.fault.kind == FaultKind::Missing;
         if is_missing && !vm.mail.throttle.admits(granule.pages(), || pending.since.elapsed()) {
+            self.short_of = self.short_of.min(granule.pages());
             if !std::mem::replace(&mut pending.throttled, true) {
                 vm.notify_reclaim();
             }

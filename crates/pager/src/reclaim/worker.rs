@@ -38,6 +38,7 @@ use ballast_sys::PinCheck;
 use crate::reclaim::interval;
 use crate::reclaim::pinned::Asked;
 use crate::reclaim::refault::{Guess, RefaultHistory};
+use crate::run::pool::go_first;
 use crate::run::queue::Next;
 use crate::vm::Vm;
 use crate::vm::region::Region;
@@ -287,6 +288,7 @@ impl ReclaimWorker {
         // A fault that waits for credits is as urgent.
         let is_short = vm.mail.throttle.was_short();
         let over_limit = resident > limit.0 || is_short;
+        go_first(is_short);
         if is_short {
             // More in quarantine at a time, which still tells hot pages from cold ones; if that is not enough, a
             // shorter T.

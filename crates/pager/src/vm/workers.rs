@@ -14,19 +14,13 @@ use super::client::{Client, DiscardWorker};
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::listener::Listener;
-use crate::run::pool::Bell;
+use crate::run::pool::{Bell, DEMAND_NICE};
 use crate::run::queue::Next;
 use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
 use crate::tier::spill::SpillWorker;
 use crate::vm::view::View;
-
-/// Nice value of fault workers. A guest thread waits for one, and it runs for microseconds: it goes before all that
-/// computes. No worker is made nicer than default: each holds page locks now and then that a fault may want. Not -20:
-/// the kernel spreads threads over CPUs by their weights, takes a worker that runs a tenth of the time at -20 for nine
-/// guests, and leaves its CPU to it and one of them. At -8 it is half of one.
-const DEMAND_NICE: i32 = -8;
 
 /// Whose faults a worker serves.
 #[derive(Clone, Copy)]
