@@ -420,6 +420,7 @@ impl Engine {
         std::mem::forget(state.list_thread());
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
+        anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: nobody held it");
         let epoch = state.take_over(pid, start).context("Taking the state file over")?;
         let options = RamOptions {
             codec: match self.begin.compression {
@@ -565,7 +566,7 @@ impl Engine {
             served.vm.stores.ram.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
-            self.write_back(&served, closing);
+            self.leave(&served, closing);
         }
     }
 }

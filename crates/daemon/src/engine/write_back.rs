@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ballast_base::Bytes;
 use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PageCount};
 use ballast_pager::vm::region::Region;
 
 use super::Engine;
@@ -57,16 +57,49 @@ impl Engine {
         }
     }
 
-    /// Write back what is far of a VM that is closed, if anybody can reach it and the VM is not opened again.
-    pub(super) fn write_back(&self, served: &Served, closing: &Closing) {
-        let (vm, name) = (&served.vm, served.vm.state.name());
+    /// Leave nothing in memory of a VM that is closed, unless it is opened again: what is far is written back if anybody can
+    /// reach it, and is dropped. Its processes may have kept its files, whose memory nobody's budget counts any more.
+    pub(super) fn leave(&self, served: &Served, closing: &Closing) {
+        let vm = &served.vm;
         let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
-        let far = vm.far_in(&regions).unwrap_or_default();
-        if far.0 == 0 {
-            return;
+        let reachable = match vm.far_in(&regions) {
+            Ok(far) if far.0 == 0 => Some(regions.clone()),
+            far => self.write_back(served, closing, &regions, far.unwrap_or_default()),
+        };
+        let Some(reachable) = reachable.filter(|_| !closing.load(Ordering::Acquire)) else { return };
+        let is_lost = |region: &Arc<Region>| reachable.iter().all(|other| other.number != region.number);
+        let (lost, kept): (Vec<_>, Vec<_>) = regions.into_iter().partition(is_lost);
+        let forgotten = vm.give_up(&lost).and_then(|()| kept.iter().try_for_each(|region| vm.forget_resident(region)));
+        if let Err(error) = forgotten {
+            tracing::warn!(vm = vm.state.name(), "Giving back the memory of page-state words: {error}");
         }
-        let (reachable, who) = self.reachable(&regions);
-        let Some(who) = who else { return };
+        served.store.recover(std::iter::empty());
+        // Whoever is opened again has the copies that are there freed one by one: only here nobody puts any more into it.
+        if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()).cloned() {
+            let empty = move || {
+                if let Err(error) = file.recover(std::iter::empty()) {
+                    tracing::warn!("Emptying the file store of a VM that is gone: {error}");
+                }
+            };
+            if let Err(error) = std::thread::Builder::new().name("empty".into()).spawn(empty) {
+                tracing::warn!("Starting a thread: {error}");
+            }
+        }
+    }
+
+    /// Write back what is far of a VM that is closed, if anybody can reach it and the VM is not opened again. Returns the
+    /// regions of which nothing is far any more, the only ones that anybody can reach; `None` if there are others, whose
+    /// copies a process may come back for.
+    fn write_back(
+        &self,
+        served: &Served,
+        closing: &Closing,
+        regions: &[Arc<Region>],
+        far: PageCount,
+    ) -> Option<Vec<Arc<Region>>> {
+        let (vm, name) = (&served.vm, served.vm.state.name());
+        let (reachable, who) = self.reachable(regions);
+        let Some(who) = who else { return Some(Vec::new()) };
         let event = |kind: &str, message: String| self.events.add(Some(name.clone()), kind, message);
         event("writing-back", format!("the process of VM {name} is gone, but {who}: {} go back into it", far.bytes()));
         let (mut looked, mut told) = (Instant::now(), false);
@@ -96,12 +129,19 @@ impl Engine {
             }
         });
         match done {
-            Ok(done) if done.stopped => tracing::info!(vm = name, "writing back was stopped: {who}, but no longer"),
-            Ok(done) => event("written-back", format!("{} of VM {name} are back in its RAM file", done.pages.bytes())),
+            Ok(done) if done.stopped => {
+                tracing::info!(vm = name, "writing back was stopped: {who}, but no longer");
+                Some(Vec::new())
+            }
+            Ok(done) => {
+                event("written-back", format!("{} of VM {name} are back in its RAM file", done.pages.bytes()));
+                Some(reachable)
+            }
             Err(error) => {
                 let left = vm.far_in(&reachable).map_or(Bytes(0), |pages| pages.bytes());
                 let text = format!("{left} of VM {name} are lost, though {who}: writing them back: {error}");
                 event("write-back-failed", text);
+                None
             }
         }
     }

@@ -447,6 +447,21 @@ impl StateFile {
         Ok(ranges)
     }
 
+    /// Give back the memory of a region's words: all say Resident, age 0, from now on. Nobody may use them meanwhile.
+    ///
+    /// # Errors
+    /// If the kernel refuses; then some may be left.
+    pub fn forget_words(&self, record: &RegionRecord) -> io::Result<()> {
+        let start = flags_len(record.pages);
+        memfd::punch(&self.fd, record.table_offset + start, table_len(record.pages) - start)
+    }
+
+    /// Have all its regions been unplugged or given up, and some given up? Then nobody can be served of them any more.
+    pub fn is_given_up(&self) -> bool {
+        let regions = self.regions();
+        regions.iter().any(|region| region.given_up) && regions.iter().all(|region| region.removed)
+    }
+
     fn thread_list(&self) -> ThreadList<'_> {
         ThreadList(self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8))
     }

@@ -21,7 +21,7 @@ use crate::vm::region::{Region, Registered};
 use crate::vm::shard::Shards;
 use crate::vm::state_file::PAGES_PER_CHUNK;
 use crate::vm::view::View;
-use ballast_page::page_state::State;
+use ballast_page::page_state::{State, Word};
 
 /// What writing back came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,6 +80,35 @@ impl Vm {
             }
         }
         failed.map(|()| done)
+    }
+
+    /// Nobody can come to these regions any more: nobody is served of them again, and their words are forgotten.
+    ///
+    /// # Errors
+    /// If the kernel does not give the memory of words back.
+    pub fn give_up(&self, regions: &[Arc<Region>]) -> io::Result<()> {
+        let records = self.state.regions();
+        // All of them first: whoever brought one back that has no words would read zeros.
+        regions.iter().for_each(|region| self.state.give_up_region(region.number));
+        let record = |region: &Arc<Region>| records.get(region.number as usize);
+        regions.iter().filter_map(record).try_for_each(|record| self.state.forget_words(record))
+    }
+
+    /// Forget the words of a region without workers, where all they say is that pages are in their file, or zeros.
+    ///
+    /// # Errors
+    /// If the kernel does not say which words were written, or does not give their memory back.
+    pub fn forget_resident(&self, region: &Region) -> io::Result<()> {
+        let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
+        let in_file = |word: Word| {
+            let state = matches!(word.state(), State::Resident | State::Zero | State::Quarantine | State::Evicting);
+            state && !word.is_locked()
+        };
+        let written = self.state.written_words(&record)?;
+        if written.iter().flat_map(|pages| pages.iter()).all(|page| in_file(region.word(page))) {
+            self.state.forget_words(&record)?;
+        }
+        Ok(())
     }
 
     /// Call this with every chunk that has far pages, and how many; until it returns false.

@@ -1,0 +1,73 @@
+//! A process that hangs up and keeps its escrow: nothing of the VM's memory stays in those files, whose cost no budget
+//! counts any more. Real keeper, engine and guest. Needs userfaultfd.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+
+use common::guest::Guest;
+use common::raw::no_uffd;
+use common::{Daemon, until};
+
+/// More is far than not.
+const SQUEEZED: &str = "--workload uniform --ram 48M --limit 8M --threads 2 --zero-fraction 0.1";
+/// What an arena and a state file of nothing take: headers and tables.
+const EMPTY_BYTES: u64 = 512 << 10;
+
+/// The files of this name that a process has open, as somebody keeps them who was sent them.
+fn kept(pid: u32, name: &str) -> Vec<File> {
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("the guest runs");
+    let named = |path: &std::path::PathBuf| {
+        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains(&format!("memfd:{name}")))
+    };
+    let paths = fds.flatten().map(|entry| entry.path()).filter(named);
+    paths.map(|path| File::open(path).expect("open it anew")).collect()
+}
+
+fn bytes(file: &File) -> u64 {
+    file.metadata().expect("stat").blocks() * 512
+}
+
+fn squeezed(daemon: &Daemon) -> (Guest, [File; 2]) {
+    let guest = Guest::start(daemon, "web", SQUEEZED);
+    until("pages are far", || daemon.vm("web").far_bytes > 16 << 20);
+    let files = ["ballast-store", "ballast-state"].map(|name| {
+        let mut files = kept(guest.pid(), name);
+        assert_eq!(files.len(), 1, "{name}");
+        files.remove(0)
+    });
+    assert!(bytes(&files[0]) > 8 << 20, "the copies are in the arena");
+    (guest, files)
+}
+
+fn are_emptied(daemon: &Daemon, [arena, state]: &[File; 2]) {
+    until("the VM is forgotten", || daemon.api.vm("web").is_err());
+    until("nothing is left in the arena", || bytes(arena) < EMPTY_BYTES);
+    until("nor in the state file", || bytes(state) < EMPTY_BYTES);
+}
+
+#[test]
+fn a_process_that_keeps_its_escrow_and_not_its_ram_keeps_no_memory() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let (guest, files) = squeezed(&daemon);
+    drop(guest);
+    are_emptied(&daemon, &files);
+}
+
+#[test]
+fn a_process_that_keeps_its_escrow_and_its_ram_has_the_pages_in_the_ram_alone() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("quarantine_ms = 5\n");
+    let (guest, files) = squeezed(&daemon);
+    let ram = kept(guest.pid(), "ballast-testvm-ram");
+    assert!(!ram.is_empty());
+    drop(guest);
+    are_emptied(&daemon, &files);
+    assert!(ram.iter().map(bytes).sum::<u64>() > 32 << 20, "what was far is back");
+}
