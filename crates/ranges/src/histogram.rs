@@ -28,12 +28,14 @@ pub struct Histogram {
     units: Vec<Unit>,
     new: Vec<Unit>,
     most: usize,
+    /// The least evidence that a count is made of: a sample, or more since room was made.
+    grain: u32,
 }
 
 impl Histogram {
     /// For at most this number of units.
     pub fn new(most: usize) -> Self {
-        Self { units: Vec::new(), new: Vec::new(), most: most.max(1) }
+        Self { units: Vec::new(), new: Vec::new(), most: most.max(1), grain: SAMPLE as u32 }
     }
 
     /// Record samples of a unit.
@@ -44,22 +46,29 @@ impl Histogram {
         }
     }
 
-    /// The units with a count, ascending.
-    pub fn units(&mut self) -> &[Unit] {
-        self.count();
+    /// The units with a count, ascending, as of the last [`Self::count`].
+    pub fn units(&self) -> &[Unit] {
         &self.units
+    }
+
+    /// What a count stands for: the units that were kept when room was made speak for those that were not, so as much
+    /// as they have by that is worth no more than one sample to whoever asks what is chance.
+    pub fn grain(&self) -> u64 {
+        self.grain.into()
     }
 
     /// Forget half of every count.
     pub fn halve(&mut self) {
         self.count();
+        self.grain = (self.grain / 2).max(SAMPLE as u32);
         self.units.retain_mut(|unit| {
             unit.count /= 2;
             unit.count > 0
         });
     }
 
-    fn count(&mut self) {
+    /// Count what was recorded.
+    pub fn count(&mut self) {
         if self.new.is_empty() {
             return;
         }
@@ -93,6 +102,7 @@ impl Histogram {
     /// Make room: of the counts below `least`, which is a power of two, some become `least` and others nothing, so that
     /// what is expected of any part of memory stays the same, as far as a count can hold it.
     fn thin(&mut self, least: u64) {
+        self.grain = self.grain.max(u32::try_from(least).unwrap_or(u32::MAX));
         self.units.retain_mut(|unit| {
             let count = u64::from(unit.count);
             if count >= least {
@@ -125,6 +135,7 @@ mod tests {
                 histogram.record(*number, *count);
                 expected[*number as usize] += count * SAMPLE as u32;
             }
+            histogram.count();
             let nonzero = (0..).zip(expected).filter(|(_, count)| *count > 0);
             let expected: Vec<Unit> = nonzero.map(|(number, count)| Unit { number, count }).collect();
             prop_assert_eq!(histogram.units(), &expected[..]);
@@ -141,6 +152,7 @@ mod tests {
             for (number, count) in samples {
                 histogram.record(number, count);
             }
+            histogram.count();
             prop_assert!(histogram.units().len() <= most.max(1));
             prop_assert!(histogram.units().is_sorted_by(|a, b| a.number < b.number));
         }
@@ -153,6 +165,7 @@ mod tests {
             // One part is twice as hot as the other.
             histogram.record(number, if number < 30_000 { 2 } else { 1 });
         }
+        histogram.count();
         let units = histogram.units();
         let sum = |part: &[Unit]| part.iter().map(|unit| f64::from(unit.count)).sum::<f64>() / SAMPLE as f64;
         let (hot, cold) = units.split_at(units.partition_point(|unit| unit.number < 30_000));

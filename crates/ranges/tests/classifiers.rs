@@ -198,6 +198,19 @@ fn evenly_spread_heat_stays_in_few_ranges() {
 }
 
 #[test]
+fn more_memory_than_can_be_counted_unit_by_unit_does_not_look_scattered() {
+    let (mut fitted, mut state) = (Fitted::new(roots(&ROOTS)), 1);
+    for _ in 0..3 {
+        (0..400_000).for_each(|_| fitted.record(16 * TIB + random(&mut state) % (64 * TIB), 1));
+        (0..4_000).for_each(|_| fitted.record(50 * TIB + random(&mut state) % (512 << 20), 1));
+        fitted.end_epoch();
+    }
+    let hottest = rank(fitted.ranges())[0];
+    assert!(fitted.ranges().len() < 400, "{}", fitted.ranges().len());
+    assert!((50 * TIB..50 * TIB + (512 << 20)).contains(&hottest.start) && hottest.bytes() > 64 << 20, "{hottest:?}");
+}
+
+#[test]
 fn heat_that_moves_is_followed_within_two_epochs() {
     let (mut fitted, mut state) = (Fitted::new(roots(&ROOTS)), 3);
     for epoch in 0..20u64 {

@@ -16,6 +16,7 @@ use ballast_ranges::UNIT;
 
 use crate::cpu;
 use crate::report::Row;
+use crate::stats::random;
 use crate::tiers::simulate::{Guest, Way, base};
 use crate::tiers::stream::{Kind, Stream};
 
@@ -51,7 +52,7 @@ const FULL: Plan = Plan {
 const QUICK: Plan = Plan {
     memory: 4 * GIB,
     graph_memory: 64 * MIB,
-    epochs: 40,
+    epochs: 50,
     seeds: 2,
     accesses: 200_000,
     rate: 10_000,
@@ -179,20 +180,25 @@ fn cost(row: &mut Row, plan: &Plan) -> Result<()> {
     let mut state = 1;
     let samples = stream.sample(COST_RATE / 2, &mut state);
     let base = base(units as u64 * UNIT);
-    for way in [Way::Ours, Way::Published] {
-        let mut classifier = way.classifier(base, units).expect("these two classify");
-        let mut shares = Vec::new();
-        for _ in 0..6 {
-            let before = cpu::of_thread()?;
-            for _ in 0..plan.cost_epochs {
-                samples.iter().for_each(|offset| classifier.record(base + offset, 1));
-                classifier.end_epoch();
-                std::hint::black_box(ballast_ranges::rank(classifier.ranges()));
+    let of_guest: Vec<u64> = samples.iter().map(|offset| base + offset).collect();
+    // The worst for a classifier: half a million places in 64 TiB.
+    let anywhere: Vec<u64> = samples.iter().map(|_| simulate::anywhere(random(&mut state))).collect();
+    for (samples, key) in [(of_guest, "classifier_cpu_pct"), (anywhere, "classifier_cpu_pct_anywhere")] {
+        for way in [Way::Ours, Way::Published] {
+            let mut classifier = way.classifier(base, units).expect("these two classify");
+            let mut shares = Vec::new();
+            for _ in 0..6 {
+                let before = cpu::of_thread()?;
+                for _ in 0..plan.cost_epochs {
+                    samples.iter().for_each(|address| classifier.record(*address, 1));
+                    classifier.end_epoch();
+                    std::hint::black_box(ballast_ranges::rank(classifier.ranges()));
+                }
+                let simulated_us = plan.cost_epochs as f64 * 500_000.0;
+                shares.push((cpu::of_thread()? - before) / simulated_us * 100.0);
             }
-            let simulated_us = plan.cost_epochs as f64 * 500_000.0;
-            shares.push((cpu::of_thread()? - before) / simulated_us * 100.0);
+            row.figure(&format!("{key}{}", way.suffix()), &shares);
         }
-        row.figure(&format!("classifier_cpu_pct{}", way.suffix()), &shares);
     }
     Ok(())
 }

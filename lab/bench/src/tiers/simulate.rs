@@ -28,6 +28,11 @@ pub(crate) fn roots() -> Roots {
     Roots::new(&[HEAP, (MAPPINGS_END - MAPPINGS, MAPPINGS_END)]).expect("two ranges apart")
 }
 
+/// An address in the mappings.
+pub(crate) fn anywhere(random: u64) -> u64 {
+    MAPPINGS_END - 1 - random % MAPPINGS
+}
+
 /// The address of offset 0 in memory of this size.
 pub(crate) fn base(memory: u64) -> u64 {
     (MAPPINGS_END - memory) / UNIT * UNIT - UNIT
