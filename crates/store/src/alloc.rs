@@ -9,13 +9,13 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::Bytes;
 
 use crate::arena::Arena;
-use crate::budget::Budget;
+use crate::budget::{Account, Budget};
 use crate::slab::{LiveSlots, Phase, Released, Slab, State, Taken};
 
 const NO_SLAB: u32 = u32::MAX;
@@ -38,9 +38,8 @@ pub(crate) struct Allocated {
 #[derive(Debug)]
 pub(crate) struct Allocator {
     arena: Arena,
-    budget: Arc<Budget>,
-    /// Bytes of this arena charged to the budget by this process.
-    charged: AtomicI64,
+    /// What this process is charged for the arena.
+    account: Account,
     /// Per class, the slab to try first.
     hints: Vec<AtomicU32>,
     /// Per class, slabs that were full and have room again. May hold slabs that have changed since.
@@ -85,8 +84,7 @@ impl Allocator {
         let capacities = arena.shape().capacities;
         let allocator = Self {
             arena,
-            budget,
-            charged: AtomicI64::new(0),
+            account: Account::new(budget),
             hints: capacities.iter().map(|_| AtomicU32::new(NO_SLAB)).collect(),
             with_room: capacities.iter().map(|_| Mutex::default()).collect(),
             free: Mutex::new(Vec::new()),
@@ -112,13 +110,13 @@ impl Allocator {
         self.arena.shape().charge_bytes as i64
     }
 
-    /// Is the budget, whoever uses it, nearly used up?
+    /// Is the budget, whoever uses it, nearly used up, but for what this store must leave to others?
     pub(crate) fn is_short(&self) -> bool {
-        crate::is_short(self.budget.used().0, self.budget.limit().0)
+        crate::is_short(self.account.budget().used().0, self.account.most(self.slab_charge()).0)
     }
 
     pub(crate) fn budget_limit(&self) -> Bytes {
-        self.budget.limit()
+        self.account.budget().limit()
     }
 
     /// Slabs that could not be punched; they stay charged until `recover`.
@@ -154,9 +152,7 @@ impl Allocator {
     /// this process is moving at this moment may be counted wrongly until the next call.
     pub(crate) fn resync(&self) -> u32 {
         let held = self.arena.held();
-        let truth = i64::from(held) * self.slab_charge();
-        let before = self.charged.swap(truth, Ordering::AcqRel);
-        self.budget.adjust(truth.wrapping_sub(before));
+        self.account.set(i64::from(held) * self.slab_charge());
         held
     }
 
@@ -215,15 +211,14 @@ impl Allocator {
             self.make_free(number);
         }
         let charge = self.slab_charge();
-        if !self.budget.try_charge(charge) {
+        if !self.account.try_charge(charge) {
             return None;
         }
         let Some(number) = self.activate_any(class) else {
-            self.budget.adjust(-charge);
+            self.account.adjust(-charge);
             return None;
         };
         self.arena.held_add();
-        self.charged.fetch_add(charge, Ordering::AcqRel);
         Some(number)
     }
 
@@ -325,8 +320,7 @@ impl Allocator {
     fn make_free(&self, number: u32) {
         self.arena.slab(number).retired();
         self.arena.held_sub();
-        self.charged.fetch_sub(self.slab_charge(), Ordering::AcqRel);
-        self.budget.adjust(-self.slab_charge());
+        self.account.adjust(-self.slab_charge());
         lock(&self.free).push(number);
     }
 
@@ -397,9 +391,8 @@ impl Allocator {
 }
 
 impl Drop for Allocator {
-    /// The arena lives on; the budget of this process no longer pays for it.
+    /// The arena lives on.
     fn drop(&mut self) {
         self.settle(0);
-        self.budget.adjust(-self.charged.load(Ordering::Acquire));
     }
 }

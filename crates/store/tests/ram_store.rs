@@ -168,6 +168,21 @@ fn stores_share_a_budget_and_a_live_change_of_the_limit_counts_at_once() {
 }
 
 #[test]
+fn a_store_whose_pages_do_not_compress_leaves_the_others_their_part_of_the_budget() {
+    let (greedy, _fd, budget) = small_store(64 * SLAB_BYTES as u64);
+    let (other, _fd2) = RamStore::create(options(&budget, Codec::Lz4)).expect("create");
+    let is_stored =
+        |store: &RamStore, page| matches!(store.put(key(page), &pages::incompressible(page)), PutOutcome::Stored(_));
+    let taken = (0..).take_while(|page| is_stored(&greedy, *page)).count();
+    assert!(greedy.is_short() && taken > 0);
+    // 1/4 of the budget is divided between the two.
+    assert_eq!(budget.used().0, 56 * SLAB_BYTES as u64);
+    assert!(is_stored(&other, 0), "the other store has its own part");
+    drop(other);
+    assert!(is_stored(&greedy, taken as u64), "a store that is gone leaves nothing unused");
+}
+
+#[test]
 fn opening_an_arena_above_the_limit_is_no_error_and_answers_full() {
     let (store, fd, _) = small_store(64 * MIB);
     let handles: Vec<_> = (0..100).map(|page| put(&store, page, &pages::incompressible(page))).collect();
