@@ -6,6 +6,8 @@
 //! Units: one object is one base page of 4096 bytes.
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 
+use std::io;
+
 use crate::wire::VmId;
 use crate::{PAGE_SIZE, PageIdx};
 
@@ -81,6 +83,47 @@ pub enum GetOutcome {
     Corrupt,
     /// The store cannot answer now; ask again.
     Busy,
+}
+
+/// Number of the compressed store in RAM: where evicted pages go.
+pub const RAM_STORE: u8 = 1;
+/// Number of the store in a file: where pages go that have been far for long.
+pub const FILE_STORE: u8 = 2;
+
+/// Numbers of stores.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreSet([u64; 4]);
+
+impl StoreSet {
+    /// All numbers there can be.
+    pub const ALL: Self = Self([u64::MAX; 4]);
+
+    /// The same without this one.
+    #[must_use]
+    pub const fn without(mut self, number: u8) -> Self {
+        self.0[number as usize / 64] &= !(1 << (number % 64));
+        self
+    }
+
+    /// Is this one in it?
+    pub const fn contains(self, number: u8) -> bool {
+        self.0[number as usize / 64] >> (number % 64) & 1 != 0
+    }
+}
+
+/// What a store found and did when it took over what a dead process had left.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recovered {
+    /// Blobs that a live handle names; they are kept.
+    pub kept_blobs: u64,
+    /// Slots that were taken but that no live handle names; they are free now.
+    pub freed_slots: u64,
+    /// Slabs whose memory went back to the host.
+    pub freed_slabs: u64,
+    /// Live handles that name no blob; asking for one returns `Absent`.
+    pub missing: u64,
+    /// Same-filled pages among the live handles.
+    pub same_filled: u64,
 }
 
 /// Bytes and pages a store holds.
@@ -159,6 +202,14 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         usage.is_short()
     }
 
+    /// After an unclean death: free what is not in `live` (the pages whose words name this store, and their handles), finish
+    /// what was begun, make the counts agree. A live handle that names nothing is counted and otherwise ignored; `get`
+    /// will say `Absent`. Nobody may use the store meanwhile, in this process or another.
+    ///
+    /// # Errors
+    /// It cannot be done now. Nothing was freed; the store works, and what leaked stays until this is done.
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered>;
+
     /// Why the last put that was refused was refused, if this store can say more than `Full` and `Busy`.
     fn last_refusal(&self) -> Option<String> {
         None
@@ -173,4 +224,15 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 pub fn is_zero(bytes: &PageBytes) -> bool {
     // Compared in chunks the compiler turns into vector instructions.
     bytes.chunks_exact(64).all(|chunk| chunk.iter().fold(0, |acc, byte| acc | byte) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_has_the_numbers_that_were_not_taken_out() {
+        let set = [0, 63, 64, 255].into_iter().fold(StoreSet::ALL, StoreSet::without);
+        assert!((0..=255).all(|number| set.contains(number) != [0, 63, 64, 255].contains(&number)));
+    }
 }

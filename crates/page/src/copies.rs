@@ -10,11 +10,6 @@ use ballast_base::store::{Handle, PageKey, Store};
 
 use crate::page_state::{State, Word};
 
-/// Number of the compressed store in RAM: where evicted pages go.
-pub const RAM_STORE: u8 = 1;
-/// Number of the store in a file: where pages go that have been far for long.
-pub const FILE_STORE: u8 = 2;
-
 /// Finds the store a far page is in.
 pub trait StoreOf {
     /// The store that this word (Far or Restoring) names. With `None` the page is served later, by a worker that has
@@ -38,7 +33,7 @@ pub fn free_copies(stores: &impl StoreOf, first: PageKey, words: impl IntoIterat
     }
 }
 
-/// Are this page's bytes in the file store?
-pub fn is_in_file(word: Word) -> bool {
-    matches!(word.state(), State::Far | State::Restoring) && word.store() == FILE_STORE
+/// The number of the store that this page's bytes are in, if they are in one.
+pub fn store_number(word: Word) -> Option<u8> {
+    live_handle(word).map(|_| word.store())
 }

@@ -14,10 +14,10 @@
 //! - on the way back, and in a discard: the file, then the word says Resident (locked), then the other words, then the
 //!   unlock. A word that says Resident makes the others mean nothing, whatever they hold.
 
-use ballast_base::store::PageBytes;
+use ballast_base::store::{PageBytes, StoreSet};
 
-use crate::copies::is_in_file;
-use crate::page_state::{Cell, State, Word};
+use crate::copies::store_number;
+use crate::page_state::{Cell, Word};
 use crate::sync::AtomicU64;
 
 /// The words of one granule.
@@ -47,11 +47,11 @@ impl<'a> Granule<'a> {
         1 + self.rest.len() as u64
     }
 
-    /// Is it far, and are its bytes, or some of them, in the file store?
-    pub fn is_in_file(self) -> bool {
+    /// Is it far, and are its bytes, or some of them, in one of these stores?
+    pub fn is_in(self, stores: StoreSet) -> bool {
+        let is_in = |word| store_number(word).is_some_and(|number| stores.contains(number));
         let word = self.cell().load();
-        let is_far = matches!(word.state(), State::Far | State::Restoring);
-        is_far && (is_in_file(word) || self.rest.iter().any(|word| is_in_file(Cell::new(word).load())))
+        store_number(word).is_some() && (is_in(word) || self.rest().any(is_in))
     }
 
     /// The words of the pages after the first.

@@ -13,10 +13,12 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::fill::{FaultKind, FillOutcome};
-use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, StoreUsage};
+use ballast_base::store::{
+    FILE_STORE, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RAM_STORE, Recovered, RegionKey, Store, StoreUsage,
+};
 use ballast_base::wire::VmId;
 use ballast_base::{PageIdx, PageRange};
-use ballast_page::copies::{FILE_STORE, RAM_STORE, StoreOf, is_in_file};
+use ballast_page::copies::{StoreOf, store_number};
 use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine};
 use ballast_page::fault::{restore_run, serve};
 use ballast_page::granule::Granule;
@@ -170,6 +172,10 @@ impl Store for Shelf {
     fn free(&self, _: PageKey, handle: Handle) {
         assert!(self.0.lock().unwrap().remove(&handle.bits()).is_some(), "freed twice");
     }
+    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        Ok(Recovered::default())
+    }
+
     fn usage(&self) -> StoreUsage {
         StoreUsage::default()
     }
@@ -369,7 +375,7 @@ impl World {
         let words: Vec<Word> = (0..self.words.len()).map(|index| self.whole().word_of(index)).collect();
         let far = words.iter().filter(|word| word.state() == State::Far).count();
         assert!(far == 0 || far == words.len(), "the pages of a granule are far together: {words:?}");
-        let in_file = words.iter().filter(|word| is_in_file(**word)).count();
+        let in_file = words.iter().filter(|word| store_number(**word) == Some(FILE_STORE)).count();
         let objects = [&self.ram, &self.file].map(|shelf| shelf.0.lock().unwrap().len());
         assert_eq!(objects, [far - in_file, in_file], "objects left over in {word:?}");
         assert_eq!(self.kernel.lock().unwrap().file.is_none() && far == 0, word.state() == State::Zero);

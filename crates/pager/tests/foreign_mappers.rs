@@ -78,7 +78,7 @@ fn a_foreign_mapper_that_reads_every_far_page_once_costs_no_byte() {
     rig.squeeze(LIMIT);
     let far = read_by_a_foreign_mapper(&rig);
     check_every_page(&rig, far);
-    assert_eq!(rig.vm.stores.ram.usage().pages, 0, "the copies are not needed any more");
+    assert_eq!(rig.ram_store().usage().pages, 0, "the copies are not needed any more");
 }
 
 #[test]

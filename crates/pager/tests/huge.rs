@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ballast_base::store::RAM_STORE;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT, PageIdx};
 use ballast_needs::skip;
@@ -78,7 +79,7 @@ fn a_huge_page_of_zeros_is_stored_as_nothing_and_untouched_ones_stay_untouched()
     let census = rig.vm.census().expect("census");
     assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
     assert_eq!(census.untouched.0, rig.pages - 2 * third);
-    assert_eq!(rig.vm.stores.ram.usage().pages, census.far.0);
+    assert_eq!(rig.ram_store().usage().pages, census.far.0);
     assert!((0..third).all(|page| rig.holds(page, 1)));
     assert!((third..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
 }
@@ -152,12 +153,12 @@ fn huge_pages_go_on_to_a_file_and_come_back_whole_while_the_guest_writes() {
     rig.fill_all();
     rig.squeeze(LIMIT);
     let region = rig.vm.region(0).expect("region");
-    let in_file = |page: &PageIdx| region.granule(*page).is_in_file();
+    let in_file = |page: &PageIdx| region.is_slow(*page);
     until("a huge page is in the file", || region.granules(region.range()).any(|page| in_file(&page)));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     rig.wait_for_quarantine();
-    let copies = || rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages;
+    let copies = || rig.ram_store().usage().pages + rig.file_store().usage().pages;
     until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
 }
 
@@ -203,7 +204,7 @@ fn a_full_store_gives_a_half_copied_huge_page_back_and_keeps_nothing_of_it() {
     rig.set_limit(Some(LIMIT));
     until("the store is full", || rig.reported("store-full"));
     count_exactly(&rig);
-    assert_eq!(rig.vm.stores.ram.usage().pages, rig.vm.stats().get(Counter::Far));
+    assert_eq!(rig.ram_store().usage().pages, rig.vm.stats().get(Counter::Far));
     assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
 }
 
@@ -215,7 +216,7 @@ fn a_successor_finds_every_huge_page_and_each_copy_once() {
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
-    assert_eq!(recovered.live.len() as u64, rig.vm.stores.ram.usage().pages);
+    assert_eq!(recovered.live_in(RAM_STORE).count(), rig.ram_store().usage().pages);
     rig.check_census();
 }
 

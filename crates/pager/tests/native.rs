@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ballast_base::store::RAM_STORE;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_page::page_state::State;
@@ -49,7 +50,7 @@ fn every_page_is_in_exactly_one_place_and_the_gauges_agree() {
     let census = rig.vm.census().expect("census");
     assert!(census.zero.0 > 0 && census.far.0 > 0, "{census:?}");
     assert_eq!(census.untouched.0, rig.pages - 2 * third);
-    assert_eq!(rig.vm.stores.ram.usage().pages, census.far.0, "zero pages are stored as nothing");
+    assert_eq!(rig.ram_store().usage().pages, census.far.0, "zero pages are stored as nothing");
 }
 
 #[test]
@@ -351,7 +352,7 @@ fn a_successor_finds_every_byte_and_the_words_an_abrupt_end_leaves_are_mended() 
     let region = rig.vm.region(0).expect("region");
     // The store's bookkeeping and the words name the same objects.
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
-    assert_eq!(recovered.live.len() as u64, rig.vm.stores.ram.usage().pages);
+    assert_eq!(recovered.live_in(RAM_STORE).count(), rig.ram_store().usage().pages);
     assert!((0..rig.pages).map(PageIdx).all(|page| {
         let word = region.word(page);
         !word.is_locked() && matches!(word.state(), State::Resident | State::Far | State::Zero)

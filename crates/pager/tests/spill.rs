@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
-use ballast_page::copies::{FILE_STORE, is_in_file};
+use ballast_page::copies::store_number;
 use ballast_page::page_state::{State, Word};
 use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::Hold;
@@ -46,7 +47,7 @@ fn faulty() -> (Arc<dyn Store>, Arc<Faults>) {
 }
 
 fn in_file(rig: &Rig, page: u64) -> bool {
-    is_in_file(rig.vm.region(0).expect("region").word(PageIdx(page)))
+    store_number(rig.vm.region(0).expect("region").word(PageIdx(page))) == Some(FILE_STORE)
 }
 
 fn count_in_file(rig: &Rig) -> u64 {
@@ -66,7 +67,7 @@ fn count_exactly(rig: &Rig) {
     rig.vm.hold(Hold::Shared, Some("counting".into()));
     rig.wait_for_quarantine();
     // A run that was on its way when the hold came is over when the copies add up.
-    let copies = || rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages;
+    let copies = || rig.ram_store().usage().pages + rig.file_store().usage().pages;
     until("each far page has one copy", || copies() == rig.vm.census().expect("census").far.0);
     rig.check_census();
 }
@@ -128,9 +129,7 @@ fn discarded_pages_of_the_file_read_zeros_and_free_their_copies() {
     wait_until_spilled(&rig);
     rig.vm.discard(&rig.view, &[(Hva(rig.guest.addr() as u64), RAM.0)]).expect("discard");
     rig.set_limit(None);
-    until("nothing is stored any more", || {
-        rig.vm.stores.ram.usage().pages + rig.vm.stores.file.as_ref().expect("a file").usage().pages == 0
-    });
+    until("nothing is stored any more", || rig.ram_store().usage().pages + rig.file_store().usage().pages == 0);
     assert!((0..rig.pages).all(|page| rig.word(page).load(Ordering::Relaxed) == 0));
     assert_eq!(rig.vm.stats().get(Counter::Far), 0);
 }
@@ -253,10 +252,10 @@ fn a_successor_finds_the_copies_of_both_stores_and_sweeps_what_a_death_left_in_e
     rig.vm.stop();
     let region = rig.vm.region(0).expect("region");
     let recovered = recover(&rig.vm.state, [&*region]).expect("recover");
-    assert_eq!(recovered.live.len() as u64, rig.vm.stores.ram.usage().pages);
-    let file = rig.vm.stores.file.as_ref().expect("a file");
-    assert_eq!(recovered.live_in_file.len() as u64, file.usage().pages);
-    assert!(recovered.live_in_file.len() as u64 == count_in_file(&rig) && !recovered.live_in_file.is_empty());
+    assert_eq!(recovered.live_in(RAM_STORE).count(), rig.ram_store().usage().pages);
+    let in_file = recovered.live_in(FILE_STORE).count();
+    assert_eq!(in_file, rig.file_store().usage().pages);
+    assert!(in_file == count_in_file(&rig) && in_file > 0);
     rig.check_census();
 }
 

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::Bytes;
+use ballast_base::store::Recovered;
 
 use crate::arena::Arena;
 use crate::budget::{Account, Budget};
@@ -51,21 +52,6 @@ pub(crate) struct Allocator {
     to_punch: Mutex<VecDeque<u32>>,
     to_punch_max: usize,
     punch_failures: AtomicU64,
-}
-
-/// What `recover` found and did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Recovered {
-    /// Blobs that a live handle names; they are kept.
-    pub kept_blobs: u64,
-    /// Slots that were taken but that no live handle names; they are free now.
-    pub freed_slots: u64,
-    /// Slabs whose memory went back to the host.
-    pub freed_slabs: u64,
-    /// Live handles that name no blob; asking for one answers `Absent`.
-    pub missing: u64,
-    /// Same-filled pages among the live handles.
-    pub same_filled: u64,
 }
 
 /// Something in the slab table contradicts something else.

@@ -21,6 +21,7 @@ pub fn run(make: &dyn Fn() -> Box<dyn Store>) {
     a_freed_handle_never_answers_with_another_pages_bytes(&*make());
     handles_that_were_never_given_out_are_harmless(&*make());
     full_keeps_nothing_and_ends_after_frees(&*make());
+    what_no_word_names_is_swept_and_the_rest_stays(&*make());
     threads_get_their_own_bytes(&*make());
 }
 
@@ -230,6 +231,21 @@ fn full_keeps_nothing_and_ends_after_frees(store: &dyn Store) {
     }
     for (page, handle) in (0u64..).zip(&kept) {
         store.free(key(0, page), *handle);
+    }
+    must_be_empty(store, bytes_when_new);
+}
+
+fn what_no_word_names_is_swept_and_the_rest_stays(store: &dyn Store) {
+    let bytes_when_new = bytes_held(store);
+    let samples = samples();
+    let put = |page: u64, bytes: &PageBytes| (key(5, page), stored(store, key(5, page), bytes));
+    let all: Vec<(PageKey, Handle)> = (0..).zip(&samples).map(|(page, bytes)| put(page, bytes)).collect();
+    let is_live = |page: &(PageKey, Handle)| !page.0.page.0.is_multiple_of(3);
+    let mut live = all.iter().copied().filter(is_live);
+    store.recover(&mut live).expect("a store under test alone can be swept");
+    for ((own, handle), bytes) in all.iter().zip(&samples).filter(|(page, _)| is_live(page)) {
+        must_hold(store, *own, *handle, bytes);
+        store.free(*own, *handle);
     }
     must_be_empty(store, bytes_when_new);
 }

@@ -5,9 +5,10 @@
 //! Units: counts are calls. Promise: no clock and no chance; with no fault set, every call goes straight through.
 
 use std::collections::HashSet;
+use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// How a put fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -230,6 +231,10 @@ impl<S: Store> Store for FaultyStore<S> {
 
     fn last_refusal(&self) -> Option<String> {
         self.inner.last_refusal()
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.inner.recover(live)
     }
 
     fn usage(&self) -> StoreUsage {

@@ -36,12 +36,12 @@ use ballast_sys::memfd;
 pub use disk::{DiskFault, DiskFaults};
 pub use limits::Refusal;
 
-use crate::alloc::{Allocator, Inconsistent, Place, Recovered};
+use crate::alloc::{Allocator, Inconsistent, Place};
 use crate::arena::{Arena, MAX_SLABS, Shape};
 use crate::budget::Budget;
 use crate::codec::HEADER_BYTES;
 use crate::handle::Named;
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 use blocks::{BAD, BEING_WRITTEN, Counter, Inner, page_after};
 use disk::{Disk, Moved};
 use limits::Limits;
@@ -150,7 +150,7 @@ impl FileStore {
     }
 
     /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`FileStore::recover`] next. This waits for the disk; a descriptor of the file's place is enough.
+    /// it died, call [`Store::recover`] next. This waits for the disk; a descriptor of the file's place is enough.
     ///
     /// # Errors
     /// If the index is none that this program can read, or the file is not the one it belongs to or cannot be opened.
@@ -219,20 +219,11 @@ impl FileStore {
             .map_err(|error| io::Error::new(error.kind(), format!("punching a hole: {error}")))
     }
 
-    /// After an unclean death: wait for what the dead left under way, free what no live handle names, make the counts
-    /// agree. A live handle that names nothing is counted and otherwise ignored; `get` will say `Absent`. Bad blocks stay
-    /// out of use.
+    /// After an unclean death and [`FileStore::wait_for_writes`]: free what no live handle names, make the counts agree. A
+    /// live handle that names nothing is counted and otherwise ignored; `get` will say `Absent`. Bad blocks stay out of
+    /// use.
     ///
     /// Nobody may use the store meanwhile, in this process or another.
-    ///
-    /// # Errors
-    /// If the wait fails. Then nothing was freed; the store works, and what leaked stays until the next `recover`.
-    pub fn recover(&self, live: impl Iterator<Item = Handle>) -> io::Result<Recovered> {
-        self.wait_for_writes()?;
-        Ok(self.sweep(live))
-    }
-
-    /// The same after [`FileStore::wait_for_writes`].
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let inner = &self.inner;
         let bad: Vec<Place> = inner.taken().filter(|place| inner.header(*place).encoding == BAD).collect();
@@ -345,6 +336,11 @@ impl Store for FileStore {
 
     fn tidy(&self) {
         self.inner.allocator.settle(0);
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.wait_for_writes()?;
+        Ok(self.sweep(live.map(|(_, handle)| handle)))
     }
 
     fn takes_room(&self, handle: Handle) -> bool {

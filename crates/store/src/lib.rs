@@ -28,9 +28,11 @@ mod unlz4;
 pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
 pub use null::NullStore;
-pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage, Recovered, SLAB_BYTES};
+pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage, SLAB_BYTES};
 
-pub use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, StoreUsage};
+pub use ballast_base::store::{
+    GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store, StoreUsage,
+};
 
 fn is_short(used: u64, budget: u64) -> bool {
     used > budget - budget / 16

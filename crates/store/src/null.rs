@@ -6,11 +6,12 @@
 //! Promise: handles are never used twice. Nothing outlives the process.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ballast_base::{Bytes, PAGE_SIZE};
 
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// A store that is a map. See the module's first lines.
 #[derive(Debug)]
@@ -64,6 +65,16 @@ impl Store for NullStore {
         if inner.objects.get(&handle).is_some_and(|(of, _)| *of == key) {
             inner.objects.remove(&handle);
         }
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        let live: HashMap<Handle, PageKey> = live.map(|(key, handle)| (handle, key)).collect();
+        let mut inner = self.lock();
+        let before = inner.objects.len() as u64;
+        inner.objects.retain(|handle, (of, _)| live.get(handle) == Some(of));
+        let kept_blobs = inner.objects.len() as u64;
+        let (freed_slots, missing) = (before - kept_blobs, live.len() as u64 - kept_blobs);
+        Ok(Recovered { kept_blobs, freed_slots, missing, ..Recovered::default() })
     }
 
     fn usage(&self) -> StoreUsage {

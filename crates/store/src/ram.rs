@@ -13,7 +13,7 @@ use std::sync::Arc;
 use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
 
-pub use crate::alloc::{Inconsistent, Recovered};
+pub use crate::alloc::Inconsistent;
 pub use crate::arena::{MAX_SLABS, SLAB_BYTES};
 pub use crate::budget::Budget;
 pub use crate::codec::Codec;
@@ -23,7 +23,7 @@ use crate::arena::{self, Arena};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
 use crate::slab::{CLASS_BYTES, class_for};
-use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// How to run a RAM store.
 #[derive(Clone, Debug)]
@@ -116,7 +116,7 @@ impl RamStore {
     }
 
     /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`RamStore::recover`] next.
+    /// it died, call [`Store::recover`] next.
     ///
     /// # Errors
     /// If the file is not an arena, has a layout that this program cannot read, or the wrong size.
@@ -134,7 +134,7 @@ impl RamStore {
     /// handle that names nothing is counted and otherwise ignored; `get` will say `Absent`.
     ///
     /// Nobody may use the arena meanwhile, in this process or another.
-    pub fn recover(&self, live: impl Iterator<Item = Handle>) -> Recovered {
+    pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
         let mut same_filled = 0;
         let places = live.filter_map(|handle| match Named::by(handle) {
             Named::SameFilled(_) => {
@@ -282,6 +282,10 @@ impl Store for RamStore {
 
     fn tidy(&self) {
         self.allocator.settle(0);
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        Ok(self.sweep(live.map(|(_, handle)| handle)))
     }
 
     fn takes_room(&self, handle: Handle) -> bool {

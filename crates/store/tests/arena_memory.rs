@@ -102,7 +102,7 @@ impl Rig {
     /// What the next process finds, after the sweep with all handles that are still named.
     fn successor(&self) -> RamStore {
         let store = RamStore::open(self.arena.try_clone().expect("dup"), options(&self.budget)).expect("open");
-        store.recover(self.handles.iter().copied());
+        store.sweep(self.handles.iter().copied());
         store.validate().expect("sound");
         store
     }
@@ -143,7 +143,7 @@ fn a_lost_page_of_the_table_costs_its_slabs_and_nobody_gets_them_before_they_are
         }
     }
     assert_eq!(rig.read(&rig.store), (PAGES, 0));
-    rig.store.recover(rig.handles.iter().copied());
+    rig.store.sweep(rig.handles.iter().copied());
     rig.store.validate().expect("sound after the sweep");
     assert_eq!(rig.read(&rig.store), (PAGES, 0));
     let successor = rig.successor();

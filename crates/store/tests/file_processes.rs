@@ -18,7 +18,8 @@ use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
 use ballast_store::{
-    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, pages,
+    Budget, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store,
+    pages,
 };
 use ballast_sys::{Mapping, memfd};
 
@@ -38,6 +39,10 @@ const O_DIRECT: i32 = 0o40000;
 
 fn options() -> FileOptions {
     FileOptions::new(Budget::new(Bytes(64 << 20)))
+}
+
+fn recover(store: &FileStore, live: impl Iterator<Item = Handle>) -> std::io::Result<Recovered> {
+    store.recover(&mut live.map(|handle| (key(0), handle)))
 }
 
 fn key(page: u64) -> PageKey {
@@ -213,7 +218,7 @@ fn a_process_killed_anywhere_loses_no_page_it_wrote_down_and_leaks_nothing_after
         let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
         let store = FileStore::open(dup(&file), dup(&index), options()).expect("open");
         let live = live(ledger.words(0, LEDGER_BYTES / 8));
-        let report = store.recover(live.iter().map(|(_, handle, _)| *handle)).expect("recover");
+        let report = recover(&store, live.iter().map(|(_, handle, _)| *handle)).expect("recover");
         store.validate().expect("valid");
         assert_eq!((report.kept_blobs + report.same_filled, report.missing), (live.len() as u64, 0));
         found_a_leak |= report.freed_slots > 0;
@@ -252,7 +257,7 @@ fn what_the_dead_left_with_the_kernel_cannot_reach_a_block_after_recover() {
         let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
         let store = FileStore::open(dup(&file), dup(&index), options()).expect("open");
         let live = live(ledger.words(0, LEDGER_BYTES / 8));
-        store.recover(live.iter().map(|(_, handle, _)| *handle)).expect("recover");
+        recover(&store, live.iter().map(|(_, handle, _)| *handle)).expect("recover");
         // Quick new writes where the slow ones were going: the first free blocks of the area for single pages and short
         // runs.
         let seeds: Vec<u64> = (0..256).map(|page| page ^ 0xabcd << 16).collect();
@@ -260,7 +265,7 @@ fn what_the_dead_left_with_the_kernel_cannot_reach_a_block_after_recover() {
         let handles: Vec<Handle> = runs.flat_map(|(first, seeds)| put_run(&store, first, seeds)).collect();
         // Whatever is still under way ends before the next recover does.
         let all = live.iter().map(|(_, handle, _)| *handle).chain(handles.iter().copied());
-        assert_eq!(store.recover(all).expect("recover").missing, 0);
+        assert_eq!(recover(&store, all).expect("recover").missing, 0);
         for ((page, seed), handle) in (1 << 20..).zip(seeds).zip(handles) {
             must_hold(&store, page, handle, seed);
             store.free(key(page), handle);

@@ -19,7 +19,7 @@ use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
 use ballast_needs::skip;
 use ballast_store::{
     AREA_BYTES, Budget, DiskFault, DiskFaults, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey,
-    PutOutcome, Refusal, RegionKey, Store, conformance, pages,
+    PutOutcome, Recovered, Refusal, RegionKey, Store, conformance, pages,
 };
 use ballast_sys::memfd;
 use ballast_testvm::fuse::Fuse;
@@ -58,6 +58,10 @@ fn reopened(made: Made) -> Made {
     let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
     let store = FileStore::open(dup(&file), dup(&index), options(&budget, &faults)).expect("open");
     Made { store, file, index, budget, faults }
+}
+
+fn recover(store: &FileStore, live: impl Iterator<Item = Handle>) -> std::io::Result<Recovered> {
+    store.recover(&mut live.map(|handle| (key(0), handle)))
 }
 
 fn key(page: u64) -> PageKey {
@@ -206,7 +210,7 @@ fn a_block_that_cannot_be_written_is_never_used_again_not_even_by_a_successor() 
     let block = |handle: Handle| handle.bits() & 0xffff_ffff;
     assert_eq!(block(after), block(first) + 4);
     let made = reopened(made);
-    let report = made.store.recover([first].into_iter()).expect("recover");
+    let report = recover(&made.store, [first].into_iter()).expect("recover");
     assert_eq!((report.kept_blobs, report.freed_slots), (1, 1));
     assert_eq!(made.store.usage_detail().bad_blocks, 3);
     made.store.validate().expect("valid");
@@ -299,7 +303,7 @@ fn the_end_of_a_late_write_frees_no_block_that_recovery_has_given_to_another_pag
     made.faults.fail_writes(1, DiskFault::Late);
     assert_eq!(made.store.put(key(0), &pages::incompressible(0)), PutOutcome::Busy);
     // Recovery waits for the write and frees its block, the next page gets it, and only then its end is noticed.
-    let report = made.store.recover(std::iter::empty()).expect("recover");
+    let report = recover(&made.store, std::iter::empty()).expect("recover");
     assert_eq!((report.kept_blobs, report.freed_slots), (0, 1));
     let handles: Vec<_> = (1..4).map(|page| put(&made.store, page, &pages::incompressible(page))).collect();
     made.store.validate().expect("valid");
@@ -489,7 +493,7 @@ proptest! {
                 Step::FailRead => made.faults.fail_reads(1, DiskFault::Errno(EIO)),
                 Step::Reopen => made = reopened(made),
                 Step::Recover => {
-                    let report = made.store.recover(kept.iter().map(|(.., handle)| *handle)).expect("recover");
+                    let report = recover(&made.store, kept.iter().map(|(.., handle)| *handle)).expect("recover");
                     prop_assert_eq!((report.freed_slots, report.missing), (0, 0));
                 }
             }
@@ -544,7 +548,7 @@ proptest! {
         }
         let _ = (made.store.usage(), made.store.usage_detail(), made.store.validate());
         // Whatever it was, recover makes a sound store of it, with nothing in it but blocks the noise says are bad.
-        made.store.recover(std::iter::empty()).expect("recover");
+        recover(&made.store, std::iter::empty()).expect("recover");
         made.store.validate().expect("valid");
         prop_assert_eq!(made.store.usage().pages, 0);
     }

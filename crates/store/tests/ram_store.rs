@@ -222,7 +222,7 @@ fn recover_keeps_what_is_live_and_frees_what_leaked() {
     let is_live = |page: &u64| !page.is_multiple_of(3);
     let nothing = Handle::new(1023 << 10 | 5 | 1 << 32).expect("handle");
     let live = || (0u64..).zip(&handles).filter(|(page, _)| is_live(page)).map(|(_, handle)| *handle);
-    let report = store.recover(live().chain([nothing]));
+    let report = store.sweep(live().chain([nothing]));
     store.validate().expect("valid");
     assert_eq!((report.kept_blobs + report.same_filled, report.missing), (live().count() as u64, 1));
     assert!(report.freed_slots > 300, "{report:?}");
@@ -233,7 +233,7 @@ fn recover_keeps_what_is_live_and_frees_what_leaked() {
         store.free(key(page), *handle);
     }
     assert_eq!((store.usage().pages, store.usage().bytes, budget.used().0), (0, 0, 0));
-    assert_eq!(store.recover(std::iter::empty()).freed_slots, 0, "nothing is left to free");
+    assert_eq!(store.sweep(std::iter::empty()).freed_slots, 0, "nothing is left to free");
     store.validate().expect("valid");
 }
 
@@ -308,7 +308,7 @@ proptest! {
                     store = reopen(&fd, &budget);
                 }
                 Step::Recover => {
-                    let report = store.recover(kept.iter().map(|(.., handle)| *handle));
+                    let report = store.sweep(kept.iter().map(|(.., handle)| *handle));
                     prop_assert_eq!((report.freed_slots, report.missing), (0, 0));
                 }
             }
@@ -364,7 +364,7 @@ proptest! {
         }
         let _ = (store.usage(), store.usage_detail(), store.validate());
         // Whatever it was, recover makes a sound and empty store of it.
-        store.recover(std::iter::empty());
+        store.sweep(std::iter::empty());
         store.validate().expect("valid");
         prop_assert_eq!((store.usage().pages, store.usage().bytes, budget.used().0), (0, 0, 0));
         let handle = put(&store, 0, &pages::half_compressible(seed));

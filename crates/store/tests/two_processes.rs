@@ -160,7 +160,7 @@ fn a_process_killed_anywhere_loses_no_page_it_wrote_down_and_leaks_nothing_after
         child.wait().expect("wait");
         let store = RamStore::open(arena.try_clone().expect("dup"), options()).expect("open");
         let live = live(ledger.words(0, LEDGER_BYTES / 8));
-        let report = store.recover(live.iter().map(|(_, handle, _)| *handle));
+        let report = store.sweep(live.iter().map(|(_, handle, _)| *handle));
         store.validate().expect("valid");
         assert_eq!((report.kept_blobs + report.same_filled, report.missing), (live.len() as u64, 0));
         found_a_leak |= report.freed_slots > 0;

@@ -22,7 +22,7 @@ use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::workers::Workers;
-use super::{Engine, Mended, Unlists, mend};
+use super::{Engine, Unlists, mend};
 use crate::backend::Served;
 
 /// Wait for losses, from now on.
@@ -90,7 +90,7 @@ impl Engine {
         let listed = last.vm.state.list_thread();
         last.vm.stop();
         last.jobs.close();
-        last.vm.stores.ram.tidy();
+        last.store.tidy();
         let state = last.vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         let state = StateFile::open(state)?;
         let epoch = state.take_over(self.me.pid, self.me.start).context("Taking the state file over")?;
@@ -103,14 +103,7 @@ impl Engine {
         for region in last.vm.regions() {
             vm.open_region(region.dup_file().context("Duplicating a descriptor")?)?;
         }
-        let Mended { in_file, zeroed } = mend(&vm, &last.store)?;
-        if let Some(file) = last.file.opened()
-            && let Err(error) = vm.state.beside(|| file.recover(in_file.into_iter()))
-        {
-            // It works; what was left in it takes room until somebody tries again.
-            vm.report("spill-unswept", format!("Freeing what nobody names in the file store: {error}"));
-        }
-        vm.expel(&zeroed);
+        mend(&vm)?;
         vm.take_after(&last.vm);
         let vm = Arc::new(vm);
         let _unlists = Unlists(&vm);

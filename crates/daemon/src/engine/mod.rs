@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use ballast_base::Bytes;
+use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, VmId};
-use ballast_base::{Bytes, PageIdx};
 use ballast_pager::run::pool::blocking;
-use ballast_pager::tier::stores::{LateStore, Stores};
-use ballast_pager::vm::recover::recover;
+use ballast_pager::tier::stores::{LateStore, Stores, Tier};
 use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
@@ -271,28 +271,12 @@ struct Opening {
     has_file: bool,
 }
 
-/// What is left to do when the words of a VM are mended.
-struct Mended {
-    /// What is in the file store.
-    in_file: Vec<Handle>,
-    /// For [`Vm::expel`].
-    zeroed: Vec<(u32, PageIdx)>,
-}
-
-/// Mend what the workers of a VM left behind when they ended, or whatever else has become of its words and its RAM
-/// store. None of them runs. Returns what is in the file store, and what [`Vm::expel`] is to have.
-fn mend(vm: &Vm, store: &RamStore) -> anyhow::Result<Mended> {
-    let regions = vm.regions();
-    let recovered = recover(&vm.state, regions.iter().map(|region| &**region))?;
-    let live = recovered.live.len();
-    store.recover(recovered.live.into_iter());
-    if recovered.lost > 0 {
-        let text = format!("{} pages are lost with the words that said where they were", recovered.lost);
-        vm.report("memory-error", format!("{text}: the guest gets a memory error when it touches one"));
-    }
-    let in_file = recovered.live_in_file.len();
-    tracing::warn!(vm = vm.state.name(), far = live, in_file, mended = recovered.mended, "took over");
-    Ok(Mended { in_file: recovered.live_in_file, zeroed: recovered.zeroed })
+/// Mend what the workers of a VM left behind. None of them runs.
+fn mend(vm: &Vm) -> anyhow::Result<()> {
+    let recovered = vm.recover()?;
+    let far: Vec<_> = recovered.live.iter().map(|(number, live)| (*number, live.count())).collect();
+    tracing::warn!(vm = vm.state.name(), ?far, mended = recovered.mended, "took over");
+    Ok(())
 }
 
 /// What the thread that takes orders and the workers share.
@@ -446,11 +430,12 @@ impl Engine {
             heat: self.begin.heat.settings(),
             ..Tuning::default()
         };
-        let stores = Stores { ram: store.clone(), file: late.clone().map(|late| late as Arc<dyn Store>) };
-        let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(self.host.pins.clone()));
+        let mut tiers = vec![Tier::near(RAM_STORE, "RAM store", store.clone())];
+        tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
+        let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
         let _unlists = Unlists(&vm);
         let late_file = late::File::default();
-        let opening = match late.zip(file) {
+        let opening = match late.clone().zip(file) {
             Some((late, (file, index))) => {
                 let state = StateFile::open(vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
                 state.open_as(pid, start);
@@ -458,19 +443,16 @@ impl Engine {
             }
             None => None,
         };
-        let (mut live_in_file, mut zeroed) = (None, Vec::new());
         for file in fds {
             vm.open_region(file)?;
         }
         if epoch > 1 {
-            let mended = mend(&vm, &store)?;
-            (live_in_file, zeroed) = (Some(mended.in_file), mended.zeroed);
+            mend(&vm)?;
             vm.stats().add(Counter::Takeovers, 1);
         }
         if let Some(opening) = opening {
-            blocking(|| opening.finish(&vm, live_in_file));
+            blocking(|| opening.finish(&vm, late.and_then(|late| late.take_live())));
         }
-        vm.expel(&zeroed);
         if may_pin {
             vm.set_may_pin();
         }
@@ -563,7 +545,7 @@ impl Engine {
             served.jobs.close();
             // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
             // what was put off must not be done then.
-            served.vm.stores.ram.tidy();
+            served.store.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
             self.leave(&served, closing);

@@ -5,9 +5,11 @@ use std::collections::HashMap;
 use std::io;
 
 use ballast_base::fill::{FaultKind, FillOutcome};
-use ballast_base::store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+use ballast_base::store::{
+    GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RAM_STORE, Recovered, Store, StoreUsage,
+};
 use ballast_base::{PageIdx, PageRange};
-use ballast_page::copies::{RAM_STORE, StoreOf};
+use ballast_page::copies::StoreOf;
 use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine, release};
 use ballast_page::fault::serve;
 use ballast_page::granule::Granule;
@@ -63,6 +65,10 @@ impl Store for Shelf {
     fn free(&self, key: PageKey, handle: Handle) {
         assert!(self.0.lock().unwrap().remove(&(key.page.0, handle.bits())).is_some(), "freed twice");
     }
+    fn recover(&self, _: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        Ok(Recovered::default())
+    }
+
     fn usage(&self) -> StoreUsage {
         StoreUsage::default()
     }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
-use super::far_run::{far_pages, is_in_ram_store};
+use super::far_run::{far_pages, is_near};
 use super::prefetch_queue::WINDOW;
 use crate::vm::region::Region;
 
@@ -138,7 +138,7 @@ impl Cluster {
         let Some(pays) = self.near.restored((region.number, window), far, soon, now) else { return Vec::new() };
         let unit = page.0 / PAGES_PER_UNIT;
         let all = PageRange::of_unit(unit).before(region.range().end());
-        let windows = || all.step_by(WINDOW).filter(|page| is_in_ram_store(region, *page)).count();
+        let windows = || all.step_by(WINDOW).filter(|page| is_near(region, *page)).count();
         let wide = self.wide.restored((region.number, unit), || windows() as u64, soon, now) == Some(true);
         match (pays, wide) {
             (true, true) => vec![all.before(near.start()), all.from(near.end()), near],

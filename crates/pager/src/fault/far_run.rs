@@ -2,7 +2,7 @@
 //!
 //! Before: readahead or a prefetch request says which. After: they are in memory and mapped, and counted.
 //! Threads: fault workers and the prefetch worker. Units: base pages of a region.
-//! Promise: pages come back under their locks, from the RAM store only. What another thread holds, or what cannot be
+//! Promise: pages come back under their locks, from near stores only. What another thread holds, or what cannot be
 //! had now, is left to the fault that wants it.
 
 use ballast_base::{PageIdx, PageRange};
@@ -11,20 +11,19 @@ use ballast_store::PageBytes;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::RegionView;
-use ballast_page::copies::is_in_file;
 use ballast_page::fault::restore_run;
 use ballast_page::page_state::State;
 
-/// Is a page far, in RAM, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth its
-/// time.
-pub(crate) fn is_in_ram_store(region: &Region, page: PageIdx) -> bool {
+/// Is a page far, in a near store, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth
+/// its time.
+pub(crate) fn is_near(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
-    word.state() == State::Far && !word.is_locked() && !is_in_file(word)
+    word.state() == State::Far && !word.is_locked() && !region.is_slow(page)
 }
 
-/// The pages of a range that are in the RAM store.
+/// The pages of a range that are in a near store.
 pub(crate) fn far_pages(region: &Region, pages: PageRange) -> impl Iterator<Item = PageIdx> {
-    pages.iter().filter(|page| is_in_ram_store(region, *page))
+    pages.iter().filter(|page| is_near(region, *page))
 }
 
 /// Bring back the first far pages of these that are neighbours, as many as fit the buffer. Returns which were restored,

@@ -18,7 +18,7 @@ use ballast_sys::uffd::FaultKind;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::cluster::Cluster;
-use super::far_run::{is_in_ram_store, restore_next_run};
+use super::far_run::{is_near, restore_next_run};
 use super::follow::Follow;
 use super::forgotten::Forgotten;
 use super::readahead::{self, Readahead};
@@ -209,8 +209,8 @@ impl FaultWorker<'_> {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, pending.since.elapsed().as_nanos() as u64);
         }
-        // Only the RAM store is asked here. A page that goes to the file just now is tried again, and then it is there.
-        if vm.stores.file.is_some() && granule.is_in_file() {
+        // Only near stores are asked here. A page that leaves them just now is tried again, and then it is in a slow one.
+        if vm.stores.has_slow() && region.is_slow(page) {
             vm.mail.slow.take(vm.stats(), self.view, *pending);
             return true;
         }
@@ -235,10 +235,10 @@ impl FaultWorker<'_> {
     /// for. Returns whether any came.
     fn read_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
         let vm = self.vm;
-        if !is_in_ram_store(region, page) {
+        if !is_near(region, page) {
             return false;
         }
-        let far = |page| is_in_ram_store(region, PageIdx(page));
+        let far = |page| is_near(region, PageIdx(page));
         let (ahead, mut pages) = self.readahead.fault(region.number, page.0, region.pages().0, far);
         if ahead == 0 {
             return false;

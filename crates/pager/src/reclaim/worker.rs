@@ -46,7 +46,6 @@ use crate::vm::state_file::StateError;
 use crate::vm::stats::Counter;
 use crate::vm::table::Table;
 use crate::vm::view::{View, Zap};
-use ballast_page::copies::RAM_STORE;
 use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
@@ -220,7 +219,7 @@ impl ReclaimWorker {
         };
         // Only in a long pause: what restores have emptied is ready to hold what goes out next.
         if pause > DIRECT {
-            vm.stores.ram.tidy();
+            vm.stores.first().store.tidy();
         }
         self.next(now, pause)
     }
@@ -407,7 +406,8 @@ impl ReclaimWorker {
             let _layout = vm.layout();
             let Some(Due { ticket, guess, region, run }) = self.due(over_limit, now) else { break };
             let granule_of = |page| region.granule(page);
-            let to = To { number: RAM_STORE, store: &*vm.stores.ram, since: interval::stamp() };
+            let first = vm.stores.first();
+            let to = To { number: first.number, store: &*first.store, since: interval::stamp() };
             let from = if over_limit && self.forced { LockedFrom::Copy } else { LockedFrom::Punch };
             region.departures().go(run);
             let check = self.check.clone();
@@ -506,7 +506,7 @@ impl ReclaimWorker {
             self.vm.stats().add(Counter::StoreFull, 1);
         }
         if !std::mem::replace(&mut self.store_was_full, true) {
-            let usage = self.vm.stores.ram.usage();
+            let usage = self.vm.stores.first().store.usage();
             let why = if full { "has no room" } else { "does not answer" };
             let (used, budget) = (Bytes(usage.bytes), Bytes(usage.budget_bytes));
             let text = format!("the store {why} ({used} of {budget} used): reclaim rests, nothing is lost");

@@ -1,9 +1,11 @@
-//! Tiers: where far pages are, and their way between the RAM store and the file store.
+//! Tiers: where far pages are, and their way from the RAM store to those that may wait.
 //!
-//! Before: `evict` put pages into the RAM store. After: old ones are in the file; faults on those are served by the
-//! `slow` workers. Threads: a spill worker and some slow workers for each VM with a file store.
+//! Before: `evict` put pages into the RAM store. After: old ones are in a slow store, a file on a disk for instance;
+//! faults on those are served by the `slow` workers. Threads: a spill worker and some slow workers for each VM with a
+//! slow store.
 //! Promise: moving a copy costs time, never bytes.
 
+pub mod live;
 pub(crate) mod slow;
 pub mod slow_queue;
 pub(crate) mod spill;

@@ -1,8 +1,8 @@
 //! The slow workers: serve faults on pages whose bytes are on a disk.
 //!
-//! Before: a fault worker met a page of the file store (`slow_queue`). After: the same `fault::serve`, here, where it
+//! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve`, here, where it
 //! may wait.
-//! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a file store; each waits for the disk for up
+//! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
 //! to a tenth of a second at a time. Promise: no fault on any other page waits for the disk. A fault taken here is
 //! served or, if the worker panics or the engine dies, raised again by a wake.
 
@@ -71,9 +71,9 @@ fn serve_one(vm: &Vm, view: &View, pending: &PendingFault) -> bool {
     let times = Times::start();
     let _serving = view.serving_from_disk();
     let Some((region, page, memory)) = target(vm, view, pending) else { return true };
-    let from_file = region.granule(page).is_in_file();
+    let was_slow = region.is_slow(page);
     let resolved = resolve(vm, &region, page, pending, &memory, &vm.stores, &times);
-    if from_file && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
+    if was_slow && matches!(resolved, Some((Served::Restored | Served::Filled { .. }, _))) {
         vm.stats().add(Counter::FaultFile, 1);
     }
     resolved.is_some()

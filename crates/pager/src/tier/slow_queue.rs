@@ -1,6 +1,6 @@
 //! The queue of faults that wait for a disk.
 //!
-//! Before: a fault worker met a page of the file store. After: a slow worker takes the fault.
+//! Before: a fault worker met a page of a slow store. After: a slow worker takes the fault.
 //! Threads: any. Promise: a push never waits for a worker, and finds one as long as one is idle. A fault counts as
 //! pending until it is served.
 

@@ -1,28 +1,28 @@
-//! Spill: move pages that have been far for long from the RAM store to the file store.
+//! Spill: move pages that have been far for long from the near stores to a slow one.
 //!
-//! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the file, and the RAM
-//! store has room again. Threads: one task per VM that has a file store. It may wait for the disk; no fault ever
+//! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
+//! took them, and RAM has room again. Threads: one task per VM that has a slow store. It may wait for that; no fault ever
 //! waits for it, but for the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
-//! Promise: a spill costs time, never bytes. What the file store does not take stays in RAM, and is said once.
+//! Promise: a spill costs time, never bytes. What no slow store takes stays in RAM, and is said once.
 //!
 //! A page's age is a clock's: a pass marks every far word it meets (`Word::marked`), whatever happens to the page makes
 //! a word without the mark, and what is still marked on the next pass, at least `spill_after` later, is old. So a page
 //! goes after one to two times that. While the RAM store's budget is nearly used, passes follow one another without
 //! that pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};
-use ballast_store::{GetOutcome, PageBytes, PutOutcome, Store};
+use ballast_store::{GetOutcome, PageBytes, PutOutcome};
 
 use crate::run::pool::blocking;
 use crate::run::queue::Next;
+use crate::tier::stores::Tier;
 use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
-use ballast_page::copies::{FILE_STORE, RAM_STORE};
+use ballast_page::copies::StoreOf;
 use ballast_page::page_state::{State, Word};
 use ballast_page::shift;
 
@@ -38,7 +38,7 @@ const SHORT: Quota = Quota { pages: 8 * 1024, words: 16 << 20 };
 /// The same when reclaim waits for room: a few milliseconds of writing.
 const WANTED: Quota = Quota { pages: 2 * 1024, words: 16 << 20 };
 const UNLIMITED: Quota = Quota { pages: u64::MAX, words: u64::MAX };
-/// How long to rest after the file store was full, and after it did not answer.
+/// How long to leave a store alone after it was full, and after it did not answer.
 const FULL_REST: Duration = Duration::from_secs(10);
 const BUSY_REST: Duration = Duration::from_secs(1);
 
@@ -63,7 +63,7 @@ type Place = (u32, u64);
 /// See above.
 pub(crate) struct SpillWorker {
     vm: Arc<Vm>,
-    file: Arc<dyn Store>,
+    targets: Vec<Target>,
     /// `None`: nothing goes there any more; what is freed there is given back all the same.
     after: Option<Duration>,
     next_pass: Instant,
@@ -71,9 +71,15 @@ pub(crate) struct SpillWorker {
     pass: Option<Place>,
     /// Where to look next when room is wanted.
     hand: Place,
-    rest_until: Option<Instant>,
-    said: bool,
     run: Run,
+}
+
+/// A slow store, in the order in which they are tried.
+struct Target {
+    tier: Tier,
+    rest_until: Option<Instant>,
+    /// That it rests was said.
+    said: bool,
 }
 
 /// Neighbouring pages on their way.
@@ -92,19 +98,21 @@ impl Drop for SpillWorker {
 }
 
 impl SpillWorker {
-    /// Of this VM; `None` if it has no file store.
+    /// Of this VM; `None` if it has no slow store.
     pub fn new(vm: Arc<Vm>) -> Option<Self> {
-        let (file, after) = (vm.stores.file.clone()?, vm.tuning.spill_after);
+        let targets = vm.stores.slow().cloned().map(|tier| Target { tier, rest_until: None, said: false });
+        let (targets, after) = (targets.collect::<Vec<_>>(), vm.tuning.spill_after);
+        if targets.is_empty() {
+            return None;
+        }
         vm.mail.spill.set_helps(after.is_some());
         Some(Self {
-            file,
+            targets,
             after,
             // Not at once: an engine before this one may have set marks a moment ago.
             next_pass: Instant::now() + after.unwrap_or_default(),
             pass: None,
             hand: (0, 0),
-            rest_until: None,
-            said: false,
             run: Run::default(),
             vm,
         })
@@ -116,7 +124,7 @@ impl SpillWorker {
         if vm.is_stopping() {
             return Next::Done;
         }
-        blocking(|| vm.state.beside(|| self.file.tidy()));
+        blocking(|| vm.state.beside(|| self.targets.iter().for_each(|target| target.tier.store.tidy())));
         let Some(after) = self.after else { return Next::about(now, TICK) };
         let wanted = vm.mail.spill.take();
         if let Err(error) = self.round(wanted, after, now) {
@@ -131,7 +139,7 @@ impl SpillWorker {
 
     /// How long to wait, unless room is wanted.
     fn pause(&self) -> Duration {
-        if self.pass.is_some() && self.rest_until.is_none() {
+        if self.pass.is_some() && !self.rests() {
             return Duration::ZERO;
         }
         TICK.min(self.next_pass.saturating_duration_since(Instant::now()).max(SHORTEST_TICK))
@@ -139,11 +147,13 @@ impl SpillWorker {
 
     fn round(&mut self, wanted: bool, after: Duration, now: Instant) -> std::io::Result<()> {
         let vm = self.vm.clone();
-        if vm.is_stopping() || vm.held().is_some() || self.rest_until.is_some_and(|until| now < until) {
+        for target in &mut self.targets {
+            target.rest_until = target.rest_until.filter(|until| now < *until);
+        }
+        if vm.is_stopping() || vm.held().is_some() || self.rests() {
             return Ok(());
         }
-        self.rest_until = None;
-        let ram = &vm.stores.ram;
+        let ram = &vm.stores.first().store;
         if wanted {
             let moved = self.turn(Take::All, WANTED)?;
             vm.mail.spill.set_helps(moved > 0);
@@ -196,7 +206,7 @@ impl SpillWorker {
                     moved += gone;
                     page = next;
                     let enough = moved >= quota.pages || words >= quota.words;
-                    if enough || self.rest_until.is_some() || vm.is_stopping() || vm.mail.spill.is_wanted() {
+                    if enough || self.rests() || vm.is_stopping() || vm.mail.spill.is_wanted() {
                         return Ok((Some((region.number, page)), moved));
                     }
                 }
@@ -217,7 +227,7 @@ impl SpillWorker {
             let gone = self.flush(region);
             moved += gone;
             let stop = || moved >= most || self.vm.is_stopping() || self.vm.mail.spill.is_wanted();
-            if self.rest_until.is_some() || gone > 0 && stop() {
+            if self.rests() || gone > 0 && stop() {
                 break;
             }
         }
@@ -232,25 +242,23 @@ impl SpillWorker {
         if head.state() != State::Far || head.is_locked() {
             return false;
         }
-        let ram = &self.vm.stores.ram;
         let word = if index == 0 { head } else { granule.word_of(index as usize) };
-        let movable = word.state() == State::Far && word.store() == RAM_STORE && ram.takes_room(word.handle());
+        let near = self.vm.stores.near();
+        let near = near.store_of(word).filter(|store| word.state() == State::Far && store.takes_room(word.handle()));
         if take == Take::Old && !head.is_marked() {
             // The mark of a granule stands for all its pages. Losing the race means that it is not old.
-            if index == 0 && (movable || granule.pages() > 1) {
+            if index == 0 && (near.is_some() || granule.pages() > 1) {
                 granule.cell().swap(head, head.marked());
             }
             return false;
         }
-        if !movable {
-            return false;
-        }
+        let Some(near) = near else { return false };
         let at = self.run.words.len();
         if self.run.bytes.len() == at {
             self.run.bytes.push([0; PAGE_SIZE]);
         }
         // Without a lock: what is read here counts only if it is there still when the word is changed.
-        if ram.get(region.key(PageIdx(page)), word.handle(), &mut self.run.bytes[at]) != GetOutcome::Found {
+        if near.get(region.key(PageIdx(page)), word.handle(), &mut self.run.bytes[at]) != GetOutcome::Found {
             return false;
         }
         if at == 0 {
@@ -267,10 +275,12 @@ impl SpillWorker {
             return 0;
         }
         let vm = self.vm.clone();
+        let Some(target) = self.targets.iter_mut().find(|target| target.rest_until.is_none()) else { return 0 };
+        let (number, slow) = (target.tier.number, target.tier.store.clone());
         let first = PageIdx(self.run.first);
         let mut outcomes = Vec::with_capacity(words.len());
         // It may punch what was emptied, too.
-        let mut put = || self.file.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
+        let mut put = || slow.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
         blocking(|| vm.state.beside(&mut put));
         let (mut moved, mut refused) = (0, None);
         for (((page, from), bytes), outcome) in (first.0..).zip(words).zip(&self.run.bytes).zip(outcomes) {
@@ -278,12 +288,15 @@ impl SpillWorker {
                 PutOutcome::Stored(handle) => {
                     let page = PageIdx(page);
                     let granule = region.granule(page);
-                    let to = Word::far(FILE_STORE, handle, from.age());
+                    let to = Word::far(number, handle, from.age());
                     // The mark stands for a whole granule, whose other pages have yet to go.
                     let to = if granule.pages() > 1 && from.is_marked() { to.marked() } else { to };
                     let place = (granule, (page.0 - region.first_of(page).0) as usize);
-                    let (old, new) = ((from, &*vm.stores.ram), (to, &*self.file));
-                    moved += u64::from(shift::commit(place, region.key(page), old, new, bytes));
+                    let Some(near) = vm.stores.store_of(from) else {
+                        slow.free(region.key(page), handle);
+                        continue;
+                    };
+                    moved += u64::from(shift::commit(place, region.key(page), (from, near), (to, &*slow), bytes));
                 }
                 outcome => refused = Some(outcome),
             }
@@ -292,23 +305,32 @@ impl SpillWorker {
         match refused {
             Some(outcome) => self.rest(outcome),
             None => {
-                self.said = false;
+                target.said = false;
                 vm.mail.spill.set_helps(true);
             }
         }
         moved
     }
 
-    /// The file store would not take a page: rest, and say so once.
+    /// Do all slow stores rest?
+    fn rests(&self) -> bool {
+        self.targets.iter().all(|target| target.rest_until.is_some())
+    }
+
+    /// The first store that does not rest would not take a page: let it rest, and say so once. The next run goes to the
+    /// one after it.
     fn rest(&mut self, outcome: PutOutcome) {
+        let Some(target) = self.targets.iter_mut().find(|target| target.rest_until.is_none()) else { return };
         let full = outcome == PutOutcome::Full;
-        self.rest_until = Some(Instant::now() + if full { FULL_REST } else { BUSY_REST });
-        self.vm.mail.spill.set_helps(false);
-        if !std::mem::replace(&mut self.said, true) {
+        target.rest_until = Some(Instant::now() + if full { FULL_REST } else { BUSY_REST });
+        if !std::mem::replace(&mut target.said, true) {
             let usage = if full { "has no room" } else { "does not take pages now" };
-            let why = self.file.last_refusal().unwrap_or_else(|| "it gives no reason".into());
-            let text = format!("the file store {usage} ({why}): old pages stay in RAM, nothing is lost");
+            let why = target.tier.store.last_refusal().unwrap_or_else(|| "it gives no reason".into());
+            let text = format!("the {} {usage} ({why}): old pages stay in RAM, nothing is lost", target.tier.name);
             self.vm.report("spill-rests", text);
+        }
+        if self.rests() {
+            self.vm.mail.spill.set_helps(false);
         }
     }
 }

@@ -1,54 +1,124 @@
-//! The stores of one VM, by the numbers that words name them by.
+//! The stores of one VM: a small ordered set, by the numbers that words name them by.
 //!
-//! Before: the engine opened them. After: `evict` puts pages into the RAM store, `spill` moves them on to the file
-//! store, and faults bring them back from either. Threads: any.
+//! Before: the engine opened them. After: `evict` puts pages into the first one, `spill` moves them on to those that may
+//! wait, and faults bring them back from any. Threads: any.
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
+use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use ballast_base::store::{RAM_STORE, Recovered, StoreSet};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
-use ballast_page::copies::{FILE_STORE, RAM_STORE, StoreOf};
+use ballast_page::copies::StoreOf;
 use ballast_page::page_state::Word;
+
+/// Who may ask a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Speed {
+    /// It returns at once: fault workers ask it.
+    Near,
+    /// It may wait for a disk or a network: slow workers and spill ask it.
+    Slow,
+}
+
+/// One store of a VM.
+#[derive(Clone, Debug)]
+pub struct Tier {
+    /// What words call it.
+    pub number: u8,
+    /// What messages call it.
+    pub name: &'static str,
+    /// The store.
+    pub store: Arc<dyn Store>,
+    /// Who may ask it.
+    pub speed: Speed,
+}
+
+impl Tier {
+    /// A store that returns at once.
+    pub fn near(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
+        Self { number, name, store, speed: Speed::Near }
+    }
+
+    /// A store that may wait.
+    pub fn slow(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
+        Self { number, name, store, speed: Speed::Slow }
+    }
+}
 
 /// The stores of one VM.
 #[derive(Clone, Debug)]
-pub struct Stores {
-    /// In RAM.
-    pub ram: Arc<dyn Store>,
-    /// In a file, if the VM has one.
-    pub file: Option<Arc<dyn Store>>,
-}
+pub struct Stores(Vec<Tier>);
 
 impl Stores {
-    /// The RAM store and nothing else.
-    pub fn ram_only(ram: Arc<dyn Store>) -> Self {
-        Self { ram, file: None }
+    /// These, in the order in which pages go to them. Evicted pages go to the first, pages that have been far for long to
+    /// the first slow one that takes them.
+    ///
+    /// # Panics
+    /// If there is none, the first may wait, or two have one number.
+    pub fn new(tiers: Vec<Tier>) -> Self {
+        assert!(tiers.first().is_some_and(|tier| tier.speed == Speed::Near), "evicted pages go to a store that waits");
+        let is_again = |(at, tier): (usize, &Tier)| tiers[..at].iter().any(|before| before.number == tier.number);
+        assert!(!tiers.iter().enumerate().any(is_again), "two stores have one number: {tiers:?}");
+        Self(tiers)
     }
 
-    /// Only stores that return at once: for workers that must not wait for a disk.
+    /// The RAM store and nothing else.
+    pub fn ram_only(ram: Arc<dyn Store>) -> Self {
+        Self::new(vec![Tier::near(RAM_STORE, "RAM store", ram)])
+    }
+
+    /// All of them.
+    pub fn tiers(&self) -> &[Tier] {
+        &self.0
+    }
+
+    /// Where evicted pages go.
+    pub fn first(&self) -> &Tier {
+        &self.0[0]
+    }
+
+    /// Those that may wait.
+    pub fn slow(&self) -> impl Iterator<Item = &Tier> {
+        self.0.iter().filter(|tier| tier.speed == Speed::Slow)
+    }
+
+    /// Is there one that may wait?
+    pub fn has_slow(&self) -> bool {
+        self.slow().next().is_some()
+    }
+
+    /// The store with this number.
+    pub fn get(&self, number: u8) -> Option<&Tier> {
+        self.0.iter().find(|tier| tier.number == number)
+    }
+
+    /// Only stores that return at once: for workers that must not wait.
     pub fn near(&self) -> Near<'_> {
-        Near(&*self.ram)
+        Near(self)
+    }
+
+    /// Numbers of all other stores, known or not: a page of one is not had at once.
+    pub fn not_near(&self) -> StoreSet {
+        let near = self.0.iter().filter(|tier| tier.speed == Speed::Near);
+        near.fold(StoreSet::ALL, |set, tier| set.without(tier.number))
     }
 }
 
 impl StoreOf for Stores {
     fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        match word.store() {
-            RAM_STORE => Some(&*self.ram),
-            FILE_STORE => self.file.as_deref(),
-            _ => None,
-        }
+        self.get(word.store()).map(|tier| &*tier.store)
     }
 }
 
 /// See [`Stores::near`].
 #[derive(Clone, Copy, Debug)]
-pub struct Near<'a>(&'a dyn Store);
+pub struct Near<'a>(&'a Stores);
 
 impl StoreOf for Near<'_> {
     fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        (word.store() == RAM_STORE).then_some(self.0)
+        self.0.get(word.store()).filter(|tier| tier.speed == Speed::Near).map(|tier| &*tier.store)
     }
 }
 
@@ -59,12 +129,13 @@ pub struct LateStore {
     store: OnceLock<Arc<dyn Store>>,
     /// What was freed before it was there.
     freed: Mutex<Vec<(PageKey, Handle)>>,
+    live: Mutex<Option<Vec<Handle>>>,
 }
 
 impl LateStore {
     /// Nothing is there yet.
     pub const fn new() -> Self {
-        Self { store: OnceLock::new(), freed: Mutex::new(Vec::new()) }
+        Self { store: OnceLock::new(), freed: Mutex::new(Vec::new()), live: Mutex::new(None) }
     }
 
     /// The store is there, and has in it all that the words named when this one was made.
@@ -75,6 +146,11 @@ impl LateStore {
         }
         // With the lock, so that nobody notes anything more.
         let _ = self.store.set(store);
+    }
+
+    /// What the words name in it, for a sweep before it arrives; nothing if the words were not read.
+    pub fn take_live(&self) -> Option<Vec<Handle>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn store(&self) -> Option<&dyn Store> {
@@ -114,6 +190,16 @@ impl Store for LateStore {
             }
             None => freed.push((key, handle)),
         }
+    }
+
+    /// Before it is there, this is for whoever opens it: see [`LateStore::take_live`].
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        if let Some(store) = self.store() {
+            return store.recover(live);
+        }
+        let live = live.map(|(_, handle)| handle).collect();
+        *self.live.lock().unwrap_or_else(PoisonError::into_inner) = Some(live);
+        Ok(Recovered::default())
     }
 
     fn tidy(&self) {

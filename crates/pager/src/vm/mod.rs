@@ -218,7 +218,7 @@ impl Vm {
                 return Err(StateError::Invalid(format!("it has no region {number}")));
             };
             let table = self.state.map_region(record)?;
-            Ok(Region::new(self.state.id(), number, record, file, table)?)
+            Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, file, table)?)
         })
     }
 

@@ -21,26 +21,27 @@
 //! Restoring is the one word that zeros in the file do not make Far: the copy may have been installed and the guest may
 //! have written zeros since. So a fault that finds zeros of a foreign mapper leaves Restoring before it replaces them.
 
+use std::collections::BTreeMap;
 use std::io;
 
 use ballast_base::{PAGE_SIZE, PageIdx};
-use ballast_store::Handle;
 
+use super::Vm;
+use crate::tier::live::LiveCopies;
+use crate::tier::stores::Speed;
 use crate::vm::region::Region;
 use crate::vm::state_file::{StateError, StateFile};
 use crate::vm::stats::{Counter, Stats};
 use ballast_base::store::is_zero;
-use ballast_page::copies::{is_in_file, live_handle};
+use ballast_page::copies::live_handle;
 use ballast_page::memory::{Backing, ReadOutcome};
 use ballast_page::page_state::{State, Word};
 
 /// What recovery found.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// Objects the RAM store must keep; everything else in it is garbage.
-    pub live: Vec<Handle>,
-    /// The same of the file store.
-    pub live_in_file: Vec<Handle>,
+    /// Objects that stores must keep, by the number of the store; everything else in it is garbage.
+    pub live: BTreeMap<u8, LiveCopies>,
     /// Pages that were on their way somewhere.
     pub mended: u64,
     /// Pages whose words were lost and that are lost with them.
@@ -48,6 +49,41 @@ pub struct Recovered {
     /// Pages that are Far and whose file holds zeros in their place (see [`ballast_page::memory::Punched`]), or memory
     /// that failed: region and page.
     pub zeroed: Vec<(u32, PageIdx)>,
+}
+
+impl Recovered {
+    /// What this store must keep.
+    pub fn live_in(&self, store: u8) -> &LiveCopies {
+        static NONE: LiveCopies = LiveCopies::new();
+        self.live.get(&store).unwrap_or(&NONE)
+    }
+}
+
+impl Vm {
+    /// Mend what the workers of this VM left behind when they ended, or whatever else has become of its words and its
+    /// stores. None of them runs.
+    ///
+    /// # Errors
+    /// Words could not be read.
+    pub fn recover(&self) -> Result<Recovered, StateError> {
+        let regions = self.regions();
+        let recovered = recover(&self.state, regions.iter().map(|region| &**region))?;
+        for tier in self.stores.tiers() {
+            let sweep = || tier.store.recover(&mut recovered.live_in(tier.number).iter());
+            let swept = if tier.speed == Speed::Slow { self.state.beside(sweep) } else { sweep() };
+            if let Err(error) = swept {
+                // It works; what was left in it takes room until somebody tries again.
+                let text = format!("Freeing what nobody names in the {}: {error}", tier.name);
+                self.report("spill-unswept", text);
+            }
+        }
+        self.expel(&recovered.zeroed);
+        if recovered.lost > 0 {
+            let text = format!("{} pages are lost with the words that said where they were", recovered.lost);
+            self.report("memory-error", format!("{text}: the guest gets a memory error when it touches one"));
+        }
+        Ok(recovered)
+    }
 }
 
 /// Mend all words of these regions (all of the VM's, in order) and set the gauges.
@@ -90,9 +126,10 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
                 if after.state() != State::Far {
                     granule.take_rest();
                 }
-                for word in std::iter::once(after).chain(granule.rest()) {
-                    let live = if is_in_file(word) { &mut found.live_in_file } else { &mut found.live };
-                    live.extend(live_handle(word));
+                for (page, word) in (page.0..).zip(std::iter::once(after).chain(granule.rest())) {
+                    if let Some(handle) = live_handle(word) {
+                        found.live.entry(word.store()).or_default().note(region.key(PageIdx(page)), handle);
+                    }
                 }
                 match after.state() {
                     State::Far => far += granule.pages(),
@@ -139,7 +176,7 @@ fn mend(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_page::copies::FILE_STORE;
+    use ballast_base::store::{FILE_STORE, Handle};
     use ballast_page::page_state::Ticket;
 
     #[test]

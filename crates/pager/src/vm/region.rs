@@ -12,7 +12,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use ballast_base::store::{RegionKey, is_zero};
+use ballast_base::store::{RegionKey, StoreSet, is_zero};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_store::{PageBytes, PageKey};
@@ -70,6 +70,8 @@ pub struct Region {
     file_id: FileId,
     file_offset: Bytes,
     table: RegionTable,
+    /// Numbers of the stores that may wait.
+    not_near: StoreSet,
     /// Pages paged as one: a page, or a huge page of hugetlbfs, of which this knows what is in the file.
     granule: u64,
     huge: Option<Presence>,
@@ -83,11 +85,17 @@ pub struct Region {
 }
 
 impl Region {
-    /// The region of a VM described by `record`, whose RAM is `file`.
+    /// The region of a VM described by `record`, whose RAM is `file`. `not_near` are the stores that may wait.
     ///
     /// # Errors
     /// If the file is not the one of the record or is too short for it: then touching it would be wrong or fatal.
-    pub fn new(vm: VmId, number: u32, record: &RegionRecord, file: OwnedFd, table: RegionTable) -> io::Result<Self> {
+    pub fn new(
+        (vm, not_near): (VmId, StoreSet),
+        number: u32,
+        record: &RegionRecord,
+        file: OwnedFd,
+        table: RegionTable,
+    ) -> io::Result<Self> {
         let file_id = memfd::file_id(&file)?;
         let needed = record.file_offset.0.checked_add(record.pages.bytes().0);
         // An unplugged region has no file any more; whatever stands in for it is never touched.
@@ -114,6 +122,7 @@ impl Region {
         };
         Ok(Self {
             vm,
+            not_near,
             number,
             granule: if huge.is_some() { PAGES_PER_UNIT } else { 1 },
             huge,
@@ -283,6 +292,11 @@ impl Region {
     /// Its name in stores.
     pub fn region_key(&self) -> RegionKey {
         RegionKey { vm: self.vm, number: self.number }
+    }
+
+    /// Is a page far, and not in a near store alone?
+    pub fn is_slow(&self, page: PageIdx) -> bool {
+        self.granule(page).is_in(self.not_near)
     }
 
     /// A page's name in stores.

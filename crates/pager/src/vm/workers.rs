@@ -42,7 +42,7 @@ impl Vm {
         self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
         self.add_task("discard", Some(&mail.discards.bell), DiscardWorker::new, DiscardWorker::run)?;
-        if self.stores.file.is_none() {
+        if !self.stores.has_slow() {
             return Ok(());
         }
         for (number, bell) in mail.slow.bells.iter().enumerate() {

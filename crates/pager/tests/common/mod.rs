@@ -2,18 +2,21 @@
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
+pub mod third;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::{missing, skip};
 use ballast_pager::reclaim::pinned::Pins;
-use ballast_pager::tier::stores::Stores;
+use ballast_pager::tier::stores::{Stores, Tier};
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::stats::Counter;
@@ -21,8 +24,8 @@ use ballast_pager::vm::tuning::Track;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Tuning, Vm};
 use ballast_store::{
-    Budget, Faults, FaultyStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Store,
-    StoreUsage,
+    Budget, Faults, FaultyStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore, Recovered,
+    Store, StoreUsage,
 };
 use ballast_sys::hugetlb::PoolLoan;
 use ballast_sys::remote::Collapsed;
@@ -52,7 +55,7 @@ struct Setup {
     ram: Bytes,
     store_budget: Bytes,
     quarantine: Duration,
-    spill: Option<(Arc<dyn Store>, Duration)>,
+    spill: Option<(Vec<Tier>, Duration)>,
     huge: bool,
     /// How many userfaultfds its process has.
     shards: usize,
@@ -60,6 +63,10 @@ struct Setup {
     features: u64,
     /// The pin check of this machine, or none.
     pins: Arc<Pins>,
+}
+
+fn file_tier(file: Arc<dyn Store>) -> Tier {
+    Tier::slow(FILE_STORE, "file store", file)
 }
 
 /// The pin check of this machine, for all rigs.
@@ -143,6 +150,7 @@ impl Rig {
         spill: Option<(Arc<dyn Store>, Duration)>,
         shards: usize,
     ) -> Option<Self> {
+        let spill = spill.map(|(file, after)| (vec![file_tier(file)], after));
         Self::of_huge(Setup { spill, shards, ..Setup::new(ram, store_budget, quarantine) })
     }
 
@@ -195,9 +203,44 @@ impl Rig {
         file: Arc<dyn Store>,
         after: Duration,
     ) -> Self {
-        let rig = Self::open(Setup { spill: Some((file, after)), ..Setup::new(ram, store_budget, quarantine) });
+        Self::tiered(ram, store_budget, quarantine, vec![file_tier(file)], after)
+    }
+
+    /// With these slow stores, to which pages go after that time.
+    pub fn tiered(ram: Bytes, store_budget: Bytes, quarantine: Duration, slow: Vec<Tier>, after: Duration) -> Self {
+        let rig = Self::open(Setup { spill: Some((slow, after)), ..Setup::new(ram, store_budget, quarantine) });
         rig.add_view();
         rig
+    }
+
+    /// Its RAM store.
+    pub fn ram_store(&self) -> &dyn Store {
+        &*self.vm.stores.first().store
+    }
+
+    /// Its file store.
+    pub fn file_store(&self) -> &dyn Store {
+        &*self.vm.stores.get(FILE_STORE).expect("a file store").store
+    }
+
+    /// End the workers, as a killed engine's end, and have a successor serve the VM; it has these stores. Returns what it
+    /// found.
+    pub fn succeed(&mut self, stores: Stores) -> ballast_pager::vm::recover::Recovered {
+        let last = self.vm.clone();
+        last.stop();
+        let state = StateFile::open(last.state.fd().try_clone_to_owned().expect("dup")).expect("open");
+        let epoch = state.take_over(std::process::id(), 2).expect("no journal");
+        let vm = Vm::new(state, epoch, stores, last.tuning, last.reporter()).with_pins(pins());
+        for region in last.regions() {
+            vm.open_region(region.dup_file().expect("dup")).expect("region");
+        }
+        let recovered = vm.recover().expect("recover");
+        self.vm = Arc::new(vm);
+        self.vm.start().expect("start");
+        for view in last.views() {
+            self.vm.add_view(view, &[]).expect("view");
+        }
+        recovered
     }
 
     fn open(setup: Setup) -> Self {
@@ -222,8 +265,9 @@ impl Rig {
             let reports = reports.clone();
             Arc::new(move |kind: &str, text| reports.lock().expect("report").push((kind.to_owned(), text)))
         };
-        let (far, spill_after) = spill.map_or((None, None), |(far, after)| (Some(far), Some(after)));
-        let stores = Stores { ram: Arc::new(store), file: far };
+        let (slow, spill_after) = spill.map_or((Vec::new(), None), |(slow, after)| (slow, Some(after)));
+        let ram_store = Tier::near(RAM_STORE, "RAM store", Arc::new(store));
+        let stores = Stores::new([ram_store].into_iter().chain(slow).collect());
         let coalesce_every = Duration::from_millis(5);
         // Nobody is tracked but where a test says so; then as often as it goes.
         let heat = ballast_heat::Settings {
@@ -386,6 +430,10 @@ impl<S: Store> Store for PanickyStore<S> {
 
     fn free(&self, key: PageKey, handle: Handle) {
         self.inner().free(key, handle)
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> std::io::Result<Recovered> {
+        self.inner.recover(live)
     }
 
     fn takes_room(&self, handle: Handle) -> bool {

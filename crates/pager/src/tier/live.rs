@@ -1,0 +1,78 @@
+//! Which objects of a store the words of a VM name: what the store must keep when it sweeps.
+//!
+//! Before: `recover` mends the words one by one, in order. After: the store is told all of them at once.
+//! Threads: none; a plain value. Units: 8 bytes a page, and 40 for each gap between pages.
+//! Promise: what was noted comes out, in that order.
+
+use ballast_base::PageIdx;
+use ballast_base::store::{Handle, PageKey, RegionKey};
+
+/// See above.
+#[derive(Clone, Debug, Default)]
+pub struct LiveCopies {
+    handles: Vec<Handle>,
+    runs: Vec<Run>,
+}
+
+/// Neighbouring pages: the first one, and where their handles begin.
+#[derive(Clone, Debug)]
+struct Run {
+    region: RegionKey,
+    first: PageIdx,
+    start: usize,
+}
+
+impl LiveCopies {
+    /// None yet.
+    pub const fn new() -> Self {
+        Self { handles: Vec::new(), runs: Vec::new() }
+    }
+
+    /// This page's word names this object.
+    pub fn note(&mut self, key: PageKey, handle: Handle) {
+        let start = self.handles.len();
+        let goes_on = self.runs.last().is_some_and(|run| {
+            let next = run.first.0 + (start - run.start) as u64;
+            run.region == key.region && next == key.page.0
+        });
+        if !goes_on {
+            self.runs.push(Run { region: key.region, first: key.page, start });
+        }
+        self.handles.push(handle);
+    }
+
+    /// How many.
+    pub fn count(&self) -> u64 {
+        self.handles.len() as u64
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = (PageKey, Handle)> {
+        let ends = self.runs.iter().skip(1).map(|run| run.start).chain([self.handles.len()]);
+        self.runs.iter().zip(ends).flat_map(|(run, end)| {
+            let pages = (run.first.0..).map(|page| run.region.page(PageIdx(page)));
+            pages.zip(self.handles[run.start..end].iter().copied())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::wire::VmId;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_was_noted_comes_out(noted in proptest::collection::vec((0u32..2, 0u64..6, 0u64..1 << 40), 0..60)) {
+            let key = |number, page| RegionKey { vm: VmId([1; 16]), number }.page(PageIdx(page));
+            let mut noted: Vec<_> =
+                noted.into_iter().map(|(region, page, bits)| (key(region, page), Handle::new(bits).expect("40 bits"))).collect();
+            noted.sort_by_key(|(key, _)| (key.region.number, key.page));
+            let mut live = LiveCopies::default();
+            noted.iter().for_each(|(key, handle)| live.note(*key, *handle));
+            prop_assert_eq!(live.count(), noted.len() as u64);
+            prop_assert_eq!(live.iter().collect::<Vec<_>>(), noted);
+        }
+    }
+}

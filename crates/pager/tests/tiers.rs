@@ -1,0 +1,101 @@
+//! Stores as a set: a third store beside RAM and file, against the real kernel. Needs root (userfaultfd).
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_base::store::{FILE_STORE, RAM_STORE, RegionKey};
+use ballast_base::units::MIB;
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_page::copies::store_number;
+use ballast_pager::tier::stores::Tier;
+use ballast_pager::vm::Hold;
+use ballast_pager::vm::stats::Counter;
+use ballast_store::{NullStore, PutOutcome, Store, pages};
+use common::third::{THIRD, ThirdStore};
+use common::{Rig, until};
+
+const QUICK: Duration = Duration::from_millis(20);
+const SOON: Duration = Duration::from_millis(10);
+const RAM: Bytes = Bytes(32 * MIB);
+const LIMIT: Bytes = Bytes(8 * MIB);
+const AMPLE: Bytes = Bytes(64 * MIB);
+
+/// The one line.
+fn third() -> Tier {
+    Tier::slow(THIRD, "third store", Arc::new(ThirdStore::new(AMPLE)))
+}
+
+/// Pages whose bytes are in this store.
+fn count_in(rig: &Rig, number: u8) -> u64 {
+    let region = rig.vm.region(0).expect("region");
+    (0..rig.pages).filter(|page| store_number(region.word(PageIdx(*page))) == Some(number)).count() as u64
+}
+
+fn wait_until_in_third(rig: &Rig) {
+    rig.squeeze(LIMIT);
+    until("what is far is in the third store", || {
+        let far = rig.vm.stats().get(Counter::Far);
+        far > (RAM.0 - LIMIT.0) / PAGE_SIZE as u64 / 2 && count_in(rig, THIRD) * 10 > far * 9
+    });
+}
+
+#[test]
+fn pages_go_to_a_third_store_and_come_back_with_every_byte() {
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![third()], SOON);
+    rig.fill_all();
+    wait_until_in_third(&rig);
+    rig.check_bytes();
+    assert!(rig.vm.stats().get(Counter::FaultFile) > 0, "some came from there");
+    wait_until_in_third(&rig);
+    rig.vm.restore_for(Hold::Pinned, "the test says so".into()).expect("pin");
+    assert_eq!((rig.resident(), rig.vm.stats().get(Counter::Far)), (RAM, 0));
+    rig.check_bytes();
+    let copies = || rig.vm.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum::<u64>();
+    until("no copy is left", || copies() == 0);
+}
+
+#[test]
+fn what_a_full_file_store_does_not_take_goes_to_the_third_one() {
+    let file = Tier::slow(FILE_STORE, "file store", Arc::new(NullStore::new(Bytes(MIB))));
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![file, third()], SOON);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    until("both have pages", || count_in(&rig, FILE_STORE) > 0 && count_in(&rig, THIRD) > 512);
+    until("it is said", || rig.reported("spill-rests"));
+    let reports = rig.reports.lock().expect("reports").clone();
+    let said = reports.iter().find(|(kind, _)| kind == "spill-rests").map(|(_, text)| text.clone());
+    assert!(said.as_ref().is_some_and(|text| text.contains("the file store has no room")), "{said:?}");
+    rig.check_bytes();
+}
+
+#[test]
+fn a_successor_finds_the_pages_of_three_stores_and_sweeps_each() {
+    let file: Arc<dyn Store> = Arc::new(NullStore::new(Bytes(MIB)));
+    let slow = vec![Tier::slow(FILE_STORE, "file store", file), third()];
+    let mut rig = Rig::tiered(RAM, AMPLE, QUICK, slow, SOON);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    until("both have pages", || count_in(&rig, FILE_STORE) > 0 && count_in(&rig, THIRD) > 512);
+    rig.vm.stop();
+    // What an engine leaves that dies between a put and the word that would have named it.
+    let nobodys = RegionKey { vm: VmId([3; 16]), number: 0 }.page(PageIdx(rig.pages - 1));
+    for tier in rig.vm.stores.tiers().iter().filter(|tier| tier.number != FILE_STORE) {
+        let put = tier.store.put(nobodys, &pages::incompressible(1));
+        assert!(matches!(put, PutOutcome::Stored(_)), "{put:?} by the {}", tier.name);
+    }
+    let far = rig.vm.census().expect("census").far.0;
+    let copies = |rig: &Rig| rig.vm.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum::<u64>();
+    assert_eq!(copies(&rig), far + 2);
+    let stores = rig.vm.stores.clone();
+    let recovered = rig.succeed(stores);
+    let live = [RAM_STORE, FILE_STORE, THIRD].map(|number| recovered.live_in(number).count());
+    assert!(live.iter().sum::<u64>() == far && live[1] > 0 && live[2] > 0, "{live:?} of {far} far pages");
+    rig.check_bytes();
+    rig.vm.hold(Hold::Shared, Some("counting".into()));
+    rig.wait_for_quarantine();
+    until("each far page has one copy", || copies(&rig) == rig.vm.census().expect("census").far.0);
+    rig.check_census();
+}
