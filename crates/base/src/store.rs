@@ -202,9 +202,9 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         usage.is_short()
     }
 
-    /// After an unclean death: free what is not in `live` (the pages whose words name this store, and their handles), finish
-    /// what was begun, make the counts agree. A live handle that names nothing is counted and otherwise ignored; `get`
-    /// will say `Absent`. Nobody may use the store meanwhile, in this process or another.
+    /// After an unclean death: free what is not in `live` (the pages whose words name this store, and their handles),
+    /// finish what was begun, make the counts agree. A live handle that names nothing is counted and otherwise ignored;
+    /// `get` will say `Absent`. Nobody may use the store meanwhile, in this process or another.
     ///
     /// # Errors
     /// It cannot be done now. Nothing was freed; the store works, and what leaked stays until this is done.

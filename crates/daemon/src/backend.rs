@@ -12,6 +12,7 @@ use ballast_api::{
     DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, HostStat, Latency, PlanRequest, PolicyPatch, PolicyStat, Psi,
     ReclaimCounts, RegionStat, RestoreStages, Stall, Track, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
 };
+use ballast_base::store::FILE_STORE;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
 use ballast_pager::reclaim::pinned::Pins;
@@ -358,7 +359,7 @@ fn stat(served: &Served) -> VmStat {
     let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
     let memory = vm.memory_breakdown();
     let detail = served.store.usage_detail();
-    let file = vm.stores.file.as_ref().map(|file| file.usage()).unwrap_or_default();
+    let file = vm.stores.get(FILE_STORE).map(|file| file.store.usage()).unwrap_or_default();
     vm.pressure.sample(vm.stats(), Instant::now());
     let averages = vm.pressure.averages();
     let settings = words::read(vm.state.settings());

@@ -58,6 +58,34 @@ fn pages_go_to_a_third_store_and_come_back_with_every_byte() {
 }
 
 #[test]
+fn a_store_that_is_silent_for_long_is_told_of_and_the_wait_goes_on_until_it_answers() {
+    let store = Arc::new(ThirdStore::new(AMPLE));
+    let tier = Tier::slow_within(Duration::from_millis(1), THIRD, "third store", store.clone());
+    let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![tier], SOON);
+    rig.fill_all();
+    wait_until_in_third(&rig);
+    rig.vm.hold(Hold::Shared, Some("test".into()));
+    rig.wait_for_quarantine();
+    store.set_silent(true);
+    let region = rig.vm.region(0).expect("region");
+    let is_in_third = |page: &u64| store_number(region.word(PageIdx(*page))) == Some(THIRD);
+    let far = (0..rig.pages).find(is_in_third).expect("a page in the third store");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| rig.holds(far, 1));
+        until("the silence is told of", || rig.reported("store-late"));
+        let deferred = rig.vm.stats().get(Counter::FaultDeferred);
+        until("it is asked again and again", || rig.vm.stats().get(Counter::FaultDeferred) > deferred + 10);
+        assert!(!waiting.is_finished() && !rig.reported("store-back"), "the wait goes on");
+        assert_eq!(rig.vm.census().expect("census").poisoned.0, 0, "silence is not loss");
+        assert!((0..rig.pages).filter(|page| !is_in_third(page)).all(|page| rig.holds(page, 1)), "others are served");
+        store.set_silent(false);
+        assert!(waiting.join().expect("guest"), "it was there all the time");
+    });
+    until("the end of it is told of", || rig.reported("store-back"));
+    rig.check_bytes();
+}
+
+#[test]
 fn what_a_full_file_store_does_not_take_goes_to_the_third_one() {
     let file = Tier::slow(FILE_STORE, "file store", Arc::new(NullStore::new(Bytes(MIB))));
     let rig = Rig::tiered(RAM, AMPLE, QUICK, vec![file, third()], SOON);

@@ -25,7 +25,7 @@ use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
-use ballast_store::{Budget, Codec, FileOptions, Handle, RamOptions, RamStore, Store};
+use ballast_store::{Budget, Codec, FileOptions, RamOptions, RamStore};
 use ballast_sys::{memory_error, scm};
 
 use crate::backend::{Host, KEPT, Served};
@@ -545,7 +545,7 @@ impl Engine {
             served.jobs.close();
             // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
             // what was put off must not be done then.
-            served.store.tidy();
+            served.vm.stores.first().store.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
             self.leave(&served, closing);

@@ -73,11 +73,12 @@ impl Engine {
         if let Err(error) = forgotten {
             tracing::warn!(vm = vm.state.name(), "Giving back the memory of page-state words: {error}");
         }
-        served.store.recover(std::iter::empty());
+        served.store.sweep(std::iter::empty());
         // Whoever is opened again has the copies that are there freed one by one: only here nobody puts any more into it.
         if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()).cloned() {
             let empty = move || {
-                if let Err(error) = file.recover(std::iter::empty()) {
+                let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
+                if let Err(error) = emptied {
                     tracing::warn!("Emptying the file store of a VM that is gone: {error}");
                 }
             };

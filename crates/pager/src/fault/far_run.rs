@@ -14,8 +14,8 @@ use crate::vm::view::RegionView;
 use ballast_page::fault::restore_run;
 use ballast_page::page_state::State;
 
-/// Is a page far, in a near store, and unlocked? A page on a disk has not been wanted for long, and a guess is not worth
-/// its time.
+/// Is a page far, in a near store, and unlocked? A page on a disk has not been wanted for long, and a guess is not
+/// worth its time.
 pub(crate) fn is_near(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
     word.state() == State::Far && !word.is_locked() && !region.is_slow(page)

@@ -209,7 +209,8 @@ impl FaultWorker<'_> {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, pending.since.elapsed().as_nanos() as u64);
         }
-        // Only near stores are asked here. A page that leaves them just now is tried again, and then it is in a slow one.
+        // Only near stores are asked here. A page that leaves them just now is tried again, and then it is in a slow
+        // one.
         if vm.stores.has_slow() && region.is_slow(page) {
             vm.mail.slow.take(vm.stats(), self.view, *pending);
             return true;

@@ -66,8 +66,9 @@ mod tests {
         #[test]
         fn what_was_noted_comes_out(noted in proptest::collection::vec((0u32..2, 0u64..6, 0u64..1 << 40), 0..60)) {
             let key = |number, page| RegionKey { vm: VmId([1; 16]), number }.page(PageIdx(page));
-            let mut noted: Vec<_> =
-                noted.into_iter().map(|(region, page, bits)| (key(region, page), Handle::new(bits).expect("40 bits"))).collect();
+            let handle = |bits| Handle::new(bits).expect("40 bits");
+            let noted = noted.into_iter().map(|(region, page, bits)| (key(region, page), handle(bits)));
+            let mut noted: Vec<_> = noted.collect();
             noted.sort_by_key(|(key, _)| (key.region.number, key.page));
             let mut live = LiveCopies::default();
             noted.iter().for_each(|(key, handle)| live.note(*key, *handle));

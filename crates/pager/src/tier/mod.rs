@@ -6,6 +6,7 @@
 //! Promise: moving a copy costs time, never bytes.
 
 pub mod live;
+mod overdue;
 pub(crate) mod slow;
 pub mod slow_queue;
 pub(crate) mod spill;

@@ -1,8 +1,8 @@
 //! Spill: move pages that have been far for long from the near stores to a slow one.
 //!
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
-//! took them, and RAM has room again. Threads: one task per VM that has a slow store. It may wait for that; no fault ever
-//! waits for it, but for the one page whose word it is changing (`shift`).
+//! took them, and RAM has room again. Threads: one task per VM that has a slow store. It may wait for that; no fault
+//! ever waits for it, but for the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
 //! Promise: a spill costs time, never bytes. What no slow store takes stays in RAM, and is said once.
 //!
@@ -11,6 +11,7 @@
 //! goes after one to two times that. While the RAM store's budget is nearly used, passes follow one another without
 //! that pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::{PAGE_SIZE, PageIdx, PageRange};

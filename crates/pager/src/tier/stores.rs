@@ -1,15 +1,17 @@
 //! The stores of one VM: a small ordered set, by the numbers that words name them by.
 //!
-//! Before: the engine opened them. After: `evict` puts pages into the first one, `spill` moves them on to those that may
-//! wait, and faults bring them back from any. Threads: any.
+//! Before: the engine opened them. After: `evict` puts pages into the first one, `spill` moves them on to those that
+//! may wait, and faults bring them back from any. Threads: any.
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
 use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use ballast_base::store::{RAM_STORE, Recovered, StoreSet};
 use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
 
+use crate::tier::overdue::{Overdue, Tell};
 use ballast_page::copies::StoreOf;
 use ballast_page::page_state::Word;
 
@@ -33,17 +35,28 @@ pub struct Tier {
     pub store: Arc<dyn Store>,
     /// Who may ask it.
     pub speed: Speed,
+    /// The same store, if it may wait.
+    overdue: Option<Arc<Overdue>>,
 }
+
+/// How long a page of a slow store is waited for before operators are told. The wait goes on.
+pub const DEADLINE: Duration = Duration::from_secs(5);
 
 impl Tier {
     /// A store that returns at once.
     pub fn near(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
-        Self { number, name, store, speed: Speed::Near }
+        Self { number, name, store, speed: Speed::Near, overdue: None }
     }
 
-    /// A store that may wait.
+    /// A store that may wait. If it does not return a page within [`DEADLINE`], that is an event.
     pub fn slow(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
-        Self { number, name, store, speed: Speed::Slow }
+        Self::slow_within(DEADLINE, number, name, store)
+    }
+
+    /// The same with another deadline.
+    pub fn slow_within(deadline: Duration, number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
+        let overdue = Arc::new(Overdue::new(store, name, deadline));
+        Self { number, name, store: overdue.clone(), speed: Speed::Slow, overdue: Some(overdue) }
     }
 }
 
@@ -52,8 +65,8 @@ impl Tier {
 pub struct Stores(Vec<Tier>);
 
 impl Stores {
-    /// These, in the order in which pages go to them. Evicted pages go to the first, pages that have been far for long to
-    /// the first slow one that takes them.
+    /// These, in the order in which pages go to them. Evicted pages go to the first, pages that have been far for long
+    /// to the first slow one that takes them.
     ///
     /// # Panics
     /// If there is none, the first may wait, or two have one number.
@@ -62,6 +75,11 @@ impl Stores {
         let is_again = |(at, tier): (usize, &Tier)| tiers[..at].iter().any(|before| before.number == tier.number);
         assert!(!tiers.iter().enumerate().any(is_again), "two stores have one number: {tiers:?}");
         Self(tiers)
+    }
+
+    /// Who is told when a store is overdue.
+    pub(crate) fn tell(&self, tell: &Tell) {
+        self.0.iter().filter_map(|tier| tier.overdue.as_ref()).for_each(|overdue| overdue.tell(tell));
     }
 
     /// The RAM store and nothing else.

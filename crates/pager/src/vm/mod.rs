@@ -145,6 +145,7 @@ impl Vm {
     /// A VM without workers yet. `epoch` is what [`StateFile::take_over`] returned.
     pub fn new(state: StateFile, epoch: u64, stores: Stores, tuning: Tuning, report: Report) -> Self {
         let pressure = Pressure::new(Stats::of(&state));
+        stores.tell(&report);
         Self {
             state,
             stores,

@@ -223,8 +223,8 @@ impl Rig {
         &*self.vm.stores.get(FILE_STORE).expect("a file store").store
     }
 
-    /// End the workers, as a killed engine's end, and have a successor serve the VM; it has these stores. Returns what it
-    /// found.
+    /// End the workers, as a killed engine's end, and have a successor serve the VM; it has these stores. Returns what
+    /// it found.
     pub fn succeed(&mut self, stores: Stores) -> ballast_pager::vm::recover::Recovered {
         let last = self.vm.clone();
         last.stop();

@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::io;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_base::Bytes;
 use ballast_store::{GetOutcome, Handle, NullStore, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
@@ -16,11 +17,17 @@ pub const THIRD: u8 = 3;
 pub struct ThirdStore {
     inner: NullStore,
     asked: Mutex<HashSet<Handle>>,
+    silent: AtomicBool,
 }
 
 impl ThirdStore {
     pub fn new(budget: Bytes) -> Self {
-        Self { inner: NullStore::new(budget), asked: Mutex::default() }
+        Self { inner: NullStore::new(budget), asked: Mutex::default(), silent: AtomicBool::new(false) }
+    }
+
+    /// From now on it returns no page, or does again.
+    pub fn set_silent(&self, silent: bool) {
+        self.silent.store(silent, Ordering::Release);
     }
 }
 
@@ -30,7 +37,7 @@ impl Store for ThirdStore {
     }
 
     fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
-        if self.asked.lock().expect("asked").insert(handle) {
+        if self.asked.lock().expect("asked").insert(handle) || self.silent.load(Ordering::Acquire) {
             return GetOutcome::Busy;
         }
         self.inner.get(key, handle, out)

@@ -1,0 +1,166 @@
+//! Overdue: a slow store that does not return a page in time, and operators who know.
+//!
+//! Before: a worker asks a slow store for a page. After: it has it, or the outcome is `Busy`; once a page has been
+//! waited for as long as the store's deadline, that is an event, and so is the end of it.
+//! Threads: any. Promise: silence is not loss. Whoever waits goes on waiting, until the store returns the page or says
+//! that it has lost it.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_base::store::Recovered;
+use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage};
+
+/// Tells operators something: a kind of event, and a sentence.
+pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
+
+/// A page that nobody asks for any more: its thread went away, or it was discarded.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(10);
+
+/// A slow store, and who waits for it.
+pub(crate) struct Overdue {
+    store: Arc<dyn Store>,
+    name: &'static str,
+    deadline: Duration,
+    waiting: Mutex<Waiting>,
+    tell: OnceLock<Tell>,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Since when, and when it was asked for last.
+    pages: HashMap<(PageKey, Handle), (Instant, Instant)>,
+    /// Since when, if it was said that the store is overdue.
+    said: Option<Instant>,
+}
+
+impl std::fmt::Debug for Overdue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.store.fmt(f)
+    }
+}
+
+impl Overdue {
+    /// Operators are told when a page was waited for this long.
+    pub fn new(store: Arc<dyn Store>, name: &'static str, deadline: Duration) -> Self {
+        Self { store, name, deadline, waiting: Mutex::default(), tell: OnceLock::new() }
+    }
+
+    /// Who is told. Only the first one counts: a VM that is opened anew has the same operators.
+    pub fn tell(&self, tell: &Tell) {
+        let _ = self.tell.set(tell.clone());
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What came of asking for this page.
+    fn was_asked(&self, key: PageKey, handle: Handle, outcome: GetOutcome) {
+        let (mut waiting, now) = (self.waiting(), Instant::now());
+        if outcome == GetOutcome::Busy {
+            let (since, asked) = waiting.pages.entry((key, handle)).or_insert((now, now));
+            *asked = now;
+            let since = *since;
+            if now - since < self.deadline || waiting.said.is_some() {
+                return;
+            }
+            waiting.said = Some(since);
+            let (count, waited) = (waiting.pages.len(), now - since);
+            drop(waiting);
+            let PageKey { region, page } = key;
+            let text = format!(
+                "the {} has not returned page {page} of region {} for {:.1} s; {count} pages are waited for, and go on \
+                 waiting: nothing is lost",
+                self.name,
+                region.number,
+                waited.as_secs_f64()
+            );
+            return self.say("store-late", text);
+        }
+        waiting.pages.remove(&(key, handle));
+        self.settle(waiting, now);
+    }
+
+    /// Whoever was waited for is there, or nobody waits any more: say so, if the wait was told of.
+    fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
+        if waiting.said.is_none() {
+            return;
+        }
+        let deadline = self.deadline;
+        waiting.pages.retain(|_, (_, asked)| now - *asked < FORGOTTEN_AFTER);
+        if waiting.pages.values().any(|(since, _)| now - *since >= deadline) {
+            return;
+        }
+        let Some(since) = waiting.said.take() else { return };
+        drop(waiting);
+        let text = format!("the {} returns pages again, after {:.1} s", self.name, (now - since).as_secs_f64());
+        self.say("store-back", text);
+    }
+
+    fn say(&self, kind: &str, text: String) {
+        if let Some(tell) = self.tell.get() {
+            tell(kind, text);
+        }
+    }
+}
+
+impl Store for Overdue {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.store.put(key, bytes)
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        let outcome = self.store.get(key, handle, out);
+        self.was_asked(key, handle, outcome);
+        outcome
+    }
+
+    fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        self.store.put_run(first, pages, outcomes);
+    }
+
+    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        let before = outcomes.len();
+        self.store.get_run(first, handles, out, outcomes);
+        // Who asks for a run waits for all of it.
+        let worst = outcomes[before..].iter().find(|outcome| **outcome == GetOutcome::Busy);
+        if let (Some(handle), Some(outcome)) = (handles.first(), worst.or(outcomes.get(before))) {
+            self.was_asked(first, *handle, *outcome);
+        }
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        self.store.free(key, handle);
+        let mut waiting = self.waiting();
+        if waiting.pages.remove(&(key, handle)).is_some() {
+            self.settle(waiting, Instant::now());
+        }
+    }
+
+    fn tidy(&self) {
+        self.store.tidy();
+    }
+
+    fn takes_room(&self, handle: Handle) -> bool {
+        self.store.takes_room(handle)
+    }
+
+    fn is_short(&self) -> bool {
+        self.store.is_short()
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        self.store.recover(live)
+    }
+
+    fn last_refusal(&self) -> Option<String> {
+        self.store.last_refusal()
+    }
+
+    fn usage(&self) -> StoreUsage {
+        self.store.usage()
+    }
+}
