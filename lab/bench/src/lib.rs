@@ -36,6 +36,7 @@ mod overhead;
 mod pager;
 mod plain;
 mod plot;
+mod pool;
 mod progress;
 mod qemu;
 mod reclaim;
@@ -99,7 +100,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let (settings, swap) = match options.which {
-        Which::Idle | Which::Track | Which::Limit => (String::new(), KernelSwap::None),
+        Which::Idle | Which::Track | Which::Limit | Which::Pool => (String::new(), KernelSwap::None),
         Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
         _ => (String::new(), KernelSwap::Zram),
     };
@@ -119,6 +120,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Track => track::run(&mut bench, &mut each),
         Which::Limit => limit::run(&mut bench, &mut each),
         Which::Tiers => bail!("tiers runs without a bench"),
+        Which::Pool => pool::run(&mut bench, &mut each),
     };
     bench.progress.end();
     if result.is_err() {

@@ -40,6 +40,13 @@ pub fn describe() -> Value {
     })
 }
 
+/// Memory that the host could give now, in bytes; `None` if it does not say.
+pub(crate) fn mem_available() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().split(' ').next()?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
 /// Memory of a process that no file backs, in bytes.
 pub(crate) fn rss_anon(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/status");

@@ -34,6 +34,8 @@ pub enum Which {
     Limit,
     /// Which pages belong into fast memory: classifiers against an oracle, simulated.
     Tiers,
+    /// What the memory pool needs to know, can sell, and how soon memory of it can be used.
+    Pool,
 }
 
 impl Which {
@@ -52,6 +54,7 @@ impl Which {
             Self::Track => "track",
             Self::Limit => "limit",
             Self::Tiers => "tiers",
+            Self::Pool => "pool",
         }
     }
 }

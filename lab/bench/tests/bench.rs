@@ -159,6 +159,46 @@ fn a_vm_under_a_limit_is_seen_over_time_and_drawn() {
 }
 
 #[test]
+fn the_pool_has_its_metadata_its_churn_and_real_memory_and_gives_the_huge_pages_back() {
+    const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+    if no_bench() {
+        return;
+    }
+    let Ok(before) = std::fs::read_to_string(HUGE_PAGES) else { return skip("hugetlb", "there are no huge pages") };
+    let rows = rows(&["pool"]);
+    let of = |what: &str| rows.iter().filter(|row| row["measures"] == what).collect::<Vec<_>>();
+    for row in of("metadata") {
+        assert!(row["metadata_bytes_per_gib"].as_f64().is_some_and(|bytes| bytes < 1.2 * 1024.0), "{row}");
+        assert_eq!(row["modelled"], true, "{row}");
+    }
+    assert_eq!((of("metadata").len(), of("churn").len()), (2, 3));
+    for row in of("churn") {
+        for side in ["", "fenced_", "first_fit_", "buddy_"] {
+            assert_eq!(row[format!("{side}sellable_pct")], 100.0, "{side} {row}");
+            assert_figure_alone(row, &format!("{side}sellable_1g_pct"));
+        }
+    }
+    // Where memory is short, the rows say so.
+    for row in of("ready") {
+        for key in ["ready_us", "memfd_touch_ready_us", "memfd_populate_ready_us"] {
+            assert_figure(row, key);
+        }
+        assert!(row["ratio_ready"].is_number() || row["not_measured"].is_array(), "{row}");
+    }
+    for row in of("zeroing") {
+        for key in ["zero_memset_gib_per_s", "zero_nontemporal_gib_per_s", "zero_kernel_gib_per_s"] {
+            assert_figure(row, key);
+        }
+    }
+    assert_eq!(std::fs::read_to_string(HUGE_PAGES).expect("read"), before, "huge pages were kept");
+}
+
+/// Is this figure of one repetition there?
+fn assert_figure_alone(row: &Value, key: &str) {
+    assert!(row[key].is_number(), "{key} in {row}");
+}
+
+#[test]
 fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
     if no_bench() {
         return;

@@ -1,0 +1,228 @@
+//! Real memory for a pool: files, filled before anybody asks, and a VM's RAM mapped from them.
+//!
+//! Before: `ready` says how much, of what. After: it asks for memory as a VMM does. The pool's state is in shared
+//! memory, too, as it would be in a daemon.
+//! Threads: the bench's one. Units: bytes in files; slices in the pool.
+//! Promise: a slice is zeroed through a mapping of the bench's own before the pool may hand it out again, and
+//! [`Ram::check_and_mark`] looks whether it was.
+
+use std::num::{NonZeroU32, NonZeroU64};
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_pool::request::on_one_node;
+use ballast_pool::{
+    Class, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SLICE_SIZE,
+    SliceIdx, VmId, Words,
+};
+use ballast_sys::{Mapping, memfd};
+use rustix::fd::OwnedFd;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// The pool's state in shared memory.
+pub(super) struct Shared(Mapping);
+
+impl Words for Shared {
+    fn count(&self) -> usize {
+        self.0.len() / 8
+    }
+
+    fn load(&self, at: usize) -> u64 {
+        self.0.words(at * 8, 1)[0].load(Ordering::Acquire)
+    }
+
+    fn store(&mut self, at: usize, value: u64) {
+        self.0.words(at * 8, 1)[0].store(value, Ordering::Release);
+    }
+}
+
+/// One file of the pool.
+struct Brick {
+    file: OwnedFd,
+    /// For zeroing.
+    map: Mapping,
+}
+
+/// A pool with memory.
+pub(super) struct Bricks {
+    pool: Pool<Shared>,
+    bricks: Vec<Brick>,
+    kind: Kind,
+    slices: u32,
+    /// Slices of a brick.
+    brick: u32,
+    /// How much of it is mapped huge; shared memory is collapsed as far as the kernel can.
+    pub(super) collapsed_pct: f64,
+    vms: u64,
+}
+
+impl Bricks {
+    /// Reserve, fill and zero this number of slices. Huge pages must be there.
+    pub(super) fn new(kind: Kind, slices: u32) -> Result<Self> {
+        let brick = slices.min(FRAME_SLICES);
+        let layout = Layout::new(&[NodeSpec { numa: 0, slices }], brick, 16)?;
+        let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
+        let state = memfd::create("ballast-bench-pool", Bytes(size as u64)).context("Making the pool's state")?;
+        let words = Shared(Mapping::shared(&state, 0, size).context("Mapping the pool's state")?);
+        let mut pool = Pool::create(words, &layout)?;
+        let bytes = u64::from(brick) * SLICE_SIZE;
+        let mut bricks = Vec::new();
+        for _ in 0..slices / brick {
+            let file = match kind {
+                Kind::Hugetlb => memfd::create_huge("ballast-bench-brick", Bytes(bytes)),
+                Kind::Shmem => memfd::create("ballast-bench-brick", Bytes(bytes)),
+            };
+            let file = file.context("Making a brick")?;
+            let map = Mapping::shared(&file, 0, bytes as usize).context("Mapping a brick")?;
+            bricks.push(Brick { file, map });
+        }
+        let class = if kind == Kind::Hugetlb { Class::Huge } else { Class::Shmem };
+        pool.reserve(Extent { start: SliceIdx(0), slices }, class)?;
+        let mut made = Self { pool, bricks, kind, slices, brick, collapsed_pct: 100.0, vms: 0 };
+        made.fill()?;
+        Ok(made)
+    }
+
+    /// Have the kernel fill every brick, which zeroes it.
+    fn fill(&mut self) -> Result<()> {
+        let mut collapsed = 0;
+        while let Some(dirty) = self.pool.next_dirty(u32::MAX) {
+            let (bricks, kind, brick) = (&self.bricks, self.kind, self.brick);
+            let zeroed = dirty.zero(|extent| {
+                let (map, offset, len) = place(bricks, brick, extent);
+                map.populate(offset, len).context("Filling a brick")?;
+                if kind == Kind::Shmem {
+                    for at in (0..len).step_by(SLICE_SIZE as usize) {
+                        collapsed += u32::from(collapse(map, offset + at));
+                    }
+                }
+                Ok(())
+            });
+            self.pool.clean(zeroed.map_err(|(_, error): (_, anyhow::Error)| error)?);
+        }
+        if self.kind == Kind::Shmem {
+            self.collapsed_pct = 100.0 * f64::from(collapsed) / f64::from(self.slices);
+        }
+        Ok(())
+    }
+
+    /// RAM for a VM of all of it, as a VMM would have it: mapped in pieces, each from its file, and in the page tables.
+    pub(super) fn request(&mut self) -> Result<Ram> {
+        self.vms += 1;
+        let vm = VmId(NonZeroU64::new(self.vms).context("an id")?);
+        let parts = on_one_node(&[(GuestIdx(0), self.slices)], NodeIdx(0));
+        let domain = Domain(NonZeroU32::MIN);
+        let grant = self.pool.allocate(&Request { vm, domain, kind: self.kind, mode: Mode::Mix, parts })?;
+        let ram = Ram::reserve(u64::from(self.slices) * SLICE_SIZE)?;
+        for piece in &grant.segments {
+            for brick in self.pool.bricks(piece.extent) {
+                let start = piece.extent.start.0.max(brick.start.0);
+                let end = piece.extent.end().min(brick.end());
+                let guest = u64::from(piece.guest.0 + (start - piece.extent.start.0)) * SLICE_SIZE;
+                let offset = u64::from(start - brick.start.0) * SLICE_SIZE;
+                let file = &self.bricks[(brick.start.0 / self.brick) as usize].file;
+                ram.map(guest, file, offset, u64::from(end - start) * SLICE_SIZE)?;
+            }
+        }
+        self.pool.map(vm, GuestIdx(0), self.slices, Some(ram.base as u64))?;
+        ram.populate()?;
+        Ok(ram)
+    }
+
+    /// The VM is gone, and its memory is zeroed by `zero` through the bench's mappings. Returns how long that took.
+    pub(super) fn release(&mut self, ram: Ram, zero: impl Fn(*mut u8, usize)) -> Result<f64> {
+        drop(ram);
+        self.pool.release(VmId(NonZeroU64::new(self.vms).context("an id")?))?;
+        let start = std::time::Instant::now();
+        while let Some(dirty) = self.pool.next_dirty(u32::MAX) {
+            let (bricks, brick) = (&self.bricks, self.brick);
+            let zeroed = dirty.zero(|extent| {
+                let (map, offset, len) = place(bricks, brick, extent);
+                zero(map.ptr(offset, len), len);
+                Ok::<_, std::convert::Infallible>(())
+            });
+            let Ok(zeroed) = zeroed;
+            self.pool.clean(zeroed);
+        }
+        let took = start.elapsed().as_secs_f64() * 1e6;
+        self.pool.validate()?;
+        Ok(took)
+    }
+}
+
+/// Where these slices of one brick are in the bench's own mapping.
+fn place(bricks: &[Brick], brick: u32, extent: Extent) -> (&Mapping, usize, usize) {
+    let map = &bricks[(extent.start.0 / brick) as usize].map;
+    let slices = |slices: u32| slices as usize * SLICE_SIZE as usize;
+    (map, slices(extent.start.0 % brick), slices(extent.slices))
+}
+
+/// Make one huge page of 2 MiB of a file in shared memory. Returns whether it is one.
+fn collapse(map: &Mapping, offset: usize) -> bool {
+    /// Linux 6.1; not in `libc` for all targets.
+    const MADV_COLLAPSE: i32 = 25;
+    let ptr = map.ptr(offset, SLICE_SIZE as usize);
+    // SAFETY: the range is inside the mapping; the advice changes which memory holds it, and no byte of it.
+    unsafe { libc::madvise(ptr.cast(), SLICE_SIZE as usize, MADV_COLLAPSE) == 0 }
+}
+
+/// Guest RAM in the address space of a VMM, which the bench plays.
+pub(super) struct Ram {
+    base: usize,
+    len: usize,
+    reserved: (usize, usize),
+}
+
+impl Ram {
+    /// Address space, aligned to 1 GiB, with nothing in it.
+    fn reserve(len: u64) -> Result<Self> {
+        let gib = FRAME_SLICES as usize * SLICE_SIZE as usize;
+        let len = len as usize;
+        let reserved = len + gib;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a null hint without MAP_FIXED replaces no mapping.
+        let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), flags) };
+        let at = at.context("Reserving addresses")? as usize;
+        Ok(Self { base: at.next_multiple_of(gib), len, reserved: (at, reserved) })
+    }
+
+    /// Put a piece of a file there.
+    fn map(&self, at: u64, file: &OwnedFd, offset: u64, len: u64) -> Result<()> {
+        ensure!(at + len <= self.len as u64, "a piece of {len:#x} bytes at {at:#x} is outside of RAM");
+        let place = (self.base + at as usize) as *mut std::ffi::c_void;
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
+        // SAFETY: the range is inside what this value has reserved, as was just checked, and nobody else uses it.
+        unsafe { rustix::mm::mmap(place, len as usize, prot, flags, file, offset) }.context("Mapping a piece")?;
+        Ok(())
+    }
+
+    /// Fill the page tables.
+    fn populate(&self) -> Result<()> {
+        // SAFETY: the range is this value's own; the advice does what touches would do.
+        unsafe { rustix::mm::madvise(self.base as *mut _, self.len, Advice::LinuxPopulateWrite) }
+            .context("Filling page tables")
+    }
+
+    /// Look at a word of each page, which must be zero, and leave a secret there.
+    pub(super) fn check_and_mark(&self) -> Result<()> {
+        for offset in (0..self.len).step_by(PAGE_SIZE) {
+            let word = (self.base + offset + offset / PAGE_SIZE % 512 * 8) as *mut u64;
+            // SAFETY: the word is aligned and inside this value's mapping, which nobody else uses.
+            let found = unsafe { word.read_volatile() };
+            if found != 0 {
+                bail!("a VM found {found:#x} at {offset:#x}: somebody else's memory");
+            }
+            // SAFETY: the same word.
+            unsafe { word.write_volatile(0x005e_c2e7_005e_c2e7) };
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Ram {
+    fn drop(&mut self) {
+        // SAFETY: this value's own addresses, of which nothing is used any more.
+        let _ = unsafe { rustix::mm::munmap(self.reserved.0 as *mut _, self.reserved.1) };
+    }
+}

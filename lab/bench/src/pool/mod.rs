@@ -1,0 +1,101 @@
+//! The pool: what it needs to know, what it can sell, and how soon memory of it can be used.
+//!
+//! Before: the bench has its guard. After: rows of four kinds (`measures`). *Metadata* and *churn* are computed by the
+//! pool itself, without memory; *ready* and *zeroing* use real memory, which the guard gives back.
+//! Threads: the bench's one. Units: in the keys. Promise: nothing is taken that others may need: sizes for which memory
+//! is short are left out and said so.
+
+mod allocators;
+mod bricks;
+mod churn;
+mod metadata;
+mod ready;
+mod sizes;
+mod zeroing;
+
+use anyhow::{Result, bail};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
+use ballast_pool::{Kind, SLICE_SIZE};
+
+use crate::machine;
+use crate::order::GuestKind;
+use crate::report::Row;
+use crate::rig::Bench;
+
+/// What others are left.
+const SPARE: Bytes = Bytes(8 * GIB);
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    if !bench.options.is(GuestKind::Native) {
+        bail!("this bench has no guests (--guest native)");
+    }
+    let quick = bench.options.quick;
+    for gib in [384, 1024] {
+        each(metadata::row(bench.row(&format!("metadata of {gib} GiB")), gib)?)?;
+    }
+    let (rounds, steps) = if quick { (1, 50) } else { (5, 2000) };
+    for occupancy in [50, 75, 90] {
+        each(churn::row(bench.row(&format!("churn at {occupancy} %")), occupancy, rounds, steps)?)?;
+    }
+    let sizes: &[u64] = if quick { &[256 * MIB] } else { &[GIB, 2 * GIB, 4 * GIB, 8 * GIB, 16 * GIB] };
+    let rounds = if quick { 2 } else { 4 };
+    let mut huge = HugePages { pages: 0 };
+    for kind in [Kind::Shmem, Kind::Hugetlb] {
+        for size in sizes {
+            let row = bench.row(&format!("{} ready", Bytes(*size)));
+            each(ready(bench, row, kind, *size, &mut huge, rounds)?)?;
+        }
+    }
+    let zeroed: &[u64] = if quick { &[64 * MIB] } else { &[2 * MIB, 64 * MIB, GIB] };
+    for size in zeroed {
+        let row = bench.row(&format!("zeroing {}", Bytes(*size)));
+        if huge.have(bench, *size) {
+            each(zeroing::row(row, Bytes(*size), rounds)?)?;
+        } else {
+            each(left_out(row, "zeroing", *size, "zero_memset_gib_per_s", NO_HUGE_PAGES))?;
+        }
+    }
+    Ok(())
+}
+
+/// Why rows are left out.
+const NO_HUGE_PAGES: &str = "the host has not as many huge pages to spare";
+
+/// Huge pages that the guard has reserved and will give back.
+struct HugePages {
+    pages: u64,
+}
+
+impl HugePages {
+    /// Are there enough for this much? More are reserved if not.
+    fn have(&mut self, bench: &mut Bench, bytes: u64) -> bool {
+        let more = (bytes / HUGE_SIZE as u64).saturating_sub(self.pages);
+        let got = more == 0 || bench.guard.huge_pages(more).is_ok();
+        self.pages += if got { more } else { 0 };
+        got
+    }
+}
+
+/// A row without figures.
+fn left_out(mut row: Row, measures: &str, bytes: u64, key: &str, why: &str) -> Row {
+    row.fact("measures", measures);
+    row.fact("ram_bytes", bytes);
+    row.because(why);
+    row.figure(key, &[]);
+    row
+}
+
+/// A size, if there is memory for it: the pool's own, a file of huge pages, and one of base pages that comes and goes.
+fn ready(bench: &mut Bench, row: Row, kind: Kind, size: u64, huge: &mut HugePages, rounds: u32) -> Result<Row> {
+    let room = machine::mem_available().unwrap_or_default() + huge.pages * HUGE_SIZE as u64;
+    if room < 3 * size + SPARE.0 {
+        let why = format!("{} could be had, and {} are needed", Bytes(room), Bytes(3 * size + SPARE.0));
+        return Ok(left_out(row, "ready", size, "ready_us", &why));
+    }
+    let own = if kind == Kind::Hugetlb { size } else { 0 };
+    let has_huge = huge.have(bench, size + own);
+    if kind == Kind::Hugetlb && !has_huge {
+        return Ok(left_out(row, "ready", size, "ready_us", NO_HUGE_PAGES));
+    }
+    ready::row(row, kind, (size / SLICE_SIZE) as u32, has_huge, rounds, &bench.progress)
+}

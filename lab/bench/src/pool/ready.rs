@@ -1,0 +1,108 @@
+//! From a request to memory that can be used: the pool beside the kernel's ways.
+//!
+//! Before: a size, and what the pool is made of. After: a row. Units: microseconds, GiB per second.
+//! Promise: the sides take turns, forwards and backwards; a round that nobody counts comes first, so that nobody pays
+//! for memory that the host sees for the first time. Every request of the pool is looked through for what the VM before
+//! it has left there.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use ballast_base::{Bytes, GIB, PAGE_SIZE};
+use ballast_pool::{Kind, SLICE_SIZE};
+use ballast_sys::{Mapping, memfd};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::bricks::Bricks;
+use super::zeroing::memset;
+use crate::progress::Progress;
+use crate::report::Row;
+
+/// The row of one size. `huge`: as many huge pages as the sides need are there.
+pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32, progress: &Progress) -> Result<Row> {
+    let size = Bytes(u64::from(slices) * SLICE_SIZE);
+    row.fact("measures", "ready");
+    row.fact("pool", if kind == Kind::Hugetlb { "hugetlb" } else { "shmem" });
+    row.fact("ram_bytes", size.0);
+    let mut bricks = Bricks::new(kind, slices)?;
+    row.fact("collapsed_pct", bricks.collapsed_pct);
+    let mut times: [Vec<f64>; 4] = Default::default();
+    let mut zero_gib_per_s = Vec::new();
+    for round in progress.over("round", 0..=rounds) {
+        let order: [usize; 4] = if round % 2 == 0 { [0, 1, 2, 3] } else { [3, 2, 1, 0] };
+        for side in order {
+            let took = match side {
+                0 => {
+                    let start = Instant::now();
+                    let ram = bricks.request()?;
+                    let took = micros(start);
+                    ram.check_and_mark()?;
+                    let zeroing_us = bricks.release(ram, memset)?;
+                    if round > 0 {
+                        zero_gib_per_s.push(size.0 as f64 / GIB as f64 / (zeroing_us / 1e6));
+                    }
+                    took
+                }
+                1 if !huge => continue,
+                1 => hugetlb(size)?,
+                2 => touch(size)?,
+                _ => populate(size)?,
+            };
+            if round > 0 {
+                times[side].push(took);
+            }
+        }
+    }
+    let [ours, hugetlb, touch, populate] = &times;
+    row.figure("ready_us", ours);
+    row.figure("hugetlb_ready_us", hugetlb);
+    row.figure("memfd_touch_ready_us", touch);
+    row.figure("memfd_populate_ready_us", populate);
+    row.ratio("ratio_ready", ours, hugetlb);
+    row.ratio("ratio_ready_memfd_touch", ours, touch);
+    row.figure("zero_at_release_gib_per_s", &zero_gib_per_s);
+    if !huge {
+        row.because("the host has not as many huge pages to spare");
+    }
+    Ok(row)
+}
+
+fn micros(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1e6
+}
+
+/// A file of huge pages that the host has reserved, mapped and faulted in: the kernel zeroes.
+fn hugetlb(size: Bytes) -> Result<f64> {
+    let start = Instant::now();
+    let file = memfd::create_huge("ballast-bench-hugetlb", size).context("Making a file of huge pages")?;
+    let map = Mapping::shared(&file, 0, size.0 as usize)?;
+    map.populate(0, map.len()).context("Faulting huge pages in")?;
+    Ok(micros(start))
+}
+
+/// A memory file, each page touched.
+fn touch(size: Bytes) -> Result<f64> {
+    let start = Instant::now();
+    let file = memfd::create("ballast-bench-touch", size).context("Making a memory file")?;
+    let map = Mapping::shared(&file, 0, size.0 as usize)?;
+    for offset in (0..map.len()).step_by(PAGE_SIZE) {
+        map.words(offset, 1)[0].store(1, std::sync::atomic::Ordering::Relaxed);
+    }
+    Ok(micros(start))
+}
+
+/// A memory file, mapped with `MAP_POPULATE`.
+fn populate(size: Bytes) -> Result<f64> {
+    let start = Instant::now();
+    let file = memfd::create("ballast-bench-populate", size).context("Making a memory file")?;
+    let flags = MapFlags::SHARED | MapFlags::POPULATE;
+    let len = size.0 as usize;
+    // SAFETY: a null hint without MAP_FIXED replaces no mapping.
+    let at =
+        unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags, &file, 0) };
+    let at = at.context("Mapping a memory file")?;
+    let took = micros(start);
+    // SAFETY: exactly what was just mapped, and nobody else knows it.
+    unsafe { rustix::mm::munmap(at, len) }.context("Unmapping a memory file")?;
+    Ok(took)
+}
