@@ -21,8 +21,8 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, Track, VmHeat, VmPatch,
-    VmStat,
+    DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem, Track,
+    VmChange, VmHeat, VmPatch, VmStat,
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -127,6 +127,11 @@ impl Client {
     /// Set or, with `None`, remove the DRAM cap of a VM. Returns its state after the change.
     pub fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmStat, ClientError> {
         self.patch_vm(name, &VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() })
+    }
+
+    /// Set or remove the DRAM cap of several VMs, or of all. Returns what became of each.
+    pub fn set_limits(&self, patch: &LimitsPatch) -> Result<Vec<VmChange>, ClientError> {
+        self.json(Method::PATCH, "/v1/vms", body(patch))
     }
 
     /// Change what the operator says of a VM. Returns its state after the change.

@@ -13,7 +13,8 @@ use utoipa::{OpenApi, ToSchema};
 use ballast_policy::{Plan, Snapshot};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, PlanRequest, PolicyPatch, PolicyStat, Problem, VmHeat, VmPatch, VmStat,
+    DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem, VmChange,
+    VmHeat, VmPatch, VmStat,
 };
 
 #[derive(OpenApi)]
@@ -24,6 +25,8 @@ use crate::{
     HostStat,
     Event,
     VmPatch,
+    LimitsPatch,
+    VmChange,
     Snapshot,
     Plan,
     PlanRequest,
@@ -119,6 +122,18 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
     ];
     vec![
         ("/v1/vms", Get, operation("listVms", "Every VM", Answer::Many("VmStat"), &[]).build()),
+        (
+            "/v1/vms",
+            Patch,
+            operation(
+                "limitVms",
+                "Set or remove the limit of several VMs, or of all; answers what became of each",
+                Answer::Many("VmChange"),
+                &[refused[0], refused[2]],
+            )
+            .request_body(body("LimitsPatch"))
+            .build(),
+        ),
         ("/v1/vms/{name}", Get, with_name(operation("getVm", "One VM", Answer::One("VmStat"), &[missing])).build()),
         (
             "/v1/vms/{name}",

@@ -12,6 +12,8 @@ use utoipa::ToSchema;
 
 pub use ballast_policy::Class as VmClass;
 
+use crate::problem::Problem;
+
 /// What the VM is doing, as far as Ballast is concerned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
@@ -342,6 +344,44 @@ pub struct VmPatch {
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     #[schema(value_type = Option<VmClass>)]
     pub class: Option<Option<VmClass>>,
+}
+
+impl VmStat {
+    /// The reason of a VM that is blocked until somebody has looked who else maps its RAM.
+    pub const NOT_LOOKED_AT: &str = "nobody has looked yet who else maps its RAM";
+
+    /// Is it blocked for that?
+    pub fn waits_for_look(&self) -> bool {
+        self.status_reason.as_deref() == Some(Self::NOT_LOOKED_AT)
+    }
+}
+
+/// One limit for several VMs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsPatch {
+    /// Their names; absent: every VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vms: Option<Vec<String>>,
+    /// The new DRAM cap of each in bytes, or null to remove it.
+    #[serde(deserialize_with = "required")]
+    pub limit_bytes: Option<u64>,
+}
+
+/// What became of one of several VMs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VmChange {
+    /// Its name.
+    pub name: String,
+    /// Its state after the change; null if it was not changed.
+    pub vm: Option<VmStat>,
+    /// Why it was not changed.
+    pub problem: Option<Problem>,
+}
+
+/// A key that must be there, and may be null.
+fn required<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    Deserialize::deserialize(deserializer)
 }
 
 impl VmPatch {

@@ -84,10 +84,15 @@ pub enum VmCommand {
     },
     /// Show how old a VM's memory is and what its working set is; record, replay and draw it
     Heat(crate::heat::HeatArgs),
-    /// Set or remove the DRAM cap of a VM; memory above it goes far
+    /// Set or remove the DRAM cap of a VM, of several or of all; memory above it goes far
+    #[command(allow_missing_positional = true)]
     Limit {
-        /// The VM's name
-        name: String,
+        /// The VMs' names
+        #[arg(value_name = "NAME", required_unless_present = "all", conflicts_with = "all")]
+        names: Vec<String>,
+        /// Every VM
+        #[arg(long)]
+        all: bool,
         /// The cap with its unit, such as 512M or 2GiB, or none
         #[arg(value_name = "BYTES|none")]
         limit: LimitArg,

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, Latency, Psi, VmPatch, VmStat};
+use ballast_api::{Client, Latency, LimitsPatch, Psi, VmPatch, VmStat, VmStatus};
 use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::args::VmCommand;
@@ -24,12 +24,14 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
             if json { show::json(&vm) } else { Ok(show::print(&screen(&vm))?) }
         }
         VmCommand::Heat(args) => heat::run(client, args, json),
-        VmCommand::Limit { name, limit } => {
+        VmCommand::Limit { names, all: _, limit } => {
             let limit_bytes = limit.0.map(|Bytes(bytes)| bytes);
+            let [name] = &names[..] else { return limit_several(client, names, limit_bytes, json) };
             let vm = client
                 .set_limit(name, limit_bytes)
                 .map_err(|error| explain(client, name, error))
                 .with_context(|| format!("Setting the limit of VM {name}"))?;
+            let vm = looked_at(client, vm)?;
             if json { show::json(&vm) } else { Ok(show::print(&limit_set(&vm))?) }
         }
         VmCommand::Restore { name, end: true } => {
@@ -62,6 +64,40 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
             if json { show::json(&vm) } else { Ok(show::print(&format!("VM {name}: {}\n", worth(&vm)))?) }
         }
     }
+}
+
+/// Before a VM's first limit counts, the engine looks who else maps its RAM: wait for that, so that what it found is
+/// said.
+fn looked_at(client: &Client, mut vm: VmStat) -> Result<VmStat> {
+    /// Between two samples, and how many of them.
+    const PAUSE: Duration = Duration::from_millis(20);
+    const MOST: usize = 100;
+    for _ in 0..MOST {
+        if !vm.waits_for_look() {
+            break;
+        }
+        std::thread::sleep(PAUSE);
+        vm = client.vm(&vm.name)?;
+    }
+    Ok(vm)
+}
+
+/// Limit the VMs of these names, or every one if there are none. Those that can be limited are, whatever becomes of
+/// others.
+fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, json: bool) -> Result<()> {
+    let vms = (!names.is_empty()).then(|| names.to_vec());
+    let changes = client.set_limits(&LimitsPatch { vms, limit_bytes }).context("Setting the limit of several VMs")?;
+    if json {
+        show::json(&changes)?;
+    } else {
+        show::print(&changes.iter().filter_map(|change| change.vm.as_ref()).map(limit_set).collect::<String>())?;
+    }
+    let failed = changes.iter().filter_map(|change| Some((&change.name, change.problem.as_ref()?)));
+    let failed: Vec<String> = failed.map(|(name, problem)| format!("VM {name}: {problem}")).collect();
+    if !failed.is_empty() {
+        bail!("{} of {} limits could not be set: {}", failed.len(), changes.len(), failed.join("; "));
+    }
+    Ok(())
 }
 
 /// Have all of a VM restored, and wait until it is.
@@ -130,6 +166,10 @@ fn worth(vm: &VmStat) -> String {
 
 fn limit_set(vm: &VmStat) -> String {
     let resident = show::size(vm.resident_bytes);
+    let blocked = vm.status_reason.as_ref().filter(|_| vm.status == VmStatus::Blocked && !vm.waits_for_look());
+    if let (Some(limit), Some(reason)) = (vm.limit_bytes, blocked) {
+        return format!("VM {}: limit {}, but nothing goes far now: {reason}\n", vm.name, show::size(limit));
+    }
     match vm.limit_bytes {
         None => format!("VM {}: no limit (resident {resident})\n", vm.name),
         Some(limit) if vm.resident_bytes > limit => {

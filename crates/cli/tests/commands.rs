@@ -300,6 +300,29 @@ fn people_read_tables() {
 }
 
 #[test]
+fn several_vms_or_all_are_limited_at_once_and_one_that_cannot_be_keeps_no_other_from_it() {
+    let daemon = daemon();
+    let limits = || -> Vec<Option<u64>> {
+        let list = fine(&daemon.socket, &["vm", "list", "--json"]);
+        let vms: Vec<VmStat> = serde_json::from_str(&list).expect("a list");
+        vms.iter().map(|vm| vm.limit_bytes).collect()
+    };
+    let said = fine(&daemon.socket, &["vm", "limit", "web-1", "db", "1G"]);
+    assert_eq!((said.lines().count(), limits()), (2, vec![Some(1024 * MIB); 2]), "{said}");
+    let said = fine(&daemon.socket, &["vm", "limit", "--all", "none"]);
+    assert_eq!((said.matches("no limit").count(), limits()), (2, vec![None; 2]), "{said}");
+    let (code, out, err) = ballast(&daemon.socket, &["vm", "limit", "nobody", "db", "512M"]);
+    assert_eq!((code, limits()), (1, vec![None, Some(512 * MIB)]), "{out}");
+    assert!(err.contains("1 of 2 limits could not be set: VM nobody: No VM is named"), "{err}");
+    let json = fine(&daemon.socket, &["vm", "limit", "--all", "256M", "--json"]);
+    let changes: Vec<ballast_api::VmChange> = serde_json::from_str(&json).expect("changes");
+    assert!(changes.iter().all(|change| change.vm.is_some() && change.problem.is_none()), "{json}");
+    for wrong in [&["vm", "limit", "512M"][..], &["vm", "limit", "--all", "db", "512M"], &["vm", "limit", "--all"]] {
+        assert_eq!(ballast(&daemon.socket, wrong).0, 2, "{wrong:?}");
+    }
+}
+
+#[test]
 fn what_a_vm_is_worth_is_said_in_words_and_what_is_not_named_stays() {
     let daemon = daemon();
     let set = |args: &[&str]| fine(&daemon.socket, &[&["vm", "set", "db"], args].concat());

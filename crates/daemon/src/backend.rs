@@ -23,9 +23,8 @@ use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::{Budget, RamStore, Store};
 
 use crate::engine::control::{Control, words};
-use crate::engine::huge_pages;
+use crate::engine::huge_pages::HugePages;
 use crate::engine::late;
-use crate::engine::strangers;
 use crate::engine::workers::Jobs;
 use crate::events::Events;
 use crate::http::{self, Backend, ChangeError, Histogram};
@@ -55,12 +54,39 @@ pub struct Served {
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served wherever they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
+    /// How often a look for strangers was asked for: the hold ends with a look that began after the last time.
+    looks_asked: Mutex<u64>,
 }
 
 impl Served {
     /// A VM without processes yet.
     pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: late::File, vmm: String) -> Self {
-        Self { vm, store, file, vmm, jobs: Jobs::default(), pids: Mutex::default(), unserved: Mutex::default() }
+        let (pids, unserved, looks_asked) = Default::default();
+        Self { vm, store, file, vmm, jobs: Jobs::default(), pids, unserved, looks_asked }
+    }
+
+    fn looks_asked(&self) -> std::sync::MutexGuard<'_, u64> {
+        self.looks_asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hold reclaim until somebody has looked who else maps its RAM. Whoever says so then asks the watch for a look.
+    pub fn hold_unchecked(&self) {
+        let mut asked = self.looks_asked();
+        *asked += 1;
+        self.vm.hold(Hold::Unchecked, Some(VmStat::NOT_LOOKED_AT.into()));
+    }
+
+    /// How often a look was asked for by now.
+    pub fn asked(&self) -> u64 {
+        *self.looks_asked()
+    }
+
+    /// A look that began when so many had been asked for is over.
+    pub fn checked(&self, asked: u64) {
+        let now = self.looks_asked();
+        if *now == asked {
+            self.vm.hold(Hold::Unchecked, None);
+        }
     }
 
     /// Hold reclaim at once, and bring every page back on a thread of its own, which then says how it went.
@@ -170,19 +196,20 @@ impl Host {
             if let Some(reason) = vm.held().filter(|_| vm.is_pinned()) {
                 return Err(format!("the VM is pinned: {reason}"));
             }
-            if let Some(reason) = huge_pages::danger(served) {
+            if let Some(reason) = HugePages::now().danger(served) {
                 return Err(reason);
-            }
-            let look = strangers::look_for_strangers(&[served]);
-            if let Some(reason) = strangers::stranger(served, &look) {
-                return Err(reason);
-            }
-            if !look.unreadable.is_empty() {
-                let text = strangers::unreadable_text(&look.unreadable);
-                self.events.add(Some(vm.state.name()), "not-looked-at", text);
             }
         }
         Ok(())
+    }
+
+    /// Before the first page of a VM may go, somebody looks who else maps its RAM: nobody does while no page may.
+    fn look_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
+        let vm = &served.vm;
+        if vm.effective_limit().is_some() || limit.is_none_or(|limit| limit >= vm.size().bytes()) {
+            return Ok(());
+        }
+        self.control.look(served)
     }
 }
 
@@ -248,12 +275,18 @@ impl Backend for Host {
         let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
         let before = words::read(vm.state.settings());
         let after = patch.settings_after(before);
+        let mut looks = Ok(());
         let change = || {
+            looks = self.look_before_first_limit(&served, limit);
+            if looks.is_err() {
+                return;
+            }
             vm.state.set_settings(words::write(&after));
             vm.state.set_limit(limit);
             vm.notify_reclaim();
         };
         self.control.admit(self, &served, after, limit, change).map_err(ChangeError::Invalid)?;
+        looks.map_err(ChangeError::Invalid)?;
         if patch.limit_bytes.is_some() {
             let text = limit.map_or("removed".into(), |limit| limit.to_string());
             self.events.add(Some(name.to_owned()), "limit", format!("the limit of {name} is {text}"));

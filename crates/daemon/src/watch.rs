@@ -1,20 +1,22 @@
 //! Who else maps a VM's RAM? A process that does, and has not attached, bypasses our userfaultfd: it would read zeros
 //! where pages are far. A VM with such a process is not reclaimed from until it attaches or goes.
 //!
-//! Before: a VM came, or a limit is to be set. After: who maps which file, and who could not be looked at.
-//! Threads: the engine's watch, the API's, the keeper's search; never one that takes orders or clients, because reading
+//! Before: a VM came, or a limit was set. After: who maps which file, and who could not be looked at.
+//! Threads: the engine's watch, the keeper's search; never one that takes orders, clients or requests, because reading
 //! another process's `/proc/PID/maps` needs a lock of that process, which a process in trouble may hold for ever.
-//! Promise: a look ends. A process that cannot be looked at is passed over and named.
+//! Promise: a look ends. A process that cannot be looked at is passed over and named. A process that has not run since
+//! the last look maps what it mapped then, and is not read again: what a look costs is what has run meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, BufRead, BufReader};
+use std::os::unix::fs::DirEntryExt;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
+use ballast_sys::{clock, kcmp};
 
-use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, makedev, statx};
+use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
 
 use crate::keeper::fence::Process;
 
@@ -36,45 +38,112 @@ pub struct Look {
     pub unreadable: Vec<Process>,
 }
 
-/// What a process maps of these files. A seam: what reads may hang, which no test can make `/proc` do.
-type Read = dyn Fn(u32, &HashSet<FileId>) -> io::Result<HashSet<FileId>> + Send + Sync;
+/// What a process maps, or has open. A seam: what reads may hang, which no test can make `/proc` do.
+type Read = dyn Fn(u32) -> io::Result<HashSet<FileId>> + Send + Sync;
 
-/// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. Whoever could
-/// not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if `/proc` is.
-pub fn look(files: &HashSet<FileId>) -> Look {
-    let pids = match pids() {
-        Ok(pids) => pids,
-        Err(error) => {
-            tracing::error!("Looking through /proc: {error}");
-            return Look { unreadable: Process::this().into_iter().collect(), ..Look::default() };
-        }
-    };
-    look_at(pids, files, &(Arc::new(mapped) as Arc<Read>), PATIENCE)
+/// The processes of the host, and what each of them maps.
+#[derive(Debug, Default)]
+pub struct Processes(HashMap<u32, Known>);
+
+/// A process as it was when its map was read.
+#[derive(Debug)]
+struct Known {
+    /// The inode of its directory in `/proc`, which no other process of this number has.
+    entry: u64,
+    /// What it had run before its map was read. A map changes only while its process runs. A thread that runs just now
+    /// may not have been charged for it, as if it mapped something right after the look: the next one sees it.
+    ran: Duration,
+    /// What it maps of files in memory; empty for most.
+    files: Option<(Process, HashSet<FileId>)>,
 }
 
-fn pids() -> io::Result<Vec<u32>> {
-    let processes = std::fs::read_dir("/proc")?;
-    Ok(processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect())
+impl Processes {
+    /// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. Whoever
+    /// could not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if `/proc`
+    /// is.
+    pub fn look(&mut self, files: &HashSet<FileId>) -> Look {
+        match entries() {
+            Ok(entries) => self.look_at(entries, files, &(Arc::new(mapped) as Arc<Read>)),
+            Err(error) => {
+                tracing::error!("Looking through /proc: {error}");
+                Look { unreadable: Process::this().into_iter().collect(), ..Look::default() }
+            }
+        }
+    }
+
+    fn look_at(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Look {
+        let mut before = std::mem::take(&mut self.0);
+        // What it has run comes before its map, so that what it does in between is seen next time.
+        let mut changed = HashMap::new();
+        for (pid, entry) in entries {
+            let ran = clock::process_time(pid);
+            match before.remove(&pid) {
+                Some(known) if known.entry == entry && Some(known.ran) == ran => drop(self.0.insert(pid, known)),
+                _ => drop(changed.insert(pid, (entry, ran))),
+            }
+        }
+        let Look { mut mapping, unreadable } = look_at(changed.keys().copied().collect(), read, PATIENCE);
+        for process in &unreadable {
+            changed.remove(&process.pid);
+        }
+        let mut found: HashMap<u32, _> =
+            mapping.drain().map(|(process, files)| (process.pid, (process, files))).collect();
+        for (pid, (entry, ran)) in changed {
+            let files = found.remove(&pid);
+            self.0.extend(ran.map(|ran| (pid, Known { entry, ran, files })));
+        }
+        // One that ended at once, or has no clock, is not remembered, but what was read of it counts.
+        mapping.extend(found.into_values());
+        mapping.extend(self.0.values().filter_map(|known| known.files.clone()));
+        mapping.values_mut().for_each(|found| found.retain(|file| files.contains(file)));
+        mapping.retain(|_, found| !found.is_empty());
+        Look { mapping, unreadable }
+    }
+}
+
+/// Look through all processes once.
+pub fn look(files: &HashSet<FileId>) -> Look {
+    Processes::default().look(files)
+}
+
+/// The numbers of all processes, and the inodes of their directories.
+fn entries() -> io::Result<Vec<(u32, u64)>> {
+    let processes = std::fs::read_dir("/proc")?.flatten();
+    Ok(processes.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.ino()))).collect())
 }
 
 /// The same, and a second look at those processes that are outside `known`: only who is seen twice is a stranger. A process
 /// that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory down) touches memory as that
 /// one does, through the same userfaultfds: it is none.
 pub fn strangers(
+    processes: &mut Processes,
     files: &HashSet<FileId>,
     attached: HashSet<u32>,
     known: impl Fn(&Process, &HashSet<FileId>) -> bool,
 ) -> Look {
+    let first = processes.look(files);
+    let files = files.clone();
     let again = |suspects| {
         std::thread::sleep(SECOND_LOOK);
         // Where the kernel cannot say, it stays suspect.
-        let read = move |pid, files: &HashSet<FileId>| {
+        let read = move |pid| {
             let is_same = |other: &u32| kcmp::same_memory(*other, pid).unwrap_or(false);
-            if attached.iter().any(is_same) { Ok(HashSet::new()) } else { mapped(pid, files) }
+            if attached.iter().any(is_same) { Ok(HashSet::new()) } else { of_these(mapped, pid, &files) }
         };
-        look_at(suspects, files, &(Arc::new(read) as Arc<Read>), PATIENCE)
+        look_at(suspects, &(Arc::new(read) as Arc<Read>), PATIENCE)
     };
-    confirm(look(files), known, again)
+    confirm(first, known, again)
+}
+
+/// What is read of a process, of these files alone.
+fn of_these(
+    read: impl Fn(u32) -> io::Result<HashSet<FileId>>,
+    pid: u32,
+    files: &HashSet<FileId>,
+) -> io::Result<HashSet<FileId>> {
+    let mut found = read(pid)?;
+    found.retain(|file| files.contains(file));
+    Ok(found)
 }
 
 fn confirm(
@@ -97,7 +166,7 @@ fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
 }
 
 /// One thread reads after the other process; when it hangs, it is left behind and another goes on.
-fn look_at(mut pids: Vec<u32>, files: &HashSet<FileId>, read: &Arc<Read>, patience: Duration) -> Look {
+fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, patience: Duration) -> Look {
     let mut look = Look::default();
     let find = |pid| Process::find(pid).ok().flatten();
     let known_stuck: HashSet<Process> = stuck().clone();
@@ -107,15 +176,14 @@ fn look_at(mut pids: Vec<u32>, files: &HashSet<FileId>, read: &Arc<Read>, patien
         look.unreadable.extend(hangs);
         hangs.is_none()
     });
-    let files = Arc::new(files.clone());
     let mut left = pids.as_slice();
     while !left.is_empty() {
         let (answer, answers) = mpsc::channel();
-        let (batch, files, read) = (left.to_vec(), files.clone(), read.clone());
+        let (batch, read) = (left.to_vec(), read.clone());
         let reader = std::thread::Builder::new().name("look".into()).spawn(move || {
             for pid in batch {
                 let process = find(pid);
-                let found = read(pid, &files);
+                let found = read(pid);
                 // Both under the lock, so that whoever gave up on this process either finds the answer or is taken off.
                 let mut stuck = stuck();
                 process.map(|process| stuck.remove(&process));
@@ -163,9 +231,12 @@ fn look_at(mut pids: Vec<u32>, files: &HashSet<FileId>, read: &Arc<Read>, patien
 /// Who may still come to these files, other than those processes: has one of them open, or maps one? Descriptors are looked at
 /// first, because they can be of any process. A process that cannot be looked at is taken for one that does not.
 pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<Process>> {
-    let readers: [Arc<Read>; 2] = [Arc::new(opened), Arc::new(mapped)];
+    let [opening, mapping] = [files.clone(), files.clone()];
+    let readers: [Arc<Read>; 2] =
+        [Arc::new(move |pid| Ok(opened(pid, &opening))), Arc::new(move |pid| of_these(mapped, pid, &mapping))];
     for read in readers {
-        let look = look_at(pids()?, files, &read, PATIENCE);
+        let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
+        let look = look_at(pids, &read, PATIENCE);
         if let Some(process) = look.mapping.into_keys().find(|process| !but.contains(&process.pid)) {
             return Ok(Some(process));
         }
@@ -181,10 +252,10 @@ pub fn name(process: Process) -> String {
 
 /// Which of these files the process has open. The kernel says a descriptor's inode number without asking the file's own file
 /// system, which may not answer; only a file whose number is right is asked, and in a way that does not wait.
-fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
+fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
     let mut found = HashSet::new();
     // A process that is ending has no descriptors any more, and one that we may not look at shows none.
-    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return Ok(found) };
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return found };
     for descriptor in descriptors.flatten() {
         let Ok(info) = std::fs::read_to_string(descriptor.path()) else { continue };
         let ino = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
@@ -197,16 +268,19 @@ fn opened(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
             found.extend(stat.is_ok_and(is_it).then_some(*file));
         }
     }
-    Ok(found)
+    found
 }
 
-fn mapped(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
+/// Which files in memory the process maps: RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs, none of which
+/// lies on a device. (So do files of some others, which do no harm here.)
+fn mapped(pid: u32) -> io::Result<HashSet<FileId>> {
     let read = || -> io::Result<HashSet<FileId>> {
-        let maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
-        let mut found = HashSet::new();
-        // Split as bytes: a path may be anything.
-        for line in maps.split(b'\n') {
-            found.extend(file_of(&String::from_utf8_lossy(&line?)).filter(|id| files.contains(id)));
+        let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
+        let (mut found, mut line) = (HashSet::new(), Vec::new());
+        // As bytes: a path may be anything.
+        while maps.read_until(b'\n', &mut line)? > 0 {
+            found.extend(file_of(&line).filter(|file| file.ino != 0 && major(file.dev) == 0));
+            line.clear();
         }
         Ok(found)
     };
@@ -220,8 +294,8 @@ fn mapped(pid: u32, files: &HashSet<FileId>) -> io::Result<HashSet<FileId>> {
 }
 
 /// Device and inode of a line of `/proc/PID/maps`: `start-end perms offset major:minor inode path`.
-fn file_of(line: &str) -> Option<FileId> {
-    let mut fields = line.split_ascii_whitespace().skip(3);
+fn file_of(line: &[u8]) -> Option<FileId> {
+    let mut fields = line.split(|byte| *byte == b' ').skip(3).map_while(|field| str::from_utf8(field).ok());
     let (major, minor) = fields.next()?.split_once(':')?;
     let dev = rustix::fs::makedev(u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
     let ino = fields.next()?.parse().ok()?;
@@ -244,7 +318,10 @@ mod tests {
         let files = HashSet::from([memfd::file_id(&fd).expect("stat")]);
         let me = Process::this().expect("this process");
         let nobody = |_: &Process, _: &HashSet<FileId>| false;
-        let strangers = |known: &dyn Fn(&Process, &HashSet<FileId>) -> bool| strangers(&files, HashSet::new(), known);
+        let mut processes = Processes::default();
+        let mut strangers = |known: &dyn Fn(&Process, &HashSet<FileId>) -> bool| {
+            strangers(&mut processes, &files, HashSet::new(), known)
+        };
         assert!(strangers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
         let _mapping = Mapping::shared(&fd, 0, 4096).expect("map");
         assert_eq!(strangers(&nobody).mapping, HashMap::from([(me, files.clone())]));
@@ -258,16 +335,16 @@ mod tests {
         let files = HashSet::from([file]);
         let me = Process::this().expect("this process");
         let nobody = HashSet::new();
-        assert_eq!(opened(me.pid, &files).expect("readable"), files);
+        assert_eq!(opened(me.pid, &files), files);
         assert_eq!(holder(&files, &nobody).expect("readable"), Some(me));
         assert_eq!(holder(&files, &HashSet::from([me.pid])).expect("readable"), None);
         let mapping = Mapping::shared(&fd, 0, 4096).expect("map");
         drop(fd);
-        assert_eq!(opened(me.pid, &files).expect("readable"), HashSet::new());
+        assert_eq!(opened(me.pid, &files), HashSet::new());
         assert_eq!(holder(&files, &nobody).expect("readable"), Some(me), "it is mapped");
         drop(mapping);
         assert_eq!(holder(&files, &nobody).expect("readable"), None);
-        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])).expect("readable"), HashSet::new());
+        assert_eq!(opened(me.pid, &HashSet::from([FileId { dev: 0, ..file }])), HashSet::new());
     }
 
     #[test]
@@ -291,14 +368,14 @@ mod tests {
         let (release, released) = mpsc::channel::<()>();
         let released = Mutex::new(released);
         let hangs_at = pids[1];
-        let read: Arc<Read> = Arc::new(move |pid, files: &HashSet<FileId>| {
+        let read: Arc<Read> = Arc::new(move |pid| {
             if pid == hangs_at {
                 let _ = released.lock().expect("one thread").recv();
             }
-            Ok(files.clone())
+            Ok(one_file())
         });
         for _ in 0..2 {
-            let look = look_at(pids.clone(), &one_file(), &read, Duration::from_secs(1));
+            let look = look_at(pids.clone(), &read, Duration::from_secs(1));
             assert_eq!(look.unreadable, [process(pids[1])]);
             let found: HashSet<Process> = look.mapping.into_keys().collect();
             assert_eq!(found, HashSet::from([process(pids[0]), process(pids[2])]));
@@ -307,7 +384,7 @@ mod tests {
         while stuck().contains(&process(pids[1])) {
             std::thread::yield_now();
         }
-        let look = look_at(pids.clone(), &one_file(), &read, Duration::from_secs(60));
+        let look = look_at(pids.clone(), &read, Duration::from_secs(60));
         assert_eq!((look.mapping.len(), look.unreadable), (3, Vec::new()), "it can be read again");
         for mut child in children {
             let _ = child.kill();
@@ -318,17 +395,55 @@ mod tests {
     #[test]
     fn a_process_that_could_not_be_read_is_not_taken_for_one_that_maps_nothing() {
         let me = Process::this().expect("this process");
-        let read: Arc<Read> = Arc::new(|_, _: &HashSet<FileId>| Err(rustix::io::Errno::MFILE.into()));
-        let look = look_at(vec![me.pid], &one_file(), &read, Duration::from_secs(60));
+        let read: Arc<Read> = Arc::new(|_| Err(rustix::io::Errno::MFILE.into()));
+        let look = look_at(vec![me.pid], &read, Duration::from_secs(60));
         assert_eq!((look.mapping.len(), look.unreadable), (0, vec![me]));
-        assert!(mapped(u32::MAX, &one_file()).expect("gone, which is no error").is_empty());
+        assert!(mapped(u32::MAX).expect("gone, which is no error").is_empty());
     }
 
     #[test]
     fn odd_lines_of_maps_are_passed_over() {
-        assert_eq!(file_of("7f00-7f01 rw-s 0 00:01 77 /memfd:x (deleted)").map(|id| id.ino), Some(77));
+        assert_eq!(file_of(b"7f00-7f01 rw-s 0 00:01 77 /memfd:x (deleted)\n").map(|id| id.ino), Some(77));
         for line in ["", "7f00-7f01", "7f00-7f01 rw-p 0 zz:00 1", "7f00-7f01 rw-p 00000000 00:00 [heap]"] {
-            assert_eq!(file_of(line), None, "{line}");
+            assert_eq!(file_of(line.as_bytes()), None, "{line}");
         }
+    }
+
+    #[test]
+    fn a_process_is_read_again_when_it_has_run_or_another_one_has_its_number_and_not_otherwise() {
+        let mut other = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep");
+        let (me, pid) = (std::process::id(), other.id());
+        while !std::fs::read_to_string(format!("/proc/{pid}/wchan")).expect("wchan").contains("nanosleep") {
+            std::thread::yield_now();
+        }
+        let reads = Arc::new(Mutex::new(Vec::new()));
+        let said = reads.clone();
+        let read: Arc<Read> = Arc::new(move |pid| {
+            said.lock().expect("one thread").push(pid);
+            Ok(one_file())
+        });
+        let mut processes = Processes::default();
+        let mut read_of = |entries: &[(u32, u64)]| {
+            let look = processes.look_at(entries.to_vec(), &one_file(), &read);
+            let mut seen: Vec<u32> = look.mapping.keys().map(|process| process.pid).collect();
+            seen.sort_unstable();
+            let mut expected: Vec<u32> = entries.iter().map(|(pid, _)| *pid).collect();
+            expected.sort_unstable();
+            assert_eq!(seen, expected, "read or not, what it maps is known");
+            std::mem::take(&mut *reads.lock().expect("no reader"))
+        };
+        assert_eq!(read_of(&[(pid, 1)]), [pid]);
+        assert_eq!(read_of(&[(pid, 1)]), [0; 0]);
+        let ran = clock::process_time(me);
+        assert_eq!(read_of(&[(me, 2), (pid, 1)]), [me]);
+        while clock::process_time(me) == ran {
+            std::hint::spin_loop();
+        }
+        assert_eq!(read_of(&[(me, 2), (pid, 1)]), [me], "this one has run");
+        assert_eq!(read_of(&[(pid, 3)]), [pid], "another process of that number");
+        assert_eq!(read_of(&[]), [0; 0]);
+        assert_eq!(read_of(&[(pid, 3)]), [pid], "it was forgotten meanwhile");
+        other.kill().expect("end it");
+        other.wait().expect("reap it");
     }
 }

@@ -4,7 +4,7 @@
 
 use std::fs;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 /// Of the calling thread.
@@ -36,16 +36,8 @@ pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64>
 
 /// Of all threads of a process, those that have ended too.
 pub(crate) fn of_process_id(pid: u32) -> Result<f64> {
-    let mut clock = 0;
-    // SAFETY: it writes one clock id, to where it is told.
-    let error = unsafe { libc::clock_getcpuclockid(pid.cast_signed(), &raw mut clock) };
-    ensure!(error == 0, "process {pid} has no clock: {}", std::io::Error::from_raw_os_error(error));
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: it writes one timespec, to where it is told.
-    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
-        return Err(std::io::Error::last_os_error()).with_context(|| format!("Reading the clock of process {pid}"));
-    }
-    Ok(time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3)
+    let time = ballast_sys::clock::process_time(pid).with_context(|| format!("there is no process {pid}"))?;
+    Ok(time.as_secs_f64() * 1e6)
 }
 
 /// Of everything that runs on this machine.

@@ -15,17 +15,25 @@ use crate::backend::Served;
 /// Does a collapse fill the holes of a registered range?
 static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);
 
-/// Why no page may leave this VM, as far as khugepaged is concerned.
-pub fn danger(served: &Served) -> Option<String> {
-    if *FILLS == Some(false) {
-        return None;
+/// What khugepaged may do now; `None` inside: whatever it does harms no far page.
+#[derive(Debug)]
+pub struct HugePages(Option<Khugepaged>);
+
+impl HugePages {
+    /// Read the settings, once for all VMs.
+    pub fn now() -> Self {
+        Self((*FILLS != Some(false)).then(|| Khugepaged::now(*FILLS)))
     }
-    let now = Khugepaged::now(*FILLS);
-    let regions = served.vm.regions();
-    regions
-        .iter()
-        .filter(|region| !region.is_removed() && region.granule_pages() == 1)
-        .find_map(|region| of(&now, region))
+
+    /// Why no page may leave this VM, as far as khugepaged is concerned.
+    pub fn danger(&self, served: &Served) -> Option<String> {
+        let now = self.0.as_ref()?;
+        let regions = served.vm.regions();
+        regions
+            .iter()
+            .filter(|region| !region.is_removed() && region.granule_pages() == 1)
+            .find_map(|region| of(now, region))
+    }
 }
 
 fn of(now: &Khugepaged, region: &Region) -> Option<String> {

@@ -119,9 +119,19 @@ fn protect_from_oom_killer() {
     }
 }
 
+/// The calling thread, and those that it starts, run before what computes, as fault workers do: an operator who waits
+/// for an answer must not wait behind hundreds of vCPUs.
+fn run_first() {
+    const NICE: i32 = -8;
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        tracing::debug!("Setting the nice value of a thread to {NICE}: {error}");
+    }
+}
+
 fn serve_api(listener: OwnedFd, host: Arc<Host>, reader_gid: Option<u32>) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("Starting the API")?;
     std::thread::Builder::new().name("api".into()).spawn(move || {
+        run_first();
         runtime.block_on(async {
             match tokio::net::UnixListener::from_std(listener.into()) {
                 Ok(listener) => http::serve(listener, host, PeerPolicy::new(reader_gid)).await,
@@ -486,7 +496,7 @@ impl Engine {
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
         served.add_pid(pid);
-        served.vm.hold(Hold::Unchecked, Some("nobody has looked yet who else maps its RAM".into()));
+        served.hold_unchecked();
         views::add(served, pid, uffd_features, views::descriptors(fds)?, spans)?;
         if let Some(since_ns) = unserved_since_ns {
             let gap = Duration::from_nanos(monotonic_ns().saturating_sub(since_ns));

@@ -1,38 +1,46 @@
 //! The watch: no page leaves a VM while a process that has not attached maps its RAM.
 //!
-//! Before: a view came, or [`EVERY`] is over. After: VMs with strangers are held and their pages on the way back; those
-//! whose strangers went are let go.
+//! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with strangers are held and their pages on
+//! the way back; those whose strangers went are let go.
 //! Threads: one, which may be kept waiting by other processes; bringing pages back has a thread of the VM's own.
-//! Promise: a VM that nobody has looked at yet is not reclaimed from. Who cannot be looked at is said once.
+//! Promise: a VM is not reclaimed from before a look that began after its view or its first limit was known. All that
+//! ask in the meantime share one look, so what it costs does not depend on how many ask. Who cannot be looked at is
+//! said once.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ballast_pager::vm::Hold;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
 
-use super::huge_pages;
+use super::huge_pages::HugePages;
 use crate::backend::{Host, Served};
 use crate::keeper::fence::Process;
-use crate::watch::{self, Look};
+use crate::watch::{self, Look, Processes};
 
 /// How often processes are looked through.
 const EVERY: Duration = Duration::from_secs(5);
+/// The watch rests this many times as long as its last look took, at most [`LONGEST_REST`], so that VMs that come one
+/// after the other share looks as well.
+const REST: u32 = 4;
+const LONGEST_REST: Duration = Duration::from_millis(250);
 
-/// Start the watch; a VM that is sent to it is looked at at once.
+/// Start the watch; when a VM is sent to it, it looks at once.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
-    let mut watch = Watch { host, unreadable: HashSet::new() };
+    let mut watch = Watch { host, processes: Processes::default(), unreadable: HashSet::new() };
     std::thread::Builder::new().name("watch".into()).spawn(move || {
         loop {
-            let vms = match asked.recv_timeout(EVERY) {
-                Ok(first) => std::iter::once(first).chain(asked.try_iter()).collect(),
-                Err(mpsc::RecvTimeoutError::Timeout) => watch.host.all(),
+            match asked.recv_timeout(EVERY) {
+                Ok(_) => asked.try_iter().for_each(drop),
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
-            };
-            watch.look(&vms);
+            }
+            let begun = Instant::now();
+            watch.look();
+            std::thread::sleep((begun.elapsed() * REST).min(LONGEST_REST));
         }
     })?;
     Ok(sender)
@@ -40,23 +48,27 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
 
 struct Watch {
     host: Arc<Host>,
+    processes: Processes,
     /// Processes that could not be looked at, of which it was said.
     unreadable: HashSet<Process>,
 }
 
 impl Watch {
-    fn look(&mut self, vms: &[Arc<Served>]) {
-        let wanted: Vec<&Arc<Served>> = vms.iter().filter(|served| wants_look(served)).collect();
+    /// Look for all VMs that want it: those that asked are among them.
+    fn look(&mut self) {
+        let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_look).collect();
         if wanted.is_empty() {
             return;
         }
-        let look = look_for_strangers(&wanted);
-        for served in &wanted {
+        let vms: Vec<&Arc<Served>> = wanted.iter().map(|(served, _)| served).collect();
+        let look = look_for_strangers(&mut self.processes, &vms);
+        let huge_pages = HugePages::now();
+        for (served, asked) in &wanted {
             let nobody = "no other process maps this VM's RAM any more";
             judge(served, Hold::Shared, "ram-shared", stranger(served, &look), nobody);
             let spared = "khugepaged spares this VM's RAM now";
-            judge(served, Hold::HugePages, "huge-pages", huge_pages::danger(served), spared);
-            served.vm.hold(Hold::Unchecked, None);
+            judge(served, Hold::HugePages, "huge-pages", huge_pages.danger(served), spared);
+            served.checked(*asked);
         }
         let unreadable: HashSet<Process> = look.unreadable.into_iter().collect();
         for process in unreadable.difference(&self.unreadable) {
@@ -67,7 +79,7 @@ impl Watch {
 }
 
 /// What an operator is told about processes that could not be looked at.
-pub fn unreadable_text(processes: &[Process]) -> String {
+fn unreadable_text(processes: &[Process]) -> String {
     let names: Vec<String> = processes.iter().map(|process| watch::name(*process)).collect();
     format!(
         "the memory map of process {} cannot be read: if it maps RAM of a VM and has not attached, it may read zeros",
@@ -75,11 +87,14 @@ pub fn unreadable_text(processes: &[Process]) -> String {
     )
 }
 
-/// Only a VM from which pages may go needs a look, and one that is waiting for it.
-fn wants_look(served: &Served) -> bool {
+/// Only a VM from which pages may go needs a look, one that is waiting for it, and one with a stranger that may have
+/// gone. With it comes which look it is waiting for.
+fn wants_look(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     let vm = &served.vm;
+    let asked = served.asked();
     let may_lose_pages = vm.effective_limit().is_some() && !vm.is_pinned() && !vm.views().is_empty();
-    may_lose_pages || vm.is_held_for(Hold::Unchecked)
+    let wants = may_lose_pages || vm.is_held_for(Hold::Unchecked) || vm.is_held_for(Hold::Shared);
+    wants.then_some((served, asked))
 }
 
 fn files_of(served: &Served) -> HashSet<FileId> {
@@ -87,13 +102,17 @@ fn files_of(served: &Served) -> HashSet<FileId> {
 }
 
 /// Look twice for processes that map RAM of one of these VMs and are not among its views.
-pub fn look_for_strangers(vms: &[&Arc<Served>]) -> Look {
-    let vms: Vec<_> = vms.iter().map(|served| (files_of(served), pids_of(served))).collect();
-    let all = vms.iter().flat_map(|(files, _)| files).copied().collect();
+fn look_for_strangers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Look {
+    let pids: Vec<HashSet<u32>> = vms.iter().map(|served| pids_of(served)).collect();
+    let mut owners: HashMap<FileId, Vec<&HashSet<u32>>> = HashMap::new();
+    for (served, pids) in vms.iter().zip(&pids) {
+        files_of(served).into_iter().for_each(|file| owners.entry(file).or_default().push(pids));
+    }
+    let all = owners.keys().copied().collect();
+    let attached = pids.iter().flatten().copied().collect();
     // Known is who is a view of every VM of which it maps RAM.
-    let attached = vms.iter().flat_map(|(_, pids)| pids).copied().collect();
-    watch::strangers(&all, attached, |process, found| {
-        vms.iter().all(|(files, pids)| files.is_disjoint(found) || pids.contains(&process.pid))
+    watch::strangers(processes, &all, attached, |process, found| {
+        found.iter().filter_map(|file| owners.get(file)).flatten().all(|pids| pids.contains(&process.pid))
     })
 }
 
@@ -104,7 +123,7 @@ fn pids_of(served: &Served) -> HashSet<u32> {
 }
 
 /// Why no page may leave this VM, by what the look has found.
-pub fn stranger(served: &Served, look: &Look) -> Option<String> {
+fn stranger(served: &Served, look: &Look) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
     }

@@ -3,7 +3,8 @@
 //! Before: a thread that works for a VM sleeps in a system call, for the `mmap_lock` of a VMM that holds it, say. After: an
 //! operator has been told which, and again when it goes on. Other VMs do not wait for it: each has threads of its own.
 //! Threads: one, which looks at the states of threads and at nothing that could keep it waiting.
-//! Promise: one event for a sleep and one for its end, however long it takes.
+//! Promise: one event for a sleep and one for its end, however long it takes. A thread that works for many VMs is
+//! looked at once for all of them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -42,11 +43,19 @@ struct Seen {
 
 fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
     let now = Instant::now();
-    let vms = host.all();
-    seen.retain(|id, _| vms.iter().any(|served| served.vm.state.id() == *id));
-    for served in vms {
+    let me = std::process::id();
+    let mut before = std::mem::take(seen);
+    let mut sleepers: HashMap<u32, Option<Sleeper>> = HashMap::new();
+    for served in host.all() {
         served.vm.state.remember();
-        let text = seen.entry(served.vm.state.id()).or_default().look(&served, now);
+        let threads = served.vm.state.threads();
+        let sleepers = threads
+            .into_iter()
+            .filter_map(|thread| sleepers.entry(thread).or_insert_with(|| Sleeper::find(me, thread)).clone());
+        let sleepers: Vec<Sleeper> = sleepers.collect();
+        let id = served.vm.state.id();
+        let of_vm = seen.entry(id).or_insert_with(|| before.remove(&id).unwrap_or_default());
+        let text = of_vm.look(&served, &sleepers, now);
         if let Some(text) = text {
             tracing::warn!(vm = served.vm.state.name(), "{text}");
             host.events.add(Some(served.vm.state.name()), KIND, text);
@@ -56,12 +65,10 @@ fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
 
 impl Seen {
     /// What there is to say of this VM now.
-    fn look(&mut self, served: &Served, now: Instant) -> Option<String> {
+    fn look(&mut self, served: &Served, sleepers: &[Sleeper], now: Instant) -> Option<String> {
         let me = std::process::id();
-        let sleepers: Vec<Sleeper> =
-            served.vm.state.threads().into_iter().filter_map(|thread| Sleeper::find(me, thread)).collect();
         let before = std::mem::take(&mut self.sleeping);
-        for sleeper in &sleepers {
+        for sleeper in sleepers {
             let same = before.get(&sleeper.thread).filter(|(ran_ns, _)| *ran_ns == sleeper.ran_ns);
             self.sleeping.insert(sleeper.thread, (sleeper.ran_ns, same.map_or(now, |(_, since)| *since)));
         }
@@ -73,7 +80,7 @@ impl Seen {
                 self.told = Some(since);
                 let slept_s = now.duration_since(since).as_secs();
                 let views: Vec<u32> = served.pids();
-                Some(format!("VM {name} has waited for {slept_s} s: {}", reason(&sleepers, me, &views)))
+                Some(format!("VM {name} has waited for {slept_s} s: {}", reason(sleepers, me, &views)))
             }
             (None, Some(since)) => {
                 self.told = None;

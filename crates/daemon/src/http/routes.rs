@@ -15,7 +15,7 @@ use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
-use ballast_api::{DEFAULT_CELLS, HeatPatch, MAX_BODY_BYTES, MAX_CELLS, Problem, VmPatch};
+use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_BODY_BYTES, MAX_CELLS, Problem, VmChange, VmPatch};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -54,7 +54,7 @@ pub(super) type Answer = Result<Response, Refusal>;
 pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
     let state = Connection { backend, access, body_time };
     Router::new()
-        .route("/v1/vms", get(vms))
+        .route("/v1/vms", get(vms).patch(limit_vms))
         .route("/v1/vms/{name}", get(vm).patch(patch_vm))
         .route("/v1/vms/{name}/restore", put(restore).delete(end_restore))
         .route("/v1/vms/{name}/heat", get(heat).patch(patch_heat))
@@ -202,6 +202,26 @@ async fn patch_vm(
         Err(ChangeError::NotFound) => Err(no_such_vm(&name)),
         Err(ChangeError::Invalid(why)) => Err(invalid(why)),
     }
+}
+
+async fn limit_vms(State(connection): State<Connection>, request: Request) -> Answer {
+    let body = read_body(request.into_body(), connection.body_time).await?;
+    let LimitsPatch { vms, limit_bytes } = object(&body, "one limit for several VMs")?;
+    let patch = VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() };
+    let changes = ask(&connection, move |backend| {
+        let all = || backend.vms().into_iter().map(|vm| vm.name).collect();
+        let names: Vec<String> = vms.unwrap_or_else(all);
+        let change = |name: String| {
+            let (vm, problem) = match backend.patch_vm(&name, &patch) {
+                Ok(vm) => (Some(vm), None),
+                Err(ChangeError::NotFound) => (None, Some(no_such_vm(&name).0)),
+                Err(ChangeError::Invalid(why)) => (None, Some(invalid(why).0)),
+            };
+            VmChange { name, vm, problem }
+        };
+        names.into_iter().map(change).collect::<Vec<_>>()
+    });
+    json(&changes.await?)
 }
 
 async fn restore(State(connection): State<Connection>, name: Result<Path<String>, PathRejection>) -> Answer {

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream as Stream;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-use ballast_api::{Client, ClientError, Problem, VmStatus};
+use ballast_api::{Client, ClientError, LimitsPatch, Problem, VmStatus};
 use ballast_base::MIB;
 
 use super::*;
@@ -395,4 +395,22 @@ fn every_metric_is_documented_with_its_type_and_unit() {
     }
     let documented = document.lines().filter(|line| line.starts_with("| `ballast_")).count();
     assert_eq!(documented, rows, "docs/metrics.md lists a metric that does not exist");
+}
+
+#[test]
+fn one_limit_for_several_vms_needs_its_limit_and_says_what_became_of_each() {
+    let server = usual();
+    let refused = |body: &str| status_and_problem(&raw(&server.socket, &patch("/v1/vms", body))).0;
+    for wrong in ["", "[]", "{}", r#"{"vms":["web"]}"#, r#"{"limit_bytes":"1G"}"#, r#"{"limit_bytes":1,"name":"web"}"#]
+    {
+        assert_eq!(refused(wrong), 400, "{wrong}");
+    }
+    let client = Client::new(&server.socket).expect("client");
+    let known: Vec<String> = client.vms().expect("a list").into_iter().map(|vm| vm.name).collect();
+    let names = |vms: Option<Vec<String>>| -> Vec<(String, bool)> {
+        let changes = client.set_limits(&LimitsPatch { vms, limit_bytes: None }).expect("changes");
+        changes.into_iter().map(|change| (change.name, change.vm.is_some() && change.problem.is_none())).collect()
+    };
+    assert_eq!(names(None), known.iter().map(|name| (name.clone(), true)).collect::<Vec<_>>());
+    assert_eq!(names(Some(vec!["nobody".into()])), [("nobody".into(), false)]);
 }

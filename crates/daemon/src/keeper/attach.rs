@@ -9,6 +9,7 @@
 use std::collections::HashSet;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use ballast_base::Hva;
 use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
@@ -19,7 +20,7 @@ use ballast_sys::memfd::{self, FileId};
 use super::Keeper;
 use super::clients::{Answer, ClientView};
 use super::closer::SentFd;
-use super::engine_child::add_view;
+use super::engine_child::{PING_EVERY, add_view};
 use super::fence;
 use super::lost::{Found, LONGEST_WAIT, Search};
 use super::making::Made;
@@ -254,9 +255,12 @@ impl Keeper {
         self.note(name, "region-missing", message);
     }
 
-    /// Go on with VMs that wait for regions; answers whether there are any.
-    pub(super) fn tend_vms(&mut self) -> bool {
-        self.vms.iter().for_each(|vm| vm.state.remember());
+    /// Go on with VMs that wait for regions; answers whether there are any. Once a second, state files are remembered.
+    pub(super) fn tend_vms(&mut self, now: Instant) -> bool {
+        if now >= self.remember_at {
+            self.remember_at = now + PING_EVERY;
+            self.vms.iter().for_each(|vm| vm.state.remember());
+        }
         let searching = self.vms.iter().filter(|vm| vm.search.is_some()).map(|vm| vm.state.id());
         for id in searching.collect::<Vec<_>>() {
             self.tend_vm(id);

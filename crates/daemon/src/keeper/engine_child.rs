@@ -284,6 +284,7 @@ impl Keeper {
     pub(super) fn open_order(&self, vm: &VmEntry) -> Option<(VmId, Order, Vec<Arc<SentFd>>)> {
         let engine = self.engine.as_ref()?;
         vm.state.name_engine(engine.process.pid, engine.process.start);
+        vm.state.remember();
         let id = vm.state.id();
         let order = Order::OpenVm {
             vm: id,

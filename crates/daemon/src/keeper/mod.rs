@@ -70,6 +70,8 @@ struct Keeper {
     /// No connections are taken until then.
     accept_again: Option<Instant>,
     vms: Vec<VmEntry>,
+    /// When the first pages of their state files are remembered next.
+    remember_at: Instant,
     closing: Vec<Closing>,
     /// What clients wait for, by the number of the order.
     pending: BTreeMap<u64, Asked>,
@@ -164,6 +166,7 @@ impl Keeper {
             next_client: 0,
             accept_again: None,
             vms: Vec::new(),
+            remember_at: Instant::now(),
             closing: Vec::new(),
             pending: BTreeMap::new(),
             next_seq: 0,
@@ -176,7 +179,7 @@ impl Keeper {
             self.tend_clients(Instant::now());
             self.closer.tend(closer::PATIENCE);
             self.tell_losses(bell);
-            let is_searching = self.tend_vms();
+            let is_searching = self.tend_vms(Instant::now());
             let fences = self.tend_fences();
             self.tend_making();
             let pause = if self.engine.is_none() || is_searching { SOON } else { fences.unwrap_or(PING_EVERY) };

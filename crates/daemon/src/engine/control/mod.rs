@@ -23,10 +23,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{DecisionRecord, LeaseStat, PlanRequest, PolicyPatch, PolicyStat};
 use ballast_base::Bytes;
-use ballast_pager::vm::Hold;
 use ballast_policy::admission::Admission;
 use ballast_policy::{
-    Action, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
+    Action, Class, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
 };
 
 use crate::backend::{Host, Served};
@@ -125,6 +124,8 @@ impl Control {
     pub fn start(host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
         let _ = host.control.watch.set(watch);
         std::thread::Builder::new().name("control".into()).spawn(move || {
+            // Requests wait for the lock that it holds.
+            super::run_first();
             loop {
                 host.control.wait();
                 host.control.tick(&host);
@@ -190,6 +191,13 @@ impl Control {
         inner.last = Some(snapshot);
     }
 
+    /// Hold a VM until somebody has looked who else maps its RAM.
+    pub fn look(&self, served: &Arc<Served>) -> Result<(), String> {
+        served.hold_unchecked();
+        let is_sent = self.watch.get().is_some_and(|watch| watch.send(served.clone()).is_ok());
+        if is_sent { Ok(()) } else { Err("nobody can look who else maps its RAM: the watch has ended".into()) }
+    }
+
     /// Give a VM what was decided; answers whether that changed anything.
     fn apply(&self, served: &Arc<Served>, decision: &Decision) -> bool {
         let (vm, before) = (&served.vm, served.vm.state.target());
@@ -203,8 +211,7 @@ impl Control {
         }
         if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
             // Nobody looks for strangers while no page may go: so look before the first one does.
-            vm.hold(Hold::Unchecked, Some("nobody has looked yet who else maps its RAM".into()));
-            if self.watch.get().is_none_or(|watch| watch.send(served.clone()).is_err()) {
+            if self.look(served).is_err() {
                 return false;
             }
         }
@@ -426,23 +433,23 @@ impl Control {
         limit: Option<Bytes>,
         change: impl FnOnce(),
     ) -> Result<(), String> {
-        let size = served.vm.size().bytes().0;
+        let (size, state) = (served.vm.size().bytes().0, &served.vm.state);
         if let Some(why) = settings.contradiction(size, limit.map(|limit| limit.0)) {
             return Err(why);
         }
         let mut inner = self.lock();
-        let mut snapshot = inner.sampler.peek(host, &inner.setup, now_ms());
-        let before = Admission::of(&snapshot);
-        let id = served.vm.state.id().to_string();
-        for vm in snapshot.vms.iter_mut().filter(|vm| vm.id == id) {
-            let class = if served.vm.is_pinned() { vm.settings.class } else { settings.class };
-            vm.settings = Settings { class, ..settings };
-            vm.limit_bytes = limit.map(|limit| limit.0);
-        }
-        let after = Admission::of(&snapshot);
-        // Whoever takes less is never refused, even where too much had been promised.
-        if let Some(why) = after.refusal().filter(|_| after.reserved_bytes > before.reserved_bytes) {
-            return Err(why);
+        // Whoever takes no more is never refused, even where too much had been promised; then nobody else matters.
+        if reserved(served, settings, limit) > reserved(served, words::read(state.settings()), state.limit()) {
+            let mut snapshot = inner.sampler.peek(host, &inner.setup, now_ms());
+            let id = state.id().to_string();
+            for vm in snapshot.vms.iter_mut().filter(|vm| vm.id == id) {
+                let class = if served.vm.is_pinned() { vm.settings.class } else { settings.class };
+                vm.settings = Settings { class, ..settings };
+                vm.limit_bytes = limit.map(|limit| limit.0);
+            }
+            if let Some(why) = Admission::of(&snapshot).refusal() {
+                return Err(why);
+            }
         }
         change();
         if inner.is_active() {
@@ -450,6 +457,15 @@ impl Control {
         }
         Ok(())
     }
+}
+
+/// What a VM is promised with these settings and this limit.
+fn reserved(served: &Served, settings: Settings, limit: Option<Bytes>) -> u64 {
+    let size = served.vm.size().bytes();
+    if served.vm.is_pinned() || settings.class == Class::Pinned {
+        return size.0;
+    }
+    settings.effective_reservation(limit.map_or(size, |limit| limit.min(size)).0)
 }
 
 /// See [`Control::brief`].
