@@ -86,7 +86,8 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
     Ok(Admitted { uffds, control, ram, resumed })
 }
 
-/// Do two regions of one file share bytes of it? Two tables over the same bytes would each evict under the other's feet.
+/// Do two regions of one file share bytes of it? Two tables over the same bytes would each evict under the other's
+/// feet.
 pub fn overlap(a: &RegionInfo, b: &RegionInfo) -> bool {
     a.file_offset.0 < b.file_offset.0 + b.len.0 && b.file_offset.0 < a.file_offset.0 + a.len.0
 }
@@ -129,7 +130,7 @@ fn check_uffds(fds: &[SentFd]) -> Result<(), String> {
     let mut seen = HashSet::new();
     for (index, fd) in fds.iter().enumerate() {
         check_uffd(index + 1, fd.as_fd())?;
-        // Each has an inode of its own since Linux 5.12. Two lanes that read one would get each other's faults.
+        // Each has an inode of its own since Linux 5.12. Two fault workers that read one would get each other's faults.
         let id = memfd::file_id(fd).map_err(|error| format!("Looking at userfaultfd {}: {error}", index + 1))?;
         if !seen.insert(id) {
             return Err(format!("descriptor {} is a userfaultfd that came before", index + 1));
@@ -143,13 +144,13 @@ fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> Result<(), String> {
     if target.as_os_str() != "anon_inode:[userfaultfd]" {
         return Err(format!("descriptor {number} is {target:?}, not a userfaultfd"));
     }
-    // A blocking one polls as an error, and a lane that reads it would never notice that it should stop.
+    // A blocking one polls as an error, and a fault worker that reads it would never notice that it should stop.
     let nonblocking = fcntl_getfl(fd).and_then(|flags| fcntl_setfl(fd, flags | OFlags::NONBLOCK));
     nonblocking.map_err(|error| format!("Making the userfaultfd non-blocking: {error}"))
 }
 
-/// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel answers
-/// that without asking the file's own file system; then the rest may be asked, too.
+/// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
+/// answers that without asking the file's own file system; then the rest may be asked, too.
 fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
     Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
 }
@@ -179,8 +180,8 @@ fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     Ok(fd.replaced_by(opened))
 }
 
-/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is asked
-/// without waiting for its file system: until it is known, it may be anything.
+/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is
+/// asked without waiting for its file system: until it is known, it may be anything.
 fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
     let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;

@@ -1,6 +1,6 @@
 //! What the API shows: the engine's VMs as JSON types.
 //!
-//! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a lane.
+//! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a worker.
 //! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is what the others leave.
 
 use std::collections::{HashMap, HashSet};
@@ -48,13 +48,13 @@ pub struct Served {
     pub file: late::File,
     /// The VMM program.
     pub vmm: String,
-    /// What is going on beside its orders and lanes.
+    /// What is going on beside its orders and workers.
     pub jobs: Jobs,
     /// Its processes, those included that are about to be served.
     pids: Mutex<HashSet<u32>>,
     /// Its processes that are not served wherever they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
-    /// How often a look for strangers was asked for: the hold ends with a look that began after the last time.
+    /// How often a look for foreign mappers was asked for: the hold ends with a look that began after the last time.
     looks_asked: Mutex<u64>,
 }
 
@@ -81,7 +81,7 @@ impl Served {
         *self.looks_asked()
     }
 
-    /// A look that began when so many had been asked for is over.
+    /// A look is over; `asked` had been asked for when it began.
     pub fn checked(&self, asked: u64) {
         let now = self.looks_asked();
         if *now == asked {

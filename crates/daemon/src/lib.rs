@@ -1,13 +1,14 @@
 //! `ballastd`: the keeper, the engine, and the API.
 //!
 //! ```text
-//! VMM (client) ──attach socket──► keeper ──stdin socket──► engine ──► lanes of every VM
+//! VMM (client) ──attach socket──► keeper ──stdin socket──► engine ──► workers of every VM
 //!      └────────────────control socket (zap, discard)───────┘  └───► HTTP on the API socket
 //! ```
 //!
-//! [`keeper`] is small and stays: it listens, checks an attach ([`admit`]), holds every descriptor, and starts an engine
-//! again whenever one dies. [`engine`] does the work with `ballast-pager` and answers the API through [`backend`].
-//! [`orders`] are the messages between the two. [`watch`] finds processes that map a VM's RAM behind our back.
+//! [`keeper`] is small and stays: it listens, checks an attach ([`admit`]), holds every descriptor, and starts an
+//! engine again whenever one dies. [`engine`] does the work with `ballast-pager` and answers the API through
+//! [`backend`]. [`orders`] are the messages between the two. [`watch`] finds processes that map a VM's RAM behind our
+//! back.
 //!
 //! Promise: whichever of the two dies, and whenever, no descriptor and no byte is lost. See ARCHITECTURE.md.
 #![forbid(unsafe_code)]

@@ -1,8 +1,8 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
-//! Framed like the client's messages (`base::format`), with versions of their own: the engine is started from the same file
-//! as the keeper, or from the one that replaced it. An engine that cannot read its first order says so and ends; a restart of
-//! the keeper helps.
+//! Framed like the client's messages (`base::format`), with versions of their own: the engine is started from the same
+//! file as the keeper, or from the one that replaced it. An engine that cannot read its first order says so and ends; a
+//! restart of the keeper helps.
 
 use std::path::PathBuf;
 
@@ -146,8 +146,8 @@ pub enum Order {
         /// The process.
         pid: u32,
     },
-    /// No process of the VM is left. What is far of it goes back into a RAM file that somebody may still come to. Answered by
-    /// [`Report::Done`] when that is over and nothing more of the VM is open here.
+    /// No process of the VM is left. What is far of it goes back into a RAM file that somebody may still come to.
+    /// Answered by [`Report::Done`] when that is over and nothing more of the VM is open here.
     CloseVm {
         /// Comes back in the answer.
         seq: u64,

@@ -43,7 +43,8 @@ impl Sleeper {
     }
 }
 
-/// Why a VM waits for these sleeping threads of an engine, as far as can be seen from outside. `views` are its processes.
+/// Why a VM waits for these sleeping threads of an engine, as far as can be seen from outside. `views` are its
+/// processes.
 pub fn reason(sleepers: &[Sleeper], engine: u32, views: &[u32]) -> String {
     /// Of a VMM with hundreds of threads.
     const MOST: usize = 5;

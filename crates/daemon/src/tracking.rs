@@ -1,7 +1,7 @@
 //! When VMs are tracked, and what that may cost: the table `[heat]` of the settings.
 //!
-//! Before: `config` reads it, the keeper passes it on in `Begin`. After: the engine opens each VM with it; an operator may
-//! set another `track` for a VM through the API, which holds until the VM's engine is replaced.
+//! Before: `config` reads it, the keeper passes it on in `Begin`. After: the engine opens each VM with it; an operator
+//! may set another `track` for a VM through the API, which holds until the VM's engine is replaced.
 
 use anyhow::ensure;
 use ballast_api::Track;

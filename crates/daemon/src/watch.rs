@@ -21,7 +21,7 @@ use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
 use crate::keeper::fence::Process;
 
 /// How long one process may keep us waiting. One that takes longer is passed over from then on.
-const PATIENCE: Duration = Duration::from_millis(500);
+const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 /// From one look at a suspect to the next. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
 /// some milliseconds.
 const SECOND_LOOK: Duration = Duration::from_millis(500);
@@ -82,7 +82,7 @@ impl Processes {
                 _ => drop(changed.insert(pid, (entry, ran))),
             }
         }
-        let Look { mut mapping, unreadable } = look_at(changed.keys().copied().collect(), read, PATIENCE);
+        let Look { mut mapping, unreadable } = look_at(changed.keys().copied().collect(), read, LOOK_TIMEOUT);
         for process in &unreadable {
             changed.remove(&process.pid);
         }
@@ -112,10 +112,10 @@ fn entries() -> io::Result<Vec<(u32, u64)>> {
     Ok(processes.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.ino()))).collect())
 }
 
-/// The same, and a second look at those processes that are outside `known`: only who is seen twice is a stranger. A process
-/// that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory down) touches memory as that
-/// one does, through the same userfaultfds: it is none.
-pub fn strangers(
+/// The same, and a second look at those processes that are outside `known`: only who is seen twice is a foreign mapper.
+/// A process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory down)
+/// touches memory as that one does, through the same userfaultfds: it is none.
+pub fn foreign_mappers(
     processes: &mut Processes,
     files: &HashSet<FileId>,
     attached: HashSet<u32>,
@@ -130,7 +130,7 @@ pub fn strangers(
             let is_same = |other: &u32| kcmp::same_memory(*other, pid).unwrap_or(false);
             if attached.iter().any(is_same) { Ok(HashSet::new()) } else { of_these(mapped, pid, &files) }
         };
-        look_at(suspects, &(Arc::new(read) as Arc<Read>), PATIENCE)
+        look_at(suspects, &(Arc::new(read) as Arc<Read>), LOOK_TIMEOUT)
     };
     confirm(first, known, again)
 }
@@ -166,7 +166,7 @@ fn stuck() -> std::sync::MutexGuard<'static, HashSet<Process>> {
 }
 
 /// One thread reads after the other process; when it hangs, it is left behind and another goes on.
-fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, patience: Duration) -> Look {
+fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
     let mut look = Look::default();
     let find = |pid| Process::find(pid).ok().flatten();
     let known_stuck: HashSet<Process> = stuck().clone();
@@ -200,7 +200,7 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, patience: Duration) -> Look {
         while let Some((pid, rest)) = left.split_first() {
             left = rest;
             let process = find(*pid);
-            let answer = answers.recv_timeout(patience).ok().or_else(|| {
+            let answer = answers.recv_timeout(timeout).ok().or_else(|| {
                 let mut stuck = stuck();
                 let answer = answers.try_recv().ok();
                 if answer.is_none() {
@@ -228,15 +228,16 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, patience: Duration) -> Look {
     look
 }
 
-/// Who may still come to these files, other than those processes: has one of them open, or maps one? Descriptors are looked at
-/// first, because they can be of any process. A process that cannot be looked at is taken for one that does not.
+/// Who may still come to these files, other than those processes: has one of them open, or maps one? Descriptors are
+/// looked at first, because they can be of any process. A process that cannot be looked at is taken for one that does
+/// not.
 pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] =
         [Arc::new(move |pid| Ok(opened(pid, &opening))), Arc::new(move |pid| of_these(mapped, pid, &mapping))];
     for read in readers {
         let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
-        let look = look_at(pids, &read, PATIENCE);
+        let look = look_at(pids, &read, LOOK_TIMEOUT);
         if let Some(process) = look.mapping.into_keys().find(|process| !but.contains(&process.pid)) {
             return Ok(Some(process));
         }
@@ -250,8 +251,8 @@ pub fn name(process: Process) -> String {
     format!("{} ({})", process.pid, name.trim())
 }
 
-/// Which of these files the process has open. The kernel says a descriptor's inode number without asking the file's own file
-/// system, which may not answer; only a file whose number is right is asked, and in a way that does not wait.
+/// Which of these files the process has open. The kernel says a descriptor's inode number without asking the file's own
+/// file system, which may not answer; only a file whose number is right is asked, and in a way that does not wait.
 fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
     let mut found = HashSet::new();
     // A process that is ending has no descriptors any more, and one that we may not look at shows none.
@@ -319,13 +320,13 @@ mod tests {
         let me = Process::this().expect("this process");
         let nobody = |_: &Process, _: &HashSet<FileId>| false;
         let mut processes = Processes::default();
-        let mut strangers = |known: &dyn Fn(&Process, &HashSet<FileId>) -> bool| {
-            strangers(&mut processes, &files, HashSet::new(), known)
+        let mut foreign_mappers = |known: &dyn Fn(&Process, &HashSet<FileId>) -> bool| {
+            foreign_mappers(&mut processes, &files, HashSet::new(), known)
         };
-        assert!(strangers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
+        assert!(foreign_mappers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
         let _mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        assert_eq!(strangers(&nobody).mapping, HashMap::from([(me, files.clone())]));
-        assert!(strangers(&|process, _| process.pid == me.pid).mapping.is_empty());
+        assert_eq!(foreign_mappers(&nobody).mapping, HashMap::from([(me, files.clone())]));
+        assert!(foreign_mappers(&|process, _| process.pid == me.pid).mapping.is_empty());
     }
 
     #[test]
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_seen_once_only_is_no_stranger_and_who_has_the_pid_of_one_is_none_either() {
+    fn who_is_seen_once_only_is_no_foreign_mapper_and_who_has_the_pid_of_one_is_none_either() {
         let sees = |process| Look { mapping: HashMap::from([(process, one_file())]), unreadable: Vec::new() };
         let child = Process { pid: 7, start: 1 };
         let confirm_with = |second: Look| confirm(sees(child), |_, _| false, |_| second).mapping.len();

@@ -282,7 +282,8 @@ fn an_engine_killed_while_huge_pages_go_out_and_come_back_whole_loses_no_byte() 
 #[test]
 fn an_engine_killed_while_huge_pages_go_to_a_file_loses_no_byte() {
     let Some(_loan) = huge_pages(48 << 20).filter(|_| !no_disk()) else { return };
-    // The guest touches its huge pages all the time, so that few are far at a time: the RAM store has room for two or three.
+    // The guest touches its huge pages all the time, so that few are far at a time: the RAM store has room for two or
+    // three.
     let mut daemon = Daemon::start(&spilling_over("3M", &std::env::temp_dir()));
     let guest = Guest::start(&daemon, "victim", &format!("{BUSY} --huge-pages"));
     goes_to_file_and_back(&daemon, "victim");

@@ -46,15 +46,15 @@ fn descriptors(pid: u32) -> usize {
 }
 
 /// Numbers that look random and are the same in each run (splitmix64).
-struct Dice(u64);
+struct Rng(u64);
 
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
+impl Rng {
+    fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) % sides as u64) as usize
+        ((z ^ (z >> 31)) % end as u64) as usize
     }
 }
 
@@ -98,49 +98,49 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
     until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
     let before = [keeper, engine].map(descriptors);
 
-    let mut dice = Dice(1);
+    let mut rng = Rng(1);
     let other = Ram::new(16);
     for _ in 0..400 {
         let Some(socket) = connect(&daemon.attach_socket()) else { panic!("nobody listens\n{}", daemon.log()) };
-        let client = RawClient::new(&daemon.attach_socket(), ["mad", "good", "-", "x"][dice.roll(4)]);
-        for _ in 0..=dice.roll(3) {
+        let client = RawClient::new(&daemon.attach_socket(), ["mad", "good", "-", "x"][rng.below(4)]);
+        for _ in 0..=rng.below(3) {
             let all_regions = [ram.info(), other.info()];
-            let regions = all_regions[..dice.roll(3)].to_vec();
-            let message = match dice.roll(6) {
+            let regions = all_regions[..rng.below(3)].to_vec();
+            let message = match rng.below(6) {
                 0 => ClientToKeeper::AddRegion(ram.info()),
-                1 => ClientToKeeper::RemoveRegion(Hva(dice.roll(1 << 20) as u64)),
-                2 => ClientToKeeper::Pin("p".repeat(dice.roll(300))),
+                1 => ClientToKeeper::RemoveRegion(Hva(rng.below(1 << 20) as u64)),
+                2 => ClientToKeeper::Pin("p".repeat(rng.below(300))),
                 3 => ClientToKeeper::MayPin,
                 _ => ClientToKeeper::Attach(wire::Attach {
-                    resume: [None, Some(wire::VmId([7; 16]))][dice.roll(2)],
-                    has_file: dice.roll(2) == 0,
-                    shards: [1, 1, 0, 2, 9, 255][dice.roll(6)],
+                    resume: [None, Some(wire::VmId([7; 16]))][rng.below(2)],
+                    has_file: rng.below(2) == 0,
+                    shards: [1, 1, 0, 2, 9, 255][rng.below(6)],
                     ..client.message(regions)
                 }),
             };
             let mut bytes = wire::encode(&message);
-            for _ in 0..dice.roll(3) {
-                let at = dice.roll(bytes.len());
-                bytes[at] = dice.roll(256) as u8;
+            for _ in 0..rng.below(3) {
+                let at = rng.below(bytes.len());
+                bytes[at] = rng.below(256) as u8;
             }
-            bytes.truncate(if dice.roll(8) == 0 { dice.roll(bytes.len() + 1) } else { bytes.len() });
+            bytes.truncate(if rng.below(8) == 0 { rng.below(bytes.len() + 1) } else { bytes.len() });
             let zoo = zoo(&escrow);
             let right = client.descriptors(&[&ram, &other]);
-            let fds: Vec<BorrowedFd<'_>> = match dice.roll(3) {
+            let fds: Vec<BorrowedFd<'_>> = match rng.below(3) {
                 // What the message needs, perhaps, with one of another kind among it.
-                0 => right[..dice.roll(right.len() + 1)].to_vec(),
+                0 => right[..rng.below(right.len() + 1)].to_vec(),
                 1 => {
                     let mut fds = right;
-                    let at = dice.roll(fds.len());
-                    fds[at] = zoo[dice.roll(zoo.len())].as_fd();
+                    let at = rng.below(fds.len());
+                    fds[at] = zoo[rng.below(zoo.len())].as_fd();
                     fds
                 }
-                _ => (0..dice.roll(scm::MAX_FDS + 1)).map(|_| zoo[dice.roll(zoo.len())].as_fd()).collect(),
+                _ => (0..rng.below(scm::MAX_FDS + 1)).map(|_| zoo[rng.below(zoo.len())].as_fd()).collect(),
             };
             if scm::send(&socket, &bytes, &fds).is_err() {
                 break;
             }
-            if dice.roll(2) == 0 && hear(&socket).is_none() {
+            if rng.below(2) == 0 && hear(&socket).is_none() {
                 break;
             }
         }
@@ -430,8 +430,8 @@ fn has_heard(daemon: &Daemon) {
     }
 }
 
-/// A VM of two regions under its next keeper, which waits: the process that maps both is not back, one that maps the first
-/// alone is.
+/// A VM of two regions under its next keeper, which waits: the process that maps both is not back, one that maps the
+/// first alone is.
 fn half_back(daemon: &mut Daemon, a: &Ram, b: &Ram) -> (RawClient, Second) {
     let mut vmm = attached(daemon, "web", &[a, b]);
     let mut second = Second::start(daemon, "web", a);

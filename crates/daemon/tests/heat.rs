@@ -37,7 +37,7 @@ fn the_memory_of_an_idle_guest_grows_old_is_recorded_and_goes_without_being_want
     let before = daemon.vm("still").faults.restore;
     daemon.api.set_limit("still", Some(32 << 20)).expect("limit");
     until("it is within its limit", || daemon.vm("still").resident_bytes <= 32 << 20);
-    assert_eq!(daemon.vm("still").faults.restore, before, "cold memory went, so nothing came back");
+    assert_eq!(daemon.vm("still").faults.restore, before, "cold memory went, so nothing was restored");
     daemon.api.set_track("still", Track::Off).expect("track");
     until("nobody tracks it", || heat().source.is_none());
     guest.finish();

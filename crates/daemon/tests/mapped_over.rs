@@ -1,5 +1,5 @@
-//! A VMM that maps something over parts of its RAM, as QEMU does to get rid of a page with a memory error: the rest is held to
-//! its limit. A real keeper and engine, and the client that VMMs link. Needs userfaultfd.
+//! A VMM that maps something over parts of its RAM, as QEMU does to get rid of a page with a memory error: the rest is
+//! held to its limit. A real keeper and engine, and the client that VMMs link. Needs userfaultfd.
 
 mod common;
 
@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 const PAGES: u64 = 16 << 10;
 const LIMIT: u64 = 16 << 20;
 const QUICK: &str = "quarantine_ms = 5\n";
-/// Every so many pages so many are mapped over: no batch of a reclaim lane is without some.
+/// In every `EVERY` pages, `HOLE` are mapped over: every batch of a reclaim worker has some.
 const EVERY: u64 = 512;
 const HOLE: u64 = 4;
 
@@ -32,8 +32,8 @@ fn map_over(client: &Client, ram: &Ram, page: u64, pages: u64, with: With) {
     client.unmapping(Hva(at), len).expect("told");
     let (at, len) = (at as *mut _, len as usize);
     let both = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: inside `ram.map`, of which nobody holds references; its own bytes are mapped there again, or its user does
-    // not touch the part any more.
+    // SAFETY: inside `ram.map`, of which nobody holds references; its own bytes are mapped there again, or its user
+    // does not touch the part any more.
     unsafe {
         match with {
             With::Itself => {

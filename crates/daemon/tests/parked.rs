@@ -1,6 +1,6 @@
-//! A VMM that holds its own `mmap_lock` in the kernel, over a file server that does not answer: every other VM is served,
-//! whichever of engine and keeper dies meanwhile, and the VM itself again when the lock is free, with every byte right.
-//! Real processes, a real FUSE server. Needs root.
+//! A VMM that holds its own `mmap_lock` in the kernel, over a file server that does not answer: every other VM is
+//! served, whichever of engine and keeper dies meanwhile, and the VM itself again when the lock is free, with every
+//! byte right. Real processes, a real FUSE server. Needs root.
 
 mod common;
 

@@ -1,7 +1,8 @@
 //! The real thing: unmodified QEMU under `ballast run`, a Debian kernel and Redis, and a ballastd of one's own.
 //!
-//! Needs root (userfaultfd), QEMU and the guest image of `scripts/guest-image.sh`. Under TCG a boot takes ten seconds or
-//! more, so a boot carries several claims and guests run one at a time; tests about RAM only start QEMU stopped (`-S`).
+//! Needs root (userfaultfd), QEMU and the guest image of `scripts/guest-image.sh`. Under TCG a boot takes ten seconds
+//! or more, so a boot carries several claims and guests run one at a time; tests about RAM only start QEMU stopped
+//! (`-S`).
 //! Promise: "verified" means that every byte of every key was read back through the guest and compared.
 
 mod common;
@@ -24,7 +25,7 @@ use ballast_testvm::qemu::{Balloon, Builder, QEMU, QemuGuest, Qmp, qemu_missing}
 use common::{Daemon, missing, until};
 
 /// A boot under TCG beside a busy test run.
-const PATIENCE: Duration = Duration::from_secs(180);
+const TIMEOUT: Duration = Duration::from_secs(180);
 /// What one key holds.
 const VALUE: usize = 16 << 10;
 /// 48 MiB.
@@ -58,7 +59,7 @@ fn under_ballast(daemon: &Daemon, name: &str, more: &[&str]) -> Vec<String> {
 /// Start a guest under Ballast and wait until it is up and attached.
 fn boot(daemon: &Daemon, name: &str, guest: Builder) -> QemuGuest {
     let mut guest = guest.name(name).prefix(under_ballast(daemon, name, &[])).spawn().expect("QEMU starts");
-    guest.wait_ready(PATIENCE).expect("the guest boots");
+    guest.wait_ready(TIMEOUT).expect("the guest boots");
     assert_eq!(daemon.vm(name).pid, guest.pid(), "`ballast run` becomes QEMU");
     guest
 }
@@ -72,7 +73,7 @@ fn stopped(daemon: &Daemon, name: &str, memory: u64, run_options: &[&str], guest
 }
 
 fn until_attached(daemon: &Daemon, name: &str, guest: &mut QemuGuest) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while daemon.api.vm(name).is_err() {
         assert!(guest.exited().is_none(), "QEMU ended: {}", guest.stderr_log());
         assert!(Instant::now() < deadline, "never attached: {}\n{}", guest.stderr_log(), daemon.log());
@@ -132,12 +133,12 @@ fn a_debian_guest_with_redis_survives_squeezing_engine_kill_and_keeper_restart_w
     assert_eq!(stat(&daemon, "redis").limit_bytes, Some(limit));
     verify_all(&daemon, &guest, &data, 0);
     let after = stat(&daemon, "redis");
-    assert!(after.faults.restore > squeezed.faults.restore, "nothing came back: {after:?}");
+    assert!(after.faults.restore > squeezed.faults.restore, "nothing was restored: {after:?}");
 
     let orphan = daemon.engine_pid().expect("an engine");
     daemon.kill_keeper();
     // Nobody reclaims now, but faults are served: every key may be used, and written.
-    let mix = Mix { max_ops: 300, duration: PATIENCE, hot_keys: 1.0, writes: 0.3, ..Mix::default() };
+    let mix = Mix { max_ops: 300, duration: TIMEOUT, hot_keys: 1.0, writes: 0.3, ..Mix::default() };
     let used = throughput(guest.redis_addr(), &mut data, &mix).expect("Redis works without a keeper");
     assert!(used.writes > 0 && used.reads.bytes_lost == 0, "{used:?}");
     daemon.restart_keeper();
@@ -171,7 +172,7 @@ fn a_debian_guest_on_huge_pages_is_squeezed_in_whole_huge_pages_and_keeps_every_
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     verify_all(&daemon, &guest, &data, 0);
-    assert!(stat(&daemon, "huge").faults.restore > squeezed.faults.restore, "nothing came back");
+    assert!(stat(&daemon, "huge").faults.restore > squeezed.faults.restore, "nothing was restored");
 }
 
 /// `ballast vm stat NAME`.
@@ -183,7 +184,7 @@ fn vm_stat(daemon: &Daemon, name: &str) -> Output {
 /// Send Redis these commands in its inline form, and check that none fails.
 fn redis(guest: &QemuGuest, commands: impl Iterator<Item = String>) {
     let stream = TcpStream::connect(guest.redis_addr()).expect("connect to Redis");
-    stream.set_read_timeout(Some(PATIENCE)).expect("set a timeout");
+    stream.set_read_timeout(Some(TIMEOUT)).expect("set a timeout");
     let mut answers = BufReader::new(stream.try_clone().expect("duplicate a socket")).lines();
     let commands: Vec<String> = commands.collect();
     for batch in commands.chunks(64) {
@@ -207,7 +208,7 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     const FAR: u64 = 4 * MIB;
     /// Little, so that the balloon cannot find all that it wants in DRAM.
     const LIMIT: u64 = 24 * MIB;
-    /// One of so many keys stays.
+    /// 1/`STAYS` of the keys stay.
     const STAYS: usize = 16;
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
@@ -215,16 +216,16 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
     let mut guest = boot(&daemon, "free", builder);
     until("the guest reports free pages", || daemon.vm("free").reclaim.discarded_pages > 0);
 
-    // 135 MiB free in pieces too small to be reported: between two keys that stay there is never a free huge page. It is more
-    // than the guest can do without after the second balloon.
+    // 135 MiB free in pieces too small to be reported: between two keys that stay there is never a free huge page. It
+    // is more than the guest can do without after the second balloon.
     let data = Dataset::new(3 * KEYS, VALUE, 2);
     load(guest.redis_addr(), &data).expect("Redis takes the data");
     let deleted = (0..data.keys()).filter(|key| key % STAYS != 0).map(|key| format!("DEL key:{key:08}"));
     redis(&guest, deleted.chain(["MEMORY PURGE".to_owned()]));
     let mut qmp = guest.qmp().expect("the monitor answers");
 
-    // Which pages the balloon takes is for the guest to say, but it cannot take a page twice: of a balloon larger than all
-    // that is untouched, the rest was something else before.
+    // Which pages the balloon takes is for the guest to say, but it cannot take a page twice: of a balloon larger than
+    // all that is untouched, the rest was something else before.
     let before = stat(&daemon, "free");
     let taken = (before.untouched_bytes + IN_DRAM).next_multiple_of(MIB);
     balloon(&mut qmp, MEMORY - taken);
@@ -249,7 +250,7 @@ fn free_pages_the_guest_reports_and_balloon_pages_are_discarded_not_stored() {
 /// Leave the guest this much memory, and wait until it is so.
 fn balloon(qmp: &mut Qmp, memory: u64) {
     qmp.set_balloon(Bytes(memory)).expect("the balloon moves");
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while qmp.balloon().expect("the monitor answers") != Bytes(memory) {
         assert!(Instant::now() < deadline, "the balloon never left the guest {}", Bytes(memory));
         std::thread::sleep(Duration::from_millis(50));
@@ -267,8 +268,8 @@ fn a_hot_plugged_dimm_is_managed_and_an_unplugged_one_is_forgotten() {
     const GOODWILL: Duration = Duration::from_secs(20);
     let _one = one_at_a_time();
     let daemon = Daemon::start(CONFIG);
-    // Movable, so that the DIMM can be emptied again; what is written then goes there first. The kernel takes at most 32
-    // words. The sum of 64 MiB of random bytes is printed again and again.
+    // Movable, so that the DIMM can be emptied again; what is written then goes there first. The kernel takes at most
+    // 32 words. The sum of 64 MiB of random bytes is printed again and again.
     let command = "echo online_movable >/sys/devices/system/memory/auto_online_blocks; \
         until [ $(awk '/MemTotal/{print $2}' /proc/meminfo) -gt 270000 ];do usleep 9999;done; \
         dd if=/dev/urandom of=/tmp/random bs=1M count=64; while md5sum /tmp/random;do sleep 2;done";
@@ -368,7 +369,7 @@ fn of_ram_that_another_process_maps_nothing_goes_whatever_the_limit_until_that_p
 
     // A process that comes later is noticed, and everything is brought back for it.
     let mapping = Mapping::shared(&ram, 0, MEMORY as usize).expect("map QEMU's RAM");
-    until("the stranger is noticed", || daemon.vm("shared").status == VmStatus::Blocked);
+    until("the foreign mapper is noticed", || daemon.vm("shared").status == VmStatus::Blocked);
     until("all pages are back", || daemon.vm("shared").far_bytes == 0);
     let vm = stat(&daemon, "shared");
     assert!(vm.status_reason.as_deref().is_some_and(|reason| reason.contains(&format!("process {me} "))), "{vm:?}");

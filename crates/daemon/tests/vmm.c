@@ -1,7 +1,7 @@
 /* A VMM that does to itself what VMMs do: it executes itself and keeps its RAM, or leaves a child in its own memory.
  *
- *     vmm ram FILE PAGES      maps RAM (FILE is a path, or "memfd"), writes a word of its own into each page, then does what
- *                             lines on standard input say
+ *     vmm ram FILE PAGES      maps RAM (FILE is a path, or "memfd"), writes a word of its own into each page, then does
+ *                             what lines on standard input say
  *     vmm next FILE PAGES     the same with RAM that is there already: FILE is a path or the number of a descriptor
  *
  * Every deed ends in a line on standard output. "exec..." go on as "vmm next". */

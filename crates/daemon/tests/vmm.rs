@@ -24,7 +24,7 @@ fn squeeze(daemon: &Daemon, name: &str) {
 }
 
 #[test]
-fn a_child_in_the_vmms_own_memory_is_no_stranger() {
+fn a_child_in_the_vmms_own_memory_is_no_foreign_mapper() {
     let Some(program) = Program::compile() else { return };
     let none = (!ballast_sys::kcmp::is_available()).then_some("the kernel has no kcmp");
     if missing("kcmp", none) {

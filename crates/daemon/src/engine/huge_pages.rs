@@ -1,8 +1,8 @@
 //! A VM is not reclaimed from where khugepaged may put zeros in the place of its far pages.
 //!
 //! Before: the watch looks at a VM. After: the reason to hold it, if there is one.
-//! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each look, so a change counts
-//! within seconds; what the kernel filled in between is mended by whoever touches it (`fault`).
+//! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each look, so a
+//! change counts within seconds; what the kernel filled in between is mended by whoever touches it (`fault`).
 
 use std::sync::LazyLock;
 

@@ -2,7 +2,8 @@
 //!
 //! Before: the VM is being opened. After: its file store is there; or the VM is served without it, and what is in the
 //! file waits until the disk answers.
-//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for it, [`PATIENCE`] at most.
+//! Threads: one for each VM with a file store, until that is open. The VM's worker waits for it, [`OPEN_TIMEOUT`] at
+//! most.
 //! Promise: nobody uses the store before it has waited for what a dead engine left under way, and was swept; and it
 //! is not swept any more when the VM is closed, and may be opened again by somebody else.
 
@@ -18,7 +19,7 @@ use ballast_pager::vm::{Report, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
 
 /// How long a VM waits for its disk. One that works takes milliseconds.
-const PATIENCE: Duration = Duration::from_secs(2);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A file store that is being opened.
 #[derive(Debug)]
@@ -83,7 +84,7 @@ impl LateFile {
     pub fn finish(self, vm: &Vm, live: Option<Vec<Handle>>) {
         let Self { live: tell, over } = self;
         let _ = tell.send(live);
-        if over.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+        if over.recv_timeout(OPEN_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
             let name = vm.state.name();
             let text = format!("the file store of VM {name}: its disk does not answer, its pages wait");
             vm.report("spill-unavailable", text);
@@ -118,7 +119,7 @@ fn open(
     let opened = Arc::new(opened);
     let _ = shared.opened.set(opened.clone());
     store.arrive(opened);
-    if begun.elapsed() > PATIENCE {
+    if begun.elapsed() > OPEN_TIMEOUT {
         say("spill-back", format!("its disk answers again, after {} s", begun.elapsed().as_secs()));
     }
     Ok(())

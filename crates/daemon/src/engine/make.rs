@@ -4,7 +4,8 @@
 //! Before: a process attaches as a VM that is to have a file store and has none. After: the keeper has the descriptors
 //! of one, and whoever holds those can have the store opened.
 //! Threads: two for each store that is made; the one that asks the disk ends when that answers.
-//! Promise: a disk that hangs costs those who attach [`PATIENCE`], once: while a store is overdue no other is begun.
+//! Promise: a disk that hangs costs those who attach [`MAKE_TIMEOUT`], once: while a store is overdue no other is
+//! begun.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -22,7 +23,7 @@ use super::Engine;
 use crate::orders::{Report, Spilling};
 
 /// How long an attach waits for the disk. One that works takes milliseconds.
-const PATIENCE: Duration = Duration::from_secs(2);
+const MAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The place of a file store's file, and its index.
 type Made = Result<[OwnedFd; 2], String>;
@@ -65,11 +66,11 @@ impl Engine {
         let (dir, max_bytes) = (spill.dir.clone(), spill.budget);
         let body = move || drop(says.send(make(&dir, max_bytes)));
         std::thread::Builder::new().name("make".into()).spawn(body).map_err(|error| format!("no thread: {error}"))?;
-        match made.recv_timeout(PATIENCE) {
+        match made.recv_timeout(MAKE_TIMEOUT) {
             Ok(made) => made,
             Err(RecvTimeoutError::Timeout) => {
                 self.overdue.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
-                Err(format!("its disk did not answer within {PATIENCE:?}"))
+                Err(format!("its disk did not answer within {MAKE_TIMEOUT:?}"))
             }
             Err(RecvTimeoutError::Disconnected) => Err("a thread ended".into()),
         }

@@ -56,7 +56,7 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, bell: O
     Ok(())
 }
 
-/// Say what was lost of this VM's files. Answers whether it must be opened anew.
+/// Say what was lost of this VM's files. Returns whether it must be opened anew.
 fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();

@@ -1,13 +1,13 @@
 //! The engine: opens what the keeper hands over and keeps it served.
 //!
-//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the last
-//! VM too.
+//! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the
+//! last VM too.
 //! Threads: this one takes orders and never waits for what they are about; the API, the watch, the control loop and the
-//! look for stuck threads have one each, and change nothing of any VM but words in memory; orders are carried out on the
-//! threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it works for
-//! that VM (`ballast_pager::vm::threads`).
-//! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It opens
-//! only VMs whose state file names it.
+//! look for stuck threads have one each, and change nothing of any VM but words in memory; orders are carried out on
+//! the threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it
+//! works for that VM (`ballast_pager::vm::threads`).
+//! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It
+//! opens only VMs whose state file names it.
 
 use std::collections::HashMap;
 use std::io;
@@ -41,12 +41,12 @@ use workers::Workers;
 use write_back::Closing;
 
 pub mod control;
+pub mod foreign_mappers;
 pub mod huge_pages;
 pub mod late;
 mod make;
 mod memory;
 mod pin_check;
-pub mod strangers;
 pub mod stuck;
 mod views;
 pub mod workers;
@@ -89,7 +89,7 @@ pub fn run() -> anyhow::Result<()> {
         pins: Arc::default(),
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
-    let watch = strangers::start(host.clone())?;
+    let watch = foreign_mappers::start(host.clone())?;
     pin_check::start(host.pins.clone())?;
     Control::start(host.clone(), watch.clone()).context("Starting the control loop")?;
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
@@ -218,8 +218,8 @@ impl Orders {
         })
     }
 
-    /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist because
-    /// it has not been opened yet. One that does not open in time keeps nobody from all the others.
+    /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist
+    /// because it has not been opened yet. One that does not open in time keeps nobody from all the others.
     fn serve(&mut self) -> anyhow::Result<()> {
         let opened = self.workers().all_so_far();
         let (engine, api) = (self.engine.clone(), self.api.take());
@@ -296,7 +296,7 @@ struct Engine {
     begin: Begin,
     host: Arc<Host>,
     events: Arc<Events>,
-    /// Whoever is sent here is looked at for strangers.
+    /// The watch looks for foreign mappers of each VM that is sent here.
     watch: mpsc::Sender<Arc<Served>>,
     /// VMs that are being closed.
     closing: Mutex<HashMap<VmId, Closing>>,
@@ -367,8 +367,8 @@ impl Engine {
         self.report(&Report::Done { seq, result: result.map_err(|error| error.to_string()) })
     }
 
-    /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that none
-    /// is.
+    /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that
+    /// none is.
     fn reach(&self, served: &Arc<Served>, seq: u64, pid: u32, regions: &[u32]) -> anyhow::Result<()> {
         let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
         let in_all =
@@ -385,9 +385,9 @@ impl Engine {
         self.restore(served, Hold::Shared, reason, seq)
     }
 
-    /// Keep every page in memory, and answer when all are back: a VMM that is about to pin its memory must not wait for a
-    /// far page in the kernel, and a process that cannot be served must find none. From a thread of its own, because that
-    /// takes a second for some 100,000 far pages.
+    /// Keep every page in memory, and answer when all are back: a VMM that is about to pin its memory must not wait for
+    /// a far page in the kernel, and a process that cannot be served must find none. From a thread of its own, because
+    /// that takes a second for some 100,000 far pages.
     fn restore(&self, served: &Arc<Served>, kind: Hold, reason: String, seq: u64) -> anyhow::Result<()> {
         let keeper = self.keeper.clone();
         let begun = served.restore(kind, reason, move |result| {
@@ -553,8 +553,8 @@ impl Engine {
             served.file.cancel();
             served.vm.stop();
             served.jobs.close();
-            // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
-            // what was put off must not be done then.
+            // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again,
+            // and what was put off must not be done then.
             served.vm.stores.first().store.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));

@@ -1,7 +1,9 @@
 //! Finding out whether it can be known who holds a page of guest RAM.
 //!
-//! Before: the engine began; until it is known, time alone says when a page may go. After: the reclaim lanes of all VMs ask.
-//! Threads: one of its own, because it takes some tens of milliseconds in which faults are to be served. Units: seconds.
+//! Before: the engine began; until it is known, time alone says when a page may go. After: the reclaim workers of all
+//! VMs ask.
+//! Threads: one of its own, because it takes some tens of milliseconds in which faults are to be served. Units:
+//! seconds.
 //! Promise: what changes is logged once.
 
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! Stuck: says when a VM waits for a thread of this engine that the kernel does not let go on.
 //!
-//! Before: a thread that works for a VM sleeps in a system call, for the `mmap_lock` of a VMM that holds it, say. After: an
-//! operator has been told which, and again when it goes on. Other VMs do not wait for it: each has threads of its own.
+//! Before: a thread that works for a VM sleeps in a system call, for the `mmap_lock` of a VMM that holds it, say.
+//! After: an operator has been told which, and again when it goes on. Other VMs do not wait for it: each has threads of
+//! its own.
 //! Threads: one, which looks at the states of threads and at nothing that could keep it waiting.
 //! Promise: one event for a sleep and one for its end, however long it takes. A thread that works for many VMs is
 //! looked at once for all of them.

@@ -1,11 +1,12 @@
-//! Workers: the orders about each VM, one after the other, on threads that all VMs share: what takes long for one delays no
-//! other, and never the thread that takes orders.
+//! Workers: the orders about each VM, one after the other, on threads that all VMs share: what takes long for one
+//! delays no other, and never the thread that takes orders.
 //!
 //! Before: an order about a VM came. After: it is carried out, after the earlier ones about the same VM.
-//! Threads: those of the pool (`ballast_pager::run`), which makes up for one that waits. What takes longest (bringing back
-//! every page of a VM) is a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that either.
-//! Promise: orders about one VM are carried out one at a time, in the order in which they came, also when the VM was closed
-//! and comes again.
+//! Threads: those of the pool (`ballast_pager::run`), which makes up for one that waits. What takes longest (bringing
+//! back every page of a VM) is a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that
+//! either.
+//! Promise: orders about one VM are carried out one at a time, in the order in which they came, also when the VM was
+//! closed and comes again.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;

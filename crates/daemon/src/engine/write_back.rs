@@ -1,11 +1,11 @@
 //! What is far of a VM whose processes are gone: dropped, or written back because its RAM files outlive them.
 //!
-//! Before: the keeper ordered the VM closed, and its lanes have ended. After: nobody can ever come to its RAM files, or what was
-//! far is in them again.
+//! Before: the keeper ordered the VM closed, and its workers have ended. After: nobody can ever come to its RAM files,
+//! or what was far is in them again.
 //! Threads: the VM's worker, which may be kept waiting by other processes and for memory.
-//! Promise: what nobody can reach is dropped at once; what somebody can reach is written back, whatever its limit was, as far as
-//! the host has memory. It cannot be in time for somebody who reads before it is done: a VMM that means to hand its memory on
-//! has it brought back first (see `preload`).
+//! Promise: what nobody can reach is dropped at once; what somebody can reach is written back, whatever its limit was,
+//! as far as the host has memory. It cannot be in time for somebody who reads before it is done: a VMM that means to
+//! hand its memory on has it brought back first (see `preload`).
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -57,8 +57,9 @@ impl Engine {
         }
     }
 
-    /// Leave nothing in memory of a VM that is closed, unless it is opened again: what is far is written back if anybody can
-    /// reach it, and is dropped. Its processes may have kept its files, whose memory nobody's budget counts any more.
+    /// Leave nothing in memory of a VM that is closed, unless it is opened again: what is far is written back if
+    /// anybody can reach it, and is dropped. Its processes may have kept its files, whose memory nobody's budget counts
+    /// any more.
     pub(super) fn leave(&self, served: &Served, closing: &Closing) {
         let vm = &served.vm;
         let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
@@ -74,7 +75,8 @@ impl Engine {
             tracing::warn!(vm = vm.state.name(), "Giving back the memory of page-state words: {error}");
         }
         served.store.sweep(std::iter::empty());
-        // Whoever is opened again has the copies that are there freed one by one: only here nobody puts any more into it.
+        // Whoever is opened again has the copies that are there freed one by one: only here nobody puts any more into
+        // it.
         if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()).cloned() {
             let empty = move || {
                 let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
@@ -88,9 +90,9 @@ impl Engine {
         }
     }
 
-    /// Write back what is far of a VM that is closed, if anybody can reach it and the VM is not opened again. Returns the
-    /// regions of which nothing is far any more, the only ones that anybody can reach; `None` if there are others, whose
-    /// copies a process may come back for.
+    /// Write back what is far of a VM that is closed, if anybody can reach it and the VM is not opened again. Returns
+    /// the regions of which nothing is far any more, the only ones that anybody can reach; `None` if there are others,
+    /// whose copies a process may come back for.
     fn write_back(
         &self,
         served: &Served,

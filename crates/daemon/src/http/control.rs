@@ -22,7 +22,7 @@ pub trait Control {
     fn plan(&self, _policy: Option<Kind>) -> Result<Plan, String> {
         Err("nobody decides here".into())
     }
-    /// Decide in place of the policy for a while; answers the plan as it was understood.
+    /// Decide in place of the policy for a while. Returns the plan as it was understood.
     fn put_plan(&self, _request: PlanRequest) -> Result<Plan, String> {
         Err("nobody decides here".into())
     }
@@ -30,7 +30,7 @@ pub trait Control {
     fn policy(&self) -> PolicyStat {
         PolicyStat::default()
     }
-    /// Change it; answers its state after the change.
+    /// Change it. Returns its state after the change.
     fn patch_policy(&self, _patch: &PolicyPatch) -> Result<PolicyStat, String> {
         Err("nobody decides here".into())
     }

@@ -2,7 +2,7 @@
 //!
 //! Before: the engine implements [`Backend`] over its counters. After: `ballast-api`'s client, curl, Prometheus.
 //! Threads: connections are tasks of the caller's runtime; every backend call runs on a blocking thread, so one that
-//! waits for a lock delays its own request only. Fault lanes never come here.
+//! waits for a lock delays its own request only. Fault workers never come here.
 //! Promise: whatever a peer sends, slowly or not at all, the server answers the next one.
 
 mod control;
@@ -28,15 +28,15 @@ pub trait Backend: Control + Send + Sync + 'static {
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
     fn vm(&self, name: &str) -> Option<VmStat>;
-    /// How hot its memory is, with a strip of so many cells.
+    /// How hot its memory is, with a strip of `cells` cells.
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
-    /// Say when it is tracked; answers its heat.
+    /// Say when it is tracked. Returns its heat.
     fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
     /// Its access cycles after that number, as a recording; empty while they are not to be had.
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
-    /// Change what the operator says of a VM, all of it or nothing; answers its state after the change.
+    /// Change what the operator says of a VM, all of it or nothing. Returns its state after the change.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
-    /// Bring all of a VM back and keep it in memory, or let its limit count again; answers its state now.
+    /// Bring all of a VM back and keep it in memory, or let its limit count again. Returns its state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
     /// The host and Ballast itself.
     fn host(&self) -> HostStat;
@@ -71,8 +71,8 @@ pub struct Histogram {
     pub sum_s: f64,
 }
 
-/// How long and how many. The three kinds of peer have places of their own, so that readers, or strangers who are
-/// only told no, cannot keep the operator out.
+/// How long and how many. The three kinds of peer have places of their own, so that readers, or users who are
+/// refused everything, cannot keep the operator out.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
     /// For a whole request head to arrive, and between requests.
@@ -83,7 +83,7 @@ struct Bounds {
     connection: Duration,
     /// For that last answer to be taken.
     last_answer: Duration,
-    /// Connections of owners, of readers and of strangers.
+    /// Connections of owners, of readers and of users without access.
     places: [usize; 3],
 }
 

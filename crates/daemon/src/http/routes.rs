@@ -26,7 +26,8 @@ use super::{Access, Backend, ChangeError, control, metrics};
 pub(super) const BUSY_ANSWER: &str = concat!(
     "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\nconnection: close\r\n",
     "retry-after: 1\r\ncontent-length: 125\r\n\r\n",
-    r#"{"type":"urn:ballast:problem:busy","title":"Busy","status":503,"detail":"Too many connections are open; ask again later"}"#,
+    r#"{"type":"urn:ballast:problem:busy","title":"Busy","status":503,"#,
+    r#""detail":"Too many connections are open; ask again later"}"#,
     "    "
 );
 

@@ -226,7 +226,7 @@ fn a_panic_in_the_backend_is_a_500_and_the_next_request_is_answered() {
 }
 
 #[test]
-fn a_stranger_is_refused_everything_and_a_reader_every_change() {
+fn a_user_without_access_is_refused_everything_and_a_reader_every_change() {
     // Root is always let in, so the policy is tested in `peer` and this test gives each connection its access.
     for (access, looking, changing) in [(Access::Denied, 403, 403), (Access::Read, 200, 403), (Access::Write, 200, 200)]
     {
@@ -294,14 +294,14 @@ fn slow_and_silent_peers_are_cut_and_free_their_places() {
 }
 
 /// xorshift64*: the same sequence for the same seed.
-struct Dice(u64);
+struct Rng(u64);
 
-impl Dice {
-    fn roll(&mut self, below: usize) -> usize {
+impl Rng {
+    fn below(&mut self, end: usize) -> usize {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as usize % below
+        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as usize % end
     }
 }
 
@@ -319,16 +319,16 @@ fn random_and_broken_requests_never_stop_the_server() {
     ];
     let server = usual();
     let client = Client::new(&server.socket).expect("client");
-    let mut dice = Dice(0x00BA_11A5_7F0C_5EED);
+    let mut rng = Rng(0x00BA_11A5_7F0C_5EED);
     for round in 0..REQUESTS {
-        let mut request = seeds[dice.roll(seeds.len())].clone();
-        match dice.roll(4) {
-            0 => request = (0..dice.roll(600)).map(|_| dice.roll(256) as u8).collect(),
-            1 => request.truncate(dice.roll(request.len())),
-            2 => request.splice(5..5, std::iter::repeat_n(b'/', dice.roll(40_000))).for_each(drop),
-            _ => (0..=dice.roll(8)).for_each(|_| {
-                let at = dice.roll(request.len());
-                request[at] = dice.roll(256) as u8;
+        let mut request = seeds[rng.below(seeds.len())].clone();
+        match rng.below(4) {
+            0 => request = (0..rng.below(600)).map(|_| rng.below(256) as u8).collect(),
+            1 => request.truncate(rng.below(request.len())),
+            2 => request.splice(5..5, std::iter::repeat_n(b'/', rng.below(40_000))).for_each(drop),
+            _ => (0..=rng.below(8)).for_each(|_| {
+                let at = rng.below(request.len());
+                request[at] = rng.below(256) as u8;
             }),
         }
         let answer = raw(&server.socket, &request);

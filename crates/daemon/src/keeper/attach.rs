@@ -1,7 +1,7 @@
 //! Attach: how a process's RAM becomes a VM, or one more view of one, or a VM that was there before.
 //!
-//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client is answered:
-//! one that joins a VM, when its faults are served.
+//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client is
+//! answered: one that joins a VM, when its faults are served.
 //! Threads: the keeper's one.
 //! Promise: a VM is who its id says. A resumed one gets its words back whoever has taken its name, and whichever of its
 //! processes comes first; no engine has it before the one that may have been serving it is done with it.
@@ -195,8 +195,8 @@ impl Keeper {
     }
 
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
-    /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until nothing of it is left. Our own engine was
-    /// told to close the VM before this, and carries out the orders about a VM in turn.
+    /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until nothing of it is left. Our own engine
+    /// was told to close the VM before this, and carries out the orders about a VM in turn.
     pub(super) fn resume(
         &mut self,
         attach: &Attach,
@@ -249,13 +249,13 @@ impl Keeper {
         let (name, count) = (vm.state.name(), vm.missing().len());
         vm.search = Some(Search::begin(missing));
         let message = format!(
-            "VM {name} came back without {count} of its regions; it is served when a process brings them, or no process \
+            "VM {name} resumed without {count} of its regions; it is served when a process brings them, or no process \
              maps them, or after {LONGEST_WAIT:?}"
         );
         self.note(name, "region-missing", message);
     }
 
-    /// Go on with VMs that wait for regions; answers whether there are any. Once a second, state files are remembered.
+    /// Go on with VMs that wait for regions. Returns whether there are any. Once a second, state files are remembered.
     pub(super) fn tend_vms(&mut self, now: Instant) -> bool {
         if now >= self.remember_at {
             self.remember_at = now + PING_EVERY;
@@ -282,8 +282,8 @@ impl Keeper {
         if found == Found::NobodyCame {
             let name = vm.state.name();
             let message = format!(
-                "{count} regions of VM {name} were given up: a process may map them but did not attach again; what was far \
-                 of them is lost"
+                "{count} regions of VM {name} were given up: a process may map them but did not attach again; what was \
+                 far of them is lost"
             );
             self.note(name, "region-lost", message);
         } else if count > 0 {

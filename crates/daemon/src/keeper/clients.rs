@@ -2,8 +2,8 @@
 //!
 //! Before: a process connected to the attach socket. After: its messages went where they belong, one at a time.
 //! Threads: the keeper's one.
-//! Promise: a client costs itself only. What it may leave open, unsaid or unanswered is bounded per user and per client,
-//! and every descriptor it sends becomes a [`SentFd`] at once, so that none can hold up the keeper.
+//! Promise: a client costs itself only. What it may leave open, unsaid or unanswered is bounded per user and per
+//! client, and every descriptor it sends becomes a [`SentFd`] at once, so that none can hold up the keeper.
 
 use std::collections::HashMap;
 use std::io::ErrorKind;
@@ -26,8 +26,8 @@ use crate::orders::Order;
 const MOST_CLIENTS: usize = 4096;
 /// Connections of a user who is not root: a quarter, so that no three of them keep everybody else out.
 const MOST_OF_A_USER: usize = MOST_CLIENTS / 4;
-/// RAM that all processes of such a user may announce, in times the host's memory. It costs the user nothing while it is not
-/// touched, but each page of it that is discarded or watched costs the engine a word: a 512th.
+/// RAM that all processes of such a user may announce, in times the host's memory. It costs the user nothing while it
+/// is not touched, but each page of it that is discarded or watched costs the engine a word: a 512th.
 const RAM_OF_A_USER: u64 = 16;
 /// Connections of one user that have not attached: some VMs that start or come back at the same time.
 const MOST_UNATTACHED: usize = 64;
@@ -120,7 +120,7 @@ fn has_memory(uid: u32, announced: u64, more: u64, host: u64) -> Result<(), Stri
 }
 
 impl Keeper {
-    /// May this user's processes announce these regions besides?
+    /// May this user's processes announce these regions, too?
     pub(super) fn check_memory<'a>(
         &self,
         uid: u32,
@@ -157,7 +157,7 @@ impl Keeper {
             let Ok(peer) = peer else { continue };
             let known = self.clients.values().map(|client| (client.uid, client.view.is_some()));
             let room = has_room(uid, known).and_then(|()| {
-                let stuck = self.closer.stuck(uid, closer::PATIENCE) >= MOST_STUCK;
+                let stuck = self.closer.stuck(uid, closer::HANGS_AFTER) >= MOST_STUCK;
                 if stuck { Err("descriptors that this user sent cannot be closed") } else { Ok(()) }
             });
             let pid = peer.pid.as_raw_nonzero().get() as u32;

@@ -1,8 +1,8 @@
 //! The closer: closes what clients sent, on threads that have nothing else to do.
 //!
-//! Before: somebody who may attach sent a descriptor. After: it is closed, or a thread waits for that and nobody else does.
-//! Closing can take for ever: a socket that lingers, a file of a FUSE server that does not answer. It can take long: the
-//! last descriptor of a large RAM file.
+//! Before: somebody who may attach sent a descriptor. After: it is closed, or a thread waits for that and nobody else
+//! does. Closing can take for ever: a socket that lingers, a file of a FUSE server that does not answer. It can take
+//! long: the last descriptor of a large RAM file.
 //! Threads: any may drop a [`SentFd`]; closing threads are started as needed, at most [`MOST_THREADS`].
 //! Promise: dropping a [`SentFd`] never waits. A user whose descriptors do not close is known ([`Closer::stuck`]).
 
@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a closing may take before another thread takes the rest.
-pub const PATIENCE: Duration = Duration::from_millis(500);
+pub const HANGS_AFTER: Duration = Duration::from_millis(500);
 /// Closing threads. With [`super::clients::MOST_STUCK`] a user, eight hostile users would be needed to hold all.
 const MOST_THREADS: usize = 32;
 
@@ -58,19 +58,19 @@ impl Closer {
     }
 
     /// See to it that things are closed although the closing of others hangs. Called every now and then.
-    pub fn tend(self: &Arc<Self>, patience: Duration) {
+    pub fn tend(self: &Arc<Self>, hangs_after: Duration) {
         let mut state = self.state();
         let all_hang = state.closing.len() as u64 == state.threads
-            && state.closing.values().all(|(_, since)| since.elapsed() >= patience);
+            && state.closing.values().all(|(_, since)| since.elapsed() >= hangs_after);
         if !state.waiting.is_empty() && all_hang && state.threads < MOST_THREADS as u64 {
             self.add_thread(&mut state);
         }
     }
 
     /// How many closings of this user's descriptors hang.
-    pub fn stuck(&self, uid: u32, patience: Duration) -> usize {
+    pub fn stuck(&self, uid: u32, hangs_after: Duration) -> usize {
         let state = self.state();
-        state.closing.values().filter(|(whose, since)| *whose == uid && since.elapsed() >= patience).count()
+        state.closing.values().filter(|(whose, since)| *whose == uid && since.elapsed() >= hangs_after).count()
     }
 
     fn add_thread(self: &Arc<Self>, state: &mut State) {

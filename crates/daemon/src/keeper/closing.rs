@@ -1,6 +1,7 @@
 //! VMs whose processes are gone while their memory may still be on its way back into RAM files that others can reach.
 //!
-//! Before: the last process of a VM is gone. After: the engine says that it is done with the VM; its descriptors are closed.
+//! Before: the last process of a VM is gone. After: the engine says that it is done with the VM; its descriptors are
+//! closed.
 //! Threads: the keeper's one.
 //! Promise: an engine that dies over it has a successor that goes on. Nobody else gets such a file as RAM of another VM
 //! meanwhile: a client that brings it, with its attach or later, is told to come again.
@@ -15,8 +16,8 @@ use super::regions::VmEntry;
 use crate::orders::Order;
 
 /// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
-/// thread and its descriptors, for as long as there is no memory for what was far: for good, where the RAM is in a full
-/// tmpfs.
+/// thread and its descriptors, for as long as there is no memory for what was far: permanently, where the RAM is in a
+/// full tmpfs.
 const MOST_OF_A_USER: usize = 64;
 
 /// A VM without processes.
@@ -89,7 +90,8 @@ impl Keeper {
         Bytes(regions.map(|record| record.pages.bytes().0).fold(0, u64::saturating_add))
     }
 
-    /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must wait.
+    /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must
+    /// wait.
     pub(super) fn tend_closing(&mut self) -> bool {
         let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return false };
         let is_free = |entry: &VmEntry| matches!(fence::end_for(&entry.state, Some(engine)), Ok(Left::Nothing));

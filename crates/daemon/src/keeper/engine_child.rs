@@ -1,9 +1,10 @@
 //! The keeper's engine: started, given orders, listened to, replaced when it dies or falls silent.
 //!
-//! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in an order that makes sense.
+//! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in an order that makes
+//! sense.
 //! Threads: the keeper's one. Nothing here waits: what the engine's socket does not take stays in a queue.
-//! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and never two engines in
-//! turn before the first can do nothing to the VM any more. A VM for which that takes long delays no other.
+//! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and never two engines
+//! in turn before the first can do nothing to the VM any more. A VM for which that takes long delays no other.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
@@ -36,9 +37,9 @@ const SILENCE: u32 = 15;
 /// How many times it may answer without saying that it serves. Opening a VM takes seconds at most; ten minutes without
 /// an end is an engine that waits for itself.
 const STARTING: u32 = 600;
-/// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as long as
-/// the kernel likes.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as
+/// long as the kernel likes.
+const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often to look whether they are done after that.
 const LATER: Duration = Duration::from_millis(200);
 /// When operators are told that a VM waits.
@@ -46,8 +47,8 @@ const TELL_AFTER: Duration = Duration::from_secs(2);
 /// Engines that die before they serve, one after the other, are started again ever more slowly, up to this.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Does the engine still answer? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute, or
-/// a host that slept, has gone without an answer for one round, not for sixty.
+/// Does the engine still answer? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
+/// or a host that slept, has gone without an answer for one round, not for sixty.
 #[derive(Debug)]
 struct Pulse {
     asked: Instant,
@@ -160,7 +161,7 @@ impl Keeper {
         match engine.pulse.beat(Instant::now()) {
             Beat::Rest => {}
             // Its pidfd is silent while the kernel keeps one of its threads. That is in the way of one VM, not of all.
-            _ if engine.killed.is_some() || engine.process.is_dying() => return self.bury_engine(),
+            _ if engine.killed.is_some() || engine.process.is_dying() => return self.reap_engine(),
             // With orders waiting, a ping would only make the queue longer, and answers are missing anyway.
             Beat::Ask if engine.orders.is_empty() => self.order(&Order::Ping, &[]),
             Beat::Ask => {}
@@ -220,8 +221,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or when
-    /// that takes long. Returns how soon to look again, if some wait.
+    /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or
+    /// when that takes long. Returns how soon to look again, if some wait.
     pub(super) fn tend_fences(&mut self) -> Option<Duration> {
         let fenced = |vm: &VmEntry| vm.fenced.as_ref().map(|fenced| (vm.state.id(), fenced.unserved_since_ns));
         for (vm, since) in self.vms.iter().filter_map(fenced).collect::<Vec<_>>() {
@@ -229,13 +230,13 @@ impl Keeper {
         }
         let waited = self.vms.iter().filter_map(|vm| vm.fenced.as_ref()).map(|fenced| fenced.since.elapsed()).min();
         if let Some(engine) = self.engine.as_mut().filter(|engine| !engine.told_to_serve)
-            && (waited.is_none() || engine.begun.elapsed() > PATIENCE)
+            && (waited.is_none() || engine.begun.elapsed() > SERVE_TIMEOUT)
         {
             engine.told_to_serve = true;
             self.order(&Order::Serve, &[]);
         }
         let closing = self.tend_closing().then_some(LATER);
-        waited.map(|waited| if waited < PATIENCE { SOON } else { LATER }).or(closing)
+        waited.map(|waited| if waited < SERVE_TIMEOUT { SOON } else { LATER }).or(closing)
     }
 
     /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway.
@@ -258,8 +259,8 @@ impl Keeper {
         }
     }
 
-    /// Tell the engine all about a VM, unless some of its regions are still missing, or its last engine is not done with
-    /// it.
+    /// Tell the engine all about a VM, unless some of its regions are still missing, or its last engine is not done
+    /// with it.
     pub(super) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
         let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return };
         let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
@@ -318,8 +319,8 @@ impl Keeper {
             Err(error) => format!("what is left of engine {engine} cannot be found out: {error}"),
         };
         let message = format!(
-            "VM {name} has not been served for {waited_s} s, because its last engine, which is dead, is not done with it: \
-             {why}"
+            "VM {name} has not been served for {waited_s} s, because its last engine, which is dead, is not done with \
+             it: {why}"
         );
         self.note(name, stuck::KIND, message);
     }
@@ -358,7 +359,7 @@ impl Keeper {
     }
 
     /// The engine is dead, but for threads that the kernel keeps.
-    pub(super) fn bury_engine(&mut self) {
+    pub(super) fn reap_engine(&mut self) {
         let Some(engine) = self.engine.take() else { return };
         let how = engine.killed.unwrap_or("died");
         let status = match engine.child.try_wait() {

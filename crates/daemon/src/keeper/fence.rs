@@ -3,8 +3,8 @@
 //! Before: an engine died, or a client brings back a VM whose keeper died. After: no thread of the engine that the VM's
 //! state file names can change anything of the VM, and another engine may have it.
 //! Threads: any; nothing here waits.
-//! Promise: "nothing any more" is only ever what the kernel said. When it cannot be known, the VM waits and is looked at
-//! again: two engines that mend the same words at the same time would lose bytes.
+//! Promise: "nothing any more" is only ever what the kernel said. When it cannot be known, the VM waits and is looked
+//! at again: two engines that mend the same words at the same time would lose bytes.
 //!
 //! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on
 //! until it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a

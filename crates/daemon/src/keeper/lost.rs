@@ -1,7 +1,7 @@
 //! Regions that a resumed VM has and nobody has brought: unplugged while no keeper ran, or another process's to bring?
 //!
-//! Before: a process of a VM came back without all the regions of the state file. After: the others are there, or no
-//! process maps them any more; only then is the VM handed to the engine, whose recovery wants all of them or none.
+//! Before: a process of a VM attached again without all the regions of the state file. After: the others are there, or
+//! no process maps them any more; only then is the VM handed to the engine, whose recovery wants all of them or none.
 //! Threads: the search reads `/proc`, which may take for ever, on a thread of its own.
 //! Promise: a region that some process maps is waited for; guests wait too, as they do without a keeper. If it is still
 //! missing after [`LONGEST_WAIT`] the others must go on without it, and it is remembered that its pages are lost.

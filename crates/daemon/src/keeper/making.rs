@@ -3,7 +3,7 @@
 //! Before: a process attaches as a VM that is to have a file store and has none. After: it is attached; its VM has one,
 //! or it is said why not.
 //! Threads: the keeper's one. Promise: an engine that dies over it has a successor that makes the store; no attach
-//! waits longer than [`PATIENCE`].
+//! waits longer than [`MAKE_TIMEOUT`].
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::admit::Admitted;
 use crate::orders::Order;
 
 /// How long an attach waits for an engine. One that works takes milliseconds, and two seconds more if the disk hangs.
-const PATIENCE: Duration = Duration::from_secs(5);
+const MAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An attach that waits.
 pub struct Making {
@@ -64,9 +64,9 @@ impl Keeper {
 
     /// Go on with attaches that have waited for long.
     pub(super) fn tend_making(&mut self) {
-        while let Some(at) = self.making.iter().position(|making| making.since.elapsed() > PATIENCE) {
+        while let Some(at) = self.making.iter().position(|making| making.since.elapsed() > MAKE_TIMEOUT) {
             let making = self.making.remove(at);
-            self.go_on(making, Err(format!("the engine made none within {PATIENCE:?}")));
+            self.go_on(making, Err(format!("the engine made none within {MAKE_TIMEOUT:?}")));
         }
     }
 

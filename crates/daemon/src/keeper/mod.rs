@@ -95,8 +95,8 @@ pub fn run(config: Config) -> anyhow::Result<()> {
 }
 
 /// One keeper at a time: two would fight for the sockets. The lock is one that goes with the descriptor table, at once:
-/// a `flock` would stay until a dead keeper has closed all files, and what a client sent may never close. An engine that
-/// is just being started shares the table for a moment; so it is tried for a while.
+/// a `flock` would stay until a dead keeper has closed all files, and what a client sent may never close. An engine
+/// that is just being started shares the table for a moment; so it is tried for a while.
 fn lock(path: &Path) -> anyhow::Result<std::fs::File> {
     let file = std::fs::File::create(path).with_context(|| format!("Opening {}", path.display()))?;
     let begun = Instant::now();
@@ -177,7 +177,7 @@ impl Keeper {
         loop {
             self.keep_engine();
             self.tend_clients(Instant::now());
-            self.closer.tend(closer::PATIENCE);
+            self.closer.tend(closer::HANGS_AFTER);
             self.tell_losses(bell);
             let is_searching = self.tend_vms(Instant::now());
             let fences = self.tend_fences();
@@ -232,7 +232,7 @@ impl Keeper {
                 }
             }
             if ready[1] {
-                self.bury_engine();
+                self.reap_engine();
             }
         }
         for (key, _) in keys.into_iter().zip(&ready[first_client..first_dying]).filter(|(_, ready)| **ready) {

@@ -173,7 +173,8 @@ impl VmEntry {
             }
             if record.given_up {
                 return Err(format!(
-                    "region {} was taken for unplugged because its process stayed away for {:?}: its far pages are lost",
+                    "region {} was taken for unplugged because its process stayed away for {:?}: its far pages are \
+                     lost",
                     info.hva,
                     super::lost::LONGEST_WAIT
                 ));
@@ -187,11 +188,11 @@ impl VmEntry {
         Ok(number)
     }
 
-    /// Take what is missing for unplugged. If a process still maps it, `for_good` is false, and a process that brings it
-    /// later is refused rather than shown zeros.
-    pub fn give_up_missing(&mut self, for_good: bool) {
+    /// Take what is missing for unplugged. If a process still maps it, `permanently` is false, and a process that
+    /// brings it later is refused rather than shown zeros.
+    pub fn give_up_missing(&mut self, permanently: bool) {
         for (number, _) in self.missing() {
-            if for_good {
+            if permanently {
                 self.state.remove_region(number);
             } else {
                 self.state.give_up_region(number);

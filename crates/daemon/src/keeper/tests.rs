@@ -64,7 +64,7 @@ fn engine_of(keeper: &Keeper) -> Process {
 fn end_engine(keeper: &mut Keeper) {
     let pidfd = fence::kill(engine_of(keeper)).expect("end the engine").expect("it was there");
     poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], None).expect("poll");
-    keeper.bury_engine();
+    keeper.reap_engine();
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
     assert_ne!(second.vms[0].state.engine(), Some((late.pid, late.start)), "it has another engine");
     // It was killed, though no thread of it worked for the VM yet.
     poll(&mut [PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN)], None).expect("poll");
-    first.bury_engine();
+    first.reap_engine();
     end_engine(&mut second);
 }
 

@@ -1,5 +1,5 @@
-//! A test VM (`ballast-testvm`, native or KVM) attached to a [`super::Daemon`]: it writes and verifies self-checking data
-//! until it is told to stop, then verifies every byte.
+//! A test VM (`ballast-testvm`, native or KVM) attached to a [`super::Daemon`]: it writes and verifies self-checking
+//! data until it is told to stop, then verifies every byte.
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -28,7 +28,7 @@ impl Daemon {
         Self::start_within(config, None)
     }
 
-    /// The same with at most so many descriptors.
+    /// The same with at most this number of descriptors.
     pub fn start_within(config: &str, descriptors: Option<u32>) -> Self {
         let dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().expect("temporary directory");
         std::fs::write(dir.path().join("ballastd.toml"), config).expect("write the configuration");
@@ -60,7 +60,7 @@ impl Daemon {
         self.api.vm(name).unwrap_or_else(|error| panic!("VM {name}: {error}\n{}", self.log()))
     }
 
-    /// Kill the engine without warning; answers the pid it had.
+    /// Kill the engine without warning. Returns the pid it had.
     pub fn kill_engine(&self) -> u32 {
         let pid = engine_of(self.keeper.id()).expect("an engine runs");
         kill(pid);

@@ -15,7 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::{Daemon, missing};
 
 /// No test needs to wait that long; a daemon that hangs fails it.
-const PATIENCE: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
+const TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 /// Is userfaultfd missing? Then say so.
 pub fn no_uffd() -> bool {
@@ -126,7 +126,7 @@ impl RawClient {
         fds
     }
 
-    /// Attach or resume with this RAM; answers what the keeper said, `None` if nothing listens or it hung up.
+    /// Attach or resume with this RAM. Returns what the keeper said, `None` if nothing listens or it hung up.
     pub fn attach(&mut self, ram: &[&Ram]) -> Option<KeeperToClient> {
         let socket = self.ask_to_attach(ram)?;
         self.hear_of_attach(socket)
@@ -190,7 +190,7 @@ pub fn connect(path: &Path) -> Option<OwnedFd> {
 /// The next answer; `None` at the end.
 pub fn hear(socket: &OwnedFd) -> Option<(KeeperToClient, Vec<OwnedFd>)> {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
-    let ready = poll(&mut fds, Some(&PATIENCE)).expect("poll");
+    let ready = poll(&mut fds, Some(&TIMEOUT)).expect("poll");
     assert_eq!(ready, 1, "no answer from the keeper");
     let received = scm::receive(socket).ok()??;
     Some((wire::decode(&received.bytes).expect("a message"), received.fds))

@@ -88,7 +88,7 @@ impl Vmm {
         self.hear()
     }
 
-    /// SIGKILL; answers what it had written to standard error.
+    /// SIGKILL. Returns what it had written to standard error.
     pub fn kill(mut self) -> String {
         self.child.kill().expect("kill the VMM");
         self.child.wait().expect("reap the VMM");

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Before: the engine serves VMs, an operator named a policy. After: each VM has a target beside its operator's limit;
-//! the lower one holds, and the reclaim lane does the rest.
-//! Threads: one runs the loop; API threads ask under its lock. No lane ever comes here: the pager cannot name this.
+//! the lower one holds, and the reclaim worker does the rest.
+//! Threads: one runs the loop; API threads ask under its lock. No worker ever comes here: the pager cannot name this.
 //! Units: milliseconds of the monotonic clock. Promise: with the policy *none* and no lease it sleeps and no VM has a
 //! target. A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that panics changes
 //! nothing and is said loudly; a program that falls silent is followed by the policy.
@@ -41,7 +41,7 @@ const MAX_NAME: usize = 64;
 pub struct Control {
     inner: Mutex<Inner>,
     bell: Condvar,
-    /// Whoever is sent here is looked at for strangers.
+    /// The watch looks for foreign mappers of each VM that is sent here.
     watch: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
     keep: Box<dyn Fn(Setup) + Send + Sync>,
@@ -198,7 +198,7 @@ impl Control {
         if is_sent { Ok(()) } else { Err("nobody can look who else maps its RAM: the watch has ended".into()) }
     }
 
-    /// Give a VM what was decided; answers whether that changed anything.
+    /// Give a VM what was decided. Returns whether that changed anything.
     fn apply(&self, served: &Arc<Served>, decision: &Decision) -> bool {
         let (vm, before) = (&served.vm, served.vm.state.target());
         let after = match decision.action {
@@ -210,7 +210,7 @@ impl Control {
             return false;
         }
         if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
-            // Nobody looks for strangers while no page may go: so look before the first one does.
+            // Nobody looks for foreign mappers while no page may go: so look before the first one does.
             if self.look(served).is_err() {
                 return false;
             }

@@ -1,7 +1,7 @@
 //! Sampling: the counters of all VMs as a [`Snapshot`].
 //!
 //! Before: the loop's tick, or somebody who asks. After: a policy decides on it.
-//! Threads: the loop's, or an API thread, under the loop's lock; nothing here waits for a lane.
+//! Threads: the loop's, or an API thread, under the loop's lock; nothing here waits for a worker.
 //! Promise: a VM that may not be reclaimed now is in it, with the reason.
 
 use std::collections::{HashMap, VecDeque};

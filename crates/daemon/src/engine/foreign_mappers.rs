@@ -1,7 +1,7 @@
 //! The watch: no page leaves a VM while a process that has not attached maps its RAM.
 //!
-//! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with strangers are held and their pages on
-//! the way back; those whose strangers went are let go.
+//! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with foreign mappers are held, and their
+//! pages are restored; a VM whose foreign mappers are gone is released.
 //! Threads: one, which may be kept waiting by other processes; bringing pages back has a thread of the VM's own.
 //! Promise: a VM is not reclaimed from before a look that began after its view or its first limit was known. All that
 //! ask in the meantime share one look, so what it costs does not depend on how many ask. Who cannot be looked at is
@@ -61,11 +61,11 @@ impl Watch {
             return;
         }
         let vms: Vec<&Arc<Served>> = wanted.iter().map(|(served, _)| served).collect();
-        let look = look_for_strangers(&mut self.processes, &vms);
+        let look = look_for_foreign_mappers(&mut self.processes, &vms);
         let huge_pages = HugePages::now();
         for (served, asked) in &wanted {
             let nobody = "no other process maps this VM's RAM any more";
-            judge(served, Hold::Shared, "ram-shared", stranger(served, &look), nobody);
+            judge(served, Hold::Shared, "ram-shared", foreign_mapper(served, &look), nobody);
             let spared = "khugepaged spares this VM's RAM now";
             judge(served, Hold::HugePages, "huge-pages", huge_pages.danger(served), spared);
             served.checked(*asked);
@@ -87,8 +87,8 @@ fn unreadable_text(processes: &[Process]) -> String {
     )
 }
 
-/// Only a VM from which pages may go needs a look, one that is waiting for it, and one with a stranger that may have
-/// gone. With it comes which look it is waiting for.
+/// Only a VM from which pages may go needs a look, one that is waiting for it, and one with a foreign mapper that may
+/// have gone. With it comes which look it is waiting for.
 fn wants_look(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     let vm = &served.vm;
     let asked = served.asked();
@@ -102,7 +102,7 @@ fn files_of(served: &Served) -> HashSet<FileId> {
 }
 
 /// Look twice for processes that map RAM of one of these VMs and are not among its views.
-fn look_for_strangers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Look {
+fn look_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Look {
     let pids: Vec<HashSet<u32>> = vms.iter().map(|served| pids_of(served)).collect();
     let mut owners: HashMap<FileId, Vec<&HashSet<u32>>> = HashMap::new();
     for (served, pids) in vms.iter().zip(&pids) {
@@ -111,26 +111,26 @@ fn look_for_strangers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Look {
     let all = owners.keys().copied().collect();
     let attached = pids.iter().flatten().copied().collect();
     // Known is who is a view of every VM of which it maps RAM.
-    watch::strangers(processes, &all, attached, |process, found| {
+    watch::foreign_mappers(processes, &all, attached, |process, found| {
         found.iter().filter_map(|file| owners.get(file)).flatten().all(|pids| pids.contains(&process.pid))
     })
 }
 
-/// Who may map a VM's RAM: its processes, and this engine, which asks hugetlbfs through a mapping that nobody ever touches
-/// what a file holds.
+/// Who may map a VM's RAM: its processes, and this engine, which asks hugetlbfs what a file holds through a
+/// mapping that nobody ever touches.
 fn pids_of(served: &Served) -> HashSet<u32> {
     served.pids().into_iter().chain([std::process::id()]).collect()
 }
 
 /// Why no page may leave this VM, by what the look has found.
-fn stranger(served: &Served, look: &Look) -> Option<String> {
+fn foreign_mapper(served: &Served, look: &Look) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
     }
     let (files, pids) = (files_of(served), pids_of(served));
-    let strangers =
+    let foreign_mappers =
         look.mapping.iter().filter(|(process, found)| !files.is_disjoint(found) && !pids.contains(&process.pid));
-    let process = strangers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
+    let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
     let who = watch::name(process);
     let unknown = if kcmp::is_available() {
         ""
