@@ -7,38 +7,10 @@ use axum::Router;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::routing::get;
-use ballast_api::{DecisionRecord, PlanRequest, PolicyPatch, PolicyStat};
-use ballast_policy::{Kind, Plan, Snapshot};
+use ballast_api::{PlanRequest, PolicyPatch};
+use ballast_policy::Kind;
 
-use super::routes::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
-
-/// What the API shows and changes of the control loop. A backend without one says so.
-pub trait Control {
-    /// What policies look at.
-    fn snapshot(&self) -> Snapshot {
-        Snapshot::default()
-    }
-    /// What the policy in force, or this one, would do now.
-    fn plan(&self, _policy: Option<Kind>) -> Result<Plan, String> {
-        Err("nobody decides here".into())
-    }
-    /// Decide in place of the policy for a while. Returns the plan as it was understood.
-    fn put_plan(&self, _request: PlanRequest) -> Result<Plan, String> {
-        Err("nobody decides here".into())
-    }
-    /// The loop.
-    fn policy(&self) -> PolicyStat {
-        PolicyStat::default()
-    }
-    /// Change it. Returns its state after the change.
-    fn patch_policy(&self, _patch: &PolicyPatch) -> Result<PolicyStat, String> {
-        Err("nobody decides here".into())
-    }
-    /// The last decisions about a VM, oldest first; none if there is no such VM.
-    fn decisions(&self, _name: &str) -> Option<Vec<DecisionRecord>> {
-        None
-    }
-}
+use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
 
 pub(super) fn routes() -> Router<Connection> {
     Router::new()

@@ -10,7 +10,7 @@ use ballast_api::{HostStat, VmHeat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
-use super::{Backend, Histogram};
+use super::backend::{Backend, Histogram};
 
 pub(super) const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 

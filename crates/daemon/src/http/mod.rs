@@ -5,71 +5,23 @@
 //! waits for a lock delays its own request only. Fault workers never come here.
 //! Promise: whatever a peer sends, slowly or not at all, the server answers the next one.
 
+mod backend;
 mod control;
 mod metrics;
 mod peer;
+mod request;
 mod routes;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_api::{Event, HostStat, Track, VmHeat, VmPatch, VmStat};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-pub use control::Control;
+pub use backend::{Backend, ChangeError, Control, Histogram};
 pub use peer::{Access, PeerPolicy};
-
-/// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
-pub trait Backend: Control + Send + Sync + 'static {
-    /// Every VM, in the order to show them.
-    fn vms(&self) -> Vec<VmStat>;
-    /// The VM of that name.
-    fn vm(&self, name: &str) -> Option<VmStat>;
-    /// How hot its memory is, with a strip of `cells` cells.
-    fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
-    /// Say when it is tracked. Returns its heat.
-    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
-    /// Its access cycles after that number, as a recording; empty while they are not to be had.
-    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
-    /// Change what the operator says of a VM, all of it or nothing. Returns its state after the change.
-    fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
-    /// Bring all of a VM back and keep it in memory, or let its limit count again. Returns its state now.
-    fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
-    /// The host and Ballast itself.
-    fn host(&self) -> HostStat;
-    /// Recent events, oldest first.
-    fn events(&self) -> Vec<Event>;
-    /// How long the VM's faults took, for the metrics page.
-    fn fault_histogram(&self, name: &str) -> Option<Histogram>;
-    /// The stages of its restores, by their names.
-    fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)>;
-}
-
-/// Why a VM was not changed. Caused by the operator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ChangeError {
-    /// No VM has that name.
-    #[error("no VM has that name")]
-    NotFound,
-    /// The value cannot be; the text says why and what could be.
-    #[error("{0}")]
-    Invalid(String),
-}
-
-/// A cumulative histogram of seconds, as Prometheus counts.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Histogram {
-    /// Upper bound of each bucket in seconds, rising, and how many measurements were at or below it. The infinite
-    /// bucket is `count` and is not listed.
-    pub buckets: Vec<(f64, u64)>,
-    /// All measurements.
-    pub count: u64,
-    /// Their sum in seconds.
-    pub sum_s: f64,
-}
 
 /// How long and how many. The three kinds of peer have places of their own, so that readers, or users who are
 /// refused everything, cannot keep the operator out.
@@ -125,7 +77,7 @@ async fn serve_within(listener: UnixListener, backend: Arc<dyn Backend>, allowed
                 tokio::spawn(connection(stream, Arc::clone(&backend), access, bounds, place));
             }
             // Best effort: a peer that does not take it sees the connection end.
-            Err(_) => drop(stream.try_write(routes::BUSY_ANSWER.as_bytes())),
+            Err(_) => drop(stream.try_write(request::BUSY_ANSWER.as_bytes())),
         }
     }
 }

@@ -4,53 +4,21 @@
 //! Threads: any of the runtime; the backend is called on blocking threads.
 //! Promise: every refusal is a problem document that says what was wrong.
 
-use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::Body;
 use axum::extract::{Path, Request, State, rejection::PathRejection};
-use axum::http::{Method, StatusCode, Uri, header};
+use axum::http::{Method, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, put};
-use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_BODY_BYTES, MAX_CELLS, Problem, VmChange, VmPatch};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmChange, VmPatch};
 
-use super::{Access, Backend, ChangeError, control, metrics};
-
-/// Written to a connection there is no place for.
-pub(super) const BUSY_ANSWER: &str = concat!(
-    "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\nconnection: close\r\n",
-    "retry-after: 1\r\ncontent-length: 125\r\n\r\n",
-    r#"{"type":"urn:ballast:problem:busy","title":"Busy","status":503,"#,
-    r#""detail":"Too many connections are open; ask again later"}"#,
-    "    "
-);
-
-#[derive(Clone)]
-pub(super) struct Connection {
-    backend: Arc<dyn Backend>,
-    access: Access,
-    pub(super) body_time: Duration,
-}
-
-/// A refusal on its way to the peer.
-pub(super) struct Refusal(Problem);
-
-impl IntoResponse for Refusal {
-    fn into_response(self) -> Response {
-        let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // Serialising a struct of strings has no way to fail.
-        let body = serde_json::to_vec(&self.0).expect("a problem serialises");
-        (status, [(header::CONTENT_TYPE, Problem::MEDIA_TYPE)], body).into_response()
-    }
-}
-
-pub(super) type Answer = Result<Response, Refusal>;
+use super::backend::{Backend, ChangeError};
+use super::peer::Access;
+use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
+use super::{control, metrics};
 
 pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
     let state = Connection { backend, access, body_time };
@@ -83,28 +51,6 @@ async fn check_access(State(connection): State<Connection>, request: Request, ne
         None => next.run(request).await,
         Some(detail) => Refusal(Problem::new(403, Problem::FORBIDDEN, "Forbidden", detail)).into_response(),
     }
-}
-
-/// Call the backend where it may block. A panic there is our fault and becomes a 500.
-pub(super) async fn ask<T: Send + 'static>(
-    connection: &Connection,
-    call: impl FnOnce(&dyn Backend) -> T + Send + 'static,
-) -> Result<T, Refusal> {
-    let backend = Arc::clone(&connection.backend);
-    tokio::task::spawn_blocking(move || call(&*backend)).await.map_err(|error| {
-        tracing::error!(%error, "answering an API request");
-        Refusal(Problem::new(500, Problem::INTERNAL, "Internal error", "The engine failed to answer; see its log"))
-    })
-}
-
-pub(super) fn json<T: Serialize>(value: &T) -> Answer {
-    // Serialising the API's plain data has no way to fail (a number that is not finite becomes null).
-    let body = serde_json::to_vec(value).expect("API types serialise");
-    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
-}
-
-pub(super) fn no_such_vm(name: &str) -> Refusal {
-    Refusal(Problem::new(404, Problem::NO_SUCH_VM, "No such VM", format!("No VM is named {name:?}")))
 }
 
 async fn vms(State(connection): State<Connection>) -> Answer {
@@ -150,21 +96,13 @@ async fn patch_heat(
 ) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let body = read_body(request.into_body(), connection.body_time).await?;
-    let patch: HeatPatch = object(&body, "a change to how a VM is tracked")?;
+    let patch: HeatPatch = parse(&body, "a change to how a VM is tracked")?;
     let asked = name.clone();
     let heat = ask(&connection, move |backend| match patch.track {
         Some(track) => backend.set_track(&asked, track),
         None => backend.heat(&asked, DEFAULT_CELLS),
     });
     json(&heat.await?.ok_or_else(|| no_such_vm(&name))?)
-}
-
-/// A JSON object. serde alone would also take an array as the fields in order.
-fn object<T: DeserializeOwned>(body: &[u8], what: &str) -> Result<T, Refusal> {
-    if body.trim_ascii_start().first() != Some(&b'{') {
-        return Err(bad_request(format!("The body is not {what}: a JSON object is needed")));
-    }
-    serde_json::from_slice(body).map_err(|error| bad_request(format!("The body is not {what}: {error}")))
 }
 
 async fn heat_cycles(
@@ -192,7 +130,7 @@ async fn patch_vm(
 ) -> Answer {
     let Path(name) = name.map_err(|error| bad_request(error.body_text()))?;
     let body = read_body(request.into_body(), connection.body_time).await?;
-    let patch: VmPatch = object(&body, "a change to a VM")?;
+    let patch: VmPatch = parse(&body, "a change to a VM")?;
     let asked = name.clone();
     if patch == VmPatch::default() {
         let vm = ask(&connection, move |backend| backend.vm(&asked)).await?;
@@ -207,7 +145,7 @@ async fn patch_vm(
 
 async fn limit_vms(State(connection): State<Connection>, request: Request) -> Answer {
     let body = read_body(request.into_body(), connection.body_time).await?;
-    let LimitsPatch { vms, limit_bytes } = object(&body, "one limit for several VMs")?;
+    let LimitsPatch { vms, limit_bytes } = parse(&body, "one limit for several VMs")?;
     let patch = VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() };
     let changes = ask(&connection, move |backend| {
         let all = || backend.vms().into_iter().map(|vm| vm.name).collect();
@@ -268,54 +206,4 @@ async fn not_found(request: Request) -> Refusal {
 async fn wrong_method(request: Request) -> Refusal {
     let detail = format!("{:?} does not take {}", request.uri().path(), request.method());
     Refusal(Problem::new(405, Problem::METHOD, "Method not allowed", detail))
-}
-
-pub(super) fn bad_request(detail: impl Into<String>) -> Refusal {
-    Refusal(Problem::new(400, Problem::BAD_REQUEST, "Bad request", detail))
-}
-
-pub(super) fn invalid(why: String) -> Refusal {
-    Refusal(Problem::new(422, Problem::INVALID, "Invalid value", why))
-}
-
-/// A JSON object as plain data.
-pub(super) fn parse<T: DeserializeOwned>(body: &[u8], what: &str) -> Result<T, Refusal> {
-    // serde would also take an array as the fields in order.
-    if body.trim_ascii_start().first() != Some(&b'{') {
-        return Err(bad_request(format!("The body is not {what}: a JSON object is needed")));
-    }
-    serde_json::from_slice(body).map_err(|error| bad_request(format!("The body is not {what}: {error}")))
-}
-
-pub(super) async fn read_body(body: Body, time: Duration) -> Result<Vec<u8>, Refusal> {
-    let whole = Limited::new(body, MAX_BODY_BYTES).collect();
-    match tokio::time::timeout(time, whole).await {
-        Ok(Ok(body)) => Ok(body.to_bytes().into()),
-        Ok(Err(error)) if is_too_long(&*error) => {
-            let detail = format!("A request body may have at most {MAX_BODY_BYTES} bytes");
-            Err(Refusal(Problem::new(413, Problem::TOO_LARGE, "Body too large", detail)))
-        }
-        Ok(Err(error)) => Err(bad_request(format!("The body could not be read: {error}"))),
-        Err(_) => {
-            let detail = format!("The body did not arrive within {} s", time.as_secs_f32());
-            Err(Refusal(Problem::new(408, Problem::TIMEOUT, "Timeout", detail)))
-        }
-    }
-}
-
-fn is_too_long(error: &(dyn Error + 'static)) -> bool {
-    error.is::<LengthLimitError>() || error.source().is_some_and(is_too_long)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_busy_answer_is_a_problem_of_the_stated_length() {
-        let (head, body) = BUSY_ANSWER.split_once("\r\n\r\n").expect("head and body");
-        let problem: Problem = serde_json::from_str(body).expect("a problem");
-        assert_eq!((problem.status, problem.kind.as_str()), (503, Problem::BUSY));
-        assert!(head.contains(&format!("content-length: {}", body.len())), "the body has {} bytes", body.len());
-    }
 }

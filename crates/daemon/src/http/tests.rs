@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use ballast_api::{Client, ClientError, LimitsPatch, Problem, VmStatus};
+use ballast_api::{Event, HostStat, VmHeat, VmPatch, VmStat};
 use ballast_base::MIB;
 
 use super::*;

@@ -1,0 +1,86 @@
+//! What the API needs of the engine: a backend that shows its VMs, the host and the control loop, and changes them.
+//!
+//! Before: the engine implements [`Backend`]. After: the routes and the metrics page call it.
+//! Threads: any; every call runs on a blocking thread.
+
+use ballast_api::{
+    DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Track, VmHeat, VmPatch, VmStat,
+};
+use ballast_policy::{Kind, Plan, Snapshot};
+
+/// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
+pub trait Backend: Control + Send + Sync + 'static {
+    /// Every VM, in the order to show them.
+    fn vms(&self) -> Vec<VmStat>;
+    /// The VM of that name.
+    fn vm(&self, name: &str) -> Option<VmStat>;
+    /// How hot its memory is, with a strip of `cells` cells.
+    fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
+    /// Say when it is tracked. Returns its heat.
+    fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
+    /// Its access cycles after that number, as a recording; empty while they are not to be had.
+    fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
+    /// Change what the operator says of a VM, all of it or nothing. Returns its state after the change.
+    fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
+    /// Bring all of a VM back and keep it in memory, or let its limit count again. Returns its state now.
+    fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
+    /// The host and Ballast itself.
+    fn host(&self) -> HostStat;
+    /// Recent events, oldest first.
+    fn events(&self) -> Vec<Event>;
+    /// How long the VM's faults took, for the metrics page.
+    fn fault_histogram(&self, name: &str) -> Option<Histogram>;
+    /// The stages of its restores, by their names.
+    fn stage_histograms(&self, name: &str) -> Vec<(&'static str, Histogram)>;
+}
+
+/// Why a VM was not changed. Caused by the operator.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ChangeError {
+    /// No VM has that name.
+    #[error("no VM has that name")]
+    NotFound,
+    /// The value cannot be; the text says why and what could be.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// A cumulative histogram of seconds, as Prometheus counts.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Histogram {
+    /// Upper bound of each bucket in seconds, rising, and how many measurements were at or below it. The infinite
+    /// bucket is `count` and is not listed.
+    pub buckets: Vec<(f64, u64)>,
+    /// All measurements.
+    pub count: u64,
+    /// Their sum in seconds.
+    pub sum_s: f64,
+}
+
+/// What the API shows and changes of the control loop. A backend without one says so.
+pub trait Control {
+    /// What policies look at.
+    fn snapshot(&self) -> Snapshot {
+        Snapshot::default()
+    }
+    /// What the policy in force, or this one, would do now.
+    fn plan(&self, _policy: Option<Kind>) -> Result<Plan, String> {
+        Err("nobody decides here".into())
+    }
+    /// Decide in place of the policy for a while. Returns the plan as it was understood.
+    fn put_plan(&self, _request: PlanRequest) -> Result<Plan, String> {
+        Err("nobody decides here".into())
+    }
+    /// The loop.
+    fn policy(&self) -> PolicyStat {
+        PolicyStat::default()
+    }
+    /// Change it. Returns its state after the change.
+    fn patch_policy(&self, _patch: &PolicyPatch) -> Result<PolicyStat, String> {
+        Err("nobody decides here".into())
+    }
+    /// The last decisions about a VM, oldest first; none if there is no such VM.
+    fn decisions(&self, _name: &str) -> Option<Vec<DecisionRecord>> {
+        None
+    }
+}
