@@ -1,7 +1,7 @@
 //! How quick the file store is on this machine's disk, beside the RAM store and beside plain direct I/O.
 //!
-//! Before: `cargo run --release -p ballast-store --example file_speed [DIRECTORY]` (default: the directory for temporary
-//! files). After: a line per operation.
+//! Before: `cargo run --release -p ballast-store --example file_speed [DIRECTORY]` (default: the directory for
+//! temporary files). After: a line per operation.
 //! Units: us per page (4 KiB) or per extent (2 MiB), p50 with p10, p90 and p99; one operation at a time, one thread.
 //! Promise: pages are read in another order than they were written in, and no page cache is involved.
 

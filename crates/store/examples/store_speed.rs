@@ -1,10 +1,10 @@
 //! How quick the RAM store is on this machine: pages per second and microseconds per page, one thread; and how its LZ4
 //! compares with `lz4_flex` on the same pages.
 //!
-//! Before: `cargo run --release -p ballast-store --example store_speed [FILE...]`. After: one line per codec and kind of
-//! page, then one per kind of page and encoder; each FILE is a kind of its own, cut into pages.
-//! Units: us per page, the median of the repetitions with the lowest and highest; ratio is page bytes over payload bytes,
-//! where a page that is kept raw counts 4096.
+//! Before: `cargo run --release -p ballast-store --example store_speed [FILE...]`. After: one line per codec and kind
+//! of page, then one per kind of page and encoder; each FILE is a kind of its own, cut into pages.
+//! Units: us per page, the median of the repetitions with the lowest and highest; ratio is page bytes over payload
+//! bytes, where a page that is kept raw counts 4096.
 //! Promise: "put" pays for the first touch of its slabs, as the first pages of a VM do; "again" puts into slabs in use.
 
 use std::hint::black_box;

@@ -150,7 +150,7 @@ impl Allocator {
         }
         let (allocated, new_slab) = self.alloc_slowly(class)?;
         if new_slab {
-            // All of it is charged already. Others may use the slab meanwhile; it cannot be retired, since we hold a slot.
+            // All of it is charged already. Others may use the slab now; it cannot be retired, since we hold a slot.
             self.arena.populate(allocated.place.slab);
         }
         Some(allocated)
@@ -170,8 +170,8 @@ impl Allocator {
         }
     }
 
-    /// Find another slab for the class: one with room, else a free one (then the second value is true). The class's lock
-    /// is held, so that two threads do not each bring one in and forget the other.
+    /// Find another slab for the class: one with room, else a free one (then the second value is true). The class's
+    /// lock is held, so that two threads do not each bring one in and forget the other.
     fn alloc_slowly(&self, class: usize) -> Option<(Allocated, bool)> {
         let mut with_room = lock(&self.with_room[class]);
         let hint = self.hints[class].load(Ordering::Relaxed);
@@ -263,7 +263,7 @@ impl Allocator {
         true
     }
 
-    /// Have a RETIRING slab punched by the next `settle`, if that is wanted and others do not need the budget meanwhile.
+    /// Have a RETIRING slab punched by the next `settle`, if that is wanted and others do not need the budget.
     fn put_off(&self, number: u32) {
         let most = if self.to_punch_max == 0 || self.is_short() { self.to_punch_max } else { usize::MAX };
         let surplus = {
@@ -276,7 +276,7 @@ impl Allocator {
         }
     }
 
-    /// Punch what was emptied, if that was put off, but for the last `keep`: those are quicker to use again as they are.
+    /// Punch what was emptied, if that was put off, but for the last `keep`: as they are, those are quicker to use.
     pub(crate) fn settle(&self, keep: usize) {
         let mut emptied: Vec<u32> = {
             let mut to_punch = lock(&self.to_punch);
@@ -348,7 +348,7 @@ impl Allocator {
         report
     }
 
-    /// Check the slab table while nobody uses it. Answers the number of slots taken.
+    /// Check the slab table while nobody uses it. Returns the number of slots taken.
     pub(crate) fn validate(&self) -> Result<u64, Inconsistent> {
         let (mut held, mut taken) = (0, 0);
         for number in 0..self.arena.fresh() {

@@ -4,10 +4,10 @@
 //! blobs in and out, `file` the headers of blocks that are on a disk.
 //! Threads: any, in any number of processes; every word of the header and the table is an atomic.
 //! Units: offsets are bytes from the start of the file; a table entry is 128 bytes, a slab what the shape says.
-//! Promise: a layout that this program cannot read is refused, unchanged. Nothing in the file is trusted. Offsets come from the checked size of the mapping, never from its
-//! content. A page of it whose memory fails becomes what costs least: blobs become zeros, which no handle fits;
-//! entries of the table become bits that mean nothing, so that no slab of them is handed out or emptied before the
-//! next `recover`; the header is written again.
+//! Promise: a layout that this program cannot read is refused, unchanged. Nothing in the file is trusted. Offsets come
+//! from the checked size of the mapping, never from its content. A page of it whose memory fails becomes what costs
+//! least: blobs become zeros, which no handle fits; entries of the table become bits that mean nothing, so that no slab
+//! of them is handed out or emptied before the next `recover`; the header is written again.
 //!
 //! ```text
 //! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
@@ -31,10 +31,8 @@ use ballast_sys::direct::DirectFile;
 use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd};
 
-use crate::slab::{CAPACITIES, Slab};
+use crate::slab::{CAPACITIES, SLAB_BYTES, Slab};
 
-/// Bytes in a slab of the RAM store: what is charged to the budget, and punched when its last slot is freed.
-pub const SLAB_BYTES: usize = 64 * 1024;
 /// The most slabs one arena can have (256 GiB): a handle has 22 bits for the slab.
 pub const MAX_SLABS: u32 = 1 << 22;
 
@@ -120,7 +118,7 @@ impl Shape {
         self.slabs_start(slabs) + slabs as usize * self.slab_bytes
     }
 
-    /// How many slabs an arena has whose file has so many bytes.
+    /// How many slabs an arena of this file size has.
     fn slabs_of(&self, file_bytes: u64) -> Option<u32> {
         let most = file_bytes / self.slab_bytes as u64;
         // The table rounded up to a whole slab is the only other thing in it.
@@ -316,8 +314,8 @@ impl Arena {
     }
 
     /// Have the memory of a slab ready before it is used, and its part of the disk: one call costs 0.4 us a page less
-    /// than 16 first touches, and a block on disk that is allocated is written in half the time (60 us, not 120). Only a
-    /// matter of speed: what the kernel declines now (no memory, no space), the use of the slab will show.
+    /// than 16 first touches, and a block on disk that is allocated is written in half the time (60 us, not 120). Only
+    /// a matter of speed: what the kernel declines now (no memory, no space), the use of the slab will show.
     pub(crate) fn populate(&self, slab: u32) {
         if let Some(disk) = &self.disk {
             let _ = memfd::allocate(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes);
@@ -346,8 +344,8 @@ impl Arena {
         self.header(WORD_FRESH).load(Ordering::Acquire).min(self.slabs.into()) as u32
     }
 
-    /// Set the number of slabs ever used to what the table's memory shows: an entry that was written is in a page that is
-    /// present. For `recover`, which thus finds every slab even if the header word was damaged.
+    /// Set the number of slabs ever used to what the table's memory shows: an entry that was written is in a page that
+    /// is present. For `recover`, which thus finds every slab even if the header word was damaged.
     pub(crate) fn fresh_rebuild(&self) -> io::Result<u32> {
         let table_end = TABLE_START + self.slabs as usize * ENTRY_BYTES;
         let (mut at, mut touched_end) = (TABLE_START, TABLE_START);
@@ -424,8 +422,9 @@ impl Arena {
         self.shard(shard_of_thread())[counter].fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A counter over all shards. One thread adds in its shard what another takes away in its own, so single shards wrap
-    /// around and only the sum means something; a sum below zero (a handle freed that was never given out) reads as 0.
+    /// A counter over all shards. One thread adds in its shard what another takes away in its own, so single shards
+    /// wrap around and only the sum means something; a sum below zero (a handle freed that was never given out) reads
+    /// as 0.
     pub(crate) fn sum(&self, counter: usize) -> u64 {
         let sum =
             (0..SHARDS).fold(0u64, |sum, shard| sum.wrapping_add(self.shard(shard)[counter].load(Ordering::Relaxed)));

@@ -1,7 +1,7 @@
 //! A page's bytes on the way into a blob and out of it: same-filled detection, checksum, compression.
 //!
-//! Before: `ram` has a page to keep, or the copy of a blob to read. After: `ram` finds a slot for header and payload, or
-//! has the page again.
+//! Before: `ram` has a page to keep, or the copy of a blob to read. After: `ram` finds a slot for header and payload,
+//! or has the page again.
 //! Threads: any; each thread keeps its own scratch buffers, so no page costs an allocation.
 //! Units: lengths are bytes; a page is 4096 of them.
 //! Promise: `open` accepts any bytes at all and says true only if they are the page that was sealed under that key.
@@ -95,8 +95,8 @@ pub(crate) fn mix(mut word: u64) -> u64 {
     word ^ word >> 31
 }
 
-/// The checksum seed of a key: different for any two keys of a VM whose pages are below 2^32 (regions below 16 TiB), and
-/// those of another VM are others by chance.
+/// The checksum seed of a key: different for any two keys of a VM whose pages are below 2^32 (regions below 16 TiB),
+/// and those of another VM are others by chance.
 fn seed(key: PageKey) -> u64 {
     let [low, high] = [0, 8].map(|at| u64::from_le_bytes(std::array::from_fn(|byte| key.region.vm.0[at + byte])));
     mix(key.page.0.rotate_left(32) ^ u64::from(key.region.number) ^ mix(low ^ mix(high)))

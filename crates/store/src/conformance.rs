@@ -9,7 +9,7 @@ use ballast_base::{PAGE_SIZE, PageIdx};
 
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store, pages};
 
-/// Check every promise of the [`Store`] trait. `make` answers a new, empty store each time, with a budget of its own of
+/// Check every promise of the [`Store`] trait. `make` returns a new, empty store each time, with a budget of its own of
 /// 1 to 64 MiB (the check of `Full` fills it).
 ///
 /// # Panics
@@ -51,8 +51,8 @@ fn ask(store: &dyn Store, key: PageKey, handle: Handle) -> Result<Box<PageBytes>
 
 fn must_hold(store: &dyn Store, key: PageKey, handle: Handle, bytes: &PageBytes) {
     match ask(store, key, handle) {
-        Ok(found) => assert!(*found == *bytes, "{key:?} came back with other bytes than were put"),
-        Err(outcome) => panic!("{key:?} was put and not freed, and answers {outcome:?}"),
+        Ok(found) => assert!(*found == *bytes, "{key:?} was restored with other bytes than were put"),
+        Err(outcome) => panic!("{key:?} was put and not freed, and get returned {outcome:?}"),
     }
 }
 
@@ -132,8 +132,8 @@ fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
     assert_eq!(outcomes.len(), content.len(), "one outcome for each page");
     for (index, outcome) in outcomes.iter().enumerate() {
         let found = *outcome == GetOutcome::Found;
-        assert!(found || gone(index), "page {index} of a run was not freed and answers {outcome:?}");
-        assert!(!found || out[index] == content[index], "page {index} of a run came back with other bytes");
+        assert!(found || gone(index), "page {index} of a run was not freed, and get returned {outcome:?}");
+        assert!(!found || out[index] == content[index], "page {index} of a run was restored with other bytes");
     }
     for index in (0..handles.len()).filter(|index| !gone(*index)) {
         store.free(key(2, 1000 + index as u64), handles[index]);
@@ -155,7 +155,7 @@ fn another_key_never_gets_the_bytes(store: &dyn Store) {
         ] {
             match ask(store, other, handle) {
                 Err(GetOutcome::Absent | GetOutcome::Corrupt) => {}
-                Err(outcome) => panic!("{other:?} asked for the handle of {own:?} answers {outcome:?}"),
+                Err(outcome) => panic!("{other:?} asked for the handle of {own:?} got {outcome:?}"),
                 Ok(found) if is_same_filled(bytes) && *found == *bytes => same_filled_found += 1,
                 Ok(_) => panic!("{other:?} got the bytes of {own:?}"),
             }
@@ -179,7 +179,7 @@ fn a_freed_handle_never_answers_with_another_pages_bytes(store: &dyn Store) {
         let other = pages::half_compressible(page);
         let handle = stored(store, key(0, page), &other);
         if let Ok(found) = ask(store, own, stale) {
-            assert!(*found == bytes, "a freed handle answers with bytes that were never put under its key");
+            assert!(*found == bytes, "a freed handle gives bytes that were never put under its key");
         }
         store.free(own, stale);
         must_hold(store, key(0, page), handle, &other);
@@ -194,7 +194,7 @@ fn handles_that_were_never_given_out_are_harmless(store: &dyn Store) {
     let bits = (0..Handle::BITS).map(|bit| 1u64 << bit).chain([0, Handle::MAX, Handle::MAX - 1]);
     for unknown in bits.filter_map(Handle::new).filter(|unknown| *unknown != handle) {
         if let Ok(found) = ask(store, key(1, 2), unknown) {
-            assert!(is_same_filled(&found), "{unknown:?} was never given out and answers with a page");
+            assert!(is_same_filled(&found), "{unknown:?} was never given out and gives a page");
         }
         store.free(key(1, 2), unknown);
     }
@@ -212,7 +212,7 @@ fn full_keeps_nothing_and_ends_after_frees(store: &dyn Store) {
         match store.put(key(0, page), &pages::incompressible(page)) {
             PutOutcome::Stored(handle) => kept.push(handle),
             PutOutcome::Full => break page,
-            PutOutcome::Busy => panic!("a store under test alone answers Busy"),
+            PutOutcome::Busy => panic!("a store under test alone returned Busy"),
         }
         assert!(page * PAGE_SIZE as u64 <= budget, "more incompressible pages than the budget holds were stored");
     };

@@ -13,14 +13,14 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store
 /// How a put fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutFault {
-    /// It answers [`PutOutcome::Full`].
+    /// It returns [`PutOutcome::Full`].
     Full,
-    /// It answers [`PutOutcome::Busy`].
+    /// It returns [`PutOutcome::Busy`].
     Busy,
 }
 
-/// The knobs of a [`FaultyStore`]. Several faults may be set; a call meets the stall first, then the first of: busy, lost,
-/// corrupt.
+/// The knobs of a [`FaultyStore`]. Several faults may be set; a call meets the stall first, then the first of: busy,
+/// lost, corrupt.
 #[derive(Debug, Default)]
 pub struct Faults {
     script: Mutex<Script>,
@@ -86,7 +86,7 @@ impl Faults {
         self.lock().lose = n;
     }
 
-    /// Every get of this key answers `Absent`, until it is freed.
+    /// Every get of this key returns `Absent`, until it is freed.
     pub fn lose_page(&self, key: PageKey) {
         self.lock().lost_keys.insert(key);
     }

@@ -15,11 +15,13 @@
 //!
 //! What can happen to a block, and why a death at any instruction loses nothing: its bit is set (it is somebody's); its
 //! header is made to fit no handle; the bytes are written; the header gets checksum, key and tag; only then there is a
-//! handle. Until somebody writes that handle down, `recover` finds a block that nothing names, and frees it. What a dead
-//! process left *with the kernel* may reach the disk after its death; `recover` waits for it before it frees anything.
+//! handle. Until somebody writes that handle down, `recover` finds a block that nothing names, and frees it. What a
+//! dead process left *with the kernel* may reach the disk after its death; `recover` waits for it before it frees
+//! anything.
 
 mod blocks;
 mod disk;
+mod layout;
 mod limits;
 
 use std::io;
@@ -34,38 +36,18 @@ use ballast_sys::direct::{self, DirectFile};
 use ballast_sys::memfd;
 
 pub use disk::{DiskFault, DiskFaults};
+pub use layout::AREA_BYTES;
 pub use limits::Refusal;
 
 use crate::alloc::{Allocator, Inconsistent, Place};
-use crate::arena::{Arena, MAX_SLABS, Shape};
+use crate::arena::{Arena, MAX_SLABS};
 use crate::budget::Budget;
-use crate::codec::HEADER_BYTES;
 use crate::handle::Named;
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 use blocks::{BAD, BEING_WRITTEN, Counter, Inner, page_after};
 use disk::{Disk, Moved};
+use layout::{AREA_BLOCKS, INDEX, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODAY};
 use limits::Limits;
-
-/// Blocks of an area, and pages of the longest extent.
-const AREA_BLOCKS: usize = 512;
-/// Bytes of an area: what is charged to the budget, and punched when its last block is freed.
-pub const AREA_BYTES: u64 = (AREA_BLOCKS * PAGE_SIZE) as u64;
-
-/// The index: its slabs are headers, and each describes an area of the file. Version 2: it states its least reader.
-/// Version 3: the VM's id seeds the checksums; nothing older is read.
-static INDEX: Shape = Shape {
-    name: "file store index",
-    magic: u64::from_le_bytes(*b"BALFILES"),
-    format: Format { version: 3, least_reader: 3, oldest: 3 },
-    slab_bytes: AREA_BLOCKS * HEADER_BYTES,
-    charge_bytes: AREA_BYTES,
-    capacities: &[AREA_BLOCKS; 2],
-};
-
-/// Own words of the index: the identity of the file it belongs to, then what was written today (see `limits`).
-const WORD_FILE_DEV: usize = 0;
-const WORD_FILE_INO: usize = 1;
-const WORD_TODAY: usize = 2;
 
 /// How to run a file store.
 #[derive(Clone, Debug)]
@@ -174,7 +156,7 @@ impl FileStore {
         Ok(Self::on(index, Arc::new(file.into()), options))
     }
 
-    /// Which file an index belongs to: for whoever must know that a descriptor is this file before it asks anything of it.
+    /// Which file an index belongs to: for whoever must know that a descriptor is this file before asking it anything.
     ///
     /// # Errors
     /// If it is no index that this program can read.
@@ -206,10 +188,10 @@ impl FileStore {
         self.wait_for_writes()
     }
 
-    /// Wait until no write to the file is under way, not even one of a process that is dead. To punch any block, ext4 and
-    /// XFS wait for all direct I/O on the file; btrfs lets no process end before its I/O has. Measured on a device slowed
-    /// down to 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait it took
-    /// the place of what a successor had written meanwhile.
+    /// Wait until no write to the file is under way, not even one of a process that is dead. To punch any block, ext4
+    /// and XFS wait for all direct I/O on the file; btrfs lets no process end before its I/O has. Measured on a device
+    /// slowed down to 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait
+    /// it took the place of what a successor had written meanwhile.
     ///
     /// # Errors
     /// If the disk fails.
@@ -219,9 +201,9 @@ impl FileStore {
             .map_err(|error| io::Error::new(error.kind(), format!("punching a hole: {error}")))
     }
 
-    /// After an unclean death and [`FileStore::wait_for_writes`]: free what no live handle names, make the counts agree. A
-    /// live handle that names nothing is counted and otherwise ignored; `get` will say `Absent`. Bad blocks stay out of
-    /// use.
+    /// After an unclean death and [`FileStore::wait_for_writes`]: free what no live handle names, make the counts
+    /// agree. A live handle that names nothing is counted and otherwise ignored; `get` will say `Absent`. Bad blocks
+    /// stay out of use.
     ///
     /// Nobody may use the store meanwhile, in this process or another.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
@@ -245,8 +227,8 @@ impl FileStore {
         report
     }
 
-    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store. A write that
-    /// took too long may still be under way: its blocks are taken, and neither live nor bad.
+    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store. A write
+    /// that took too long may still be under way: its blocks are taken, and neither live nor bad.
     ///
     /// # Errors
     /// The first contradiction found.

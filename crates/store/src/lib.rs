@@ -4,11 +4,11 @@
 //! more, and then frees the handle.
 //! Threads: every method may be called from any thread at any time; a store never calls back.
 //! Units: one object is one base page of 4096 bytes.
-//! Promise: [`Store::get`] answers with the exact bytes that were put under that handle, or says that it cannot.
+//! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 //!
-//! [`RamStore`] is the compressed RAM store, [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the plainest
-//! store that is right, [`FaultyStore`] makes any store fail on command, [`conformance`] is what every store must pass,
-//! [`pages`] makes pages of known content.
+//! [`RamStore`] is the compressed RAM store, [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the
+//! plainest store that is right, [`FaultyStore`] makes any store fail on command, [`conformance`] is what every store
+//! must pass, [`pages`] makes pages of known content.
 
 mod alloc;
 mod arena;
@@ -28,7 +28,8 @@ mod unlz4;
 pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
 pub use null::NullStore;
-pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage, SLAB_BYTES};
+pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage};
+pub use slab::SLAB_BYTES;
 
 pub use ballast_base::store::{
     GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store, StoreUsage,

@@ -8,9 +8,10 @@
 //! more than a look at each position and a copy.
 //!
 //! Why it is here: reclaim waits for it, and a page is a special case. Positions fit 16 bits, the table fits the first
-//! cache, and content that gives no match in the first 16 bytes is looked at ever more coarsely. A page half of noise and
-//! half of zeros takes 0.9 us here and 2.2 us in `lz4_flex`, machine code 4.4 and 5.2 us, for blocks at most 1.5 % longer
-//! on what was measured; one run on one machine, each the best of 15. `examples/store_speed.rs` compares them on any file.
+//! cache, and content that gives no match in the first 16 bytes is looked at ever more coarsely. A page half of noise
+//! and half of zeros takes 0.9 us here and 2.2 us in `lz4_flex`, machine code 4.4 and 5.2 us, for blocks at most 1.5 %
+//! longer on what was measured; one run on one machine, each the best of 15. `examples/store_speed.rs` compares them on
+//! any file.
 
 use ballast_base::PAGE_SIZE;
 
@@ -24,8 +25,8 @@ const MATCH_END_MAX: usize = PAGE_SIZE - 5;
 /// A length nibble of this value is continued in the bytes that follow.
 const CONTINUED: usize = 15;
 
-/// After so many rounds of [`ROUND`] positions without a match the step grows by one: noise is passed ever more quickly.
-/// Measured: twice as many make machine code 1 % shorter and a page half of noise a third slower.
+/// After this many rounds of [`ROUND`] positions without a match the step grows by one: noise is passed ever more
+/// quickly. Measured: twice as many make machine code 1 % shorter and a page half of noise a third slower.
 const ROUNDS_PER_STEP: usize = 4;
 const ROUND: usize = 4;
 
@@ -51,10 +52,11 @@ impl Table {
 #[inline(always)]
 fn read8(page: &PageBytes, at: usize) -> u64 {
     debug_assert!(at + 8 <= PAGE_SIZE, "8 bytes at {at} of a page");
-    // SAFETY: `at + 8 <= PAGE_SIZE`. The callers: `encode` reads at positions up to LAST_MATCH (12 bytes before the end),
-    // at positions it took out of the table, which holds only positions read before in this page (or 0), at `at - 8 >= 0`
-    // below such a position, and 2 bytes before a match's end that is at most LAST_MATCH; `same_bytes` reads where it
-    // checked `to + 8 <= MATCH_END_MAX`, and at `from < to`. A checked read makes the whole encoder 1.5 times slower.
+    // SAFETY: `at + 8 <= PAGE_SIZE`. The callers: `encode` reads at positions up to LAST_MATCH (12 bytes before the
+    // end), at positions it took out of the table, which holds only positions read before in this page (or 0), at
+    // `at - 8 >= 0` below such a position, and 2 bytes before a match's end that is at most LAST_MATCH; `same_bytes`
+    // reads where it checked `to + 8 <= MATCH_END_MAX`, and at `from < to`. A checked read makes the whole encoder 1.5
+    // times slower.
     u64::from_le_bytes(unsafe { page.as_ptr().add(at).cast::<[u8; 8]>().read() })
 }
 
@@ -141,7 +143,7 @@ impl Block<'_> {
     }
 }
 
-/// Write `page` as one block at the start of `block`. Answers its length; `None` if that would be more than `max`.
+/// Write `page` as one block at the start of `block`. Returns its length; `None` if that would be more than `max`.
 pub(crate) fn encode(page: &PageBytes, table: &mut Table, block: &mut [u8; BLOCK_MAX], max: usize) -> Option<usize> {
     let table = &mut table.0;
     // Position 0 is everywhere in the table, as if it had been looked up. What an earlier page left would do no harm,

@@ -1,10 +1,11 @@
 //! The compressed RAM store: far pages in a shared-memory file that outlives the process.
 //!
-//! Before: `Store::put` brings a page. After: a same-filled page has become a handle and nothing else; any other page is
-//! a checksummed, mostly compressed blob in a slab of the arena.
+//! Before: `Store::put` brings a page. After: a same-filled page has become a handle and nothing else; any other page
+//! is a checksummed, mostly compressed blob in a slab of the arena.
 //! Threads: any, in any number of processes that opened the same arena; see `slab` for how they share it.
 //! Units: one object is one page; memory is charged in slabs of 64 KiB.
-//! Promise: `get` answers `Found` only with the bytes that were put under that key and handle, whatever the arena holds.
+//! Promise: `get` returns `Found` only with the bytes that were put under that key and handle, whatever the arena
+//! holds.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,7 +15,7 @@ use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
 
 pub use crate::alloc::Inconsistent;
-pub use crate::arena::{MAX_SLABS, SLAB_BYTES};
+pub use crate::arena::MAX_SLABS;
 pub use crate::budget::Budget;
 pub use crate::codec::Codec;
 
@@ -22,7 +23,7 @@ use crate::alloc::{Allocator, Place};
 use crate::arena::{self, Arena};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
-use crate::slab::{CLASS_BYTES, class_for};
+use crate::slab::{CLASS_BYTES, SLAB_BYTES, class_for};
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 
 /// How to run a RAM store.
@@ -35,9 +36,9 @@ pub struct RamOptions {
     /// Slabs of 64 KiB a *new* arena has room for. The file is sparse, so the largest costs nothing; an arena that
     /// exists keeps its own number.
     pub max_slabs: u32,
-    /// Give memory back in `tidy` and `usage`, and not in the `free` of a slab's last page: that takes 10 us and interrupts
-    /// every CPU on which a thread of this process runs, and a fault lane is who frees. What waits is charged and used
-    /// again first; when the budget is short, not more than 16 MiB wait.
+    /// Give memory back in `tidy` and `usage`, and not in the `free` of a slab's last page: that takes 10 us and
+    /// interrupts every CPU on which a thread of this process runs, and a fault worker is who frees. What waits is
+    /// charged and used again first; when the budget is short, not more than 16 MiB wait.
     pub punch_later: bool,
 }
 

@@ -1,4 +1,4 @@
-//! One slab: its state word, its bitmap, its size class. A slab is a piece of an arena, or an area of a file store's file.
+//! One slab: its state word, its bitmap, its size class. A slab is a piece of an arena, or an area of a file.
 //!
 //! Before: `alloc` chose this slab. After: a slot is taken or given back, or the slab may be punched.
 //! Threads: any, in any number of processes. Everything is a compare-exchange on the state word or an atomic bit
@@ -8,7 +8,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::arena::SLAB_BYTES;
+/// Bytes in a slab of the RAM store: what is charged to the budget, and punched when its last slot is freed.
+pub const SLAB_BYTES: usize = 64 * 1024;
 
 /// Slot sizes of the RAM store. Each holds a 16-byte blob header and its payload; the last holds a page stored raw.
 pub(crate) const CLASS_BYTES: [usize; CLASSES] =
@@ -64,7 +65,7 @@ pub(crate) enum Phase {
 /// reserved will find a clear bit, and `used` 0 means an empty bitmap. The generation makes every reuse of a slab a
 /// different word, so a compare-exchange prepared before a retirement fails after it.
 ///
-/// Bits: 0-1 phase, 2-7 class, 8-18 used, 32-63 generation. A word of zeros is a `Free` slab, so a hole is a valid table.
+/// Bits: 0-1 phase, 2-7 class, 8-18 used, 32-63 generation. A word of zeros is a `Free` slab, a hole is a valid table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) phase: Phase,
@@ -136,7 +137,7 @@ impl<'a> Slab<'a> {
         State::decode(self.state.load(Ordering::Acquire), self.capacities)
     }
 
-    /// Move the state by compare-exchange until `step` declines. Answers the state before and after the move.
+    /// Move the state by compare-exchange until `step` declines. Returns the state before and after the move.
     fn update(self, step: impl Fn(State) -> Option<State>) -> Option<(State, State)> {
         let mut word = self.state.load(Ordering::Acquire);
         loop {
@@ -241,7 +242,7 @@ impl<'a> Slab<'a> {
     }
 
     /// Keep only the slots also set in `live` and make the state word agree; for `recover`, while nobody else uses the
-    /// slab. Answers how many slots are left; with none left the slab is `Retiring`.
+    /// slab. Returns how many slots are left; with none left the slab is `Retiring`.
     pub(crate) fn sweep(self, live: &LiveSlots) -> usize {
         let word = self.state.load(Ordering::Relaxed);
         let class = match State::decode(word, self.capacities) {

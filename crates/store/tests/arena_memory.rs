@@ -89,7 +89,7 @@ impl Rig {
             let mut bytes = [0; PAGE_SIZE];
             match store.get(key(page), *handle, &mut bytes) {
                 GetOutcome::Found => {
-                    assert_eq!(bytes, pages::incompressible(page), "page {page} came back with other bytes");
+                    assert_eq!(bytes, pages::incompressible(page), "page {page} was restored with other bytes");
                     found += 1;
                 }
                 GetOutcome::Absent | GetOutcome::Corrupt => lost += 1,

@@ -29,7 +29,7 @@ const ENV_LEDGER: &str = "BALLAST_TEST_LEDGER";
 const ENV_GROUP: &str = "BALLAST_TEST_GROUP";
 const ENV_ROUNDS: &str = "BALLAST_TEST_ROUNDS";
 const THREADS: u64 = 2;
-/// Pages each worker thread keeps; the ledger has one pair of words per page: handle (plus a bit that says "valid"), seed.
+/// Pages each worker thread keeps; the ledger has a pair of words a page: handle (plus a bit that says "valid"), seed.
 const PAGES: u64 = 64;
 /// The pages of a run that a worker puts at once.
 const RUN: u64 = 8;
@@ -66,8 +66,8 @@ fn must_hold(store: &FileStore, page: u64, handle: Handle, seed: u64) {
     assert!(outcome == GetOutcome::Found && out == pages::mixed(seed), "page {page}: {outcome:?}");
 }
 
-/// Replace pages for ever (or for so many rounds), writing each handle down before the old one is freed. One run at once,
-/// or page by page, in turn.
+/// Replace pages for ever (or for `rounds` rounds), writing each handle down before the old one is freed. One run at
+/// once, or page by page, in turn.
 fn churn(store: &FileStore, ledger: &[AtomicU64], thread: u64, rounds: u64, report: bool) {
     for round in 0..rounds {
         let step = if round % 2 == 0 { RUN } else { 1 };
@@ -77,7 +77,7 @@ fn churn(store: &FileStore, ledger: &[AtomicU64], thread: u64, rounds: u64, repo
             for ((page, seed), new) in (first..).zip(seeds).zip(handles) {
                 let [handle_word, seed_word] = &ledger[page as usize * 2..][..2] else { unreachable!("a pair") };
                 let old = handle_word.load(Ordering::Acquire);
-                // Not valid between the two stores, so that a kill there leaves a page we know nothing about, not a lie.
+                // Not valid between the two stores, so that a kill there leaves a page we know nothing about.
                 handle_word.store(0, Ordering::Release);
                 seed_word.store(seed, Ordering::Release);
                 handle_word.store(new.bits() | VALID, Ordering::Release);

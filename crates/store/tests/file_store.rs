@@ -1,8 +1,8 @@
 //! The file store against its promises, on a real disk: through its public interface, and with a disk that fails on
 //! command.
 //!
-//! Before: a store in a file without a name in the directory for temporary files. After: contents, counts, charge and the
-//! space used are what they must be.
+//! Before: a store in a file without a name in the directory for temporary files. After: contents, counts, charge and
+//! the space used are what they must be.
 //! Threads: the conformance kit uses four. Units: bytes, pages, areas of 2 MiB.
 //! Promise: no sleeps, no timing. Where the directory knows no direct I/O, or io_uring is off, tests are skipped.
 
@@ -513,9 +513,12 @@ proptest! {
         }
     }
     #[test]
-    fn no_garbage_in_the_index_and_no_handle_can_do_harm(seed: u64, bits in prop::collection::vec(0..=Handle::MAX, 64)) {
+    fn no_garbage_in_the_index_and_no_handle_can_do_harm(
+        seed: u64, bits in prop::collection::vec(0..=Handle::MAX, 64)
+    ) {
         let Some(made) = made(4 * AREA_BYTES) else { return Ok(()) };
-        let originals: Vec<_> = (0..30).map(|page| (page, put(&made.store, page, &pages::mixed(page ^ seed)))).collect();
+        let put_one = |page| (page, put(&made.store, page, &pages::mixed(page ^ seed)));
+        let originals: Vec<_> = (0..30).map(put_one).collect();
         put_run(&made.store, 1000, &run_of(0..100));
         let index = File::from(made.index.try_clone().expect("dup"));
         for n in 0..24 {

@@ -325,7 +325,9 @@ proptest! {
     }
 
     #[test]
-    fn no_garbage_in_the_arena_and_no_handle_can_do_harm(seed: u64, bits in prop::collection::vec(0..=Handle::MAX, 64)) {
+    fn no_garbage_in_the_arena_and_no_handle_can_do_harm(
+        seed: u64, bits in prop::collection::vec(0..=Handle::MAX, 64)
+    ) {
         // One slab for each size class: everything fits.
         let (store, fd, budget) = small_store(17 * SLAB_BYTES as u64);
         let originals: Vec<_> = (0..60).map(|page| (page, put(&store, page, &pages::mixed(page ^ seed)))).collect();

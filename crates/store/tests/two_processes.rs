@@ -1,7 +1,7 @@
 //! Two real processes on one arena: both at once, and one killed in the middle of its work.
 //!
-//! Before: this test program starts itself again as a worker, which opens the parent's arena through `/proc`. After: the
-//! parent reads back everything the worker wrote down, and nothing that was lost with it stays charged.
+//! Before: this test program starts itself again as a worker, which opens the parent's arena through `/proc`. After:
+//! the parent reads back everything the worker wrote down, and nothing that was lost with it stays charged.
 //! Threads: two in the worker, one in the parent. Units: a ledger word is a handle, a ledger slot is a page.
 //! Promise: no sleeps; the moment of the kill is chosen by counting the worker's progress reports.
 
@@ -20,7 +20,7 @@ const ENV_ARENA: &str = "BALLAST_TEST_ARENA";
 const ENV_LEDGER: &str = "BALLAST_TEST_LEDGER";
 const ENV_ROUNDS: &str = "BALLAST_TEST_ROUNDS";
 const THREADS: u64 = 2;
-/// Pages each worker thread keeps; the ledger has one pair of words per page: handle (plus a bit that says "valid"), seed.
+/// Pages each worker thread keeps; the ledger has a pair of words a page: handle (plus a bit that says "valid"), seed.
 const PAGES: u64 = 256;
 const LEDGER_BYTES: usize = (THREADS * PAGES * 16) as usize;
 const VALID: u64 = 1 << 63;
@@ -46,7 +46,7 @@ fn must_hold(store: &RamStore, page: u64, handle: Handle, seed: u64) {
     assert!(outcome == GetOutcome::Found && out == pages::mixed(seed), "page {page}: {outcome:?}");
 }
 
-/// Replace pages for ever (or for so many rounds), writing each handle down before the old one is freed.
+/// Replace pages for ever (or for `rounds` rounds), writing each handle down before the old one is freed.
 fn churn(store: &RamStore, ledger: &[AtomicU64], thread: u64, rounds: u64, report: bool) {
     for round in 0..rounds {
         for page in thread * PAGES..(thread + 1) * PAGES {

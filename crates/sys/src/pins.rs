@@ -1,25 +1,26 @@
 //! The pin check: does anything but its file hold a page of guest RAM?
 //!
-//! Before: the page is zapped in every process and that was acknowledged, so nobody comes to hold it without a fault. After:
-//! `pager` copies and frees what is [`Pin::Free`] or [`Pin::Absent`], and leaves all else where it is.
+//! Before: the page is zapped in every process and that was acknowledged, so nobody comes to hold it without a fault.
+//! After: `pager` copies and frees what is [`Pin::Free`] or [`Pin::Absent`], and leaves all else where it is.
 //! Threads: any; up to 8 look at once, and others wait for them. Units: pages of 4 KiB, counted from the start of the
-//! file. Promise: a page that somebody holds for the whole time of the look is never called free, whatever else the kernel
-//! does with it meanwhile; and nothing of the kernel's is written.
+//! file. Promise: a page that somebody holds for the whole time of the look is never called free, whatever else the
+//! kernel does with it meanwhile; and nothing of the kernel's is written.
 //!
-//! The kernel counts who holds a page: one for the page cache, one for each mapping, one for everybody else (a device, direct
-//! I/O, a system call that has not returned, the list of a CPU on which new pages wait to be sorted). It does not tell these
-//! counts to user space, so a BPF program reads them (`pins/program.rs`). It starts from this process's own descriptor and goes
-//! the way the kernel goes: the file's tree of pages, the page, its counts. Where in its structures these lie, the kernel
-//! itself says ([`Btf`]). All of it happens within one run, under RCU: what the program came by is not freed before it ends.
+//! The kernel counts who holds a page: one for the page cache, one for each mapping, one for everybody else (a device,
+//! direct I/O, a system call that has not returned, the list of a CPU on which new pages wait to be sorted). It does
+//! not tell these counts to user space, so a BPF program reads them (`pins/program.rs`). It starts from this process's
+//! own descriptor and goes the way the kernel goes: the file's tree of pages, the page, its counts. Where in its
+//! structures these lie, the kernel itself says ([`Btf`]). All of it happens within one run, under RCU: what the
+//! program came by is not freed before it ends.
 //!
-//! Why a held page is never called free. Such a page cannot be moved, swapped out or taken from the file's tree by anything
-//! but a punch: all of these first make sure that nobody holds it. So the program finds this very page, and its count holds
-//! the holder's part each time it is read. For a page of 4 KiB that is the whole argument: its count must be 1, and with
-//! the page cache's part and the holder's it is 2 at least. A large folio has one count for all its pages, and one for all
-//! mappings of any of them. If nobody has any of them mapped, the first count is as many as it has pages, and the same argument
-//! holds. Else the two must agree, and they cannot be read in one instant; they are read in turn, six readings of some 20 ns,
-//! and all must agree. A holder could hide behind that only if the folio were mapped and unmapped again as many times,
-//! and each time within one of those gaps.
+//! Why a held page is never called free. Such a page cannot be moved, swapped out or taken from the file's tree by
+//! anything but a punch: all of these first make sure that nobody holds it. So the program finds this very page, and
+//! its count holds the holder's part each time it is read. For a page of 4 KiB that is the whole argument: its count
+//! must be 1, and with the page cache's part and the holder's it is 2 at least. A large folio has one count for all its
+//! pages, and one for all mappings of any of them. If nobody has any of them mapped, the first count is as many as it
+//! has pages, and the same argument holds. Else the two must agree, and they cannot be read in one instant; they are
+//! read in turn, six readings of some 20 ns, and all must agree. A holder could hide behind that only if the folio were
+//! mapped and unmapped again as many times, and each time within one of those gaps.
 //!
 //! What is found held though nobody holds it (a CPU's list, a migration that just tries) only stays, and is looked at
 //! again later.
@@ -32,14 +33,16 @@ use std::time::{Duration, Instant};
 use crate::btf::Btf;
 
 mod check;
+mod found;
 mod own;
 mod program;
+mod slot;
 
 use check::Check;
 use own::Drain;
 use program::Layout;
 
-pub use check::Pin;
+pub use found::Pin;
 
 /// Why there is no pin check.
 #[derive(Debug, thiserror::Error)]
@@ -66,8 +69,8 @@ pub struct PinCheck {
 }
 
 impl PinCheck {
-    /// Load the program, and see that it tells pages of this process that are held from those that are not: of 4 KiB, and, where
-    /// the kernel makes them, large ones. Takes some tens of milliseconds.
+    /// Load the program, and see that it tells pages of this process that are held from those that are not: of 4 KiB,
+    /// and, where the kernel makes them, large ones. Takes some tens of milliseconds.
     ///
     /// # Errors
     /// Why it cannot be used here. What this machine lacks only for now (memory for a huge page, say) is
@@ -93,10 +96,10 @@ impl PinCheck {
         self.check.look(file, pages, self.knows_large)
     }
 
-    /// Have every CPU sort the pages on its lists, unless that was done within the last second: each list holds up to 31 pages
-    /// that were filled, or found touched, on its CPU last, and counts as one that holds them. It takes some tens of
-    /// microseconds on each CPU that has any. To be called when pages look held that are probably only there; returns
-    /// whether it was done, so that another look may say something else.
+    /// Have every CPU sort the pages on its lists, unless that was done within the last second: each list holds up to
+    /// 31 pages that were filled, or found touched, on its CPU last, and counts as one that holds them. It takes some
+    /// tens of microseconds on each CPU that has any. To be called when pages look held that are probably only there;
+    /// returns whether it was done, so that another look may say something else.
     pub fn drain_if_due(&self) -> bool {
         const EVERY: Duration = Duration::from_secs(1);
         let Ok(mut last) = self.drained_at.try_lock() else { return false };

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ballast_base::PageIdx;
 
 use super::disk::{Disk, Moved, PIECE_BLOCKS};
+use super::layout::{AREA_BLOCKS, WORD_TODAY};
 use super::limits::{self, Limits, Refusal};
-use super::{AREA_BLOCKS, WORD_TODAY};
 use crate::alloc::{Allocator, Place};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};
 use crate::handle::{self, Named};
@@ -165,8 +165,8 @@ impl Inner {
         outcome
     }
 
-    /// A write that nobody waits for is over. `recover` may have freed the block before, and another page may have it by
-    /// now: then the header is not this write's any more.
+    /// A write that nobody waits for is over. `recover` may have freed the block before, and another page may have it
+    /// by now: then the header is not this write's any more.
     fn was_late(&self, place: Place, tag: u8) {
         let header = self.header(place);
         if header.encoding == BEING_WRITTEN && header.tag == tag {

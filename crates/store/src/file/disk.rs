@@ -1,7 +1,7 @@
 //! Blocks on their way to a disk and back, past the page cache, through the calling thread's ring.
 //!
-//! Before: `file` has taken blocks for pages, or looks for a page. After: the bytes are on the device, or in the caller's
-//! buffers, or it is known what went wrong.
+//! Before: `file` has taken blocks for pages, or looks for a page. After: the bytes are on the device, or in the
+//! caller's buffers, or it is known what went wrong.
 //! Threads: any; each has a ring of its own, so that one that waits for a slow block delays nobody else.
 //! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
 //! Promise: bytes are copied to a buffer of our own first, so nobody's memory is in the kernel's hands when we give up
@@ -19,19 +19,20 @@ use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use crate::PageBytes;
 
-/// Blocks of one transfer at most: 256 KiB. A longer extent goes in pieces, all of them under way at once, so that one is
-/// copied and checked while the device works on the others: 2 MiB are read in 0.47 ms and not 0.64 (XFS on a loop device).
+/// Blocks of one transfer at most: 256 KiB. A longer extent goes in pieces, all of them under way at once, so that one
+/// is copied and checked while the device works on the others: 2 MiB are read in 0.47 ms and not 0.64 (XFS on a loop
+/// device).
 pub(crate) const PIECE_BLOCKS: usize = 64;
 /// Pieces under way at once: 2 MiB. What a thread gave up waiting for comes on top.
 const AT_ONCE: usize = 8;
 const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
 /// Sizes of buffers, and how many of each a thread keeps for reuse: 2 MiB and a bit.
 const BUFFERS: [(usize, usize); 2] = [(PAGE_SIZE, AT_ONCE), (PIECE_BLOCKS * PAGE_SIZE, AT_ONCE)];
-/// How long a fault lane waits for a page before it sees to others and asks again. No device that works takes so long.
-const READ_PATIENCE: Duration = Duration::from_millis(100);
+/// How long a fault worker waits for a page before it serves others and asks again. No device that works takes as long.
+const READ_TIMEOUT: Duration = Duration::from_millis(100);
 /// Reclaim has time, and a write given up costs its block until it is over.
-const WRITE_PATIENCE: Duration = Duration::from_secs(10);
-/// How often the kernel may answer "interrupted" or "not now" before that is an error.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often the kernel may return "interrupted" or "not now" before that is an error.
 const TRIES: usize = 16;
 
 /// What became of a piece.
@@ -98,7 +99,8 @@ pub(crate) struct Disk {
     pub(crate) faults: Option<Arc<DiskFaults>>,
 }
 
-struct Lane {
+/// What a thread moves blocks with.
+struct Transfers {
     ring: Ring,
     /// For each size in `BUFFERS`.
     spares: [Vec<Buffer>; BUFFERS.len()],
@@ -106,11 +108,11 @@ struct Lane {
 
 thread_local! {
     /// Made at the first use. A thread's transfers of all its file stores share it.
-    static LANE: RefCell<Option<Lane>> = const { RefCell::new(None) };
+    static TRANSFERS: RefCell<Option<Transfers>> = const { RefCell::new(None) };
 }
 
-impl Lane {
-    /// A buffer for so many bytes, at most a piece's.
+impl Transfers {
+    /// A buffer for this many bytes, at most a piece's.
     fn buffer(&mut self, bytes: usize) -> io::Result<Buffer> {
         let class = BUFFERS.partition_point(|(size, _)| *size < bytes).min(BUFFERS.len() - 1);
         self.spares[class].pop().map_or_else(|| Buffer::new(BUFFERS[class].0), Ok)
@@ -126,19 +128,19 @@ impl Lane {
 
 /// Can this thread have a ring?
 pub(crate) fn ready() -> io::Result<()> {
-    with_lane(|_| ())
+    with_transfers(|_| ())
 }
 
-fn with_lane<R>(work: impl FnOnce(&mut Lane) -> R) -> io::Result<R> {
-    LANE.with_borrow_mut(|lane| {
-        if lane.is_none() {
+fn with_transfers<R>(work: impl FnOnce(&mut Transfers) -> R) -> io::Result<R> {
+    TRANSFERS.with_borrow_mut(|transfers| {
+        if transfers.is_none() {
             let ring = Ring::new(RING_TRANSFERS).map_err(|error| {
                 io::Error::new(error.kind(), format!("setting up io_uring (see kernel.io_uring_disabled): {error}"))
             })?;
-            *lane = Some(Lane { ring, spares: Default::default() });
+            *transfers = Some(Transfers { ring, spares: Default::default() });
         }
         // It was just made, if it was not there.
-        lane.as_mut().map(work).ok_or_else(|| io::Error::other("no ring"))
+        transfers.as_mut().map(work).ok_or_else(|| io::Error::other("no ring"))
     })
 }
 
@@ -150,22 +152,27 @@ struct Begun {
 }
 
 impl Disk {
-    fn begin(&self, lane: &mut Lane, direction: Direction, mut transfer: Transfer) -> Result<Begun, io::Error> {
+    fn begin(
+        &self,
+        transfers: &mut Transfers,
+        direction: Direction,
+        mut transfer: Transfer,
+    ) -> Result<Begun, io::Error> {
         let mut late = false;
         match self.faults.as_ref().and_then(|faults| faults.next(direction)) {
             Some(DiskFault::Errno(errno)) => {
-                lane.put_back(transfer.buffer);
+                transfers.put_back(transfer.buffer);
                 return Err(io::Error::from_raw_os_error(errno));
             }
             Some(DiskFault::Short(bytes)) => transfer.end = transfer.end.min(transfer.done + bytes),
             Some(DiskFault::Late) => late = true,
             None => {}
         }
-        lane.ring.reap();
-        match lane.ring.start(transfer) {
+        transfers.ring.reap();
+        match transfers.ring.start(transfer) {
             Ok(ticket) => Ok(Begun { ticket, late }),
             Err(transfer) => {
-                lane.put_back(transfer.buffer);
+                transfers.put_back(transfer.buffer);
                 Err(io::ErrorKind::WouldBlock.into())
             }
         }
@@ -174,7 +181,7 @@ impl Disk {
     /// Wait until `bytes` are moved. The buffer comes back, unless it was too late for that.
     fn finish(
         &self,
-        lane: &mut Lane,
+        transfers: &mut Transfers,
         direction: Direction,
         begun: Result<Begun, io::Error>,
         bytes: usize,
@@ -182,37 +189,37 @@ impl Disk {
     ) -> Result<Buffer, Moved> {
         let mut begun = begun.map_err(Moved::Failed)?;
         for _ in 0..TRIES {
-            let patience = if direction == Direction::Read { READ_PATIENCE } else { WRITE_PATIENCE };
-            let over = if begun.late { None } else { lane.ring.wait(&begun.ticket, patience) };
+            let timeout = if direction == Direction::Read { READ_TIMEOUT } else { WRITE_TIMEOUT };
+            let over = if begun.late { None } else { transfers.ring.wait(&begun.ticket, timeout) };
             let Some((mut transfer, result)) = over else {
-                lane.ring.abandon(begun.ticket, when_late);
+                transfers.ring.abandon(begun.ticket, when_late);
                 return Err(Moved::Late);
             };
             match result {
                 Ok(moved) if moved > 0 && transfer.done + moved >= bytes => return Ok(transfer.buffer),
                 // The end of the file, or a device that writes nothing and says it is fine.
                 Ok(0) => {
-                    lane.put_back(transfer.buffer);
+                    transfers.put_back(transfer.buffer);
                     return Err(Moved::Failed(io::ErrorKind::UnexpectedEof.into()));
                 }
                 Ok(moved) => transfer.done += moved,
                 Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
                 Err(error) => {
-                    lane.put_back(transfer.buffer);
+                    transfers.put_back(transfer.buffer);
                     return Err(Moved::Failed(error));
                 }
             }
             // Direct I/O goes on at block borders only: what was moved of a block is moved again.
             transfer.done -= transfer.done % PAGE_SIZE;
             transfer.end = bytes;
-            begun = self.begin(lane, direction, transfer).map_err(Moved::Failed)?;
+            begun = self.begin(transfers, direction, transfer).map_err(Moved::Failed)?;
         }
         // Still under way or begun anew, and it never gets further.
-        lane.ring.abandon(begun.ticket, when_late);
+        transfers.ring.abandon(begun.ticket, when_late);
         Err(Moved::Late)
     }
 
-    /// Write pieces, each given by its first block and its pages. One answer each, in order. When a piece is `Late`,
+    /// Write pieces, each given by its first block and its pages. One outcome each, in order. When a piece is `Late`,
     /// what `when_late` made for its index will be called when it is over. `meanwhile` is done once, while the device
     /// works.
     pub(crate) fn write<L: FnOnce() + Send + 'static>(
@@ -226,7 +233,7 @@ impl Disk {
         self.all(Direction::Write, &sizes, fill, when_late, meanwhile, |_, _| ())
     }
 
-    /// Read pieces, each given by its first block and a number of pages. One answer each, in order; for each that is
+    /// Read pieces, each given by its first block and a number of pages. One outcome each, in order; for each that is
     /// `Done`, `take` got its index and its pages.
     pub(crate) fn read(&self, pieces: &[(u64, usize)], mut take: impl FnMut(usize, &[PageBytes])) -> Vec<Moved> {
         let done = |index: usize, bytes: &[u8]| take(index, bytes.as_chunks().0);
@@ -246,42 +253,42 @@ impl Disk {
         let mut moved = Vec::with_capacity(pieces.len());
         for group in pieces.chunks(AT_ONCE) {
             let first = moved.len();
-            let answers = with_lane(|lane| {
+            let outcomes = with_transfers(|transfers| {
                 let begin = |(index, (block, pages)): (usize, &(u64, usize))| {
                     let bytes = pages * PAGE_SIZE;
-                    let mut buffer = lane.buffer(bytes)?;
+                    let mut buffer = transfers.buffer(bytes)?;
                     fill(first + index, &mut buffer.as_mut_slice()[..bytes]);
                     let offset = block * PAGE_SIZE as u64;
                     let file = Arc::clone(&self.file);
                     let transfer = Transfer { file, direction, offset, buffer, done: 0, end: bytes };
-                    let begun = self.begin(lane, direction, transfer);
+                    let begun = self.begin(transfers, direction, transfer);
                     if *pages > 1 {
                         // The device begins while the next piece is copied. Single pages go to it together.
-                        lane.ring.submit();
+                        transfers.ring.submit();
                     }
                     begun
                 };
                 let begun: Vec<_> = group.iter().enumerate().map(begin).collect();
-                lane.ring.submit();
+                transfers.ring.submit();
                 if let Some(meanwhile) = meanwhile.take() {
                     meanwhile();
                 }
-                let mut answers = Vec::with_capacity(group.len());
+                let mut outcomes = Vec::with_capacity(group.len());
                 for (index, (begun, (_, pages))) in begun.into_iter().zip(group).enumerate() {
                     let bytes = pages * PAGE_SIZE;
-                    answers.push(match self.finish(lane, direction, begun, bytes, when_late(first + index)) {
+                    outcomes.push(match self.finish(transfers, direction, begun, bytes, when_late(first + index)) {
                         Ok(buffer) => {
                             done(first + index, &buffer.as_slice()[..bytes]);
-                            lane.put_back(buffer);
+                            transfers.put_back(buffer);
                             Moved::Done
                         }
                         Err(moved) => moved,
                     });
                 }
-                answers
+                outcomes
             });
-            match answers {
-                Ok(answers) => moved.extend(answers),
+            match outcomes {
+                Ok(outcomes) => moved.extend(outcomes),
                 Err(error) => {
                     let again = || Moved::Failed(io::Error::new(error.kind(), error.to_string()));
                     moved.extend(group.iter().map(|_| again()));

@@ -1,7 +1,7 @@
 //! When a file store does not write: the day's bytes are used up, the disk is full, or it fails.
 //!
-//! Before: `file` is about to take a block, or a write failed. After: it writes, or answers with the outcome given here;
-//! an operator can read why.
+//! Before: `file` is about to take a block, or a write failed. After: it writes, or returns the outcome given
+//! here; an operator can read why.
 //! Threads: any; atomics, and a lock for the last refusal only.
 //! Units: bytes; a day is one of UTC, counted from 1970.
 //! Promise: the day's bytes are counted in the shared index, so a successor does not begin anew.
@@ -17,7 +17,7 @@ use crate::PutOutcome;
 
 /// Writes that fail one after the other before it is the device that is bad, and not those blocks.
 const FAILURES_MAX: u64 = 16;
-/// Of the puts to a bad device, one in so many tries whether it works again.
+/// Of the puts to a bad device, one in this many tries whether it works again.
 const TRY_ONE_IN: u64 = 64;
 
 /// Why a put was refused.

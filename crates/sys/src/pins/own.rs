@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE};
 
-use super::check::{Check, Pin};
+use super::check::Check;
+use super::found::Pin;
 use super::program::CHUNK;
 use crate::{Mapping, memfd};
 
@@ -111,7 +112,8 @@ impl Held {
     pub(super) fn new(map: &Mapping, offset: usize) -> io::Result<Self> {
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         let range = libc::iovec { iov_base: map.ptr(offset, PAGE_SIZE).cast(), iov_len: PAGE_SIZE };
-        // SAFETY: one range, inside a mapping that lives. The kernel takes a reference to its page, and nobody reads the pipe.
+        // SAFETY: one range, inside a mapping that lives. The kernel takes a reference to its page, and nobody reads
+        // the pipe.
         let taken = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const range, 1, 0) };
         if taken == PAGE_SIZE as isize { Ok(Self { _pipe: (reader, writer) }) } else { Err(io::Error::last_os_error()) }
     }
@@ -137,8 +139,8 @@ fn collapse(addr: usize, len: usize) -> io::Result<()> {
 }
 
 /// How the lists of the CPUs are emptied: `MADV_COLLAPSE` begins with that (`lru_add_drain_all` in `madvise_collapse`,
-/// `mm/khugepaged.c`), whatever there is to do. Of a huge page of our own that is mapped as one there is nothing. (Since Linux
-/// 7.3 the range must hold a whole huge page, else the call returns before that.)
+/// `mm/khugepaged.c`), whatever there is to do. Of a huge page of our own that is mapped as one there is nothing.
+/// (Since Linux 7.3 the range must hold a whole huge page, else the call returns before that.)
 #[derive(Debug)]
 pub(super) struct Drain {
     map: Mapping,
@@ -152,7 +154,7 @@ impl Drain {
     }
 
     pub(super) fn drain(&self) {
-        // Whether it did what it is for, the self-test has found out; and where no huge page can be had, it does that, too.
+        // Whether it did what it is for, the self-test has found out; it does so where no huge page can be had, too.
         let _ = collapse(self.map.addr(), HUGE_SIZE);
     }
 }

@@ -6,12 +6,10 @@
 
 use std::os::fd::BorrowedFd;
 
+use super::found;
+use super::slot::{self, BATCH};
 use crate::bpf::{Asm, Call, If, Label, Op, Reg, Width};
 use crate::btf::Btf;
-
-/// Pages that one run of the program looks at. With more the kernel's checker takes longer to accept it, in proportion (20 ms
-/// with these), and a page costs hardly less (0.15 us with these, 0.13 with twice as many).
-pub(super) const BATCH: usize = 32;
 
 /// Where this kernel keeps what the program reads: bytes from the start of the structure named first.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +37,7 @@ pub(super) struct Layout {
 
 /// Bytes of a `struct page`: 64 on every 64-bit kernel that a distribution builds.
 const PAGE_STRUCT: u64 = 64;
-/// A node of a file's tree has so many slots, each for one part in 64 of what the node covers.
+/// The slots of a node of a file's tree, each for one part in 64 of what the node covers.
 const CHUNK_SHIFT: i32 = 6;
 pub(super) const CHUNK: i32 = 1 << CHUNK_SHIFT;
 
@@ -84,49 +82,12 @@ impl Layout {
     }
 }
 
-/// What a slot of the map holds, in bytes: the descriptor and how many pages, what the program remembers from page to page, the
-/// pages, and what it found of each.
-pub(super) mod slot {
-    use super::BATCH;
-
-    pub(in crate::pins) const FD: i16 = 0;
-    pub(in crate::pins) const COUNT: i16 = 8;
-    pub(in crate::pins) const NODE: i16 = 16;
-    pub(in crate::pins) const SHIFT: i16 = 24;
-    pub(in crate::pins) const PREFIX: i16 = 32;
-    pub(in crate::pins) const PAGES: i32 = 64;
-    pub(in crate::pins) const FOUND: i32 = PAGES + 8 * BATCH as i32;
-    pub(in crate::pins) const FOUND_BYTES: i32 = 48;
-    pub(in crate::pins) const BYTES: usize = (FOUND + FOUND_BYTES * BATCH as i32) as usize;
-}
-
-/// What the program found of one page: words of 4 bytes.
-pub(super) mod found {
-    pub(in crate::pins) const WHAT: i16 = 0;
-    pub(in crate::pins) const ORDER: i16 = 4;
-    /// Eight bytes.
-    pub(in crate::pins) const INDEX: i16 = 8;
-    pub(in crate::pins) const MAPCOUNT: i16 = 16;
-    pub(in crate::pins) const REFS: i16 = 20;
-    /// Mappings and references of a large folio, in turn.
-    pub(in crate::pins) const AGAIN: i16 = 24;
-    pub(in crate::pins) const READINGS: i16 = 5;
-    /// 1 if the memory of the page, or of the first page of a large folio, failed.
-    pub(in crate::pins) const FAILED: i16 = 44;
-
-    // `WHAT`.
-    pub(in crate::pins) const NOTHING: i32 = 0;
-    pub(in crate::pins) const ABSENT: i32 = 1;
-    pub(in crate::pins) const PAGE: i32 = 2;
-    pub(in crate::pins) const LARGE: i32 = 3;
-}
-
 /// Results of a run.
 pub(super) const DONE: u32 = 0;
 
-/// Entries of a file's tree, as `linux/xarray.h` has them: the lowest bits say what it is. `x1` is a value (a page swapped out);
-/// `10` is internal: a node above 4096, else one that refers to the entry of another slot, up to 63, or a mark of the
-/// tree's own. All else is a page.
+/// Entries of a file's tree, as `linux/xarray.h` has them: the lowest bits say what it is. `x1` is a value (a page
+/// swapped out); `10` is internal: a node above 4096, else one that refers to the entry of another slot, up to 63, or a
+/// mark of the tree's own. All else is a page.
 const VALUE: i32 = 1;
 const INTERNAL: i32 = 2;
 const KIND: i32 = 3;

@@ -1,8 +1,8 @@
 //! What the pin check promises, against the real kernel.
 
-use super::check::{Found, Pin, SLOTS};
+use super::check::SLOTS;
+use super::found::{self, Found};
 use super::own::{Held, own_large_folio, own_memory};
-use super::program::found;
 use super::*;
 use crate::Mapping;
 use crate::hugetlb::PoolLoan;
