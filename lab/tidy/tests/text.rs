@@ -7,7 +7,7 @@ use std::path::Path;
 
 mod common;
 
-use common::{LATER_TEXT, is_in, none_is_left, root};
+use common::{LATER_CIRCLES, is_in, none_is_left, root};
 
 /// Words that CONTRIBUTING.md gives another word for, and what to write. A word ends where a letter does not follow.
 const BANNED: [(&str, &str); 30] = [
@@ -123,13 +123,7 @@ fn words_to_replace() -> Vec<String> {
 
 #[test]
 fn nothing_says_a_word_that_the_house_has_a_better_one_for() {
-    none_is_left(&words_to_replace(), &LATER_TEXT, false);
-}
-
-#[test]
-#[ignore = "not yet true of these parts"]
-fn nothing_says_a_word_that_the_house_has_a_better_one_for_later() {
-    none_is_left(&words_to_replace(), &LATER_TEXT, true);
+    none_is_left(&words_to_replace(), &[], false);
 }
 
 fn answering_functions() -> Vec<String> {
@@ -147,13 +141,7 @@ fn answering_functions() -> Vec<String> {
 
 #[test]
 fn functions_return_they_do_not_answer() {
-    none_is_left(&answering_functions(), &LATER_TEXT, false);
-}
-
-#[test]
-#[ignore = "not yet true of these parts"]
-fn functions_return_they_do_not_answer_later() {
-    none_is_left(&answering_functions(), &LATER_TEXT, true);
+    none_is_left(&answering_functions(), &[], false);
 }
 
 fn wide_lines() -> Vec<String> {
@@ -167,13 +155,7 @@ fn wide_lines() -> Vec<String> {
 
 #[test]
 fn no_line_of_a_source_is_wider_than_the_house() {
-    none_is_left(&wide_lines(), &LATER_TEXT, false);
-}
-
-#[test]
-#[ignore = "not yet true of these parts"]
-fn no_line_of_a_source_is_wider_than_the_house_later() {
-    none_is_left(&wide_lines(), &LATER_TEXT, true);
+    none_is_left(&wide_lines(), &[], false);
 }
 
 fn wide_rows() -> Vec<String> {
@@ -187,13 +169,7 @@ fn wide_rows() -> Vec<String> {
 
 #[test]
 fn no_row_of_a_table_is_wider_than_a_screen() {
-    none_is_left(&wide_rows(), &LATER_TEXT, false);
-}
-
-#[test]
-#[ignore = "not yet true of these parts"]
-fn no_row_of_a_table_is_wider_than_a_screen_later() {
-    none_is_left(&wide_rows(), &LATER_TEXT, true);
+    none_is_left(&wide_rows(), &[], false);
 }
 
 fn long_pages() -> Vec<String> {
@@ -204,19 +180,13 @@ fn long_pages() -> Vec<String> {
 
 #[test]
 fn pages_for_users_are_short() {
-    none_is_left(&long_pages(), &LATER_TEXT, false);
-}
-
-#[test]
-#[ignore = "not yet true of these parts"]
-fn pages_for_users_are_short_later() {
-    none_is_left(&long_pages(), &LATER_TEXT, true);
+    none_is_left(&long_pages(), &[], false);
 }
 
 #[test]
 fn what_is_left_for_later_is_there() {
     let all = files(&[".rs", ".md", ".toml", ".sh", ".h", ".c", ".py", ".service"]);
-    for start in LATER_TEXT.into_iter().chain(common::LATER_CIRCLES) {
+    for start in LATER_CIRCLES {
         assert!(all.iter().any(|(name, _)| is_in(name, &[start])), "{start} names nothing");
     }
 }
