@@ -23,6 +23,15 @@ const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 
 #[test]
+fn a_view_that_is_told_of_twice_is_served_and_loses_no_byte() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    (0..rig.pages).for_each(|page| rig.fill(page, 1));
+    rig.add_view();
+    rig.squeeze(Bytes(RAM.0 / 2));
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+}
+
+#[test]
 fn cold_memory_goes_far_and_every_byte_comes_back() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();

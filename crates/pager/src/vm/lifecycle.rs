@@ -37,6 +37,11 @@ impl Lifecycle {
         self.clients.lock().expect("no panic while held").push((view, client));
     }
 
+    /// Is the client of this view listened to?
+    pub fn has_client(&self, view: &Arc<View>) -> bool {
+        self.clients.lock().expect("no panic while held").iter().any(|(known, _)| Arc::ptr_eq(known, view))
+    }
+
     /// Listen no more to those clients whose views these are.
     pub fn forget_clients(&self, which: impl Fn(&View) -> bool) {
         let mut clients = self.clients.lock().expect("no panic while held");

@@ -88,8 +88,11 @@ impl Vm {
         Ok(())
     }
 
-    /// Listen to the client of a view.
+    /// Listen to the client of a view, unless it is listened to already.
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
+        if self.life.has_client(view) {
+            return Ok(());
+        }
         view.on_answer().connect_to(&self.mail.reclaim);
         let client = Arc::new(Client::new(self.clone(), view.clone()));
         self.life.add_client(view.clone(), Listener::of_process()?.watch(client)?);
