@@ -24,7 +24,7 @@ pub enum PutFault {
 #[derive(Debug, Default)]
 pub struct Faults {
     script: Mutex<Script>,
-    /// Rung at every change of `stall_puts`, `stall_gets` and `stalled`.
+    /// Notified at every change of `stall_puts`, `stall_gets` and `stalled`.
     stall_changed: Condvar,
 }
 

@@ -37,7 +37,7 @@ static BUSY: AtomicBool = AtomicBool::new(false);
 /// What is mapped meanwhile: an empty file, every touch of which is a `SIGBUS` as well.
 static NOTHING: AtomicI32 = AtomicI32::new(-1);
 /// Becomes readable with every loss.
-static BELL: AtomicI32 = AtomicI32::new(-1);
+static NOTIFY_FD: AtomicI32 = AtomicI32::new(-1);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static SPURIOUS: AtomicU32 = AtomicU32::new(0);
 /// The bytes of one page, for whoever is [`BUSY`]: a signal's stack may be small.
@@ -202,7 +202,7 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
         let mended = mend(addr, code == libc::BUS_MCEERR_AR);
         BUSY.store(false, Ordering::Release);
         if mended {
-            ring();
+            notify();
             // SAFETY: this thread's own.
             unsafe { *libc::__errno_location() = before };
             return;
@@ -229,10 +229,10 @@ fn say(text: &str, addr: usize) {
 }
 
 /// Have whoever waits for losses look again.
-pub fn ring() {
-    let (bell, one) = (BELL.load(Ordering::Acquire), 1u64);
+pub fn notify() {
+    let (notify_fd, one) = (NOTIFY_FD.load(Ordering::Acquire), 1u64);
     // SAFETY: eight bytes that live during the call; a descriptor that is none is refused.
-    unsafe { libc::write(bell, (&raw const one).cast(), 8) };
+    unsafe { libc::write(notify_fd, (&raw const one).cast(), 8) };
 }
 
 /// What would have happened without this handler.
@@ -262,16 +262,16 @@ pub fn install() -> io::Result<OwnedFd> {
     let made = ONCE.get_or_init(|| {
         let make = || -> io::Result<OwnedFd> {
             // SAFETY: a system call without pointers.
-            let bell = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-            if bell < 0 {
+            let notify_fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+            if notify_fd < 0 {
                 return Err(io::Error::last_os_error());
             }
             // SAFETY: the kernel just gave us this descriptor; nobody else owns it.
-            let bell = unsafe { OwnedFd::from_raw_fd(bell) };
+            let notify_fd = unsafe { OwnedFd::from_raw_fd(notify_fd) };
             // Both stay open as long as the process lives.
             let nothing = std::mem::ManuallyDrop::new(memfd::create("ballast-nothing", Bytes(0))?);
             NOTHING.store(nothing.as_raw_fd(), Ordering::Release);
-            BELL.store(bell.as_raw_fd(), Ordering::Release);
+            NOTIFY_FD.store(notify_fd.as_raw_fd(), Ordering::Release);
             // SAFETY: both actions are plain data for which zeros are a value; the new one names a handler of the
             // right type, during which no other signal is delivered.
             unsafe {
@@ -286,12 +286,12 @@ pub fn install() -> io::Result<OwnedFd> {
                     return Err(io::Error::last_os_error());
                 }
             }
-            Ok(bell)
+            Ok(notify_fd)
         };
         make().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))
     });
     match made {
-        Ok(bell) => bell.try_clone(),
+        Ok(notify_fd) => notify_fd.try_clone(),
         Err(errno) => Err(io::Error::from_raw_os_error(*errno)),
     }
 }
@@ -352,7 +352,7 @@ mod tests {
     #[test]
     fn a_lost_page_becomes_what_was_said_in_mapping_and_file_and_the_pages_around_it_stay() {
         let Some(Rig { file, journal, map, uffd, .. }) = setup() else { return };
-        let bell = install().expect("again");
+        let notify_fd = install().expect("again");
         let word = |page: usize| map.words(page * PAGE_SIZE, 1)[0].load(Ordering::Relaxed);
         poison(&uffd, &map, 1);
         poison(&uffd, &map, 2);
@@ -367,8 +367,8 @@ mod tests {
         assert_eq!(map.losses(), Losses { offsets: vec![4096, 8192], pages: 2 });
         assert_eq!(map.losses(), Losses::default(), "told once");
         assert_eq!(journal.words(8, 1)[0].load(Ordering::Relaxed), 0, "nothing is under way");
-        let mut rung = [0; 8];
-        assert_eq!(rustix::io::read(&bell, &mut rung), Ok(8), "whoever waits hears of it");
+        let mut told = [0; 8];
+        assert_eq!(rustix::io::read(&notify_fd, &mut told), Ok(8), "whoever waits hears of it");
     }
 
     #[test]

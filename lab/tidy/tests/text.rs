@@ -10,7 +10,8 @@ mod common;
 use common::{LATER_CIRCLES, is_in, none_is_left, root};
 
 /// Words that CONTRIBUTING.md gives another word for, and what to write. A word ends where a letter does not follow.
-const BANNED: [(&str, &str); 30] = [
+const BANNED: [(&str, &str); 31] = [
+    ("rung", "notified"),
     ("of late", "recently, or refaulted"),
     ("in its stead", "instead"),
     ("for good", "permanently"),

@@ -26,15 +26,15 @@ use super::{Engine, Unlists, mend};
 use crate::backend::Served;
 
 /// Wait for losses, from now on.
-pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, bell: OwnedFd) -> io::Result<()> {
+pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_seen: OwnedFd) -> io::Result<()> {
     let (engine, workers) = (engine.clone(), workers.clone());
     std::thread::Builder::new().name("memory".into()).spawn(move || {
         loop {
-            match poll(&mut [PollFd::new(&bell, PollFlags::IN)], None) {
+            match poll(&mut [PollFd::new(&errors_seen, PollFlags::IN)], None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return tracing::error!("Waiting for memory errors: {error}"),
             }
-            let _ = rustix::io::read(&bell, &mut [0; 8]);
+            let _ = rustix::io::read(&errors_seen, &mut [0; 8]);
             for served in engine.host.all() {
                 if !say(&served) {
                     continue;

@@ -19,7 +19,7 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, VmId};
-use ballast_pager::run::pool::blocking;
+use ballast_pager::run::pool::{blocking, run_first};
 use ballast_pager::tier::stores::{LateStore, Stores, Tier};
 use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::stats::Counter;
@@ -71,7 +71,7 @@ pub fn run() -> anyhow::Result<()> {
         bail!("the keeper's first order is not the one to begin");
     };
     protect_from_oom_killer();
-    let bell = memory_error::install().context("Preparing for memory errors")?;
+    let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let events = Arc::new(Events::default());
     let reports = keeper.clone();
     let keep = move |setup| {
@@ -105,7 +105,7 @@ pub fn run() -> anyhow::Result<()> {
         overdue: make::Overdue::default(),
     });
     let workers = Arc::new(Mutex::new(Workers::default()));
-    memory::start(&engine, &workers, bell)?;
+    memory::start(&engine, &workers, errors_seen)?;
     let mut orders = Orders { engine, workers, api: Some(api) };
     orders.take()?;
     orders.serve_as_orphan();
@@ -119,18 +119,10 @@ fn protect_from_oom_killer() {
     }
 }
 
-/// The calling thread, and those that it starts, run before what computes, as fault workers do: an operator who waits
-/// for an answer must not wait behind hundreds of vCPUs.
-fn run_first() {
-    const NICE: i32 = -8;
-    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-        tracing::debug!("Setting the nice value of a thread to {NICE}: {error}");
-    }
-}
-
 fn serve_api(listener: OwnedFd, host: Arc<Host>, reader_gid: Option<u32>) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("Starting the API")?;
     std::thread::Builder::new().name("api".into()).spawn(move || {
+        // An operator who waits for an answer must not wait behind hundreds of vCPUs.
         run_first();
         runtime.block_on(async {
             match tokio::net::UnixListener::from_std(listener.into()) {
@@ -472,7 +464,7 @@ impl Engine {
         let served = Arc::new(Served::new(vm.clone(), store, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
         // What was found lost while it was opened is told now that it is known.
-        memory_error::ring();
+        memory_error::notify();
         self.host.control.opened(&served);
         if epoch == 1 {
             self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));

@@ -76,14 +76,14 @@ impl Worker {
 
     fn give(&self, work: Work) {
         lock(&self.orders).waiting.push_back(work);
-        self.task.ring();
+        self.task.notify();
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
         lock(&self.orders).is_closed = true;
-        self.task.ring();
+        self.task.notify();
     }
 }
 

@@ -22,7 +22,7 @@ type Thing = Box<dyn Send>;
 #[derive(Default)]
 pub struct Closer {
     state: Mutex<State>,
-    bell: Condvar,
+    changed: Condvar,
 }
 
 #[derive(Default)]
@@ -54,7 +54,7 @@ impl Closer {
             self.add_thread(&mut state);
         }
         drop(state);
-        self.bell.notify_one();
+        self.changed.notify_one();
     }
 
     /// See to it that things are closed although the closing of others hangs. Called every now and then.
@@ -99,7 +99,7 @@ impl Closer {
                 state.threads -= 1;
                 return;
             } else {
-                state = self.bell.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
     }

@@ -86,12 +86,12 @@ pub fn run(config: Config) -> anyhow::Result<()> {
         .with_context(|| format!("Making the directory {}", config.runtime_dir.display()))?;
     let _lock = lock(&config.runtime_dir.join("keeper.lock"))?;
     raise_descriptor_limit();
-    let bell = memory_error::install().context("Preparing for memory errors")?;
+    let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&config.attach_socket(), rustix::net::SocketType::SEQPACKET, config.attach_gid)?;
     let api = listen(&config.api_socket(), rustix::net::SocketType::STREAM, config.reader_gid)?;
     let program = std::env::current_exe().context("Finding this program's own file")?;
     tracing::info!(attach = %config.attach_socket().display(), api = %config.api_socket().display(), "ready");
-    Keeper::new(config, program, starter, api).serve(&attach, &bell)
+    Keeper::new(config, program, starter, api).serve(&attach, &errors_seen)
 }
 
 /// One keeper at a time: two would fight for the sockets. The lock is one that goes with the descriptor table, at once:
@@ -173,12 +173,12 @@ impl Keeper {
         }
     }
 
-    fn serve(mut self, attach: &OwnedFd, bell: &OwnedFd) -> anyhow::Result<()> {
+    fn serve(mut self, attach: &OwnedFd, errors_seen: &OwnedFd) -> anyhow::Result<()> {
         loop {
             self.keep_engine();
             self.tend_clients(Instant::now());
             self.closer.tend(closer::HANGS_AFTER);
-            self.tell_losses(bell);
+            self.tell_losses(errors_seen);
             let is_searching = self.tend_vms(Instant::now());
             let fences = self.tend_fences();
             self.tend_making();
@@ -189,8 +189,8 @@ impl Keeper {
 
     /// Say which pages of state files this process met that memory errors had cost; the files go on with what it
     /// remembers.
-    fn tell_losses(&mut self, bell: &OwnedFd) {
-        if rustix::io::read(bell, &mut [0; 8]).is_err() {
+    fn tell_losses(&mut self, errors_seen: &OwnedFd) {
+        if rustix::io::read(errors_seen, &mut [0; 8]).is_err() {
             return;
         }
         let lost = self.vms.iter().filter(|vm| vm.state.losses().pages > 0).map(|vm| vm.state.name());

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ballast_base::{Bytes, MIB, PageRange};
 
 use super::busy;
-use crate::run::pool::Bell;
+use crate::run::pool::Notifier;
 use crate::run::queue::Next;
 use crate::vm::view::View;
 
@@ -38,7 +38,7 @@ pub(crate) struct Request {
 pub struct PrefetchQueue {
     queue: Mutex<Queue>,
     /// Of the prefetch worker.
-    pub(crate) bell: Bell,
+    pub(crate) notifier: Notifier,
 }
 
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ struct Queue {
     requests: VecDeque<Request>,
     /// Pages in it.
     pages: u64,
-    /// The worker waits to be rung.
+    /// The worker waits to be notified.
     asleep: bool,
 }
 
@@ -85,7 +85,7 @@ impl PrefetchQueue {
         let asleep = std::mem::take(&mut queue.asleep);
         drop(queue);
         if asleep {
-            self.bell.ring();
+            self.notifier.notify();
         }
     }
 

@@ -1,10 +1,10 @@
 //! The reclaim worker: keeps a VM's resident memory at or below its limit.
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
-//! Threads: one task per VM. It never waits for the client, whose answer rings it; a fault waits for the pages of the
-//! one run that is being punched (and copied, if reclaim is forced: see below), and in a VM at its limit for credits
-//! (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: raising the limit brings nothing
-//! back but ends reclaim at once.
+//! Threads: one task per VM. It never waits for the client, whose answer notifies it; a fault waits for the pages of
+//! the one run that is being punched (and copied, if reclaim is forced: see below), and in a VM at its limit for
+//! credits (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: raising the limit brings
+//! nothing back but ends reclaim at once.
 //!
 //! ```text
 //! resident:  0 ........................ low ........ limit .......
@@ -227,7 +227,7 @@ impl ReclaimWorker {
     /// When the next piece of work is due after this pause, or earlier because a client must have answered by then.
     fn next(&mut self, now: Instant, pause: Duration) -> Next {
         if let Some(until) = self.zapping.as_ref().and_then(Zapping::until) {
-            // Its answer rings. Without pages to evict there is nothing to do before that.
+            // Its answer notifies. Without pages to evict there is nothing to do before that.
             let has_due = !self.batches.is_empty();
             return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
         }
@@ -237,7 +237,7 @@ impl ReclaimWorker {
         }
         let vm = &self.vm;
         if vm.effective_limit().is_none() && vm.stats().get(Counter::RegisteredBytes) == 0 {
-            // A limit, a hold, or a view rings.
+            // A limit, a hold, or a view notifies.
             return Next::Idle;
         }
         let is_same = std::mem::replace(&mut self.checked, self.resident) == self.resident;

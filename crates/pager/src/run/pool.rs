@@ -1,7 +1,7 @@
 //! The pool: the threads that run tasks. As many as there are CPUs, and one for each that waits in the kernel.
 //!
-//! Before: [`Pool::add`] gives it a task. After: the task runs whenever [`Bell::ring`] or the time it asked for says
-//! so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value; spare ones; one
+//! Before: [`Pool::add`] gives it a task. After: the task runs whenever [`Notifier::notify`] or the time it asked for
+//! says so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value; spares; one
 //! watchdog. Promise: a task that waits keeps no other task waiting for longer than [`TICK`] and [`LONG`]: its thread
 //! is made up for by a spare, which ends when it is not needed any more. [`blocking`] says so beforehand; else the
 //! watchdog finds out. A panic in a task ends that task alone.
@@ -34,7 +34,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// computes. No worker is made nicer than default: each holds page locks now and then that a fault may want. Not -20:
 /// the kernel spreads threads over CPUs by their weights, takes a worker that runs a tenth of the time at -20 for nine
 /// guests, and leaves its CPU to it and one of them. At -8 it is half of one.
-pub const DEMAND_NICE: i32 = -8;
+const DEMAND_NICE: i32 = -8;
 
 /// Something that runs now and then, for some milliseconds at most unless it waits.
 pub trait Task: Send {
@@ -48,19 +48,19 @@ impl<F: FnMut(Instant) -> Next + Send> Task for F {
     }
 }
 
-/// Rings a task: there is something to do. Before it has a task it does nothing: a new task runs anyway.
+/// Notifies a task: there is something to do. Before it has a task it does nothing: a new task runs anyway.
 #[derive(Debug, Default)]
-pub struct Bell(RwLock<Option<Handle>>);
+pub struct Notifier(RwLock<Option<Handle>>);
 
-impl Bell {
+impl Notifier {
     /// The task runs soon, or once more if it runs now. Never waits for it.
-    pub fn ring(&self) {
+    pub fn notify(&self) {
         if let Some(task) = &*self.0.read().expect("no panic while held") {
-            task.ring();
+            task.notify();
         }
     }
 
-    /// From now on it rings this task.
+    /// From now on it notifies this task.
     pub fn connect(&self, task: Handle) {
         *self.0.write().expect("no panic while held") = Some(task);
     }
@@ -77,9 +77,9 @@ impl Bell {
 pub struct Handle(Pool, TaskId);
 
 impl Handle {
-    /// See [`Bell::ring`].
-    pub fn ring(&self) {
-        self.0.ring(self.1);
+    /// See [`Notifier::notify`].
+    pub fn notify(&self) {
+        self.0.notify(self.1);
     }
 }
 
@@ -162,9 +162,18 @@ thread_local! {
 pub fn go_first(first: bool) {
     if GOES_FIRST.get().is_some_and(|now| now != first) {
         GOES_FIRST.set(Some(first));
-        // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
-        let _ = rustix::process::setpriority_process(None, if first { DEMAND_NICE } else { 0 });
+        set_nice(if first { DEMAND_NICE } else { 0 });
     }
+}
+
+/// From now on the calling thread, which is not the pool's, goes before guests.
+pub fn run_first() {
+    set_nice(DEMAND_NICE);
+}
+
+/// Of the calling thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
+fn set_nice(nice: i32) {
+    let _ = rustix::process::setpriority_process(None, nice);
 }
 
 /// Do something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
@@ -213,7 +222,7 @@ impl Pool {
         self.lock().queue.add_group()
     }
 
-    /// Run a task, now and whenever it is rung. Its thread has this name while it does.
+    /// Run a task, now and whenever it is notified. Its thread has this name while it does.
     ///
     /// # Errors
     /// There is no thread to run it, and the kernel gives none.
@@ -222,19 +231,19 @@ impl Pool {
         self.start_missing(&mut inner)?;
         let id = inner.queue.add(group);
         inner.tasks.insert(id, Body { name: name.into(), task: Some(Box::new(task)) });
-        self.notify(&mut inner);
+        self.dispatch(&mut inner);
         Ok(Handle(self.clone(), id))
     }
 
-    fn ring(&self, task: TaskId) {
+    fn notify(&self, task: TaskId) {
         let mut inner = self.lock();
-        if inner.queue.ring(task) {
-            self.notify(&mut inner);
+        if inner.queue.notify(task) {
+            self.dispatch(&mut inner);
         }
     }
 
     /// A task is ready: somebody must run it.
-    fn notify(&self, inner: &mut Inner) {
+    fn dispatch(&self, inner: &mut Inner) {
         if inner.idle > 0 {
             self.0.work.notify_one();
         } else {
@@ -242,7 +251,7 @@ impl Pool {
         }
     }
 
-    /// Ring all tasks of a group, which are to end, and wait until they have; all but one that the calling thread runs.
+    /// Notify all tasks of a group, which are to end, and wait until they have; all but one that this thread runs.
     pub fn join(&self, group: GroupId) {
         let this = std::thread::current().id();
         let mut inner = self.lock();
@@ -253,8 +262,8 @@ impl Pool {
             tasks
         };
         for task in others(&inner) {
-            if inner.queue.ring(task) {
-                self.notify(&mut inner);
+            if inner.queue.notify(task) {
+                self.dispatch(&mut inner);
             }
         }
         drop(inner);
@@ -341,7 +350,7 @@ impl Pool {
             inner.threads.get_mut(&me).expect("entered at its start").runs = Some(Run { task: id, since: now });
             let is_soon = |due: Instant| due.saturating_duration_since(now) < SOON;
             if inner.queue.is_ready() || inner.timed.is_none() && inner.queue.next_due().is_some_and(is_soon) {
-                self.notify(&mut inner);
+                self.dispatch(&mut inner);
             }
             drop(inner);
             if last.replace(id) != Some(id) {
@@ -425,7 +434,7 @@ impl Pool {
             self.make_up(&mut inner);
             let is_late = inner.queue.next_due().is_some_and(|due| due <= now);
             if inner.queue.is_ready() || is_late {
-                self.notify(&mut inner);
+                self.dispatch(&mut inner);
             }
         }
     }
@@ -461,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_runs_each_time_it_is_rung_until_it_is_over_and_the_group_is_joined() {
+    fn a_task_runs_each_time_it_is_notified_until_it_is_over_and_the_group_is_joined() {
         let pool = Pool::new(2);
         let group = pool.add_group();
         let (said, says) = mpsc::channel();
@@ -474,12 +483,12 @@ mod tests {
         let handle = pool.add(group, "test", task).expect("a thread");
         for _ in 0..1000 {
             says.recv().expect("it runs");
-            handle.ring();
+            handle.notify();
         }
         stop.store(true, Ordering::Release);
         pool.join(group);
         assert!(pool.lock().tasks.is_empty());
-        handle.ring();
+        handle.notify();
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! The queue of the pool: which task runs next. No thread, no lock, no clock.
 //!
-//! Before: tasks are rung, or their time comes. After: [`Queue::take`] returns one, group by group.
+//! Before: tasks are notified, or their time comes. After: [`Queue::take`] returns one, group by group.
 //! Threads: the caller has a lock. Units: nanoseconds of running.
-//! Promise: a ring is never lost: a task that is rung while it runs, runs again. Between two runs of a group's tasks
-//! each other group that has ready tasks runs for at most [`QUANTUM`] and the rest of one run (deficit round robin).
+//! Promise: a notification is never lost: a task that is notified while it runs, runs again. Between two runs of a
+//! group's tasks each other group that has ready tasks runs for at most [`QUANTUM`] and the rest of one run (deficit
+//! round robin).
 //!
 //! ```text
-//!           ring, or its time has come          take
-//! Idle, At ───────────────────────────► Ready ─────────► Running ──► by `Next`, or Ready if it was rung meanwhile
+//!         notified, or its time has come       take
+//! Idle, At ───────────────────────────► Ready ─────────► Running ──► by `Next`, or Ready if notified meanwhile
 //! ```
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -19,14 +20,14 @@ pub const QUANTUM: Duration = Duration::from_millis(1);
 /// A group owes at most this many quanta: a task that ran for long in one go does not wait for ever.
 const MOST_DEBT: i64 = 16;
 
-/// When a task runs again. If it is rung, in any case at once.
+/// When a task runs again. If it is notified, in any case at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// As soon as it is its turn: it has more to do.
     Again,
     /// Then.
     At(Instant),
-    /// When it is rung.
+    /// When it is notified.
     Idle,
     /// Never: it is over.
     Done,
@@ -62,7 +63,7 @@ enum State {
     Idle,
     At(Instant),
     Ready,
-    Running { rung: bool },
+    Running { notified: bool },
 }
 
 #[derive(Debug)]
@@ -105,17 +106,17 @@ impl Queue {
         let id = TaskId(self.next);
         self.tasks.insert(id, Task { group, state: State::Idle });
         self.groups.entry(group).or_default().tasks += 1;
-        self.ring(id);
+        self.notify(id);
         id
     }
 
-    /// There is something to do for a task. Returns whether that made it ready. A task that is over is not rung.
-    pub fn ring(&mut self, id: TaskId) -> bool {
+    /// There is something to do for a task. Returns whether that made it ready. A task that is over is not notified.
+    pub fn notify(&mut self, id: TaskId) -> bool {
         let Some(task) = self.tasks.get_mut(&id) else { return false };
         match task.state {
             State::Ready => return false,
             State::Running { .. } => {
-                task.state = State::Running { rung: true };
+                task.state = State::Running { notified: true };
                 return false;
             }
             State::At(at) => drop(self.timers.remove(&(at, id))),
@@ -154,7 +155,7 @@ impl Queue {
                 group.has_turn = false;
                 self.turns.pop_front();
             }
-            self.tasks.get_mut(&id).expect("it is ready").state = State::Running { rung: false };
+            self.tasks.get_mut(&id).expect("it is ready").state = State::Running { notified: false };
             return Some(id);
         }
     }
@@ -182,7 +183,7 @@ impl Queue {
             // Who has nothing to do saves nothing.
             known.credit = known.credit.min(quantum);
         }
-        let rung = task.state == State::Running { rung: true };
+        let notified = task.state == State::Running { notified: true };
         match next {
             Next::Done => {
                 self.tasks.remove(&id);
@@ -191,11 +192,11 @@ impl Queue {
                     self.groups.remove(&group);
                 }
             }
-            Next::At(at) if !rung => {
+            Next::At(at) if !notified => {
                 task.state = State::At(at);
                 self.timers.insert((at, id));
             }
-            Next::Idle if !rung => task.state = State::Idle,
+            Next::Idle if !notified => task.state = State::Idle,
             _ => {
                 task.state = State::Ready;
                 self.make_ready(id, group);
@@ -230,7 +231,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     #[test]
-    fn a_task_runs_when_it_is_rung_or_its_time_comes_and_not_before() {
+    fn a_task_runs_when_it_is_notified_or_its_time_comes_and_not_before() {
         let mut queue = Queue::default();
         let now = Instant::now();
         let group = queue.add_group();
@@ -241,13 +242,13 @@ mod tests {
         assert_eq!((queue.next_due(), queue.take(now + 4 * MS)), (Some(now + 5 * MS), None));
         assert_eq!(queue.take(now + 5 * MS), Some(task));
         queue.ran(task, MS, Next::At(now + 50 * MS));
-        assert!(queue.ring(task) && !queue.ring(task) && queue.next_due().is_none());
+        assert!(queue.notify(task) && !queue.notify(task) && queue.next_due().is_none());
         assert_eq!(queue.take(now), Some(task));
-        assert!(!queue.ring(task), "it runs");
+        assert!(!queue.notify(task), "it runs");
         queue.ran(task, MS, Next::Idle);
-        assert_eq!(queue.take(now), Some(task), "it was rung while it ran");
+        assert_eq!(queue.take(now), Some(task), "it was notified while it ran");
         queue.ran(task, MS, Next::Done);
-        assert!(!queue.ring(task) && queue.take(now).is_none() && queue.of(group).is_empty());
+        assert!(!queue.notify(task) && queue.take(now).is_none() && queue.of(group).is_empty());
         assert!(queue.groups.is_empty() && queue.tasks.is_empty());
     }
 
@@ -270,23 +271,23 @@ mod tests {
 
     #[derive(Clone, Copy, Debug)]
     enum Step {
-        Ring(usize),
-        Run { next: u8, us: u64, ring: bool },
+        Notify(usize),
+        Run { next: u8, us: u64, notify: bool },
         Pass(u64),
     }
 
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            (0..6usize).prop_map(Step::Ring),
-            (0..3u8, 0..5000u64, any::<bool>()).prop_map(|(next, us, ring)| Step::Run { next, us, ring }),
+            (0..6usize).prop_map(Step::Notify),
+            (0..3u8, 0..5000u64, any::<bool>()).prop_map(|(next, us, notify)| Step::Run { next, us, notify }),
             (0..3000u64).prop_map(Step::Pass),
         ]
     }
 
     proptest! {
-        /// Whatever happens: what was rung, or whose time came, is taken, and nothing else is.
+        /// Whatever happens: what was notified, or whose time came, is taken, and nothing else is.
         #[test]
-        fn no_ring_and_no_timer_is_lost(steps in proptest::collection::vec(step(), 1..200)) {
+        fn no_notification_and_no_timer_is_lost(steps in proptest::collection::vec(step(), 1..200)) {
             let mut queue = Queue::default();
             let mut now = Instant::now();
             let groups = [queue.add_group(), queue.add_group(), queue.add_group()];
@@ -295,27 +296,27 @@ mod tests {
             let mut due: Vec<Option<Instant>> = vec![Some(now); 6];
             for step in steps {
                 match step {
-                    Step::Ring(at) => {
-                        queue.ring(tasks[at]);
+                    Step::Notify(at) => {
+                        queue.notify(tasks[at]);
                         due[at] = Some(due[at].map_or(now, |due| due.min(now)));
                     }
                     Step::Pass(us) => now += Duration::from_micros(us),
-                    Step::Run { next, us, ring } => {
+                    Step::Run { next, us, notify } => {
                         let wanted = due.iter().any(|due| due.is_some_and(|due| due <= now));
                         let taken = queue.take(now);
                         prop_assert_eq!(taken.is_some(), wanted);
                         let Some(task) = taken else { continue };
                         let at = tasks.iter().position(|known| *known == task).expect("one of them");
                         prop_assert!(due[at].take().is_some_and(|due| due <= now));
-                        if ring {
-                            queue.ring(task);
+                        if notify {
+                            queue.notify(task);
                         }
                         let later = now + Duration::from_micros(us);
                         let next = [Next::Again, Next::At(later), Next::Idle][usize::from(next)];
                         queue.ran(task, Duration::from_micros(us), next);
                         due[at] = match next {
                             Next::Again => Some(now),
-                            _ if ring => Some(now),
+                            _ if notify => Some(now),
                             Next::At(at) => Some(at),
                             _ => None,
                         };

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use crate::fault::stall::PendingFault;
-use crate::run::pool::Bell;
+use crate::run::pool::Notifier;
 use crate::vm::stats::Stats;
 use crate::vm::view::View;
 
@@ -20,7 +20,7 @@ pub const WORKERS: usize = 4;
 pub struct SlowQueue {
     queue: Mutex<Queue>,
     /// Of the slow workers.
-    pub(crate) bells: [Bell; WORKERS],
+    pub(crate) notifiers: [Notifier; WORKERS],
 }
 
 #[derive(Debug, Default)]
@@ -45,11 +45,11 @@ impl SlowQueue {
             queue.idle.pop()
         };
         if let Some(idle) = idle {
-            self.bells[idle].ring();
+            self.notifiers[idle].notify();
         }
     }
 
-    /// The oldest fault, for this worker; without one it is rung when there is.
+    /// The oldest fault, for this worker; without one it is notified when there is.
     pub(crate) fn pop(&self, worker: usize) -> Option<(Arc<View>, PendingFault)> {
         let mut queue = self.queue.lock().expect("no panic while held");
         let oldest = queue.faults.pop_front();

@@ -5,14 +5,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::run::pool::Bell;
+use crate::run::pool::Notifier;
 
 /// See above.
 #[derive(Debug, Default)]
 pub struct SpillRequest {
     wanted: AtomicBool,
     /// Of the spill worker.
-    pub(crate) bell: Bell,
+    pub(crate) notifier: Notifier,
     /// The worker runs, and the last time it was asked for room it made some.
     helps: AtomicBool,
 }
@@ -21,7 +21,7 @@ impl SpillRequest {
     /// The RAM store is full: make room. Returns whether that is likely to help.
     pub(crate) fn make_room(&self) -> bool {
         self.wanted.store(true, Ordering::Release);
-        self.bell.ring();
+        self.notifier.notify();
         self.helps.load(Ordering::Acquire)
     }
 

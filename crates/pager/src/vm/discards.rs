@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use ballast_base::wire;
 
-use crate::run::pool::Bell;
+use crate::run::pool::Notifier;
 use crate::vm::view::View;
 
 /// One of them.
@@ -26,14 +26,14 @@ pub(crate) struct Asked {
 pub(crate) struct Discards {
     asked: Mutex<VecDeque<Asked>>,
     /// Of the discard worker.
-    pub bell: Bell,
+    pub notifier: Notifier,
 }
 
 impl Discards {
     /// Have this carried out.
     pub fn push(&self, asked: Asked) {
         self.asked.lock().expect("no panic while held").push_back(asked);
-        self.bell.ring();
+        self.notifier.notify();
     }
 
     /// The oldest.

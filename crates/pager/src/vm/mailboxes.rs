@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::fault::prefetch_queue::PrefetchQueue;
 use crate::fault::throttle::Throttle;
 use crate::reclaim::refault::Refaults;
-use crate::run::pool::Bell;
+use crate::run::pool::Notifier;
 use crate::scan::touches::Touches;
 use crate::tier::slow_queue::SlowQueue;
 use crate::tier::spill_request::SpillRequest;
@@ -37,10 +37,10 @@ pub(crate) struct Mailboxes {
     /// Was the VM above its limit when the reclaim worker last checked?
     pub over_limit: AtomicBool,
     pub spill: SpillRequest,
-    /// The reclaim worker looks rarely now: who brings a page in rings it.
+    /// The reclaim worker looks rarely now: who brings a page in notifies it.
     pub is_quiet: AtomicBool,
-    pub reclaim: Bell,
-    pub track: Bell,
+    pub reclaim: Notifier,
+    pub track: Notifier,
     pub discards: Discards,
 }
 
@@ -49,7 +49,7 @@ impl Mailboxes {
     pub fn came(&self, pages: u64) {
         self.throttle.came(pages);
         if self.is_quiet.load(Ordering::Relaxed) && self.is_quiet.swap(false, Ordering::Relaxed) {
-            self.reclaim.ring();
+            self.reclaim.notify();
         }
     }
 }

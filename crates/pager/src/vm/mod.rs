@@ -242,7 +242,7 @@ impl Vm {
     /// When to find out who is hot, from now on.
     pub fn set_track(&self, track: Track) {
         self.track.store(track as u8, Ordering::Release);
-        self.mail.track.ring();
+        self.mail.track.notify();
     }
 
     /// When to find out who is hot.

@@ -21,7 +21,7 @@ use ballast_sys::{Remote, Uffd, scm};
 
 use crate::fault::stall::Stall;
 use crate::reclaim::kept::Kept;
-use crate::run::pool::{Bell, blocking};
+use crate::run::pool::{Notifier, blocking};
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::{Shards, Stripes};
 use ballast_page::memory::Mapped;
@@ -54,7 +54,7 @@ pub struct View {
     /// What cannot be.
     pub(crate) kept: Kept,
     answered: Condvar,
-    on_answer: Bell,
+    on_answer: Notifier,
     /// Who waits here.
     pub(crate) stall: Stall,
     disconnected: AtomicBool,
@@ -99,7 +99,7 @@ impl View {
             zaps: Mutex::default(),
             kept: Kept::default(),
             answered: Condvar::new(),
-            on_answer: Bell::default(),
+            on_answer: Notifier::default(),
             disconnected: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }
@@ -232,8 +232,8 @@ impl View {
         Ok(zap)
     }
 
-    /// What is rung when the client has answered a zap, or is gone.
-    pub(crate) fn on_answer(&self) -> &Bell {
+    /// What is notified when the client has answered a zap, or is gone.
+    pub(crate) fn on_answer(&self) -> &Notifier {
         &self.on_answer
     }
 
@@ -258,7 +258,7 @@ impl View {
         {
             *slot = Some(error.map_or_else(|| Ok(kept.clone()), Err));
             self.answered.notify_all();
-            self.on_answer.ring();
+            self.on_answer.notify();
         }
     }
 
@@ -288,7 +288,7 @@ impl View {
     pub(crate) fn give_up_zaps(&self) {
         self.zaps.lock().expect("no panic while held").clear();
         self.answered.notify_all();
-        self.on_answer.ring();
+        self.on_answer.notify();
     }
 }
 

@@ -14,7 +14,7 @@ use super::client::{Client, DiscardWorker};
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::listener::Listener;
-use crate::run::pool::{Bell, DEMAND_NICE};
+use crate::run::pool::{Notifier, run_first};
 use crate::run::queue::Next;
 use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
@@ -38,25 +38,25 @@ impl Vm {
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mail = &self.mail;
         self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
-        self.add_task("prefetch", Some(&mail.prefetch.bell), PrefetchWorker::new, PrefetchWorker::run)?;
+        self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
         self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
-        self.add_task("discard", Some(&mail.discards.bell), DiscardWorker::new, DiscardWorker::run)?;
+        self.add_task("discard", Some(&mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
         if !self.stores.has_slow() {
             return Ok(());
         }
-        for (number, bell) in mail.slow.bells.iter().enumerate() {
-            self.add_task("slow", Some(bell), move |vm| SlowWorker::new(vm, number), SlowWorker::run)?;
+        for (number, notifier) in mail.slow.notifiers.iter().enumerate() {
+            self.add_task("slow", Some(notifier), move |vm| SlowWorker::new(vm, number), SlowWorker::run)?;
         }
         let run = |worker: &mut Option<SpillWorker>, now| worker.as_mut().map_or(Next::Done, |worker| worker.run(now));
-        self.add_task("spill", Some(&mail.spill.bell), SpillWorker::new, run)
+        self.add_task("spill", Some(&mail.spill.notifier), SpillWorker::new, run)
     }
 
     /// Have a task of the pool do the work of a worker, which is made anew after a panic.
     fn add_task<W: Send + 'static>(
         self: &Arc<Self>,
         kind: &'static str,
-        bell: Option<&Bell>,
+        notifier: Option<&Notifier>,
         make: impl Fn(Arc<Self>) -> W + Send + 'static,
         run: impl Fn(&mut W, Instant) -> Next + Send + 'static,
     ) -> io::Result<()> {
@@ -82,8 +82,8 @@ impl Vm {
         };
         let (pool, group) = self.life.pool();
         let handle = pool.add(group, &format!("{kind}/{}", self.state.name()), task)?;
-        if let Some(bell) = bell {
-            bell.connect(handle);
+        if let Some(notifier) = notifier {
+            notifier.connect(handle);
         }
         Ok(())
     }
@@ -131,8 +131,7 @@ impl Vm {
     pub(super) fn start_worker(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let name = format!("{kind}/{}", self.state.name());
         let body = move || {
-            // Of this thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
-            let _ = rustix::process::setpriority_process(None, DEMAND_NICE);
+            run_first();
             body();
         };
         let worker = std::thread::Builder::new().name(short(&name)).spawn(body)?;
@@ -174,7 +173,7 @@ impl Vm {
 
     /// Have the reclaim worker check the limit: it changed, or the VM grew over it.
     pub fn notify_reclaim(&self) {
-        self.mail.reclaim.ring();
+        self.mail.reclaim.notify();
     }
 
     /// Sleep this long, or until the VM is stopped; returns whether it goes on.

@@ -1,7 +1,7 @@
 //! The control loop: once per tick, over all VMs: sample, decide, apply.
 //!
 //! ```text
-//! sample (counters) ─► decide (a policy, or a program with a lease) ─► apply (a word per VM, a ring) ─► log, events
+//! sample (counters) ─► decide (a policy, or a program with a lease) ─► apply (a word per VM, notify) ─► log, events
 //! ```
 //!
 //! Before: the engine serves VMs, an operator named a policy. After: each VM has a target beside its operator's limit;
@@ -23,6 +23,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{DecisionRecord, LeaseStat, PlanRequest, PolicyPatch, PolicyStat};
 use ballast_base::Bytes;
+use ballast_pager::run::pool::run_first;
 use ballast_policy::admission::Admission;
 use ballast_policy::{
     Action, Class, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
@@ -40,7 +41,7 @@ const MAX_NAME: usize = 64;
 /// The loop, as its thread and the API see it.
 pub struct Control {
     inner: Mutex<Inner>,
-    bell: Condvar,
+    changed: Condvar,
     /// The watch looks for foreign mappers of each VM that is sent here.
     watch: OnceLock<mpsc::Sender<Arc<Served>>>,
     /// Called with new settings, so that the next engine begins with them.
@@ -117,15 +118,15 @@ impl Control {
             changed: 0,
             failures: 0,
         };
-        Self { inner: Mutex::new(inner), bell: Condvar::new(), watch: OnceLock::new(), keep: Box::new(keep) }
+        Self { inner: Mutex::new(inner), changed: Condvar::new(), watch: OnceLock::new(), keep: Box::new(keep) }
     }
 
     /// Start the loop's thread, which lives as long as the engine.
     pub fn start(host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
         let _ = host.control.watch.set(watch);
         std::thread::Builder::new().name("control".into()).spawn(move || {
-            // Requests wait for the lock that it holds.
-            super::run_first();
+            // API requests wait for the lock that it holds.
+            run_first();
             loop {
                 host.control.wait();
                 host.control.tick(&host);
@@ -144,22 +145,22 @@ impl Control {
         loop {
             let lease = inner.lease.as_ref().map(|lease| lease.until_ms);
             let Some(due_ms) = inner.due_ms.into_iter().chain(lease).min() else {
-                inner = self.bell.wait(inner).unwrap_or_else(PoisonError::into_inner);
+                inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             let left = due_ms.saturating_sub(now_ms());
             if left == 0 {
                 return;
             }
-            let waited = self.bell.wait_timeout(inner, Duration::from_millis(left));
+            let waited = self.changed.wait_timeout(inner, Duration::from_millis(left));
             inner = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// Have a tick at once.
-    fn ring(&self, inner: &mut Inner) {
+    fn notify(&self, inner: &mut Inner) {
         inner.due_ms = Some(0);
-        self.bell.notify_all();
+        self.changed.notify_all();
     }
 
     /// A VM was opened: a target that an earlier engine left is nobody's if nobody decides.
@@ -339,7 +340,7 @@ impl Control {
             host.events.add(None, "policy-lease", text);
         }
         inner.lease = Some(Lease { wanted, length_ms: lease_ms, until_ms: now_ms() + lease_ms });
-        self.ring(&mut inner);
+        self.notify(&mut inner);
         Ok(plan)
     }
 
@@ -398,7 +399,7 @@ impl Control {
         let text =
             format!("the policy is {} (was {}), every {} ms, for {budget}", setup.policy, before.policy, setup.tick_ms);
         host.events.add(None, "policy", text);
-        self.ring(&mut inner);
+        self.notify(&mut inner);
         drop(inner);
         // Without the lock: a keeper that is stopped may keep this waiting.
         (self.keep)(setup);
@@ -453,7 +454,7 @@ impl Control {
         }
         change();
         if inner.is_active() {
-            self.ring(&mut inner);
+            self.notify(&mut inner);
         }
         Ok(())
     }
