@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering;
 use ballast_base::format::Stamp;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount, PageIdx};
+use ballast_handover::state_file::{COUNTERS, FORMAT, HISTOGRAM_WORDS, SETTINGS, StateFile};
 use ballast_page::page_state::{State, Ticket, Word};
-use ballast_pager::vm::state_file::{COUNTERS, FORMAT, HISTOGRAM_WORDS, SETTINGS, StateFile};
+use ballast_pager::vm::region_table::{LOST, RegionTable};
 use ballast_pager::vm::stats::Counter;
 use ballast_store::Handle;
 use ballast_sys::memfd::FileId;
@@ -45,12 +46,12 @@ fn file() -> StateFile {
     file.add_region(id(0x33), Bytes(0x5000), PageCount(1)).expect("region");
     file.remove_region(0);
     file.give_up_region(1);
-    file.take_over(0x41, 0x42).expect("no journal");
+    file.take_over(0x41, 0x42, LOST).expect("no journal");
     for (words, last) in [(file.counters(), COUNTERS - 1), (file.histograms(), HISTOGRAM_WORDS - 1)] {
         words[0].store(0x51, Ordering::Release);
         words[last].store(0x52, Ordering::Release);
     }
-    let table = file.map_region(&file.regions()[0]).expect("map");
+    let table = RegionTable::map(&file, &file.regions()[0]).expect("map");
     table.chunk_flags()[1].store(2, Ordering::Release);
     let far = Word::far(0x61, Handle::new(Handle::MAX - 1).expect("in range"), 0x62);
     let quarantine = Word::quarantine(Ticket::new(0x63, 0x64), 0x65);
@@ -102,7 +103,7 @@ fn a_newer_state_file_opens_if_it_may_and_what_is_not_known_of_it_stays() {
     }
     let again = StateFile::open(dup(&file)).expect("it may be read");
     assert_eq!((again.limit(), again.regions().len()), (Some(Bytes(0x11)), 2));
-    again.take_over(0x43, 0x44).expect("no journal");
+    again.take_over(0x43, 0x44, LOST).expect("no journal");
     again.remove_region(0);
     assert_eq!(stamp(&file), newer, "an older writer lowers nothing");
     let words = words(&file);

@@ -13,8 +13,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use ballast_handover::state_file::StateFile;
 use ballast_pager::tier::stores::LateStore;
-use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::{Report, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
 

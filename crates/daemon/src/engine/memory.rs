@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use anyhow::Context;
-use ballast_pager::vm::state_file::StateFile;
+use ballast_handover::state_file::StateFile;
+use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -93,7 +94,7 @@ impl Engine {
         last.vm.stores.first().store.tidy();
         let state = last.vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         let state = StateFile::open(state)?;
-        let epoch = state.take_over(self.me.pid, self.me.start).context("Taking the state file over")?;
+        let epoch = state.take_over(self.me.pid, self.me.start, LOST).context("Taking the state file over")?;
         // The list of threads may have been lost. This one is the only one that works for the VM now.
         drop(listed);
         state.unlist_thread();

@@ -5,7 +5,7 @@
 //! Threads: this one takes orders and never waits for what they are about; the API, the watch, the control loop and the
 //! look for stuck threads have one each, and change nothing of any VM but words in memory; orders are carried out on
 //! the threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it
-//! works for that VM (`ballast_pager::vm::threads`).
+//! works for that VM (`ballast_handover::threads`).
 //! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It
 //! opens only VMs whose state file names it.
 
@@ -19,9 +19,10 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, VmId};
+use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::{blocking, run_first};
 use ballast_pager::tier::stores::{LateStore, Stores, Tier};
-use ballast_pager::vm::state_file::StateFile;
+use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Tuning, Vm};
@@ -407,7 +408,7 @@ impl Engine {
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
         anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: nobody held it");
-        let epoch = state.take_over(pid, start).context("Taking the state file over")?;
+        let epoch = state.take_over(pid, start, LOST).context("Taking the state file over")?;
         let options = RamOptions {
             codec: match self.begin.compression {
                 Compression::Lz4 => Codec::Lz4,

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use ballast_base::Hva;
 use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
-use ballast_pager::vm::state_file::StateFile;
+use ballast_handover::state_file::StateFile;
 use ballast_store::RamStore;
 use ballast_sys::memfd::{self, FileId};
 

@@ -9,14 +9,14 @@
 //! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on
 //! until it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a
 //! thread is in the way of its own VM only, and the VM's state file lists the threads that work for it
-//! (`ballast_pager::vm::threads`). A thread that is on its way out ("exiting") has done its last call for any VM. One
+//! (`ballast_handover::threads`). A thread that is on its way out ("exiting") has done its last call for any VM. One
 //! that sleeps over the file store's disk does no harm either: for what such calls and io_uring still do to the file,
 //! the next engine's store waits before it frees anything.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
-use ballast_pager::vm::state_file::StateFile;
+use ballast_handover::state_file::StateFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -185,7 +185,8 @@ mod tests {
         child.wait().expect("reap");
 
         let (mut child, process) = sleeping();
-        state.take_over(process.pid, process.start).expect("no journal");
+        state.name_engine(process.pid, process.start);
+        state.open_as(process.pid, process.start);
         // As if its first thread worked for the VM: it is gone when the process is.
         std::mem::forget(state.list(process.pid).expect("not fenced"));
         while end_for(&state, None).expect("kill it") != Left::Nothing {

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
-use ballast_pager::vm::state_file::{RegionRecord, StateFile};
+use ballast_handover::state_file::{RegionRecord, StateFile};
 use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::memfd::{self, FileId};
 

@@ -119,7 +119,7 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
 #[test]
 fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_can() {
     use ballast_base::format::Stamp;
-    use ballast_pager::vm::state_file;
+    use ballast_handover::state_file;
     use ballast_store::RamStore;
     use std::os::unix::fs::FileExt;
     const STAMP: u64 = 8;

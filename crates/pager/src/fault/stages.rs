@@ -131,8 +131,8 @@ impl<M: Mapped> Mapped for TimedMemory<'_, M> {
 mod tests {
     use super::*;
     use crate::tier::stores::LateStore;
-    use crate::vm::state_file::StateFile;
     use ballast_base::wire::VmId;
+    use ballast_handover::state_file::StateFile;
 
     static AWAY: LateStore = LateStore::new();
 

@@ -12,9 +12,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
 
 use ballast_base::PageRange;
+use ballast_handover::table::PAGES_PER_CHUNK;
 use rustix::time::{ClockId, clock_gettime};
-
-use crate::vm::state_file::PAGES_PER_CHUNK;
 
 const STEP_MS: u64 = 256;
 /// Longer intervals count modulo this.

@@ -14,12 +14,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
+use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_heat::source::{Ability, BLOCK, Cost, Granularity};
 use ballast_heat::{PageMap, Seen, UnitId};
 
 use crate::vm::Vm;
 use crate::vm::region::Region;
-use crate::vm::state_file::PAGES_PER_CHUNK;
 use crate::vm::stats::Counter;
 use crate::vm::view::RegionView;
 

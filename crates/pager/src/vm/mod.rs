@@ -36,6 +36,7 @@ use std::time::Duration;
 
 use ballast_base::wire::EngineToClient;
 use ballast_base::{Bytes, PageCount};
+use ballast_handover::state_file::{StateError, StateFile};
 use ballast_heat::VmHeat;
 
 use crate::reclaim::pinned::{Pinned, Pins};
@@ -44,7 +45,7 @@ use crate::vm::lifecycle::Lifecycle;
 use crate::vm::mailboxes::Mailboxes;
 use crate::vm::memory::Memory;
 use crate::vm::region::Region;
-use crate::vm::state_file::{StateError, StateFile};
+use crate::vm::region_table::RegionTable;
 use crate::vm::stats::{Pressure, Stats};
 use crate::vm::view::View;
 use ballast_page::page_state::Ticket;
@@ -59,12 +60,11 @@ mod mailboxes;
 mod memory;
 pub mod recover;
 pub mod region;
+pub mod region_table;
 mod restore;
 pub mod shard;
-pub mod state_file;
 pub mod stats;
 pub(crate) mod table;
-pub mod threads;
 pub mod tuning;
 pub mod view;
 mod views;
@@ -218,7 +218,7 @@ impl Vm {
             let Some(record) = records.get(number as usize) else {
                 return Err(StateError::Invalid(format!("it has no region {number}")));
             };
-            let table = self.state.map_region(record)?;
+            let table = RegionTable::map(&self.state, record)?;
             Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, file, table)?)
         })
     }

@@ -25,12 +25,12 @@ use std::collections::BTreeMap;
 use std::io;
 
 use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_handover::state_file::{StateError, StateFile};
 
 use super::Vm;
 use crate::tier::live::LiveCopies;
 use crate::tier::stores::Speed;
 use crate::vm::region::Region;
-use crate::vm::state_file::{StateError, StateFile};
 use crate::vm::stats::{Counter, Stats};
 use ballast_base::store::is_zero;
 use ballast_page::copies::live_handle;

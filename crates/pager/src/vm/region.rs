@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use ballast_base::store::{RegionKey, StoreSet, is_zero};
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
+use ballast_handover::state_file::RegionRecord;
+use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::Presence;
@@ -23,8 +25,8 @@ use ballast_sys::memory_error::Losses;
 
 use crate::reclaim::interval::Departures;
 use crate::scan::units::Units;
+use crate::vm::region_table::RegionTable;
 use crate::vm::shard::Stripes;
-use crate::vm::state_file::{PAGES_PER_CHUNK, RegionRecord, RegionTable};
 use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome, punch_until_gone};
 use ballast_page::page_state::Word;

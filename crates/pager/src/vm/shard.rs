@@ -12,9 +12,8 @@
 //! it were the only one. It is short, so that threads that work side by side meet different workers.
 
 use ballast_base::{PageCount, PageIdx, PageRange};
+use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::Uffd;
-
-use crate::vm::state_file::PAGES_PER_CHUNK;
 
 /// Stripes of a region at most. The kernel keeps neighbours that are registered with different userfaultfds as mappings
 /// of their own, of which a process may have 65530: 32 regions of this many stripes make half of them.

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::vm::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
+use ballast_handover::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
 
 /// What is counted. The first six are gauges of pages in a state; the others only grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use ballast_base::wire::RegionInfo;
 use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
+use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
 use ballast_sys::{Uffd, scm};
 
@@ -19,7 +20,6 @@ use super::Vm;
 use super::restore::PAUSE;
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::Shards;
-use crate::vm::state_file::PAGES_PER_CHUNK;
 use crate::vm::view::View;
 use ballast_page::page_state::{State, Word};
 

@@ -13,12 +13,13 @@ use std::time::Duration;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::{missing, skip};
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_pager::tier::stores::{Stores, Tier};
+use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::shard::Shards;
-use ballast_pager::vm::state_file::StateFile;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::tuning::Track;
 use ballast_pager::vm::view::View;
@@ -229,7 +230,7 @@ impl Rig {
         let last = self.vm.clone();
         last.stop();
         let state = StateFile::open(last.state.fd().try_clone_to_owned().expect("dup")).expect("open");
-        let epoch = state.take_over(std::process::id(), 2).expect("no journal");
+        let epoch = state.take_over(std::process::id(), 2, LOST).expect("no journal");
         let vm = Vm::new(state, epoch, stores, last.tuning, last.reporter()).with_pins(pins());
         for region in last.regions() {
             vm.open_region(region.dup_file().expect("dup")).expect("region");
@@ -255,7 +256,7 @@ impl Rig {
         let (uffds, granted): (Vec<Uffd>, Vec<u64>) = made.into_iter().unzip();
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
         state.add_region(memfd::file_id(&file).expect("stat"), Bytes(0), ram.pages_floor()).expect("region");
-        let epoch = state.take_over(std::process::id(), 1).expect("no journal");
+        let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
         let (ram_store, _arena) = RamStore::create(RamOptions::new(Budget::new(store_budget))).expect("store");
         let (store, faults) = FaultyStore::new(ram_store);
         let panics = Arc::new(AtomicU64::new(0));

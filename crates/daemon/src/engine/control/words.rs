@@ -3,7 +3,7 @@
 //! Promise: zero says nothing, so a state file from before these words reads as the defaults; a value out of range,
 //! which only damage can leave, reads as the nearest one in range.
 
-use ballast_pager::vm::state_file::SETTINGS;
+use ballast_handover::state_file::SETTINGS;
 use ballast_policy::settings::{MAX_HEADROOM_PERCENT, MAX_SHARES};
 use ballast_policy::{Class, Settings};
 

@@ -6,8 +6,8 @@
 //! Units: offsets are bytes from the start of the file.
 //! Promise: a file of a layout that this program cannot read, of another VM, or with numbers that do not fit is refused
 //! with the reason, unchanged. A page of it whose memory fails becomes what is safe until recovery has looked at it:
-//! words that are locked for everybody ([`Word::LOST`]), chunks that may be registered, counters of zero, a list of
-//! threads that says nothing is known, and the first page what this process remembers of it.
+//! flags and words that stand for what was lost ([`Lost`]), counters of zero, a list of threads that says nothing is
+//! known, and the first page what this process remembers of it.
 //!
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
@@ -23,18 +23,17 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::format::{Format, Stamp};
-use ballast_base::units::MIB;
 use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
 use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx, PageRange};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::memory_error::{self, Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd::create};
 
-use crate::vm::threads::{self, Fenced, Listed, ThreadList};
-use ballast_page::page_state::Word;
+use crate::table::{Lost, flags_len, table_len};
+use crate::threads::{self, Fenced, Listed, ThreadList};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
@@ -53,12 +52,6 @@ const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= COUNTERS_O
 pub const COUNTERS: usize = 64;
 /// Words for histograms in the file.
 pub const HISTOGRAM_WORDS: usize = (HEADER_LEN - HISTOGRAMS_OFFSET) / 8;
-
-/// A chunk of guest RAM that is registered with userfaultfd as one. Picked so that a 1 TiB guest needs at most 32768
-/// mappings (the kernel's default cap is 65530) while memory nobody reclaims from stays unregistered.
-pub const CHUNK: Bytes = Bytes(32 * MIB);
-/// Pages in a chunk.
-pub const PAGES_PER_CHUNK: u64 = CHUNK.pages_floor().0;
 
 /// Words of the header.
 #[repr(usize)]
@@ -114,6 +107,17 @@ pub enum StateError {
     Invalid(String),
 }
 
+impl RegionRecord {
+    /// Where its words begin in the state file.
+    pub fn words_at(&self) -> u64 {
+        self.table_offset + flags_len(self.pages)
+    }
+
+    fn table_end(&self) -> u64 {
+        self.table_offset + table_len(self.pages)
+    }
+}
+
 /// An open state file.
 #[derive(Debug)]
 pub struct StateFile {
@@ -121,19 +125,9 @@ pub struct StateFile {
     header: Arc<Surviving>,
     /// The first page, as this process last wrote or checked it.
     remembered: Arc<PageCopy>,
-    /// The engine that opened it, if this is one ([`crate::vm::threads`]).
+    /// The engine that opened it, if this is one ([`threads`]).
     tag: AtomicU64,
 }
-
-/// One region's words and registration flags.
-#[derive(Debug)]
-pub struct RegionTable {
-    mapping: Surviving,
-    pages: PageCount,
-}
-
-/// What the flags of chunks say eight of which were lost: that they may be registered.
-const LOST_FLAGS: u64 = u64::MAX;
 
 impl StateFile {
     /// Make the file of a new VM, with no regions and no limit.
@@ -324,12 +318,13 @@ impl StateFile {
         self.remember();
     }
 
-    /// Write down that this engine serves the VM from now on; returns its epoch.
+    /// Write down that this engine serves the VM from now on; returns its epoch. `lost` stands in the place of what a
+    /// dead engine had begun to replace.
     ///
     /// # Errors
     /// An engine died while it replaced a lost part of the file, and that cannot be done now.
-    pub fn take_over(&self, pid: u32, start_time: u64) -> io::Result<u64> {
-        self.finish_journal()?;
+    pub fn take_over(&self, pid: u32, start_time: u64, lost: Lost) -> io::Result<u64> {
+        self.finish_journal(lost)?;
         self.name_engine(pid, start_time);
         self.open_as(pid, start_time);
         let epoch = self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1;
@@ -339,16 +334,15 @@ impl StateFile {
 
     /// Write what an engine that died had begun to write in the place of lost pages: else there may be words of zeros,
     /// which say Resident.
-    fn finish_journal(&self) -> io::Result<()> {
+    fn finish_journal(&self, lost: Lost) -> io::Result<()> {
         let Some((offset, len)) = memory_error::in_journal(self.get(Field::Journal)) else { return Ok(()) };
-        let lost = (offset..offset.saturating_add(len)).step_by(PAGE_SIZE);
+        let pages = (offset..offset.saturating_add(len)).step_by(PAGE_SIZE);
         for record in self.regions() {
-            let words = record.table_offset + flags_len(record.pages);
-            let end = record.table_offset + table_len(record.pages);
-            for page in lost.clone().filter(|page| (record.table_offset..end).contains(page)) {
+            let table = record.table_offset..record.table_end();
+            for page in pages.clone().filter(|page| table.contains(page)) {
                 // The engine may have died before it did. To what has failed nothing can be written.
                 memfd::punch(&*self.fd, page, PAGE_SIZE as u64)?;
-                let value = if page < words { LOST_FLAGS } else { Word::LOST.bits() };
+                let value = if page < record.words_at() { lost.flags } else { lost.word };
                 let bytes: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), PAGE_SIZE / 8).flatten().collect();
                 rustix::io::pwrite(&self.fd, &bytes, page)?;
             }
@@ -420,19 +414,21 @@ impl StateFile {
     }
 
     /// Map a region's table.
-    pub fn map_region(&self, record: &RegionRecord) -> io::Result<RegionTable> {
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn map_table(&self, record: &RegionRecord, lost: Lost) -> io::Result<Surviving> {
         let (offset, len) = (record.table_offset, table_len(record.pages) as usize);
-        let flags = (flags_len(record.pages) as usize, Fill::Pattern(LOST_FLAGS));
-        let fills = vec![flags, (len, Fill::Pattern(Word::LOST.bits()))];
+        let flags = (flags_len(record.pages) as usize, Fill::Pattern(lost.flags));
+        let fills = vec![flags, (len, Fill::Pattern(lost.word))];
         let journal = Some((self.header.clone(), Field::Journal as usize * 8));
         let survival = Survival { file: self.fd.clone(), offset, fills, journal };
-        let mapping = Surviving::new(Mapping::shared(&*self.fd, offset, len)?, survival);
-        Ok(RegionTable { mapping, pages: record.pages })
+        Ok(Surviving::new(Mapping::shared(&*self.fd, offset, len)?, survival))
     }
 
     /// Ranges of a region's words that were ever written, as page ranges: the rest is Resident, age 0.
     pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<PageRange>> {
-        let words_start = record.table_offset + flags_len(record.pages);
+        let words_start = record.words_at();
         let words_end = words_start + record.pages.0 * 8;
         let mut ranges = Vec::new();
         let mut at = words_start;
@@ -452,8 +448,7 @@ impl StateFile {
     /// # Errors
     /// If the kernel refuses; then some may be left.
     pub fn forget_words(&self, record: &RegionRecord) -> io::Result<()> {
-        let start = flags_len(record.pages);
-        memfd::punch(&self.fd, record.table_offset + start, table_len(record.pages) - start)
+        memfd::punch(&self.fd, record.words_at(), record.table_end() - record.words_at())
     }
 
     /// Have all its regions been unplugged or given up, and some given up? Then nobody can be served of them any more.
@@ -514,72 +509,15 @@ impl StateFile {
         self.tag.load(Ordering::Acquire)
     }
 
-    /// The counters of [`crate::vm::stats`].
+    /// The counters of `ballast_pager::vm::stats`.
     pub fn counters(&self) -> &[AtomicU64] {
         self.header.words(COUNTERS_OFFSET, COUNTERS)
     }
 
-    /// The histograms of [`crate::vm::stats`].
+    /// The histograms of `ballast_pager::vm::stats`.
     pub fn histograms(&self) -> &[AtomicU64] {
         self.header.words(HISTOGRAMS_OFFSET, HISTOGRAM_WORDS)
     }
-}
-
-impl RegionTable {
-    /// The word of a page.
-    ///
-    /// # Panics
-    /// If the page is not in the region.
-    pub fn word(&self, page: PageIdx) -> &AtomicU64 {
-        &self.words(page, 1)[0]
-    }
-
-    /// The words of `count` pages from `first` on.
-    ///
-    /// # Panics
-    /// If not all of them are in the region.
-    pub fn words(&self, first: PageIdx, count: u64) -> &[AtomicU64] {
-        let fits = first.0.checked_add(count).is_some_and(|end| end <= self.pages.0);
-        assert!(fits, "{count} pages from {first} on are outside a region of {} pages", self.pages.0);
-        self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
-    }
-
-    /// Pages of it that memory errors have cost since it was mapped.
-    pub fn lost(&self) -> u64 {
-        self.mapping.lost()
-    }
-
-    /// Which, of those that nobody was told of: offsets in the file, and for each the pages whose words they were.
-    pub fn losses(&self, record: &RegionRecord) -> (Losses, Vec<std::ops::Range<u64>>) {
-        let losses = self.mapping.losses();
-        let words = record.table_offset + flags_len(self.pages);
-        let first = |offset: &u64| offset.saturating_sub(words) / 8;
-        let of_words = |offset: &&u64| **offset >= words;
-        let ranges = losses
-            .offsets
-            .iter()
-            .filter(of_words)
-            .map(|offset| first(offset)..(first(offset) + PAGE_SIZE as u64 / 8).min(self.pages.0));
-        let ranges = ranges.collect();
-        (losses, ranges)
-    }
-
-    /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::vm::region::Registered`]).
-    pub fn chunk_flags(&self) -> &[AtomicU8] {
-        self.mapping.bytes(0, chunks(self.pages) as usize)
-    }
-}
-
-fn chunks(pages: PageCount) -> u64 {
-    pages.0.div_ceil(PAGES_PER_CHUNK)
-}
-
-fn flags_len(pages: PageCount) -> u64 {
-    chunks(pages).next_multiple_of(PAGE_SIZE as u64)
-}
-
-fn table_len(pages: PageCount) -> u64 {
-    flags_len(pages) + (pages.0 * 8).next_multiple_of(PAGE_SIZE as u64)
 }
 
 #[cfg(test)]
@@ -587,6 +525,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::os::unix::fs::FileExt;
+
+    const LOST: Lost = Lost { flags: 0x0101, word: 0xff };
+
+    fn word<'a>(table: &'a Surviving, record: &RegionRecord, page: u64) -> &'a AtomicU64 {
+        &table.words(flags_len(record.pages) as usize + page as usize * 8, 1)[0]
+    }
 
     fn some_file() -> FileId {
         FileId { dev: 1, ino: 2 }
@@ -603,10 +547,11 @@ mod tests {
         file.set_kept(true);
         let first = file.add_region(some_file(), Bytes(0), PageCount(20_000)).expect("add");
         let second = file.add_region(some_file(), Bytes(1 << 30), PageCount(1)).expect("add");
-        assert_eq!((first, second, file.take_over(10, 99).expect("no journal")), (0, 1, 1));
-        let table = file.map_region(&file.regions()[0]).expect("map");
-        table.word(PageIdx(19_999)).store(5, Ordering::Release);
-        table.chunk_flags()[2].store(1, Ordering::Release);
+        assert_eq!((first, second, file.take_over(10, 99, LOST).expect("no journal")), (0, 1, 1));
+        let record = file.regions()[0];
+        let table = file.map_table(&record, LOST).expect("map");
+        word(&table, &record, 19_999).store(5, Ordering::Release);
+        table.bytes(0, 3)[2].store(1, Ordering::Release);
 
         let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
         assert_eq!((again.id(), again.name().as_str()), (VmId([7; 16]), "web-1"));
@@ -615,7 +560,7 @@ mod tests {
         assert!(again.kept());
         again.set_target(None);
         assert_eq!((file.target(), file.limit()), (None, Some(Bytes(1 << 30))));
-        assert_eq!(again.take_over(11, 100).expect("no journal"), 2);
+        assert_eq!(again.take_over(11, 100, LOST).expect("no journal"), 2);
         again.name_engine(12, 101);
         again.rename("w");
         again.remove_region(0);
@@ -625,9 +570,9 @@ mod tests {
         assert_eq!((file.engine(), file.epoch(), file.name().as_str()), (Some((12, 101)), 2, "w"));
         let records = again.regions();
         assert_eq!((records.len(), records[0].pages, records[1].file_offset), (2, PageCount(20_000), Bytes(1 << 30)));
-        let table = again.map_region(&records[0]).expect("map");
-        assert_eq!(table.word(PageIdx(19_999)).load(Ordering::Acquire), 5);
-        assert_eq!(table.chunk_flags().iter().map(|flag| flag.load(Ordering::Acquire)).collect::<Vec<_>>(), [0, 0, 1]);
+        let table = again.map_table(&records[0], LOST).expect("map");
+        assert_eq!(word(&table, &records[0], 19_999).load(Ordering::Acquire), 5);
+        assert_eq!(table.bytes(0, 3).iter().map(|flag| flag.load(Ordering::Acquire)).collect::<Vec<_>>(), [0, 0, 1]);
         let written = again.written_words(&records[0]).expect("seek");
         assert_eq!(written.len(), 1, "one page of words was written");
         assert!(written[0].contains(PageIdx(19_999)) && written[0].count() <= 512);
@@ -638,18 +583,18 @@ mod tests {
         let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
         file.add_region(some_file(), Bytes(0), PageCount(2000)).expect("add");
         let record = file.regions()[0];
-        let table = file.map_region(&record).expect("map");
-        let pages = [0, 511, 512, 1023, 1024].map(PageIdx);
-        pages.iter().for_each(|page| table.word(*page).store(77, Ordering::Release));
-        let second = record.table_offset + flags_len(record.pages) + PAGE_SIZE as u64;
+        let table = file.map_table(&record, LOST).expect("map");
+        let pages = [0, 511, 512, 1023, 1024];
+        pages.iter().for_each(|page| word(&table, &record, *page).store(77, Ordering::Release));
+        let second = record.words_at() + PAGE_SIZE as u64;
         file.set(Field::Journal, second | 1);
         memfd::punch(&*file.fd, second, PAGE_SIZE as u64).expect("it came so far");
 
         let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
-        again.take_over(11, 100).expect("finished");
-        let table = again.map_region(&record).expect("map");
-        let words = pages.map(|page| table.word(page).load(Ordering::Acquire));
-        assert_eq!(words, [77, 77, Word::LOST.bits(), Word::LOST.bits(), 77]);
+        again.take_over(11, 100, LOST).expect("finished");
+        let table = again.map_table(&record, LOST).expect("map");
+        let words = pages.map(|page| word(&table, &record, page).load(Ordering::Acquire));
+        assert_eq!(words, [77, 77, LOST.word, LOST.word, 77]);
         assert_eq!(again.get(Field::Journal), 0);
     }
 
@@ -666,8 +611,8 @@ mod tests {
             }
             if let Ok(file) = StateFile::open(raw.into()) {
                 for record in file.regions() {
-                    let table = file.map_region(&record).expect("map");
-                    table.word(PageIdx(record.pages.0 - 1)).load(Ordering::Acquire);
+                    let table = file.map_table(&record, LOST).expect("map");
+                    word(&table, &record, record.pages.0 - 1).load(Ordering::Acquire);
                 }
             }
         }

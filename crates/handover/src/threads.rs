@@ -90,7 +90,7 @@ impl<'a> ThreadList<'a> {
         fenced != 0 && fenced == own_tag
     }
 
-    /// See [`StateFile::beside`](crate::vm::state_file::StateFile::beside).
+    /// See [`StateFile::beside`](crate::state_file::StateFile::beside).
     pub fn beside<T>(self, own_tag: u64, work: impl FnOnce() -> T) -> T {
         let me = u64::from(this_thread());
         let swap = |from, to| {
@@ -151,12 +151,15 @@ impl<'a> ThreadList<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vm::state_file::StateFile;
+    use crate::state_file::StateFile;
+    use crate::table::Lost;
     use ballast_base::wire::VmId;
+
+    const LOST: Lost = Lost { flags: 0, word: 0 };
 
     fn state() -> StateFile {
         let state = StateFile::create(VmId([5; 16]), "test").expect("state");
-        state.take_over(10, 99).expect("no journal");
+        state.take_over(10, 99, LOST).expect("no journal");
         state
     }
 
@@ -209,7 +212,7 @@ mod tests {
         // It may come so late that another engine has the VM.
         state.name_engine(12, 100);
         state.list(7).expect_err("still that engine's thread");
-        state.take_over(12, 100).expect("no journal");
+        state.take_over(12, 100, LOST).expect("no journal");
         state.list(8).map(drop).expect("the other engine's");
     }
 }

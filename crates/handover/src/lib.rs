@@ -1,0 +1,12 @@
+//! What keeper and engine hand over to each other and to their successors.
+//!
+//! Before: the keeper makes the files of a VM, and checks those that a client brings back. After: an engine maps them
+//! and serves the VM (`ballast-pager`); whoever comes next finds in them what must outlive it.
+//!
+//! [`state_file`] is the file of one VM: who it is, who serves it ([`threads`]), its regions, and the tables of its
+//! page-state words ([`table`]). What those words mean is `ballast-page`'s, which this crate does not know.
+#![forbid(unsafe_code)]
+
+pub mod state_file;
+pub mod table;
+pub mod threads;

@@ -1,0 +1,79 @@
+//! A region's table in the state file, mapped: one flag for each registration chunk, one page-state word for each page.
+//!
+//! Before: `ballast_handover::state_file` knows where it is. After: `region` has its words and flags.
+//! Threads: any. Units: pages from the start of the region.
+//! Promise: a page of it whose memory fails becomes what is safe until recovery has looked at it: words that are locked
+//! for everybody ([`Word::LOST`]), and chunks that may be registered.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, AtomicU64};
+
+use ballast_base::{PAGE_SIZE, PageCount, PageIdx};
+use ballast_handover::state_file::{RegionRecord, StateFile};
+use ballast_handover::table::{Lost, chunks, flags_len};
+use ballast_page::page_state::Word;
+use ballast_sys::memory_error::{Losses, Surviving};
+
+/// What stands in the place of what was lost: chunks that may be registered, words that nobody may move.
+pub const LOST: Lost = Lost { flags: u64::MAX, word: Word::LOST.bits() };
+
+/// One region's words and registration flags.
+#[derive(Debug)]
+pub struct RegionTable {
+    mapping: Surviving,
+    pages: PageCount,
+}
+
+impl RegionTable {
+    /// Map the table of this region of this VM.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn map(state: &StateFile, record: &RegionRecord) -> io::Result<Self> {
+        Ok(Self { mapping: state.map_table(record, LOST)?, pages: record.pages })
+    }
+
+    /// The word of a page.
+    ///
+    /// # Panics
+    /// If the page is not in the region.
+    pub fn word(&self, page: PageIdx) -> &AtomicU64 {
+        &self.words(page, 1)[0]
+    }
+
+    /// The words of `count` pages from `first` on.
+    ///
+    /// # Panics
+    /// If not all of them are in the region.
+    pub fn words(&self, first: PageIdx, count: u64) -> &[AtomicU64] {
+        let fits = first.0.checked_add(count).is_some_and(|end| end <= self.pages.0);
+        assert!(fits, "{count} pages from {first} on are outside a region of {} pages", self.pages.0);
+        self.mapping.words(flags_len(self.pages) as usize + first.0 as usize * 8, count as usize)
+    }
+
+    /// Pages of it that memory errors have cost since it was mapped.
+    pub fn lost(&self) -> u64 {
+        self.mapping.lost()
+    }
+
+    /// Which, of those that nobody was told of: offsets in the file, and for each the pages whose words they were.
+    pub fn losses(&self, record: &RegionRecord) -> (Losses, Vec<Range<u64>>) {
+        let losses = self.mapping.losses();
+        let words = record.words_at();
+        let first = |offset: &u64| offset.saturating_sub(words) / 8;
+        let of_words = |offset: &&u64| **offset >= words;
+        let ranges = losses
+            .offsets
+            .iter()
+            .filter(of_words)
+            .map(|offset| first(offset)..(first(offset) + PAGE_SIZE as u64 / 8).min(self.pages.0));
+        let ranges = ranges.collect();
+        (losses, ranges)
+    }
+
+    /// One byte per chunk: how it is registered with every view's userfaultfd ([`crate::vm::region::Registered`]).
+    pub fn chunk_flags(&self) -> &[AtomicU8] {
+        self.mapping.bytes(0, chunks(self.pages) as usize)
+    }
+}
