@@ -9,6 +9,7 @@ use anyhow::{Context, ensure};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
 use ballast_policy::{Kind, Params, Setup};
+use ballast_sys::meminfo;
 use serde::{Deserialize, Serialize};
 
 use crate::tracking::Tracking;
@@ -166,7 +167,7 @@ impl Config {
 
     /// The store budget in bytes.
     pub fn store_budget(&self) -> Bytes {
-        self.store_budget.unwrap_or_else(|| Bytes(crate::backend::meminfo("MemTotal").unwrap_or(2 * GIB) / 2))
+        self.store_budget.unwrap_or_else(|| Bytes(meminfo::bytes("MemTotal").unwrap_or(2 * GIB) / 2))
     }
 
     /// Where VMMs attach.

@@ -7,8 +7,8 @@
 //!
 //! [`keeper`] is small and stays: it listens, checks an attach ([`admit`]), holds every descriptor, and starts an
 //! engine again whenever one dies. [`engine`] does the work with `ballast-pager` and answers the API through
-//! [`backend`]. [`orders`] are the messages between the two. [`watch`] finds processes that map a VM's RAM behind our
-//! back.
+//! [`backend`]. [`orders`] are the messages between the two. What both use of files and of
+//! processes is `ballast-handover`.
 //!
 //! Promise: whichever of the two dies, and whenever, no descriptor and no byte is lost. See ARCHITECTURE.md.
 #![forbid(unsafe_code)]
@@ -21,6 +21,4 @@ pub mod events;
 pub mod http;
 pub mod keeper;
 pub mod orders;
-pub mod sleep;
 pub mod tracking;
-pub mod watch;

@@ -5,8 +5,13 @@
 //!
 //! [`state_file`] is the file of one VM: who it is, who serves it ([`threads`]), its regions, and the tables of its
 //! page-state words ([`table`]). What those words mean is `ballast-page`'s, which this crate does not know.
+//!
+//! Both also look at other processes: [`watch`] finds those that map a VM's RAM behind our back, [`sleep`] says over what
+//! a thread sleeps.
 #![forbid(unsafe_code)]
 
+pub mod sleep;
 pub mod state_file;
 pub mod table;
 pub mod threads;
+pub mod watch;

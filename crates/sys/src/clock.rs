@@ -1,11 +1,18 @@
 //! Clocks that are asked of the kernel.
 //!
-//! Before: a worker wants to know what its work costs. After: its CPU time, whatever else the CPU ran meanwhile.
+//! Before: somebody wants to know how late it is, for other processes, too, or what work costs. After: time, or CPU time,
+//! whatever else the CPU ran meanwhile.
 //! Threads: any; each asks of itself, and of processes. Units: time. Promise: never goes back.
 
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
+
+/// Nanoseconds since the host started, without the time it slept: the clock that all processes share.
+pub fn monotonic_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
+}
 
 /// CPU time that the calling thread has used.
 pub fn cpu_time() -> Duration {

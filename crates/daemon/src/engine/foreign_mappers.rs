@@ -11,14 +11,15 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use ballast_handover::watch::{self, Look, Processes};
 use ballast_pager::vm::Hold;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
+use ballast_sys::process::Process;
 
+use super::host::Host;
 use super::huge_pages::HugePages;
-use crate::backend::{Host, Served};
-use crate::keeper::fence::Process;
-use crate::watch::{self, Look, Processes};
+use super::served::Served;
 
 /// How often processes are looked through.
 const EVERY: Duration = Duration::from_secs(5);

@@ -10,7 +10,7 @@ use ballast_pager::vm::region::Region;
 use ballast_sys::probe::khugepaged::{self, Khugepaged, Kind};
 use rustix::fs::{major, minor};
 
-use crate::backend::Served;
+use super::served::Served;
 
 /// Does a collapse fill the holes of a registered range?
 static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);

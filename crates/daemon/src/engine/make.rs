@@ -7,10 +7,10 @@
 //! Promise: a disk that hangs costs those who attach [`MAKE_TIMEOUT`], once: while a store is overdue no other is
 //! begun.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -19,27 +19,11 @@ use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::scm;
 use rustix::fs::Mode;
 
-use super::Engine;
+use super::shared::{Engine, Made};
 use crate::orders::{Report, Spilling};
 
 /// How long an attach waits for the disk. One that works takes milliseconds.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// The place of a file store's file, and its index.
-type Made = Result<[OwnedFd; 2], String>;
-
-/// File stores whose disk has not answered in time.
-#[derive(Debug, Default)]
-pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
-
-impl Overdue {
-    /// Is there one still?
-    fn is_any(&self) -> bool {
-        let mut overdue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        overdue.retain(|made| matches!(made.try_recv(), Err(TryRecvError::Empty)));
-        !overdue.is_empty()
-    }
-}
 
 impl Engine {
     /// Make a file store and report it.
@@ -69,7 +53,7 @@ impl Engine {
         match made.recv_timeout(MAKE_TIMEOUT) {
             Ok(made) => made,
             Err(RecvTimeoutError::Timeout) => {
-                self.overdue.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
+                self.overdue.add(made);
                 Err(format!("its disk did not answer within {MAKE_TIMEOUT:?}"))
             }
             Err(RecvTimeoutError::Disconnected) => Err("a thread ended".into()),

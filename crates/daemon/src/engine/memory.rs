@@ -22,9 +22,9 @@ use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::{Hold, Vm};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use super::served::Served;
+use super::shared::{Engine, Unlists, mend};
 use super::workers::Workers;
-use super::{Engine, Unlists, mend};
-use crate::backend::Served;
 
 /// Wait for losses, from now on.
 pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_seen: OwnedFd) -> io::Result<()> {

@@ -12,15 +12,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
+use ballast_handover::sleep::{STUCK, Sleeper, reason};
 
-use crate::backend::{Host, Served};
-use crate::sleep::{Sleeper, reason};
+use super::host::Host;
+use super::served::Served;
 
 /// How often threads are looked at, and how long one must have slept without a break to be told of.
 const EVERY: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(4);
-/// The event.
-pub const KIND: &str = "vm-stuck";
 
 /// Start looking.
 pub fn start(host: Arc<Host>) -> std::io::Result<()> {
@@ -59,7 +58,7 @@ fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
         let text = of_vm.look(&served, &sleepers, now);
         if let Some(text) = text {
             tracing::warn!(vm = served.vm.state.name(), "{text}");
-            host.events.add(Some(served.vm.state.name()), KIND, text);
+            host.events.add(Some(served.vm.state.name()), STUCK, text);
         }
     }
 }

@@ -16,7 +16,7 @@ use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Vm};
 use ballast_sys::Uffd;
 
-use crate::backend::Served;
+use super::served::Served;
 
 /// Serve this process, as far as it can be.
 pub fn add(

@@ -8,17 +8,18 @@
 //! hand its memory on has it brought back first (see `preload`).
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PageCount};
+use ballast_handover::watch;
 use ballast_pager::vm::region::Region;
+use ballast_sys::meminfo;
 
-use super::Engine;
-use crate::backend::{Served, meminfo};
-use crate::watch;
+use super::served::Served;
+use super::shared::{Closing, Engine};
 
 /// Memory of the host that is left to others, as a share of all.
 const LEFT_TO_OTHERS: u64 = 32;
@@ -26,9 +27,6 @@ const LEFT_TO_OTHERS: u64 = 32;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// How long to wait for memory before it is asked again.
 const PAUSE: Duration = Duration::from_millis(100);
-
-/// A VM that is being closed: set when what is far of it is not to be written back any more.
-pub(super) type Closing = Arc<AtomicBool>;
 
 impl Engine {
     fn all_closing(&self) -> MutexGuard<'_, HashMap<VmId, Closing>> {
@@ -117,7 +115,7 @@ impl Engine {
                 if closing.load(Ordering::Acquire) {
                     return false;
                 }
-                let [free, all] = ["MemAvailable", "MemTotal"].map(meminfo);
+                let [free, all] = ["MemAvailable", "MemTotal"].map(meminfo::bytes);
                 if free.zip(all).is_none_or(|(free, all)| free > all / LEFT_TO_OTHERS) {
                     return true;
                 }

@@ -16,6 +16,7 @@ use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmI
 use ballast_handover::state_file::StateFile;
 use ballast_store::RamStore;
 use ballast_sys::memfd::{self, FileId};
+use ballast_sys::process::Process;
 
 use super::Keeper;
 use super::clients::{Answer, ClientView};
@@ -212,9 +213,9 @@ impl Keeper {
         let opened = arena.as_fd().try_clone_to_owned().and_then(RamStore::check);
         opened.map_err(|error| error.to_string())?;
         if let Some((pid, start)) = state.engine()
-            && !self.is_ours(fence::Process { pid, start })
+            && !self.is_ours(Process { pid, start })
         {
-            let killed = fence::kill(fence::Process { pid, start })
+            let killed = fence::kill(Process { pid, start })
                 .map_err(|error| format!("Ending the engine of the last keeper, process {pid}: {error}"))?;
             if let Some(pidfd) = killed {
                 tracing::warn!(pid, "ended the engine that the last keeper left behind");

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
-use ballast_sys::scm;
+use ballast_sys::{meminfo, scm};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 
@@ -131,7 +131,7 @@ impl Keeper {
         let announced =
             views.flat_map(|view| &view.spans).map(|(span, _)| span.len.0).fold(closing, u64::saturating_add);
         let more = more.into_iter().map(|region| region.len.0).fold(0, u64::saturating_add);
-        has_memory(uid, announced, more, crate::backend::meminfo("MemTotal").unwrap_or(u64::MAX))
+        has_memory(uid, announced, more, meminfo::bytes("MemTotal").unwrap_or(u64::MAX))
     }
 
     /// Is it time to take connections?

@@ -14,21 +14,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
-use ballast_sys::scm;
+use ballast_handover::sleep::{self, Sleeper};
+use ballast_sys::process::Process;
 use ballast_sys::spawn::{Child, Starter};
+use ballast_sys::{clock, scm};
 use rustix::event::PollFlags;
 use rustix::process::{Signal, pidfd_send_signal};
 
 use super::clients::ClientView;
 use super::closer::SentFd;
 use super::closing::Closing;
-use super::fence::{self, Left, Process};
+use super::fence::{self, Left};
 use super::making::Making;
 use super::regions::{Fenced, VmEntry};
 use super::{Keeper, SOON};
-use crate::engine::{monotonic_ns, stuck};
 use crate::orders::{Begin, Order, Report, Spilling};
-use crate::sleep::{self, Sleeper};
 
 /// How often the engine is asked whether it is there.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -209,7 +209,7 @@ impl Keeper {
         for note in std::mem::take(&mut self.unsaid) {
             self.order(&note, &[]);
         }
-        let since = died.map(|(at, _)| monotonic_ns() - at.elapsed().as_nanos() as u64);
+        let since = died.map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
         for vm in self.vms.iter().map(|vm| vm.state.id()).collect::<Vec<_>>() {
             self.hand_over(vm, since);
         }
@@ -322,7 +322,7 @@ impl Keeper {
             "VM {name} has not been served for {waited_s} s, because its last engine, which is dead, is not done with \
              it: {why}"
         );
-        self.note(name, stuck::KIND, message);
+        self.note(name, sleep::STUCK, message);
     }
 
     /// Is it our engine that this state file names?

@@ -17,69 +17,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use ballast_handover::state_file::StateFile;
+use ballast_sys::process::{Process, Thread};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-
-/// A process, told by its start time from a later one with the same pid.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Process {
-    /// The process.
-    pub pid: u32,
-    /// When it started, in clock ticks since boot.
-    pub start: u64,
-}
-
-impl Process {
-    /// The process that has this pid now; `None` if there is none.
-    pub fn find(pid: u32) -> io::Result<Option<Self>> {
-        let Some(stat) = read_stat(&format!("/proc/{pid}/stat"))? else { return Ok(None) };
-        let start = field(&stat, 19).ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
-        Ok(Some(Self { pid, start }))
-    }
-
-    /// This process.
-    pub fn this() -> io::Result<Self> {
-        Self::find(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
-    }
-
-    /// Has its first thread ended, or is about to? Then so has, or will, every other one.
-    pub fn is_dying(self) -> bool {
-        matches!(is_over(&format!("/proc/{}/stat", self.pid)), Ok(true))
-    }
-}
-
-/// The `stat` of a process or thread; `None` if it is gone.
-fn read_stat(path: &str) -> io::Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(stat) => Ok(Some(stat)),
-        // It ended before the file was opened, or before it was read.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// A field of a `stat`, counted from the state, which comes after a name that may hold anything, spaces and parentheses
-/// included, up to the last closing one.
-fn field(stat: &str, number: usize) -> Option<u64> {
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number)?.parse().ok()
-}
-
-/// Is the thread with this `stat` gone, or so far gone that it has left its last system call?
-fn is_over(path: &str) -> io::Result<bool> {
-    const EXITING: u64 = 0x4;
-    /// It goes from its last system call to its end, and will not return from the kernel.
-    const SIGNALED: u64 = 0x400;
-    let Some(stat) = read_stat(path)? else { return Ok(true) };
-    let is_dead = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));
-    Ok(is_dead || field(&stat, 6).is_some_and(|flags| flags & (EXITING | SIGNALED) != 0))
-}
-
-/// Does the thread with this `stat` sleep in a system call until that is over? Killed, it does nothing after that.
-fn sleeps(path: &str) -> io::Result<bool> {
-    Ok(read_stat(path)?.is_none_or(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D'))))
-}
 
 /// Kill this process, if it is still there. Returns what becomes readable when all of it is gone; `None` if it is.
 ///
@@ -134,8 +75,8 @@ pub fn end_for(state: &StateFile, ours: Option<Process>) -> io::Result<Left> {
     };
     let mut left = Vec::new();
     for thread in threads {
-        let path = format!("/proc/{}/task/{thread}/stat", process.pid);
-        let is_harmless = is_over(&path)? || sleeps(&path)? && state.is_beside(thread);
+        let its = Thread { pid: process.pid, thread };
+        let is_harmless = its.is_over()? || its.sleeps()? && state.is_beside(thread);
         if !is_harmless {
             left.push(thread);
         }

@@ -10,9 +10,8 @@ use std::collections::HashSet;
 use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant};
 
+use ballast_handover::watch;
 use ballast_sys::memfd::FileId;
-
-use crate::watch;
 
 /// From one look to the next.
 const EVERY: Duration = Duration::from_secs(1);

@@ -12,9 +12,9 @@ use ballast_base::wire::{Attach, RegionInfo, VmId};
 use ballast_handover::state_file::{RegionRecord, StateFile};
 use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::memfd::{self, FileId};
+use ballast_sys::process::Process;
 
 use super::closer::{Closer, SentFd};
-use super::fence::Process;
 use super::lost::Search;
 use crate::admit;
 

@@ -6,9 +6,9 @@ use std::os::unix::fs::PermissionsExt;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_sys::memfd::{self, FileId};
+use ballast_sys::process::Process;
 use rustix::event::Timespec;
 
-use super::fence::Process;
 use super::*;
 use crate::admit::Escrow;
 

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use ballast_base::PageRange;
 use ballast_handover::table::PAGES_PER_CHUNK;
-use rustix::time::{ClockId, clock_gettime};
+use ballast_sys::clock;
 
 const STEP_MS: u64 = 256;
 /// Longer intervals count modulo this.
@@ -26,8 +26,7 @@ pub fn stamp() -> u8 {
 
 /// Now, in milliseconds since the host started.
 pub fn now_ms() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000
+    clock::monotonic_ns() / 1_000_000
 }
 
 /// From one stamp to another, milliseconds: off by up to a step, exact on average.

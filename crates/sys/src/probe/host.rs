@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use crate::meminfo;
+
 use super::finding::{Finding, Presence, no, refused, unknown, yes};
 
 /// The word in brackets of a settings file such as `always [never]`.
@@ -79,17 +81,10 @@ pub(super) fn cgroup() -> Finding {
     }
 }
 
-/// The number after `key` in `/proc/meminfo`.
-fn meminfo(key: &str) -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
-    line.split_ascii_whitespace().next()?.parse().ok()
-}
-
 pub(super) fn huge_pool() -> Finding {
-    match meminfo("HugePages_Total") {
+    match meminfo::number("HugePages_Total") {
         Some(0) => no("no huge pages are reserved"),
-        Some(pages) => yes(format!("{pages} pages, {} free", meminfo("HugePages_Free").unwrap_or(0))),
+        Some(pages) => yes(format!("{pages} pages, {} free", meminfo::number("HugePages_Free").unwrap_or(0))),
         None => no("the kernel has no hugetlb"),
     }
 }

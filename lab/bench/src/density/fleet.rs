@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use ballast_base::units::MIB;
+use ballast_sys::clock::monotonic_ns;
 
-use super::waits::{Waits, monotonic_ns};
+use super::waits::Waits;
 use crate::order::{Answer, Backing, Order, ReaderConfig, Role};
 use crate::rig::Bench;
 use crate::stats::median;

@@ -10,9 +10,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_sys::Anon;
+use ballast_sys::clock::monotonic_ns;
 use ballast_testvm::GuestRam;
 
-use super::waits::{Waits, monotonic_ns};
+use super::waits::Waits;
 use crate::native::Ram;
 use crate::order::{Answer, Backing, Data, ReaderConfig, Reads};
 use crate::pager::{Pager, enter};

@@ -3,17 +3,10 @@
 //! Before: a guest times each touch. After: percentiles over all guests.
 //! Threads: none. Units: nanoseconds. Promise: a percentile is at most one part in 32 too long; the longest is exact.
 
-use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 /// Classes for each doubling of the length.
 const PER_DOUBLING: u64 = 32;
-
-/// Now, by a clock that all processes share.
-pub(crate) fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
-}
 
 /// Lengths, counted.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

@@ -29,7 +29,8 @@ use ballast_policy::{
     Action, Class, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
 };
 
-use crate::backend::{Host, Served};
+use crate::engine::host::Host;
+use crate::engine::served::Served;
 use log::Log;
 use sample::{Sampler, now_ms};
 
@@ -122,14 +123,15 @@ impl Control {
     }
 
     /// Start the loop's thread, which lives as long as the engine.
-    pub fn start(host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
-        let _ = host.control.watch.set(watch);
+    pub fn start(self: &Arc<Self>, host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
+        let _ = self.watch.set(watch);
+        let control = self.clone();
         std::thread::Builder::new().name("control".into()).spawn(move || {
             // API requests wait for the lock that it holds.
             run_first();
             loop {
-                host.control.wait();
-                host.control.tick(&host);
+                control.wait();
+                control.tick(&host);
             }
         })?;
         Ok(())

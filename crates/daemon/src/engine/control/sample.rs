@@ -11,9 +11,11 @@ use ballast_base::{GIB, PAGE_SIZE, PageCount};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::stats::Counter;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
+use ballast_sys::{clock, meminfo};
 
 use super::{kernel_stall, words};
-use crate::backend::{Host, SMALLEST_LIMIT, Served, meminfo};
+use crate::engine::host::Host;
+use crate::engine::served::{SMALLEST_LIMIT, Served};
 
 /// Part of the host's memory that is kept free, and the most of it.
 const FREE_PART: u64 = 64;
@@ -67,8 +69,8 @@ impl Sampler {
 fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
     let sum = |of: fn(&VmSample) -> u64| vms.iter().map(of).fold(0, u64::saturating_add);
     let resident = sum(|vm| vm.resident_bytes);
-    let available = meminfo("MemAvailable").unwrap_or(0);
-    let min_free_bytes = (meminfo("MemTotal").unwrap_or(0) / FREE_PART).min(MOST_FREE);
+    let available = meminfo::bytes("MemAvailable").unwrap_or(0);
+    let min_free_bytes = (meminfo::bytes("MemTotal").unwrap_or(0) / FREE_PART).min(MOST_FREE);
     // What the kernel calls available also counts what other programs would give up. A budget that was set is there to
     // be used up: that nothing of it is left does not make the host short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
@@ -152,5 +154,5 @@ fn estimate(resident: u64, came_back: u64, size: u64) -> WorkingSet {
 
 /// Milliseconds on the clock that all engines of a boot share.
 pub fn now_ms() -> u64 {
-    crate::engine::monotonic_ns() / 1_000_000
+    clock::monotonic_ns() / 1_000_000
 }

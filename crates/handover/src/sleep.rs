@@ -8,6 +8,9 @@ use std::fmt::Write;
 
 use rustix::path::Arg;
 
+/// The event that says that a VM waits for such a thread.
+pub const STUCK: &str = "vm-stuck";
+
 /// A thread that sleeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sleeper {

@@ -14,11 +14,9 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use ballast_sys::memfd::FileId;
+use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp};
-
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
-
-use crate::keeper::fence::Process;
 
 /// How long one process may keep us waiting. One that takes longer is passed over from then on.
 const LOOK_TIMEOUT: Duration = Duration::from_millis(500);

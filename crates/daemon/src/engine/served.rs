@@ -1,0 +1,137 @@
+//! Served: a VM that the engine serves, with what is known of its processes and what goes on beside its workers.
+//!
+//! Before: the keeper handed it over. After: orders, the watch, the control loop and the API find everything of it here.
+//! Threads: any; what is locked is locked for a moment.
+//! Promise: reclaim is held until a look for foreign mappers that began after the last change is over.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ballast_api::VmStat;
+use ballast_base::Bytes;
+use ballast_pager::vm::{Hold, Vm};
+use ballast_store::RamStore;
+
+use super::late;
+use super::workers::Jobs;
+
+/// The smallest limit that makes sense: below it a guest cannot even keep its kernel resident.
+pub const SMALLEST_LIMIT: Bytes = Bytes(ballast_base::MIB);
+
+/// Why a VM is held that an operator had restored.
+pub const KEPT: &str = "an operator wants all of it in memory (`ballast vm restore NAME --end` ends that)";
+
+/// A VM the engine serves.
+#[derive(Debug)]
+pub struct Served {
+    /// The VM.
+    pub vm: Arc<Vm>,
+    /// Its store, for what only this kind knows.
+    pub store: Arc<RamStore>,
+    /// Its file store, as far as it is open.
+    pub file: late::File,
+    /// The VMM program.
+    pub vmm: String,
+    /// What is going on beside its orders and workers.
+    pub jobs: Jobs,
+    /// Its processes, those included that are about to be served.
+    pids: Mutex<HashSet<u32>>,
+    /// Its processes that are not served wherever they map its RAM, and why.
+    unserved: Mutex<HashMap<u32, String>>,
+    /// How often a look for foreign mappers was asked for: the hold ends with a look that began after the last time.
+    looks_asked: Mutex<u64>,
+}
+
+impl Served {
+    /// A VM without processes yet.
+    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: late::File, vmm: String) -> Self {
+        let (pids, unserved, looks_asked) = Default::default();
+        Self { vm, store, file, vmm, jobs: Jobs::default(), pids, unserved, looks_asked }
+    }
+
+    fn looks_asked(&self) -> std::sync::MutexGuard<'_, u64> {
+        self.looks_asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hold reclaim until somebody has looked who else maps its RAM. Whoever says so then asks the watch for a look.
+    pub fn hold_unchecked(&self) {
+        let mut asked = self.looks_asked();
+        *asked += 1;
+        self.vm.hold(Hold::Unchecked, Some(VmStat::NOT_LOOKED_AT.into()));
+    }
+
+    /// How often a look was asked for by now.
+    pub fn asked(&self) -> u64 {
+        *self.looks_asked()
+    }
+
+    /// A look is over; `asked` had been asked for when it began.
+    pub fn checked(&self, asked: u64) {
+        let now = self.looks_asked();
+        if *now == asked {
+            self.vm.hold(Hold::Unchecked, None);
+        }
+    }
+
+    /// Hold reclaim at once, and bring every page back on a thread of its own, which then says how it went.
+    pub fn restore(
+        &self,
+        kind: Hold,
+        reason: String,
+        then: impl FnOnce(io::Result<()>) + Send + 'static,
+    ) -> io::Result<()> {
+        self.vm.hold(kind, Some(reason));
+        let vm = self.vm.clone();
+        self.jobs.begin("restore", move || {
+            let _listed = vm.state.list_thread();
+            let result = vm.restore();
+            if let Err(error) = &result {
+                vm.report("restore-failed", format!("Bringing its pages back: {error}"));
+            }
+            then(result);
+        })
+    }
+
+    /// Its processes.
+    pub fn pids(&self) -> Vec<u32> {
+        self.pids.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect()
+    }
+
+    /// This process is one of them.
+    pub fn add_pid(&self, pid: u32) {
+        self.pids.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
+    }
+
+    fn all_unserved(&self) -> std::sync::MutexGuard<'_, HashMap<u32, String>> {
+        self.unserved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why a process that has attached counts as one that has not, if there is one.
+    pub fn unserved(&self) -> Option<String> {
+        self.all_unserved().values().next().cloned()
+    }
+
+    /// Why this process counts as one that has not attached, if it does.
+    pub fn unserved_of(&self, pid: u32) -> Option<String> {
+        self.all_unserved().get(&pid).cloned()
+    }
+
+    /// This process is not served wherever it maps the RAM.
+    pub fn set_unserved(&self, pid: u32, reason: String) {
+        self.all_unserved().insert(pid, reason);
+    }
+
+    /// Take over what is known of the processes of the same VM.
+    pub fn take_after(&self, last: &Self) {
+        *self.all_unserved() = last.all_unserved().clone();
+        let pids = last.pids().into_iter().collect();
+        *self.pids.lock().unwrap_or_else(PoisonError::into_inner) = pids;
+    }
+
+    /// This process is gone.
+    pub fn forget_pid(&self, pid: u32) {
+        self.pids.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
+        self.all_unserved().remove(&pid);
+    }
+}

@@ -1,0 +1,98 @@
+//! What the thread that takes orders and the workers of VMs share.
+//!
+//! Before: the engine has begun. After: `mod` takes orders with it, and `vms`, `make`, `memory` and `write_back` carry
+//! them out. Threads: any.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Context;
+use ballast_base::wire::{self, VmId};
+use ballast_pager::vm::Vm;
+use ballast_sys::process::Process;
+use ballast_sys::scm;
+
+use super::control::Control;
+use super::host::Host;
+use super::served::Served;
+use crate::events::Events;
+use crate::orders::{Begin, Report};
+
+/// The place of a file store's file, and its index.
+pub(super) type Made = Result<[OwnedFd; 2], String>;
+
+/// File stores whose disk has not answered in time.
+#[derive(Debug, Default)]
+pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
+
+impl Overdue {
+    /// Is there one still?
+    pub fn is_any(&self) -> bool {
+        let mut overdue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        overdue.retain(|made| matches!(made.try_recv(), Err(TryRecvError::Empty)));
+        !overdue.is_empty()
+    }
+
+    /// One more, which sends when its disk has answered.
+    pub fn add(&self, made: Receiver<Made>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
+    }
+}
+
+/// A VM that is being closed: set when what is far of it is not to be written back any more.
+pub(super) type Closing = Arc<AtomicBool>;
+
+/// The calling thread works for the VM no more when this is dropped.
+pub(super) struct Unlists<'a>(pub &'a Vm);
+
+impl Drop for Unlists<'_> {
+    fn drop(&mut self) {
+        self.0.state.unlist_thread();
+    }
+}
+
+/// Mend what the workers of a VM left behind. None of them runs.
+pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
+    let recovered = vm.recover()?;
+    let far: Vec<_> = recovered.live.iter().map(|(number, live)| (*number, live.count())).collect();
+    tracing::warn!(vm = vm.state.name(), ?far, mended = recovered.mended, "took over");
+    Ok(())
+}
+
+/// What the thread that takes orders and the workers share.
+pub(super) struct Engine {
+    pub keeper: Arc<OwnedFd>,
+    pub me: Process,
+    pub begin: Begin,
+    pub host: Arc<Host>,
+    pub control: Arc<Control>,
+    pub events: Arc<Events>,
+    /// The watch looks for foreign mappers of each VM that is sent here.
+    pub watch: mpsc::Sender<Arc<Served>>,
+    /// VMs that are being closed.
+    pub closing: Mutex<HashMap<VmId, Closing>>,
+    /// File stores that are being made.
+    pub overdue: Overdue,
+}
+
+impl Engine {
+    /// Say so to the keeper.
+    pub fn report(&self, report: &Report) -> anyhow::Result<()> {
+        scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")
+    }
+
+    /// An order failed, of this VM or of none.
+    pub fn failed(&self, vm: Option<String>, what: &str, error: &anyhow::Error) {
+        tracing::error!(vm, "Carrying out {what}: {error:#}");
+        self.events.add(vm, "order-failed", format!("{error:#}"));
+    }
+
+    /// The order of this number is carried out, or why it could not be.
+    pub fn done(&self, seq: u64, result: io::Result<()>) -> anyhow::Result<()> {
+        self.report(&Report::Done { seq, result: result.map_err(|error| error.to_string()) })
+    }
+}

@@ -1,0 +1,288 @@
+//! Orders about one VM: opened, joined by a process, given RAM, brought back, closed.
+//!
+//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the VM is as the order says, or it is
+//! said why not.
+//! Threads: the VM's worker; the calling thread is in the list of the VM's state file meanwhile.
+//! Promise: only a VM whose state file names this engine is opened.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use ballast_base::Bytes;
+use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::wire::{self, VmId};
+use ballast_handover::state_file::StateFile;
+use ballast_pager::run::pool::blocking;
+use ballast_pager::tier::stores::{LateStore, Stores, Tier};
+use ballast_pager::vm::region_table::LOST;
+use ballast_pager::vm::stats::Counter;
+use ballast_pager::vm::view::View;
+use ballast_pager::vm::{Hold, Tuning, Vm};
+use ballast_store::{Codec, FileOptions, RamOptions, RamStore};
+use ballast_sys::process::Process;
+use ballast_sys::{clock, memory_error, scm};
+
+use super::late::{self, LateFile};
+use super::served::{KEPT, Served};
+use super::shared::{Closing, Engine, Unlists, mend};
+use super::views;
+use crate::config::Compression;
+use crate::orders::{Order, Report};
+use crate::tracking;
+
+/// What an order to open a VM says of it.
+struct Opening {
+    vmm: String,
+    pinned: Option<String>,
+    may_pin: bool,
+    has_file: bool,
+}
+
+impl Engine {
+    /// Carry out an order about a VM, on its worker.
+    pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>) {
+        let what = format!("{order:?}");
+        let served = self.host.by_id(id);
+        let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
+        let result = match (order, &served) {
+            (Order::OpenVm { vmm, pinned, may_pin, has_file, .. }, None) => {
+                self.open_vm(id, Opening { vmm, pinned, may_pin, has_file }, fds)
+            }
+            (Order::AddView { pid, uffd_features, spans, unserved_since_ns, .. }, Some(served)) => {
+                self.add_view(served, pid, uffd_features, &spans, unserved_since_ns, fds)
+            }
+            (Order::AddRegion { pid, info, number, .. }, Some(served)) => {
+                self.add_region(served, pid, &info, number, fds)
+            }
+            (Order::RemoveRegion { seq, pid, hva, .. }, Some(served)) => {
+                let view = served.vm.views().into_iter().find(|view| view.pid == pid);
+                let removed = view.map_or(Ok(None), |view| served.vm.remove_region(&view, hva));
+                self.done(seq, removed.map(|_| ()))
+            }
+            (Order::Pin { seq, reason, .. }, Some(served)) => self.restore(served, Hold::Pinned, reason, seq),
+            (Order::Reach { seq, pid, regions, .. }, Some(served)) => self.reach(served, seq, pid, &regions),
+            (Order::Reach { seq, .. }, None) => {
+                self.done(seq, Err(io::Error::other("the VM could not be opened, so nobody is served")))
+            }
+            (Order::MayPin { seq, .. }, Some(served)) => {
+                served.vm.set_may_pin();
+                self.done(seq, Ok(()))
+            }
+            (Order::RemoveView { pid, .. }, Some(served)) => {
+                served.vm.remove_view(pid);
+                served.forget_pid(pid);
+                Ok(())
+            }
+            // Nothing is reclaimed from a VM that is not open: what they ask for is so.
+            (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
+                self.done(seq, Ok(()))
+            }
+            (Order::RemoveView { .. }, None) => Ok(()),
+            (_, served) => {
+                Err(anyhow::anyhow!("the VM is {}", if served.is_some() { "open already" } else { "not open" }))
+            }
+        };
+        if let Err(error) = result {
+            let error = error.context(format!("VM {id}"));
+            self.failed(served.as_ref().map(|served| served.vm.state.name()), &what, &error);
+        }
+    }
+
+    /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that
+    /// none is.
+    fn reach(&self, served: &Arc<Served>, seq: u64, pid: u32, regions: &[u32]) -> anyhow::Result<()> {
+        let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
+        let in_all =
+            |views: &[Arc<View>]| regions.iter().all(|number| views.iter().any(|view| view.base(*number).is_some()));
+        let unserved = served.unserved_of(pid);
+        if in_all(&its) && unserved.is_none() {
+            return self.done(seq, Ok(()));
+        }
+        let reason = unserved.unwrap_or_else(|| format!("process {pid} is not served"));
+        served.set_unserved(pid, reason.clone());
+        if !in_all(&others) {
+            return self.done(seq, Err(io::Error::other(format!("{reason}; no other process maps all of its RAM"))));
+        }
+        self.restore(served, Hold::Shared, reason, seq)
+    }
+
+    /// Keep every page in memory, and answer when all are back: a VMM that is about to pin its memory must not wait for
+    /// a far page in the kernel, and a process that cannot be served must find none. From a thread of its own, because
+    /// that takes a second for some 100,000 far pages.
+    fn restore(&self, served: &Arc<Served>, kind: Hold, reason: String, seq: u64) -> anyhow::Result<()> {
+        let keeper = self.keeper.clone();
+        let begun = served.restore(kind, reason, move |result| {
+            let report = Report::Done { seq, result: result.map_err(|error| error.to_string()) };
+            if let Err(error) = scm::send(&*keeper, &wire::encode(&report), &[]) {
+                tracing::error!("Reporting to the keeper: {error}");
+            }
+        });
+        begun.or_else(|error| self.done(seq, Err(error)))
+    }
+
+    fn open_vm(
+        &self,
+        id: VmId,
+        Opening { vmm, pinned, may_pin, has_file }: Opening,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        let mut fds = fds.into_iter();
+        let (Some(state), Some(arena)) = (fds.next(), fds.next()) else { bail!("state and arena file are missing") };
+        let state = StateFile::open(state)?;
+        let Process { pid, start } = self.me;
+        state.open_as(pid, start);
+        // This thread works for the VM until it is open. A keeper may have killed us a moment ago: then it ends here.
+        std::mem::forget(state.list_thread());
+        // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
+        anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
+        anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: nobody held it");
+        let epoch = state.take_over(pid, start, LOST).context("Taking the state file over")?;
+        let options = RamOptions {
+            codec: match self.begin.compression {
+                Compression::Lz4 => Codec::Lz4,
+                Compression::Zstd => Codec::Zstd { level: 1 },
+            },
+            punch_later: true,
+            ..RamOptions::new(self.host.budget.clone())
+        };
+        let store = Arc::new(RamStore::open(arena, options).context("Opening the arena")?);
+        let events = self.events.clone();
+        let name = state.name();
+        let report = {
+            let name = name.clone();
+            Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
+        };
+        let late = has_file.then(|| Arc::new(LateStore::new()));
+        let file = if has_file { fds.next().zip(fds.next()) } else { None };
+        let tuning = Tuning {
+            quarantine: Duration::from_millis(self.begin.quarantine_ms),
+            spill_after: self.begin.spill.as_ref().filter(|_| has_file).map(|spill| Duration::from_secs(spill.after_s)),
+            track: tracking::to_pager(self.begin.heat.track),
+            heat: self.begin.heat.settings(),
+            ..Tuning::default()
+        };
+        let mut tiers = vec![Tier::near(RAM_STORE, "RAM store", store.clone())];
+        tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
+        let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
+        let _unlists = Unlists(&vm);
+        let late_file = late::File::default();
+        let opening = match late.clone().zip(file) {
+            Some((late, (file, index))) => {
+                let state = StateFile::open(vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
+                state.open_as(pid, start);
+                Some(LateFile::begin(state, vm.reporter(), late, [file, index], self.file_options(), &late_file)?)
+            }
+            None => None,
+        };
+        for file in fds {
+            vm.open_region(file)?;
+        }
+        if epoch > 1 {
+            mend(&vm)?;
+            vm.stats().add(Counter::Takeovers, 1);
+        }
+        if let Some(opening) = opening {
+            blocking(|| opening.finish(&vm, late.and_then(|late| late.take_live())));
+        }
+        if may_pin {
+            vm.set_may_pin();
+        }
+        vm.hold(Hold::Pinned, pinned);
+        vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
+        vm.start()?;
+        let served = Arc::new(Served::new(vm.clone(), store, late_file, vmm));
+        self.host.vms.write().expect("no panic while held").push(served.clone());
+        // What was found lost while it was opened is told now that it is known.
+        memory_error::notify();
+        self.control.opened(&served);
+        if epoch == 1 {
+            self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));
+        }
+        Ok(())
+    }
+
+    /// What a VM's file store is opened with.
+    fn file_options(&self) -> FileOptions {
+        let writes_per_day = self.begin.spill.as_ref().map_or(Bytes(0), |spill| spill.writes_per_day);
+        FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) }
+    }
+
+    fn add_view(
+        &self,
+        served: &Arc<Served>,
+        pid: u32,
+        uffd_features: u64,
+        spans: &[(wire::RegionInfo, u32)],
+        unserved_since_ns: Option<u64>,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        served.add_pid(pid);
+        served.hold_unchecked();
+        views::add(served, pid, uffd_features, views::descriptors(fds)?, spans)?;
+        if let Some(since_ns) = unserved_since_ns {
+            let gap = Duration::from_nanos(clock::monotonic_ns().saturating_sub(since_ns));
+            served.vm.stats().raise(Counter::LongestGapNs, gap.as_nanos() as u64);
+            let name = served.vm.state.name();
+            let text = format!("VM {name} is served again after {:.1} ms", gap.as_secs_f64() * 1e3);
+            self.events.add(Some(name), "taken-over", text);
+        }
+        if served.vm.is_pinned() {
+            // Nobody waits for this one: the hold has been there since the VM was opened.
+            served.restore(Hold::Pinned, served.vm.held().unwrap_or_default(), |_| ())?;
+        } else if served.vm.is_held_for(Hold::Kept) {
+            served.restore(Hold::Kept, KEPT.into(), |_| ())?;
+        }
+        self.watch.send(served.clone()).context("Asking the watch to look")
+    }
+
+    fn add_region(
+        &self,
+        served: &Arc<Served>,
+        pid: u32,
+        info: &wire::RegionInfo,
+        number: u32,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        let vm = &served.vm;
+        if vm.region(number).is_none() {
+            let opened = vm.open_region(fds.into_iter().next().context("a descriptor is needed")?)?;
+            anyhow::ensure!(opened == number, "region {number} came before region {opened}");
+        }
+        if let Some(view) = vm.views().into_iter().find(|view| view.pid == pid) {
+            let added = vm.add_span(&view, info, number);
+            if let Err(error) = &added {
+                // As for a view that is not complete: it may read zeros where pages are far, so none may be.
+                let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");
+                vm.report("view-incomplete", reason.clone());
+                served.set_unserved(pid, reason.clone());
+                vm.hold(Hold::Shared, Some(reason.clone()));
+                served.restore(Hold::Shared, reason, |_| ())?;
+            }
+            added?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn close_vm(&self, id: VmId, closing: &Closing) {
+        let closed = {
+            let mut vms = self.host.vms.write().expect("no panic while held");
+            let at = vms.iter().position(|served| served.vm.state.id() == id);
+            at.map(|at| vms.remove(at))
+        };
+        if let Some(served) = closed {
+            let _listed = served.vm.state.list_thread();
+            served.file.cancel();
+            served.vm.stop();
+            served.jobs.close();
+            // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again,
+            // and what was put off must not be done then.
+            served.vm.stores.first().store.tidy();
+            let name = served.vm.state.name();
+            self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
+            self.leave(&served, closing);
+        }
+    }
+}

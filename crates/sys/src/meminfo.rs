@@ -1,0 +1,16 @@
+//! What `/proc/meminfo` says of the host.
+//!
+//! Before: somebody wants to know how much memory there is. After: the number, in the kernel's unit or in bytes; nothing
+//! if the kernel does not say. Threads: any; no lock is waited for.
+
+/// The number on the line of this key: KiB, or a count of huge pages.
+pub fn number(key: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    line.split_ascii_whitespace().next()?.parse().ok()
+}
+
+/// A line in KiB, in bytes.
+pub fn bytes(key: &str) -> Option<u64> {
+    number(key).map(|kib| kib * ballast_base::KIB)
+}
