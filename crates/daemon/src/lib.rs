@@ -20,5 +20,5 @@ pub mod engine;
 pub mod events;
 pub mod http;
 pub mod keeper;
-pub mod orders;
+pub mod settings;
 pub mod tracking;

@@ -1,6 +1,6 @@
 //! When VMs are tracked, and what that may cost: the table `[heat]` of the settings.
 //!
-//! Before: `config` reads it, the keeper passes it on in `Begin`. After: the engine opens each VM with it; an operator
+//! Before: `config` reads it, `settings` passes it on. After: the engine opens each VM with it; an operator
 //! may set another `track` for a VM through the API, which holds until the VM's engine is replaced.
 
 use anyhow::ensure;

@@ -1,4 +1,5 @@
-//! The arena: one sparse shared-memory file that holds everything a store knows.
+//! The arena: one sparse shared-memory file that holds everything a store knows. `ballast_handover::arena` says how it
+//! is laid out.
 //!
 //! Before: a store is created or opened. After: `slab` reads the table entries, `alloc` hands out slots; `ram` copies
 //! blobs in and out, `file` the headers of blocks that are on a disk.
@@ -9,13 +10,6 @@
 //! least: blobs become zeros, which no handle fits; entries of the table become bits that mean nothing, so that no slab
 //! of them is handed out or emptied before the next `recover`; the header is written again.
 //!
-//! ```text
-//! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
-//!              store's own; reserved; counters from byte 1024
-//! 4096         slab table: one entry of 16 words per slab (state word, 15 bitmap words)
-//! slabs_start  slab 0, slab 1, ...   (the table rounded up to a whole slab)
-//! ```
-//!
 //! Which versions read which is `ballast_base::format`'s rule: zero in a reserved word says nothing. A header that was
 //! lost is written again as this program's own: what a newer one had put into reserved words is gone.
 
@@ -25,67 +19,30 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use ballast_base::format::{Format, Stamp};
-use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_base::PAGE_SIZE;
+use ballast_base::format::Stamp;
+use ballast_handover::arena::{
+    self, ENTRY_BYTES, ENTRY_WORDS, HEADER_WORDS, Layout, OWN_WORDS, OWN_WORDS_START, SHARD_WORDS, SHARDS,
+    SHARDS_START, TABLE_START, WORD_FRESH, WORD_HELD, WORD_LAYOUT,
+};
 use ballast_sys::direct::DirectFile;
 use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd};
 
 use crate::slab::{CAPACITIES, SLAB_BYTES, Slab};
 
-/// The most slabs one arena can have (256 GiB): a handle has 22 bits for the slab.
-pub const MAX_SLABS: u32 = 1 << 22;
-
 /// What tells one kind of arena from another.
 #[derive(Debug)]
 pub(crate) struct Shape {
-    /// For messages.
-    pub(crate) name: &'static str,
-    pub(crate) magic: u64,
-    /// The layout of the header, the table, the classes and the blob headers, and what handles and checksums mean.
-    pub(crate) format: Format,
-    /// Bytes of a slab in the arena file.
-    pub(crate) slab_bytes: usize,
+    pub(crate) layout: &'static Layout,
     /// Bytes charged to the budget for a slab: its own, or those of the area on a disk that it describes.
     pub(crate) charge_bytes: u64,
     /// Slots in a slab, for each class.
     pub(crate) capacities: &'static [usize],
 }
 
-/// The RAM store's arena: the slabs hold the blobs. Version 2: it states its least reader. Version 3: the VM's id
-/// seeds the checksums; nothing older is read.
-pub(crate) static RAM: Shape = Shape {
-    name: "RAM store arena",
-    magic: u64::from_le_bytes(*b"BALSTORE"),
-    format: Format { version: 3, least_reader: 3, oldest: 3 },
-    slab_bytes: SLAB_BYTES,
-    charge_bytes: SLAB_BYTES as u64,
-    capacities: &CAPACITIES,
-};
-
-const ENTRY_WORDS: usize = 16;
-const ENTRY_BYTES: usize = ENTRY_WORDS * 8;
-const TABLE_START: usize = PAGE_SIZE;
-
-const WORD_MAGIC: usize = 0;
-/// A [`Stamp`].
-const WORD_LAYOUT: usize = 1;
-const WORD_SLABS: usize = 2;
-const WORD_SLAB_BYTES: usize = 3;
-const WORD_FRESH: usize = 4;
-const WORD_HELD: usize = 5;
-const OWN_WORDS_START: usize = 6;
-/// Header words that mean what the store wants.
-pub(crate) const OWN_WORDS: usize = 4;
-const HEADER_WORDS: usize = SHARDS_START / 8;
-
-/// Counters are spread over this many cache lines, so that threads do not fight for one.
-const SHARDS: usize = 16;
-/// Words in one shard: one cache line.
-const SHARD_WORDS: usize = 8;
-const SHARDS_START: usize = 1024;
-const _: () =
-    assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && OWN_WORDS_START + OWN_WORDS <= HEADER_WORDS);
+/// The RAM store's arena: the slabs hold the blobs.
+pub(crate) static RAM: Shape = Shape { layout: &arena::RAM, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
 
 /// A mapped arena.
 #[derive(Debug)]
@@ -109,112 +66,37 @@ fn shard_of_thread() -> usize {
     SHARD.with(|shard| *shard)
 }
 
-impl Shape {
-    fn slabs_start(&self, slabs: u32) -> usize {
-        (TABLE_START + slabs as usize * ENTRY_BYTES).next_multiple_of(self.slab_bytes)
-    }
-
-    fn file_bytes(&self, slabs: u32) -> usize {
-        self.slabs_start(slabs) + slabs as usize * self.slab_bytes
-    }
-
-    /// How many slabs an arena of this file size has.
-    fn slabs_of(&self, file_bytes: u64) -> Option<u32> {
-        let most = file_bytes / self.slab_bytes as u64;
-        // The table rounded up to a whole slab is the only other thing in it.
-        let near = most.checked_sub(2 + (most * ENTRY_BYTES as u64).div_ceil(self.slab_bytes as u64))?;
-        (near..=most)
-            .filter_map(|slabs| u32::try_from(slabs).ok())
-            .find(|slabs| self.file_bytes(*slabs) as u64 == file_bytes)
-    }
-
-    /// What the header of a new arena says.
-    fn write_header(&self, slabs: u32, header: &[AtomicU64]) {
-        header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
-        header[WORD_SLAB_BYTES].store(self.slab_bytes as u64, Ordering::Relaxed);
-        header[WORD_LAYOUT].store(self.format.stamp().to_word(), Ordering::Relaxed);
-        header[WORD_MAGIC].store(self.magic, Ordering::Release);
-    }
-
-    fn invalid(&self, what: String) -> io::Error {
-        io::Error::new(io::ErrorKind::InvalidData, format!("Opening a {}: {what}", self.name))
-    }
-}
-
 impl Arena {
     /// Make an empty arena of `slabs` slabs.
     pub(crate) fn create(shape: &'static Shape, slabs: u32) -> io::Result<Self> {
-        if slabs == 0 || slabs > MAX_SLABS {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("Creating a {}: {slabs} slabs asked for, 1 to {MAX_SLABS} are possible", shape.name),
-            ));
-        }
-        let fd = memfd::create("ballast-store", Bytes(shape.file_bytes(slabs) as u64))?;
-        let arena = Self::map(shape, Arc::new(fd), slabs)?;
-        shape.write_header(slabs, arena.map.words(0, HEADER_WORDS));
-        Ok(arena)
+        let fd = arena::create()?;
+        arena::format(shape.layout, &fd, slabs)?;
+        Self::open(shape, fd)
     }
 
     /// Map the file of an arena of `slabs` slabs.
     fn map(shape: &'static Shape, fd: Arc<OwnedFd>, slabs: u32) -> io::Result<Self> {
         let header_copy = Arc::new(PageCopy::default());
-        shape.write_header(slabs, header_copy.words());
+        let layout = shape.layout;
+        layout.write_header(slabs, header_copy.words());
         let fills = vec![
             (TABLE_START, Fill::Copy(header_copy.clone())),
-            (shape.slabs_start(slabs), Fill::Pattern(u64::MAX)),
-            (shape.file_bytes(slabs), Fill::Zeros),
+            (layout.slabs_start(slabs), Fill::Pattern(u64::MAX)),
+            (layout.file_bytes(slabs), Fill::Zeros),
         ];
         let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
-        let map = Surviving::new(Mapping::shared(&*fd, 0, shape.file_bytes(slabs))?, survival);
+        let map = Surviving::new(Mapping::shared(&*fd, 0, layout.file_bytes(slabs))?, survival);
         Ok(Self { map, fd, header_copy, header_was_lost: AtomicBool::new(false), slabs, shape, disk: None })
     }
 
     /// Map an arena that exists, after checking that it is one.
     pub(crate) fn open(shape: &'static Shape, fd: OwnedFd) -> io::Result<Self> {
-        let invalid = |what| shape.invalid(what);
-        let size = memfd::size(&fd)?.0;
-        if size < PAGE_SIZE as u64 {
-            return Err(invalid(format!("the file has {size} bytes, less than a header")));
-        }
         let fd = Arc::new(fd);
-        // Of one that was lost there is a hole, if whoever met it died before it was written again.
-        let table = TABLE_START as u64;
-        let is_hole = memfd::is_hole(&*fd, 0, table)? && memfd::next_data(&*fd, table)?.is_some();
-        let fills = vec![(PAGE_SIZE, Fill::Zeros)];
-        let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
-        let header_map = Surviving::new(Mapping::shared(&*fd, 0, PAGE_SIZE)?, survival);
-        let header = header_map.words(0, HEADER_WORDS);
-        header[WORD_MAGIC].load(Ordering::Acquire);
-        let header_was_lost = is_hole || header_map.lost() > 0;
-        if header_was_lost {
-            // What it said of the arena follows from the size of the file.
-            let slabs = shape
-                .slabs_of(size)
-                .ok_or_else(|| invalid(format!("its header is lost, and none has {size} bytes")))?;
-            shape.write_header(slabs, header);
-        }
-        let expect = |word: usize, name: &str, expected: u64| {
-            let found = header[word].load(Ordering::Acquire);
-            if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
-        };
-        expect(WORD_MAGIC, "the magic number", shape.magic)?;
-        let stamp = Stamp::from_word(header[WORD_LAYOUT].load(Ordering::Acquire));
-        shape.format.check(stamp).map_err(|unreadable| invalid(unreadable.to_string()))?;
-        expect(WORD_SLAB_BYTES, "the slab size", shape.slab_bytes as u64)?;
-        let stated = header[WORD_SLABS].load(Ordering::Relaxed);
-        let slabs = u32::try_from(stated)
-            .ok()
-            .filter(|slabs| (1..=MAX_SLABS).contains(slabs))
-            .ok_or_else(|| invalid(format!("it states {stated} slabs, 1 to {MAX_SLABS} are possible")))?;
-        let needed = shape.file_bytes(slabs);
-        if size != needed as u64 {
-            return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {needed}")));
-        }
-        let arena = Self::map(shape, fd, slabs)?;
-        arena.header_was_lost.store(header_was_lost, Ordering::Release);
-        for (word, copy) in header.iter().zip(arena.header_copy.words()) {
-            copy.store(word.load(Ordering::Acquire), Ordering::Release);
+        let head = arena::read(shape.layout, &fd)?;
+        let arena = Self::map(shape, fd, head.slabs)?;
+        arena.header_was_lost.store(head.was_lost, Ordering::Release);
+        for (word, copy) in head.words.iter().zip(arena.header_copy.words()) {
+            copy.store(*word, Ordering::Release);
         }
         Ok(arena)
     }
@@ -230,7 +112,8 @@ impl Arena {
         let header = self.header_was_lost.swap(false, Ordering::AcqRel).then_some(0);
         let told = offsets.len() as u64;
         let what = |offset: u64| {
-            let (name, table, slabs) = (self.shape.name, TABLE_START as u64, self.shape.slabs_start(self.slabs) as u64);
+            let (name, table, slabs) =
+                (self.shape.layout.name, TABLE_START as u64, self.shape.layout.slabs_start(self.slabs) as u64);
             let lost = match offset {
                 0 => "the header, which was written again".into(),
                 offset if offset < table => "the header".into(),
@@ -238,15 +121,15 @@ impl Arena {
                     let first = (offset - table) / ENTRY_BYTES as u64;
                     format!("where the pages of slabs {first} to {} are", first + (PAGE_SIZE / ENTRY_BYTES) as u64 - 1)
                 }
-                offset => format!("what of slab {} was there", (offset - slabs) / self.shape.slab_bytes as u64),
+                offset => format!("what of slab {} was there", (offset - slabs) / self.shape.layout.slab_bytes as u64),
             };
             format!("4096 bytes at {offset:#x} of the {name}: {lost}")
         };
-        let of_table = |offset: &u64| *offset < self.shape.slabs_start(self.slabs) as u64;
+        let of_table = |offset: &u64| *offset < self.shape.layout.slabs_start(self.slabs) as u64;
         let is_damaged = pages > told || header.is_some() || offsets.iter().any(of_table);
         let mut said: Vec<String> = header.into_iter().chain(offsets).map(what).collect();
         if pages > told {
-            said.push(format!("{} more pages of the {}", pages - told, self.shape.name));
+            said.push(format!("{} more pages of the {}", pages - told, self.shape.layout.name));
         }
         (said, is_damaged)
     }
@@ -258,7 +141,7 @@ impl Arena {
 
     /// This program writes to it from now on: let it say so.
     pub(crate) fn raise_stamp(&self) {
-        let stamp = self.shape.format.raise(Stamp::from_word(self.header(WORD_LAYOUT).load(Ordering::Acquire)));
+        let stamp = self.shape.layout.format.raise(Stamp::from_word(self.header(WORD_LAYOUT).load(Ordering::Acquire)));
         self.header(WORD_LAYOUT).store(stamp.to_word(), Ordering::Release);
         self.header_copy.words()[WORD_LAYOUT].store(stamp.to_word(), Ordering::Release);
     }
@@ -288,7 +171,7 @@ impl Arena {
 
     /// Where byte `within` of a slab is in the mapping.
     fn offset(&self, slab: u32, within: usize) -> usize {
-        self.shape.slabs_start(self.slabs) + slab as usize * self.shape.slab_bytes + within
+        self.shape.layout.slabs_start(self.slabs) + slab as usize * self.shape.layout.slab_bytes + within
     }
 
     /// Copy bytes out of a slab.
@@ -296,7 +179,11 @@ impl Arena {
     /// # Panics
     /// If the range is not inside the slab.
     pub(crate) fn copy_out(&self, slab: u32, within: usize, out: &mut [u8]) {
-        assert!(slab < self.slabs && within + out.len() <= self.shape.slab_bytes, "slab {slab} {within}+{}", out.len());
+        assert!(
+            slab < self.slabs && within + out.len() <= self.shape.layout.slab_bytes,
+            "slab {slab} {within}+{}",
+            out.len()
+        );
         self.map.copy_out(self.offset(slab, within), out);
     }
 
@@ -306,7 +193,7 @@ impl Arena {
     /// If the range is not inside the slab.
     pub(crate) fn copy_in(&self, slab: u32, within: usize, bytes: &[u8]) {
         assert!(
-            slab < self.slabs && within + bytes.len() <= self.shape.slab_bytes,
+            slab < self.slabs && within + bytes.len() <= self.shape.layout.slab_bytes,
             "slab {slab} {within}+{}",
             bytes.len()
         );
@@ -320,13 +207,13 @@ impl Arena {
         if let Some(disk) = &self.disk {
             let _ = memfd::allocate(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes);
         }
-        let _ = self.map.populate(self.offset(slab, 0), self.shape.slab_bytes);
+        let _ = self.map.populate(self.offset(slab, 0), self.shape.layout.slab_bytes);
     }
 
     /// Unmap runs of slabs from this process. A punch would do it as well, but interrupt the other CPUs for each run.
     /// Only a matter of speed: what the kernel declines, the punch does.
     pub(crate) fn unmap(&self, runs: &[Range<u32>]) {
-        let in_bytes = |run: &Range<u32>| (self.offset(run.start, 0), run.len() * self.shape.slab_bytes);
+        let in_bytes = |run: &Range<u32>| (self.offset(run.start, 0), run.len() * self.shape.layout.slab_bytes);
         let _ = self.map.zap_all(&runs.iter().map(in_bytes).collect::<Vec<_>>());
     }
 
@@ -336,7 +223,7 @@ impl Arena {
         if let Some(disk) = &self.disk {
             memfd::punch(disk, u64::from(run.start) * self.shape.charge_bytes, slabs * self.shape.charge_bytes)?;
         }
-        memfd::punch(&self.fd, self.offset(run.start, 0) as u64, slabs * self.shape.slab_bytes as u64)
+        memfd::punch(&self.fd, self.offset(run.start, 0) as u64, slabs * self.shape.layout.slab_bytes as u64)
     }
 
     /// Slabs below this number were used at least once.
@@ -446,6 +333,8 @@ impl Arena {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::Bytes;
+    use ballast_handover::arena::{MAX_SLABS, WORD_MAGIC, WORD_SLAB_BYTES, WORD_SLABS};
 
     fn reopened_with(word: usize, value: u64) -> String {
         let arena = Arena::create(&RAM, 4).expect("create");

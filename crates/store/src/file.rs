@@ -32,6 +32,7 @@ use std::sync::atomic::Ordering;
 
 use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_handover::arena::{MAX_SLABS, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODAY};
 use ballast_sys::direct::{self, DirectFile};
 use ballast_sys::memfd;
 
@@ -40,13 +41,13 @@ pub use layout::AREA_BYTES;
 pub use limits::Refusal;
 
 use crate::alloc::{Allocator, Inconsistent, Place};
-use crate::arena::{Arena, MAX_SLABS};
+use crate::arena::Arena;
 use crate::budget::Budget;
 use crate::handle::Named;
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store, StoreUsage};
 use blocks::{BAD, BEING_WRITTEN, Counter, Inner, page_after};
 use disk::{Disk, Moved};
-use layout::{AREA_BLOCKS, INDEX, WORD_FILE_DEV, WORD_FILE_INO, WORD_TODAY};
+use layout::{AREA_BLOCKS, INDEX};
 use limits::Limits;
 
 /// How to run a file store.
@@ -109,7 +110,7 @@ fn file_bytes(areas: u32) -> u64 {
 
 impl FileStore {
     /// The layout of the index.
-    pub const FORMAT: Format = INDEX.format;
+    pub const FORMAT: Format = INDEX.layout.format;
 
     /// Make an empty store in a new file without a name in `dir`. The descriptors are the file's place (see
     /// [`direct::place_of`]) and the index: whoever keeps both can `open` the store again.
@@ -154,16 +155,6 @@ impl FileStore {
         }
         disk::ready()?;
         Ok(Self::on(index, Arc::new(file.into()), options))
-    }
-
-    /// Which file an index belongs to: for whoever must know that a descriptor is this file before asking it anything.
-    ///
-    /// # Errors
-    /// If it is no index that this program can read.
-    pub fn file_of(index_fd: OwnedFd) -> io::Result<memfd::FileId> {
-        let index = Arena::open(&INDEX, index_fd)?;
-        let own = |word: usize| index.own_words()[word].load(Ordering::Acquire);
-        Ok(memfd::FileId { dev: own(WORD_FILE_DEV), ino: own(WORD_FILE_INO) })
     }
 
     fn on(index: Arena, file: Arc<DirectFile>, options: FileOptions) -> Self {

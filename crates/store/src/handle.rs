@@ -9,8 +9,9 @@
 //! bit 39 = 0: blob          bits 32-38 tag (1-127) bits 10-31 slab   bits 0-9 slot
 //! ```
 
+use ballast_handover::arena::MAX_SLABS;
+
 use crate::alloc::Place;
-use crate::arena::MAX_SLABS;
 use crate::slab::SLOTS_MAX;
 use crate::{GetOutcome, Handle, PageBytes, PageKey, codec};
 

@@ -15,9 +15,9 @@ use ballast_base::format::Format;
 use ballast_base::{Bytes, PAGE_SIZE};
 
 pub use crate::alloc::Inconsistent;
-pub use crate::arena::MAX_SLABS;
 pub use crate::budget::Budget;
 pub use crate::codec::Codec;
+pub use ballast_handover::arena::MAX_SLABS;
 
 use crate::alloc::{Allocator, Place};
 use crate::arena::{self, Arena};
@@ -96,7 +96,7 @@ pub struct RamStore {
 
 impl RamStore {
     /// The layout of the arena.
-    pub const FORMAT: Format = arena::RAM.format;
+    pub const FORMAT: Format = arena::RAM.layout.format;
 
     /// Make an empty store. The descriptor is the arena's: whoever keeps it can `open` the store again.
     ///
@@ -108,20 +108,15 @@ impl RamStore {
         Ok((Self::on(arena, options), fd))
     }
 
-    /// Is this an arena that this program can open?
-    ///
-    /// # Errors
-    /// If not, with the reason.
-    pub fn check(arena_fd: OwnedFd) -> io::Result<()> {
-        Arena::open(&arena::RAM, arena_fd).map(drop)
-    }
-
     /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`Store::recover`] next.
+    /// it died, call [`Store::recover`] next. A file that no process has laid out yet becomes an empty store.
     ///
     /// # Errors
     /// If the file is not an arena, has a layout that this program cannot read, or the wrong size.
     pub fn open(arena_fd: OwnedFd, options: RamOptions) -> io::Result<Self> {
+        if ballast_handover::arena::is_new(&arena_fd)? {
+            ballast_handover::arena::format(arena::RAM.layout, &arena_fd, options.max_slabs)?;
+        }
         let arena = Arena::open(&arena::RAM, arena_fd)?;
         Ok(Self::on(arena, options))
     }

@@ -213,6 +213,20 @@ fn a_file_that_is_no_arena_is_refused_by_name() {
 }
 
 #[test]
+fn a_file_that_nobody_has_laid_out_becomes_an_empty_store_also_after_a_death() {
+    let budget = Budget::new(Bytes(MIB));
+    // Nothing was done to it; or its engine died before it had its size.
+    for size in [0, 4096] {
+        let fd = memfd::create("ballast-test", Bytes(size)).expect("memfd");
+        let store = reopen(&fd, &budget);
+        assert_eq!(store.sweep(std::iter::empty()), Recovered::default());
+        let handle = put(&store, 1, &pages::incompressible(1));
+        drop(store);
+        must_hold(&reopen(&fd, &budget), 1, handle, &pages::incompressible(1));
+    }
+}
+
+#[test]
 fn recover_keeps_what_is_live_and_frees_what_leaked() {
     let (store, fd, budget) = small_store(64 * MIB);
     let handles: Vec<_> = (0..2000).map(|page| put(&store, page, &pages::mixed(page))).collect();

@@ -1,7 +1,7 @@
 //! Clocks that are asked of the kernel.
 //!
-//! Before: somebody wants to know how late it is, for other processes, too, or what work costs. After: time, or CPU time,
-//! whatever else the CPU ran meanwhile.
+//! Before: somebody wants to know the time, which other processes know, too, or what work costs. After: it, or CPU
+//! time, whatever else the CPU ran meanwhile.
 //! Threads: any; each asks of itself, and of processes. Units: time. Promise: never goes back.
 
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! What `/proc/meminfo` says of the host.
 //!
-//! Before: somebody wants to know how much memory there is. After: the number, in the kernel's unit or in bytes; nothing
-//! if the kernel does not say. Threads: any; no lock is waited for.
+//! Before: somebody wants to know how much memory there is. After: the number, in the kernel's unit or in bytes; none
+//! if the kernel does not say. Threads: any.
 
 /// The number on the line of this key: KiB, or a count of huge pages.
 pub fn number(key: &str) -> Option<u64> {

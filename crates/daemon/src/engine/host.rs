@@ -6,18 +6,21 @@
 use std::sync::{Arc, RwLock};
 
 use ballast_base::wire::VmId;
+use ballast_handover::orders::Begin;
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
 use super::served::Served;
 use crate::events::Events;
-use crate::orders::Begin;
+use crate::settings::Settings;
 
 /// See the file's head.
 #[derive(Debug)]
 pub struct Host {
     /// What the keeper said.
     pub begin: Begin,
+    /// What it wants of this engine; the control loop may have been changed since.
+    pub settings: Settings,
     /// The VMs, in the order of their attach.
     pub vms: RwLock<Vec<Arc<Served>>>,
     /// What happened.

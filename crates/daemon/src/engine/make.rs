@@ -15,12 +15,13 @@ use std::time::Duration;
 
 use anyhow::Context;
 use ballast_base::{Bytes, wire};
+use ballast_handover::orders::Report;
 use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::scm;
 use rustix::fs::Mode;
 
 use super::shared::{Engine, Made};
-use crate::orders::{Report, Spilling};
+use crate::settings::Spilling;
 
 /// How long an attach waits for the disk. One that works takes milliseconds.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -31,7 +32,7 @@ impl Engine {
         let engine = self.clone();
         let body = move || {
             let no_spill = || Err("this engine was started without [spill]".into());
-            let made = engine.begin.spill.as_ref().map_or_else(no_spill, |spill| engine.make_file(spill));
+            let made = engine.settings().spill.as_ref().map_or_else(no_spill, |spill| engine.make_file(spill));
             let report = Report::Made { seq, result: made.as_ref().map(|_| ()).map_err(String::clone) };
             let fds: Vec<_> = made.iter().flatten().map(AsFd::as_fd).collect();
             if let Err(error) = scm::send(&*engine.keeper, &wire::encode(&report), &fds) {

@@ -17,6 +17,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
+use ballast_handover::orders::{Order, Report};
 use ballast_pager::run::pool::run_first;
 use ballast_pager::vm::Hold;
 use ballast_store::Budget;
@@ -26,7 +27,7 @@ use ballast_sys::{memory_error, scm};
 use crate::backend::Shown;
 use crate::events::Events;
 use crate::http::{self, PeerPolicy};
-use crate::orders::{Order, Report};
+use crate::settings::Settings;
 use control::Control;
 use host::Host;
 use shared::{Engine, Overdue};
@@ -66,20 +67,25 @@ pub fn run() -> anyhow::Result<()> {
     let (Order::Begin(begin), [api]) = (order, &first.fds[..]) else {
         bail!("the keeper's first order is not the one to begin");
     };
+    let settings: Settings =
+        wire::decode(&begin.settings).context("This engine cannot read its settings: restart ballastd")?;
     protect_from_oom_killer();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let events = Arc::new(Events::default());
     let reports = keeper.clone();
-    let keep = move |setup| {
-        if let Err(error) = scm::send(&*reports, &wire::encode(&Report::Policy(setup)), &[]) {
+    let told = settings.clone();
+    let keep = move |policy| {
+        let settings = wire::encode(&Settings { policy, ..told.clone() });
+        if let Err(error) = scm::send(&*reports, &wire::encode(&Report::Settings(settings)), &[]) {
             tracing::warn!("Reporting the policy to the keeper: {error}");
         }
     };
-    let control = Arc::new(Control::new(begin.policy, keep));
+    let control = Arc::new(Control::new(settings.policy, keep));
     let host = Arc::new(Host {
-        budget: Budget::new(begin.store_budget),
-        file_budget: Budget::new(begin.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
-        begin: begin.clone(),
+        budget: Budget::new(settings.store_budget),
+        file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
+        begin,
+        settings,
         vms: RwLock::default(),
         events: events.clone(),
         pins: Arc::default(),
@@ -93,7 +99,6 @@ pub fn run() -> anyhow::Result<()> {
     let engine = Arc::new(Engine {
         keeper,
         me,
-        begin,
         host,
         control,
         events,
@@ -211,7 +216,7 @@ impl Orders {
                 tracing::warn!("not every VM is open and served after {OPENING:?}: answering the API all the same");
             }
             let shown = Arc::new(Shown { host: engine.host.clone(), control: engine.control.clone() });
-            let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.begin.reader_gid));
+            let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
                 engine.failed(None, "Serve", &error);
             }

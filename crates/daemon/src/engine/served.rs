@@ -1,6 +1,6 @@
 //! Served: a VM that the engine serves, with what is known of its processes and what goes on beside its workers.
 //!
-//! Before: the keeper handed it over. After: orders, the watch, the control loop and the API find everything of it here.
+//! Before: the keeper handed it over. After: orders, the watch, the control loop and the API find all of it here.
 //! Threads: any; what is locked is locked for a moment.
 //! Promise: reclaim is held until a look for foreign mappers that began after the last change is over.
 

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
+use ballast_handover::orders::Report;
 use ballast_pager::vm::Vm;
 use ballast_sys::process::Process;
 use ballast_sys::scm;
@@ -20,7 +21,7 @@ use super::control::Control;
 use super::host::Host;
 use super::served::Served;
 use crate::events::Events;
-use crate::orders::{Begin, Report};
+use crate::settings::Settings;
 
 /// The place of a file store's file, and its index.
 pub(super) type Made = Result<[OwnedFd; 2], String>;
@@ -67,7 +68,6 @@ pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
 pub(super) struct Engine {
     pub keeper: Arc<OwnedFd>,
     pub me: Process,
-    pub begin: Begin,
     pub host: Arc<Host>,
     pub control: Arc<Control>,
     pub events: Arc<Events>,
@@ -80,6 +80,11 @@ pub(super) struct Engine {
 }
 
 impl Engine {
+    /// What it is to do.
+    pub fn settings(&self) -> &Settings {
+        &self.host.settings
+    }
+
     /// Say so to the keeper.
     pub fn report(&self, report: &Report) -> anyhow::Result<()> {
         scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")

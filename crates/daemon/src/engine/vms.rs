@@ -14,6 +14,7 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, VmId};
+use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::blocking;
 use ballast_pager::tier::stores::{LateStore, Stores, Tier};
@@ -30,7 +31,6 @@ use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
 use super::views;
 use crate::config::Compression;
-use crate::orders::{Order, Report};
 use crate::tracking;
 
 /// What an order to open a VM says of it.
@@ -141,7 +141,7 @@ impl Engine {
         anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: nobody held it");
         let epoch = state.take_over(pid, start, LOST).context("Taking the state file over")?;
         let options = RamOptions {
-            codec: match self.begin.compression {
+            codec: match self.settings().compression {
                 Compression::Lz4 => Codec::Lz4,
                 Compression::Zstd => Codec::Zstd { level: 1 },
             },
@@ -158,10 +158,15 @@ impl Engine {
         let late = has_file.then(|| Arc::new(LateStore::new()));
         let file = if has_file { fds.next().zip(fds.next()) } else { None };
         let tuning = Tuning {
-            quarantine: Duration::from_millis(self.begin.quarantine_ms),
-            spill_after: self.begin.spill.as_ref().filter(|_| has_file).map(|spill| Duration::from_secs(spill.after_s)),
-            track: tracking::to_pager(self.begin.heat.track),
-            heat: self.begin.heat.settings(),
+            quarantine: Duration::from_millis(self.settings().quarantine_ms),
+            spill_after: self
+                .settings()
+                .spill
+                .as_ref()
+                .filter(|_| has_file)
+                .map(|spill| Duration::from_secs(spill.after_s)),
+            track: tracking::to_pager(self.settings().heat.track),
+            heat: self.settings().heat.settings(),
             ..Tuning::default()
         };
         let mut tiers = vec![Tier::near(RAM_STORE, "RAM store", store.clone())];
@@ -206,7 +211,7 @@ impl Engine {
 
     /// What a VM's file store is opened with.
     fn file_options(&self) -> FileOptions {
-        let writes_per_day = self.begin.spill.as_ref().map_or(Bytes(0), |spill| spill.writes_per_day);
+        let writes_per_day = self.settings().spill.as_ref().map_or(Bytes(0), |spill| spill.writes_per_day);
         FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) }
     }
 

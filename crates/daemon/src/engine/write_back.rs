@@ -151,7 +151,7 @@ impl Engine {
     fn reachable(&self, regions: &[Arc<Region>]) -> (Vec<Arc<Region>>, Option<String>) {
         let linked: Vec<_> = regions.iter().filter(|region| region.file_links().is_ok_and(|links| links > 0)).collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
-        let ours = HashSet::from([self.me.pid, self.begin.keeper_pid]);
+        let ours = HashSet::from([self.me.pid, self.host.begin.keeper_pid]);
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
         let mut who = by_name;
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));

@@ -10,9 +10,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::PageIdx;
+use ballast_handover::arena::WORD_TODAY;
 
 use super::disk::{Disk, Moved, PIECE_BLOCKS};
-use super::layout::{AREA_BLOCKS, WORD_TODAY};
+use super::layout::AREA_BLOCKS;
 use super::limits::{self, Limits, Refusal};
 use crate::alloc::{Allocator, Place};
 use crate::codec::{self, BlobHeader, Encoding, HEADER_BYTES};

@@ -5,7 +5,7 @@
 //! Promise: a change here raises the version of the index.
 
 use ballast_base::PAGE_SIZE;
-use ballast_base::format::Format;
+use ballast_handover::arena;
 
 use crate::arena::Shape;
 use crate::codec::HEADER_BYTES;
@@ -15,18 +15,7 @@ pub(super) const AREA_BLOCKS: usize = 512;
 /// Bytes of an area: what is charged to the budget, and punched when its last block is freed.
 pub const AREA_BYTES: u64 = (AREA_BLOCKS * PAGE_SIZE) as u64;
 
-/// The index: its slabs are headers, and each describes an area of the file. Version 2: it states its least reader.
-/// Version 3: the VM's id seeds the checksums; nothing older is read.
-pub(super) static INDEX: Shape = Shape {
-    name: "file store index",
-    magic: u64::from_le_bytes(*b"BALFILES"),
-    format: Format { version: 3, least_reader: 3, oldest: 3 },
-    slab_bytes: AREA_BLOCKS * HEADER_BYTES,
-    charge_bytes: AREA_BYTES,
-    capacities: &[AREA_BLOCKS; 2],
-};
-
-/// Own words of the index: the identity of the file it belongs to, then what was written today (see `limits`).
-pub(super) const WORD_FILE_DEV: usize = 0;
-pub(super) const WORD_FILE_INO: usize = 1;
-pub(super) const WORD_TODAY: usize = 2;
+/// The index: its slabs are headers, and each describes an area of the file.
+pub(super) static INDEX: Shape =
+    Shape { layout: &arena::INDEX, charge_bytes: AREA_BYTES, capacities: &[AREA_BLOCKS; 2] };
+const _: () = assert!(AREA_BLOCKS * HEADER_BYTES == arena::INDEX.slab_bytes);

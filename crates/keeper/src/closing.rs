@@ -8,12 +8,12 @@
 
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
+use ballast_handover::orders::Order;
 use ballast_sys::memfd::FileId;
 
 use super::Keeper;
 use super::fence::{self, Left};
 use super::regions::VmEntry;
-use crate::orders::Order;
 
 /// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
 /// thread and its descriptors, for as long as there is no memory for what was far: permanently, where the RAM is in a

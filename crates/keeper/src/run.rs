@@ -16,17 +16,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
+use ballast_handover::orders::Order;
 use ballast_sys::memory_error;
 use ballast_sys::spawn::{Child, Starter};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::config::Config;
-use crate::orders::Order;
 use clients::{Asked, Clients};
 pub use closer::{Closer, SentFd};
 use closing::Closing;
 use engine_child::{Engine, PING_EVERY};
 use making::Making;
+use options::Options;
 use regions::VmEntry;
 
 mod attach;
@@ -37,15 +37,16 @@ mod engine_child;
 pub mod fence;
 mod lost;
 mod making;
+pub mod options;
 mod regions;
 
 /// How long to wait at most while something must be looked at without anybody saying when.
 const SOON: Duration = Duration::from_millis(20);
 
 struct Keeper {
-    config: Config,
-    /// The control loop's settings: the configuration's until an operator changed them.
-    policy: ballast_policy::Setup,
+    file_stores: bool,
+    /// What engines are to begin with: what the program was started with until an operator changed it.
+    settings: Vec<u8>,
     program: PathBuf,
     starter: Starter,
     since_unix_s: u64,
@@ -79,19 +80,19 @@ struct Keeper {
 }
 
 /// Run until killed.
-pub fn run(config: Config) -> anyhow::Result<()> {
+pub fn run(options: Options) -> anyhow::Result<()> {
     // Before anything else that an engine must not inherit.
     let starter = Starter::new().context("Opening /dev/null")?;
-    std::fs::create_dir_all(&config.runtime_dir)
-        .with_context(|| format!("Making the directory {}", config.runtime_dir.display()))?;
-    let _lock = lock(&config.runtime_dir.join("keeper.lock"))?;
+    std::fs::create_dir_all(&options.runtime_dir)
+        .with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
+    let _lock = lock(&options.runtime_dir.join("keeper.lock"))?;
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
-    let attach = listen(&config.attach_socket(), rustix::net::SocketType::SEQPACKET, config.attach_gid)?;
-    let api = listen(&config.api_socket(), rustix::net::SocketType::STREAM, config.reader_gid)?;
+    let attach = listen(&options.attach_socket, rustix::net::SocketType::SEQPACKET, options.attach_gid)?;
+    let api = listen(&options.api_socket, rustix::net::SocketType::STREAM, options.reader_gid)?;
     let program = std::env::current_exe().context("Finding this program's own file")?;
-    tracing::info!(attach = %config.attach_socket().display(), api = %config.api_socket().display(), "ready");
-    Keeper::new(config, program, starter, api).serve(&attach, &errors_seen)
+    tracing::info!(attach = %options.attach_socket.display(), api = %options.api_socket.display(), "ready");
+    Keeper::new(options, program, starter, api).serve(&attach, &errors_seen)
 }
 
 /// One keeper at a time: two would fight for the sockets. The lock is one that goes with the descriptor table, at once:
@@ -144,12 +145,12 @@ fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyho
 }
 
 impl Keeper {
-    fn new(config: Config, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
+    fn new(options: Options, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
         let closer = Closer::new();
         Self {
             since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            policy: config.policy.setup(),
-            config,
+            settings: options.engine,
+            file_stores: options.file_stores,
             program,
             starter,
             api: Arc::new(SentFd::new(api, 0, closer.clone())),

@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
+use ballast_handover::arena;
 use ballast_handover::state_file::{RegionRecord, StateFile};
-use ballast_store::{Budget, RamOptions, RamStore};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 
@@ -61,10 +61,8 @@ impl VmEntry {
         }
         let state = StateFile::create(VmId(id), &attach.name).map_err(|error| format!("{error}"))?;
         state.set_limit(attach.limit);
-        // The engine opens the store again, with the budget that counts.
-        let budget = Budget::new(ballast_base::Bytes(0));
-        let (_, arena) =
-            RamStore::create(RamOptions::new(budget)).map_err(|error| format!("Making the store: {error}"))?;
+        // The engine lays it out: a VM can attach while there is none.
+        let arena = arena::create().map_err(|error| format!("Making the store's file: {error}"))?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
         Self::new(state, SentFd::new(arena, uid, closer.clone()), None, attach, uid, closer)
     }

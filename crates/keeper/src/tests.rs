@@ -20,7 +20,7 @@ fn keeper() -> (Keeper, tempfile::TempDir) {
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("make it a program");
     let (api, _) = ballast_sys::scm::pair().expect("socket pair");
     let starter = ballast_sys::spawn::Starter::new().expect("a starter");
-    (Keeper::new(Config::default(), program, starter, api), dir)
+    (Keeper::new(Options::default(), program, starter, api), dir)
 }
 
 fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
@@ -119,8 +119,7 @@ fn a_later_keeper_ends_an_engine_that_was_only_about_to_open_the_vm() {
 #[test]
 fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_can() {
     use ballast_base::format::Stamp;
-    use ballast_handover::state_file;
-    use ballast_store::RamStore;
+    use ballast_handover::{arena, state_file};
     use std::os::unix::fs::FileExt;
     const STAMP: u64 = 8;
     let (mut first, _dir) = keeper();
@@ -128,7 +127,7 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
     first.keep_engine();
     let escrow = first.vms[0].escrow().expect("escrow");
     let (mut second, _dir) = keeper();
-    for (at, ours, name) in [(0, state_file::FORMAT, "state file"), (1, RamStore::FORMAT, "arena")] {
+    for (at, ours, name) in [(0, state_file::FORMAT, "state file"), (1, arena::RAM.format, "arena")] {
         let file = std::fs::File::from(memfd::reopen(escrow[at].as_fd(), true).expect("reopen"));
         let newer = Stamp { version: 99, least_reader: 98 };
         file.write_all_at(&newer.to_word().to_le_bytes(), STAMP).expect("write");

@@ -4,19 +4,13 @@
 //! file as the keeper, or from the one that replaced it. An engine that cannot read its first order says so and ends; a
 //! restart of the keeper helps.
 
-use std::path::PathBuf;
-
+use ballast_base::Hva;
 use ballast_base::format::{Format, Message};
 use ballast_base::wire::{RegionInfo, VmId};
-use ballast_base::{Bytes, Hva};
-use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
-use crate::config::Compression;
-use crate::tracking::Tracking;
-
-/// The messages in this file. Version 5: the engine makes file stores; nothing older is read.
-pub const FORMAT: Format = Format { version: 5, least_reader: 5, oldest: 5 };
+/// The messages in this file. Version 6: the engine's settings are bytes; nothing older is read.
+pub const FORMAT: Format = Format { version: 6, least_reader: 6, oldest: 6 };
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -27,33 +21,8 @@ pub struct Begin {
     pub restarts: u64,
     /// When the keeper started, seconds since 1970.
     pub since_unix_s: u64,
-    /// Most memory the store may use.
-    pub store_budget: Bytes,
-    /// How far pages are compressed.
-    pub compression: Compression,
-    /// Quarantine time.
-    pub quarantine_ms: u64,
-    /// Group that may read the API.
-    pub reader_gid: Option<u32>,
-    /// File stores.
-    pub spill: Option<Spilling>,
-    /// When VMs are tracked.
-    pub heat: Tracking,
-    /// The control loop.
-    pub policy: Setup,
-}
-
-/// How pages go to file stores.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Spilling {
-    /// Directory on the disk.
-    pub dir: PathBuf,
-    /// Most disk space.
-    pub budget: Bytes,
-    /// How long a page is far before it goes, at least.
-    pub after_s: u64,
-    /// Bytes that may be written for each VM in a day; 0 is no limit.
-    pub writes_per_day: Bytes,
+    /// What the engine is to do, in a format of the engine's own: the keeper passes it on.
+    pub settings: Vec<u8>,
 }
 
 /// Keeper to engine.
@@ -213,8 +182,8 @@ pub enum Report {
     Serving,
     /// Here.
     Pong,
-    /// An operator changed the control loop: the next engine is to begin with this.
-    Policy(Setup),
+    /// An operator changed the settings: the next engine is to begin with these.
+    Settings(Vec<u8>),
 }
 
 impl Message for Order {
@@ -227,28 +196,14 @@ impl Message for Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ballast_api::Track;
+    use ballast_base::Bytes;
     use ballast_base::format::{HEADER, encode};
-    use ballast_policy::{Kind, Params};
 
     #[test]
     fn what_is_said_is_what_this_version_says() {
         let vm = VmId([7; 16]);
         let info = RegionInfo { hva: Hva(4096), len: Bytes(8192), file_offset: Bytes(0) };
-        let params = Params { window_ms: 3, threshold: 0.5, watermark_bytes: 4 };
-        let setup = Setup { policy: Kind::Gain, tick_ms: 1, budget_bytes: Some(2), params };
-        let begin = Begin {
-            keeper_pid: 1,
-            restarts: 2,
-            since_unix_s: 3,
-            store_budget: Bytes(4),
-            compression: Compression::Lz4,
-            quarantine_ms: 5,
-            reader_gid: Some(6),
-            spill: Some(Spilling { dir: "/d".into(), budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
-            heat: Tracking { track: Track::Auto, cost_percent: 0.5, look_inside: true, fair: false },
-            policy: setup,
-        };
+        let begin = Begin { keeper_pid: 1, restarts: 2, since_unix_s: 3, settings: vec![4, 5] };
         let open = Order::OpenVm { vm, vmm: "q".into(), pinned: Some("p".into()), may_pin: true, has_file: false };
         let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(info, 3)], unserved_since_ns: Some(4) };
         let orders = [
@@ -272,7 +227,7 @@ mod tests {
             Report::Made { seq: 1, result: Err("e".into()) },
             Report::Serving,
             Report::Pong,
-            Report::Policy(setup),
+            Report::Settings(vec![6]),
         ];
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let said: Vec<String> = orders
@@ -282,7 +237,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (5, SAID.to_owned()),
+            (6, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -292,10 +247,11 @@ mod tests {
         let mut bytes = encode(&Order::Ping);
         bytes[4..8].copy_from_slice(&[FORMAT.version as u8 + 1, 0, FORMAT.version as u8 + 1, 0]);
         let said = ballast_base::format::decode::<Order>(&bytes).expect_err("too new").to_string();
-        assert!(said.contains("this program has version 5"), "{said}");
+        let expected = format!("this program has version {}", FORMAT.version);
+        assert!(said.contains(&expected), "{said}");
     }
 
-    const SAID: &str = "00010203040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04 \
+    const SAID: &str = "00010203020405 \
         010707070707070707070707070707070701710101700100 \
         02070707070707070707070707070707070102018020804000030104 \
         030707070707070707070707070707070701802080400002 0401070707070707070707070707070707070203 \
@@ -303,5 +259,5 @@ mod tests {
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d 0001010165 \
         0101010165 02 03 \
-        040501010203000000000000e03f04";
+        040106";
 }

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use ballast_base::wire::{Attach, RegionInfo};
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_store::FileStore;
+use ballast_handover::arena;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::{direct, uffd};
 use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl, fstat, makedev, statx};
@@ -185,7 +185,7 @@ fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
 fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
     let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;
-    let named = FileStore::file_of(index).map_err(|error| say(&error))?;
+    let named = arena::file_of(index).map_err(|error| say(&error))?;
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS).map_err(|error| say(&error))?;
     let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn the_file_of_a_file_store_is_taken_back_only_if_its_index_names_it() {
-        use ballast_store::{Budget, FileOptions};
+        use ballast_store::{Budget, FileOptions, FileStore};
         let dir = tempfile::tempdir().expect("a directory");
         let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(2 << 20))));
         let Ok((_, file, index)) = made.inspect_err(|error| skip("disk", error)) else { return };

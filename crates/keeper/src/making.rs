@@ -8,11 +8,11 @@
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::Attach;
+use ballast_handover::orders::Order;
 
 use super::Keeper;
 use super::closer::SentFd;
 use crate::admit::Admitted;
-use crate::orders::Order;
 
 /// How long an attach waits for an engine. One that works takes milliseconds, and two seconds more if the disk hangs.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(5);

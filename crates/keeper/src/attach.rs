@@ -13,8 +13,9 @@ use std::time::Instant;
 
 use ballast_base::Hva;
 use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
+use ballast_handover::arena;
+use ballast_handover::orders::Order;
 use ballast_handover::state_file::StateFile;
-use ballast_store::RamStore;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 
@@ -27,7 +28,6 @@ use super::lost::{Found, LONGEST_WAIT, Search};
 use super::making::Made;
 use super::regions::VmEntry;
 use crate::admit::{self, Admitted, Escrow};
-use crate::orders::Order;
 
 /// Number of an order whose answer nobody waits for.
 const UNASKED: u64 = u64::MAX;
@@ -44,7 +44,7 @@ impl Keeper {
         self.check_memory(client.uid, &attach.regions)?;
         let admitted = admit::admit(attach, fds)?;
         let has_file = admitted.resumed.as_ref().is_some_and(|files| files.file.is_some());
-        if self.config.spill.is_none() || has_file || self.known(attach, &admitted.ram).is_some() {
+        if !self.file_stores || has_file || self.known(attach, &admitted.ram).is_some() {
             return self.attach_with(key, attach, admitted, None);
         }
         self.make_file_store(key, attach, admitted);
@@ -210,7 +210,7 @@ impl Keeper {
             return Err("the state file is another VM's".into());
         }
         // What no engine of ours can open stays with the one that can. (An index was opened to find its file.)
-        let opened = arena.as_fd().try_clone_to_owned().and_then(RamStore::check);
+        let opened = arena.as_fd().try_clone_to_owned().and_then(arena::check);
         opened.map_err(|error| error.to_string())?;
         if let Some((pid, start)) = state.engine()
             && !self.is_ours(Process { pid, start })

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
+use ballast_handover::orders::Order;
 use ballast_sys::{meminfo, scm};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -20,7 +21,6 @@ use rustix::io::Errno;
 use super::Keeper;
 use super::closer::{self, SentFd};
 use super::regions::VmEntry;
-use crate::orders::Order;
 
 /// Connections, attached or not.
 const MOST_CLIENTS: usize = 4096;

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_base::wire::{self, VmId};
+use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::sleep::{self, Sleeper};
 use ballast_sys::process::Process;
 use ballast_sys::spawn::{Child, Starter};
@@ -28,7 +29,6 @@ use super::fence::{self, Left};
 use super::making::Making;
 use super::regions::{Fenced, VmEntry};
 use super::{Keeper, SOON};
-use crate::orders::{Begin, Order, Report, Spilling};
 
 /// How often the engine is asked whether it is there.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
@@ -185,18 +185,7 @@ impl Keeper {
             keeper_pid: std::process::id(),
             restarts: self.restarts,
             since_unix_s: self.since_unix_s,
-            store_budget: self.config.store_budget(),
-            compression: self.config.compression,
-            quarantine_ms: self.config.quarantine_ms,
-            reader_gid: self.config.reader_gid,
-            heat: self.config.heat,
-            spill: self.config.spill.as_ref().map(|spill| Spilling {
-                dir: spill.dir.clone(),
-                budget: spill.budget(),
-                after_s: spill.after_s,
-                writes_per_day: spill.writes_per_day.unwrap_or_default(),
-            }),
-            policy: self.policy,
+            settings: self.settings.clone(),
         };
         let api = [self.api.clone()];
         self.order(&Order::Begin(begin), &api);
@@ -338,7 +327,7 @@ impl Keeper {
             let closer = self.closer.clone();
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}
-                Ok(Report::Policy(setup)) => self.policy = setup,
+                Ok(Report::Settings(settings)) => self.settings = settings,
                 Ok(Report::Serving) => {
                     engine.pulse.starting = None;
                     self.young_deaths = 0;

@@ -1,0 +1,110 @@
+//! What an engine must know to serve: the part of the configuration that is the engine's, in a message of its own.
+//!
+//! Before: the program that becomes the keeper read the configuration. After: each engine gets these, through the
+//! keeper, to which they are bytes. What an operator changes goes back the same way, for the next engine.
+//! Promise: an engine that cannot read them says so and ends; a restart of the keeper helps.
+
+use std::path::PathBuf;
+
+use ballast_base::Bytes;
+use ballast_base::format::{Format, Message, encode};
+use ballast_policy::Setup;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Compression, Config};
+use crate::keeper::options::Options;
+use crate::tracking::Tracking;
+
+/// See the file's head.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Most memory the store may use.
+    pub store_budget: Bytes,
+    /// How far pages are compressed.
+    pub compression: Compression,
+    /// Quarantine time.
+    pub quarantine_ms: u64,
+    /// Group that may read the API.
+    pub reader_gid: Option<u32>,
+    /// File stores.
+    pub spill: Option<Spilling>,
+    /// When VMs are tracked.
+    pub heat: Tracking,
+    /// The control loop.
+    pub policy: Setup,
+}
+
+/// How pages go to file stores.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spilling {
+    /// Directory on the disk.
+    pub dir: PathBuf,
+    /// Most disk space.
+    pub budget: Bytes,
+    /// How long a page is far before it goes, at least.
+    pub after_s: u64,
+    /// Bytes that may be written for each VM in a day; 0 is no limit.
+    pub writes_per_day: Bytes,
+}
+
+impl Settings {
+    /// Those of a configuration.
+    pub fn of(config: &Config) -> Self {
+        Self {
+            store_budget: config.store_budget(),
+            compression: config.compression,
+            quarantine_ms: config.quarantine_ms,
+            reader_gid: config.reader_gid,
+            heat: config.heat,
+            spill: config.spill.as_ref().map(|spill| Spilling {
+                dir: spill.dir.clone(),
+                budget: spill.budget(),
+                after_s: spill.after_s,
+                writes_per_day: spill.writes_per_day.unwrap_or_default(),
+            }),
+            policy: config.policy.setup(),
+        }
+    }
+}
+
+/// What the keeper gets of a configuration: the engine's part as bytes.
+pub fn for_keeper(config: &Config) -> Options {
+    Options {
+        runtime_dir: config.runtime_dir.clone(),
+        attach_socket: config.attach_socket(),
+        api_socket: config.api_socket(),
+        attach_gid: config.attach_gid,
+        reader_gid: config.reader_gid,
+        file_stores: config.spill.is_some(),
+        engine: encode(&Settings::of(config)),
+    }
+}
+
+impl Message for Settings {
+    const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_api::Track;
+    use ballast_base::format::HEADER;
+    use ballast_policy::{Kind, Params};
+
+    #[test]
+    fn what_an_engine_is_told_is_what_this_version_says() {
+        let params = Params { window_ms: 3, threshold: 0.5, watermark_bytes: 4 };
+        let settings = Settings {
+            store_budget: Bytes(4),
+            compression: Compression::Lz4,
+            quarantine_ms: 5,
+            reader_gid: Some(6),
+            spill: Some(Spilling { dir: "/d".into(), budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
+            heat: Tracking { track: Track::Auto, cost_percent: 0.5, look_inside: true, fair: false },
+            policy: Setup { policy: Kind::Gain, tick_ms: 1, budget_bytes: Some(2), params },
+        };
+        let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
+        let expected = (1, "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04");
+        assert_eq!((Settings::FORMAT.version, said.as_str()), expected, "raise FORMAT, and put what is said now here");
+    }
+}

@@ -1,0 +1,283 @@
+//! The head of an arena: what the shared-memory file of a store says of itself.
+//!
+//! Before: the keeper makes an empty file for a new VM, or a client brings one back. After: an engine lays it out
+//! ([`format()`]) and maps it (`ballast-store`, which alone knows what is in its slabs).
+//! Threads: nobody else has the file while it is laid out. Units: offsets are bytes from the start of the file.
+//! Promise: a layout that this program cannot read is refused, unchanged. A file is an arena once it has its full size,
+//! which it gets last: one without was never laid out and holds nothing.
+//!
+//! ```text
+//! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
+//!              store's own; reserved; counters from byte 1024
+//! 4096         slab table: one entry of 16 words per slab (state word, 15 bitmap words)
+//! slabs_start  slab 0, slab 1, ...   (the table rounded up to a whole slab)
+//! ```
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ballast_base::format::{Format, Stamp};
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_sys::Mapping;
+use ballast_sys::memfd::{self, FileId};
+use ballast_sys::memory_error::{Fill, Survival, Surviving};
+
+/// The most slabs one arena can have (256 GiB): a handle has 22 bits for the slab.
+pub const MAX_SLABS: u32 = 1 << 22;
+
+/// Words of a table entry.
+pub const ENTRY_WORDS: usize = 16;
+/// Bytes of one.
+pub const ENTRY_BYTES: usize = ENTRY_WORDS * 8;
+/// Where the table begins.
+pub const TABLE_START: usize = PAGE_SIZE;
+
+/// Words of the header.
+pub const WORD_MAGIC: usize = 0;
+/// A [`Stamp`].
+pub const WORD_LAYOUT: usize = 1;
+/// How many slabs there are.
+pub const WORD_SLABS: usize = 2;
+/// Bytes of one.
+pub const WORD_SLAB_BYTES: usize = 3;
+/// How many were ever used.
+pub const WORD_FRESH: usize = 4;
+/// How many are in use.
+pub const WORD_HELD: usize = 5;
+/// Words that mean what the store wants.
+pub const OWN_WORDS_START: usize = 6;
+/// How many of these there are.
+pub const OWN_WORDS: usize = 4;
+/// Words before the counters.
+pub const HEADER_WORDS: usize = SHARDS_START / 8;
+
+/// Counters are spread over this many cache lines, so that threads do not fight for one.
+pub const SHARDS: usize = 16;
+/// Words in one shard: one cache line.
+pub const SHARD_WORDS: usize = 8;
+/// Where they begin.
+pub const SHARDS_START: usize = 1024;
+const _: () =
+    assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && OWN_WORDS_START + OWN_WORDS <= HEADER_WORDS);
+
+/// What tells one kind of arena from another.
+#[derive(Debug)]
+pub struct Layout {
+    /// For messages.
+    pub name: &'static str,
+    magic: u64,
+    /// The layout of the header, the table, the classes and the blob headers, and what handles and checksums mean.
+    pub format: Format,
+    /// Bytes of a slab in the arena file.
+    pub slab_bytes: usize,
+}
+
+/// The RAM store's arena: the slabs hold the blobs. Version 2: it states its least reader. Version 3: the VM's id
+/// seeds the checksums; nothing older is read.
+pub static RAM: Layout = Layout {
+    name: "RAM store arena",
+    magic: u64::from_le_bytes(*b"BALSTORE"),
+    format: Format { version: 3, least_reader: 3, oldest: 3 },
+    slab_bytes: 64 * 1024,
+};
+
+/// The file store's index: its slabs are 512 headers of 16 bytes, and each describes an area of the file. Version 2: it
+/// states its least reader. Version 3: the VM's id seeds the checksums; nothing older is read.
+pub static INDEX: Layout = Layout {
+    name: "file store index",
+    magic: u64::from_le_bytes(*b"BALFILES"),
+    format: Format { version: 3, least_reader: 3, oldest: 3 },
+    slab_bytes: 512 * 16,
+};
+
+/// Own words of the index: the identity of the file it belongs to, then what was written today (`ballast-store`).
+pub const WORD_FILE_DEV: usize = 0;
+/// The second half of it.
+pub const WORD_FILE_INO: usize = 1;
+/// Two numbers in one word.
+pub const WORD_TODAY: usize = 2;
+
+/// What the header of an arena says.
+#[derive(Debug)]
+pub struct Head {
+    /// How many slabs it has.
+    pub slabs: u32,
+    /// Its memory had failed, and it was written again.
+    pub was_lost: bool,
+    /// The words before the counters.
+    pub words: Vec<u64>,
+}
+
+impl Layout {
+    /// Where the first of `slabs` slabs begins.
+    pub fn slabs_start(&self, slabs: u32) -> usize {
+        (TABLE_START + slabs as usize * ENTRY_BYTES).next_multiple_of(self.slab_bytes)
+    }
+
+    /// Bytes of the whole file.
+    pub fn file_bytes(&self, slabs: u32) -> usize {
+        self.slabs_start(slabs) + slabs as usize * self.slab_bytes
+    }
+
+    /// How many slabs an arena of this file size has.
+    fn slabs_of(&self, file_bytes: u64) -> Option<u32> {
+        let most = file_bytes / self.slab_bytes as u64;
+        // The table rounded up to a whole slab is the only other thing in it.
+        let near = most.checked_sub(2 + (most * ENTRY_BYTES as u64).div_ceil(self.slab_bytes as u64))?;
+        (near..=most)
+            .filter_map(|slabs| u32::try_from(slabs).ok())
+            .find(|slabs| self.file_bytes(*slabs) as u64 == file_bytes)
+    }
+
+    /// What the header of a new arena says.
+    pub fn write_header(&self, slabs: u32, header: &[AtomicU64]) {
+        header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
+        header[WORD_SLAB_BYTES].store(self.slab_bytes as u64, Ordering::Relaxed);
+        header[WORD_LAYOUT].store(self.format.stamp().to_word(), Ordering::Relaxed);
+        header[WORD_MAGIC].store(self.magic, Ordering::Release);
+    }
+
+    fn invalid(&self, what: String) -> io::Error {
+        io::Error::new(io::ErrorKind::InvalidData, format!("Opening a {}: {what}", self.name))
+    }
+}
+
+/// Make the file of an arena, which an engine will lay out.
+///
+/// # Errors
+/// The kernel refuses.
+pub fn create() -> io::Result<OwnedFd> {
+    memfd::create("ballast-store", Bytes(0))
+}
+
+/// Was this file never laid out, or not to the end?
+///
+/// # Errors
+/// The kernel could not say.
+pub fn is_new(fd: impl AsFd) -> io::Result<bool> {
+    Ok(matches!(memfd::size(fd)?.0, 0 | HEADER_BYTES))
+}
+
+const HEADER_BYTES: u64 = PAGE_SIZE as u64;
+
+/// Lay out a new file as an arena of `slabs` slabs.
+///
+/// # Errors
+/// There can be no arena of this number of slabs, or the kernel refuses.
+pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
+    if slabs == 0 || slabs > MAX_SLABS {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("Creating a {}: {slabs} slabs asked for, 1 to {MAX_SLABS} are possible", layout.name),
+        ));
+    }
+    let words = [const { AtomicU64::new(0) }; HEADER_WORDS];
+    layout.write_header(slabs, &words);
+    let bytes: Vec<u8> = words.into_iter().flat_map(|word| word.into_inner().to_le_bytes()).collect();
+    rustix::fs::ftruncate(&fd, HEADER_BYTES)?;
+    if rustix::io::pwrite(&fd, &bytes, 0)? != bytes.len() {
+        return Err(io::Error::other(format!("Creating a {}: its header was not written whole", layout.name)));
+    }
+    // Last: by its size it is known that all else is done.
+    Ok(rustix::fs::ftruncate(&fd, layout.file_bytes(slabs) as u64)?)
+}
+
+/// Check the head of an arena that exists. One that was lost is written again.
+///
+/// # Errors
+/// It is none, it has a layout that this program cannot read, or it has the wrong size.
+pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
+    let invalid = |what| layout.invalid(what);
+    let size = memfd::size(&**fd)?.0;
+    if size < PAGE_SIZE as u64 {
+        return Err(invalid(format!("the file has {size} bytes, less than a header")));
+    }
+    // Of one that was lost there is a hole, if whoever met it died before it was written again.
+    let table = TABLE_START as u64;
+    let is_hole = memfd::is_hole(&**fd, 0, table)? && memfd::next_data(&**fd, table)?.is_some();
+    let fills = vec![(PAGE_SIZE, Fill::Zeros)];
+    let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
+    let header_map = Surviving::new(Mapping::shared(&**fd, 0, PAGE_SIZE)?, survival);
+    let header = header_map.words(0, HEADER_WORDS);
+    header[WORD_MAGIC].load(Ordering::Acquire);
+    let was_lost = is_hole || header_map.lost() > 0;
+    if was_lost {
+        // What it said of the arena follows from the size of the file.
+        let slabs =
+            layout.slabs_of(size).ok_or_else(|| invalid(format!("its header is lost, and none has {size} bytes")))?;
+        layout.write_header(slabs, header);
+    }
+    let expect = |word: usize, name: &str, expected: u64| {
+        let found = header[word].load(Ordering::Acquire);
+        if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
+    };
+    expect(WORD_MAGIC, "the magic number", layout.magic)?;
+    let stamp = Stamp::from_word(header[WORD_LAYOUT].load(Ordering::Acquire));
+    layout.format.check(stamp).map_err(|unreadable| invalid(unreadable.to_string()))?;
+    expect(WORD_SLAB_BYTES, "the slab size", layout.slab_bytes as u64)?;
+    let stated = header[WORD_SLABS].load(Ordering::Relaxed);
+    let slabs = u32::try_from(stated)
+        .ok()
+        .filter(|slabs| (1..=MAX_SLABS).contains(slabs))
+        .ok_or_else(|| invalid(format!("it states {stated} slabs, 1 to {MAX_SLABS} are possible")))?;
+    let needed = layout.file_bytes(slabs);
+    if size != needed as u64 {
+        return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {needed}")));
+    }
+    let words = header.iter().map(|word| word.load(Ordering::Acquire)).collect();
+    Ok(Head { slabs, was_lost, words })
+}
+
+/// Is this an arena of a RAM store that this program can open, or one that was never laid out?
+///
+/// # Errors
+/// If not, with the reason.
+pub fn check(fd: OwnedFd) -> io::Result<()> {
+    if is_new(&fd)? { Ok(()) } else { read(&RAM, &Arc::new(fd)).map(drop) }
+}
+
+/// Which file an index belongs to: for whoever must know that a descriptor is this file before asking it anything.
+///
+/// # Errors
+/// If it is no index that this program can read.
+pub fn file_of(index: OwnedFd) -> io::Result<FileId> {
+    let head = read(&INDEX, &Arc::new(index))?;
+    let own = |word: usize| head.words[OWN_WORDS_START + word];
+    Ok(FileId { dev: own(WORD_FILE_DEV), ino: own(WORD_FILE_INO) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_an_arena_once_it_has_its_full_size_and_before_that_it_holds_nothing() {
+        let fd = create().expect("memfd");
+        let is_new_and_good = |fd: &OwnedFd| {
+            check(fd.try_clone().expect("dup")).expect("an engine of ours can lay it out");
+            is_new(fd).expect("stat")
+        };
+        assert!(is_new_and_good(&fd));
+        format(&RAM, &fd, 4).expect("formatted");
+        assert!(!is_new_and_good(&fd));
+        // As if its engine had died before the last step.
+        rustix::fs::ftruncate(&fd, HEADER_BYTES).expect("truncate");
+        assert!(is_new_and_good(&fd));
+        format(&RAM, &fd, 5).expect("formatted");
+        let head = read(&RAM, &Arc::new(fd)).expect("an arena");
+        assert_eq!((head.slabs, head.was_lost), (5, false));
+    }
+
+    #[test]
+    fn a_file_of_another_kind_is_neither_new_nor_an_arena() {
+        for size in [1, 100, 4097, 1 << 20] {
+            let fd = memfd::create("ballast-test", Bytes(size)).expect("memfd");
+            check(fd).expect_err("it is none");
+        }
+        let fd = create().expect("memfd");
+        format(&INDEX, &fd, 1).expect("formatted");
+        assert!(check(fd).expect_err("an index").to_string().contains("magic"));
+    }
+}
