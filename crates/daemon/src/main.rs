@@ -50,7 +50,7 @@ fn run(args: Args) -> anyhow::Result<()> {
         config.runtime_dir = dir;
     }
     match args.role {
-        None => ballast_daemon::keeper::run(ballast_daemon::settings::for_keeper(&config)),
+        None => ballast_keeper::run(ballast_daemon::settings::for_keeper(&config)),
         Some(Role::Engine) => ballast_daemon::engine::run(),
         Some(Role::Check) => {
             print!("{}", config.to_toml()?);

@@ -8,11 +8,11 @@ use std::path::PathBuf;
 
 use ballast_base::Bytes;
 use ballast_base::format::{Format, Message, encode};
+use ballast_keeper::Options;
 use ballast_policy::Setup;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Compression, Config};
-use crate::keeper::options::Options;
 use crate::tracking::Tracking;
 
 /// See the file's head.

@@ -15,7 +15,7 @@ use ballast_sys::{direct, uffd};
 use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl, fstat, makedev, statx};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
-use crate::keeper::SentFd;
+use crate::closer::SentFd;
 
 /// The descriptors of an admitted attach.
 #[derive(Debug)]
@@ -199,7 +199,7 @@ fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keeper::Closer;
+    use crate::closer::Closer;
     use ballast_needs::skip;
     use std::os::fd::OwnedFd;
 

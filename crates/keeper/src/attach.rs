@@ -19,21 +19,22 @@ use ballast_handover::state_file::StateFile;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 
-use super::Keeper;
-use super::clients::{Answer, ClientView};
-use super::closer::SentFd;
-use super::engine_child::{PING_EVERY, add_view};
-use super::fence;
-use super::lost::{Found, LONGEST_WAIT, Search};
-use super::making::Made;
-use super::regions::VmEntry;
 use crate::admit::{self, Admitted, Escrow};
+use crate::client::ClientView;
+use crate::closer::SentFd;
+use crate::engine::PING_EVERY;
+use crate::engine_child::add_view;
+use crate::fence;
+use crate::keeper::Keeper;
+use crate::lost::{Found, LONGEST_WAIT, Search};
+use crate::regions::VmEntry;
+use crate::waiting::{Answer, Made};
 
 /// Number of an order whose answer nobody waits for.
 const UNASKED: u64 = u64::MAX;
 
 impl Keeper {
-    pub(super) fn attach(&mut self, key: u64, attach: &Attach, fds: Vec<SentFd>) -> Result<(), String> {
+    pub(crate) fn attach(&mut self, key: u64, attach: &Attach, fds: Vec<SentFd>) -> Result<(), String> {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         if client.view.is_some() {
             return Err("this process is attached already".into());
@@ -60,7 +61,7 @@ impl Keeper {
     }
 
     /// The rest of it: a VM that is new to this keeper gets this file store, or it is said why it has none.
-    pub(super) fn attach_with(
+    pub(crate) fn attach_with(
         &mut self,
         key: u64,
         attach: &Attach,
@@ -188,7 +189,7 @@ impl Keeper {
     }
 
     /// A VM nobody has seen before.
-    pub(super) fn create(&self, attach: &Attach, uid: u32) -> Result<VmEntry, String> {
+    pub(crate) fn create(&self, attach: &Attach, uid: u32) -> Result<VmEntry, String> {
         if self.has_name(&attach.name) {
             return Err(format!("a VM named {:?} is attached already", attach.name));
         }
@@ -198,7 +199,7 @@ impl Keeper {
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
     /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until nothing of it is left. Our own engine
     /// was told to close the VM before this, and carries out the orders about a VM in turn.
-    pub(super) fn resume(
+    pub(crate) fn resume(
         &mut self,
         attach: &Attach,
         Escrow { state, arena, file }: Escrow,
@@ -257,7 +258,7 @@ impl Keeper {
     }
 
     /// Go on with VMs that wait for regions. Returns whether there are any. Once a second, state files are remembered.
-    pub(super) fn tend_vms(&mut self, now: Instant) -> bool {
+    pub(crate) fn tend_vms(&mut self, now: Instant) -> bool {
         if now >= self.remember_at {
             self.remember_at = now + PING_EVERY;
             self.vms.iter().for_each(|vm| vm.state.remember());
@@ -293,7 +294,7 @@ impl Keeper {
         self.hand_over(id, None);
     }
 
-    pub(super) fn add_region(&mut self, key: u64, info: RegionInfo, mut fds: Vec<SentFd>) -> Result<(), String> {
+    pub(crate) fn add_region(&mut self, key: u64, info: RegionInfo, mut fds: Vec<SentFd>) -> Result<(), String> {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         let view = client.view.as_ref().ok_or("attach first")?;
         let (vm, pid, features) = (view.vm, client.pid, view.uffd_features);
@@ -348,7 +349,7 @@ impl Keeper {
         self.order(&Order::AddRegion { vm, pid, info, number }, &[fd]);
     }
 
-    pub(super) fn forget_region(&mut self, key: u64, vm: VmId, hva: Hva) {
+    pub(crate) fn forget_region(&mut self, key: u64, vm: VmId, hva: Hva) {
         let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
         let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
         let (_, number) = view.spans.remove(at);
@@ -363,12 +364,12 @@ impl Keeper {
         }
     }
 
-    pub(super) fn vm(&self, id: VmId) -> Option<&VmEntry> {
+    pub(crate) fn vm(&self, id: VmId) -> Option<&VmEntry> {
         self.vms.iter().find(|vm| vm.state.id() == id)
     }
 
     /// The VM this client is attached to.
-    pub(super) fn entry_of(&mut self, key: u64) -> Result<&mut VmEntry, String> {
+    pub(crate) fn entry_of(&mut self, key: u64) -> Result<&mut VmEntry, String> {
         let id = self.clients.get(&key).and_then(|client| client.view.as_ref()).ok_or("attach first")?.vm;
         self.vms.iter_mut().find(|vm| vm.state.id() == id).ok_or_else(|| "the VM is gone".into())
     }

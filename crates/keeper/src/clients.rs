@@ -5,22 +5,22 @@
 //! Promise: a client costs itself only. What it may leave open, unsaid or unanswered is bounded per user and per
 //! client, and every descriptor it sends becomes a [`SentFd`] at once, so that none can hold up the keeper.
 
-use std::collections::HashMap;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
 use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
 use ballast_handover::orders::Order;
 use ballast_sys::{meminfo, scm};
-use rustix::event::PollFlags;
 use rustix::io::Errno;
 
-use super::Keeper;
-use super::closer::{self, SentFd};
-use super::regions::VmEntry;
+use crate::client::Client;
+use crate::client::ClientView;
+use crate::closer::{self, SentFd};
+use crate::keeper::Keeper;
+use crate::regions::VmEntry;
+use crate::waiting::{Answer, Asked};
 
 /// Connections, attached or not.
 const MOST_CLIENTS: usize = 4096;
@@ -37,56 +37,11 @@ const TIME_TO_ATTACH: Duration = Duration::from_secs(10);
 const BURST: usize = 16;
 /// Descriptors of one user whose closing hangs, before connections of that user are refused.
 pub const MOST_STUCK: usize = 4;
-/// Requests of one client that are under way. Ours asks one at a time.
-const MOST_PENDING: usize = 8;
 /// Messages of one client that were refused, or whose answer it did not take, before it is hung up on. A client that is
 /// refused connects anew; only one that talks nonsense comes this far.
 const MOST_FAULTS: u32 = 16;
 /// How long to leave the listening socket alone when there are no descriptors left: it stays readable.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
-
-/// A process that connected. It has a `view` once it attached.
-pub struct Client {
-    pub socket: SentFd,
-    pub pid: u32,
-    pub uid: u32,
-    pub view: Option<ClientView>,
-    since: Instant,
-    faults: u32,
-    pending: usize,
-}
-
-/// What a client waits for.
-pub struct Asked {
-    pub client: u64,
-    /// The order whose end it waits for; a new engine is given it again.
-    pub order: Order,
-    pub answer: Answer,
-}
-
-/// What a client is told when the order it waits for has been carried out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
-    Ok,
-    Attached,
-}
-
-/// What a process attached with.
-pub struct ClientView {
-    pub vm: VmId,
-    /// In the client's order.
-    pub uffds: Vec<Arc<SentFd>>,
-    pub uffd_features: u64,
-    pub control: Arc<SentFd>,
-    pub spans: Vec<(RegionInfo, u32)>,
-}
-
-impl Client {
-    /// What to wait for on its socket. While it has asked too much at once, its next messages wait.
-    pub fn interest(&self) -> PollFlags {
-        if self.pending < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() }
-    }
-}
 
 /// May this user have one more connection, given the users of all there are (and whether each is attached)?
 fn has_room(uid: u32, clients: impl Iterator<Item = (u32, bool)>) -> Result<(), &'static str> {
@@ -121,7 +76,7 @@ fn has_memory(uid: u32, announced: u64, more: u64, host: u64) -> Result<(), Stri
 
 impl Keeper {
     /// May this user's processes announce these regions, too?
-    pub(super) fn check_memory<'a>(
+    pub(crate) fn check_memory<'a>(
         &self,
         uid: u32,
         more: impl IntoIterator<Item = &'a RegionInfo>,
@@ -135,11 +90,11 @@ impl Keeper {
     }
 
     /// Is it time to take connections?
-    pub(super) fn accepts(&self) -> bool {
+    pub(crate) fn accepts(&self) -> bool {
         self.accept_again.is_none_or(|at| Instant::now() >= at)
     }
 
-    pub(super) fn accept(&mut self, listener: BorrowedFd<'_>) {
+    pub(crate) fn accept(&mut self, listener: BorrowedFd<'_>) {
         for _ in 0..BURST {
             let socket = match rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC) {
                 Ok(socket) => socket,
@@ -176,7 +131,7 @@ impl Keeper {
     }
 
     /// Hang up on those who never said who they are.
-    pub(super) fn tend_clients(&mut self, now: Instant) {
+    pub(crate) fn tend_clients(&mut self, now: Instant) {
         let silent = |client: &Client| client.view.is_none() && now - client.since > TIME_TO_ATTACH;
         let late: Vec<u64> = self.clients.iter().filter(|(_, client)| silent(client)).map(|(key, _)| *key).collect();
         for key in late {
@@ -184,7 +139,7 @@ impl Keeper {
         }
     }
 
-    pub(super) fn hear_client(&mut self, key: u64) {
+    pub(crate) fn hear_client(&mut self, key: u64) {
         let client = &self.clients[&key];
         let (uid, closer) = (client.uid, self.closer.clone());
         let sent = |fds: Vec<std::os::fd::OwnedFd>| -> Vec<SentFd> {
@@ -203,7 +158,7 @@ impl Keeper {
     }
 
     /// Tell a client that what it asked for is not to be had.
-    pub(super) fn refuse(&mut self, key: u64, reason: String) {
+    pub(crate) fn refuse(&mut self, key: u64, reason: String) {
         if let Some(client) = self.clients.get_mut(&key) {
             tracing::warn!(pid = client.pid, "refused: {reason}");
             client.faults += 1;
@@ -241,7 +196,7 @@ impl Keeper {
     }
 
     /// Answer a client; one that does not take its answers is remembered for it.
-    pub(super) fn answer(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
+    pub(crate) fn answer(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
         let Some(client) = self.clients.get_mut(&key) else { return };
         if let Err(error) = scm::send(&client.socket, &wire::encode(answer), fds) {
             tracing::warn!(pid = client.pid, "Answering a client: {error}");
@@ -250,7 +205,7 @@ impl Keeper {
     }
 
     /// The engine has carried out, or refused, what a client waits for.
-    pub(super) fn answered(&mut self, Asked { client: key, order, answer }: &Asked, result: Result<(), String>) {
+    pub(crate) fn answered(&mut self, Asked { client: key, order, answer }: &Asked, result: Result<(), String>) {
         if let Some(client) = self.clients.get_mut(key) {
             client.pending = client.pending.saturating_sub(1);
         }
@@ -266,7 +221,7 @@ impl Keeper {
     }
 
     /// Tell a client that it is attached, and give it its VM's escrow.
-    pub(super) fn answer_attached(&mut self, key: u64) {
+    pub(crate) fn answer_attached(&mut self, key: u64) {
         let escrow = self.entry_of(key).and_then(|entry| Ok((entry.state.id(), entry.escrow()?)));
         match escrow {
             Ok((vm, escrow)) => self.give_escrow(key, vm, &escrow),
@@ -276,7 +231,7 @@ impl Keeper {
     }
 
     /// Tell a client that it is attached.
-    pub(super) fn give_escrow(&mut self, key: u64, vm: VmId, escrow: &[OwnedFd]) {
+    pub(crate) fn give_escrow(&mut self, key: u64, vm: VmId, escrow: &[OwnedFd]) {
         let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
         self.answer(key, &KeeperToClient::Attached(vm), &files);
     }
@@ -287,7 +242,7 @@ impl Keeper {
         self.drop_client(key, reason);
     }
 
-    pub(super) fn drop_client(&mut self, key: u64, why: &str) {
+    pub(crate) fn drop_client(&mut self, key: u64, why: &str) {
         let Some(client) = self.clients.remove(&key) else { return };
         self.pending.retain(|_, asked| asked.client != key);
         // Closing its socket made room, if descriptors were short.
@@ -306,13 +261,13 @@ impl Keeper {
     }
 
     /// Processes of a VM.
-    pub(super) fn views_of(&self, vm: VmId) -> impl Iterator<Item = (u32, &ClientView)> {
+    pub(crate) fn views_of(&self, vm: VmId) -> impl Iterator<Item = (u32, &ClientView)> {
         let views = self.clients.values().filter_map(|client| Some((client.pid, client.view.as_ref()?)));
         views.filter(move |(_, view)| view.vm == vm)
     }
 
     /// Answer a client when it can touch these regions of its VM (see [`Order::Reach`]).
-    pub(super) fn answer_when_served(&mut self, key: u64, regions: Vec<u32>, answer: Answer) -> Result<(), String> {
+    pub(crate) fn answer_when_served(&mut self, key: u64, regions: Vec<u32>, answer: Answer) -> Result<(), String> {
         self.ask_engine(key, answer, |seq, vm, pid| Order::Reach { seq, vm, pid, regions })
     }
 
@@ -336,14 +291,6 @@ impl Keeper {
         self.pending.insert(seq, Asked { client: key, order, answer });
         Ok(())
     }
-}
-
-/// Connections by key, in no order.
-pub type Clients = HashMap<u64, Client>;
-
-/// What to wait for on each connection.
-pub fn interests(clients: &Clients) -> impl Iterator<Item = (u64, BorrowedFd<'_>, PollFlags)> {
-    clients.iter().map(|(key, client)| (*key, client.socket.as_fd(), client.interest()))
 }
 
 #[cfg(test)]

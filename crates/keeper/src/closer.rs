@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// How long a closing may take before another thread takes the rest.
 pub const HANGS_AFTER: Duration = Duration::from_millis(500);
-/// Closing threads. With [`super::clients::MOST_STUCK`] a user, eight hostile users would be needed to hold all.
+/// Closing threads. With [`crate::clients::MOST_STUCK`] a user, eight hostile users would be needed to hold all.
 const MOST_THREADS: usize = 32;
 
 type Thing = Box<dyn Send>;

@@ -11,33 +11,19 @@ use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
 use ballast_sys::memfd::FileId;
 
-use super::Keeper;
-use super::fence::{self, Left};
-use super::regions::VmEntry;
+use crate::fence::{self, Left};
+use crate::keeper::Keeper;
+use crate::regions::VmEntry;
+use crate::waiting::Closing;
 
 /// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
 /// thread and its descriptors, for as long as there is no memory for what was far: permanently, where the RAM is in a
 /// full tmpfs.
 const MOST_OF_A_USER: usize = 64;
 
-/// A VM without processes.
-pub struct Closing {
-    seq: u64,
-    entry: VmEntry,
-    /// The engine has it.
-    given: bool,
-}
-
-impl Closing {
-    /// Its engine is dead.
-    pub fn take_back(&mut self) {
-        self.given = false;
-    }
-}
-
 impl Keeper {
     /// No process of the VM is left.
-    pub(super) fn close_vm(&mut self, id: VmId) {
+    pub(crate) fn close_vm(&mut self, id: VmId) {
         let Some(at) = self.vms.iter().position(|vm| vm.state.id() == id) else { return };
         let entry = self.vms.remove(at);
         let seq = self.next_seq;
@@ -53,18 +39,18 @@ impl Keeper {
     }
 
     /// The engine is done with a VM.
-    pub(super) fn closed(&mut self, seq: u64) {
+    pub(crate) fn closed(&mut self, seq: u64) {
         self.closing.retain(|closing| closing.seq != seq);
     }
 
     /// The VM comes back: its attach socket had been cut.
-    pub(super) fn reopened(&mut self, id: VmId) {
+    pub(crate) fn reopened(&mut self, id: VmId) {
         self.closing.retain(|closing| closing.entry.state.id() != id);
     }
 
     /// Must a process that is, or comes back as, this VM wait with these files, and why? The RAM of any other VM may be
     /// on its way back into them until now.
-    pub(super) fn must_wait(&self, vm: Option<VmId>, files: &[FileId]) -> Option<String> {
+    pub(crate) fn must_wait(&self, vm: Option<VmId>, files: &[FileId]) -> Option<String> {
         let other = |closing: &&Closing| Some(closing.entry.state.id()) != vm;
         let mut others = self.closing.iter().filter(other);
         let of = others.find(|closing| closing.entry.has_any(files.iter().copied()))?;
@@ -74,7 +60,7 @@ impl Keeper {
 
     /// Must a process of this user wait because too many of the user's VMs are closing, and why? One that comes back as
     /// such a VM need not.
-    pub(super) fn must_wait_for_others(&self, uid: u32, resume: Option<VmId>) -> Option<String> {
+    pub(crate) fn must_wait_for_others(&self, uid: u32, resume: Option<VmId>) -> Option<String> {
         let own = self.closing.iter().filter(|closing| closing.entry.uid == uid);
         let is_back = self.closing.iter().any(|closing| Some(closing.entry.state.id()) == resume);
         let many = uid != 0 && !is_back && own.count() >= MOST_OF_A_USER;
@@ -84,7 +70,7 @@ impl Keeper {
     }
 
     /// RAM of this user's VMs that are closing.
-    pub(super) fn closing_ram(&self, uid: u32) -> Bytes {
+    pub(crate) fn closing_ram(&self, uid: u32) -> Bytes {
         let own = self.closing.iter().filter(|closing| closing.entry.uid == uid);
         let regions = own.flat_map(|closing| closing.entry.state.regions()).filter(|record| !record.removed);
         Bytes(regions.map(|record| record.pages.bytes().0).fold(0, u64::saturating_add))
@@ -92,7 +78,7 @@ impl Keeper {
 
     /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must
     /// wait.
-    pub(super) fn tend_closing(&mut self) -> bool {
+    pub(crate) fn tend_closing(&mut self) -> bool {
         let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return false };
         let is_free = |entry: &VmEntry| matches!(fence::end_for(&entry.state, Some(engine)), Ok(Left::Nothing));
         let mut orders = Vec::new();

@@ -6,37 +6,25 @@
 //! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and never two engines
 //! in turn before the first can do nothing to the VM any more. A VM for which that takes long delays no other.
 
-use std::collections::VecDeque;
-use std::io::{self, ErrorKind};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::sleep::{self, Sleeper};
 use ballast_sys::process::Process;
-use ballast_sys::spawn::{Child, Starter};
 use ballast_sys::{clock, scm};
-use rustix::event::PollFlags;
 use rustix::process::{Signal, pidfd_send_signal};
 
-use super::clients::ClientView;
-use super::closer::SentFd;
-use super::closing::Closing;
-use super::fence::{self, Left};
-use super::making::Making;
-use super::regions::{Fenced, VmEntry};
-use super::{Keeper, SOON};
+use crate::client::ClientView;
+use crate::closer::SentFd;
+use crate::engine::{Beat, spawn};
+use crate::fence::{self, Left};
+use crate::keeper::{Keeper, SOON};
+use crate::regions::{Fenced, VmEntry};
+use crate::waiting::{Closing, Making};
 
-/// How often the engine is asked whether it is there.
-pub const PING_EVERY: Duration = Duration::from_secs(1);
-/// How many times it may be asked in vain before it is replaced.
-const SILENCE: u32 = 15;
-/// How many times it may answer without saying that it serves. Opening a VM takes seconds at most; ten minutes without
-/// an end is an engine that waits for itself.
-const STARTING: u32 = 600;
 /// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as
 /// long as the kernel likes.
 const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -47,100 +35,9 @@ const TELL_AFTER: Duration = Duration::from_secs(2);
 /// Engines that die before they serve, one after the other, are started again ever more slowly, up to this.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Does the engine still answer? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
-/// or a host that slept, has gone without an answer for one round, not for sixty.
-#[derive(Debug)]
-struct Pulse {
-    asked: Instant,
-    /// Rounds since the last sign of life.
-    silent: u32,
-    /// Rounds since the start, until it serves.
-    starting: Option<u32>,
-}
-
-#[derive(Debug, PartialEq)]
-enum Beat {
-    /// It is not time yet.
-    Rest,
-    Ask,
-    Dead(&'static str),
-}
-
-impl Pulse {
-    fn new(now: Instant) -> Self {
-        Self { asked: now, silent: 0, starting: Some(0) }
-    }
-
-    fn beat(&mut self, now: Instant) -> Beat {
-        if now.saturating_duration_since(self.asked) < PING_EVERY {
-            return Beat::Rest;
-        }
-        self.asked = now;
-        self.silent += 1;
-        if let Some(rounds) = &mut self.starting {
-            *rounds += 1;
-        }
-        if self.silent > SILENCE {
-            Beat::Dead("did not answer")
-        } else if self.starting > Some(STARTING) {
-            Beat::Dead("did not begin to serve")
-        } else {
-            Beat::Ask
-        }
-    }
-}
-
-/// An engine that runs.
-pub struct Engine {
-    /// Its pidfd is readable when it is dead.
-    pub child: Child,
-    pub process: Process,
-    /// The other end is its standard input.
-    pub socket: OwnedFd,
-    pulse: Pulse,
-    /// What it has not taken yet.
-    pub orders: VecDeque<(Vec<u8>, Vec<Arc<SentFd>>)>,
-    /// The kernel has no room for the next order, and will not say when it has.
-    starved: bool,
-    /// Why it was killed, if it was.
-    killed: Option<&'static str>,
-    begun: Instant,
-    /// It was told that it has all VMs there are.
-    told_to_serve: bool,
-}
-
-impl Engine {
-    /// What to wait for on its socket.
-    pub fn interest(&self) -> PollFlags {
-        if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
-    }
-
-    /// Give it what it takes now.
-    pub fn flush(&mut self) {
-        self.starved = false;
-        while let Some((bytes, fds)) = self.orders.front() {
-            let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(|fd| fd.as_fd()).collect();
-            match scm::send(&self.socket, bytes, &borrowed) {
-                Ok(()) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                Err(error) if error.kind() == ErrorKind::BrokenPipe || error.kind() == ErrorKind::ConnectionReset => {
-                    return self.orders.clear();
-                }
-                Err(error) => {
-                    // Too many descriptors on their way, or no memory: an order is never left out.
-                    tracing::warn!("Giving the engine an order: {error}; trying again");
-                    self.starved = true;
-                    return;
-                }
-            }
-            self.orders.pop_front();
-        }
-    }
-}
-
 impl Keeper {
     /// Start an engine if there is none and it is time; ping the one there is.
-    pub(super) fn keep_engine(&mut self) {
+    pub(crate) fn keep_engine(&mut self) {
         self.zombies.retain_mut(|child| !matches!(child.try_wait(), Ok(Some(_))));
         // What it said while we did something else, or were stopped, counts before its silence does.
         self.hear_engine();
@@ -212,7 +109,7 @@ impl Keeper {
 
     /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or
     /// when that takes long. Returns how soon to look again, if some wait.
-    pub(super) fn tend_fences(&mut self) -> Option<Duration> {
+    pub(crate) fn tend_fences(&mut self) -> Option<Duration> {
         let fenced = |vm: &VmEntry| vm.fenced.as_ref().map(|fenced| (vm.state.id(), fenced.unserved_since_ns));
         for (vm, since) in self.vms.iter().filter_map(fenced).collect::<Vec<_>>() {
             self.hand_over(vm, since);
@@ -229,7 +126,7 @@ impl Keeper {
     }
 
     /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway.
-    pub(super) fn order(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
+    pub(crate) fn order(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
         let Some(engine) = &mut self.engine else { return };
         engine.orders.push_back((wire::encode(order), fds.to_vec()));
         if engine.orders.len() == 1 {
@@ -238,7 +135,7 @@ impl Keeper {
     }
 
     /// Something for the event list, which is the engine's; said later if there is none now.
-    pub(super) fn note(&mut self, vm: String, kind: &str, message: String) {
+    pub(crate) fn note(&mut self, vm: String, kind: &str, message: String) {
         tracing::warn!(vm, kind, "{message}");
         let note = Order::Note { vm: Some(vm), kind: kind.into(), message };
         if self.engine.is_some() {
@@ -250,7 +147,7 @@ impl Keeper {
 
     /// Tell the engine all about a VM, unless some of its regions are still missing, or its last engine is not done
     /// with it.
-    pub(super) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
+    pub(crate) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
         let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return };
         let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
         match fence::end_for(&vm.state, Some(engine)) {
@@ -271,7 +168,7 @@ impl Keeper {
     }
 
     /// The order that has the engine open a VM, whose state file names that engine from now on.
-    pub(super) fn open_order(&self, vm: &VmEntry) -> Option<(VmId, Order, Vec<Arc<SentFd>>)> {
+    pub(crate) fn open_order(&self, vm: &VmEntry) -> Option<(VmId, Order, Vec<Arc<SentFd>>)> {
         let engine = self.engine.as_ref()?;
         vm.state.name_engine(engine.process.pid, engine.process.start);
         vm.state.remember();
@@ -315,12 +212,12 @@ impl Keeper {
     }
 
     /// Is it our engine that this state file names?
-    pub(super) fn is_ours(&self, process: Process) -> bool {
+    pub(crate) fn is_ours(&self, process: Process) -> bool {
         self.engine.as_ref().is_some_and(|engine| engine.process == process)
     }
 
     /// Take all that the engine has said.
-    pub(super) fn hear_engine(&mut self) {
+    pub(crate) fn hear_engine(&mut self) {
         while let Some(engine) = &mut self.engine {
             let Ok(Some(received)) = scm::receive(&engine.socket) else { return };
             engine.pulse.silent = 0;
@@ -348,7 +245,7 @@ impl Keeper {
     }
 
     /// The engine is dead, but for threads that the kernel keeps.
-    pub(super) fn reap_engine(&mut self) {
+    pub(crate) fn reap_engine(&mut self) {
         let Some(engine) = self.engine.take() else { return };
         let how = engine.killed.unwrap_or("died");
         let status = match engine.child.try_wait() {
@@ -365,34 +262,6 @@ impl Keeper {
     }
 }
 
-fn spawn(starter: &mut Starter, program: &std::path::Path) -> anyhow::Result<Engine> {
-    let (ours, theirs) = scm::pair().context("Making a socket")?;
-    rustix::io::ioctl_fionbio(&ours, true).context("Making a socket non-blocking")?;
-    let child = starter
-        .start(program, &["engine"], theirs.as_fd())
-        .with_context(|| format!("Running {} engine", program.display()))?;
-    let known = Process::find(child.id()).context("Reading the engine's start time");
-    let process = match known.and_then(|process| process.context("The engine has no start time")) {
-        Ok(process) => process,
-        Err(error) => {
-            // An engine that no later keeper could tell from others must not be given a VM.
-            let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
-            return Err(error);
-        }
-    };
-    Ok(Engine {
-        child,
-        process,
-        socket: ours,
-        pulse: Pulse::new(Instant::now()),
-        orders: VecDeque::new(),
-        starved: false,
-        killed: None,
-        begun: Instant::now(),
-        told_to_serve: false,
-    })
-}
-
 /// The order that has a process served, and its descriptors.
 pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> (Order, Vec<Arc<SentFd>>) {
     let order = Order::AddView {
@@ -403,41 +272,4 @@ pub fn add_view(pid: u32, view: &ClientView, unserved_since_ns: Option<u64>) -> 
         unserved_since_ns,
     };
     (order, view.uffds.iter().chain([&view.control]).cloned().collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_keeper_that_slept_counts_one_round_however_long_it_slept() {
-        let start = Instant::now();
-        let mut pulse = Pulse::new(start);
-        assert_eq!(pulse.beat(start), Beat::Rest);
-        let woken = start + Duration::from_secs(3600);
-        assert_eq!(pulse.beat(woken), Beat::Ask, "the engine had no chance to answer");
-        assert_eq!(pulse.beat(woken), Beat::Rest);
-    }
-
-    #[test]
-    fn an_engine_that_never_answers_and_one_that_never_serves_are_both_replaced() {
-        let mut now = Instant::now();
-        let mut pulse = Pulse::new(now);
-        let mut next = |pulse: &mut Pulse| {
-            now += PING_EVERY;
-            pulse.beat(now)
-        };
-        let asked = (0..).take_while(|_| next(&mut pulse) == Beat::Ask).count();
-        assert_eq!(asked, SILENCE as usize);
-        pulse.silent = 0;
-        let answering = |pulse: &mut Pulse| {
-            pulse.silent = 0;
-            next(pulse) == Beat::Ask
-        };
-        let mut answering = answering;
-        let left = STARTING as usize - SILENCE as usize - 1;
-        assert_eq!((0..).take_while(|_| answering(&mut pulse)).count(), left);
-        pulse.starting = None;
-        assert!((0..2 * STARTING).all(|_| answering(&mut pulse)), "one that serves and answers is left alone");
-    }
 }

@@ -158,7 +158,7 @@ mod tests {
         let status = Command::new("sh")
             .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
             .arg(program)
-            .args(["--include-ignored", "--exact", "keeper::fence::tests::child_kills_without_descriptors"])
+            .args(["--include-ignored", "--exact", "fence::tests::child_kills_without_descriptors"])
             .env("BALLAST_TEST_VICTIM", victim.id().to_string())
             .status();
         let alive = victim.try_wait().expect("wait").is_none();

@@ -8,42 +8,22 @@
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::Attach;
-use ballast_handover::orders::Order;
 
-use super::Keeper;
-use super::closer::SentFd;
 use crate::admit::Admitted;
+use crate::keeper::Keeper;
+use crate::waiting::{Made, Making};
 
 /// How long an attach waits for an engine. One that works takes milliseconds, and two seconds more if the disk hangs.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// An attach that waits.
-pub struct Making {
-    seq: u64,
-    client: u64,
-    attach: Attach,
-    admitted: Admitted,
-    since: Instant,
-}
-
-/// The place of a file store's file, and its index; or why there is none.
-pub type Made = Result<[SentFd; 2], String>;
-
-impl Making {
-    /// The order to make what this one waits for.
-    pub fn order(&self) -> Order {
-        Order::MakeFileStore { seq: self.seq }
-    }
-}
-
 impl Keeper {
     /// Is this client's attach waiting?
-    pub(super) fn is_making(&self, client: u64) -> bool {
+    pub(crate) fn is_making(&self, client: u64) -> bool {
         self.making.iter().any(|making| making.client == client)
     }
 
     /// Have a file store made for this attach.
-    pub(super) fn make_file_store(&mut self, client: u64, attach: &Attach, admitted: Admitted) {
+    pub(crate) fn make_file_store(&mut self, client: u64, attach: &Attach, admitted: Admitted) {
         let seq = self.next_seq;
         self.next_seq += 1;
         let making = Making { seq, client, attach: attach.clone(), admitted, since: Instant::now() };
@@ -52,7 +32,7 @@ impl Keeper {
     }
 
     /// The engine made one, or could not: go on with the attach.
-    pub(super) fn made(&mut self, seq: u64, made: impl FnOnce(u32) -> Made) {
+    pub(crate) fn made(&mut self, seq: u64, made: impl FnOnce(u32) -> Made) {
         let waiting = self.making.iter().position(|making| making.seq == seq);
         let waiting = waiting.map(|at| self.making.remove(at));
         let uid = waiting.as_ref().and_then(|making| self.clients.get(&making.client)).map(|client| client.uid);
@@ -63,7 +43,7 @@ impl Keeper {
     }
 
     /// Go on with attaches that have waited for long.
-    pub(super) fn tend_making(&mut self) {
+    pub(crate) fn tend_making(&mut self) {
         while let Some(at) = self.making.iter().position(|making| making.since.elapsed() > MAKE_TIMEOUT) {
             let making = self.making.remove(at);
             self.go_on(making, Err(format!("the engine made none within {MAKE_TIMEOUT:?}")));

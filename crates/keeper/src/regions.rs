@@ -14,9 +14,9 @@ use ballast_handover::state_file::{RegionRecord, StateFile};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 
-use super::closer::{Closer, SentFd};
-use super::lost::Search;
 use crate::admit;
+use crate::closer::{Closer, SentFd};
+use crate::lost::Search;
 
 /// A VM.
 pub struct VmEntry {
@@ -174,7 +174,7 @@ impl VmEntry {
                     "region {} was taken for unplugged because its process stayed away for {:?}: its far pages are \
                      lost",
                     info.hva,
-                    super::lost::LONGEST_WAIT
+                    crate::lost::LONGEST_WAIT
                 ));
             }
             if !record.removed {

@@ -1,83 +1,23 @@
-//! The keeper: holds every descriptor, and sees to it that an engine runs.
+//! The keeper's loop: what it listens to, and what it looks at between.
 //!
-//! Before: systemd or a person starts `ballastd`. After: VMMs attach, engines come and go.
-//! Threads: one, which waits in `poll` for clients, the engine's answers and the engine's death; nothing it does takes
-//! long. What may take long ([`closer`], [`lost`]) has threads of its own that hold no keeper's state.
-//! Promise: it never touches a page. An engine that dies, or no longer answers, is replaced at once and announced; when
-//! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
-//!
-//! [`clients`] listens to VMMs; [`attach`] makes VMs of them, with [`regions`] and [`lost`]; [`closing`] sees
-//! them off; [`engine_child`] has the engine; [`fence`] knows when an engine that died can do no more to a VM.
+//! Before: `ballastd` is started. After: it is killed.
+//! Threads: the keeper's one, which waits in `poll` for clients, the engine's answers and the engine's death.
+//! Promise: no two keepers have one runtime directory. Nothing that the loop calls waits for anybody.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ballast_handover::orders::Order;
 use ballast_sys::memory_error;
-use ballast_sys::spawn::{Child, Starter};
+use ballast_sys::spawn::Starter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use clients::{Asked, Clients};
-pub use closer::{Closer, SentFd};
-use closing::Closing;
-use engine_child::{Engine, PING_EVERY};
-use making::Making;
-use options::Options;
-use regions::VmEntry;
-
-mod attach;
-mod clients;
-mod closer;
-mod closing;
-mod engine_child;
-pub mod fence;
-mod lost;
-mod making;
-pub mod options;
-mod regions;
-
-/// How long to wait at most while something must be looked at without anybody saying when.
-const SOON: Duration = Duration::from_millis(20);
-
-struct Keeper {
-    file_stores: bool,
-    /// What engines are to begin with: what the program was started with until an operator changed it.
-    settings: Vec<u8>,
-    program: PathBuf,
-    starter: Starter,
-    since_unix_s: u64,
-    closer: Arc<Closer>,
-    api: Arc<SentFd>,
-    engine: Option<Engine>,
-    /// Attaches that wait for their stores.
-    making: Vec<Making>,
-    /// Engines that died and have not been reaped: the kernel may keep threads of them.
-    zombies: Vec<Child>,
-    /// Readable when an engine of an earlier keeper, which was killed, is gone.
-    dying: Vec<OwnedFd>,
-    restarts: u64,
-    /// Engines in a row that died before they served.
-    young_deaths: u32,
-    /// When and why the last engine went.
-    died: Option<(Instant, String)>,
-    /// Notes for the next engine's event list.
-    unsaid: Vec<Order>,
-    clients: Clients,
-    next_client: u64,
-    /// No connections are taken until then.
-    accept_again: Option<Instant>,
-    vms: Vec<VmEntry>,
-    /// When the first pages of their state files are remembered next.
-    remember_at: Instant,
-    closing: Vec<Closing>,
-    /// What clients wait for, by the number of the order.
-    pending: BTreeMap<u64, Asked>,
-    next_seq: u64,
-}
+use crate::client;
+use crate::closer;
+use crate::engine::PING_EVERY;
+use crate::keeper::{Keeper, SOON};
+use crate::options::Options;
 
 /// Run until killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
@@ -123,7 +63,7 @@ fn raise_descriptor_limit() {
     }
 }
 
-fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
+pub(crate) fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
     let bind = || -> std::io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, socket_with};
         match std::fs::remove_file(path) {
@@ -145,35 +85,6 @@ fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyho
 }
 
 impl Keeper {
-    fn new(options: Options, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
-        let closer = Closer::new();
-        Self {
-            since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
-            settings: options.engine,
-            file_stores: options.file_stores,
-            program,
-            starter,
-            api: Arc::new(SentFd::new(api, 0, closer.clone())),
-            closer,
-            engine: None,
-            making: Vec::new(),
-            zombies: Vec::new(),
-            dying: Vec::new(),
-            restarts: 0,
-            young_deaths: 0,
-            died: None,
-            unsaid: Vec::new(),
-            clients: Clients::new(),
-            next_client: 0,
-            accept_again: None,
-            vms: Vec::new(),
-            remember_at: Instant::now(),
-            closing: Vec::new(),
-            pending: BTreeMap::new(),
-            next_seq: 0,
-        }
-    }
-
     fn serve(mut self, attach: &OwnedFd, errors_seen: &OwnedFd) -> anyhow::Result<()> {
         loop {
             self.keep_engine();
@@ -203,9 +114,8 @@ impl Keeper {
 
     /// Wait for one round of events, at most so long, and handle them.
     fn turn(&mut self, attach: &OwnedFd, pause: Duration) -> anyhow::Result<()> {
-        let (keys, others): (Vec<u64>, Vec<_>) = clients::interests(&self.clients)
-            .map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags)))
-            .unzip();
+        let (keys, others): (Vec<u64>, Vec<_>) =
+            client::interests(&self.clients).map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags))).unzip();
         let accepting = if self.accepts() { PollFlags::IN } else { PollFlags::empty() };
         let mut fds = vec![PollFd::new(attach, accepting)];
         if let Some(engine) = &self.engine {
@@ -248,6 +158,3 @@ impl Keeper {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -1,16 +1,23 @@
 //! The keeper without VMMs, and with a program in the place of its engine that takes no orders.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::time::{Duration, Instant};
 
 use ballast_base::wire::{Attach, RegionInfo, VmId};
 use ballast_base::{Bytes, Hva};
+use ballast_handover::orders::Order;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
-use rustix::event::Timespec;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::*;
 use crate::admit::Escrow;
+use crate::closer::SentFd;
+use crate::fence;
+use crate::keeper::Keeper;
+use crate::options::Options;
+use crate::regions::VmEntry;
+use crate::run::listen;
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
@@ -125,6 +132,8 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
     let (mut first, _dir) = keeper();
     let id = new_vm(&mut first, "web");
     first.keep_engine();
+    // As its engine would.
+    arena::format(&arena::RAM, &*first.vms[0].files[1], 4).expect("laid out");
     let escrow = first.vms[0].escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     for (at, ours, name) in [(0, state_file::FORMAT, "state file"), (1, arena::RAM.format, "arena")] {

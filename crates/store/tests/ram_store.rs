@@ -219,7 +219,7 @@ fn a_file_that_nobody_has_laid_out_becomes_an_empty_store_also_after_a_death() {
     for size in [0, 4096] {
         let fd = memfd::create("ballast-test", Bytes(size)).expect("memfd");
         let store = reopen(&fd, &budget);
-        assert_eq!(store.sweep(std::iter::empty()), Recovered::default());
+        assert_eq!(store.sweep(std::iter::empty()), ballast_store::Recovered::default());
         let handle = put(&store, 1, &pages::incompressible(1));
         drop(store);
         must_hold(&reopen(&fd, &budget), 1, handle, &pages::incompressible(1));

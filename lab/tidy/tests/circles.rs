@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 mod common;
 
-use common::{LATER_CIRCLES, none_is_left, root};
+use common::{none_is_left, root};
 
 /// One file of a crate: its module's path and its text, without comments, strings and tests.
 struct Source {
@@ -248,13 +248,7 @@ fn circles() -> Vec<String> {
 
 #[test]
 fn no_crate_has_a_circle_of_files() {
-    none_is_left(&circles(), &LATER_CIRCLES, false);
-}
-
-#[test]
-#[ignore = "not yet true of these parts"]
-fn no_crate_has_a_circle_of_files_later() {
-    none_is_left(&circles(), &LATER_CIRCLES, true);
+    none_is_left(&circles());
 }
 
 #[test]

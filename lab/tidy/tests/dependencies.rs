@@ -9,11 +9,16 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates of the product, and what none of them may reach in any number of steps.
-const FORBIDDEN: [(&[&str], &[&str]); 10] = [
+const FORBIDDEN: [(&[&str], &[&str]); 11] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
     // The moves of one page, and their model: no kernel, no store, no thread.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
     (&["ballast-pager"], &["ballast-daemon", "ballast-policy", "ballast-api", "ballast-client"]),
+    // The keeper never touches a page: it holds descriptors, and knows of their files what `handover` says.
+    (
+        &["ballast-keeper", "ballast-handover"],
+        &["ballast-page", "ballast-store", "ballast-heat", "ballast-pager", "ballast-policy", "ballast-api", "tokio"],
+    ),
     (&["ballast-policy"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager"]),
     // Pure: for any guest agent, and for replays.
     (&["ballast-ranges"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
@@ -27,7 +32,16 @@ const FORBIDDEN: [(&[&str], &[&str]); 10] = [
     // They run in somebody else's process.
     (
         &["ballast-client", "ballast-preload"],
-        &["ballast-store", "ballast-heat", "ballast-pager", "ballast-policy", "ballast-api", "ballast-daemon", "tokio"],
+        &[
+            "ballast-handover",
+            "ballast-store",
+            "ballast-heat",
+            "ballast-pager",
+            "ballast-policy",
+            "ballast-api",
+            "ballast-daemon",
+            "tokio",
+        ],
     ),
     (&["ballast-base"], &["ballast-sys", "libc", "rustix"]),
 ];

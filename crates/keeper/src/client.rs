@@ -1,0 +1,53 @@
+//! A process that connected, and what it attached with.
+//!
+//! Before: `clients` took its connection. After: the keeper knows whose it is, and what of a VM it maps.
+//! Threads: the keeper's one.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use ballast_base::wire::{RegionInfo, VmId};
+use rustix::event::PollFlags;
+
+use crate::closer::SentFd;
+
+/// Requests of one client that are under way. Ours asks one at a time.
+const MOST_PENDING: usize = 8;
+
+/// A process that connected. It has a `view` once it attached.
+pub struct Client {
+    pub socket: SentFd,
+    pub pid: u32,
+    pub uid: u32,
+    pub view: Option<ClientView>,
+    pub since: Instant,
+    pub faults: u32,
+    pub pending: usize,
+}
+
+/// What a process attached with.
+pub struct ClientView {
+    pub vm: VmId,
+    /// In the client's order.
+    pub uffds: Vec<Arc<SentFd>>,
+    pub uffd_features: u64,
+    pub control: Arc<SentFd>,
+    pub spans: Vec<(RegionInfo, u32)>,
+}
+
+impl Client {
+    /// What to wait for on its socket. While it has asked too much at once, its next messages wait.
+    pub fn interest(&self) -> PollFlags {
+        if self.pending < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() }
+    }
+}
+
+/// Connections by key, in no order.
+pub type Clients = HashMap<u64, Client>;
+
+/// What to wait for on each connection.
+pub fn interests(clients: &Clients) -> impl Iterator<Item = (u64, BorrowedFd<'_>, PollFlags)> {
+    clients.iter().map(|(key, client)| (*key, client.socket.as_fd(), client.interest()))
+}

@@ -1,0 +1,92 @@
+//! What the keeper holds.
+//!
+//! Before: `run` made it. After: each of the other files adds what the keeper does about its subject.
+//! Threads: the keeper's one.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ballast_handover::orders::Order;
+use ballast_sys::spawn::{Child, Starter};
+
+use crate::client::Clients;
+use crate::closer::{Closer, SentFd};
+use crate::engine::Engine;
+use crate::options::Options;
+use crate::regions::VmEntry;
+use crate::waiting::{Asked, Closing, Making};
+
+/// How long to wait at most while something must be looked at without anybody saying when.
+pub(crate) const SOON: Duration = Duration::from_millis(20);
+
+/// See above.
+pub(crate) struct Keeper {
+    pub(crate) file_stores: bool,
+    /// What engines are to begin with: what the program was started with until an operator changed it.
+    pub(crate) settings: Vec<u8>,
+    pub(crate) program: PathBuf,
+    pub(crate) starter: Starter,
+    pub(crate) since_unix_s: u64,
+    pub(crate) closer: Arc<Closer>,
+    pub(crate) api: Arc<SentFd>,
+    pub(crate) engine: Option<Engine>,
+    /// Attaches that wait for their stores.
+    pub(crate) making: Vec<Making>,
+    /// Engines that died and have not been reaped: the kernel may keep threads of them.
+    pub(crate) zombies: Vec<Child>,
+    /// Readable when an engine of an earlier keeper, which was killed, is gone.
+    pub(crate) dying: Vec<OwnedFd>,
+    pub(crate) restarts: u64,
+    /// Engines in a row that died before they served.
+    pub(crate) young_deaths: u32,
+    /// When and why the last engine went.
+    pub(crate) died: Option<(Instant, String)>,
+    /// Notes for the next engine's event list.
+    pub(crate) unsaid: Vec<Order>,
+    pub(crate) clients: Clients,
+    pub(crate) next_client: u64,
+    /// No connections are taken until then.
+    pub(crate) accept_again: Option<Instant>,
+    pub(crate) vms: Vec<VmEntry>,
+    /// When the first pages of their state files are remembered next.
+    pub(crate) remember_at: Instant,
+    pub(crate) closing: Vec<Closing>,
+    /// What clients wait for, by the number of the order.
+    pub(crate) pending: BTreeMap<u64, Asked>,
+    pub(crate) next_seq: u64,
+}
+
+impl Keeper {
+    /// A keeper without engine and VMs. `program` is what engines are started from.
+    pub(crate) fn new(options: Options, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
+        let closer = Closer::new();
+        Self {
+            since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            settings: options.engine,
+            file_stores: options.file_stores,
+            program,
+            starter,
+            api: Arc::new(SentFd::new(api, 0, closer.clone())),
+            closer,
+            engine: None,
+            making: Vec::new(),
+            zombies: Vec::new(),
+            dying: Vec::new(),
+            restarts: 0,
+            young_deaths: 0,
+            died: None,
+            unsaid: Vec::new(),
+            clients: Clients::new(),
+            next_client: 0,
+            accept_again: None,
+            vms: Vec::new(),
+            remember_at: Instant::now(),
+            closing: Vec::new(),
+            pending: BTreeMap::new(),
+            next_seq: 0,
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! The keeper: holds every descriptor, and sees to it that an engine runs.
+//!
+//! Before: systemd or a person starts `ballastd`. After: VMMs attach, engines come and go.
+//! Threads: one, which waits in `poll` for clients, the engine's answers and the engine's death; nothing it does takes
+//! long. What may take long ([`closer`], [`lost`]) has threads of its own that hold no keeper's state.
+//! Promise: it never touches a page. An engine that dies, or no longer answers, is replaced at once and announced; when
+//! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
+//!
+//! [`run`](mod@run) is the loop over what [`keeper`] holds. [`clients`] listens to VMMs; [`attach`] makes VMs of them,
+//! with [`admit`], [`regions`] and [`lost`]; [`closing`] sees them off; [`engine_child`] has the engine; [`fence`]
+//! knows when an engine that died can do no more to a VM.
+#![forbid(unsafe_code)]
+
+mod admit;
+mod attach;
+mod client;
+mod clients;
+mod closer;
+mod closing;
+mod engine;
+mod engine_child;
+mod fence;
+mod keeper;
+mod lost;
+mod making;
+mod options;
+mod regions;
+mod run;
+#[cfg(test)]
+mod tests;
+mod waiting;
+
+pub use options::Options;
+pub use run::run;

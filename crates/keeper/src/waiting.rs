@@ -1,0 +1,63 @@
+//! What waits for the engine: a client for an answer, an attach for a file store, a VM without processes for its end.
+//!
+//! Before: the engine was given an order. After: it says that it is done; or it dies, and the next one is asked again.
+//! Threads: the keeper's one.
+
+use std::time::Instant;
+
+use ballast_base::wire::Attach;
+use ballast_handover::orders::Order;
+
+use crate::admit::Admitted;
+use crate::closer::SentFd;
+use crate::regions::VmEntry;
+
+/// What a client waits for.
+pub struct Asked {
+    pub client: u64,
+    /// The order whose end it waits for; a new engine is given it again.
+    pub order: Order,
+    pub answer: Answer,
+}
+
+/// What a client is told when the order it waits for has been carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    Ok,
+    Attached,
+}
+
+/// An attach that waits.
+pub struct Making {
+    pub seq: u64,
+    pub client: u64,
+    pub attach: Attach,
+    pub admitted: Admitted,
+    pub since: Instant,
+}
+
+/// The place of a file store's file, and its index; or why there is none.
+pub type Made = Result<[SentFd; 2], String>;
+
+impl Making {
+    /// The order to make what this one waits for.
+    pub fn order(&self) -> Order {
+        Order::MakeFileStore { seq: self.seq }
+    }
+}
+
+/// A VM without processes.
+pub struct Closing {
+    /// Of the order to close it.
+    pub seq: u64,
+    pub entry: VmEntry,
+    /// The engine has it.
+    pub given: bool,
+}
+
+impl Closing {
+    /// Its engine is dead.
+    pub fn take_back(&mut self) {
+        self.given = false;
+    }
+}
