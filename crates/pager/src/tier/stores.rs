@@ -15,15 +15,6 @@ use crate::tier::overdue::{Overdue, Tell};
 use ballast_page::copies::StoreOf;
 use ballast_page::page_state::Word;
 
-/// Who may ask a store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Speed {
-    /// It returns at once: fault workers ask it.
-    Near,
-    /// It may wait for a disk or a network: slow workers and spill ask it.
-    Slow,
-}
-
 /// One store of a VM.
 #[derive(Clone, Debug)]
 pub struct Tier {
@@ -33,9 +24,7 @@ pub struct Tier {
     pub name: &'static str,
     /// The store.
     pub store: Arc<dyn Store>,
-    /// Who may ask it.
-    pub speed: Speed,
-    /// The same store, if it may wait.
+    /// The same store, if it may wait for a disk or a network: then slow workers and spill ask it, and no fault worker.
     overdue: Option<Arc<Overdue>>,
 }
 
@@ -45,7 +34,7 @@ pub const DEADLINE: Duration = Duration::from_secs(5);
 impl Tier {
     /// A store that returns at once.
     pub fn near(number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
-        Self { number, name, store, speed: Speed::Near, overdue: None }
+        Self { number, name, store, overdue: None }
     }
 
     /// A store that may wait. If it does not return a page within [`DEADLINE`], that is an event.
@@ -56,7 +45,12 @@ impl Tier {
     /// The same with another deadline.
     pub fn slow_within(deadline: Duration, number: u8, name: &'static str, store: Arc<dyn Store>) -> Self {
         let overdue = Arc::new(Overdue::new(store, name, deadline));
-        Self { number, name, store: overdue.clone(), speed: Speed::Slow, overdue: Some(overdue) }
+        Self { number, name, store: overdue.clone(), overdue: Some(overdue) }
+    }
+
+    /// May it wait? A store that does not returns at once.
+    pub fn is_slow(&self) -> bool {
+        self.overdue.is_some()
     }
 }
 
@@ -71,7 +65,7 @@ impl Stores {
     /// # Panics
     /// If there is none, the first may wait, or two have one number.
     pub fn new(tiers: Vec<Tier>) -> Self {
-        assert!(tiers.first().is_some_and(|tier| tier.speed == Speed::Near), "evicted pages go to a store that waits");
+        assert!(tiers.first().is_some_and(|tier| !tier.is_slow()), "evicted pages go to a store that waits");
         let is_again = |(at, tier): (usize, &Tier)| tiers[..at].iter().any(|before| before.number == tier.number);
         assert!(!tiers.iter().enumerate().any(is_again), "two stores have one number: {tiers:?}");
         Self(tiers)
@@ -99,7 +93,7 @@ impl Stores {
 
     /// Those that may wait.
     pub fn slow(&self) -> impl Iterator<Item = &Tier> {
-        self.0.iter().filter(|tier| tier.speed == Speed::Slow)
+        self.0.iter().filter(|tier| tier.is_slow())
     }
 
     /// Is there one that may wait?
@@ -119,7 +113,7 @@ impl Stores {
 
     /// Numbers of all other stores, known or not: a page of one is not had at once.
     pub fn not_near(&self) -> StoreSet {
-        let near = self.0.iter().filter(|tier| tier.speed == Speed::Near);
+        let near = self.0.iter().filter(|tier| !tier.is_slow());
         near.fold(StoreSet::ALL, |set, tier| set.without(tier.number))
     }
 }
@@ -136,7 +130,7 @@ pub struct Near<'a>(&'a Stores);
 
 impl StoreOf for Near<'_> {
     fn store_of(&self, word: Word) -> Option<&dyn Store> {
-        self.0.get(word.store()).filter(|tier| tier.speed == Speed::Near).map(|tier| &*tier.store)
+        self.0.get(word.store()).filter(|tier| !tier.is_slow()).map(|tier| &*tier.store)
     }
 }
 

@@ -29,7 +29,6 @@ use ballast_handover::state_file::{StateError, StateFile};
 
 use super::Vm;
 use crate::tier::live::LiveCopies;
-use crate::tier::stores::Speed;
 use crate::vm::region::Region;
 use crate::vm::stats::{Counter, Stats};
 use ballast_base::store::is_zero;
@@ -70,7 +69,7 @@ impl Vm {
         let recovered = recover(&self.state, regions.iter().map(|region| &**region))?;
         for tier in self.stores.tiers() {
             let sweep = || tier.store.recover(&mut recovered.live_in(tier.number).iter());
-            let swept = if tier.speed == Speed::Slow { self.state.beside(sweep) } else { sweep() };
+            let swept = if tier.is_slow() { self.state.beside(sweep) } else { sweep() };
             if let Err(error) = swept {
                 // It works; what was left in it takes room until somebody tries again.
                 let text = format!("Freeing what nobody names in the {}: {error}", tier.name);
