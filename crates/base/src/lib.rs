@@ -9,7 +9,8 @@
 //! |---|---|
 //! | page | a 4 KiB base page, always |
 //! | huge page, unit | 2 MiB, naturally aligned |
-//! | region | one contiguous piece of guest RAM: one shared file mapping |
+//! | region | a contiguous range of guest RAM's addresses, made of extents |
+//! | extent | neighbouring bytes of a file that are guest RAM |
 //! | resident | the page's bytes are in DRAM, in the region's file |
 //! | far | the page's bytes live in a store |
 //! | zap | drop the VMM's page-table entries of a range; the data stays in the file |
@@ -29,6 +30,7 @@
 //! | keeper | the tiny process that holds every descriptor and outlives engines |
 #![forbid(unsafe_code)]
 
+pub mod extent;
 pub mod fill;
 pub mod format;
 pub mod range;
@@ -36,5 +38,6 @@ pub mod store;
 pub mod units;
 pub mod wire;
 
+pub use extent::{Extent, Extents};
 pub use range::PageRange;
 pub use units::{Bytes, GIB, HUGE_SIZE, Hva, KIB, MIB, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx};

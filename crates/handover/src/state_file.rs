@@ -13,36 +13,40 @@
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
 //!          of used space, target, settings, kept, journal of lost pages; the rest is reserved
 //! 512      name, padded with zeros
-//! 1024     region table: 32 records of 64 bytes, of which the last two words are reserved
+//! 1024     region table: 32 records of 64 bytes (`records`)
 //! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
-//! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page
+//! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page; and
+//! of a region of several extents, their list, twice
 //! ```
 //!
 //! Which versions read which is `ballast_base::format`'s rule: zero in a reserved word says nothing.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use ballast_base::format::{Format, Stamp};
 use ballast_base::wire::{MAX_NAME, MAX_REGIONS, VmId};
-use ballast_base::{Bytes, PAGE_SIZE, PageCount, PageIdx, PageRange};
+use ballast_base::{Bytes, Extents, PAGE_SIZE, PageIdx, PageRange};
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::memory_error::{self, Fill, Losses, PageCopy, Survival, Surviving};
 use ballast_sys::{Mapping, memfd::create};
 
+use crate::records;
+pub use crate::records::RegionRecord;
 use crate::table::{Lost, flags_len, table_len};
 use crate::threads::{self, Fenced, Listed, ThreadList};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
-/// since version 1.
-pub const FORMAT: Format = Format { version: 2, least_reader: 2, oldest: 1 };
+/// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
+/// addresses.
+pub const FORMAT: Format = Format { version: 3, least_reader: 3, oldest: 1 };
 const HEADER_LEN: usize = 32 * 1024;
 const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
-const REGION_RECORD: usize = 64;
+const REGION_RECORD: usize = records::WORDS * 8;
 const COUNTERS_OFFSET: usize = 4096;
 const THREADS_OFFSET: usize = COUNTERS_OFFSET + COUNTERS * 8;
 const HISTOGRAMS_OFFSET: usize = 8192;
@@ -76,25 +80,6 @@ enum Field {
 const FIELDS: usize = 13 + SETTINGS;
 /// Words of what the operator said of the VM beside its limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
-/// What a region's record says of its end; zero while it lives.
-const UNPLUGGED: u64 = 1;
-const GIVEN_UP: u64 = 2;
-
-/// What is known of a region across engines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RegionRecord {
-    /// The RAM file.
-    pub file: FileId,
-    /// Where the region begins in it.
-    pub file_offset: Bytes,
-    /// Length.
-    pub pages: PageCount,
-    /// The region was unplugged; its number is never used again.
-    pub removed: bool,
-    /// It was taken for unplugged because its process stayed away: far pages of it were dropped.
-    pub given_up: bool,
-    table_offset: u64,
-}
 
 /// A state file that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -107,17 +92,6 @@ pub enum StateError {
     Invalid(String),
 }
 
-impl RegionRecord {
-    /// Where its words begin in the state file.
-    pub fn words_at(&self) -> u64 {
-        self.table_offset + flags_len(self.pages)
-    }
-
-    fn table_end(&self) -> u64 {
-        self.table_offset + table_len(self.pages)
-    }
-}
-
 /// An open state file.
 #[derive(Debug)]
 pub struct StateFile {
@@ -127,6 +101,8 @@ pub struct StateFile {
     remembered: Arc<PageCopy>,
     /// The engine that opened it, if this is one ([`threads`]).
     tag: AtomicU64,
+    /// What was read of the region table: but for its end, a record never changes.
+    records: Mutex<Vec<RegionRecord>>,
 }
 
 impl StateFile {
@@ -153,7 +129,7 @@ impl StateFile {
         let fills = vec![(PAGE_SIZE, Fill::Copy(remembered.clone())), (HEADER_LEN, Fill::Zeros)];
         let survival = Survival { file: fd.clone(), offset: 0, fills, journal: None };
         let header = Arc::new(Surviving::new(Mapping::shared(&*fd, 0, HEADER_LEN)?, survival));
-        Ok(Self { fd, header, remembered, tag: AtomicU64::new(0) })
+        Ok(Self { fd, header, remembered, tag: AtomicU64::new(0), records: Mutex::default() })
     }
 
     /// Keep what the first page says now, for the case that its memory fails. Whoever has the file open does so now
@@ -192,14 +168,10 @@ impl StateFile {
         if count > MAX_REGIONS as u64 || end > size {
             return invalid(format!("it claims {count} regions in {end} of its {size} bytes"));
         }
-        for (index, region) in file.regions().iter().enumerate() {
-            let fits = region.pages.0 > 0
-                && region.pages.0 < 1 << 44
-                && region.table_offset.is_multiple_of(PAGE_SIZE as u64)
-                && region.table_offset.checked_add(table_len(region.pages)).is_some_and(|end| end <= size);
-            if !fits {
-                return invalid(format!("region {index} of {} pages does not fit it", region.pages.0));
-            }
+        for index in 0..count as usize {
+            let record = records::read(file.record_words(index), &file.fd, size);
+            let record = record.map_err(|why| StateError::Invalid(format!("region {index}: {why}")))?;
+            file.records.lock().expect("no panic while held").push(record);
         }
         file.remember();
         Ok(file)
@@ -363,35 +335,43 @@ impl StateFile {
 
     /// The regions, removed ones included: a region's number is its index.
     pub fn regions(&self) -> Vec<RegionRecord> {
-        (0..(self.get(Field::RegionCount) as usize).min(MAX_REGIONS)).map(|index| self.record(index)).collect()
+        let count = (self.get(Field::RegionCount) as usize).min(MAX_REGIONS);
+        let mut known = self.records.lock().expect("no panic while held");
+        while known.len() < count {
+            // Another process, the keeper, has added it. One that cannot be read is not there for whoever asks for it.
+            let size = memfd::size(&self.fd).map_or(0, |size| size.0);
+            let Ok(record) = records::read(self.record_words(known.len()), &self.fd, size) else { break };
+            known.push(record);
+        }
+        let of = |(index, record): (usize, &RegionRecord)| record.at_end(self.record_words(index));
+        known.iter().enumerate().map(of).collect()
     }
 
     fn record_words(&self, index: usize) -> &[AtomicU64] {
-        self.header.words(REGIONS_OFFSET + index * REGION_RECORD, REGION_RECORD / 8)
+        self.header.words(REGIONS_OFFSET + index * REGION_RECORD, records::WORDS)
     }
 
-    fn record(&self, index: usize) -> RegionRecord {
-        let get = |word: usize| self.record_words(index)[word].load(Ordering::Acquire);
-        RegionRecord {
-            file: FileId { dev: get(0), ino: get(1) },
-            file_offset: Bytes(get(2)),
-            pages: PageCount(get(3)),
-            table_offset: get(4),
-            removed: get(5) != 0,
-            given_up: get(5) == GIVEN_UP,
-        }
-    }
-
-    /// Make room for one more region and answer its number.
-    pub fn add_region(&self, file: FileId, file_offset: Bytes, pages: PageCount) -> Result<u32, StateError> {
+    /// Make room for one more region, of these extents of these files, and return its number.
+    pub fn add_region(
+        &self,
+        files: &[FileId],
+        extents: &Extents,
+        guest_address: Option<u64>,
+    ) -> Result<u32, StateError> {
         let index = self.get(Field::RegionCount) as usize;
         if index >= MAX_REGIONS {
             return Err(StateError::Invalid(format!("a VM may have at most {MAX_REGIONS} regions in its life")));
         }
+        if extents.files() > files.len() {
+            return Err(StateError::Invalid("a region has an extent of a file that is not there".into()));
+        }
         let table_offset = self.get(Field::End);
-        let end = table_offset + table_len(pages);
+        let lists_offset = table_offset + table_len(extents.pages());
+        let lists = records::lists(files, extents);
+        let end = lists_offset + lists.len() as u64;
         rustix::fs::ftruncate(&self.fd, end).map_err(io::Error::from)?;
-        let values = [file.dev, file.ino, file_offset.0, pages.0, table_offset, 0];
+        records::write_lists(&self.fd, lists_offset, &lists)?;
+        let values = records::words(files, extents, guest_address, table_offset, lists_offset);
         for (word, value) in self.record_words(index).iter().zip(values) {
             word.store(value, Ordering::Release);
         }
@@ -403,13 +383,13 @@ impl StateFile {
 
     /// Note that a region was unplugged.
     pub fn remove_region(&self, index: u32) {
-        self.record_words(index as usize)[5].store(UNPLUGGED, Ordering::Release);
+        self.record_words(index as usize)[records::END].store(records::UNPLUGGED, Ordering::Release);
         self.remember();
     }
 
     /// Note that a region is taken for unplugged, because nobody has brought its RAM back.
     pub fn give_up_region(&self, index: u32) {
-        self.record_words(index as usize)[5].store(GIVEN_UP, Ordering::Release);
+        self.record_words(index as usize)[records::END].store(records::GIVEN_UP, Ordering::Release);
         self.remember();
     }
 
@@ -418,8 +398,8 @@ impl StateFile {
     /// # Errors
     /// The kernel refuses.
     pub fn map_table(&self, record: &RegionRecord, lost: Lost) -> io::Result<Surviving> {
-        let (offset, len) = (record.table_offset, table_len(record.pages) as usize);
-        let flags = (flags_len(record.pages) as usize, Fill::Pattern(lost.flags));
+        let (offset, len) = (record.table_offset, table_len(record.pages()) as usize);
+        let flags = (flags_len(record.pages()) as usize, Fill::Pattern(lost.flags));
         let fills = vec![flags, (len, Fill::Pattern(lost.word))];
         let journal = Some((self.header.clone(), Field::Journal as usize * 8));
         let survival = Survival { file: self.fd.clone(), offset, fills, journal };
@@ -429,7 +409,7 @@ impl StateFile {
     /// Ranges of a region's words that were ever written, as page ranges: the rest is Resident, age 0.
     pub fn written_words(&self, record: &RegionRecord) -> io::Result<Vec<PageRange>> {
         let words_start = record.words_at();
-        let words_end = words_start + record.pages.0 * 8;
+        let words_end = words_start + record.pages().0 * 8;
         let mut ranges = Vec::new();
         let mut at = words_start;
         while let Some((start, end)) = memfd::next_data(&self.fd, at)? {
@@ -523,17 +503,19 @@ impl StateFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ballast_base::PageCount;
     use proptest::prelude::*;
     use std::os::unix::fs::FileExt;
 
     const LOST: Lost = Lost { flags: 0x0101, word: 0xff };
 
     fn word<'a>(table: &'a Surviving, record: &RegionRecord, page: u64) -> &'a AtomicU64 {
-        &table.words(flags_len(record.pages) as usize + page as usize * 8, 1)[0]
+        &table.words(flags_len(record.pages()) as usize + page as usize * 8, 1)[0]
     }
 
-    fn some_file() -> FileId {
-        FileId { dev: 1, ino: 2 }
+    fn add(file: &StateFile, offset: u64, pages: u64) -> u32 {
+        let extents = Extents::one(Bytes(offset), PageCount(pages).bytes()).expect("good");
+        file.add_region(&[FileId { dev: 1, ino: 2 }], &extents, None).expect("add")
     }
 
     #[test]
@@ -545,10 +527,10 @@ mod tests {
         file.set_settings([1, 2, 3, 4, u64::MAX]);
         assert!(!file.kept());
         file.set_kept(true);
-        let first = file.add_region(some_file(), Bytes(0), PageCount(20_000)).expect("add");
-        let second = file.add_region(some_file(), Bytes(1 << 30), PageCount(1)).expect("add");
+        let first = add(&file, 0, 20_000);
+        let second = add(&file, 1 << 30, 1);
         assert_eq!((first, second, file.take_over(10, 99, LOST).expect("no journal")), (0, 1, 1));
-        let record = file.regions()[0];
+        let record = file.regions().remove(0);
         let table = file.map_table(&record, LOST).expect("map");
         word(&table, &record, 19_999).store(5, Ordering::Release);
         table.bytes(0, 3)[2].store(1, Ordering::Release);
@@ -569,7 +551,10 @@ mod tests {
         assert_eq!(ends, [(true, false), (true, true)]);
         assert_eq!((file.engine(), file.epoch(), file.name().as_str()), (Some((12, 101)), 2, "w"));
         let records = again.regions();
-        assert_eq!((records.len(), records[0].pages, records[1].file_offset), (2, PageCount(20_000), Bytes(1 << 30)));
+        assert_eq!(
+            (records.len(), records[0].pages(), records[1].extents.place(PageIdx(0))),
+            (2, PageCount(20_000), (0, 1 << 30))
+        );
         let table = again.map_table(&records[0], LOST).expect("map");
         assert_eq!(word(&table, &records[0], 19_999).load(Ordering::Acquire), 5);
         assert_eq!(table.bytes(0, 3).iter().map(|flag| flag.load(Ordering::Acquire)).collect::<Vec<_>>(), [0, 0, 1]);
@@ -581,8 +566,8 @@ mod tests {
     #[test]
     fn words_that_an_engine_was_replacing_when_it_died_are_lost_and_no_others() {
         let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
-        file.add_region(some_file(), Bytes(0), PageCount(2000)).expect("add");
-        let record = file.regions()[0];
+        add(&file, 0, 2000);
+        let record = file.regions().remove(0);
         let table = file.map_table(&record, LOST).expect("map");
         let pages = [0, 511, 512, 1023, 1024];
         pages.iter().for_each(|page| word(&table, &record, *page).store(77, Ordering::Release));
@@ -604,7 +589,7 @@ mod tests {
             damage in proptest::collection::vec((0u64..3072, any::<u8>()), 1..40),
         ) {
             let file = StateFile::create(VmId([1; 16]), "x").expect("create");
-            file.add_region(some_file(), Bytes(0), PageCount(5000)).expect("add");
+            add(&file, 0, 5000);
             let raw = std::fs::File::from(file.fd().try_clone_to_owned().expect("dup"));
             for (offset, byte) in damage {
                 raw.write_all_at(&[byte], offset).expect("write");
@@ -612,7 +597,7 @@ mod tests {
             if let Ok(file) = StateFile::open(raw.into()) {
                 for record in file.regions() {
                     let table = file.map_table(&record, LOST).expect("map");
-                    word(&table, &record, record.pages.0 - 1).load(Ordering::Acquire);
+                    word(&table, &record, record.pages().0 - 1).load(Ordering::Acquire);
                 }
             }
         }

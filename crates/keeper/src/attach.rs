@@ -376,7 +376,7 @@ impl Keeper {
 }
 
 fn missing_files(vm: &VmEntry) -> HashSet<FileId> {
-    vm.missing().into_iter().map(|(_, record)| record.file).collect()
+    vm.missing().into_iter().flat_map(|(_, record)| record.files).collect()
 }
 
 /// A name like this one that nobody has.

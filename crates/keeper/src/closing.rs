@@ -73,7 +73,7 @@ impl Keeper {
     pub(crate) fn closing_ram(&self, uid: u32) -> Bytes {
         let own = self.closing.iter().filter(|closing| closing.entry.uid == uid);
         let regions = own.flat_map(|closing| closing.entry.state.regions()).filter(|record| !record.removed);
-        Bytes(regions.map(|record| record.pages.bytes().0).fold(0, u64::saturating_add))
+        Bytes(regions.map(|record| record.pages().bytes().0).fold(0, u64::saturating_add))
     }
 
     /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must

@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_base::PageCount;
 use ballast_base::wire::{Attach, RegionInfo, VmId};
+use ballast_base::{Extent, Extents};
 use ballast_handover::arena;
 use ballast_handover::state_file::{RegionRecord, StateFile};
 use ballast_sys::memfd::{self, FileId};
@@ -107,7 +107,7 @@ impl VmEntry {
     /// Is one of these files RAM of this VM, brought or still missing?
     pub fn has_any(&self, mut files: impl Iterator<Item = FileId>) -> bool {
         let regions = self.state.regions();
-        files.any(|file| regions.iter().any(|record| !record.removed && record.file == file))
+        files.any(|file| regions.iter().any(|record| !record.removed && record.files.contains(&file)))
     }
 
     /// Regions that are not unplugged and whose RAM nobody has brought.
@@ -153,9 +153,8 @@ impl VmEntry {
     pub fn find(&self, info: &RegionInfo, file: FileId, taken: &[(RegionInfo, u32)]) -> Option<u32> {
         let same = |(number, record): &(usize, RegionRecord)| {
             !record.removed
-                && record.file == file
-                && record.file_offset == info.file_offset
-                && record.pages.bytes() == info.len
+                && record.files == [file]
+                && Ok(&record.extents) == Extents::one(info.file_offset, info.len).as_ref()
                 && !taken.iter().any(|(_, other)| *other == *number as u32)
         };
         self.state.regions().into_iter().enumerate().find(same).map(|(number, _)| number as u32)
@@ -163,10 +162,14 @@ impl VmEntry {
 
     /// Add a region, without its descriptor yet.
     pub fn append(&mut self, info: &RegionInfo, file: FileId) -> Result<u32, String> {
-        let pages: PageCount = info.len.pages_floor();
+        let extents =
+            Extents::one(info.file_offset, info.len).map_err(|error| format!("region {}: {error}", info.hva))?;
         for record in self.state.regions() {
-            let other = RegionInfo { hva: info.hva, len: record.pages.bytes(), file_offset: record.file_offset };
-            if record.file != file || !admit::overlap(info, &other) {
+            let overlaps = |(other, extent): (FileId, Extent)| {
+                let other_info = RegionInfo { hva: info.hva, len: extent.len, file_offset: extent.offset };
+                other == file && admit::overlap(info, &other_info)
+            };
+            if !record.places().any(overlaps) {
                 continue;
             }
             if record.given_up {
@@ -181,7 +184,7 @@ impl VmEntry {
                 return Err(format!("region {} overlaps, in its file, another region of this VM", info.hva));
             }
         }
-        let number = self.state.add_region(file, info.file_offset, pages).map_err(|error| error.to_string())?;
+        let number = self.state.add_region(&[file], &extents, None).map_err(|error| error.to_string())?;
         self.ram.push(None);
         Ok(number)
     }

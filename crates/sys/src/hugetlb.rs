@@ -6,7 +6,6 @@
 //! Promise: nothing is allocated, nothing is written, and no page stays mapped here.
 
 use std::io;
-use std::os::fd::AsFd;
 
 use ballast_base::{HUGE_SIZE, Hva};
 
@@ -22,17 +21,16 @@ pub struct Presence {
 }
 
 impl Presence {
-    /// For `len` bytes of `file` from `offset`, both multiples of 2 MiB.
+    /// For this mapping of such files, of which all lengths and offsets are multiples of 2 MiB.
     ///
     /// # Errors
     /// If this process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
-    pub fn new(file: impl AsFd, offset: u64, len: usize) -> io::Result<Self> {
+    pub fn new(map: Mapping) -> io::Result<Self> {
         let (uffd, granted) = Uffd::create(HUGETLB_FEATURES)?;
         if granted != HUGETLB_FEATURES {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel has no userfaultfd for huge pages"));
         }
-        let map = Mapping::shared(file, offset, len)?;
-        uffd.register(Hva(map.addr() as u64), len as u64)?;
+        uffd.register(Hva(map.addr() as u64), map.len() as u64)?;
         Ok(Self { uffd, map })
     }
 
@@ -125,7 +123,7 @@ mod tests {
         const PAGES: usize = 4;
         let ready = PoolLoan::new(PAGES as u64).and_then(|loan| {
             let file = memfd::create_huge("ballast-test", Bytes((PAGES * HUGE_SIZE) as u64))?;
-            let presence = Presence::new(&file, 0, PAGES * HUGE_SIZE)?;
+            let presence = Presence::new(Mapping::shared(&file, 0, PAGES * HUGE_SIZE)?)?;
             Ok((loan, file, presence))
         });
         let Ok((_loan, file, presence)) = ready.inspect_err(|why| skip("hugetlb", why)) else { return };

@@ -37,6 +37,31 @@ impl Mapping {
         Self::new(file, offset, len, ProtFlags::READ)
     }
 
+    /// Map pieces of files one after the other, as [`Self::shared`] does one: files, offsets and lengths, whole pages
+    /// of their files.
+    ///
+    /// # Errors
+    /// If there is none, or the kernel refuses one; then nothing is mapped.
+    pub fn shared_pieces<F: AsFd>(pieces: &[(F, u64, usize)]) -> io::Result<Self> {
+        if let [(file, offset, len)] = pieces {
+            return Self::shared(file, *offset, *len);
+        }
+        let len = pieces.iter().try_fold(0usize, |sum, (_, _, len)| sum.checked_add(*len));
+        let len = len.filter(|len| *len > 0).ok_or(io::ErrorKind::InvalidInput)?;
+        let base = NonNull::new(reserve_aligned(len)?.cast()).ok_or_else(|| io::Error::other("mmap answered null"))?;
+        // From here on what was mapped goes with it.
+        let mapping = Self { base, len };
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        let mut at = 0;
+        for (file, offset, len) in pieces {
+            let place = mapping.ptr(at, *len).cast();
+            // SAFETY: the range is a part of what was just reserved, and nobody else knows it.
+            unsafe { rustix::mm::mmap(place, *len, prot, flags | MapFlags::FIXED, file, *offset)? };
+            at += len;
+        }
+        Ok(mapping)
+    }
+
     fn new(file: impl AsFd, offset: u64, len: usize, prot: ProtFlags) -> io::Result<Self> {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         let base = if len < HUGE_SIZE {

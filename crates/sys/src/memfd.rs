@@ -125,9 +125,27 @@ fn cached(fd: &impl AsFd, offset: u64, len: u64) -> io::Result<Option<PageCount>
 
 /// Memory the whole file uses now. A huge folio counts whole.
 pub fn resident(fd: impl AsFd) -> io::Result<PageCount> {
+    Ok(usage(fd)?.0)
+}
+
+/// The same, and how long the file is.
+pub fn usage(fd: impl AsFd) -> io::Result<(PageCount, Bytes)> {
     const SECTOR: u64 = 512;
     let stat = rustix::fs::fstat(&fd)?;
-    Ok(Bytes(stat.st_blocks as u64 * SECTOR).pages_floor())
+    Ok((Bytes(stat.st_blocks as u64 * SECTOR).pages_floor(), Bytes(stat.st_size as u64)))
+}
+
+/// Memory that a part of the file uses now. It costs some 10 ns for each page that is there.
+pub fn resident_within(fd: impl AsFd, offset: u64, len: u64) -> io::Result<PageCount> {
+    if let Some(pages) = cached(&fd, offset, len)? {
+        return Ok(pages);
+    }
+    let (mut at, mut found) = (offset, 0);
+    while let Some((start, end)) = next_data(&fd, at)?.filter(|(start, _)| *start < offset + len) {
+        at = end.min(offset + len);
+        found += at - start;
+    }
+    Ok(Bytes(found).pages_floor())
 }
 
 /// Size of the file.
@@ -210,6 +228,9 @@ mod tests {
         assert_eq!([run(0, 16), run(3, 16), run(3, 4)], [Some((2, 5)), Some((3, 5)), Some((3, 4))]);
         assert_eq!([run(5, 16), run(8, 12)], [Some((7, 16)), Some((8, 12))]);
         assert!(cached(&file, at(1), at(5)).expect("ask").is_none_or(|pages| pages == PageCount(3)));
+        let counts =
+            [(0, 16), (3, 6), (5, 2), (14, 2)].map(|(from, count)| resident_within(&file, at(from), at(count)));
+        assert_eq!(counts.map(|pages| pages.expect("ask").0), [12, 4, 0, 2]);
     }
 
     #[test]

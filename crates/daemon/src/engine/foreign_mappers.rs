@@ -99,7 +99,8 @@ fn wants_look(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
 }
 
 fn files_of(served: &Served) -> HashSet<FileId> {
-    served.vm.regions().iter().filter(|region| !region.is_removed()).map(|region| region.file_id()).collect()
+    let regions = served.vm.regions().into_iter().filter(|region| !region.is_removed());
+    regions.flat_map(|region| region.files().iter().map(|file| file.id).collect::<Vec<_>>()).collect()
 }
 
 /// Look twice for processes that map RAM of one of these VMs and are not among its views.

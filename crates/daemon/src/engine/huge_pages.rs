@@ -6,7 +6,7 @@
 
 use std::sync::LazyLock;
 
-use ballast_pager::vm::region::Region;
+use ballast_pager::vm::ram::RamFile;
 use ballast_sys::probe::khugepaged::{self, Khugepaged, Kind};
 use rustix::fs::{major, minor};
 
@@ -32,15 +32,15 @@ impl HugePages {
         regions
             .iter()
             .filter(|region| !region.is_removed() && region.granule_pages() == 1)
-            .find_map(|region| of(now, region))
+            .find_map(|region| region.files().iter().find_map(|file| of(now, file)))
     }
 }
 
-fn of(now: &Khugepaged, region: &Region) -> Option<String> {
-    if region.is_memfd() {
+fn of(now: &Khugepaged, file: &RamFile) -> Option<String> {
+    if file.is_memfd() {
         return now.danger(Kind::Memfd);
     }
-    let device = region.file_id().dev;
+    let device = file.id.dev;
     match khugepaged::mount_of(major(device), minor(device)) {
         Some(huge) => now.danger(Kind::Tmpfs(huge.as_deref())),
         None => now.danger(Kind::Unknown),

@@ -102,7 +102,7 @@ impl Engine {
         let vm = Vm::new(state, epoch, last.vm.stores.clone(), last.vm.tuning, last.vm.reporter())
             .with_pins(self.host.pins.clone());
         for region in last.vm.regions() {
-            vm.open_region(region.dup_file().context("Duplicating a descriptor")?)?;
+            vm.open_region(region.files())?;
         }
         mend(&vm)?;
         vm.take_after(&last.vm);

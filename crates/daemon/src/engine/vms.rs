@@ -18,6 +18,7 @@ use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::blocking;
 use ballast_pager::tier::stores::{LateStore, Stores, Tier};
+use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
@@ -183,7 +184,7 @@ impl Engine {
             None => None,
         };
         for file in fds {
-            vm.open_region(file)?;
+            vm.open_region(&[RamFile::new(file)?])?;
         }
         if epoch > 1 {
             mend(&vm)?;
@@ -253,7 +254,7 @@ impl Engine {
     ) -> anyhow::Result<()> {
         let vm = &served.vm;
         if vm.region(number).is_none() {
-            let opened = vm.open_region(fds.into_iter().next().context("a descriptor is needed")?)?;
+            let opened = vm.open_region(&[RamFile::new(fds.into_iter().next().context("a descriptor is needed")?)?])?;
             anyhow::ensure!(opened == number, "region {number} came before region {opened}");
         }
         if let Some(view) = vm.views().into_iter().find(|view| view.pid == pid) {

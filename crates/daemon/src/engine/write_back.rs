@@ -149,7 +149,10 @@ impl Engine {
 
     /// The regions whose files somebody can come to, and how.
     fn reachable(&self, regions: &[Arc<Region>]) -> (Vec<Arc<Region>>, Option<String>) {
-        let linked: Vec<_> = regions.iter().filter(|region| region.file_links().is_ok_and(|links| links > 0)).collect();
+        let linked: Vec<_> = regions
+            .iter()
+            .filter(|region| region.files().iter().any(|file| file.links().is_ok_and(|links| links > 0)))
+            .collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
         let ours = HashSet::from([self.me.pid, self.host.begin.keeper_pid]);
         let mut reachable: Vec<_> = linked.into_iter().cloned().collect();
@@ -158,7 +161,8 @@ impl Engine {
         let held: Vec<_> = others
             .filter(|region| {
                 // Whoever cannot be asked about may have it.
-                let holder = watch::holder(&HashSet::from([region.file_id()]), &ours).unwrap_or(Some(self.me));
+                let files = region.files().iter().map(|file| file.id).collect();
+                let holder = watch::holder(&files, &ours).unwrap_or(Some(self.me));
                 if let Some(process) = holder {
                     who.get_or_insert_with(|| format!("process {} still has its RAM file", watch::name(process)));
                 }

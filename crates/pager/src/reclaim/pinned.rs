@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use ballast_base::{PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
+use ballast_base::{PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
 use ballast_heat::PageMap;
 use ballast_store::PageBytes;
 use ballast_sys::pins::{Pin, PinCheck};
@@ -366,9 +366,14 @@ impl Units {
 impl Region {
     /// Who holds these granules beside the file?
     fn look(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
-        let base = self.file_offset().0 / PAGE_SIZE as u64;
-        let numbers: Vec<u64> = granules.iter().map(|page| base + page.0).collect();
-        check.look(self.file(), &numbers)
+        let places: Vec<_> = granules.iter().map(|page| self.place(*page)).collect();
+        let mut pins = Vec::with_capacity(places.len());
+        // In one go what follows in one file.
+        for run in places.chunk_by(|(file, page), (other, next)| file.id == other.id && page < next) {
+            let numbers: Vec<u64> = run.iter().map(|(_, page)| *page).collect();
+            pins.extend(check.look(run[0].0, &numbers)?);
+        }
+        Ok(pins)
     }
 }
 

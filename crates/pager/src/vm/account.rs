@@ -7,13 +7,18 @@
 use std::collections::HashSet;
 use std::io;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use ballast_base::{Bytes, PageCount, PageIdx};
 
 use super::Vm;
+use crate::vm::memory::Counted;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use ballast_page::page_state::State;
+
+/// Counting pages rests this many times as long as it took.
+const SHARE: u32 = 20;
 
 impl Vm {
     /// How many pages readahead may bring in: half of the credits, because others fault, too.
@@ -22,14 +27,34 @@ impl Vm {
         self.mail.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
     }
 
-    /// DRAM the RAM files use; a file that holds several regions counts once.
+    /// DRAM its regions use. Where they have all of a file, that is what the file uses: the kernel knows it at once,
+    /// and reclaim asks in every round. Of a file that others have a part of, the extents are counted, for at most
+    /// [`SHARE`] of a CPU; in between, what the file as a whole has gained or lost is taken for theirs.
     pub fn resident(&self) -> io::Result<PageCount> {
-        let mut seen = HashSet::new();
-        let mut pages = PageCount(0);
-        for region in self.regions() {
-            if !region.is_removed() && seen.insert(region.file_id()) {
-                pages += region.file_resident()?;
+        let regions: Vec<_> = self.regions().into_iter().filter(|region| !region.is_removed()).collect();
+        let (mut seen, mut pages) = (HashSet::new(), PageCount(0));
+        for file in regions.iter().flat_map(|region| region.files()) {
+            if !seen.insert(file.id) {
+                continue;
             }
+            let (whole, size) = file.usage()?;
+            let ours = Bytes(regions.iter().map(|region| region.of_file(file.id).0).sum());
+            if ours >= size {
+                pages += whole;
+                continue;
+            }
+            let now = Instant::now();
+            if let Some(estimate) = self.memory.counted(file.id).and_then(|counted| counted.estimate(ours, whole, now))
+            {
+                pages += estimate;
+                continue;
+            }
+            let found = regions
+                .iter()
+                .try_fold(PageCount(0), |sum, region| Ok::<_, io::Error>(sum + region.count(file.id)?))?;
+            let until = now + now.elapsed() * (1 + SHARE);
+            self.memory.set_counted(file.id, Counted { ours, found, whole, until });
+            pages += found;
         }
         Ok(pages)
     }
@@ -48,7 +73,7 @@ impl Vm {
         let [far, restoring, zero, poisoned] =
             [State::Far, State::Restoring, State::Zero, State::Poisoned].map(|state| states[state as usize]);
         let away = [far + restoring, zero, poisoned].map(PageCount);
-        Ok(MemoryBreakdown::divide(region.pages(), away, region.file_resident()?))
+        Ok(MemoryBreakdown::divide(region.pages(), away, region.resident()?))
     }
 
     /// Count every page by its word and its file, slowly and exactly: `(size, resident, far, zero, untouched,

@@ -7,6 +7,12 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use std::collections::HashMap;
+use std::time::Instant;
+
+use ballast_base::{Bytes, PageCount};
+use ballast_sys::memfd::FileId;
+
 use super::region::Region;
 use super::view::View;
 
@@ -21,6 +27,29 @@ pub(crate) struct Memory {
     layout: RwLock<()>,
     /// Held to register memory with userfaultfd or to give it back.
     registering: Mutex<()>,
+    /// What was counted of files that others have a part of.
+    counted: Mutex<HashMap<FileId, Counted>>,
+}
+
+/// What the regions used of a file when it was counted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counted {
+    /// Bytes of it that they had.
+    pub ours: Bytes,
+    /// DRAM that these used.
+    pub found: PageCount,
+    /// DRAM that the whole file used.
+    pub whole: PageCount,
+    /// How long that is good enough.
+    pub until: Instant,
+}
+
+impl Counted {
+    /// What they use now, if the whole file uses so much; `None` if it must be counted anew.
+    pub fn estimate(&self, ours: Bytes, whole: PageCount, now: Instant) -> Option<PageCount> {
+        let grown = (self.found.0 + whole.0).saturating_sub(self.whole.0);
+        (self.ours == ours && now < self.until).then(|| PageCount(grown.min(ours.pages_floor().0)))
+    }
 }
 
 impl Memory {
@@ -43,6 +72,16 @@ impl Memory {
         let number = regions.len() as u32;
         regions.push(Arc::new(open(number)?));
         Ok(number)
+    }
+
+    /// What was last counted of a file.
+    pub fn counted(&self, file: FileId) -> Option<Counted> {
+        self.counted.lock().expect("no panic while held").get(&file).copied()
+    }
+
+    /// It was counted again.
+    pub fn set_counted(&self, file: FileId, counted: Counted) {
+        self.counted.lock().expect("no panic while held").insert(file, counted);
     }
 
     /// The views.

@@ -29,7 +29,6 @@
 //! held shared if all pages are being brought back, and `View::serving_from_disk` by slow workers, for which no other
 //! fault waits.
 
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -44,6 +43,7 @@ use crate::tier::stores::Stores;
 use crate::vm::lifecycle::Lifecycle;
 use crate::vm::mailboxes::Mailboxes;
 use crate::vm::memory::Memory;
+use crate::vm::ram::RamFile;
 use crate::vm::region::Region;
 use crate::vm::region_table::RegionTable;
 use crate::vm::stats::{Pressure, Stats};
@@ -58,6 +58,7 @@ pub(crate) mod ledger;
 mod lifecycle;
 mod mailboxes;
 mod memory;
+pub mod ram;
 pub mod recover;
 pub mod region;
 pub mod region_table;
@@ -209,8 +210,8 @@ impl Vm {
         self.memory.views()
     }
 
-    /// Open the next region of the state file; they must come in order, with the right file each.
-    pub fn open_region(&self, file: OwnedFd) -> Result<u32, StateError> {
+    /// Open the next region of the state file; they must come in order, each with its files among these.
+    pub fn open_region(&self, files: &[RamFile]) -> Result<u32, StateError> {
         self.memory.add_region(|number| {
             let records = self.state.regions();
             // The keeper has written this one.
@@ -219,7 +220,7 @@ impl Vm {
                 return Err(StateError::Invalid(format!("it has no region {number}")));
             };
             let table = RegionTable::map(&self.state, record)?;
-            Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, file, table)?)
+            Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
         })
     }
 

@@ -1,37 +1,32 @@
-//! One contiguous piece of guest RAM: its file and its table of page-state words.
+//! One contiguous range of guest RAM: its extents of files (`ram.rs`) and its table of page-state words.
 //!
-//! Before: an attach or a hot-plug brought the file. After: `fault`, `evict` and `heat` work on it.
+//! Before: an attach or a hot-plug brought the files. After: `fault`, `evict` and `heat` work on it.
 //! Threads: any. Units: pages from the start of the region.
-//! Promise: reads and punches go through the file descriptor; the engine never maps guest RAM.
+//! Promise: reads and punches go through file descriptors; the engine never touches a mapping of guest RAM.
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::store::{RegionKey, StoreSet, is_zero};
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
+use ballast_base::{Bytes, Extents, PAGE_SIZE, PageCount, PageIdx, PageRange};
 use ballast_handover::state_file::RegionRecord;
 use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_store::{PageBytes, PageKey};
 use ballast_sys::Mapping;
-use ballast_sys::hugetlb::Presence;
-use ballast_sys::memfd::{self, FileId};
+use ballast_sys::memfd::FileId;
 use ballast_sys::memory_error::Losses;
 
 use crate::reclaim::interval::Departures;
 use crate::scan::units::Units;
+use crate::vm::ram::{Ram, RamFile};
 use crate::vm::region_table::RegionTable;
 use crate::vm::shard::Stripes;
 use ballast_page::granule::Granule;
-use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome, punch_until_gone};
+use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 use ballast_page::page_state::Word;
-
-const HUGE: u64 = HUGE_SIZE as u64;
 
 /// How a chunk of a region is registered with the userfaultfds of every view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,15 +63,12 @@ pub struct Region {
     /// Its number in the VM.
     pub number: u32,
     pages: PageCount,
-    file: File,
-    file_id: FileId,
-    file_offset: Bytes,
+    ram: Ram,
+    /// Where the guest sees it, if that is known.
+    guest_address: Option<u64>,
     table: RegionTable,
     /// Numbers of the stores that may wait.
     not_near: StoreSet,
-    /// Pages paged as one: a page, or a huge page of hugetlbfs, of which this knows what is in the file.
-    granule: u64,
-    huge: Option<Presence>,
     units: Units,
     departures: Departures,
     /// Pages that could not be read, by their granules' first ones: never to be picked again. A flag, so that nobody
@@ -87,54 +79,27 @@ pub struct Region {
 }
 
 impl Region {
-    /// The region of a VM described by `record`, whose RAM is `file`. `not_near` are the stores that may wait.
+    /// The region of a VM described by `record`, whose RAM is among `files`. `not_near` are the stores that may wait.
     ///
     /// # Errors
-    /// If the file is not the one of the record or is too short for it: then touching it would be wrong or fatal.
+    /// Those of [`Ram::open`].
     pub fn new(
         (vm, not_near): (VmId, StoreSet),
         number: u32,
         record: &RegionRecord,
-        file: OwnedFd,
+        files: &[RamFile],
         table: RegionTable,
     ) -> io::Result<Self> {
-        let file_id = memfd::file_id(&file)?;
-        let needed = record.file_offset.0.checked_add(record.pages.bytes().0);
-        // An unplugged region has no file any more; whatever stands in for it is never touched.
-        if !record.removed
-            && (file_id != record.file
-                || needed.is_none_or(|needed| needed > memfd::size(&file).map_or(0, |size| size.0)))
-        {
-            return Err(invalid(format!(
-                "RAM file of region {number} is another file than before, or shorter than the region"
-            )));
-        }
-        let huge = match memfd::ram_page(&file)? {
-            Some(Bytes(HUGE)) if !record.removed => {
-                let len = record.pages.bytes().0;
-                if !record.file_offset.0.is_multiple_of(HUGE) || !len.is_multiple_of(HUGE) {
-                    return Err(invalid(format!("region {number} does not begin and end with a huge page")));
-                }
-                Some(Presence::new(&file, record.file_offset.0, len as usize)?)
-            }
-            Some(Bytes(page)) if page > HUGE && !record.removed => {
-                return Err(invalid(format!("RAM file of region {number} has pages of {page} bytes")));
-            }
-            _ => None,
-        };
         Ok(Self {
             vm,
             not_near,
             number,
-            granule: if huge.is_some() { PAGES_PER_UNIT } else { 1 },
-            huge,
-            pages: record.pages,
-            file: file.into(),
-            file_id,
-            file_offset: record.file_offset,
+            pages: record.extents.pages(),
+            ram: Ram::open(number, record, files)?,
+            guest_address: record.guest_address,
             table,
-            units: Units::new(record.pages),
-            departures: Departures::new(if record.removed { 0 } else { record.pages.0 }),
+            units: Units::new(record.extents.pages()),
+            departures: Departures::new(if record.removed { 0 } else { record.extents.pages().0 }),
             unreadable: Mutex::default(),
             has_unreadable: AtomicBool::new(false),
             removed: AtomicBool::new(record.removed),
@@ -156,55 +121,59 @@ impl Region {
         self.removed.store(true, Ordering::Release);
     }
 
-    /// The RAM file's identity.
-    pub fn file_id(&self) -> FileId {
-        self.file_id
+    /// Its files.
+    pub fn files(&self) -> &[RamFile] {
+        self.ram.files()
     }
 
-    /// Is the RAM file a memfd? Such a file is in no file system that is mounted anywhere.
-    pub fn is_memfd(&self) -> bool {
-        let path = std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).unwrap_or_default();
-        path.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
+    /// Its extents.
+    pub fn extents(&self) -> &Extents {
+        self.ram.extents()
     }
 
-    /// Names that the RAM file has in its file system: one that has any can be opened by others later.
-    pub fn file_links(&self) -> io::Result<u64> {
-        Ok(rustix::fs::fstat(&self.file)?.st_nlink as u64)
+    /// Where the guest sees its first byte, if that is known.
+    pub fn guest_address(&self) -> Option<u64> {
+        self.guest_address
     }
 
-    /// Its file, mapped in this process. Only to have the kernel fill holes of it: nobody touches the mapping.
+    /// It, mapped in this process. Only to have the kernel fill holes of it: nobody touches the mapping.
     pub(crate) fn map(&self) -> io::Result<Mapping> {
-        Mapping::shared(&self.file, self.file_offset.0, self.pages.bytes().0 as usize)
+        self.ram.map()
     }
 
-    /// The RAM file.
-    pub(crate) fn file(&self) -> &File {
-        &self.file
+    /// The file of a page, and which of its pages it is.
+    pub(crate) fn place(&self, page: PageIdx) -> (&RamFile, u64) {
+        self.ram.place(page)
     }
 
-    /// Where the region begins in it.
-    pub(crate) fn file_offset(&self) -> Bytes {
-        self.file_offset
+    /// DRAM it uses.
+    pub fn resident(&self) -> io::Result<PageCount> {
+        self.ram.resident()
     }
 
-    /// DRAM the RAM file uses. A file that holds several regions is counted once by the caller.
-    pub fn file_resident(&self) -> io::Result<PageCount> {
-        memfd::resident(&self.file)
+    /// Bytes of it that are of this file.
+    pub(crate) fn of_file(&self, id: FileId) -> Bytes {
+        self.ram.of_file(id)
+    }
+
+    /// DRAM that its extents of this file use, counted.
+    pub(crate) fn count(&self, id: FileId) -> io::Result<PageCount> {
+        self.ram.count(id)
     }
 
     /// Pages that are paged as one.
     pub fn granule_pages(&self) -> u64 {
-        self.granule
+        self.ram.granule()
     }
 
     /// The first page of the granule that a page is in.
     pub fn first_of(&self, page: PageIdx) -> PageIdx {
-        PageIdx(page.0 - page.0 % self.granule)
+        PageIdx(page.0 - page.0 % self.ram.granule())
     }
 
     /// The granule that a page is in.
     pub fn granule(&self, page: PageIdx) -> Granule<'_> {
-        Granule::new(self.table.words(self.first_of(page), self.granule))
+        Granule::new(self.table.words(self.first_of(page), self.ram.granule()))
     }
 
     /// The word that says where a page is: its granule's.
@@ -214,7 +183,10 @@ impl Region {
 
     /// First pages of the granules that begin in a range of pages.
     pub fn granules(&self, pages: PageRange) -> impl Iterator<Item = PageIdx> + use<> {
-        pages.from(PageIdx(pages.start().0.next_multiple_of(self.granule))).step_by(self.granule)
+        {
+            let granule = self.ram.granule();
+            pages.from(PageIdx(pages.start().0.next_multiple_of(granule))).step_by(granule)
+        }
     }
 
     /// All its pages.
@@ -251,11 +223,6 @@ impl Region {
         said.chain(flags).chain(more).collect()
     }
 
-    /// Its file, once more.
-    pub fn dup_file(&self) -> io::Result<OwnedFd> {
-        self.file.as_fd().try_clone_to_owned()
-    }
-
     /// This page's memory failed, or that of another page of the huge page it is in: it stays where it is. The guest
     /// finds out whether it can still be read, when it touches it.
     pub(crate) fn set_aside(&self, page: PageIdx) {
@@ -286,9 +253,9 @@ impl Region {
         &self.units
     }
 
-    /// May its units be mapped huge by the kernel's choice: base pages, and units at multiples of 2 MiB in the file?
+    /// May its units be mapped huge by the kernel's choice: base pages, and all units at multiples of 2 MiB in a file?
     pub fn is_unit_aligned(&self) -> bool {
-        self.granule == 1 && self.file_offset.0.is_multiple_of(HUGE_SIZE as u64)
+        self.ram.are_units()
     }
 
     /// Its name in stores.
@@ -308,30 +275,21 @@ impl Region {
 
     /// Is the page in the file?
     pub fn is_present(&self, page: PageIdx) -> io::Result<bool> {
-        if let Some(huge) = &self.huge {
-            return huge.is_present(self.first_of(page).offset() as usize);
-        }
-        memfd::is_present(&self.file, self.file_offset.0 + page.offset())
+        self.ram.is_present(self.first_of(page))
     }
 
-    /// The first neighbouring pages among these that are in the file.
+    /// The first neighbouring pages among these that are in the file, or some of them.
     pub fn next_present(&self, pages: PageRange) -> io::Result<Option<PageRange>> {
-        let pages = pages.before(PageIdx(self.pages.0));
-        if pages.is_empty() {
-            return Ok(None);
+        let (pages, granule) = (pages.before(PageIdx(self.pages.0)), self.ram.granule());
+        if pages.is_empty() || granule == 1 {
+            return self.ram.next_present(pages);
         }
-        if self.huge.is_some() {
-            for page in self.granules(PageRange::new(self.first_of(pages.start()), pages.end())) {
-                if self.is_present(page)? {
-                    return Ok(Some(pages.from(page).before(PageIdx(page.0 + self.granule))));
-                }
+        for page in self.granules(PageRange::new(self.first_of(pages.start()), pages.end())) {
+            if self.is_present(page)? {
+                return Ok(Some(pages.from(page).before(PageIdx(page.0 + granule))));
             }
-            return Ok(None);
         }
-        let base = self.file_offset.0;
-        let (from, until) = (base + pages.start().offset(), base + pages.end().offset());
-        let run = memfd::next_data_within(&self.file, from, until)?;
-        Ok(run.map(|(start, end)| PageRange::new(PageIdx::containing(start - base), PageIdx::containing(end - base))))
+        Ok(None)
     }
 
     /// The chunks that these pages touch, whole, with their registration flags.
@@ -365,24 +323,13 @@ impl Region {
     }
 }
 
-fn invalid(what: String) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, what)
-}
-
 impl Backing for Region {
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
-        match memfd::read_exact_at(&self.file, self.file_offset.0 + first.offset(), out.as_flattened_mut()) {
-            Ok(()) => Ok(ReadOutcome::Done),
-            Err(error) if memfd::is_memory_error(&error) => Ok(ReadOutcome::Failed),
-            Err(error) => Err(error),
-        }
+        self.ram.read(first, out)
     }
 
     fn punch(&self, pages: PageRange) -> io::Result<Punched> {
-        let (offset, len) = (self.file_offset.0 + pages.start().offset(), pages.bytes().0);
-        // A huge page of hugetlbfs goes as one.
-        let is_hole = || Ok(self.huge.is_some() || memfd::is_hole(&self.file, offset, len)?);
-        punch_until_gone(|| memfd::punch(&self.file, offset, len), is_hole)
+        self.ram.punch(pages)
     }
 
     fn holds(&self, pages: PageRange) -> io::Result<Holds> {
@@ -402,6 +349,6 @@ impl Backing for Region {
     }
 
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.file_offset.0 + page.offset())
+        self.ram.write(page, bytes)
     }
 }

@@ -31,7 +31,7 @@ impl RegionTable {
     /// # Errors
     /// The kernel refuses.
     pub fn map(state: &StateFile, record: &RegionRecord) -> io::Result<Self> {
-        Ok(Self { mapping: state.map_table(record, LOST)?, pages: record.pages })
+        Ok(Self { mapping: state.map_table(record, LOST)?, pages: record.pages() })
     }
 
     /// The word of a page.

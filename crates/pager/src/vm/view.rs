@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
-use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
+use ballast_base::{Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
 use ballast_sys::{Remote, Uffd, scm};
@@ -72,10 +72,12 @@ pub(crate) struct Zap {
 }
 
 /// A view of one region: what [`ballast_page::fault::serve`] works on.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct RegionView<'a> {
     view: &'a View,
     base: Hva,
+    /// `None` if there is one, which has all pages.
+    extents: Option<Extents>,
     /// Bytes paged as one.
     granule: u64,
     stripes: Stripes,
@@ -184,7 +186,10 @@ impl View {
     /// The same of a region that is, or is going to be, mapped at `base`.
     pub fn at(&self, region: &Region, base: Hva) -> RegionView<'_> {
         let granule = PageIdx(region.granule_pages()).offset();
-        RegionView { view: self, base, granule, stripes: region.stripes(self.shards.count()) }
+        {
+            let extents = Some(region.extents()).filter(|extents| extents.list().len() > 1).cloned();
+            RegionView { view: self, base, extents, granule, stripes: region.stripes(self.shards.count()) }
+        }
     }
 
     /// Wake the threads that wait in a range, whatever is mapped there.
@@ -355,6 +360,11 @@ impl RegionView<'_> {
         split.map(|(shard, part)| (self.view.shards.get(shard), self.addr(part.start()), part.bytes().0))
     }
 
+    /// How many of `count` pages from this one on are in one mapping.
+    fn run(&self, first: PageIdx, count: u64) -> u64 {
+        self.extents.as_ref().map_or(count, |extents| count.min(extents.run_end(first).0 - first.0))
+    }
+
     /// From now on faults on these pages come to us. Doing it again changes nothing.
     pub fn register(&self, pages: PageRange, how: Registered) -> io::Result<()> {
         // A process that came later may not have what the others have.
@@ -407,10 +417,13 @@ impl RegionView<'_> {
         let (mut done, mut tries) = (0, 0);
         while done < pages.count() && tries < TRIES {
             let at = PageIdx(pages.start().0 + done);
-            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), pages.count() - done)?;
+            // Each extent is a mapping of its own, and the kernel fills one mapping at a time.
+            let count = self.run(at, pages.count() - done);
+            let (mapped, outcome) = self.uffd(at).map_run(self.addr(at), count)?;
             done += mapped;
             match outcome {
-                FillOutcome::Done | FillOutcome::Gone => break,
+                FillOutcome::Done => {}
+                FillOutcome::Gone => break,
                 // A touch of one whose memory failed will fault.
                 FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
                 FillOutcome::Retry if mapped == 0 => tries += 1,
@@ -429,7 +442,9 @@ impl Mapped for RegionView<'_> {
 
     fn install_run(&self, first: PageIdx, bytes: &[PageBytes]) -> io::Result<usize> {
         debug_assert_eq!(self.granule, PAGE_SIZE as u64);
-        Ok(self.uffd(first).copy_pages(self.addr(first), bytes)?.0)
+        // Each extent is a mapping of its own, and the kernel fills one mapping at a time.
+        let count = self.run(first, bytes.len() as u64) as usize;
+        Ok(self.uffd(first).copy_pages(self.addr(first), &bytes[..count])?.0)
     }
 
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {

@@ -12,12 +12,13 @@ use std::time::Duration;
 
 use ballast_base::store::{FILE_STORE, RAM_STORE};
 use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
-use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
+use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::{missing, skip};
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_pager::tier::stores::{Stores, Tier};
+use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::stats::Counter;
@@ -64,7 +65,12 @@ struct Setup {
     features: u64,
     /// The pin check of this machine, or none.
     pins: Arc<Pins>,
+    /// What RAM is made of, if it is not one file.
+    extents: Option<Extents>,
 }
+
+/// What the files of RAM hold outside of its extents.
+pub const NOT_RAM: [u8; PAGE_SIZE] = [0xA5; PAGE_SIZE];
 
 fn file_tier(file: Arc<dyn Store>) -> Tier {
     Tier::slow(FILE_STORE, "file store", file)
@@ -84,7 +90,17 @@ impl Setup {
     /// In base pages, with one userfaultfd and no file store.
     fn new(ram: Bytes, store_budget: Bytes, quarantine: Duration) -> Self {
         let features = uffd::HUGETLB_FEATURES | uffd::ACCESS_FEATURES | uffd::feature::POISON;
-        Self { ram, store_budget, quarantine, spill: None, huge: false, shards: 1, features, pins: pins() }
+        Self {
+            ram,
+            store_budget,
+            quarantine,
+            spill: None,
+            huge: false,
+            shards: 1,
+            features,
+            pins: pins(),
+            extents: None,
+        }
     }
 }
 
@@ -100,6 +116,29 @@ impl Rig {
         let rig = Self::open(Setup { shards, ..Setup::new(ram, store_budget, quarantine) });
         rig.add_view();
         rig
+    }
+
+    /// The same as `new` of RAM that is made of these extents, in files that have a page more before and after each.
+    pub fn of_extents(extents: Extents, store_budget: Bytes, quarantine: Duration) -> Self {
+        let setup = Setup::new(extents.pages().bytes(), store_budget, quarantine);
+        let rig = Self::open(Setup { extents: Some(extents), ..setup });
+        rig.add_view();
+        rig
+    }
+
+    /// The same with a file store, to which pages go after that time.
+    pub fn spilling_extents(extents: Extents, store_budget: Bytes, file: Arc<dyn Store>, after: Duration) -> Self {
+        let setup = Setup::new(extents.pages().bytes(), store_budget, Duration::from_millis(20));
+        let spill = Some((vec![file_tier(file)], after));
+        let rig = Self::open(Setup { extents: Some(extents), spill, ..setup });
+        rig.add_view();
+        rig
+    }
+
+    /// The same as `of_extents` of huge pages; `None`, aloud, where there are none to be had.
+    pub fn huge_of_extents(extents: Extents, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
+        let setup = Setup::new(extents.pages().bytes(), store_budget, quarantine);
+        Self::of_huge(Setup { extents: Some(extents), ..setup })
     }
 
     /// The same as `new` where nobody can tell who holds a page.
@@ -233,7 +272,7 @@ impl Rig {
         let epoch = state.take_over(std::process::id(), 2, LOST).expect("no journal");
         let vm = Vm::new(state, epoch, stores, last.tuning, last.reporter()).with_pins(pins());
         for region in last.regions() {
-            vm.open_region(region.dup_file().expect("dup")).expect("region");
+            vm.open_region(region.files()).expect("region");
         }
         let recovered = vm.recover().expect("recover");
         self.vm = Arc::new(vm);
@@ -245,17 +284,34 @@ impl Rig {
     }
 
     fn open(setup: Setup) -> Self {
-        let Setup { ram, store_budget, quarantine, spill, huge, shards, features, pins } = setup;
+        let Setup { ram, store_budget, quarantine, spill, huge, shards, features, pins, extents } = setup;
+        let whole = extents.is_none();
+        let extents = extents.unwrap_or_else(|| Extents::one(Bytes(0), ram).expect("good"));
         // What the pool lends must cover all of RAM.
         let loan = huge.then(|| PoolLoan::new(ram.0 / HUGE_SIZE as u64).expect("huge pages"));
         let create = if huge { memfd::create_huge } else { memfd::create };
-        let file = create("ballast-test-ram", ram).expect("memfd");
-        let guest = Arc::new(Mapping::shared(&file, 0, ram.0 as usize).expect("map"));
+        let page = if huge { HUGE_SIZE } else { PAGE_SIZE } as u64;
+        let files: Vec<RamFile> = (0..extents.files() as u16)
+            .map(|number| {
+                let ends = extents.list().iter().filter(|extent| extent.file == number).map(|extent| extent.end());
+                let size = ends.max().expect("it has extents") + if whole { 0 } else { page };
+                let file = create("ballast-test-ram", Bytes(size)).expect("memfd");
+                for at in (0..size).step_by(PAGE_SIZE) {
+                    if !huge && extents.page_at(number, at).is_none() {
+                        rustix::io::pwrite(&file, &NOT_RAM, at).expect("write");
+                    }
+                }
+                RamFile::new(file).expect("stat")
+            })
+            .collect();
+        let pieces = extents.list().iter().map(|e| (&files[usize::from(e.file)], e.offset.0, e.len.0 as usize));
+        let guest = Arc::new(Mapping::shared_pieces(&pieces.collect::<Vec<_>>()).expect("map"));
         let features = uffd::REQUIRED_FEATURES | features;
         let made: Vec<_> = (0..shards).map(|_| Uffd::create(features).expect("userfaultfd")).collect();
         let (uffds, granted): (Vec<Uffd>, Vec<u64>) = made.into_iter().unzip();
         let state = StateFile::create(VmId([3; 16]), "test").expect("state");
-        state.add_region(memfd::file_id(&file).expect("stat"), Bytes(0), ram.pages_floor()).expect("region");
+        let ids: Vec<_> = files.iter().map(|file| file.id).collect();
+        state.add_region(&ids, &extents, None).expect("region");
         let epoch = state.take_over(std::process::id(), 1, LOST).expect("no journal");
         let (ram_store, _arena) = RamStore::create(RamOptions::new(Budget::new(store_budget))).expect("store");
         let (store, faults) = FaultyStore::new(ram_store);
@@ -279,7 +335,7 @@ impl Rig {
         let track = Track::Off;
         let tuning = Tuning { quarantine, spill_after, coalesce_every, track, heat, ..Tuning::default() };
         let vm = Arc::new(Vm::new(state, epoch, stores, tuning, report).with_pins(pins));
-        vm.open_region(file).expect("region");
+        vm.open_region(&files).expect("region");
         vm.start().expect("start");
         let (ours, theirs) = scm::pair().expect("socketpair");
         let hang_up = ours.try_clone().expect("dup");
@@ -358,6 +414,19 @@ impl Rig {
         // SAFETY: of a shared mapping, a length of 0 makes a second one and leaves the first; nothing else uses the
         // addresses.
         unsafe { rustix::mm::mremap(self.guest.addr() as *mut _, 0, self.guest.len(), flags).expect("map") as usize }
+    }
+
+    /// What is in the files outside of RAM is what was there.
+    pub fn check_not_ram(&self) {
+        let region = self.vm.region(0).expect("region");
+        for (number, file) in (0..).zip(region.files()) {
+            let size = memfd::size(file).expect("stat").0;
+            for at in (0..size).step_by(PAGE_SIZE).filter(|at| region.extents().page_at(number, *at).is_none()) {
+                let mut bytes = [0; PAGE_SIZE];
+                rustix::io::pread(file, &mut bytes, at).expect("read");
+                assert!(bytes == NOT_RAM, "offset {at:#x} of file {number} was touched");
+            }
+        }
     }
 
     pub fn resident(&self) -> Bytes {

@@ -1,0 +1,248 @@
+//! The RAM of a region: extents of files, as one run of pages.
+//!
+//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts by page, wherever the
+//! page is.
+//! Threads: any. Units: pages from the start of the region.
+//! Promise: what would touch two extents is done in two parts, and no byte outside the extents is read, punched or
+//! counted.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use ballast_base::extent::Piece;
+use ballast_base::store::PageBytes;
+use ballast_base::{Bytes, Extents, HUGE_SIZE, PAGE_SIZE, PAGES_PER_UNIT, PageCount, PageIdx, PageRange};
+use ballast_page::memory::{Punched, ReadOutcome, punch_until_gone};
+use ballast_sys::Mapping;
+use ballast_sys::hugetlb::Presence;
+use ballast_sys::memfd::{self, FileId};
+
+use ballast_handover::state_file::RegionRecord;
+
+const HUGE: u64 = HUGE_SIZE as u64;
+
+/// A file of guest RAM.
+#[derive(Clone, Debug)]
+pub struct RamFile {
+    file: Arc<File>,
+    /// Which it is.
+    pub id: FileId,
+}
+
+impl RamFile {
+    /// This one.
+    ///
+    /// # Errors
+    /// If the kernel does not say which it is.
+    pub fn new(file: OwnedFd) -> io::Result<Self> {
+        let id = memfd::file_id(&file)?;
+        Ok(Self { file: Arc::new(file.into()), id })
+    }
+
+    /// Is it a memfd? Such a file is in no file system that is mounted anywhere.
+    pub fn is_memfd(&self) -> bool {
+        let path = std::fs::read_link(format!("/proc/self/fd/{}", self.file.as_raw_fd())).unwrap_or_default();
+        path.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
+    }
+
+    /// Names that it has in its file system: a file that has any can be opened by others later.
+    pub fn links(&self) -> io::Result<u64> {
+        Ok(rustix::fs::fstat(&self.file)?.st_nlink as u64)
+    }
+
+    /// DRAM that all of it uses, and how long it is.
+    pub(crate) fn usage(&self) -> io::Result<(PageCount, Bytes)> {
+        memfd::usage(&*self.file)
+    }
+}
+
+impl AsFd for RamFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// See above. Without files once the region is unplugged.
+#[derive(Debug)]
+pub(crate) struct Ram {
+    /// By the numbers that extents have.
+    files: Vec<RamFile>,
+    extents: Extents,
+    are_units: bool,
+    granule: u64,
+    /// What is in the files, where they are of hugetlbfs.
+    huge: Option<Presence>,
+}
+
+impl Ram {
+    /// The RAM of the region with this number and record. Its files are among `files`.
+    ///
+    /// # Errors
+    /// If one is missing or too short, or cannot be RAM: then touching it would be wrong or fatal.
+    pub fn open(number: u32, record: &RegionRecord, files: &[RamFile]) -> io::Result<Self> {
+        let extents = record.extents.clone();
+        let are_units = extents.are_units();
+        if record.removed {
+            return Ok(Self { files: Vec::new(), extents, are_units, granule: 1, huge: None });
+        }
+        let find = |id: &FileId| files.iter().find(|file| file.id == *id).cloned();
+        let Some(files) = record.files.iter().map(find).collect::<Option<Vec<_>>>() else {
+            return Err(invalid(format!("RAM file of region {number} is another file than before")));
+        };
+        let sizes = files.iter().map(|file| Ok(file.usage()?.1)).collect::<io::Result<Vec<_>>>()?;
+        let page_of = |file: &RamFile| Ok(memfd::ram_page(file)?.filter(|page| page.0 > PAGE_SIZE as u64));
+        let pages = files.iter().map(page_of).collect::<io::Result<Vec<_>>>()?;
+        let page = pages[0];
+        if pages.iter().any(|other| *other != page) {
+            return Err(invalid(format!("RAM files of region {number} have pages of different sizes")));
+        }
+        if let Some(Bytes(page)) = page.filter(|page| page.0 > HUGE) {
+            return Err(invalid(format!("RAM file of region {number} has pages of {page} bytes")));
+        }
+        extents
+            .check(&sizes, page.map_or(PAGE_SIZE as u64, |page| page.0))
+            .map_err(|error| invalid(format!("region {number}: {error}")))?;
+        let mut ram = Self { files, extents, are_units, granule: 1, huge: None };
+        if page.is_some() {
+            ram.granule = PAGES_PER_UNIT;
+            ram.huge = Some(Presence::new(ram.map()?)?);
+        }
+        Ok(ram)
+    }
+
+    /// Its files.
+    pub fn files(&self) -> &[RamFile] {
+        &self.files
+    }
+
+    /// Its extents.
+    pub fn extents(&self) -> &Extents {
+        &self.extents
+    }
+
+    /// Pages that are paged as one.
+    pub fn granule(&self) -> u64 {
+        self.granule
+    }
+
+    /// Is every 2 MiB of it, from its start on, 2 MiB of base pages of one file that begin at a multiple of that?
+    pub fn are_units(&self) -> bool {
+        self.granule == 1 && self.are_units
+    }
+
+    /// All of it, mapped in this process one after the other. Only to have the kernel fill holes of it, or say what is
+    /// there: nobody touches the mapping.
+    pub fn map(&self) -> io::Result<Mapping> {
+        let all = PageRange::of(PageIdx(0), self.extents.pages().0);
+        let piece = |piece: Piece| (self.file(piece.file), piece.offset, piece.pages.bytes().0 as usize);
+        Mapping::shared_pieces(&self.extents.pieces(all).map(piece).collect::<Vec<_>>())
+    }
+
+    fn file(&self, number: u16) -> &File {
+        &self.files[usize::from(number)].file
+    }
+
+    /// The file of a page, and which of its pages it is.
+    pub fn place(&self, page: PageIdx) -> (&RamFile, u64) {
+        let (file, offset) = self.extents.place(page);
+        (&self.files[usize::from(file)], offset / PAGE_SIZE as u64)
+    }
+
+    /// Is this page, the first one of its granule, in its file?
+    pub fn is_present(&self, first: PageIdx) -> io::Result<bool> {
+        if let Some(huge) = &self.huge {
+            return huge.is_present(first.offset() as usize);
+        }
+        let (file, offset) = self.extents.place(first);
+        memfd::is_present(self.file(file), offset)
+    }
+
+    /// The first neighbouring pages among these, which are base pages, that are in their file.
+    pub fn next_present(&self, pages: PageRange) -> io::Result<Option<PageRange>> {
+        for Piece { pages, file, offset } in self.extents.pieces(pages) {
+            let run = memfd::next_data_within(self.file(file), offset, offset + pages.bytes().0)?;
+            if let Some((start, end)) = run {
+                let page = |at: u64| PageIdx(pages.start().0 + PageIdx::containing(at - offset).0);
+                return Ok(Some(PageRange::new(page(start), page(end))));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Read as many pages as `out` holds, from `first` on.
+    pub fn read(&self, first: PageIdx, mut out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
+        for Piece { pages, file, offset } in self.extents.pieces(PageRange::of(first, out.len() as u64)) {
+            let (now, rest) = out.split_at_mut(pages.count() as usize);
+            match memfd::read_exact_at(self.file(file), offset, now.as_flattened_mut()) {
+                Ok(()) => out = rest,
+                Err(error) if memfd::is_memory_error(&error) => return Ok(ReadOutcome::Failed),
+                Err(error) => return Err(error),
+            }
+        }
+        if out.is_empty() { Ok(ReadOutcome::Done) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    }
+
+    /// Free these pages; see [`ballast_page::memory::Backing::punch`].
+    pub fn punch(&self, pages: PageRange) -> io::Result<Punched> {
+        let mut all = Punched::Gone;
+        for Piece { pages, file, offset } in self.extents.pieces(pages) {
+            let (file, len) = (self.file(file), pages.bytes().0);
+            // A huge page of hugetlbfs goes as one.
+            let is_hole = || Ok(self.huge.is_some() || memfd::is_hole(file, offset, len)?);
+            if punch_until_gone(|| memfd::punch(file, offset, len), is_hole)? == Punched::Stuck {
+                all = Punched::Stuck;
+            }
+        }
+        Ok(all)
+    }
+
+    /// Put bytes into one base page.
+    pub fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
+        let (file, offset) = self.extents.place(page);
+        self.file(file).write_all_at(bytes, offset)
+    }
+
+    /// DRAM that it uses. Where it has all of a file, what the file uses, which the kernel knows at once; else what is
+    /// in its extents, counted.
+    pub fn resident(&self) -> io::Result<PageCount> {
+        let mut sum = PageCount(0);
+        for (number, file) in (0..).zip(&self.files) {
+            let (whole, size) = file.usage()?;
+            sum += if self.extents.of_file(number) >= size { whole } else { self.count(file.id)? };
+        }
+        Ok(sum)
+    }
+
+    /// Bytes of it that are of this file.
+    pub fn of_file(&self, id: FileId) -> Bytes {
+        self.number(id).map_or(Bytes(0), |number| self.extents.of_file(number))
+    }
+
+    /// DRAM that its extents of this file use, counted: some milliseconds for each GiB that is there.
+    pub fn count(&self, id: FileId) -> io::Result<PageCount> {
+        let Some(number) = self.number(id) else { return Ok(PageCount(0)) };
+        let all = PageRange::of(PageIdx(0), self.extents.pages().0);
+        let mut sum = PageCount(0);
+        for Piece { pages, offset, .. } in self.extents.pieces(all).filter(|piece| piece.file == number) {
+            if self.huge.is_none() {
+                sum += memfd::resident_within(self.file(number), offset, pages.bytes().0)?;
+                continue;
+            }
+            for first in pages.step_by(self.granule) {
+                sum += PageCount(u64::from(self.is_present(first)?) * self.granule);
+            }
+        }
+        Ok(sum)
+    }
+
+    fn number(&self, id: FileId) -> Option<u16> {
+        (0..).zip(&self.files).find(|(_, file)| file.id == id).map(|(number, _)| number)
+    }
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, what)
+}
