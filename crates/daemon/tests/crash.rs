@@ -218,18 +218,8 @@ fn no_disk() -> bool {
 
 /// Pages go to the file and come back from it, now, and many are in it.
 fn spilled(daemon: &Daemon, name: &str) {
-    goes_to_file_and_back(daemon, name);
+    daemon.goes_to_file_and_back(name);
     until("many pages are in the file", || daemon.api.vm(name).is_ok_and(|vm| vm.far_file_bytes >= 4 << 20));
-}
-
-fn goes_to_file_and_back(daemon: &Daemon, name: &str) {
-    let mut first = None;
-    until("pages go to the file and come back", || {
-        let Ok(vm) = daemon.api.vm(name) else { return false };
-        let now = (vm.reclaim.spilled_pages, vm.faults.file);
-        let then = *first.get_or_insert(now);
-        now.0 > then.0 && now.1 > then.1
-    });
 }
 
 #[test]
@@ -286,20 +276,18 @@ fn an_engine_killed_while_huge_pages_go_to_a_file_loses_no_byte() {
     // three.
     let mut daemon = Daemon::start(&spilling_over("3M", &std::env::temp_dir()));
     let guest = Guest::start(&daemon, "victim", &format!("{BUSY} --huge-pages"));
-    goes_to_file_and_back(&daemon, "victim");
+    daemon.goes_to_file_and_back("victim");
     for round in 0..kills() / 10 {
         std::thread::sleep(moment(round));
-        let old = daemon.engine_pid().expect("an engine");
         if round % 5 == 0 {
-            daemon.kill_keeper();
-            daemon.restart_keeper();
+            daemon.kill_and_restart_keeper(false);
         } else {
-            common::kill(old);
+            let old = daemon.kill_engine();
+            daemon.wait_for_engine_after(old);
         }
-        daemon.wait_for_engine_after(old);
         until("the guest is attached", || daemon.api.vm("victim").is_ok());
     }
-    goes_to_file_and_back(&daemon, "victim");
+    daemon.goes_to_file_and_back("victim");
     guest.finish();
     until("the VM is gone", || daemon.api.vm("victim").is_err());
     until("the disk space is given back", || daemon.host().file_bytes == 0);

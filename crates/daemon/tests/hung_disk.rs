@@ -28,33 +28,6 @@ fn spilling(dir: &Path) -> String {
     format!("quarantine_ms = 5\nstore_budget = \"8M\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n")
 }
 
-/// The disk answers again when this is dropped: else nothing of a test that fails could be ended.
-struct Hangs<'a>(&'a Fuse);
-
-impl<'a> Hangs<'a> {
-    fn now(fuse: &'a Fuse) -> Self {
-        fuse.hold();
-        Self(fuse)
-    }
-}
-
-impl Drop for Hangs<'_> {
-    fn drop(&mut self) {
-        self.0.release();
-    }
-}
-
-/// Pages go to the file and come back from it.
-fn spilled(daemon: &Daemon, name: &str) {
-    let mut first = None;
-    until("pages go to the file and come back", || {
-        let Ok(vm) = daemon.api.vm(name) else { return false };
-        let now = (vm.reclaim.spilled_pages, vm.faults.file);
-        let then = *first.get_or_insert(now);
-        now.0 > then.0 && now.1 > then.1
-    });
-}
-
 fn is_served(daemon: &Daemon, name: &str) -> bool {
     daemon.api.vm(name).is_ok_and(|vm| vm.status != VmStatus::Recovering)
 }
@@ -69,8 +42,8 @@ fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_what_is_in_ram()
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(&spilling(&fuse.dir()));
     let guest = Guest::start(&daemon, "victim", BUSY);
-    spilled(&daemon, "victim");
-    let hangs = Hangs::now(&fuse);
+    daemon.goes_to_file_and_back("victim");
+    let hangs = fuse.hold_on();
     for _ in 0..3 {
         let old = daemon.engine_pid().expect("an engine");
         common::kill(old);
@@ -81,7 +54,7 @@ fn an_engine_dies_while_the_disk_hangs_and_its_successor_serves_what_is_in_ram()
     }
     drop(hangs);
     until("it is said that its disk answers", || is_said(&daemon, "spill-back", "victim"));
-    spilled(&daemon, "victim");
+    daemon.goes_to_file_and_back("victim");
     guest.finish();
 }
 
@@ -90,20 +63,14 @@ fn keeper_and_engine_die_while_the_disk_hangs() {
     let Some(fuse) = disk() else { return };
     let mut daemon = Daemon::start(&spilling(&fuse.dir()));
     let guest = Guest::start(&daemon, "victim", BUSY);
-    spilled(&daemon, "victim");
-    let hangs = Hangs::now(&fuse);
+    daemon.goes_to_file_and_back("victim");
+    let hangs = fuse.hold_on();
     for both in [true, false] {
-        let engine = daemon.engine_pid().expect("an engine");
-        daemon.kill_keeper();
-        if both {
-            common::kill(engine);
-        }
-        daemon.restart_keeper();
-        daemon.wait_for_engine_after(engine);
+        daemon.kill_and_restart_keeper(both);
         until("it is served", || is_served(&daemon, "victim"));
     }
     drop(hangs);
-    spilled(&daemon, "victim");
+    daemon.goes_to_file_and_back("victim");
     guest.finish();
 }
 
@@ -111,7 +78,7 @@ fn keeper_and_engine_die_while_the_disk_hangs() {
 fn vms_that_come_while_the_disk_hangs_have_no_file_store_and_wait_for_nobody() {
     let Some(fuse) = disk() else { return };
     let daemon = Daemon::start(&spilling(&fuse.dir()));
-    let hangs = Hangs::now(&fuse);
+    let hangs = fuse.hold_on();
     let guests = ["one", "two", "three"].map(|name| {
         let guest = Guest::start(&daemon, name, "--workload uniform --ram 16M --limit 8M");
         until("it is said that it has no file store", || is_said(&daemon, "spill-unavailable", name));

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use ballast_api::{Track, VmStatus};
 use ballast_base::Hva;
 use ballast_sys::Uffd;
-use ballast_testvm::fuse::Fuse;
+use ballast_testvm::fuse::{Fuse, Held};
 use ballast_testvm::park::HOLDER;
 
 use common::guest::Guest;
@@ -33,24 +33,15 @@ fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str) -> Guest {
     Guest::start(daemon, name, &format!("{BUSY} --park-on {}", file.display()))
 }
 
-/// Nothing is parked on this server any more when this is dropped: else nothing of a test that fails could be ended.
-struct Parked<'a>(&'a Fuse);
-
-impl Drop for Parked<'_> {
-    fn drop(&mut self) {
-        self.0.release();
-    }
-}
-
 /// Have it park. `nth` guests are parked on this server then.
-fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Parked<'a> {
-    fuse.hold();
+fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Held<'a> {
+    let held = fuse.hold_on();
     guest.tell("read\n");
     fuse.wait_for_held(nth);
     guest.tell("map\n");
     let pid = guest.pid();
     until("a thread waits for the page in mmap", || sleeps_in(pid, HOLDER, "folio"));
-    Parked(fuse)
+    held
 }
 
 /// Does a thread of this name sleep there in the kernel?
@@ -97,7 +88,7 @@ fn is_served(daemon: &Daemon, name: &str) -> bool {
 }
 
 /// A bystander, and a VM with far pages that is parked until the last of the three is dropped.
-fn one_parked<'a>(daemon: &Daemon, fuse: &'a Fuse) -> (Guest, Guest, Parked<'a>) {
+fn one_parked<'a>(daemon: &Daemon, fuse: &'a Fuse) -> (Guest, Guest, Held<'a>) {
     let bystander = Guest::start(daemon, "bystander", BUSY);
     let mut parked = parkable(daemon, fuse, "parked");
     evicting(daemon, "parked");
@@ -180,13 +171,7 @@ fn keeper_and_engine_die_while_a_vmm_is_parked() {
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     for both in [true, false] {
-        let engine = daemon.engine_pid().expect("an engine");
-        daemon.kill_keeper();
-        if both {
-            common::kill(engine);
-        }
-        daemon.restart_keeper();
-        daemon.wait_for_engine_after(engine);
+        daemon.kill_and_restart_keeper(both);
         until("the bystander is attached again", || is_served(&daemon, "bystander"));
         everything_works(&daemon, "bystander");
     }

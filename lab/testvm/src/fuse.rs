@@ -150,6 +150,13 @@ impl Fuse {
         self.shared.lock().held = true;
     }
 
+    /// From now on nothing is answered, until what this returns is dropped: else nothing of a test that fails could be
+    /// ended.
+    pub fn hold_on(&self) -> Held<'_> {
+        self.hold();
+        Held(self)
+    }
+
     /// Answer what was held, and all that comes.
     pub fn release(&self) {
         self.shared.lock().held = false;
@@ -186,6 +193,17 @@ impl Fuse {
 impl Drop for Fuse {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+/// See [`Fuse::hold_on`].
+#[derive(Debug)]
+#[must_use = "all is answered again when this is dropped"]
+pub struct Held<'a>(&'a Fuse);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.release();
     }
 }
 

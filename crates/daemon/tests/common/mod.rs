@@ -99,6 +99,28 @@ impl Daemon {
         self.keeper = spawn_keeper(self.dir.path(), None);
     }
 
+    /// Kill the keeper, and its engine too if `with_engine`, and start a keeper again. Returns when its engine answers.
+    pub fn kill_and_restart_keeper(&mut self, with_engine: bool) {
+        let engine = self.engine_pid().expect("an engine");
+        self.kill_keeper();
+        if with_engine {
+            kill(engine);
+        }
+        self.restart_keeper();
+        self.wait_for_engine_after(engine);
+    }
+
+    /// Wait until pages of this VM go to its file store and come back.
+    pub fn goes_to_file_and_back(&self, name: &str) {
+        let mut first = None;
+        until("pages go to the file and come back", || {
+            let Ok(vm) = self.api.vm(name) else { return false };
+            let now = (vm.reclaim.spilled_pages, vm.faults.file);
+            let then = *first.get_or_insert(now);
+            now.0 > then.0 && now.1 > then.1
+        });
+    }
+
     /// What keeper and engines wrote.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.dir().join("log")).unwrap_or_default()
