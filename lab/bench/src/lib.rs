@@ -55,6 +55,7 @@ mod sweep;
 mod tiers;
 mod track;
 mod vcpu;
+mod waits;
 mod worker;
 mod workload;
 mod zram;

@@ -11,8 +11,8 @@ use std::time::Duration;
 use ballast_testvm::Spec;
 use serde::{Deserialize, Serialize};
 
-use crate::density::Waits;
 use crate::stats::Summary;
+use crate::waits::Waits;
 
 /// What touches guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]

@@ -11,10 +11,10 @@ use anyhow::{Result, bail, ensure};
 use ballast_base::units::MIB;
 use ballast_sys::clock::monotonic_ns;
 
-use super::waits::Waits;
 use crate::order::{Answer, Backing, Order, ReaderConfig, Role};
 use crate::rig::Bench;
 use crate::stats::median;
+use crate::waits::Waits;
 use crate::worker::Worker;
 use crate::{cgroup, cpu};
 

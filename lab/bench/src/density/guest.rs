@@ -13,11 +13,11 @@ use ballast_sys::Anon;
 use ballast_sys::clock::monotonic_ns;
 use ballast_testvm::GuestRam;
 
-use super::waits::Waits;
 use crate::native::Ram;
 use crate::order::{Answer, Backing, Data, ReaderConfig, Reads};
 use crate::pager::{Pager, enter};
 use crate::stats::random;
+use crate::waits::Waits;
 
 const WORDS: usize = PAGE_SIZE / 8;
 

@@ -11,14 +11,12 @@ mod busy;
 mod fleet;
 mod guest;
 mod idle;
-mod waits;
 
 use anyhow::{Context, Result, bail};
 use ballast_base::units::MIB;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 pub(crate) use guest::Reader;
-pub(crate) use waits::Waits;
 
 use crate::order::GuestKind;
 use crate::report::Row;
