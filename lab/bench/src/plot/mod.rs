@@ -44,7 +44,7 @@ pub fn run(files: &[PathBuf], out: &Path) -> Result<Vec<PathBuf>> {
             write(name, chart.draw()?)?;
         }
     }
-    if let Some(row) = rows.of("limit").last() {
+    if let Some(row) = rows.of("limit", "t_s").last() {
         write("vm-under-limit", course::draw(row)?)?;
     }
     ensure!(
@@ -65,7 +65,7 @@ fn points<const N: usize>(row: &Value, keys: [String; N], unit: f64) -> Vec<Opti
 }
 
 fn restore(rows: &Rows) -> Chart {
-    let row = rows.of("restore").find(|row| row["data"] == "half_compressible");
+    let row = rows.of("restore", "restore_us_p50").find(|row| row["data"] == "half_compressible");
     let groups = row.into_iter().flat_map(|row| {
         ["p50", "p90", "p99"].map(|percentile| {
             let keys = ["restore", "kernel_swapin", "plain", "floor"].map(|side| format!("{side}_us_{percentile}"));
@@ -84,7 +84,7 @@ fn restore(rows: &Rows) -> Chart {
 fn reclaim(rows: &Rows) -> Chart {
     // A large guest has a row of its own.
     let mut seen = Vec::new();
-    let first = rows.of("reclaim").filter(|row| {
+    let first = rows.of("reclaim", "reclaim_pages_per_s").filter(|row| {
         let data = word(row, "data");
         let is_new = !seen.contains(&data);
         seen.push(data);
@@ -107,14 +107,17 @@ fn idle(rows: &Rows) -> Chart {
         axis: "% slower",
         logarithmic: false,
         sides: vec![Side("attached", OURS), Side("twice the same (noise)", PLAIN)],
-        groups: rows.of("idle").map(|row| (word(row, "workload"), points(row, keys.clone(), 1.0))).collect(),
+        groups: rows
+            .of("idle", "idle_overhead_pct")
+            .map(|row| (word(row, "workload"), points(row, keys.clone(), 1.0)))
+            .collect(),
     }
 }
 
 fn balance(rows: &Rows) -> Chart {
     let keys = ["", "maestro_", "kernel_"].map(|side| format!("{side}geomean_slowdown"));
-    let levels = rows.of("balance").filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
-    let levels = levels.filter(|(_, row)| row["geomean_slowdown"].is_number());
+    // Other parts of the bench have rows of their own.
+    let levels = rows.of("balance", "geomean_slowdown").filter_map(|row| Some((row["level_pct"].as_u64()?, row)));
     Chart {
         title: "Eight VMs in less memory than they want: geometric mean of slowdowns".into(),
         axis: "times slower",
@@ -131,6 +134,8 @@ fn balance(rows: &Rows) -> Chart {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Row;
+    use serde_json::json;
 
     #[test]
     fn each_headline_in_the_rows_has_a_file_and_no_other() {
@@ -154,5 +159,42 @@ mod tests {
         assert!(text.contains("60 %") && text.contains("2.6"), "{text}");
         std::fs::write(&file, "").expect("no rows");
         assert!(run(&[file], dir.path()).expect_err("nothing").to_string().contains("no row of restore"));
+    }
+
+    /// As the benches print them.
+    fn printed(bench: &str, facts: &[(&str, Value)], figures: &[&str], differences: &[&str]) -> String {
+        let mut row = Row::new(bench, "native", "a test");
+        facts.iter().for_each(|(key, value)| row.fact(key, value.clone()));
+        figures.iter().for_each(|key| row.figure(key, &[2.0, 2.5, 3.0]));
+        differences.iter().for_each(|key| row.difference(key, &[-0.5, 0.1, 0.2, 0.7]));
+        row.because("something else");
+        row.json(&json!({"kernel": "6.18", "cpus": 2})).to_string() + "\n"
+    }
+
+    #[test]
+    fn every_headline_is_drawn_from_what_the_benches_print_and_a_later_file_counts() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let percentiles = |sides: [&str; 4]| sides.map(|side| ["p50", "p90", "p99"].map(|p| format!("{side}_us_{p}")));
+        let restore = percentiles(["restore", "kernel_swapin", "plain", "floor"]).concat();
+        let restore: Vec<&str> = restore.iter().map(String::as_str).collect();
+        let reclaim = ["reclaim_pages_per_s", "kernel_pageout_pages_per_s", "plain_pageout_pages_per_s"];
+        let balance = ["geomean_slowdown", "maestro_geomean_slowdown", "kernel_geomean_slowdown"];
+        let data = ("data", json!("half_compressible"));
+        let rows = [
+            printed("restore", std::slice::from_ref(&data), &restore, &[]),
+            printed("reclaim", &[data], &reclaim, &[]),
+            printed("idle", &[("workload", json!("zipf"))], &[], &["idle_overhead_pct", "idle_aa_pct"]),
+            printed("balance", &[("level_pct", json!(60))], &balance, &[]),
+            printed("balance", &[("level_pct", json!(68))], &["converge_s"], &[]),
+        ];
+        let [older, newer] = ["1.jsonl", "2.jsonl"].map(|name| dir.path().join(name));
+        let old = r#"{"bench":"balance","guest":"native","level_pct":45,"geomean_slowdown":9.9}"#;
+        std::fs::write(&older, old).expect("rows");
+        std::fs::write(&newer, rows.concat()).expect("rows");
+        let written = run(&[older, newer], dir.path()).expect("plots");
+        let names = ["restore.svg", "reclaim.svg", "idle.svg", "balance.svg"];
+        assert_eq!(written, names.map(|name| dir.path().join(name)));
+        let text = std::fs::read_to_string(&written[3]).expect("a picture");
+        assert!(text.contains("60 %") && !text.contains("45 %") && !text.contains("68 %"), "{text}");
     }
 }

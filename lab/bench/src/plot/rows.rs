@@ -2,14 +2,15 @@
 //!
 //! Before: files with one object a line. After: the points of a chart. Threads: none. Units: those of the keys.
 //! Promise: a line that is no row is an error with its file and number; a figure that was not measured has no point.
+//! What was measured again stands in a later file, and counts alone.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-/// All rows of some files, in their order.
-pub(super) struct Rows(Vec<Value>);
+/// All rows of each file, in the order of the files.
+pub(super) struct Rows(Vec<Vec<Value>>);
 
 /// A figure: its median and its range.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,14 +25,16 @@ impl Rows {
         let mut rows = Vec::new();
         for file in files {
             let text = std::fs::read_to_string(file).with_context(|| format!("Reading {}", file.display()))?;
-            rows.extend(parse(file, &text)?);
+            rows.push(parse(file, &text)?);
         }
         Ok(Self(rows))
     }
 
-    /// The rows of a bench with native guests.
-    pub(super) fn of<'a>(&'a self, bench: &'a str) -> impl Iterator<Item = &'a Value> {
-        self.0.iter().filter(move |row| row["bench"] == bench && row["guest"] == "native")
+    /// The rows of a bench with native guests that have this key, in the last file that has such rows.
+    pub(super) fn of<'a>(&'a self, bench: &'a str, key: &'a str) -> impl Iterator<Item = &'a Value> {
+        let is_one = move |row: &&Value| row["bench"] == bench && row["guest"] == "native" && !row[key].is_null();
+        let last = self.0.iter().rfind(|rows| rows.iter().any(|row| is_one(&row)));
+        last.into_iter().flatten().filter(is_one)
     }
 }
 
