@@ -14,6 +14,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use ballast_sys::memfd::FileId;
+use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
 use ballast_sys::{clock, kcmp};
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
@@ -179,6 +180,7 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
         let (answer, answers) = mpsc::channel();
         let (batch, read) = (left.to_vec(), read.clone());
         let reader = std::thread::Builder::new().name("look".into()).spawn(move || {
+            run_first();
             for pid in batch {
                 let process = find(pid);
                 let found = read(pid);

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Begin, Order, Report};
 use ballast_handover::sleep::{self, Sleeper};
+use ballast_sys::priority::{run_beside, run_first};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, scm};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -227,6 +228,7 @@ impl Keeper {
                 Ok(Report::Settings(settings)) => self.settings = settings,
                 Ok(Report::Serving) => {
                     engine.pulse.starting = None;
+                    run_beside();
                     self.young_deaths = 0;
                 }
                 Ok(Report::Done { seq, result }) => match self.pending.remove(&seq) {
@@ -255,6 +257,8 @@ impl Keeper {
         };
         let how = format!("{how} ({status})");
         tracing::error!(pid = engine.child.id(), "the engine {how}: starting another");
+        // Until the next engine serves, all guests wait for what this thread does.
+        run_first();
         self.restarts += 1;
         self.young_deaths += u32::from(engine.pulse.starting.is_some());
         self.died = Some((Instant::now(), how));

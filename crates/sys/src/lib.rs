@@ -19,6 +19,7 @@ pub mod memory_error;
 pub mod peer;
 pub mod perf;
 pub mod pins;
+pub mod priority;
 pub mod probe;
 pub mod process;
 pub mod program;

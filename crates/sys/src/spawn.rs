@@ -1,7 +1,8 @@
 //! Starts a program that inherits none of this process's descriptors, not even for the moment before its `exec`.
 //!
 //! Before: the keeper wants an engine. After: the program runs, with one descriptor of the caller's as standard input.
-//! Threads: any; the caller waits until the program's `exec`, and no longer.
+//! Threads: any; the caller waits until the program's `exec`, and no longer. The program begins at its nice value, also
+//! where threads that the caller starts would not (`priority`).
 //! Promise: a child of `fork` has a copy of every descriptor and closes most of them in `exec`, and a close can wait
 //! for a server that does not answer (the file systems FUSE and overlay flush). This child never has them: it shares
 //! the table until it makes its own, of the standard descriptors and one more.
@@ -116,13 +117,14 @@ impl Starter {
         // The caller sleeps until the child has left the table; so the slot can be used again when this returns.
         let flags = libc::CLONE_FILES | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
         let slot = self.slot.as_raw_fd();
+        let nice = rustix::process::getpriority_process(None).unwrap_or_default();
         // SAFETY: without CLONE_VM and without a stack of its own this is `fork`: the child runs on copies of all
         // memory. Its pointers stay valid there, and until `exec` it makes system calls and nothing else: it takes no
         // lock and allocates nothing. The kernel writes one number, the pidfd.
         let forked = unsafe { libc::syscall(libc::SYS_clone, flags as libc::c_ulong, 0, &raw mut pidfd, 0, 0) };
         if forked == 0 {
             // SAFETY: in the child, with strings that end with zeros and lists that end with null pointers.
-            unsafe { become_program(slot, argv.as_ptr(), envp.as_ptr(), failure.errno()) }
+            unsafe { become_program(slot, nice, argv.as_ptr(), envp.as_ptr(), failure.errno()) }
         }
         let error = io::Error::last_os_error();
         rustix::io::dup3(&null, &mut self.slot, rustix::io::DupFlags::CLOEXEC)?;
@@ -147,14 +149,16 @@ impl Starter {
 /// with a null pointer, and `argv` is not empty.
 unsafe fn become_program(
     slot: libc::c_int,
+    nice: libc::c_int,
     argv: *const *const libc::c_char,
     envp: *const *const libc::c_char,
     failed: &AtomicI32,
 ) -> ! {
     let first = slot as libc::c_uint + 1;
-    // SAFETY: system calls about descriptors of this process; the lists are what the caller says. Closing with UNSHARE
-    // makes a table of the descriptors that are left, without touching the others.
+    // SAFETY: system calls about this process and its descriptors; the lists are what the caller says. Closing with
+    // UNSHARE makes a table of the descriptors that are left, without touching the others.
     unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, nice);
         if libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE) == 0
             && libc::dup2(slot, 0) == 0
         {
@@ -195,6 +199,21 @@ mod tests {
             assert!(ended(&child).success());
         }
         drop(open);
+    }
+
+    #[test]
+    fn a_program_begins_at_the_nice_value_of_the_thread_that_started_it() {
+        let body = || {
+            crate::priority::run_first();
+            let nice = rustix::process::getpriority_process(None).expect("nice");
+            let mut starter = Starter::new().expect("a starter");
+            let (ours, theirs) = scm::pair().expect("a pair");
+            let child = starter.start(Path::new("/bin/sh"), &["-c", "nice >&0"], theirs.as_fd()).expect("started");
+            let said = scm::receive(&ours).expect("received").expect("open");
+            assert_eq!(String::from_utf8_lossy(&said.bytes).trim(), nice.to_string());
+            assert!(ended(&child).success());
+        };
+        std::thread::spawn(body).join().expect("joined");
     }
 
     #[test]

@@ -82,7 +82,7 @@ struct BenchArgs {
     /// spill: a directory on the disk to measure [default: that for temporary files]
     #[arg(long, value_name = "PATH")]
     dir: Option<PathBuf>,
-    /// balance: one of its parts alone [default: all]
+    /// balance, density: one of its parts alone [default: all]
     #[arg(long, value_enum)]
     part: Option<Part>,
     /// density: this number of VMs alone [default: 1 to 1,000]
@@ -116,8 +116,8 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
             "ballast bench: WARNING: this is not a release build; its numbers mean nothing (cargo build --release)"
         );
     }
-    if args.part.is_some() && args.what != Which::Balance {
-        bail!("--part is for bench balance");
+    if let Some(part) = args.part.filter(|part| part.of() != args.what) {
+        bail!("--part {part:?} is for bench {}", part.of().name());
     }
     if args.vms.is_some() && args.what != Which::Density {
         bail!("--vms is for bench density");

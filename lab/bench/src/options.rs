@@ -40,7 +40,7 @@ pub enum Which {
 
 impl Which {
     /// As it stands in JSON and tables.
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Restore => "restore",
             Self::Reclaim => "reclaim",
@@ -59,7 +59,7 @@ impl Which {
     }
 }
 
-/// A part of what [`Which::Balance`] measures.
+/// A part of what [`Which::Balance`] or [`Which::Density`] measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Part {
     /// Eight VMs at falling levels of memory.
@@ -72,6 +72,22 @@ pub enum Part {
     Stages,
     /// How much of one VM's memory can go.
     Memory,
+    /// Many VMs that read, with the kernel beside them.
+    Busy,
+    /// The engine is killed under many VMs that read.
+    Recovery,
+    /// Many VMs that do nothing.
+    Idle,
+}
+
+impl Part {
+    /// Whose part it is.
+    pub fn of(self) -> Which {
+        match self {
+            Self::Levels | Self::Jump | Self::Pairs | Self::Stages | Self::Memory => Which::Balance,
+            Self::Busy | Self::Recovery | Self::Idle => Which::Density,
+        }
+    }
 }
 
 /// How to measure it.
@@ -85,7 +101,7 @@ pub struct Options {
     pub quick: bool,
     /// Spill: a directory on the disk.
     pub dir: PathBuf,
-    /// Balance: this part alone.
+    /// Balance, density: this part alone.
     pub part: Option<Part>,
     /// Density: this number of VMs alone.
     pub vms: Option<usize>,

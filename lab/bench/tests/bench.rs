@@ -242,15 +242,16 @@ fn scale_has_two_vms_ten_vms_two_fault_workers_and_the_memory_of_the_engine() {
 }
 
 #[test]
-fn density_has_busy_and_idle_vms_and_their_cost_and_every_byte_of_them_is_right() {
+fn density_has_busy_recovering_and_idle_vms_and_their_cost_and_every_byte_of_them_is_right() {
     if no_bench() {
         return;
     }
     let before = machine_before();
     let rows = rows(&["density", "--vms", "3"]);
-    let [busy, idle] = &rows[..] else { panic!("{rows:?}") };
+    let [busy, recovering, idle] = &rows[..] else { panic!("{rows:?}") };
     let facts = |row: &Value| (row["measures"].as_str().map(str::to_owned), row["vms"].as_u64());
-    assert_eq!((facts(busy), facts(idle)), ((Some("busy".into()), Some(3)), (Some("idle".into()), Some(3))));
+    let named = |name: &str| (Some(name.to_owned()), Some(3));
+    assert_eq!([facts(busy), facts(recovering), facts(idle)], ["busy", "recovering", "idle"].map(named));
     ["density_touches_per_s", "density_p99_us", "density_worst_page_ms"]
         .iter()
         .for_each(|key| assert_figure(busy, key));
@@ -259,7 +260,10 @@ fn density_has_busy_and_idle_vms_and_their_cost_and_every_byte_of_them_is_right(
     for key in ["kernel_density_touches_per_s", "density_ratio_kernel", "kernel_density_fairness"] {
         assert_eq!(busy[key].is_number(), measured, "{key} in {busy}");
     }
-    for key in ["density_list_busy_ms", "density_recover_ms_max", "density_fairness", "density_busy_pct"] {
+    for key in ["density_recover_ms_max", "density_recover_touches_per_s", "density_recover_api_ms"] {
+        assert!(recovering[key].is_number(), "{key} in {recovering}");
+    }
+    for key in ["density_list_busy_ms", "density_fairness", "density_busy_pct"] {
         assert!(busy[key].is_number(), "{key} in {busy}");
     }
     for key in ["idle_cpu_pct", "threads", "limit_ms_p99", "attach_ms_p99", "list_ms", "half_far_bytes_per_gib"] {

@@ -15,6 +15,7 @@ use ballast_handover::watch::{self, Look, Processes};
 use ballast_pager::vm::Hold;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
+use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
 
 use super::host::Host;
@@ -33,6 +34,8 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
     let mut watch = Watch { host, processes: Processes::default(), unreadable: HashSet::new() };
     std::thread::Builder::new().name("watch".into()).spawn(move || {
+        // A VM without a look grows beyond its limit.
+        run_first();
         loop {
             match asked.recv_timeout(EVERY) {
                 Ok(_) => asked.try_iter().for_each(drop),

@@ -11,6 +11,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -18,9 +19,9 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
-use ballast_pager::run::pool::run_first;
 use ballast_pager::vm::Hold;
 use ballast_store::Budget;
+use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
 use ballast_sys::{memory_error, scm};
 
@@ -56,6 +57,8 @@ const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
 
 /// Take orders until the keeper is gone and no VM is left.
 pub fn run() -> anyhow::Result<()> {
+    // Guests wait for a new engine. What it starts does not.
+    run_first();
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
     let keeper = Arc::new(keeper);
     let Some(first) =
@@ -209,12 +212,16 @@ impl Orders {
     /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist
     /// because it has not been opened yet. One that does not open in time keeps nobody from all the others.
     fn serve(&mut self) -> anyhow::Result<()> {
-        let opened = self.workers().all_so_far();
+        let (opened, is_serving) = {
+            let mut workers = self.workers();
+            (workers.all_so_far(), workers.is_serving())
+        };
         let (engine, api) = (self.engine.clone(), self.api.take());
         std::thread::Builder::new().name("serve".into()).spawn(move || {
             if !opened.wait(OPENING) {
                 tracing::warn!("not every VM is open and served after {OPENING:?}: answering the API all the same");
             }
+            is_serving.store(true, Ordering::Release);
             let shown = Arc::new(Shown { host: engine.host.clone(), control: engine.control.clone() });
             let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {

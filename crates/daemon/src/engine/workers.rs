@@ -2,9 +2,9 @@
 //! delays no other, and never the thread that takes orders.
 //!
 //! Before: an order about a VM came. After: it is carried out, after the earlier ones about the same VM.
-//! Threads: those of the pool (`ballast_pager::run`), which makes up for one that waits. What takes longest (bringing
-//! back every page of a VM) is a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that
-//! either.
+//! Threads: those of a pool of its own (`ballast_pager::run`), which makes up for one that waits. In the pool of the
+//! VMs' tasks an order would wait for the reclaim of hundreds of VMs. What takes longest (bringing back every page of a
+//! VM) is a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that either.
 //! Promise: orders about one VM are carried out one at a time, in the order in which they came, also when the VM was
 //! closed and comes again.
 
@@ -18,14 +18,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
-use ballast_pager::run::pool::{Handle, Pool};
+use ballast_pager::run::pool::{Handle, Pool, go_first};
 use ballast_pager::run::queue::Next;
 
 type Work = Box<dyn FnOnce() + Send>;
 
 /// The workers of all VMs. Only one thread gives them work.
-#[derive(Debug, Default)]
-pub struct Workers(HashMap<VmId, Worker>);
+#[derive(Debug)]
+pub struct Workers {
+    pool: Pool,
+    vms: HashMap<VmId, Worker>,
+    /// Set when no guest waits for this engine to take its VM over any more.
+    is_serving: Arc<AtomicBool>,
+}
 
 /// The orders about one VM.
 #[derive(Debug)]
@@ -54,11 +59,12 @@ fn lock(orders: &Mutex<Orders>) -> MutexGuard<'_, Orders> {
 }
 
 impl Worker {
-    fn new() -> io::Result<Self> {
+    fn new(pool: &Pool, is_serving: Arc<AtomicBool>) -> io::Result<Self> {
         let orders = Arc::new(Mutex::new(Orders::default()));
-        let pool = Pool::of_process();
         let taken = orders.clone();
         let next = move |_: Instant| {
+            // Guests whose VMs are open run again. They must not take the CPUs that others wait for to be opened.
+            go_first(!is_serving.load(Ordering::Acquire));
             let (work, is_closed) = {
                 let mut orders = lock(&taken);
                 (orders.waiting.pop_front(), orders.is_closed)
@@ -87,13 +93,26 @@ impl Drop for Worker {
     }
 }
 
+impl Default for Workers {
+    fn default() -> Self {
+        Self { pool: Pool::of_cpus(), vms: HashMap::new(), is_serving: Arc::default() }
+    }
+}
+
 impl Workers {
+    /// What to set when every VM that was handed over is served.
+    pub fn is_serving(&self) -> Arc<AtomicBool> {
+        self.is_serving.clone()
+    }
+
     /// Have this done for the VM, after what was given before.
     pub fn give(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         self.sweep();
-        let worker = match self.0.entry(vm) {
+        let worker = match self.vms.entry(vm) {
             std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-            std::collections::hash_map::Entry::Vacant(new) => new.insert(Worker::new()?),
+            std::collections::hash_map::Entry::Vacant(new) => {
+                new.insert(Worker::new(&self.pool, self.is_serving.clone())?)
+            }
         };
         // A VM that comes again before its end was carried out goes to the same worker.
         worker.ended = Arc::default();
@@ -110,20 +129,20 @@ impl Workers {
             let _ = catch_unwind(AssertUnwindSafe(work));
             sign.store(true, Ordering::Release);
         })?;
-        if let Some(worker) = self.0.get_mut(&vm) {
+        if let Some(worker) = self.vms.get_mut(&vm) {
             worker.ended = ended;
         }
         Ok(())
     }
 
     fn sweep(&mut self) {
-        self.0.retain(|_, worker| !worker.ended.load(Ordering::Acquire));
+        self.vms.retain(|_, worker| !worker.ended.load(Ordering::Acquire));
     }
 
     /// Something that tells when all that has been given so far is done.
     pub fn all_so_far(&mut self) -> Done {
         let (sender, receiver) = mpsc::channel();
-        for worker in self.0.values() {
+        for worker in self.vms.values() {
             let sender = sender.clone();
             worker.give(Box::new(move || drop(sender)));
         }
@@ -234,7 +253,7 @@ mod tests {
         workers.give_last(A, || ()).expect("given");
         while !workers.all_so_far().wait(Duration::from_secs(60)) {}
         workers.sweep();
-        assert!(workers.0.is_empty());
+        assert!(workers.vms.is_empty());
     }
 
     #[test]

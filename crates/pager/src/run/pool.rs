@@ -18,6 +18,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, RwLock};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use ballast_sys::priority;
+
 use super::queue::{GroupId, Next, Queue, TaskId};
 
 /// How often the watchdog looks while tasks run, and how long one must have run to be looked at.
@@ -29,12 +31,6 @@ const QUIET_TICKS: u32 = 50;
 const SOON: Duration = Duration::from_millis(5);
 /// A spare that finds nothing to do ends after this long.
 const LINGER: Duration = Duration::from_secs(1);
-
-/// Nice value of a thread that a guest's thread waits for and that runs for microseconds: it goes before all that
-/// computes. No worker is made nicer than default: each holds page locks now and then that a fault may want. Not -20:
-/// the kernel spreads threads over CPUs by their weights, takes a worker that runs a tenth of the time at -20 for nine
-/// guests, and leaves its CPU to it and one of them. At -8 it is half of one.
-const DEMAND_NICE: i32 = -8;
 
 /// Something that runs now and then, for some milliseconds at most unless it waits.
 pub trait Task: Send {
@@ -159,21 +155,12 @@ thread_local! {
 }
 
 /// Whether what this thread does now goes before guests: threads of theirs wait for it. Ends with the run of the task.
+/// No task goes first for long: each holds page locks now and then that a fault may want.
 pub fn go_first(first: bool) {
     if GOES_FIRST.get().is_some_and(|now| now != first) {
         GOES_FIRST.set(Some(first));
-        set_nice(if first { DEMAND_NICE } else { 0 });
+        if first { priority::run_first() } else { priority::run_beside() }
     }
-}
-
-/// From now on the calling thread, which is not the pool's, goes before guests.
-pub fn run_first() {
-    set_nice(DEMAND_NICE);
-}
-
-/// Of the calling thread alone, as Linux has it. Not permitted to: then it waits its turn like others.
-fn set_nice(nice: i32) {
-    let _ = rustix::process::setpriority_process(None, nice);
 }
 
 /// Do something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
@@ -194,11 +181,15 @@ pub fn blocking<T>(wait: impl FnOnce() -> T) -> T {
 }
 
 impl Pool {
-    /// The pool of this process: its CPUs are the process's, too.
+    /// The pool of all VMs' tasks.
     pub fn of_process() -> Self {
         static POOL: OnceLock<Pool> = OnceLock::new();
-        let cpus = || std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
-        POOL.get_or_init(|| Self::new(cpus())).clone()
+        POOL.get_or_init(Self::of_cpus).clone()
+    }
+
+    /// A pool of one thread for each CPU.
+    pub fn of_cpus() -> Self {
+        Self::new(std::thread::available_parallelism().map_or(1, |cpus| cpus.get()))
     }
 
     /// A pool of this number of threads. None is started before there is a task.

@@ -14,13 +14,14 @@ use super::client::{Client, DiscardWorker};
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::listener::Listener;
-use crate::run::pool::{Notifier, run_first};
+use crate::run::pool::Notifier;
 use crate::run::queue::Next;
 use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
 use crate::tier::spill::SpillWorker;
 use crate::vm::view::View;
+use ballast_sys::priority::run_first;
 
 /// Whose faults a worker serves.
 #[derive(Clone, Copy)]

@@ -1,7 +1,7 @@
 //! All of the VMs read all of their memory at once, each limited to half of it. Part of `ballast bench density`.
 //!
 //! Before: a daemon without VMs. After: throughput, waits and fairness of both sides, how long `vm list` takes
-//! meanwhile, and how long a guest waits when the engine is killed.
+//! meanwhile; in a row of its own how long a guest waits when the engine is killed.
 //! Threads: the bench's one. Units: in every key. Promise: the worst touch of a turn is that of any guest.
 
 use std::time::{Duration, Instant};
@@ -74,17 +74,22 @@ fn squeezed(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64, row: &mut
     Ok(fleet)
 }
 
-pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
-    let plan = if bench.options.quick { HASTY } else { FULL };
-    let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
-    let mut row = bench.row(&format!("{vms} busy VMs"));
-    row.fact("measures", "busy");
+fn begin_row(bench: &Bench, measures: &str, vms: usize, ram_bytes: u64, plan: &Plan) -> Row {
+    let mut row = bench.row(&format!("{vms} {measures} VMs"));
+    row.fact("measures", measures);
     row.fact("vms", vms);
     row.fact("ram_bytes", ram_bytes);
     row.fact("limited_to_bytes", ram_bytes / 2);
     row.fact("data", Data::HalfCompressible.name());
     row.fact("repetitions", plan.turns);
     row.fact("turn_ms", plan.time.as_millis() as u64);
+    row
+}
+
+pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
+    let plan = if bench.options.quick { HASTY } else { FULL };
+    let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
+    let mut row = begin_row(bench, "busy", vms, ram_bytes, &plan);
     let mut sides = vec![(squeezed(bench, Side::Ballast, vms, ram_bytes, &mut row)?, Series::default())];
     match bench.kernel.clone().map(drop) {
         Ok(()) => match squeezed(bench, Side::Kernel, vms, ram_bytes, &mut row) {
@@ -107,7 +112,6 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     let speed = |series: &Series| series.of(|turn| turn.touches_per_s);
     row.ratio("density_ratio_kernel", &speed(&ours), &speed(&theirs));
     lists(bench, &mut ballast, lead, plan.time, &mut row)?;
-    recovery(bench, &mut ballast, lead, plan.time, &mut row)?;
     if bench.options.quick {
         ballast.verify()?;
     }
@@ -139,8 +143,29 @@ fn lists(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: 
     Ok(())
 }
 
-/// The engine is killed while all guests read.
-fn recovery(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, row: &mut Row) -> Result<()> {
+/// The engine is killed while all guests read, once in each turn. The longest touch is at least as long as reported: it
+/// may have gone on after its turn.
+pub(super) fn recovery_row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> {
+    let plan = if bench.options.quick { HASTY } else { FULL };
+    let lead = plan.lead + plan.lead_per_vm * u32::try_from(vms)?;
+    let mut row = begin_row(bench, "recovering", vms, ram_bytes, &plan);
+    let mut fleet = squeezed(bench, Side::Ballast, vms, ram_bytes, &mut row)?;
+    let mut turns = Vec::new();
+    for _ in bench.progress.over("kill", 0..plan.turns) {
+        turns.push(killed(bench, &mut fleet, lead, plan.time)?);
+    }
+    let of = |figure: fn(&(Turn, f64)) -> f64| turns.iter().map(figure).collect::<Vec<_>>();
+    row.figure("density_recover_ms_max", &of(|(turn, _)| turn.worst_ms));
+    row.figure("density_recover_touches_per_s", &of(|(turn, _)| turn.touches_per_s));
+    row.figure("density_recover_api_ms", &of(|(_, api_ms)| *api_ms));
+    if bench.options.quick {
+        fleet.verify()?;
+    }
+    Ok(row)
+}
+
+/// Kill the engine. Returns also after how many milliseconds the next one's API answered.
+fn killed(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration) -> Result<(Turn, f64)> {
     let before = bench.engine_pid()?;
     let kill = || {
         let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
@@ -153,9 +178,5 @@ fn recovery(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration, ro
         }
         Ok(killed.elapsed().as_secs_f64() * 1e3)
     };
-    let (turn, api_ms) = fleet.read(lead, time, kill)?;
-    row.figure("density_recover_ms_max", &[turn.worst_ms]);
-    row.figure("density_recover_touches_per_s", &[turn.touches_per_s]);
-    row.figure("density_recover_api_ms", &[api_ms]);
-    Ok(())
+    fleet.read(lead, time, kill)
 }

@@ -1,8 +1,8 @@
 //! Many small VMs at once: how they fare while all of them read all of their memory, and what the service costs with
 //! each idle one.
 //!
-//! Before: the kernel's swap to zram, if it could be had. After: a row for each number of busy VMs, then one for each
-//! number of idle ones. Each row has a daemon of its own.
+//! Before: the kernel's swap to zram, if it could be had. After: a row for each number of busy VMs, one for each number
+//! of VMs whose engine is killed, then one for each number of idle ones. Each row has a daemon of its own.
 //! Threads: the bench's one; guests are processes. Units: in every key.
 //! Promise: the two sides take turns, forwards and backwards; only one side's guests run at a time; every page that is
 //! read is compared as a whole.
@@ -18,6 +18,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 pub(crate) use guest::Reader;
 
+use crate::options::Part;
 use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
@@ -55,14 +56,21 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         None if quick => QUICK.to_vec(),
         None => all.to_vec(),
     };
-    let (busy, idle) = (chosen(&BUSY), chosen(&IDLE));
-    for vms in busy {
-        let row = bench.with_settings("", |bench| busy::row(bench, vms, ram_bytes(bench, vms)))?;
-        each(row)?;
-    }
-    for vms in idle {
-        let row = bench.with_settings("", |bench| idle::row(bench, vms, ram_bytes(bench, vms)))?;
-        each(row)?;
+    type Run = fn(&mut Bench, usize, u64) -> Result<Row>;
+    let parts: [(Part, Vec<usize>, Run); 3] = [
+        (Part::Busy, chosen(&BUSY), busy::row),
+        (Part::Recovery, chosen(&BUSY), busy::recovery_row),
+        (Part::Idle, chosen(&IDLE), idle::row),
+    ];
+    let only = bench.options.part;
+    for (part, numbers, run) in parts {
+        if only.is_some_and(|only| only != part) {
+            continue;
+        }
+        for vms in numbers {
+            let row = bench.with_settings("", |bench| run(bench, vms, ram_bytes(bench, vms)))?;
+            each(row)?;
+        }
     }
     Ok(())
 }

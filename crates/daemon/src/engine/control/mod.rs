@@ -23,11 +23,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{DecisionRecord, LeaseStat, PlanRequest, PolicyPatch, PolicyStat};
 use ballast_base::Bytes;
-use ballast_pager::run::pool::run_first;
 use ballast_policy::admission::Admission;
 use ballast_policy::{
     Action, Class, Decision, External, HostState, Kind, Params, Plan, Settings, Setup, Snapshot, State, check_external,
 };
+use ballast_sys::priority::run_first;
 
 use crate::engine::host::Host;
 use crate::engine::served::Served;

@@ -1,0 +1,52 @@
+//! Priority: which of our threads run before guests.
+//!
+//! Before: a guest's thread, or an operator, waits for what a thread is about to do. After: the scheduler gives it a
+//! CPU before threads that compute. Threads: each asks for itself alone. Units: nice values.
+//! Promise: a request and nothing more: without the right to it (`CAP_SYS_NICE`) a thread waits its turn like others.
+//! What a thread starts, a thread or a program, begins at nice 0.
+
+use rustix::process::setpriority_process;
+
+/// Nice value of a thread that a guest's thread waits for and that runs for microseconds. Not -20: the kernel spreads
+/// threads over CPUs by their weights, takes a worker that runs a tenth of the time at -20 for nine guests, and leaves
+/// its CPU to it and one of them. At -8 it is half of one.
+const BEFORE_GUESTS: i32 = -8;
+
+/// From now on the calling thread runs before guests.
+pub fn run_first() {
+    let policy = libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK;
+    // SAFETY: it reads the parameters for the length of the call; 0 is the calling thread, and SCHED_OTHER has the one
+    // static priority 0, so nothing changes but what it starts.
+    unsafe { libc::sched_setscheduler(0, policy, &libc::sched_param { sched_priority: 0 }) };
+    // Of this thread alone, as Linux has it.
+    let _ = setpriority_process(None, BEFORE_GUESTS);
+}
+
+/// From now on it runs beside guests again.
+pub fn run_beside() {
+    let _ = setpriority_process(None, 0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_needs::skip;
+    use rustix::process::getpriority_process;
+
+    #[test]
+    fn a_thread_that_runs_first_starts_threads_and_programs_that_do_not() {
+        let body = || {
+            run_first();
+            if getpriority_process(None).expect("nice") != BEFORE_GUESTS {
+                return skip("root", "no right to a negative nice value");
+            }
+            let thread = std::thread::spawn(|| getpriority_process(None).expect("nice"));
+            assert_eq!(thread.join().expect("joined"), 0);
+            let program = std::process::Command::new("nice").output().expect("nice");
+            assert_eq!(String::from_utf8_lossy(&program.stdout).trim(), "0");
+            run_beside();
+            assert_eq!(getpriority_process(None), Ok(0));
+        };
+        std::thread::spawn(body).join().expect("joined");
+    }
+}
