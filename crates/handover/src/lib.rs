@@ -13,6 +13,8 @@
 #![forbid(unsafe_code)]
 
 pub mod arena;
+mod listed;
+mod operator;
 pub mod orders;
 pub mod records;
 pub mod sleep;

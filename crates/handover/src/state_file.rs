@@ -36,7 +36,7 @@ use ballast_sys::{Mapping, memfd::create};
 use crate::records;
 pub use crate::records::RegionRecord;
 use crate::table::{Lost, flags_len, table_len};
-use crate::threads::{self, Fenced, Listed, ThreadList};
+use crate::threads::{self, ThreadList};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
@@ -59,7 +59,7 @@ pub const HISTOGRAM_WORDS: usize = (HEADER_LEN - HISTOGRAMS_OFFSET) / 8;
 
 /// Words of the header.
 #[repr(usize)]
-enum Field {
+pub(crate) enum Field {
     Magic = 0,
     /// A [`Stamp`].
     Layout = 1,
@@ -177,15 +177,15 @@ impl StateFile {
         Ok(file)
     }
 
-    fn words(&self) -> &[AtomicU64] {
+    pub(crate) fn words(&self) -> &[AtomicU64] {
         self.header.words(0, FIELDS)
     }
 
-    fn get(&self, field: Field) -> u64 {
+    pub(crate) fn get(&self, field: Field) -> u64 {
         self.words()[field as usize].load(Ordering::Acquire)
     }
 
-    fn set(&self, field: Field, value: u64) {
+    pub(crate) fn set(&self, field: Field, value: u64) {
         self.words()[field as usize].store(value, Ordering::Release);
     }
 
@@ -212,52 +212,6 @@ impl StateFile {
         let mut name = [0; MAX_NAME];
         self.header.copy_out(NAME_OFFSET, &mut name);
         String::from_utf8_lossy(&name).trim_end_matches('\0').to_owned()
-    }
-
-    /// The DRAM cap, if there is one.
-    pub fn limit(&self) -> Option<Bytes> {
-        Some(self.get(Field::Limit)).filter(|limit| *limit != u64::MAX).map(Bytes)
-    }
-
-    /// Change the cap. The reclaim worker reads it in its next round.
-    pub fn set_limit(&self, limit: Option<Bytes>) {
-        self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
-        self.remember();
-    }
-
-    /// The cap that the control loop has set, if there is one. It holds beside the operator's.
-    pub fn target(&self) -> Option<Bytes> {
-        Some(self.get(Field::Target)).filter(|target| *target != 0).map(Bytes)
-    }
-
-    /// Change it. As for the limit.
-    pub fn set_target(&self, target: Option<Bytes>) {
-        self.set(Field::Target, target.map_or(0, |target| target.0.max(1)));
-        self.remember();
-    }
-
-    /// What the operator said of the VM, in the daemon's words; all zero if nothing.
-    pub fn settings(&self) -> [u64; SETTINGS] {
-        std::array::from_fn(|at| self.words()[Field::Settings as usize + at].load(Ordering::Acquire))
-    }
-
-    /// Change that, word by word.
-    pub fn set_settings(&self, settings: [u64; SETTINGS]) {
-        for (at, word) in settings.into_iter().enumerate() {
-            self.words()[Field::Settings as usize + at].store(word, Ordering::Release);
-        }
-        self.remember();
-    }
-
-    /// Does an operator want all of the VM in memory, whatever its limit?
-    pub fn kept(&self) -> bool {
-        self.get(Field::Kept) != 0
-    }
-
-    /// Change that.
-    pub fn set_kept(&self, kept: bool) {
-        self.set(Field::Kept, kept.into());
-        self.remember();
     }
 
     /// The engine that serves the VM, as pid and start time; `None` before the first.
@@ -437,46 +391,8 @@ impl StateFile {
         regions.iter().any(|region| region.given_up) && regions.iter().all(|region| region.removed)
     }
 
-    fn thread_list(&self) -> ThreadList<'_> {
+    pub(crate) fn thread_list(&self) -> ThreadList<'_> {
         ThreadList(self.header.words(THREADS_OFFSET, (HISTOGRAMS_OFFSET - THREADS_OFFSET) / 8))
-    }
-
-    /// This thread works for the VM from now on. An engine that a keeper has killed gets no further than this.
-    pub fn list_thread(&self) -> Listed<'_> {
-        self.thread_list().add_this(self.own_tag())
-    }
-
-    /// This thread works for the VM no more, if the guard that said so is lost.
-    pub fn unlist_thread(&self) {
-        self.thread_list().remove_this();
-    }
-
-    /// The same as [`Self::list_thread`] for another thread, which does not wait if it gets no further.
-    #[doc(hidden)]
-    pub fn list(&self, thread: u32) -> Result<Listed<'_>, Fenced> {
-        self.thread_list().add(thread, self.own_tag())
-    }
-
-    /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
-    /// must have been killed: it can begin nothing for this VM any more.
-    pub fn fence_threads(&self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
-        self.thread_list().fence(pid, start_time)
-    }
-
-    /// Do something that waits for the disk of the VM's file store and for nothing else of the VM. A killed engine's
-    /// thread that sleeps over it is in nobody's way: the next engine's store waits for the disk itself.
-    pub fn beside<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.thread_list().beside(self.own_tag(), work)
-    }
-
-    /// Does this thread do so?
-    pub fn is_beside(&self, thread: u32) -> bool {
-        self.thread_list().is_beside(thread)
-    }
-
-    /// The threads that work for the VM now.
-    pub fn threads(&self) -> Vec<u32> {
-        self.thread_list().threads()
     }
 
     /// Say which engine this is, for that list.
@@ -485,7 +401,7 @@ impl StateFile {
     }
 
     /// Which engine this is; zero if it was not said.
-    fn own_tag(&self) -> u64 {
+    pub(crate) fn own_tag(&self) -> u64 {
         self.tag.load(Ordering::Acquire)
     }
 
@@ -501,105 +417,4 @@ impl StateFile {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use ballast_base::PageCount;
-    use proptest::prelude::*;
-    use std::os::unix::fs::FileExt;
-
-    const LOST: Lost = Lost { flags: 0x0101, word: 0xff };
-
-    fn word<'a>(table: &'a Surviving, record: &RegionRecord, page: u64) -> &'a AtomicU64 {
-        &table.words(flags_len(record.pages()) as usize + page as usize * 8, 1)[0]
-    }
-
-    fn add(file: &StateFile, offset: u64, pages: u64) -> u32 {
-        let extents = Extents::one(Bytes(offset), PageCount(pages).bytes()).expect("good");
-        file.add_region(&[FileId { dev: 1, ino: 2 }], &extents, None).expect("add")
-    }
-
-    #[test]
-    fn a_successor_finds_what_its_predecessor_wrote() {
-        let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
-        file.set_limit(Some(Bytes(1 << 30)));
-        assert_eq!((file.target(), file.settings()), (None, [0; SETTINGS]), "new words say nothing");
-        file.set_target(Some(Bytes(1 << 29)));
-        file.set_settings([1, 2, 3, 4, u64::MAX]);
-        assert!(!file.kept());
-        file.set_kept(true);
-        let first = add(&file, 0, 20_000);
-        let second = add(&file, 1 << 30, 1);
-        assert_eq!((first, second, file.take_over(10, 99, LOST).expect("no journal")), (0, 1, 1));
-        let record = file.regions().remove(0);
-        let table = file.map_table(&record, LOST).expect("map");
-        word(&table, &record, 19_999).store(5, Ordering::Release);
-        table.bytes(0, 3)[2].store(1, Ordering::Release);
-
-        let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
-        assert_eq!((again.id(), again.name().as_str()), (VmId([7; 16]), "web-1"));
-        assert_eq!((again.limit(), again.engine()), (Some(Bytes(1 << 30)), Some((10, 99))));
-        assert_eq!((again.target(), again.settings()), (Some(Bytes(1 << 29)), [1, 2, 3, 4, u64::MAX]));
-        assert!(again.kept());
-        again.set_target(None);
-        assert_eq!((file.target(), file.limit()), (None, Some(Bytes(1 << 30))));
-        assert_eq!(again.take_over(11, 100, LOST).expect("no journal"), 2);
-        again.name_engine(12, 101);
-        again.rename("w");
-        again.remove_region(0);
-        again.give_up_region(1);
-        let ends = file.regions().iter().map(|record| (record.removed, record.given_up)).collect::<Vec<_>>();
-        assert_eq!(ends, [(true, false), (true, true)]);
-        assert_eq!((file.engine(), file.epoch(), file.name().as_str()), (Some((12, 101)), 2, "w"));
-        let records = again.regions();
-        assert_eq!(
-            (records.len(), records[0].pages(), records[1].extents.place(PageIdx(0))),
-            (2, PageCount(20_000), (0, 1 << 30))
-        );
-        let table = again.map_table(&records[0], LOST).expect("map");
-        assert_eq!(word(&table, &records[0], 19_999).load(Ordering::Acquire), 5);
-        assert_eq!(table.bytes(0, 3).iter().map(|flag| flag.load(Ordering::Acquire)).collect::<Vec<_>>(), [0, 0, 1]);
-        let written = again.written_words(&records[0]).expect("seek");
-        assert_eq!(written.len(), 1, "one page of words was written");
-        assert!(written[0].contains(PageIdx(19_999)) && written[0].count() <= 512);
-    }
-
-    #[test]
-    fn words_that_an_engine_was_replacing_when_it_died_are_lost_and_no_others() {
-        let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
-        add(&file, 0, 2000);
-        let record = file.regions().remove(0);
-        let table = file.map_table(&record, LOST).expect("map");
-        let pages = [0, 511, 512, 1023, 1024];
-        pages.iter().for_each(|page| word(&table, &record, *page).store(77, Ordering::Release));
-        let second = record.words_at() + PAGE_SIZE as u64;
-        file.set(Field::Journal, second | 1);
-        memfd::punch(&*file.fd, second, PAGE_SIZE as u64).expect("it came so far");
-
-        let again = StateFile::open(file.fd().try_clone_to_owned().expect("dup")).expect("open");
-        again.take_over(11, 100, LOST).expect("finished");
-        let table = again.map_table(&record, LOST).expect("map");
-        let words = pages.map(|page| word(&table, &record, page).load(Ordering::Acquire));
-        assert_eq!(words, [77, 77, LOST.word, LOST.word, 77]);
-        assert_eq!(again.get(Field::Journal), 0);
-    }
-
-    proptest! {
-        #[test]
-        fn a_damaged_header_is_refused_or_stays_within_the_file(
-            damage in proptest::collection::vec((0u64..3072, any::<u8>()), 1..40),
-        ) {
-            let file = StateFile::create(VmId([1; 16]), "x").expect("create");
-            add(&file, 0, 5000);
-            let raw = std::fs::File::from(file.fd().try_clone_to_owned().expect("dup"));
-            for (offset, byte) in damage {
-                raw.write_all_at(&[byte], offset).expect("write");
-            }
-            if let Ok(file) = StateFile::open(raw.into()) {
-                for record in file.regions() {
-                    let table = file.map_table(&record, LOST).expect("map");
-                    word(&table, &record, record.pages().0 - 1).load(Ordering::Acquire);
-                }
-            }
-        }
-    }
-}
+mod tests;

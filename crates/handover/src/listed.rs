@@ -1,0 +1,47 @@
+//! The list of threads of a VM's state file, as engines and keepers use it (see `threads`).
+//!
+//! Before: a thread of an engine is about to work for the VM, or a keeper has killed the engine. After: the list says
+//! so. Threads: any.
+
+use crate::state_file::StateFile;
+use crate::threads::{Fenced, Listed};
+
+impl StateFile {
+    /// This thread works for the VM from now on. An engine that a keeper has killed gets no further than this.
+    pub fn list_thread(&self) -> Listed<'_> {
+        self.thread_list().add_this(self.own_tag())
+    }
+
+    /// This thread works for the VM no more, if the guard that said so is lost.
+    pub fn unlist_thread(&self) {
+        self.thread_list().remove_this();
+    }
+
+    /// The same as [`Self::list_thread`] for another thread, which does not wait if it gets no further.
+    #[doc(hidden)]
+    pub fn list(&self, thread: u32) -> Result<Listed<'_>, Fenced> {
+        self.thread_list().add(thread, self.own_tag())
+    }
+
+    /// The threads of this engine that may work for the VM, some of them ended; `None` if that is not known. The engine
+    /// must have been killed: it can begin nothing for this VM any more.
+    pub fn fence_threads(&self, pid: u32, start_time: u64) -> Option<Vec<u32>> {
+        self.thread_list().fence(pid, start_time)
+    }
+
+    /// Do something that waits for the disk of the VM's file store and for nothing else of the VM. A killed engine's
+    /// thread that sleeps over it is in nobody's way: the next engine's store waits for the disk itself.
+    pub fn beside<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.thread_list().beside(self.own_tag(), work)
+    }
+
+    /// Does this thread do so?
+    pub fn is_beside(&self, thread: u32) -> bool {
+        self.thread_list().is_beside(thread)
+    }
+
+    /// The threads that work for the VM now.
+    pub fn threads(&self) -> Vec<u32> {
+        self.thread_list().threads()
+    }
+}

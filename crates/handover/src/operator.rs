@@ -1,0 +1,59 @@
+//! What an operator, and the control loop, have said of a VM: words of its state file that outlive engines.
+//!
+//! Before: the keeper writes the limit that a VM attached with; the API and the control loop change these. After: the
+//! reclaim worker reads them in its next round, and so does the next engine.
+//! Threads: any; each word is one atomic.
+
+use std::sync::atomic::Ordering;
+
+use ballast_base::Bytes;
+
+use crate::state_file::{Field, SETTINGS, StateFile};
+
+impl StateFile {
+    /// The DRAM cap, if there is one.
+    pub fn limit(&self) -> Option<Bytes> {
+        Some(self.get(Field::Limit)).filter(|limit| *limit != u64::MAX).map(Bytes)
+    }
+
+    /// Change the cap. The reclaim worker reads it in its next round.
+    pub fn set_limit(&self, limit: Option<Bytes>) {
+        self.set(Field::Limit, limit.map_or(u64::MAX, |limit| limit.0));
+        self.remember();
+    }
+
+    /// The cap that the control loop has set, if there is one. It holds beside the operator's.
+    pub fn target(&self) -> Option<Bytes> {
+        Some(self.get(Field::Target)).filter(|target| *target != 0).map(Bytes)
+    }
+
+    /// Change it. As for the limit.
+    pub fn set_target(&self, target: Option<Bytes>) {
+        self.set(Field::Target, target.map_or(0, |target| target.0.max(1)));
+        self.remember();
+    }
+
+    /// What the operator said of the VM, in the daemon's words; all zero if nothing.
+    pub fn settings(&self) -> [u64; SETTINGS] {
+        std::array::from_fn(|at| self.words()[Field::Settings as usize + at].load(Ordering::Acquire))
+    }
+
+    /// Change that, word by word.
+    pub fn set_settings(&self, settings: [u64; SETTINGS]) {
+        for (at, word) in settings.into_iter().enumerate() {
+            self.words()[Field::Settings as usize + at].store(word, Ordering::Release);
+        }
+        self.remember();
+    }
+
+    /// Does an operator want all of the VM in memory, whatever its limit?
+    pub fn kept(&self) -> bool {
+        self.get(Field::Kept) != 0
+    }
+
+    /// Change that.
+    pub fn set_kept(&self, kept: bool) {
+        self.set(Field::Kept, kept.into());
+        self.remember();
+    }
+}
