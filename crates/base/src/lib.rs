@@ -22,7 +22,7 @@
 //! | poison | the page's bytes are lost; a touch is a memory error |
 //! | fence | what keeps a dead engine's threads from a VM until they are gone |
 //! | escrow | the fd store in the VMM: descriptors that the client keeps for the next keeper |
-//! | fault worker, reclaim worker | a thread of the engine that serves a view's faults, or takes a VM's pages |
+//! | fault worker, reclaim worker | a thread of the engine that serves faults, one per CPU; what takes a VM's pages |
 //! | foreign mapper | a process that maps a VM's RAM and has not attached |
 //! | view | one process's mapping of a VM's RAM with its own userfaultfd |
 //! | client | the small library inside the VMM process |

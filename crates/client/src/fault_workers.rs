@@ -1,4 +1,4 @@
-//! How many threads of the engine are to serve this process's faults: one for each userfaultfd the client makes.
+//! How many threads of the engine may serve this process's faults at a time: one for each userfaultfd the client makes.
 //!
 //! Before: the VMM attaches. After: the number, which stays as long as the process lives.
 //! Promise: small VMs and small hosts have one.
@@ -11,7 +11,7 @@ pub const VARIABLE: &str = "BALLAST_FAULT_WORKERS";
 /// CPUs for each worker. A worker whose guest does nothing but fault takes one CPU, so busy workers take an eighth of a
 /// host.
 const CPUS: u64 = 8;
-/// Guest RAM for each worker: 8 vCPUs usually have 16 GiB or more. An idle worker runs ten times a second for nothing.
+/// Guest RAM for each worker: 8 vCPUs usually have 16 GiB or more. Each costs a descriptor in three processes.
 const RAM: u64 = 16 * GIB;
 
 /// The number for a process with `cpus` CPUs and `ram` bytes of guest RAM, unless the VMM or the environment sets one.

@@ -95,7 +95,7 @@ fn a_vm_of_three_fault_workers_loses_no_byte_whoever_is_killed() {
     for round in 0..kills() / 4 {
         evicting(&daemon, "victim");
         let engine = daemon.engine_pid().expect("an engine");
-        until("all workers run", || threads(engine, "fault/victim") == 3);
+        until("it has all userfaultfds", || userfaultfds(engine) == 3);
         std::thread::sleep(moment(round));
         // The engine alone; the keeper alone, whose engine is ended by the next; both.
         if round % 3 != 0 {
@@ -113,13 +113,13 @@ fn a_vm_of_three_fault_workers_loses_no_byte_whoever_is_killed() {
     guest.finish();
 }
 
-/// Threads of a process with this name.
-fn threads(pid: u32, name: &str) -> usize {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0 };
-    let named = |task: &std::fs::DirEntry| {
-        std::fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.trim_end() == name)
+/// Descriptors of a process that are userfaultfds.
+fn userfaultfds(pid: u32) -> usize {
+    let Ok(fds) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return 0 };
+    let is_one = |fd: &std::fs::DirEntry| {
+        std::fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains("[userfaultfd]"))
     };
-    tasks.flatten().filter(named).count()
+    fds.flatten().filter(is_one).count()
 }
 
 #[test]

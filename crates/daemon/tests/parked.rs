@@ -163,6 +163,30 @@ fn two_parked_vmms_and_a_server_that_goes_for_good() {
 }
 
 #[test]
+fn more_parked_vmms_than_cpus_keep_nobody_from_being_served() {
+    let Some(fuse) = fuse() else { return };
+    let daemon = Daemon::start(QUICK);
+    let bystander = Guest::start(&daemon, "bystander", BUSY);
+    let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get());
+    let names: Vec<String> = (0..cpus + 2).map(|number| format!("parked-{number}")).collect();
+    let mut parked: Vec<Guest> = names.iter().map(|name| parkable(&daemon, &fuse, name)).collect();
+    names.iter().for_each(|name| evicting(&daemon, name));
+    let held: Vec<Held<'_>> = parked.iter_mut().enumerate().map(|(at, guest)| park(&fuse, guest, at + 1)).collect();
+    for _ in 0..3 {
+        everything_works(&daemon, "bystander");
+    }
+    // Also where its successor's threads wait for locks.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    everything_works(&daemon, "bystander");
+    drop(held);
+    for (name, guest) in names.iter().zip(parked) {
+        is_served_in_the_end(&daemon, name, guest);
+    }
+    bystander.finish();
+}
+
+#[test]
 fn keeper_and_engine_die_while_a_vmm_is_parked() {
     let Some(fuse) = fuse() else { return };
     let mut daemon = Daemon::start(QUICK);

@@ -132,6 +132,9 @@ const RWPROTECT_MODE_RWP: u64 = 1 << 0;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
+/// Faults that are read at once at most.
+pub const READ_AT_ONCE: usize = 64;
+
 /// One fault.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
@@ -301,10 +304,9 @@ impl Uffd {
         outcome(answer, arg.done)
     }
 
-    /// Read the faults that are waiting, at most `out.capacity()` of them, into `out` (cleared first). An empty result
+    /// Read the faults that are waiting, at most [`READ_AT_ONCE`] of them, into `out` (cleared first). An empty result
     /// means none waits.
     pub fn read_faults(&self, out: &mut Vec<Fault>) -> io::Result<()> {
-        const BATCH: usize = 64;
         out.clear();
         let empty = RawMessage {
             event: 0,
@@ -316,7 +318,7 @@ impl Uffd {
             thread: 0,
             padding: 0,
         };
-        let mut raw = [empty; BATCH];
+        let mut raw = [empty; READ_AT_ONCE];
         // SAFETY: the buffer is ours and as long as stated; the kernel fills it with whole messages, which are plain
         // integers, so any bytes are a valid value.
         let read = unsafe { libc::read(self.0.as_raw_fd(), raw.as_mut_ptr().cast(), size_of_val(&raw)) };

@@ -1,80 +1,69 @@
-//! Follow: keep a fault worker on the CPU whose guest thread faults.
+//! Follow: which CPU the guest threads of a userfaultfd fault on, so that the worker of that CPU serves it.
 //!
-//! Before: the worker has read faults. After: it runs where the thread that waits ran, so that waking the worker and
+//! Before: faults were read. After: it is served where the thread that waits ran, so that waking the worker and
 //! resuming the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that very moment.
-//! Threads: each fault worker has its own. Units: CPU numbers as the kernel counts them.
-//! Promise: a hint and nothing more. What cannot be found out or set leaves the worker where the scheduler puts it.
+//! Threads: whoever serves the userfaultfd. Units: CPU numbers as the kernel counts them.
+//! Promise: a hint and nothing more. What cannot be found out leaves the userfaultfd where it is.
 //!
-//! The worker moves when two samples agree and may run anywhere when they do not, so a VM whose threads fault on many
-//! CPUs does not move its worker all the time.
+//! It moves when two samples agree, so a VM whose threads fault on many CPUs does not move all the time: it stays, or
+//! goes to a worker that has nothing else to do.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use crate::run::set::Wish;
 
 /// How often the CPU of a faulting thread is sampled, at first and when nothing changes. A sample costs some 5 us.
 const SAMPLE_EVERY: Duration = Duration::from_millis(1);
 const SAMPLE_RARELY: Duration = Duration::from_millis(64);
 
-/// Where a fault worker runs.
+/// Where a userfaultfd is to be served.
 #[derive(Debug)]
 pub struct Follow {
     pid: u32,
-    /// Where it may run when it follows nobody; `None` if the kernel would not say, and then it stays there.
-    anywhere: Option<CpuSet>,
-    /// Where it was put.
-    at: Option<usize>,
     /// What the last sample found.
-    seen: Option<usize>,
+    seen: Option<Ran>,
     next_sample: Instant,
     interval: Duration,
     /// The thread sampled last, and its `stat`.
     thread: Option<(u32, File)>,
 }
 
+/// Where a thread ran last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ran {
+    On(usize),
+    /// It is a real-time thread: a worker beside it might never run.
+    RealTime,
+}
+
 impl Follow {
-    /// For the calling thread, which serves faults of process `pid`.
+    /// Of faults of process `pid`.
     pub fn new(pid: u32) -> Self {
-        Self {
-            pid,
-            anywhere: sched_getaffinity(None).ok(),
-            at: None,
-            seen: None,
-            next_sample: Instant::now(),
-            interval: SAMPLE_EVERY,
-            thread: None,
-        }
+        Self { pid, seen: None, next_sample: Instant::now(), interval: SAMPLE_EVERY, thread: None }
     }
 
     /// `thread` of the process waits for us now.
-    pub fn faulted(&mut self, thread: u32, now: Instant) {
+    pub fn faulted(&mut self, thread: u32, now: Instant) -> Wish {
         if now < self.next_sample {
-            return;
+            return Wish::Stay;
         }
-        let Some(anywhere) = self.anywhere else { return };
-        let cpu = self.cpu_of(thread);
-        let agreed = cpu.filter(|_| cpu == self.seen);
-        self.seen = cpu;
-        self.interval = if agreed.is_some() && agreed == self.at { self.interval * 2 } else { SAMPLE_EVERY };
-        self.interval = self.interval.min(SAMPLE_RARELY);
+        let (ran, last) = (self.ran(thread), self.seen);
+        self.seen = ran;
+        let agrees = ran.is_some() && ran == last;
+        self.interval = if agrees { (self.interval * 2).min(SAMPLE_RARELY) } else { SAMPLE_EVERY };
         self.next_sample = now + self.interval;
-        if agreed == self.at {
-            return;
-        }
-        let set = agreed.map_or(anywhere, |cpu| {
-            let mut only = CpuSet::new();
-            only.set(cpu);
-            only
-        });
-        if agreed.is_none_or(|cpu| anywhere.is_set(cpu)) && sched_setaffinity(None, &set).is_ok() {
-            self.at = agreed;
+        match ran {
+            Some(Ran::On(cpu)) if agrees => Wish::Cpu(cpu),
+            Some(Ran::RealTime) => Wish::Roam,
+            Some(Ran::On(_)) if last.is_some() => Wish::Any,
+            _ => Wish::Stay,
         }
     }
 
-    /// The CPU a thread ran on last.
-    fn cpu_of(&mut self, thread: u32) -> Option<usize> {
+    /// Where a thread ran last; `None` if the kernel does not say.
+    fn ran(&mut self, thread: u32) -> Option<Ran> {
         if self.thread.as_ref().is_none_or(|(known, _)| *known != thread) {
             let path = format!("/proc/{}/task/{thread}/stat", self.pid);
             self.thread = Some((thread, File::open(path).ok()?));
@@ -86,26 +75,20 @@ impl Follow {
     }
 }
 
-impl Drop for Follow {
-    fn drop(&mut self) {
-        if let Some(anywhere) = self.anywhere.filter(|_| self.at.is_some()) {
-            let _ = sched_setaffinity(None, &anywhere);
-        }
-    }
-}
-
-/// The field `processor` of a `stat` file: the 39th. The second may hold anything, up to the last closing parenthesis.
-/// `None` for a real-time thread (the 41st field, `policy`, is not 0): a worker beside it might never run.
-fn processor(stat: &str) -> Option<usize> {
+/// The field `processor` of a `stat` file, the 39th, unless the 41st, `policy`, is a real-time one. The second may hold
+/// anything, up to the last closing parenthesis.
+fn processor(stat: &str) -> Option<Ran> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(36);
     let cpu = fields.next()?.parse().ok()?;
-    (cpu < CpuSet::MAX_CPU && fields.nth(1)? == "0").then_some(cpu)
+    // FIFO, round robin, deadline.
+    Some(if matches!(fields.nth(1)?, "1" | "2" | "6") { Ran::RealTime } else { Ran::On(cpu) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use ballast_needs::skip;
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
     #[test]
     fn the_processor_is_the_39th_field_whatever_the_name() {
@@ -113,15 +96,14 @@ mod tests {
             let rest: Vec<String> = (4..=52).map(|number| number.to_string()).collect();
             format!("17 ({name}) S {}\n", rest.join(" ")).replace(" 41 ", " 0 ")
         };
-        assert_eq!(processor(&fields("kvm 1) S 3")), Some(39));
-        assert_eq!(processor(&fields("CPU 0/KVM").replace(" 39 ", " 99999999 ")), None);
-        assert_eq!(processor(&fields("fifo").replace(" 40 0 42 ", " 40 1 42 ")), None, "a real-time thread");
+        assert_eq!(processor(&fields("kvm 1) S 3")), Some(Ran::On(39)));
+        assert_eq!(processor(&fields("fifo").replace(" 40 0 42 ", " 40 1 42 ")), Some(Ran::RealTime));
         assert_eq!(processor("17 (short) S 1 2"), None);
         assert_eq!(processor(""), None);
     }
 
     #[test]
-    fn a_worker_comes_to_the_cpu_of_the_thread_that_faults_and_is_let_go_when_they_differ() {
+    fn a_userfaultfd_goes_where_two_samples_agree_and_stays_or_goes_to_an_idle_worker_when_they_do_not() {
         let allowed = sched_getaffinity(None).expect("affinity");
         let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).take(2).collect();
         let [first, second] = cpus[..] else { return skip("native", "two CPUs") };
@@ -137,24 +119,17 @@ mod tests {
             });
             (told.recv().expect("told"), end, thread)
         };
-        let (guests, worker) = ([pinned(first), pinned(second)], Follow::new(std::process::id()));
-        let mut worker = worker;
+        let (guests, mut follow) = ([pinned(first), pinned(second)], Follow::new(std::process::id()));
         let mut now = Instant::now();
-        let mut fault = |worker: &mut Follow, guest: usize| {
+        let mut fault = |guest: usize| {
             now += SAMPLE_RARELY;
-            worker.faulted(guests[guest].0, now);
-            sched_getaffinity(None).expect("affinity")
+            follow.faulted(guests[guest].0, now)
         };
-        fault(&mut worker, 1);
-        let there = fault(&mut worker, 1);
-        assert!(there.is_set(second) && !there.is_set(first), "two samples agree");
-        assert!(fault(&mut worker, 0) == allowed, "they do not");
-        let there = fault(&mut worker, 0);
-        assert!(there.is_set(first) && !there.is_set(second), "they agree on the other");
+        assert_eq!([fault(1), fault(1)], [Wish::Stay, Wish::Cpu(second)], "two samples agree");
+        assert_eq!([fault(0), fault(0)], [Wish::Any, Wish::Cpu(first)], "they do not, then on the other");
         for (_, end, thread) in guests {
             drop(end);
             thread.join().expect("guest");
         }
-        sched_setaffinity(None, &allowed).expect("restore");
     }
 }

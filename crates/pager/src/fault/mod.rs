@@ -1,9 +1,9 @@
-//! Faults: the threads that serve them, and what they decide on the way.
+//! Faults: how they are served, and what is decided on the way.
 //!
-//! Before: the guest touched a page that is not mapped. After: it runs on. `worker` reads and resolves faults, within
+//! Before: the guest touched a page that is not mapped. After: it runs on. `server` reads and resolves faults, within
 //! the fault throttle (`throttle`), with what comes next in order (`readahead`) and what left together (`prefetch`).
-//! Threads: a fault worker for each userfaultfd, a prefetch worker for each VM. Promise: every fault read is served, or
-//! raised again by a wake.
+//! Threads: a fault worker for each CPU (`run/servers.rs`), a prefetch task for each VM. Promise: every fault read is
+//! served, or raised again by a wake.
 
 pub mod busy;
 pub mod cluster;
@@ -14,7 +14,7 @@ pub(crate) mod prefetch;
 pub mod prefetch_queue;
 pub mod readahead;
 pub(crate) mod resolve;
+pub(crate) mod server;
 pub(crate) mod stages;
 pub(crate) mod stall;
 pub mod throttle;
-pub mod worker;

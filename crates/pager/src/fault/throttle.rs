@@ -7,19 +7,15 @@
 //! Threads: the reclaim worker sets credits and adds what goes, fault workers check and subtract what comes; plain
 //! atomics, because being off by what several threads do at once is harmless and ends when the credits are set again.
 //! Units: pages.
-//! Promise: no fault waits here for longer than [`MOST_WAIT`], whatever becomes of the reclaim worker; a fault worker
-//! that has nothing to do but wait sleeps until pages have gone.
+//! Promise: no fault waits here for longer than [`MOST_WAIT`], whatever becomes of the reclaim worker; a userfaultfd
+//! whose faults have nothing to do but wait is left alone until pages have gone.
 //!
 //! Without it a guest brings its pages back as fast as reclaim takes them, and a limit decides nothing. The kernel's
 //! own way is harsher: a thread that needs a page in a full memory cgroup first swaps out others itself.
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
-
-use rustix::event::{EventfdFlags, eventfd};
 
 /// How long a fault waits at most for credits.
 pub const MOST_WAIT: Duration = Duration::from_millis(100);
@@ -38,30 +34,28 @@ pub struct Throttle {
     margin: AtomicI64,
     /// Some fault was held back.
     was_short: AtomicBool,
-    /// Fault workers that may wait, and whether one does.
+    /// Who may wait, and whether one does.
     waiters: RwLock<Vec<Arc<Waiter>>>,
     is_waited_for: AtomicBool,
 }
 
-/// A fault worker whose faults all wait for credits. It sleeps meanwhile: one that looked every 50 us took, with two
-/// hundred like it, the CPUs from the reclaim that they all waited for.
-#[derive(Debug)]
+/// Faults of a userfaultfd that all wait for credits. Nobody looks after them meanwhile: workers that looked every
+/// 50 us took, with two hundred like them, the CPUs from the reclaim that they all waited for.
 pub struct Waiter {
-    event: OwnedFd,
+    notify: Box<dyn Fn() + Send + Sync>,
     waits: AtomicBool,
 }
 
-impl Waiter {
-    /// Readable when there are credits.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
+impl std::fmt::Debug for Waiter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Waiter").field("waits", &self.waits).finish_non_exhaustive()
     }
+}
 
-    /// It has read its faults again: what was said so far is old.
+impl Waiter {
+    /// They are looked at again.
     pub fn ends(&self) {
-        if !self.waits.swap(false, Ordering::AcqRel) {
-            let _ = rustix::io::read(&self.event, &mut [0; 8]);
-        }
+        self.waits.store(false, Ordering::Release);
     }
 }
 
@@ -72,22 +66,18 @@ impl Throttle {
         self.wake();
     }
 
-    /// A fault worker that may wait, as long as it is kept.
-    ///
-    /// # Errors
-    /// The kernel gives no descriptor.
-    pub fn waiter(&self) -> io::Result<Arc<Waiter>> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let waiter = Arc::new(Waiter { event, waits: AtomicBool::new(false) });
+    /// Who may wait, as long as it is kept; it is notified from any thread, and not to take long.
+    pub fn waiter(&self, notify: impl Fn() + Send + Sync + 'static) -> Arc<Waiter> {
+        let waiter = Arc::new(Waiter { notify: Box::new(notify), waits: AtomicBool::new(false) });
         let mut waiters = self.waiters.write().expect("no panic while held");
         // Those of processes that are gone are kept by nobody else.
         waiters.retain(|waiter| Arc::strong_count(waiter) > 1);
         waiters.push(waiter.clone());
-        Ok(waiter)
+        waiter
     }
 
-    /// From now on this worker's descriptor becomes readable when there are credits, unless this many pages may come in
-    /// already; returns whether it is to wait.
+    /// From now on this one is notified when there are credits, unless this many pages may come in already; returns
+    /// whether it is to wait.
     pub fn begin_wait(&self, waiter: &Waiter, pages: u64) -> bool {
         waiter.waits.store(true, Ordering::SeqCst);
         self.is_waited_for.store(true, Ordering::SeqCst);
@@ -104,7 +94,7 @@ impl Throttle {
         }
         for waiter in self.waiters.read().expect("no panic while held").iter() {
             if waiter.waits.swap(false, Ordering::SeqCst) {
-                let _ = rustix::io::write(&waiter.event, &1u64.to_ne_bytes());
+                (waiter.notify)();
             }
         }
     }
@@ -205,12 +195,13 @@ mod tests {
     #[test]
     fn who_waits_for_credits_is_told_when_there_are_some_and_not_made_to_wait_when_there_are() {
         let throttle = Throttle::default();
-        let waiter = throttle.waiter().expect("eventfd");
-        let is_told = || rustix::io::read(&waiter.event, &mut [0; 8]).is_ok();
+        let (say, hear) = std::sync::mpsc::channel();
+        let waiter = throttle.waiter(move || say.send(()).expect("heard"));
+        let is_told = || hear.try_recv().is_ok();
         assert!(!throttle.begin_wait(&waiter, 1), "it is open");
         waiter.ends();
         throttle.set(100, 90, 10);
-        assert!(throttle.begin_wait(&waiter, 1) && !is_told());
+        assert!(!is_told() && throttle.begin_wait(&waiter, 1) && !is_told());
         throttle.went(1);
         assert!(is_told());
         throttle.went(1);
@@ -220,12 +211,12 @@ mod tests {
         assert!(is_told());
         throttle.set(200, 90, 10);
         assert!(throttle.begin_wait(&waiter, 1));
-        throttle.went(1);
         waiter.ends();
-        assert!(!is_told(), "what was said is old");
-        drop(throttle.waiter());
+        throttle.went(1);
+        assert!(!is_told(), "it waits no more");
+        drop(throttle.waiter(|| ()));
         assert_eq!(throttle.waiters.read().expect("lock").len(), 2);
-        drop(throttle.waiter());
+        drop(throttle.waiter(|| ()));
         assert_eq!(throttle.waiters.read().expect("lock").len(), 2, "those that nobody keeps are forgotten");
     }
 

@@ -1,4 +1,4 @@
-//! Run: background work of all VMs, as tasks on few threads.
+//! Run: what is done for all VMs, on few threads.
 //!
 //! Before: a VM has something to do that no fault waits for (reclaim, prefetch, scans, spill), or that may wait (a
 //! disk, an order). After: a thread of the pool has done a piece of it. Threads: see [`pool`]. Promise: a task that has
@@ -6,8 +6,11 @@
 //! work each at most.
 //!
 //! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads; [`listener`] waits
-//! for what clients say. Nothing here knows what a VM is.
+//! for what clients say. [`servers`] are the workers that guests wait for, one for each CPU; [`set`] is what one of
+//! them serves. Nothing here knows what a VM is.
 
 pub mod listener;
 pub mod pool;
 pub mod queue;
+pub mod servers;
+pub mod set;

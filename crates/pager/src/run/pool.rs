@@ -443,7 +443,7 @@ fn set_name(name: &str) {
 }
 
 /// Does this thread of ours sleep, so that it would not run if it had a CPU?
-fn sleeps(thread: u32) -> bool {
+pub(super) fn sleeps(thread: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['S', 'D']))
 }

@@ -1,10 +1,10 @@
-//! The queue of the pool: which task runs next. No thread, no lock, no clock.
+//! The queue of the pool, and of each set of userfaultfds: which task runs next. No thread, no lock, no clock.
 //!
 //! Before: tasks are notified, or their time comes. After: [`Queue::take`] returns one, group by group.
 //! Threads: the caller has a lock. Units: nanoseconds of running.
 //! Promise: a notification is never lost: a task that is notified while it runs, runs again. Between two runs of a
-//! group's tasks each other group that has ready tasks runs for at most [`QUANTUM`] and the rest of one run (deficit
-//! round robin).
+//! group's tasks each other group that has ready tasks runs for at most a quantum ([`QUANTUM`], unless said otherwise)
+//! and the rest of one run (deficit round robin).
 //!
 //! ```text
 //!         notified, or its time has come       take
@@ -12,6 +12,7 @@
 //! ```
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -54,9 +55,42 @@ impl Next {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskId(u64);
 
+impl TaskId {
+    /// Of a task that may be in one queue and then in another, so that its number is not a queue's.
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    /// Its number.
+    pub const fn number(self) -> u64 {
+        self.0
+    }
+}
+
 /// Tasks that share their turns: those of one VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(u64);
+
+/// Ids are counted up, so that anything spreads them.
+#[derive(Debug, Default)]
+pub struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, id: u64) {
+        self.0 = (self.0 ^ id).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+}
+
+/// By ids of tasks or groups.
+pub type ById<K, V> = HashMap<K, V, BuildHasherDefault<IdHasher>>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -83,17 +117,37 @@ struct Group {
 }
 
 /// See above.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Queue {
+    /// In nanoseconds.
+    quantum: i64,
     next: u64,
-    tasks: HashMap<TaskId, Task>,
-    groups: HashMap<GroupId, Group>,
+    tasks: ById<TaskId, Task>,
+    groups: ById<GroupId, Group>,
     /// Groups with ready tasks; the first one has its turn.
     turns: VecDeque<GroupId>,
     timers: BTreeSet<(Instant, TaskId)>,
 }
 
+impl Default for Queue {
+    fn default() -> Self {
+        Self::new(QUANTUM)
+    }
+}
+
 impl Queue {
+    /// What a group may run for each time its turn comes is this.
+    pub fn new(quantum: Duration) -> Self {
+        Self {
+            quantum: quantum.as_nanos() as i64,
+            next: 0,
+            tasks: ById::default(),
+            groups: ById::default(),
+            turns: VecDeque::new(),
+            timers: BTreeSet::new(),
+        }
+    }
+
     /// A group without tasks. It is forgotten when the last one it had is over.
     pub fn add_group(&mut self) -> GroupId {
         self.next += 1;
@@ -104,10 +158,36 @@ impl Queue {
     pub fn add(&mut self, group: GroupId) -> TaskId {
         self.next += 1;
         let id = TaskId(self.next);
+        self.add_as(id, group);
+        id
+    }
+
+    /// The same under a number of the caller's, in a group of the caller's.
+    pub fn add_as(&mut self, id: TaskId, group: GroupId) {
         self.tasks.insert(id, Task { group, state: State::Idle });
         self.groups.entry(group).or_default().tasks += 1;
         self.notify(id);
-        id
+    }
+
+    /// Forget a task that does not run.
+    pub fn remove(&mut self, id: TaskId) {
+        let Some(task) = self.tasks.remove(&id) else { return };
+        let group = self.groups.get_mut(&task.group).expect("it has a task");
+        match task.state {
+            State::At(at) => drop(self.timers.remove(&(at, id))),
+            State::Ready => {
+                group.ready.retain(|ready| *ready != id);
+                if group.ready.is_empty() {
+                    group.has_turn = false;
+                    self.turns.retain(|turn| *turn != task.group);
+                }
+            }
+            State::Idle | State::Running { .. } => {}
+        }
+        group.tasks -= 1;
+        if group.tasks == 0 {
+            self.groups.remove(&task.group);
+        }
     }
 
     /// There is something to do for a task. Returns whether that made it ready. A task that is over is not notified.
@@ -143,7 +223,7 @@ impl Queue {
             let turn = *self.turns.front()?;
             let group = self.groups.get_mut(&turn).expect("it has a task");
             if !std::mem::replace(&mut group.has_turn, true) {
-                group.credit += QUANTUM.as_nanos() as i64;
+                group.credit += self.quantum;
             }
             if group.credit <= 0 {
                 group.has_turn = false;
@@ -176,7 +256,7 @@ impl Queue {
         let task = self.tasks.get_mut(&id).expect("it ran");
         let group = task.group;
         let known = self.groups.get_mut(&group).expect("it has a task");
-        let quantum = QUANTUM.as_nanos() as i64;
+        let quantum = self.quantum;
         let spent = i64::try_from(spent.as_nanos()).unwrap_or(i64::MAX);
         known.credit = known.credit.saturating_sub(spent).max(-MOST_DEBT * quantum);
         if known.ready.is_empty() {
@@ -207,6 +287,12 @@ impl Queue {
     /// Is any task ready? Those whose time has come are not counted before [`Queue::take`] was called.
     pub fn is_ready(&self) -> bool {
         !self.turns.is_empty()
+    }
+
+    /// Is any but this one?
+    pub fn is_ready_beside(&self, id: TaskId) -> bool {
+        let ready = |group| self.groups.get(group).is_some_and(|group| group.ready.iter().any(|ready| *ready != id));
+        self.turns.iter().any(ready)
     }
 
     /// When the next task's time comes.
@@ -343,6 +429,42 @@ mod tests {
                 queue.ran(task, Duration::from_micros(us), Next::Again);
                 let (least, most) = (spent.iter().min().expect("three"), spent.iter().max().expect("three"));
                 prop_assert!(most - least <= 2 * 4000 + 2000, "{spent:?}");
+            }
+        }
+
+        /// Whoever becomes ready runs after a quantum and one run of each other group, and what is removed never.
+        #[test]
+        fn one_that_becomes_ready_waits_for_one_turn_of_each_other_group(
+            runs in proptest::collection::vec(1..400u64, 50..300), others in 1..8u64, every in 1..20usize,
+        ) {
+            const QUANTUM_US: u64 = 100;
+            const LONGEST_US: u64 = 400;
+            let mut queue = Queue::new(Duration::from_micros(QUANTUM_US));
+            let now = Instant::now();
+            let id = TaskId::new;
+            for other in 1..=others {
+                queue.add_as(id(other), GroupId(other));
+                queue.add_as(id(100 + other), GroupId(other));
+            }
+            queue.add_as(id(50), GroupId(50));
+            queue.add_as(id(60), GroupId(1));
+            queue.remove(id(60));
+            let mut waited = Some(0);
+            for (step, us) in runs.into_iter().enumerate() {
+                let task = queue.take(now).expect("most always have something to do");
+                prop_assert!(task != id(60));
+                if task == id(50) {
+                    waited = None;
+                    queue.ran(task, Duration::from_micros(us.min(QUANTUM_US)), Next::Idle);
+                } else {
+                    waited = waited.map(|waited| waited + us);
+                    let most = others * (QUANTUM_US + LONGEST_US);
+                    prop_assert!(waited.is_none_or(|waited| waited <= most), "{waited:?}");
+                    queue.ran(task, Duration::from_micros(us), Next::Again);
+                }
+                if step % every == 0 && queue.notify(id(50)) {
+                    waited = Some(0);
+                }
             }
         }
     }

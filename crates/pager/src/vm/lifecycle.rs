@@ -1,16 +1,17 @@
-//! The life of what works for a VM: its tasks, threads, and clients listened to, and whether they are to end.
+//! The life of what works for a VM: its tasks, its userfaultfds that are served, clients listened to, and whether they
+//! are to end.
 //!
 //! Before: the VM is open. After: all of them have ended. Threads: any.
 //! Promise: a thread that sleeps here is woken as soon as the VM is to stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::run::listener::Watched;
 use crate::run::pool::Pool;
 use crate::run::queue::GroupId;
+use crate::run::servers::Served;
 use crate::vm::view::View;
 
 /// See above.
@@ -19,7 +20,8 @@ pub(crate) struct Lifecycle {
     group: OnceLock<GroupId>,
     /// Clients, until they are gone.
     clients: Mutex<Vec<(Arc<View>, Watched)>>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Userfaultfds of each view, until no worker can be at them any more.
+    faults: Mutex<Vec<(Arc<View>, Served)>>,
     is_stopping: AtomicBool,
     sleeping: Mutex<()>,
     stopped: Condvar,
@@ -52,11 +54,29 @@ impl Lifecycle {
         let _: Vec<(Arc<View>, Watched)> = gone;
     }
 
-    /// This thread runs. Those that have ended are forgotten: a thread that is not joined keeps its stack.
-    pub fn add(&self, thread: JoinHandle<()>) {
-        let mut threads = self.threads.lock().expect("no panic while held");
-        threads.retain(|thread| !thread.is_finished());
-        threads.push(thread);
+    /// Faults of this view are served.
+    pub fn add_faults(&self, view: Arc<View>, served: Served) {
+        let mut faults = self.faults.lock().expect("no panic while held");
+        faults.retain(|(_, served)| !served.is_over());
+        faults.push((view, served));
+    }
+
+    /// Are faults of this view served?
+    pub fn has_faults(&self, view: &Arc<View>) -> bool {
+        let faults = self.faults.lock().expect("no panic while held");
+        faults.iter().any(|(known, served)| Arc::ptr_eq(known, view) && !served.is_over())
+    }
+
+    /// Serve no more faults of those views. Does not wait for those that are being served.
+    pub fn forget_faults(&self, which: impl Fn(&View) -> bool) {
+        let faults = self.faults.lock().expect("no panic while held").clone();
+        faults.iter().filter(|(view, _)| which(view)).for_each(|(_, served)| served.close());
+    }
+
+    /// Wait until no worker is at the faults that were forgotten.
+    pub fn wait_for_faults(&self) {
+        let faults = std::mem::take(&mut *self.faults.lock().expect("no panic while held"));
+        faults.iter().for_each(|(_, served)| served.wait());
     }
 
     /// Are they to end?
@@ -72,34 +92,11 @@ impl Lifecycle {
         self.stopped.notify_all();
     }
 
-    /// Take the threads, to join them.
-    pub fn take(&self) -> Vec<JoinHandle<()>> {
-        std::mem::take(&mut self.threads.lock().expect("no panic while held"))
-    }
-
     /// Sleep this long, or until the VM is to stop; returns whether it goes on.
     pub fn sleep(&self, time: Duration) -> bool {
         let guard = self.sleeping.lock().expect("no panic while held");
         let waited = self.stopped.wait_timeout_while(guard, time, |()| !self.is_stopping());
         drop(waited.expect("no panic while held"));
         !self.is_stopping()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn threads_that_ended_are_forgotten_while_others_start() {
-        let life = Lifecycle::default();
-        for _ in 0..50 {
-            let thread = std::thread::spawn(|| {});
-            while !thread.is_finished() {
-                std::thread::yield_now();
-            }
-            life.add(thread);
-        }
-        assert_eq!(life.take().len(), 1, "each thread that is not joined keeps its stack");
     }
 }

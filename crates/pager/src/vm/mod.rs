@@ -69,7 +69,7 @@ pub(crate) mod table;
 pub mod tuning;
 pub mod view;
 mod views;
-mod workers;
+pub(crate) mod workers;
 mod write_back;
 
 pub use account::{Census, MemoryBreakdown};

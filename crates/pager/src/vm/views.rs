@@ -12,8 +12,8 @@ use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
 
 use super::Vm;
-use super::workers::Serves;
-use crate::fault::worker;
+use crate::fault::server::{FaultServer, Shard};
+use crate::run::servers::Servers;
 use crate::scan::coalesce;
 use crate::scan::touches::KeepRegistered;
 use crate::vm::region::{Region, Registered};
@@ -37,15 +37,25 @@ impl Vm {
         }
         self.memory.add_view(view.clone());
         drop(layout);
-        for shard in 0..view.shards().count() {
-            let (vm, view) = (self.clone(), view.clone());
-            let body = move || vm.run_worker("fault", Serves::View(&view), || worker::run(&vm, &view, shard));
-            self.start_worker("fault", body)?;
-        }
+        self.serve_faults(&view)?;
         self.listen(&view)?;
         self.notify_reclaim();
         // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
         view.wake_all()
+    }
+
+    /// Serve the faults of a view, unless they are served already.
+    fn serve_faults(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
+        if self.life.has_faults(view) || view.is_closed() {
+            return Ok(());
+        }
+        let (servers, (_, group)) = (Servers::of_process()?, self.life.pool());
+        for number in 0..view.shards().count() {
+            let (vm, shard) = (self.clone(), Arc::new(Shard(view.clone(), number)));
+            let served = servers.add(group, shard.clone(), |notify| Box::new(FaultServer::new(vm, shard, notify)))?;
+            self.life.add_faults(view.clone(), served);
+        }
+        Ok(())
     }
 
     /// A process that is a view already maps one more region.

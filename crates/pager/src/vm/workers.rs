@@ -21,11 +21,10 @@ use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
 use crate::tier::spill::SpillWorker;
 use crate::vm::view::View;
-use ballast_sys::priority::run_first;
 
-/// Whose faults a worker serves.
+/// Whose faults a worker serves: those of nobody, of one process, or of all of them.
 #[derive(Clone, Copy)]
-pub(super) enum Serves<'a> {
+pub(crate) enum Serves<'a> {
     Nobody,
     View(&'a View),
     All,
@@ -100,15 +99,17 @@ impl Vm {
         Ok(())
     }
 
-    /// Listen no more to clients whose processes are gone.
+    /// Serve no more faults of this view, and listen no more to its client, where the process is gone. Waits for no
+    /// fault that is being served.
     pub(super) fn forget_gone(&self) {
+        self.life.forget_faults(View::is_closed);
         self.life.forget_clients(View::is_closed);
     }
 
     /// A worker panicked, for the `times`th time. A panic is a bug of ours that must not cost a guest its bytes: faults
     /// that the worker had read and not served are raised anew. Returns whether it is to start again: if that does not
     /// help, the VM goes without reclaim; a VM that no worker can serve is stopped.
-    fn panicked(&self, kind: &str, serves: Serves<'_>, times: u32) -> bool {
+    pub(crate) fn panicked(&self, kind: &str, serves: Serves<'_>, times: u32) -> bool {
         self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
         let woken = match serves {
             Serves::Nobody => Ok(()),
@@ -129,29 +130,6 @@ impl Vm {
         false
     }
 
-    pub(super) fn start_worker(&self, kind: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
-        let name = format!("{kind}/{}", self.state.name());
-        let body = move || {
-            run_first();
-            body();
-        };
-        let worker = std::thread::Builder::new().name(short(&name)).spawn(body)?;
-        self.life.add(worker);
-        Ok(())
-    }
-
-    /// Run a worker on a thread of its own until it ends, or has panicked too often.
-    pub(super) fn run_worker(&self, kind: &str, serves: Serves<'_>, body: impl Fn()) {
-        let _listed = self.state.list_thread();
-        let mut panics = 0;
-        while catch_unwind(AssertUnwindSafe(&body)).is_err() {
-            panics += 1;
-            if !self.panicked(kind, serves, panics) {
-                return;
-            }
-        }
-    }
-
     /// Is the VM to be left alone from now on?
     pub fn is_stopping(&self) -> bool {
         self.life.is_stopping()
@@ -160,16 +138,13 @@ impl Vm {
     /// End the workers. Blocks until they are gone; pages stay where they are.
     pub fn stop(&self) {
         self.life.stop();
+        self.life.forget_faults(|_| true);
         self.life.forget_clients(|_| true);
         // Nobody hears what they answer from now on.
         self.views().iter().for_each(|view| view.give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);
-        for worker in self.life.take() {
-            if worker.thread().id() != std::thread::current().id() && worker.join().is_err() {
-                self.report("worker-panic", "a worker of this VM panicked".into());
-            }
-        }
+        self.life.wait_for_faults();
     }
 
     /// Have the reclaim worker check the limit: it changed, or the VM grew over it.
@@ -181,9 +156,4 @@ impl Vm {
     pub(crate) fn sleep(&self, time: Duration) -> bool {
         self.life.sleep(time)
     }
-}
-
-/// Thread names are cut to 15 bytes by the kernel; cut them at a character.
-fn short(name: &str) -> String {
-    name.chars().take(15).collect()
 }

@@ -1,0 +1,352 @@
+//! The server of a userfaultfd: reads its faults and serves them.
+//!
+//! Before: [`crate::vm::Vm::add_view`] gives it to the fault workers (`run/servers.rs`), one for each CPU. After: it
+//! ends when the view's process or the engine does.
+//! Threads: the worker that visits it, one at a time; a page's faults always come through the same userfaultfd
+//! (`shard`). It waits for nothing: a page that another thread has locked, or whose store is busy, or that the fault
+//! throttle holds back, is put aside and tried again on a later visit; one whose bytes are on a disk goes to the slow
+//! workers. A fault of a thread that reads memory in order waits for up to 16 pages of readahead, which come back
+//! first.
+//! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake. The thread
+//! is in the list of the VM's state file while it is here.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_store::PageBytes;
+use ballast_sys::Uffd;
+use ballast_sys::uffd::{Fault, FaultKind, READ_AT_ONCE};
+
+use super::cluster::Cluster;
+use super::far_run::{is_near, restore_next_run};
+use super::follow::Follow;
+use super::forgotten::Forgotten;
+use super::readahead::{self, Readahead};
+use super::resolve::{resolve, settle, target};
+use super::stages::Sampler;
+use super::stall::PendingFault;
+use super::throttle::{MOST_WAIT, Waiter};
+use crate::run::queue::Next;
+use crate::run::set::{After, Notify, Serve, Wish};
+use crate::scan::touch::{self, Touch, touched};
+use crate::vm::Vm;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+use crate::vm::workers::Serves;
+use ballast_page::outcome::Served;
+
+/// A page lock is held for some 20 to 40 us, so faults that wait for one are tried again at once for this long. Then
+/// there is a pause between tries: a busy store takes longer.
+const EAGER: Duration = Duration::from_micros(200);
+const RETRY: Duration = Duration::from_micros(50);
+
+/// A fault that has waited for this long is reported, and another one a minute later: memory for its page cannot be had
+/// (a pool of huge pages or a file system of limited size is used up), or a store does not return.
+const LONG: Duration = Duration::from_secs(5);
+const REPORT_EVERY: Duration = Duration::from_secs(60);
+
+thread_local! {
+    /// Where readahead decompresses to, of each worker.
+    static BUFFER: RefCell<Box<[PageBytes; readahead::MOST as usize]>> = RefCell::new(Box::new([[0; PAGE_SIZE]; _]));
+}
+
+/// One of the userfaultfds of a view.
+pub(crate) struct Shard(pub Arc<View>, pub usize);
+
+impl Shard {
+    fn uffd(&self) -> &Uffd {
+        self.0.shards().get(self.1)
+    }
+}
+
+impl AsFd for Shard {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.uffd().as_fd()
+    }
+}
+
+/// See above.
+pub(crate) struct FaultServer {
+    vm: Arc<Vm>,
+    view: Arc<View>,
+    shard: Arc<Shard>,
+    /// The next one to try comes first.
+    pending: VecDeque<PendingFault>,
+    read: Vec<Fault>,
+    sampler: Sampler,
+    cluster: Cluster,
+    readahead: Readahead,
+    follow: Follow,
+    forgotten: Forgotten,
+    /// When a long wait was reported last.
+    reported: Option<Instant>,
+    /// Who is told of credits, and the least that the faults in hand need.
+    waiter: Arc<Waiter>,
+    short_of: u64,
+}
+
+/// What came of trying the pending faults.
+struct Round {
+    served: bool,
+    /// Each was tried.
+    is_whole: bool,
+}
+
+impl Serve for FaultServer {
+    fn serve(&mut self, now: Instant, until: Instant) -> After {
+        let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
+        let _listed = vm.state.list_thread();
+        if vm.is_stopping() || view.is_closed() {
+            return After::next(Next::Done);
+        }
+        self.waiter.ends();
+        if let Err(error) = shard.uffd().read_faults(&mut self.read) {
+            // The address space is gone: so are its threads.
+            tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
+            return After::next(Next::Done);
+        }
+        let newest = self.read.last().map(|fault| fault.thread);
+        let is_full = self.read.len() == READ_AT_ONCE;
+        if newest.is_some() || self.pending.is_empty() && now < self.forgotten.due() {
+            // Also where there is none: somebody else may have read it.
+            self.forgotten.seen(now);
+        }
+        if newest.is_some() {
+            let pending = self.read.drain(..).map(|fault| PendingFault { fault, since: now, throttled: false });
+            self.pending.extend(pending);
+        }
+        let mut after = After::next(Next::At(self.forgotten.due()));
+        if !self.pending.is_empty() {
+            self.update_stall();
+            let round = self.serve_round(until);
+            after = self.after(&round, now);
+            self.update_stall();
+            self.report_long_waits(now);
+        }
+        if is_full {
+            after = After::next(Next::Again);
+        }
+        // Last: no fault waits for these.
+        if now >= self.forgotten.due() {
+            self.forgotten.check(&vm, &view, shard.uffd(), self.pending.len(), now);
+            if self.pending.is_empty() && !is_full {
+                after.next = Next::At(self.forgotten.due());
+            }
+        }
+        After { wish: newest.map_or(Wish::Stay, |thread| self.follow.faulted(thread, now)), ..after }
+    }
+
+    fn panicked(&mut self, times: u32) -> bool {
+        let (vm, view) = (self.vm.clone(), self.view.clone());
+        let _listed = vm.state.list_thread();
+        self.pending.clear();
+        self.read.clear();
+        (self.cluster, self.readahead) = Default::default();
+        self.update_stall();
+        vm.panicked("fault", Serves::View(&view), times)
+    }
+
+    fn end(&mut self) {
+        // What was read and not served must be raised anew, for the engine or worker that serves this memory next.
+        if !self.pending.is_empty()
+            && let Err(error) = self.view.wake_all()
+        {
+            tracing::debug!(vm = self.vm.state.name(), pid = self.view.pid, "Waking what was not served: {error}");
+        }
+        self.pending.clear();
+        self.update_stall();
+    }
+}
+
+impl FaultServer {
+    /// Of this userfaultfd.
+    pub fn new(vm: Arc<Vm>, shard: Arc<Shard>, notify: Notify) -> Self {
+        let view = shard.0.clone();
+        let waiter = vm.mail.throttle.waiter(move || notify.notify());
+        Self {
+            follow: Follow::new(view.pid),
+            vm,
+            view,
+            shard,
+            pending: VecDeque::new(),
+            read: Vec::with_capacity(READ_AT_ONCE),
+            sampler: Sampler::default(),
+            cluster: Cluster::default(),
+            readahead: Readahead::default(),
+            forgotten: Forgotten::new(Instant::now()),
+            reported: None,
+            waiter,
+            short_of: 0,
+        }
+    }
+
+    /// When to be visited again after a round that began at `now`.
+    fn after(&self, round: &Round, now: Instant) -> After {
+        if self.pending.is_empty() {
+            return After::next(Next::At(self.forgotten.due()));
+        }
+        if round.served || !round.is_whole {
+            return After::next(Next::Again);
+        }
+        if self.pending.iter().all(|pending| pending.throttled) {
+            return After::next(self.wait_for_credits(now));
+        }
+        let may_nap =
+            |pending: &PendingFault| pending.throttled || now.saturating_duration_since(pending.since) > EAGER;
+        if self.pending.iter().all(may_nap) {
+            return After::next(Next::At(Instant::now() + RETRY));
+        }
+        After { is_eager: true, ..After::next(Next::Again) }
+    }
+
+    /// Every fault in hand waits for credits: be notified of them, unless one has waited for long enough before.
+    fn wait_for_credits(&self, now: Instant) -> Next {
+        let oldest = self.pending.iter().map(|pending| pending.since).min().unwrap_or(now);
+        match self.vm.mail.throttle.begin_wait(&self.waiter, self.short_of) {
+            true => Next::At(oldest + MOST_WAIT),
+            false => Next::Again,
+        }
+    }
+
+    fn update_stall(&self) {
+        self.view.stall.update(self.vm.stats(), |waiters| {
+            waiters.here[self.shard.1] = self.pending.len();
+            waiters.add_threads(self.pending.iter().map(|pending| pending.fault.thread));
+        });
+    }
+
+    fn report_long_waits(&mut self, now: Instant) {
+        let is_long = |pending: &&PendingFault| now.saturating_duration_since(pending.since) >= LONG;
+        let Some(PendingFault { fault, .. }) = self.pending.iter().find(is_long) else { return };
+        if self.reported.is_some_and(|reported| now.saturating_duration_since(reported) < REPORT_EVERY) {
+            return;
+        }
+        self.reported = Some(now);
+        let text = format!(
+            "thread {} of process {} has waited {} s for the page at {}: no memory for it, or its store does not \
+             answer",
+            fault.thread,
+            self.view.pid,
+            LONG.as_secs(),
+            fault.addr
+        );
+        self.vm.report("fault-waits", text);
+    }
+
+    /// Try every pending fault once, or as many as there is time for; keeps those that must wait on.
+    fn serve_round(&mut self, until: Instant) -> Round {
+        self.short_of = u64::MAX;
+        let (mut served, count) = (false, self.pending.len());
+        for tried in 1..=count {
+            let Some(mut pending) = self.pending.pop_front() else { break };
+            match self.serve_one(&mut pending) {
+                true => served = true,
+                false => self.pending.push_back(pending),
+            }
+            if tried < count && Instant::now() >= until {
+                return Round { served, is_whole: false };
+            }
+        }
+        Round { served, is_whole: true }
+    }
+
+    /// Serve one fault; false if it must be tried again.
+    fn serve_one(&mut self, pending: &mut PendingFault) -> bool {
+        let vm = &*self.vm.clone();
+        let view = self.view.clone();
+        let _serving = view.serving();
+        let Some((region, page, memory)) = target(vm, &view, pending) else { return true };
+        let mut touch = None;
+        if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
+            match touched(vm, &view, &region, page, unit, pending) {
+                // The kernel may be copying the unit into a huge page: no other fault shall wait for that.
+                Touch::Aside => {
+                    return settle(vm, &region, page, pending, Served::Later.into()).is_some();
+                }
+                Touch::Mapped => return settle(vm, &region, page, pending, Served::Mapped.into()).is_some(),
+                Touch::Serve { tracked, around } => touch = Some((tracked, around)),
+            }
+        }
+        let granule = region.granule(page);
+        let is_missing = pending.fault.kind == FaultKind::Missing;
+        if is_missing && !vm.mail.throttle.admits(granule.pages(), || pending.since.elapsed()) {
+            self.short_of = self.short_of.min(granule.pages());
+            if !std::mem::replace(&mut pending.throttled, true) {
+                vm.notify_reclaim();
+            }
+            return false;
+        }
+        if std::mem::take(&mut pending.throttled) {
+            vm.stats().add(Counter::Throttled, 1);
+            vm.stats().add(Counter::ThrottledNs, pending.since.elapsed().as_nanos() as u64);
+        }
+        // Only near stores are asked here. A page that leaves them just now is tried again, and then it is in a slow
+        // one.
+        if vm.stores.has_slow() && region.is_slow(page) {
+            vm.mail.slow.take(vm.stats(), &view, *pending);
+            return true;
+        }
+        let came_along = is_missing && granule.pages() == 1 && self.read_ahead(&region, page);
+        let times = self.sampler.start();
+        let Some((served, away)) = resolve(vm, &region, page, pending, &memory, &vm.stores.near(), &times) else {
+            return false;
+        };
+        if let Some((tracked, around)) = touch {
+            let around = around && served == Served::Mapped;
+            touch::served(vm, &region, &memory, page, pending, (tracked, around));
+        }
+        if served == Served::Restored && granule.pages() == 1 && !came_along {
+            for pages in self.cluster.restored(&region, page, away, vm.mail.throttle.is_tight(), Instant::now()) {
+                vm.mail.prefetch.request(&view, region.number, pages);
+            }
+        }
+        true
+    }
+
+    /// If the thread touches one page after the other, bring back some that it touches next, before the one it waits
+    /// for. Returns whether any came.
+    fn read_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
+        let vm = &*self.vm.clone();
+        if !is_near(region, page) {
+            return false;
+        }
+        let far = |page| is_near(region, PageIdx(page));
+        let (ahead, mut pages) = self.readahead.fault(region.number, page.0, region.pages().0, far);
+        if ahead == 0 {
+            return false;
+        }
+        // All who move pages that no fault waits for hold this, so that these are still this region's addresses. If it
+        // is about to change, it is no time for guesses.
+        let Some(_layout) = vm.try_layout() else { return false };
+        let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
+        let mut left = ahead.min(vm.readahead_credits());
+        while left > 0 {
+            let run = BUFFER
+                .with_borrow_mut(|buffer| restore_next_run(vm, region, &memory, pages, &mut buffer[..left as usize]));
+            match run {
+                Ok(Some(came)) if !came.is_empty() => {
+                    self.readahead.came(came.end().0);
+                    pages = pages.from(came.end());
+                    left -= came.count();
+                }
+                // None is far, or what is far cannot be had now.
+                Ok(_) => break,
+                Err(error) => {
+                    // The page that is waited for meets the same error, and that one counts.
+                    tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
+                    break;
+                }
+            }
+        }
+        let came = pages.start().0 > page.0 + 1;
+        if came {
+            self.cluster.read_in_order(region, page);
+        }
+        came
+    }
+}

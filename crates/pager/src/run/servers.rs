@@ -1,0 +1,378 @@
+//! Servers: a worker per CPU for the descriptors of all VMs that somebody waits behind, and what keeps one VM from
+//! stopping the others.
+//!
+//! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: that is visited whenever there is input,
+//! by the worker of the CPU where it is wanted, until [`Served::close`].
+//! Threads: a worker for each CPU of the process, pinned to it, from the first descriptor it has; one that is pinned to
+//! none; one for each server that is stuck, or was in the last second; a watchdog. All but the last go before guests.
+//! Promise: a server that is stuck (in a lock that its VMM holds, in a store) keeps those that share its worker waiting
+//! for [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another one has the rest. A panic is that of
+//! one server. Where real-time threads keep a worker from its CPU, it may use others from then on.
+//!
+//! A thread that has taken long and sleeps in the kernel is stuck. One that waits for a CPU is not: another thread
+//! would only divide that. A server that was stuck stays apart for a second after it last was, with the same thread, so
+//! that one that is stuck again and again costs the others that delay once.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use ballast_sys::priority::run_first;
+use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
+
+use super::pool::{blocking, sleeps};
+use super::queue::{GroupId, TaskId};
+use super::set::{Notify, Serve, Set, Slot, Visit, Wish, Worker};
+
+/// How often the watchdog looks while there are visits, and how long one must have taken to be looked at.
+const TICK: Duration = Duration::from_millis(5);
+const LONG: Duration = Duration::from_millis(5);
+/// Ticks without any visit after which the watchdog sleeps until there is one.
+const QUIET_TICKS: u32 = 40;
+/// How often it is looked for workers that get no CPU, in ticks, and how many such looks must find it. A worker goes
+/// before guests, so only real-time threads keep one from its CPU for that long.
+const STARVED_EVERY: u32 = 20;
+const STARVED_LOOKS: u32 = 2;
+/// How long the watchdog sleeps at most, for the same reason.
+const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+/// A server that was not stuck for this long is with the others again.
+const CALM: Duration = Duration::from_secs(1);
+
+/// See above. A copy is the same workers.
+#[derive(Clone, Debug)]
+pub struct Servers(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    /// One for each CPU, then the one of no CPU in particular.
+    sets: Vec<Arc<Set>>,
+    /// The CPUs of the process.
+    all: Option<CpuSet>,
+    last: AtomicU64,
+    /// Held while threads are started; whether there is a watchdog.
+    starting: Mutex<bool>,
+    /// The watchdog is awake.
+    is_watched: AtomicBool,
+    asleep: Mutex<()>,
+    watch: Condvar,
+    threads: AtomicU32,
+}
+
+/// A descriptor that is served, until it is closed.
+#[derive(Clone, Debug)]
+pub struct Served(Arc<Slot>);
+
+impl Served {
+    /// It is not visited any more, but for the visit that is under way. Does not wait for that.
+    pub fn close(&self) {
+        self.0.close();
+    }
+
+    /// Is no visit under way, and none to come?
+    pub fn is_over(&self) -> bool {
+        self.0.is_over()
+    }
+
+    /// Wait until that is so. It must have been closed.
+    pub fn wait(&self) {
+        if !self.is_over() {
+            blocking(|| self.0.wait());
+        }
+    }
+}
+
+fn only(cpu: usize) -> CpuSet {
+    let mut only = CpuSet::new();
+    only.set(cpu);
+    only
+}
+
+/// Counts a thread while it lives.
+struct Counted(Servers);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.threads.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Servers {
+    /// Those of this process.
+    ///
+    /// # Errors
+    /// The kernel gives no descriptors.
+    pub fn of_process() -> io::Result<Self> {
+        static SERVERS: OnceLock<Servers> = OnceLock::new();
+        static STARTING: Mutex<()> = Mutex::new(());
+        let _one = STARTING.lock().expect("no panic while held");
+        if let Some(servers) = SERVERS.get() {
+            return Ok(servers.clone());
+        }
+        let servers = Self::new()?;
+        Ok(SERVERS.get_or_init(|| servers).clone())
+    }
+
+    /// Others, on the same CPUs.
+    ///
+    /// # Errors
+    /// The kernel gives no descriptors.
+    pub fn new() -> io::Result<Self> {
+        // Of the whole process: its first thread follows nobody.
+        let all = sched_getaffinity(Pid::from_raw(std::process::id() as i32)).ok();
+        let cpus = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_some_and(|all| all.is_set(*cpu))).map(Some);
+        let sets = cpus.chain([None]).map(|cpu| Set::new(cpu, false)).collect::<io::Result<_>>()?;
+        Ok(Self(Arc::new(Shared {
+            sets,
+            all,
+            last: AtomicU64::new(0),
+            starting: Mutex::new(false),
+            is_watched: AtomicBool::new(false),
+            asleep: Mutex::default(),
+            watch: Condvar::new(),
+            threads: AtomicU32::new(0),
+        })))
+    }
+
+    /// Serve this descriptor; what is given to `server` notifies it.
+    ///
+    /// # Errors
+    /// The kernel does not watch such a descriptor, or gives no thread.
+    pub fn add(
+        &self,
+        group: GroupId,
+        fd: Arc<dyn AsFd + Send + Sync>,
+        server: impl FnOnce(Notify) -> Box<dyn Serve>,
+    ) -> io::Result<Served> {
+        let set = self.emptiest();
+        self.start(set)?;
+        let id = TaskId::new(self.0.last.fetch_add(1, Ordering::Relaxed) + 1);
+        let slot = Slot::new(id, group, fd, server);
+        slot.enter(set)?;
+        Ok(Served(slot))
+    }
+
+    /// Threads that it has now, the watchdog not counted.
+    pub fn threads(&self) -> u32 {
+        self.0.threads.load(Ordering::Acquire)
+    }
+
+    /// The set of a CPU with the fewest slots.
+    fn emptiest(&self) -> &Arc<Set> {
+        let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
+        cpus.iter().min_by_key(|set| set.len()).unwrap_or(roaming)
+    }
+
+    /// Where a slot of this set is to be that has this wish.
+    fn target(&self, set: &Arc<Set>, slot: &Slot, wish: Wish) -> Option<&Arc<Set>> {
+        let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
+        let to = match wish {
+            Wish::Stay => None,
+            Wish::Cpu(cpu) => cpus.iter().find(|set| set.cpu == Some(cpu)),
+            Wish::Roam => Some(roaming),
+            Wish::Any if set.is_crowded_for(slot) => cpus.iter().find(|other| other.is_idle() || other.len() == 0),
+            Wish::Any => None,
+        };
+        to.filter(|to| !set.is_apart && !Arc::ptr_eq(to, set))
+    }
+
+    /// Have a worker for this set, and a watchdog.
+    fn start(&self, set: &Arc<Set>) -> io::Result<()> {
+        let mut has_watchdog = self.0.starting.lock().expect("no panic while held");
+        if !*has_watchdog {
+            let servers = self.clone();
+            std::thread::Builder::new().name("fault-watchdog".into()).spawn(move || servers.watch())?;
+            *has_watchdog = true;
+        }
+        if set.lock().worker.is_some() {
+            return Ok(());
+        }
+        let (worker, begin) = self.spawn(set)?;
+        set.lock().worker = Some(worker);
+        let _ = begin.send(());
+        Ok(())
+    }
+
+    /// A thread for this set. It begins when it is told to, and ends if it is not.
+    fn spawn(&self, set: &Arc<Set>) -> io::Result<(Arc<Worker>, Sender<()>)> {
+        let worker = Arc::new(Worker { number: AtomicU32::new(0), set: Mutex::new(set.clone()) });
+        let (begin, told): (_, Receiver<()>) = mpsc::channel();
+        let name = set.cpu.map_or("fault".into(), |cpu| format!("fault/{cpu}"));
+        let (servers, me) = (self.clone(), worker.clone());
+        self.0.threads.fetch_add(1, Ordering::AcqRel);
+        let counted = Counted(self.clone());
+        std::thread::Builder::new().name(name).spawn(move || {
+            let _counted = counted;
+            me.number.store(rustix::thread::gettid().as_raw_pid() as u32, Ordering::Release);
+            run_first();
+            if told.recv().is_ok() {
+                servers.work(&me);
+            }
+        })?;
+        Ok((worker, begin))
+    }
+
+    /// Visit slots, as a worker.
+    fn work(&self, me: &Arc<Worker>) {
+        let mut set = me.set.lock().expect("no panic while held").clone();
+        if let Some(cpu) = set.cpu {
+            // Not permitted to: then it is where the scheduler puts it.
+            let _ = sched_setaffinity(None, &only(cpu));
+        }
+        let mut events = Vec::with_capacity(64);
+        let mut now = Instant::now();
+        let mut stuck = now;
+        let mut is_eager = false;
+        loop {
+            if set.is_apart {
+                let Some(slot) = set.any() else { return };
+                if now.saturating_duration_since(stuck) >= CALM {
+                    if self.bring_home(&slot, &set) {
+                        return;
+                    }
+                    stuck = now;
+                }
+            }
+            if std::mem::take(&mut is_eager) {
+                std::thread::yield_now();
+            }
+            let calm = set.is_apart.then(|| (stuck + CALM).saturating_duration_since(now));
+            if let Err(error) = set.wait(&mut events, now, calm) {
+                // Of a descriptor of our own, which is open.
+                tracing::error!("Waiting for faults: {error}");
+                std::thread::sleep(LONG);
+            }
+            now = Instant::now();
+            let Some(slot) = set.begin(&events, now) else { continue };
+            if !self.0.is_watched.load(Ordering::Relaxed) {
+                self.wake_watchdog();
+            }
+            let after = slot.visit(now);
+            let begun = std::mem::replace(&mut now, Instant::now());
+            let spent = now.saturating_duration_since(begun);
+            if spent >= LONG {
+                stuck = now;
+            }
+            set = me.book(set, &slot, spent, after.next);
+            is_eager = after.is_eager;
+            if let Some(to) = self.target(&set, &slot, after.wish)
+                && let Err(error) = self.start(to).and_then(|()| slot.relocate(&set, to))
+            {
+                // It is served where it is.
+                tracing::debug!("Moving a userfaultfd to another worker: {error}");
+            }
+        }
+    }
+
+    /// A slot that was apart is with the others again; returns whether it is.
+    fn bring_home(&self, slot: &Arc<Slot>, from: &Arc<Set>) -> bool {
+        let to = self.emptiest();
+        let moved = self.start(to).and_then(|()| slot.relocate(from, to));
+        moved.unwrap_or_else(|error| {
+            tracing::debug!("Moving a userfaultfd back: {error}");
+            false
+        })
+    }
+
+    fn wake_watchdog(&self) {
+        if !self.0.is_watched.swap(true, Ordering::SeqCst) {
+            // With the lock, so that it is not between its look and its sleep.
+            drop(self.0.asleep.lock().expect("no panic while held"));
+            self.0.watch.notify_one();
+        }
+    }
+
+    /// Look for workers that are stuck, or get no CPU.
+    fn watch(self) {
+        run_first();
+        let mut seen = vec![0; self.0.sets.len()];
+        let mut starved = vec![(0, 0); self.0.sets.len()];
+        let (mut ticks, mut quiet) = (0u32, 0);
+        loop {
+            if quiet > QUIET_TICKS {
+                // Who begins a visit does so under its set's lock, then looks here; we the other way round.
+                self.0.is_watched.store(false, Ordering::SeqCst);
+                if !self.look(&mut seen) {
+                    let is_over = |(): &mut ()| !self.0.is_watched.load(Ordering::SeqCst);
+                    let asleep = self.0.asleep.lock().expect("no panic while held");
+                    let woken = self.0.watch.wait_timeout_while(asleep, LONGEST_SLEEP, is_over);
+                    let timed_out = woken.expect("no panic while held").1.timed_out();
+                    if timed_out && !self.look_for_starved(&mut starved) {
+                        continue;
+                    }
+                }
+                self.0.is_watched.store(true, Ordering::SeqCst);
+                quiet = 0;
+            }
+            std::thread::sleep(TICK);
+            quiet = if self.look(&mut seen) { 0 } else { quiet + 1 };
+            ticks = ticks.wrapping_add(1);
+            if ticks.is_multiple_of(STARVED_EVERY) && self.look_for_starved(&mut starved) {
+                quiet = 0;
+            }
+        }
+    }
+
+    /// Let workers go anywhere whose CPUs others have. `starved`: visits and looks so far, of each set. Returns whether
+    /// there may be one.
+    fn look_for_starved(&self, starved: &mut [(u64, u32)]) -> bool {
+        let mut any = false;
+        for (set, starved) in self.0.sets.iter().zip(starved) {
+            let Some((visits, worker)) = set.waits() else {
+                starved.1 = 0;
+                continue;
+            };
+            any = true;
+            *starved = (visits, if visits == starved.0 { starved.1 + 1 } else { 0 });
+            if starved.1 == STARVED_LOOKS {
+                tracing::warn!(cpu = set.cpu, "A fault worker gets no CPU time where it is; it may run on any CPU now");
+                self.unpin(&worker);
+            }
+        }
+        any
+    }
+
+    /// From now on it runs where the scheduler puts it.
+    fn unpin(&self, worker: &Worker) {
+        let number = worker.number.load(Ordering::Acquire);
+        if let (Some(all), Some(pid)) = (&self.0.all, Pid::from_raw(number as i32)) {
+            let _ = sched_setaffinity(Some(pid), all);
+        }
+    }
+
+    /// One look. Returns whether there was any visit since the last.
+    fn look(&self, seen: &mut [u64]) -> bool {
+        let mut any = false;
+        for (set, seen) in self.0.sets.iter().zip(seen) {
+            let (visits, visit) = set.look();
+            any |= visits != *seen || visit.is_some();
+            *seen = visits;
+            let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= LONG) else { continue };
+            if sleeps(worker.number.load(Ordering::Acquire))
+                && let Err(error) = self.replace(set, &visit, &worker)
+            {
+                tracing::error!("Another thread for a fault worker that is stuck: {error}");
+            }
+        }
+        any
+    }
+
+    /// The worker of this set is stuck in this visit: it stays with that slot, and another one has the set.
+    fn replace(&self, set: &Arc<Set>, visit: &Visit, stuck: &Worker) -> io::Result<()> {
+        let apart = Set::new(None, true)?;
+        // It waits until it is told, and ends if the visit is over.
+        let (worker, begin) = self.spawn(set)?;
+        if !visit.slot.part(set, visit, &apart, &worker)? {
+            return Ok(());
+        }
+        let _ = begin.send(());
+        // Its CPU has another worker.
+        self.unpin(stuck);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,350 @@
+//! The workers with servers that do as they are told: input is eventfds, being stuck is a channel nobody sends to.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicUsize;
+use std::sync::mpsc;
+
+use ballast_needs::skip;
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::super::queue::{Next, Queue};
+use super::super::set::{After, BATCH};
+use super::*;
+
+fn until(what: impl Fn() -> bool) {
+    while !what() {
+        std::thread::yield_now();
+    }
+}
+
+/// What one server does with its input, and what is known of it.
+#[derive(Default)]
+struct Told {
+    visits: AtomicUsize,
+    input: AtomicUsize,
+    visited: AtomicBool,
+    thread: AtomicU32,
+    ended: AtomicUsize,
+    panics: AtomicUsize,
+    stays_down: AtomicBool,
+    /// Visits go on while somebody has this.
+    stuck: Mutex<()>,
+}
+
+struct Server<F> {
+    fd: Arc<OwnedFd>,
+    told: Arc<Told>,
+    then: F,
+}
+
+impl<F: FnMut(&Told, Instant) -> After + Send> Serve for Server<F> {
+    fn serve(&mut self, now: Instant, _until: Instant) -> After {
+        let told = &self.told;
+        assert!(!told.visited.swap(true, Ordering::SeqCst), "two threads at once");
+        told.thread.store(this_thread(), Ordering::SeqCst);
+        let mut count = [0; 8];
+        if rustix::io::read(&*self.fd, &mut count).is_ok() {
+            told.input.fetch_add(u64::from_ne_bytes(count) as usize, Ordering::SeqCst);
+        }
+        drop(told.stuck.lock().expect("no panic while held"));
+        told.visits.fetch_add(1, Ordering::SeqCst);
+        told.visited.store(false, Ordering::SeqCst);
+        (self.then)(told, now)
+    }
+
+    fn panicked(&mut self, times: u32) -> bool {
+        self.told.panics.store(times as usize, Ordering::SeqCst);
+        !self.told.stays_down.load(Ordering::SeqCst)
+    }
+
+    fn end(&mut self) {
+        assert!(!self.told.visited.load(Ordering::SeqCst), "it is visited");
+        self.told.ended.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn this_thread() -> u32 {
+    rustix::thread::gettid().as_raw_pid() as u32
+}
+
+/// One that is served, and its input.
+struct Client {
+    told: Arc<Told>,
+    fd: Arc<OwnedFd>,
+    served: Served,
+    notify: Notify,
+}
+
+impl Client {
+    fn new(servers: &Servers, group: u64, then: impl FnMut(&Told, Instant) -> After + Send + 'static) -> Self {
+        let fd = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd"));
+        let told = Arc::new(Told::default());
+        let mut given = None;
+        let server = Server { fd: fd.clone(), told: told.clone(), then };
+        let served = servers
+            .add(group_of(group), fd.clone(), |notify| {
+                given = Some(notify);
+                Box::new(server)
+            })
+            .expect("added");
+        Self { told, fd, served, notify: given.expect("given") }
+    }
+
+    /// That waits for input and does nothing with it.
+    fn quiet(servers: &Servers, group: u64) -> Self {
+        Self::new(servers, group, |_, _| After::next(Next::Idle))
+    }
+
+    fn input(&self) {
+        rustix::io::write(&*self.fd, &1u64.to_ne_bytes()).expect("write");
+    }
+
+    /// One more input, and it is visited for that.
+    fn is_served(&self) {
+        let before = self.told.input.load(Ordering::SeqCst);
+        self.input();
+        until(|| self.told.input.load(Ordering::SeqCst) > before);
+    }
+
+    fn visits(&self) -> usize {
+        self.told.visits.load(Ordering::SeqCst)
+    }
+}
+
+fn group_of(group: u64) -> GroupId {
+    let mut queue = Queue::default();
+    (0..=group).map(|_| queue.add_group()).last().expect("one at least")
+}
+
+fn two_cpus(servers: &Servers) -> Option<[usize; 2]> {
+    let cpus: Vec<usize> = servers.0.sets.iter().filter_map(|set| set.cpu).take(2).collect();
+    let Ok(two) = cpus.try_into() else {
+        skip("native", "two CPUs");
+        return None;
+    };
+    Some(two)
+}
+
+#[test]
+fn each_input_and_each_notification_is_followed_by_a_visit_until_it_is_closed() {
+    let servers = Servers::new().expect("servers");
+    let clients: Vec<Client> = (0..100).map(|group| Client::quiet(&servers, group)).collect();
+    assert!(servers.threads() as usize <= servers.0.sets.len(), "{servers:?}");
+    for _ in 0..20 {
+        clients.iter().for_each(Client::is_served);
+        for client in &clients {
+            let before = client.visits();
+            client.notify.notify();
+            until(|| client.visits() > before);
+        }
+    }
+    for client in &clients {
+        client.served.close();
+        client.served.wait();
+        assert_eq!(client.told.ended.load(Ordering::SeqCst), 1);
+        let before = client.visits();
+        client.input();
+        client.notify.notify();
+        client.served.close();
+        assert_eq!(client.visits(), before, "it is over");
+    }
+    assert!(servers.0.sets.iter().all(|set| set.len() == 0));
+}
+
+#[test]
+fn a_time_that_was_asked_for_comes_and_nobody_is_visited_without_a_reason() {
+    let servers = Servers::new().expect("servers");
+    let timed = |told: &Told, now: Instant| match told.visits.load(Ordering::SeqCst) {
+        0..10 => After::next(Next::At(now + Duration::from_millis(1))),
+        _ => After::next(Next::Idle),
+    };
+    let (timed, quiet) = (Client::new(&servers, 0, timed), Client::quiet(&servers, 1));
+    until(|| timed.visits() == 10 && quiet.visits() == 1);
+    assert_eq!((timed.visits(), quiet.visits()), (10, 1), "the first visit is for what came before it was served");
+}
+
+#[test]
+fn it_moves_to_the_cpu_where_it_is_wanted_and_loses_no_input_on_the_way() {
+    let servers = Servers::new().expect("servers");
+    let Some(cpus) = two_cpus(&servers) else { return };
+    let mut turn = 0;
+    let moves = Client::new(&servers, 0, move |_, _| {
+        turn += 1;
+        After { wish: Wish::Cpu(cpus[turn % 2]), ..After::next(Next::Idle) }
+    });
+    let others: Vec<Client> = (1..10).map(|group| Client::quiet(&servers, group)).collect();
+    let mut threads = std::collections::HashSet::new();
+    for _ in 0..2000 {
+        moves.is_served();
+        threads.insert(moves.told.thread.load(Ordering::SeqCst));
+    }
+    others.iter().for_each(Client::is_served);
+    assert_eq!(threads.len(), 2, "the workers of both CPUs");
+    moves.served.close();
+    moves.served.wait();
+    assert_eq!(moves.told.ended.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn it_is_closed_once_whoever_moves_notifies_and_visits_it_meanwhile() {
+    let servers = Servers::new().expect("servers");
+    let Some(cpus) = two_cpus(&servers) else { return };
+    for round in 0..200 {
+        let mut turn = round;
+        let moves = Client::new(&servers, 0, move |_, _| {
+            turn += 1;
+            After { wish: Wish::Cpu(cpus[turn % 2]), ..After::next(Next::Again) }
+        });
+        let close = || {
+            (0..round % 7).for_each(|_| moves.notify.notify());
+            moves.served.close();
+            moves.served.wait();
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(close);
+            scope.spawn(close);
+        });
+        assert_eq!(moves.told.ended.load(Ordering::SeqCst), 1);
+    }
+}
+
+#[test]
+fn servers_that_are_stuck_more_than_there_are_cpus_stop_no_other_and_come_back() {
+    let servers = Servers::new().expect("servers");
+    let base = servers.0.sets.len() as u32;
+    let stuck: Vec<Client> = (0..3 * u64::from(base)).map(|group| Client::quiet(&servers, group)).collect();
+    let others: Vec<Client> = (100..110).map(|group| Client::quiet(&servers, group)).collect();
+    {
+        let held: Vec<_> = stuck.iter().map(|client| client.told.stuck.lock().expect("no panic")).collect();
+        stuck.iter().for_each(Client::input);
+        until(|| stuck.iter().all(|client| client.told.visited.load(Ordering::SeqCst)));
+        for _ in 0..10 {
+            others.iter().for_each(Client::is_served);
+        }
+        until(|| servers.threads() >= stuck.len() as u32);
+        // Closing one that is not stuck waits for none.
+        others[0].served.close();
+        others[0].served.wait();
+        // Closing one that is does not end it before its visit is over.
+        stuck[0].served.close();
+        stuck[1].notify.notify();
+        assert!(!stuck[0].served.is_over() && stuck[0].told.ended.load(Ordering::SeqCst) == 0);
+        drop(held);
+    }
+    stuck[0].served.wait();
+    assert_eq!(stuck[0].told.ended.load(Ordering::SeqCst), 1);
+    until(|| stuck[1].visits() >= 2);
+    stuck[1..].iter().chain(&others[1..]).for_each(Client::is_served);
+    until(|| servers.threads() <= base);
+    stuck[1..].iter().chain(&others[1..]).for_each(Client::is_served);
+    // All are with the others again.
+    until(|| servers.0.sets.iter().map(|set| set.len()).sum::<usize>() == stuck.len() + others.len() - 2);
+}
+
+#[test]
+fn a_panic_is_that_of_one_server_which_ends_when_it_says_so() {
+    let servers = Servers::new().expect("servers");
+    let panics = Client::new(&servers, 0, |told, _| {
+        assert!(told.input.load(Ordering::SeqCst) != 1, "a bug");
+        After::next(Next::Idle)
+    });
+    let others: Vec<Client> = (1..10).map(|group| Client::quiet(&servers, group)).collect();
+    panics.input();
+    until(|| panics.told.panics.load(Ordering::SeqCst) > 2);
+    others.iter().for_each(Client::is_served);
+    panics.told.stays_down.store(true, Ordering::SeqCst);
+    panics.served.wait();
+    assert_eq!(panics.told.ended.load(Ordering::SeqCst), 1);
+    others.iter().for_each(Client::is_served);
+    assert!(servers.threads() as usize <= servers.0.sets.len());
+}
+
+#[test]
+fn who_always_has_more_to_do_keeps_no_other_from_being_served() {
+    let servers = Servers::new().expect("servers");
+    // As long as a visit may take.
+    let flood = |_: &Told, now: Instant| {
+        until(|| now.elapsed() >= BATCH);
+        After::next(Next::Again)
+    };
+    let floods: Vec<Client> = (0..10).map(|group| Client::new(&servers, group, flood)).collect();
+    let other = Client::quiet(&servers, 100);
+    (0..50).for_each(|_| other.is_served());
+    floods.iter().for_each(|flood| flood.served.close());
+    floods.iter().for_each(|flood| flood.served.wait());
+}
+
+#[test]
+fn of_those_that_stay_nowhere_some_go_to_a_worker_that_has_nothing_to_do() {
+    let servers = Servers::new().expect("servers");
+    let Some([first, _]) = two_cpus(&servers) else { return };
+    let gathers = Arc::new(AtomicBool::new(true));
+    let busy = || {
+        let gathers = gathers.clone();
+        move |_: &Told, now: Instant| {
+            until(|| now.elapsed() >= BATCH);
+            let wish = if gathers.load(Ordering::SeqCst) { Wish::Cpu(first) } else { Wish::Any };
+            After { wish, ..After::next(Next::Again) }
+        }
+    };
+    let clients: Vec<Client> = (0..2).map(|group| Client::new(&servers, group, busy())).collect();
+    let on_first = || servers.0.sets.iter().find(|set| set.cpu == Some(first)).expect("a set").len();
+    until(|| on_first() == 2);
+    gathers.store(false, Ordering::SeqCst);
+    until(|| on_first() == 1);
+    clients.iter().for_each(|client| client.served.close());
+    clients.iter().for_each(|client| client.served.wait());
+}
+
+/// Keeps a CPU from all that is not real-time as long as it lives, but for what the kernel leaves them.
+struct Hog(Arc<AtomicBool>, Option<std::thread::JoinHandle<()>>);
+
+impl Hog {
+    /// `None`, aloud, where that is not permitted.
+    fn on(cpu: usize) -> Option<Self> {
+        let done = Arc::new(AtomicBool::new(false));
+        let (say, hear) = mpsc::channel();
+        let is_done = done.clone();
+        let thread = std::thread::spawn(move || {
+            sched_setaffinity(None, &only(cpu)).expect("pin");
+            let param = libc::sched_param { sched_priority: 1 };
+            // SAFETY: of the calling thread; the kernel reads the parameter, which lives here.
+            let set = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &param) };
+            say.send(set == 0).expect("heard");
+            while set == 0 && !is_done.load(Ordering::SeqCst) {}
+        });
+        let hog = Self(done, Some(thread));
+        if hear.recv().expect("told") {
+            return Some(hog);
+        }
+        skip("root", "real-time threads");
+        None
+    }
+}
+
+impl Drop for Hog {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+        let _ = self.1.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+#[test]
+fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
+    let servers = Servers::new().expect("servers");
+    let Some([first, _]) = two_cpus(&servers) else { return };
+    let there = move |_: &Told, _| After { wish: Wish::Cpu(first), ..After::next(Next::Idle) };
+    let client = Client::new(&servers, 0, there);
+    let on_first = servers.0.sets.iter().find(|set| set.cpu == Some(first)).expect("a set");
+    until(|| on_first.len() == 1);
+    client.is_served();
+    let thread = client.told.thread.load(Ordering::SeqCst);
+    let Some(_hog) = Hog::on(first) else { return };
+    let affinity = || sched_getaffinity(Pid::from_raw(thread as i32)).expect("it runs");
+    // What the kernel leaves to others may be enough for this input, but not for each.
+    until(|| {
+        client.input();
+        affinity().count() > 1
+    });
+    client.is_served();
+}

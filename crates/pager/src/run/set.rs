@@ -1,0 +1,464 @@
+//! A set: descriptors that one thread at a time waits for and serves, and whose turn it is.
+//!
+//! Before: [`super::servers`] puts a descriptor into the set of a CPU. After: each time there is input its [`Serve`] is
+//! visited, one visit at a time, until it is over. Threads: the set's worker waits and visits; any may notify, move and
+//! close. Units: nanoseconds of visits, as the queue counts them.
+//! Promise: a slot is visited by one thread at a time, whatever becomes of that thread, and no input and no
+//! notification is lost.
+//!
+//! Who has a slot. *Place* is the set that the slot names, which changes under the slot's own lock:
+//!
+//! | Slot is | Place | In that set it is | Then |
+//! |---|---|---|---|
+//! | idle, due later, ready | its set | in slots and queue | its worker visits or moves it, any notifies or closes it |
+//! | visited | its set | the visit | its worker alone has the server; others leave a word: notified, closing |
+//! | stuck | a set apart | the visit | the same; the thread went with it, the set it was in has another |
+//! | moved | the other set | ready | both epoll sets had it; one visit finds what came in between |
+//! | being closed | as before | in neither | who took it out ends it |
+//! | over | none | | nobody has it |
+//!
+//! Locks: the place of a slot, then one set. Neither is held while a server is visited or ended.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::queue::{ById, GroupId, Next, Queue, TaskId};
+
+/// What a group (a VM) is visited for each time its turn comes, and how long one visit may go on with new things: some
+/// ten faults.
+pub const BATCH: Duration = Duration::from_micros(100);
+
+/// Which the event is that wakes the worker; the others are slots' numbers.
+const WAKE: u64 = 0;
+/// Told once of each input: a set whose worker is stuck in one slot's visit is not kept busy by that one's input.
+const EDGE: EventFlags = EventFlags::IN.union(EventFlags::ET);
+
+/// Who serves a descriptor.
+pub trait Serve: Send {
+    /// There is input, or it was notified, or the time has come that it asked for. `now` is now; what is begun after
+    /// `until` keeps others waiting.
+    fn serve(&mut self, now: Instant, until: Instant) -> After;
+    /// A visit panicked, for the `times`th time. Returns whether it is to be visited again.
+    fn panicked(&mut self, times: u32) -> bool;
+    /// It is not visited any more.
+    fn end(&mut self);
+}
+
+/// What a visit came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct After {
+    /// When it is visited again, if there is no input before.
+    pub next: Next,
+    /// It waits for another thread, which may want this CPU.
+    pub is_eager: bool,
+    /// Where it would rather be.
+    pub wish: Wish,
+}
+
+/// Where a slot would rather be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// Where it is.
+    Stay,
+    /// With the worker of this CPU.
+    Cpu(usize),
+    /// With the worker that is on no CPU in particular.
+    Roam,
+    /// With any that has nothing else to do.
+    Any,
+}
+
+impl After {
+    /// The rest is as usual.
+    pub const fn next(next: Next) -> Self {
+        Self { next, is_eager: false, wish: Wish::Stay }
+    }
+}
+
+/// A descriptor, and who serves it.
+pub(super) struct Slot {
+    id: TaskId,
+    group: GroupId,
+    fd: Arc<dyn AsFd + Send + Sync>,
+    /// And how often it panicked. Not there when it is over.
+    server: Mutex<(Option<Box<dyn Serve>>, u32)>,
+    place: Mutex<Option<Arc<Set>>>,
+    /// The place is none.
+    over: Condvar,
+    /// Who visits it now is to end it.
+    is_closing: AtomicBool,
+}
+
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Slot").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+/// A slot that may be over.
+#[derive(Clone, Debug)]
+pub struct Notify(Weak<Slot>);
+
+impl Notify {
+    /// It is visited soon, or once more if it is visited now. Never waits for a visit.
+    pub fn notify(&self) {
+        let Some(slot) = self.0.upgrade() else { return };
+        let place = slot.place();
+        if let Some(set) = &*place {
+            set.notify(slot.id);
+        }
+    }
+}
+
+/// A thread that works on a set.
+#[derive(Debug)]
+pub(super) struct Worker {
+    /// As the kernel numbers it; 0 at its very start.
+    pub number: AtomicU32,
+    /// The set it works on. Changes under the lock of the set that it leaves.
+    pub set: Mutex<Arc<Set>>,
+}
+
+/// See above.
+#[derive(Debug)]
+pub(super) struct Set {
+    /// Whose CPU it is; `None`: no CPU in particular.
+    pub cpu: Option<usize>,
+    /// It has one slot, whose server was stuck lately.
+    pub is_apart: bool,
+    epoll: OwnedFd,
+    event: OwnedFd,
+    inner: Mutex<Inner>,
+    /// Its worker waits. Changes under the lock.
+    is_idle: AtomicBool,
+}
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    queue: Queue,
+    slots: ById<TaskId, Arc<Slot>>,
+    /// Who works on it, if anybody.
+    pub worker: Option<Arc<Worker>>,
+    /// What its worker does now.
+    pub visit: Option<Visit>,
+    /// So far.
+    visits: u64,
+}
+
+/// A slot is visited.
+#[derive(Clone, Debug)]
+pub(super) struct Visit {
+    pub slot: Arc<Slot>,
+    pub since: Instant,
+    /// Tells it from any other visit of the set.
+    number: u64,
+}
+
+impl Slot {
+    /// One that is nowhere yet.
+    pub fn new(
+        id: TaskId,
+        group: GroupId,
+        fd: Arc<dyn AsFd + Send + Sync>,
+        server: impl FnOnce(Notify) -> Box<dyn Serve>,
+    ) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self {
+            id,
+            group,
+            fd,
+            server: Mutex::new((Some(server(Notify(this.clone()))), 0)),
+            place: Mutex::default(),
+            over: Condvar::new(),
+            is_closing: AtomicBool::new(false),
+        })
+    }
+
+    fn place(&self) -> MutexGuard<'_, Option<Arc<Set>>> {
+        self.place.lock().expect("no panic while held")
+    }
+
+    /// Is it over?
+    pub fn is_over(&self) -> bool {
+        self.place().is_none()
+    }
+
+    /// Wait until it is over.
+    pub fn wait(&self) {
+        drop(self.over.wait_while(self.place(), |place| place.is_some()).expect("no panic while held"));
+    }
+
+    /// Put it into its first set.
+    pub fn enter(self: &Arc<Self>, set: &Arc<Set>) -> io::Result<()> {
+        let mut place = self.place();
+        set.listen(self)?;
+        *place = Some(set.clone());
+        set.take_in(self);
+        Ok(())
+    }
+
+    /// Visit it, as the worker of its set.
+    pub fn visit(&self, now: Instant) -> After {
+        let mut server = self.server.lock().expect("no panic while held");
+        let (Some(server), panics) = &mut *server else { return After::next(Next::Done) };
+        if let Ok(after) = catch_unwind(AssertUnwindSafe(|| server.serve(now, now + BATCH))) {
+            return after;
+        }
+        *panics += 1;
+        // What it does about it may panic as well.
+        let goes_on = catch_unwind(AssertUnwindSafe(|| server.panicked(*panics))).unwrap_or(false);
+        After::next(if goes_on { Next::Again } else { Next::Done })
+    }
+
+    /// Move it, as the worker of the set it is in, outside of visits. Returns whether it was moved.
+    pub fn relocate(self: &Arc<Self>, from: &Arc<Set>, to: &Arc<Set>) -> io::Result<bool> {
+        let mut place = self.place();
+        if !place.as_ref().is_some_and(|place| Arc::ptr_eq(place, from)) {
+            return Ok(false);
+        }
+        to.listen(self)?;
+        if !from.let_go(self) {
+            // Somebody ends it.
+            to.unlisten(self);
+            return Ok(false);
+        }
+        from.unlisten(self);
+        *place = Some(to.clone());
+        to.take_in(self);
+        Ok(true)
+    }
+
+    /// Its worker is stuck in this visit of `from`, if that is still so: `to`, a new set, has the slot and that worker
+    /// from now on, and `from` has another one. Returns whether it was so.
+    pub fn part(
+        self: &Arc<Self>,
+        from: &Arc<Set>,
+        visit: &Visit,
+        to: &Arc<Set>,
+        other: &Arc<Worker>,
+    ) -> io::Result<bool> {
+        let mut place = self.place();
+        if !place.as_ref().is_some_and(|place| Arc::ptr_eq(place, from)) {
+            return Ok(false);
+        }
+        to.listen(self)?;
+        let mut inner = from.lock();
+        let is_it = inner.visit.as_ref().is_some_and(|now| now.number == visit.number);
+        let Some(stuck) = inner.worker.take_if(|_| is_it) else { return Ok(false) };
+        inner.visit = None;
+        inner.queue.ran(self.id, visit.since.elapsed(), Next::Done);
+        inner.slots.remove(&self.id);
+        {
+            let mut apart = to.lock();
+            apart.queue.add_as(self.id, self.group);
+            let taken = apart.queue.take(Instant::now());
+            debug_assert_eq!(taken, Some(self.id), "it is alone there");
+            // It may have been meanwhile.
+            apart.queue.notify(self.id);
+            apart.slots.insert(self.id, self.clone());
+            apart.visit = Some(visit.clone());
+            apart.worker = Some(stuck.clone());
+        }
+        *stuck.set.lock().expect("no panic while held") = to.clone();
+        inner.worker = Some(other.clone());
+        drop(inner);
+        from.unlisten(self);
+        *place = Some(to.clone());
+        Ok(true)
+    }
+
+    /// It is to be over: at once, unless it is visited; then at the end of that visit.
+    pub fn close(&self) {
+        let place = self.place();
+        let Some(set) = place.clone() else { return };
+        let mut inner = set.lock();
+        if inner.visit.as_ref().is_some_and(|visit| visit.slot.id == self.id) {
+            self.is_closing.store(true, Ordering::Release);
+            return;
+        }
+        // Who took it out ends it.
+        if inner.slots.remove(&self.id).is_none() {
+            return;
+        }
+        inner.queue.remove(self.id);
+        drop(inner);
+        drop(place);
+        self.end(&set);
+    }
+
+    /// End it, which the caller has taken out of this set.
+    fn end(&self, set: &Set) {
+        set.unlisten(self);
+        let server = self.server.lock().expect("no panic while held").0.take();
+        // What it leaves may panic as well.
+        let ended = catch_unwind(AssertUnwindSafe(|| {
+            if let Some(mut server) = server {
+                server.end();
+            }
+        }));
+        if ended.is_err() {
+            tracing::error!("ending a server panicked");
+        }
+        *self.place() = None;
+        self.over.notify_all();
+    }
+}
+
+impl Set {
+    /// An empty one, without a worker.
+    pub fn new(cpu: Option<usize>, is_apart: bool) -> io::Result<Arc<Self>> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        // Never read: each write is an event.
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &event, EventData::new_u64(WAKE), EDGE)?;
+        let inner = Inner { queue: Queue::new(BATCH), slots: ById::default(), worker: None, visit: None, visits: 0 };
+        Ok(Arc::new(Self { cpu, is_apart, epoll, event, inner: Mutex::new(inner), is_idle: AtomicBool::new(false) }))
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("no panic while held")
+    }
+
+    fn listen(&self, slot: &Slot) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, (*slot.fd).as_fd(), EventData::new_u64(slot.id.number()), EDGE)?)
+    }
+
+    fn unlisten(&self, slot: &Slot) {
+        // Whatever it says, what is not known to the set is not visited.
+        let _ = epoll::delete(&self.epoll, (*slot.fd).as_fd());
+    }
+
+    /// It is ready here. Its place is locked.
+    fn take_in(&self, slot: &Arc<Slot>) {
+        let mut inner = self.lock();
+        inner.slots.insert(slot.id, slot.clone());
+        inner.queue.add_as(slot.id, slot.group);
+        self.wake();
+    }
+
+    /// Returns whether it was here. It is not visited now, and its place is locked.
+    fn let_go(&self, slot: &Slot) -> bool {
+        let mut inner = self.lock();
+        inner.queue.remove(slot.id);
+        inner.slots.remove(&slot.id).is_some()
+    }
+
+    fn notify(&self, id: TaskId) {
+        if self.lock().queue.notify(id) {
+            self.wake();
+        }
+    }
+
+    /// There is something to do, or to leave.
+    pub fn wake(&self) {
+        if self.is_idle.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Does its worker wait?
+    pub fn is_idle(&self) -> bool {
+        self.is_idle.load(Ordering::Relaxed)
+    }
+
+    /// How many slots it has.
+    pub fn len(&self) -> usize {
+        self.lock().slots.len()
+    }
+
+    /// Any of its slots.
+    pub fn any(&self) -> Option<Arc<Slot>> {
+        self.lock().slots.values().next().cloned()
+    }
+
+    /// Do others wait for their turn here?
+    pub fn is_crowded_for(&self, slot: &Slot) -> bool {
+        self.lock().queue.is_ready_beside(slot.id)
+    }
+
+    /// Visits so far, and the one that is under way, with who makes it.
+    pub fn look(&self) -> (u64, Option<(Visit, Arc<Worker>)>) {
+        let inner = self.lock();
+        (inner.visits, inner.visit.clone().zip(inner.worker.clone()))
+    }
+
+    /// Visits so far, if there is something to do and nobody does it; and who should.
+    pub fn waits(&self) -> Option<(u64, Arc<Worker>)> {
+        let inner = self.lock();
+        let worker = inner.worker.clone().filter(|_| inner.visit.is_none() && !inner.slots.is_empty())?;
+        let has_input = || {
+            let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
+            poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        };
+        (inner.queue.is_ready() || has_input()).then_some((inner.visits, worker))
+    }
+
+    /// Wait for something to do, for its worker. `at_most`: and no longer.
+    pub fn wait(&self, events: &mut Vec<Event>, now: Instant, at_most: Option<Duration>) -> io::Result<()> {
+        let pause = {
+            let inner = self.lock();
+            let due = inner.queue.next_due().map(|due| due.saturating_duration_since(now));
+            match inner.queue.is_ready() {
+                true => Some(Duration::ZERO),
+                false => {
+                    // With the lock: who adds something from now on wakes us.
+                    self.is_idle.store(true, Ordering::SeqCst);
+                    due.into_iter().chain(at_most).min()
+                }
+            }
+        };
+        let pause = pause.map(|pause| Timespec { tv_sec: pause.as_secs() as _, tv_nsec: pause.subsec_nanos().into() });
+        events.clear();
+        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), pause.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Begin the next visit, after these events.
+    pub fn begin(&self, events: &[Event], now: Instant) -> Option<Arc<Slot>> {
+        let mut inner = self.lock();
+        self.is_idle.store(false, Ordering::Relaxed);
+        for event in events {
+            let data = event.data;
+            inner.queue.notify(TaskId::new(data.u64()));
+        }
+        let id = inner.queue.take(now)?;
+        let slot = inner.slots.get(&id).expect("it is in the queue").clone();
+        inner.visits += 1;
+        inner.visit = Some(Visit { slot: slot.clone(), since: now, number: inner.visits });
+        Some(slot)
+    }
+}
+
+impl Worker {
+    /// Its visit, begun in `set`, is over and took so long. Returns the set it works on now: another one if it was
+    /// stuck.
+    pub fn book(self: &Arc<Self>, mut set: Arc<Set>, slot: &Slot, spent: Duration, next: Next) -> Arc<Set> {
+        loop {
+            let mut inner = set.lock();
+            if !inner.worker.as_ref().is_some_and(|worker| Arc::ptr_eq(worker, self)) {
+                drop(inner);
+                set = self.set.lock().expect("no panic while held").clone();
+                continue;
+            }
+            inner.visit = None;
+            let is_over = next == Next::Done || slot.is_closing.load(Ordering::Acquire);
+            inner.queue.ran(slot.id, spent, if is_over { Next::Done } else { next });
+            if is_over {
+                inner.slots.remove(&slot.id);
+                drop(inner);
+                slot.end(&set);
+            } else {
+                drop(inner);
+            }
+            return set;
+        }
+    }
+}
