@@ -39,6 +39,24 @@ struct ballast_region {
     uint64_t file_offset; /* where the mapping begins in the file */
 };
 
+/* A piece of a file that is mapped as guest RAM. */
+struct ballast_extent {
+    int fd;               /* the file; duplicated by the callee */
+    uint64_t file_offset; /* where the piece begins in the file, whole pages */
+    uint64_t length;      /* bytes, whole pages */
+};
+
+#define BALLAST_UNKNOWN UINT64_MAX
+
+/* A contiguous range of guest RAM, made of pieces of files that are mapped one after the other. */
+struct ballast_ram {
+    size_t size;                          /* sizeof(struct ballast_ram) */
+    void *address;                        /* where the first piece is mapped */
+    const struct ballast_extent *extents; /* the pieces, in the order of their addresses; none overlap in a file */
+    size_t extent_count;                  /* at most 1024 in all RAM of a process */
+    uint64_t guest_address;               /* where the guest sees the first byte, or BALLAST_UNKNOWN */
+};
+
 struct ballast_range {
     void *address;
     uint64_t length;
@@ -48,9 +66,16 @@ struct ballast_range {
 const ballast_client *ballast_attach(const struct ballast_config *config, const struct ballast_region *regions,
                                      size_t count);
 
+/* The same with RAM that is made of several pieces, or whose guest-physical address is known. */
+const ballast_client *ballast_attach_ram(const struct ballast_config *config, const struct ballast_ram *ram,
+                                         size_t count);
+
 /* RAM was hot-plugged: call before the guest can see it. Waits while far pages of an earlier VM are written back into
  * this file. */
 int ballast_add_region(const ballast_client *client, const struct ballast_region *region);
+
+/* The same, as for ballast_attach_ram(). */
+int ballast_add_ram(const ballast_client *client, const struct ballast_ram *ram);
 
 /* RAM is about to be unplugged: call before unmapping it; unmap afterwards, whatever it returns. */
 int ballast_remove_region(const ballast_client *client, void *address);

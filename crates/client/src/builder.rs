@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use ballast_base::wire::{self, RegionInfo};
+use ballast_base::wire;
 use ballast_base::{Bytes, Hva};
 use ballast_sys::Uffd;
 use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
@@ -18,6 +18,7 @@ use crate::client::Client;
 use crate::control::Control;
 use crate::error::AttachError;
 use crate::link::Link;
+use crate::ram::Ram;
 use crate::regions::{Region, Table};
 use crate::shared::{FailStop, Shared, Timing, announce, cut};
 use crate::{fault_workers, service, visit};
@@ -36,7 +37,7 @@ pub struct Builder {
     pinned: Option<String>,
     may_pin: bool,
     fault_workers: Option<usize>,
-    regions: Vec<(OwnedFd, RegionInfo)>,
+    regions: Vec<Ram>,
     fail_stop: FailStop,
     timing: Timing,
 }
@@ -89,8 +90,13 @@ impl Builder {
     }
 
     /// A piece of guest RAM: `len` bytes of `fd` from `file_offset`, mapped `MAP_SHARED` at `hva`.
-    pub fn region(mut self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Self {
-        self.regions.push((fd, RegionInfo { hva, len, file_offset }));
+    pub fn region(self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Self {
+        self.ram(Ram::one(fd, hva, len, file_offset))
+    }
+
+    /// The same of RAM that is made of several pieces, or whose guest-physical address is known.
+    pub fn ram(mut self, ram: Ram) -> Self {
+        self.regions.push(ram);
         self
     }
 
@@ -114,12 +120,13 @@ impl Builder {
         if self.regions.is_empty() {
             return Err(AttachError::Config("no RAM region was given".into()));
         }
-        wire::check_regions(&self.regions.iter().map(|(_, info)| *info).collect::<Vec<_>>())
-            .map_err(AttachError::Config)?;
         let mut table = Table::default();
-        for (fd, info) in self.regions {
-            table.push(Region::checked(fd, info).map_err(AttachError::Config)?);
+        for ram in self.regions {
+            table.push(Region::checked(ram).map_err(AttachError::Config)?);
         }
+        let (infos, files) = table.describe();
+        let files = u8::try_from(files.len()).unwrap_or(u8::MAX);
+        wire::check_regions(&infos, files).map_err(AttachError::Config)?;
         let wanted = REQUIRED_FEATURES | HUGETLB_FEATURES | ACCESS_FEATURES | feature::POISON;
         let variable = std::env::var(fault_workers::VARIABLE).ok();
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);

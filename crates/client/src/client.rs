@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, RegionInfo, VmId};
+use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_sys::memfd::FileId;
 use ballast_sys::uffd::HUGETLB_FEATURES;
@@ -16,7 +16,8 @@ use crate::control::DiscardError;
 use crate::error::RequestError;
 use crate::link::{self, Asked};
 use crate::lock::lock;
-use crate::regions::{self, Region};
+use crate::ram::Ram;
+use crate::regions::Region;
 use crate::shared::{Shared, announce, cut};
 use crate::visit;
 
@@ -47,26 +48,37 @@ impl Client {
     /// region is announced with the next attach message. It waits while far pages of an earlier VM are
     /// written back into this file, as attaching does.
     pub fn add_region(&self, fd: OwnedFd, hva: Hva, len: Bytes, file_offset: Bytes) -> Result<(), RequestError> {
+        self.add_ram(Ram::one(fd, hva, len, file_offset))
+    }
+
+    /// The same for RAM that is made of several pieces, or whose guest-physical address is known.
+    pub fn add_ram(&self, ram: Ram) -> Result<(), RequestError> {
         let _quiet = visit::enter();
-        let shared = &self.shared;
-        let info = RegionInfo { hva, len, file_offset };
-        let region = Region::checked(fd, info).map_err(RequestError::Invalid)?;
+        let (shared, hva) = (&self.shared, ram.hva);
+        let region = Region::checked(ram).map_err(RequestError::Invalid)?;
         if region.is_huge() && shared.features & HUGETLB_FEATURES != HUGETLB_FEATURES {
             return Err(RequestError::Invalid(format!("RAM at {hva}: this kernel's userfaultfd has no huge pages")));
         }
-        let sent = regions::duplicate(&region.fd).map_err(|error| RequestError::Invalid(error.to_string()))?;
-        {
-            let mut infos = lock(&shared.table).infos();
-            infos.push(info);
-            wire::check_regions(&infos).map_err(RequestError::Invalid)?;
-            if infos.len() > MAX_REGIONS {
-                return Err(RequestError::Invalid(format!("a VM may have at most {MAX_REGIONS} RAM regions")));
-            }
-        }
+        let (info, fds) = region.describe();
+        let sent = fds.iter().map(|fd| fd.try_clone_to_owned()).collect::<std::io::Result<Vec<_>>>();
+        let sent = sent.map_err(|error| RequestError::Invalid(error.to_string()))?;
         let mut region = Some(region);
+        {
+            // As the next attach message will have it.
+            let mut table = lock(&shared.table);
+            table.extend(region.take());
+            let (infos, files) = table.describe();
+            let checked = match infos.len() {
+                ..=MAX_REGIONS => wire::check_regions(&infos, u8::try_from(files.len()).unwrap_or(u8::MAX)),
+                _ => Err(format!("a VM may have at most {MAX_REGIONS} RAM regions")),
+            };
+            region = table.pop();
+            checked.map_err(RequestError::Invalid)?;
+        }
+        let fds: Vec<_> = sent.iter().map(AsFd::as_fd).collect();
         loop {
-            let message = ClientToKeeper::AddRegion(info);
-            let answer = shared.link.ask(&message, &[sent.as_fd()], shared.timing.handshake, false, |_| {
+            let message = ClientToKeeper::AddRegion { region: info.clone(), files: fds.len() as u8 };
+            let answer = shared.link.ask(&message, &fds, shared.timing.handshake, false, |_| {
                 lock(&shared.table).extend(region.take());
             });
             match answer {
@@ -95,7 +107,7 @@ impl Client {
         const MOST_KEEPERS: usize = 8;
         let _quiet = visit::enter();
         let shared = &self.shared;
-        if !lock(&shared.table).iter().any(|region| region.info.hva == hva) {
+        if !lock(&shared.table).iter().any(|region| region.hva() == hva) {
             return Err(RequestError::Invalid(format!("no RAM region begins at {hva}")));
         }
         let mut answer = Ok(Asked::Later);
@@ -172,7 +184,7 @@ impl Client {
         let _quiet = visit::enter();
         let parts: Vec<Range> = {
             let table = lock(&self.shared.table);
-            table.iter().flat_map(|region| table.overlap(region.info.hva, region.info.len.0)).collect()
+            table.iter().flat_map(|region| table.overlap(region.hva(), region.ram.span.len.0)).collect()
         };
         parts.into_iter().try_for_each(populate)
     }

@@ -7,7 +7,9 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::{AttachError, Bytes, Client, DiscardError, Hva, RequestError, chain, regions::duplicate};
+use ballast_base::extent::MAX_EXTENTS;
+
+use crate::{AttachError, Builder, Bytes, Client, DiscardError, Hva, Ram, RamExtent, RequestError, chain};
 
 /// `struct ballast_config`. Growing it is possible: `size` says what the caller knows.
 #[repr(C)]
@@ -40,6 +42,37 @@ pub struct BallastRegion {
     pub fd: c_int,
     /// Where the mapping begins in the file.
     pub file_offset: u64,
+}
+
+/// `struct ballast_extent`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct BallastExtent {
+    /// The file; duplicated, so the caller may close its own.
+    pub fd: c_int,
+    /// Where the piece begins in the file.
+    pub file_offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
+/// `BALLAST_UNKNOWN`.
+pub const UNKNOWN: u64 = u64::MAX;
+
+/// `struct ballast_ram`. Growing it is possible: `size` says what the caller knows, and how far it is to the next.
+#[repr(C)]
+#[derive(Debug)]
+pub struct BallastRam {
+    /// `sizeof(struct ballast_ram)`.
+    pub size: usize,
+    /// Where it is mapped.
+    pub address: *mut c_void,
+    /// What is mapped there, one after the other.
+    pub extents: *const BallastExtent,
+    /// How many.
+    pub extent_count: usize,
+    /// Where the guest sees the first byte, or [`UNKNOWN`].
+    pub guest_address: u64,
 }
 
 /// `struct ballast_range`.
@@ -133,9 +166,35 @@ fn region(region: &BallastRegion) -> Result<(OwnedFd, Hva, Bytes, Bytes), Failur
         return Err(invalid("a region's fd is negative"));
     }
     // SAFETY: only borrowed for the duplication, which returns EBADF if it is not open.
-    let fd = duplicate(unsafe { BorrowedFd::borrow_raw(region.fd) })
+    let fd = unsafe { BorrowedFd::borrow_raw(region.fd) }
+        .try_clone_to_owned()
         .map_err(|error| Failure(error.raw_os_error().unwrap_or(libc::EBADF), format!("a region's fd: {error}")))?;
     Ok((fd, Hva(region.address as u64), Bytes(region.length), Bytes(region.file_offset)))
+}
+
+/// # Safety
+/// `ram.extents` points to `ram.extent_count` extents.
+unsafe fn ram(ram: &BallastRam) -> Result<Ram, Failure> {
+    if ram.size != size_of::<BallastRam>() {
+        return Err(invalid("ram.size is not the size of struct ballast_ram of this version"));
+    }
+    if ram.extents.is_null() || ram.extent_count == 0 || ram.extent_count > MAX_EXTENTS {
+        return Err(invalid("RAM needs some extents, at most 1024"));
+    }
+    let mut extents = Vec::with_capacity(ram.extent_count);
+    // SAFETY: not null, and `extent_count` are there, by the caller's promise.
+    for extent in unsafe { std::slice::from_raw_parts(ram.extents, ram.extent_count) } {
+        let one = BallastRegion {
+            address: ram.address,
+            length: extent.length,
+            fd: extent.fd,
+            file_offset: extent.file_offset,
+        };
+        let (fd, _, len, offset) = region(&one)?;
+        extents.push(RamExtent { fd, offset, len });
+    }
+    let guest_address = Some(ram.guest_address).filter(|address| *address != UNKNOWN);
+    Ok(Ram { hva: Hva(ram.address as u64), extents, guest_address })
 }
 
 /// # Safety
@@ -160,22 +219,8 @@ pub unsafe extern "C" fn ballast_attach(
         if regions.is_null() || count == 0 {
             return Err(invalid("no RAM region was given"));
         }
-        let mut builder = Client::builder();
-        // SAFETY: NULL or a readable config, by the caller's promise.
-        if let Some(config) = unsafe { config.as_ref() } {
-            if config.size != size_of::<BallastConfig>() {
-                return Err(invalid("config.size is not the size of struct ballast_config of this version"));
-            }
-            // SAFETY: texts are NULL or NUL-terminated, by the caller's promise.
-            let (name, socket, pinned) = unsafe { (text(config.name)?, text(config.socket)?, text(config.pinned)?) };
-            builder = name.into_iter().fold(builder, crate::Builder::name);
-            builder = socket.into_iter().fold(builder, crate::Builder::socket);
-            builder = pinned.into_iter().fold(builder, crate::Builder::pinned);
-            builder = builder.may_pin(config.never_pins == 0);
-            if config.limit > 0 {
-                builder = builder.limit(config.limit);
-            }
-        }
+        // SAFETY: the caller's promise.
+        let mut builder = unsafe { configured(config)? };
         // SAFETY: not null, and `count` regions are there, by the caller's promise.
         for given in unsafe { std::slice::from_raw_parts(regions, count) } {
             let (fd, hva, len, offset) = region(given)?;
@@ -184,6 +229,68 @@ pub unsafe extern "C" fn ballast_attach(
         Ok(Box::into_raw(Box::new(builder.attach()?)))
     };
     guarded(attach).unwrap_or(std::ptr::null())
+}
+
+/// Attach with RAM that is made of several extents, or whose guest-physical address is known. NULL on failure.
+///
+/// # Safety
+/// As for [`ballast_attach`]; `rams` points to `count` pieces of RAM of the size that the first one says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_attach_ram(
+    config: *const BallastConfig,
+    rams: *const BallastRam,
+    count: usize,
+) -> *const Client {
+    let attach = || -> Result<*const Client, Failure> {
+        if rams.is_null() || count == 0 {
+            return Err(invalid("no RAM was given"));
+        }
+        // SAFETY: the caller's promise.
+        let mut builder = unsafe { configured(config)? };
+        for at in 0..count {
+            // SAFETY: not null, and `count` are there, by the caller's promise. One of another size is refused before
+            // the next is looked for.
+            builder = builder.ram(unsafe { ram(&*rams.add(at))? });
+        }
+        Ok(Box::into_raw(Box::new(builder.attach()?)))
+    };
+    guarded(attach).unwrap_or(std::ptr::null())
+}
+
+/// # Safety
+/// `config` is NULL or points to a config whose `size` is right and whose texts are NUL-terminated.
+unsafe fn configured(config: *const BallastConfig) -> Result<Builder, Failure> {
+    let mut builder = Client::builder();
+    // SAFETY: NULL or a readable config, by the caller's promise.
+    if let Some(config) = unsafe { config.as_ref() } {
+        if config.size != size_of::<BallastConfig>() {
+            return Err(invalid("config.size is not the size of struct ballast_config of this version"));
+        }
+        // SAFETY: texts are NULL or NUL-terminated, by the caller's promise.
+        let (name, socket, pinned) = unsafe { (text(config.name)?, text(config.socket)?, text(config.pinned)?) };
+        builder = name.into_iter().fold(builder, Builder::name);
+        builder = socket.into_iter().fold(builder, Builder::socket);
+        builder = pinned.into_iter().fold(builder, Builder::pinned);
+        builder = builder.may_pin(config.never_pins == 0);
+        if config.limit > 0 {
+            builder = builder.limit(config.limit);
+        }
+    }
+    Ok(builder)
+}
+
+/// RAM was hot-plugged that is made of several extents, or whose guest-physical address is known.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`]; `added` points to RAM.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_add_ram(client: *const Client, added: *const BallastRam) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promises.
+        let (client, added) = unsafe { (borrow(client)?, added.as_ref()) };
+        // SAFETY: the caller's promise.
+        Ok(client.add_ram(unsafe { ram(added.ok_or_else(|| invalid("the RAM is NULL"))?)? })?)
+    })
 }
 
 /// RAM was hot-plugged.

@@ -32,6 +32,7 @@ mod fault_workers;
 pub mod ffi;
 mod link;
 mod lock;
+mod ram;
 mod regions;
 mod service;
 mod shared;
@@ -46,5 +47,6 @@ pub use client::Client;
 pub use control::DiscardError;
 pub use error::{AttachError, RequestError, chain};
 pub use fault_workers::VARIABLE as FAULT_WORKERS_VARIABLE;
+pub use ram::{Ram, RamExtent};
 #[doc(hidden)]
 pub use shared::Timing;

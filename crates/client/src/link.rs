@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, ClientToKeeper, VmId};
+use ballast_base::wire::{self, ClientToKeeper, StoreFiles, VmId};
 use ballast_sys::scm;
 
 use crate::error::{AttachError, RequestError};
@@ -30,12 +30,20 @@ pub(crate) enum Phase {
     Failed,
 }
 
+/// What is kept for the next keeper.
+#[derive(Debug)]
+pub(crate) struct Escrow {
+    /// How many files of which store there are.
+    pub stores: Vec<StoreFiles>,
+    /// The state file, then those.
+    pub files: Vec<OwnedFd>,
+}
+
 #[derive(Debug)]
 pub(crate) struct State {
     pub phase: Phase,
     pub vm: Option<VmId>,
-    /// State and arena file, and with a file store its file and index.
-    pub escrow: Option<Vec<OwnedFd>>,
+    pub escrow: Option<Escrow>,
     pub pinned: Option<String>,
     /// What the next attach message says; true also after a `MayPin` that nobody answered.
     pub may_pin: bool,
@@ -119,7 +127,7 @@ impl Link {
         lock(&self.state)
     }
 
-    pub fn up(&self, socket: Arc<OwnedFd>, vm: VmId, escrow: Option<Vec<OwnedFd>>) {
+    pub fn up(&self, socket: Arc<OwnedFd>, vm: VmId, escrow: Option<Escrow>) {
         let mut state = lock(&self.state);
         state.phase = Phase::Up;
         state.socket = Some(socket);
@@ -241,7 +249,9 @@ impl Link {
             if state.is_on(&socket) {
                 return match state.answer.clone() {
                     // A keeper has no reason to say so of anything else.
-                    Ok(Asked::Again) if !matches!(message, ClientToKeeper::AddRegion(_)) => Err(RequestError::NoAnswer),
+                    Ok(Asked::Again) if !matches!(message, ClientToKeeper::AddRegion { .. }) => {
+                        Err(RequestError::NoAnswer)
+                    }
                     answer => answer.map_err(RequestError::Refused),
                 };
             }

@@ -5,84 +5,48 @@
 //! is never zapped afterwards.
 //! Promise: a range is allowed only if it lies whole inside one announced region and was not unmapped since.
 
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd, BorrowedFd};
 
-use ballast_base::wire::{Range, RegionInfo, check_regions};
+use ballast_base::wire::{Range, RegionInfo};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_sys::memfd::{self, FileId};
+
+use crate::ram::{Checked, Ram};
 
 /// One announced region.
 #[derive(Debug)]
 pub(crate) struct Region {
-    pub info: RegionInfo,
-    pub fd: OwnedFd,
-    pub file: FileId,
-    /// Bytes of the pages it is made of.
-    page: u64,
+    pub ram: Checked,
     /// Parts that were unmapped or mapped over since, as `(start, end)` addresses.
     holes: Vec<(u64, u64)>,
 }
 
 impl Region {
-    /// Take a region given by the VMM, after checking that the address range really is a shared mapping of that file.
-    pub fn checked(fd: OwnedFd, info: RegionInfo) -> Result<Self, String> {
-        check_regions(&[info])?;
-        let wrong = |what: &str| format!("RAM at {} of {}: {what}", info.hva, info.len);
-        let io = |what: &str, error: io::Error| wrong(&format!("{what}: {error}"));
-        let file = memfd::file_id(&fd).map_err(|e| io("looking at its file", e))?;
-        let page = memfd::check_ram_pages(&fd, info.hva.0, info.file_offset.0, info.len.0).map_err(|e| wrong(&e))?;
-        if memfd::size(&fd).map_err(|e| io("looking at its file", e))?.0 < info.file_offset.0 + info.len.0 {
-            return Err(wrong("its file ends before the mapping does"));
-        }
-        let maps = std::fs::read_to_string("/proc/self/maps").map_err(|e| io("reading /proc/self/maps", e))?;
-        if !is_shared_mapping(&maps, &info, file.ino) {
-            return Err(wrong("these addresses are not one shared (MAP_SHARED) mapping of that file and offset"));
-        }
-        Ok(Self { info, fd, file, page: page.0, holes: Vec::new() })
+    /// Take a region given by the VMM, after checking it.
+    pub fn checked(ram: Ram) -> Result<Self, String> {
+        Ok(Self { ram: Checked::new(ram)?, holes: Vec::new() })
     }
 
     /// Is its RAM of huge pages?
     pub fn is_huge(&self) -> bool {
-        self.page > PAGE_SIZE as u64
+        self.ram.page > PAGE_SIZE as u64
+    }
+
+    /// Where it begins.
+    pub fn hva(&self) -> Hva {
+        self.ram.span.hva
     }
 
     fn span(&self) -> (u64, u64) {
-        (self.info.hva.0, self.info.hva.0 + self.info.len.0)
+        (self.ram.span.hva.0, self.ram.span.hva.0 + self.ram.span.len.0)
     }
-}
 
-/// Does `maps` (the text of `/proc/self/maps`) show the whole region as shared mappings of that inode, in file order?
-fn is_shared_mapping(maps: &str, info: &RegionInfo, inode: u64) -> bool {
-    let mut next = info.hva.0;
-    let end = info.hva.0 + info.len.0;
-    for line in maps.lines() {
-        let mut fields = line.split_ascii_whitespace();
-        let parsed = (|| {
-            let (from, to) = fields.next()?.split_once('-')?;
-            let shared = fields.next()?.ends_with('s');
-            let offset = fields.next()?;
-            let inode = fields.nth(1)?;
-            Some((hex(from)?, hex(to)?, shared, hex(offset)?, inode.parse::<u64>().ok()?))
-        })();
-        let Some((from, to, shared, offset, ino)) = parsed else { continue };
-        if to <= next || from > next {
-            continue;
-        }
-        let right_place = offset + (next - from) == info.file_offset.0 + (next - info.hva.0);
-        if !shared || ino != inode || !right_place {
-            return false;
-        }
-        next = to;
-        if next >= end {
-            return true;
-        }
+    /// What the keeper is told of it alone, and its files.
+    pub fn describe(&self) -> (RegionInfo, Vec<BorrowedFd<'_>>) {
+        let number = |id| self.ram.files.iter().position(|(_, other)| *other == id).unwrap_or(0) as u16;
+        (self.ram.info(number), self.ram.files.iter().map(|(fd, _)| fd.as_fd()).collect())
     }
-    false
-}
-
-fn hex(text: &str) -> Option<u64> {
-    u64::from_str_radix(text, 16).ok()
 }
 
 /// Every announced region.
@@ -100,14 +64,27 @@ impl Table {
         self.regions.push(region);
     }
 
+    /// Take away what was put there last.
+    pub fn pop(&mut self) -> Option<Region> {
+        self.regions.pop()
+    }
+
     /// Put it there, if there is one.
     pub fn extend(&mut self, region: Option<Region>) {
         self.regions.extend(region);
     }
 
-    /// The regions in a form the keeper gets.
-    pub fn infos(&self) -> Vec<RegionInfo> {
-        self.regions.iter().map(|region| region.info).collect()
+    /// The regions in a form the keeper gets, and their files, each once.
+    pub fn describe(&self) -> (Vec<RegionInfo>, Vec<BorrowedFd<'_>>) {
+        let mut numbers: HashMap<FileId, u16> = HashMap::new();
+        let mut files = Vec::new();
+        for (fd, id) in self.regions.iter().flat_map(|region| &region.ram.files) {
+            numbers.entry(*id).or_insert_with(|| {
+                files.push(fd.as_fd());
+                files.len() as u16 - 1
+            });
+        }
+        (self.regions.iter().map(|region| region.ram.info(|id| numbers[&id])).collect(), files)
     }
 
     /// Take a region off the table; `false` if none starts there.
@@ -117,7 +94,7 @@ impl Table {
 
     /// The same; returns the region.
     pub fn take(&mut self, hva: Hva) -> Option<Region> {
-        let at = self.regions.iter().position(|region| region.info.hva == hva)?;
+        let at = self.regions.iter().position(|region| region.hva() == hva)?;
         Some(self.regions.remove(at))
     }
 
@@ -127,7 +104,7 @@ impl Table {
         len > 0
             && self.regions.iter().any(|region| {
                 let (from, to) = region.span();
-                let whole = hva.0.is_multiple_of(region.page) && len.is_multiple_of(region.page);
+                let whole = hva.0.is_multiple_of(region.ram.page) && len.is_multiple_of(region.ram.page);
                 whole && from <= hva.0 && end <= to && !region.holes.iter().any(|&(h0, h1)| h0 < end && hva.0 < h1)
             })
     }
@@ -142,7 +119,7 @@ impl Table {
         let mut parts = self.overlap(hva, len);
         parts.retain(|(start, len)| {
             let region = self.regions.iter().find(|region| (region.span().0..region.span().1).contains(&start.0));
-            region.is_some_and(|region| start.0.is_multiple_of(region.page) && len.is_multiple_of(region.page))
+            region.is_some_and(|region| start.0.is_multiple_of(region.ram.page) && len.is_multiple_of(region.ram.page))
         });
         parts.sort_unstable();
         let (mut holes, mut next) = (Vec::new(), hva.0);
@@ -177,14 +154,11 @@ impl Table {
 
     /// Where the bytes `[offset, offset + len)` of a file are mapped.
     pub fn of_file(&self, file: FileId, offset: u64, len: u64) -> Vec<Range> {
-        let end = offset.saturating_add(len);
         let mut parts = Vec::new();
-        for region in self.regions.iter().filter(|region| region.file == file) {
-            let base = region.info.file_offset.0;
-            let start = offset.max(base);
-            let stop = end.min(base + region.info.len.0);
-            if start < stop {
-                parts.extend(self.overlap(region.info.hva + (start - base), stop - start));
+        for region in &self.regions {
+            let Some(number) = region.ram.files.iter().position(|(_, id)| *id == file) else { continue };
+            for (at, len) in region.ram.extents.bytes_at(number as u16, offset, len) {
+                parts.extend(self.overlap(region.hva() + at, len));
             }
         }
         parts
@@ -199,7 +173,7 @@ impl Table {
         for region in &mut self.regions {
             let (from, to) = region.span();
             if hva.0 <= from && to <= end {
-                whole.push(region.info.hva);
+                whole.push(region.hva());
             } else if from < end && hva.0 < to {
                 region.holes.push((hva.0.max(from), end.min(to)));
                 merge(&mut region.holes);
@@ -208,7 +182,7 @@ impl Table {
         let in_part = |(start, _): &Range| {
             self.regions.iter().any(|region| {
                 let (from, to) = region.span();
-                (from..to).contains(&start.0) && !whole.contains(&region.info.hva)
+                (from..to).contains(&start.0) && !whole.contains(&region.hva())
             })
         };
         let parts = parts.into_iter().filter(in_part).collect();
@@ -217,16 +191,14 @@ impl Table {
 
     /// Memory that the RAM files use now.
     pub fn resident(&self) -> Bytes {
-        let mut files: Vec<&Region> = self.regions.iter().collect();
-        files.sort_unstable_by_key(|region| (region.file.dev, region.file.ino));
-        files.dedup_by_key(|region| region.file);
-        let pages = files.iter().map(|region| memfd::resident(&region.fd).map_or(0, |pages| pages.bytes().0));
-        Bytes(pages.sum())
+        let mut seen = HashSet::new();
+        let files = self.regions.iter().flat_map(|region| &region.ram.files).filter(|(_, id)| seen.insert(*id));
+        Bytes(files.map(|(fd, _)| memfd::resident(fd).map_or(0, |pages| pages.bytes().0)).sum())
     }
 
     /// Bytes announced.
     pub fn total(&self) -> Bytes {
-        Bytes(self.regions.iter().map(|region| region.info.len.0).sum())
+        Bytes(self.regions.iter().map(|region| region.ram.span.len.0).sum())
     }
 }
 
@@ -242,24 +214,21 @@ fn merge(holes: &mut Vec<(u64, u64)>) {
     });
 }
 
-/// A second descriptor of the same open file, close-on-exec.
-pub(crate) fn duplicate(fd: impl AsFd) -> io::Result<OwnedFd> {
-    fd.as_fd().try_clone_to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ram::RamExtent;
     use ballast_sys::Mapping;
+    use std::os::fd::OwnedFd;
 
     const LEN: u64 = 16 * PAGE_SIZE as u64;
 
     fn one_region() -> (Mapping, Table) {
         let fd = memfd::create("ballast-test", Bytes(LEN)).expect("memfd");
         let map = Mapping::shared(&fd, 0, LEN as usize).expect("map");
-        let info = RegionInfo { hva: Hva(map.addr() as u64), len: Bytes(LEN), file_offset: Bytes(0) };
         let mut table = Table::default();
-        table.push(Region::checked(fd, info).expect("a good region"));
+        let ram = Ram::one(fd, Hva(map.addr() as u64), Bytes(LEN), Bytes(0));
+        table.push(Region::checked(ram).expect("a good region"));
         (map, table)
     }
 
@@ -305,10 +274,10 @@ mod tests {
     #[test]
     fn a_file_range_is_found_where_it_is_mapped() {
         let (map, table) = one_region();
-        let region = table.iter().next().expect("one");
-        assert_eq!(table.of_file(region.file, 8192, 4096), [(Hva(map.addr() as u64 + 8192), 4096)]);
-        assert_eq!(table.of_file(region.file, LEN, 4096), []);
-        let other = FileId { ino: region.file.ino + 1, ..region.file };
+        let file = table.iter().next().expect("one").ram.files[0].1;
+        assert_eq!(table.of_file(file, 8192, 4096), [(Hva(map.addr() as u64 + 8192), 4096)]);
+        assert_eq!(table.of_file(file, LEN, 4096), []);
+        let other = FileId { ino: file.ino + 1, ..file };
         assert_eq!(table.of_file(other, 0, LEN), []);
     }
 
@@ -317,17 +286,50 @@ mod tests {
         let fd = memfd::create("ballast-test", Bytes(LEN)).expect("memfd");
         let other = memfd::create("ballast-other", Bytes(LEN)).expect("memfd");
         let map = Mapping::shared(&other, 0, LEN as usize).expect("map");
-        let info = RegionInfo { hva: Hva(map.addr() as u64), len: Bytes(LEN), file_offset: Bytes(0) };
-        let copy = |fd: &OwnedFd| duplicate(fd).expect("dup");
-        assert!(Region::checked(copy(&fd), info).expect_err("another file").contains("MAP_SHARED"));
-        let shifted = RegionInfo { hva: info.hva + 4096, len: Bytes(LEN - 4096), ..info };
-        assert!(Region::checked(copy(&other), shifted).expect_err("another offset").contains("MAP_SHARED"));
-        assert!(Region::checked(copy(&other), RegionInfo { file_offset: Bytes(4096), ..info }).is_err());
+        let copy = |fd: &OwnedFd| fd.try_clone().expect("dup");
+        let one = |fd, skip: u64, offset| {
+            let hva = Hva(map.addr() as u64 + skip);
+            Region::checked(Ram::one(fd, hva, Bytes(LEN - skip), Bytes(offset)))
+        };
+        assert!(one(copy(&fd), 0, 0).expect_err("another file").contains("MAP_SHARED"));
+        assert!(one(copy(&other), 4096, 0).expect_err("another offset").contains("MAP_SHARED"));
+        assert!(one(copy(&other), 0, 4096).expect_err("beyond the end").contains("which has 65536 bytes only"));
         let plain = tempfile::tempfile_in(".").expect("a file on disk");
         plain.set_len(LEN).expect("grow");
         if !memfd::is_shmem(&plain).expect("statfs") {
-            assert!(Region::checked(plain.into(), info).expect_err("disk file").contains("not shared memory"));
+            assert!(one(plain.into(), 0, 0).expect_err("disk file").contains("not shared memory"));
         }
-        Region::checked(other, info).expect("the real one");
+        one(other, 0, 0).expect("the real one");
+    }
+
+    #[test]
+    fn ram_in_pieces_is_found_by_address_and_by_file_and_said_with_each_file_once() {
+        let page = PAGE_SIZE as u64;
+        let files = [0, 1].map(|_| memfd::create("ballast-test", Bytes(LEN)).expect("memfd"));
+        let list = [(0, 8 * page, 2 * page), (1, page, 3 * page), (0, 0, page)];
+        let pieces = list.map(|(file, offset, len): (usize, u64, u64)| (&files[file], offset, len as usize));
+        let map = Mapping::shared_pieces(&pieces).expect("map");
+        let hva = Hva(map.addr() as u64);
+        let ram = |list: &[(usize, u64, u64)]| {
+            let extent = |(file, offset, len): &(usize, u64, u64)| {
+                let fd = files[*file].try_clone().expect("dup");
+                RamExtent { fd, offset: Bytes(*offset), len: Bytes(*len) }
+            };
+            Ram { hva, extents: list.iter().map(extent).collect(), guest_address: Some(page) }
+        };
+        let mut table = Table::default();
+        table.push(Region::checked(ram(&list)).expect("a good region"));
+        let (infos, fds) = table.describe();
+        assert_eq!((fds.len(), infos[0].guest_address, infos[0].extents.len()), (2, Some(page), 3));
+        ballast_base::wire::check_regions(&infos, 2).expect("the keeper takes it");
+        let ids = files.each_ref().map(|file| memfd::file_id(file).expect("stat"));
+        assert_eq!(table.of_file(ids[0], 0, LEN), [(hva, 2 * page), (hva + 5 * page, page)]);
+        assert_eq!(table.of_file(ids[1], 2 * page + 7, page), [(hva + 3 * page + 7, page)]);
+        assert!(table.allows((hva + page, 2 * page)), "across a border");
+
+        let swapped = [list[1], list[0], list[2]];
+        assert!(Region::checked(ram(&swapped)).expect_err("another order").contains("MAP_SHARED"));
+        let twice = [list[0], (0, 9 * page, page), list[2]];
+        assert!(Region::checked(ram(&twice)).expect_err("twice").contains("overlap at offset 0x9000 of file 0"));
     }
 }

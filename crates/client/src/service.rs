@@ -11,9 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{
-    self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_ESCROW, MAX_RANGES, MIN_ESCROW,
-};
+use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_RANGES};
 use ballast_base::{Bytes, Hva};
 use ballast_sys::scm;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -22,7 +20,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::control::Pair;
 use crate::error::{AttachError, chain};
-use crate::link::{Asked, Phase};
+use crate::link::{Asked, Escrow, Phase};
 use crate::lock::lock;
 use crate::shared::{Shared, announce};
 
@@ -142,6 +140,8 @@ impl Service<'_> {
 
         let mut link = shared.link.begin();
         let table = lock(&shared.table);
+        let (regions, files) = table.describe();
+        let escrow = link.escrow.as_ref().filter(|_| link.vm.is_some());
         let message = Attach {
             name: shared.name.clone(),
             limit: shared.limit.map(Bytes),
@@ -150,16 +150,15 @@ impl Service<'_> {
             shards: shared.uffds.len() as u8,
             pinned: link.pinned.clone(),
             may_pin: link.may_pin,
-            regions: table.infos(),
+            files: u8::try_from(files.len()).unwrap_or(u8::MAX),
+            regions,
             resume: link.vm,
-            has_file: link.escrow.as_ref().is_some_and(|escrow| escrow.len() == MAX_ESCROW),
+            stores: escrow.map_or_else(Vec::new, |escrow| escrow.stores.clone()),
         };
         message.validate().map_err(AttachError::Config)?;
         let mut fds: Vec<_> = shared.uffds.iter().map(AsFd::as_fd).chain([pair.theirs.as_fd()]).collect();
-        fds.extend(table.iter().map(|region| region.fd.as_fd()));
-        if let (Some(_), Some(escrow)) = (link.vm, &link.escrow) {
-            fds.extend(escrow.iter().map(AsFd::as_fd));
-        }
+        fds.extend(files);
+        fds.extend(escrow.iter().flat_map(|escrow| &escrow.files).map(AsFd::as_fd));
         let bytes = wire::encode(&ClientToKeeper::Attach(message));
         scm::send(&socket, &bytes, &fds).map_err(|source| AttachError::Connect { path: path.clone(), source })?;
         link.phase = Phase::Pending;
@@ -210,14 +209,14 @@ impl Service<'_> {
                     self.shared.link.answer(Ok(Asked::Again));
                 }
                 Ok(KeeperToClient::Refused(reason)) => self.shared.link.answer(Err(reason)),
-                Ok(KeeperToClient::Attached(_)) => self.garbage("an answer to a question that was not asked"),
+                Ok(KeeperToClient::Attached { .. }) => self.garbage("an answer to a question that was not asked"),
                 Err(error) => self.garbage(&error.to_string()),
             };
         };
         match message {
-            Ok(KeeperToClient::Attached(vm)) => {
-                let whole = [MIN_ESCROW, MAX_ESCROW].contains(&received.fds.len());
-                let escrow = Some(received.fds).filter(|_| whole);
+            Ok(KeeperToClient::Attached { vm, stores }) => {
+                let whole = received.fds.len() == 1 + wire::count_files(&stores) && wire::check_stores(&stores).is_ok();
+                let escrow = (whole && !stores.is_empty()).then_some(Escrow { stores, files: received.fds });
                 let known = self.shared.link.vm();
                 if known.is_some_and(|known| known != vm) {
                     return self.failed(AttachError::Refused(format!("it answered for another VM, {vm}")));

@@ -6,9 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_base::wire::{
-    ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, MAX_ESCROW, MIN_ESCROW, VmId,
-};
+use ballast_base::wire::{ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_client::{AttachError, Builder, Client, DiscardError, RequestError, Timing, ffi};
 use ballast_sys::uffd::{FaultKind, FillOutcome};
@@ -154,7 +152,7 @@ fn garbage_on_either_socket_is_survived() {
         scm::send(&session.control, bytes, &[]).expect("send");
         scm::send(&session.socket, bytes, &[]).expect("send");
     }
-    session.answer(&KeeperToClient::Attached(VmId([9; 16])));
+    session.answer(&KeeperToClient::Attached { vm: VmId([9; 16]), stores: Vec::new() });
     session.answer(&KeeperToClient::Refused("nobody asked".into()));
     session.tell(&EngineToClient::DiscardDone { seq: 12345, error: None });
     // One thread reads both sockets in turn: once nothing is unread here, an answer there means that all was handled.
@@ -242,12 +240,13 @@ fn a_discard_that_the_engine_cannot_do_fails_with_its_reason() {
 
 #[test]
 fn after_the_keeper_died_the_client_resumes_with_the_same_files_and_a_fresh_control_socket() {
-    for files in [MIN_ESCROW, MAX_ESCROW] {
-        resumes_with(files);
+    // The third is a store that this client knows nothing of.
+    for stores in [&[(1, 1)][..], &[(1, 1), (2, 2)], &[(1, 1), (2, 2), (9, 3)]] {
+        resumes_with(stores);
     }
 }
 
-fn resumes_with(files: usize) {
+fn resumes_with(stores: &[(u8, u8)]) {
     if !have_uffd() {
         return;
     }
@@ -255,7 +254,7 @@ fn resumes_with(files: usize) {
     let (fd, map) = ram();
     let (client, escrow) = attach_with(impatient(builder(&keeper, &fd, &map)), &keeper, |keeper| {
         let session = keeper.client();
-        session.accept_with(files)
+        session.accept_with(stores)
         // The session's sockets close here: the keeper is dead.
     });
     let client = client.expect("attach");
@@ -273,8 +272,9 @@ fn resumes_with(files: usize) {
     assert_eq!(session.attach.resume, Some(VM));
     assert_eq!(session.attach.regions.len(), 2);
     let ids = |fds: &[OwnedFd]| fds.iter().map(|fd| memfd::file_id(fd).expect("stat")).collect::<Vec<_>>();
-    assert_eq!(session.attach.has_file, files == MAX_ESCROW);
-    assert_eq!(ids(&session.escrow), escrow, "state and arena files are handed back, and those of a file store");
+    let said: Vec<_> = session.attach.stores.iter().map(|files| (files.store, files.count)).collect();
+    assert_eq!(said, stores);
+    assert_eq!(ids(&session.escrow), escrow, "the state file is handed back, and those of the stores");
     assert_eq!(ids(&session.ram), ids(&[fd, extra]));
     session.accept();
     session.ping(1 << 32);
@@ -331,7 +331,7 @@ fn a_refused_resume_is_tried_again_until_it_is_taken() {
     let (client, session) = attached(&keeper, &fd, &map);
     drop(session);
     keeper.client().answer(&KeeperToClient::Refused("still thinking".into()));
-    keeper.client().answer(&KeeperToClient::Attached(VmId([3; 16])));
+    keeper.client().answer(&KeeperToClient::Attached { vm: VmId([3; 16]), stores: Vec::new() });
     drop(keeper.client());
     scm::send(&keeper.client().socket, b"nonsense", &[]).expect("send");
     let session = keeper.client();
@@ -357,7 +357,7 @@ fn a_first_attach_that_fails_says_why() {
     assert!(matches!(hung_up, AttachError::NoAnswer(_)), "{hung_up}");
     let garbage = attempt(|session| scm::send(&session.socket, b"HTTP/1.1", &[]).expect("send"));
     assert!(matches!(garbage, AttachError::Protocol(_)), "{garbage}");
-    let bare = attempt(|session| session.answer(&KeeperToClient::Attached(VM)));
+    let bare = attempt(|session| session.answer(&KeeperToClient::Attached { vm: VM, stores: Vec::new() }));
     assert!(matches!(bare, AttachError::NoAnswer(_)), "{bare}");
     let named = builder(&keeper, &fd, &map).name("../etc").attach().expect_err("bad name");
     assert!(matches!(named, AttachError::Config(_)), "{named}");
@@ -419,7 +419,10 @@ fn a_region_for_which_the_keeper_asks_to_wait_is_asked_for_again_until_it_is_tak
         let adding = scope.spawn(|| client.add_region(extra, range.0, Bytes(pages(PAGES)), Bytes(0)));
         for _ in 0..2 {
             let (message, fds) = session.request();
-            assert!(matches!(message, ClientToKeeper::AddRegion(info) if info.hva == range.0) && fds.len() == 1);
+            assert!(
+                matches!(message, ClientToKeeper::AddRegion { region: info, .. } if info.span.hva == range.0)
+                    && fds.len() == 1
+            );
             session.answer(&KeeperToClient::Later("it is being written back".into()));
         }
         session.request();
@@ -444,7 +447,10 @@ fn a_removed_region_is_never_zapped_again_and_a_refused_one_never() {
     std::thread::scope(|scope| {
         let adding = scope.spawn(add);
         let (message, fds) = session.request();
-        assert!(matches!(message, ClientToKeeper::AddRegion(info) if info.hva == range.0) && fds.len() == 1);
+        assert!(
+            matches!(message, ClientToKeeper::AddRegion { region: info, .. } if info.span.hva == range.0)
+                && fds.len() == 1
+        );
         session.answer(&KeeperToClient::Refused("full".into()));
         assert!(matches!(adding.join().expect("thread"), Err(RequestError::Refused(_))));
         assert_eq!(session.zap(1, vec![range]), Some(libc::EINVAL));

@@ -1,4 +1,4 @@
-//! `examples/embed.c`, compiled by the system's C compiler against the header and the shared library: a VMM in another
+//! The examples, compiled by the system's C compiler against the header and the shared library: a VMM in another
 //! process than the engine that serves its faults.
 
 mod double;
@@ -16,7 +16,7 @@ use ballast_sys::uffd::FillOutcome;
 use double::{Keeper, have_uffd};
 
 /// Compile the example; `None` (said aloud) without a C compiler.
-fn compile(out: &Path) -> Option<PathBuf> {
+fn compile(out: &Path, example: &str) -> Option<PathBuf> {
     let works = Command::new("cc").arg("--version").output().is_ok_and(|output| output.status.success());
     if missing("cc", (!works).then_some("no C compiler called cc")) {
         return None;
@@ -24,10 +24,10 @@ fn compile(out: &Path) -> Option<PathBuf> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     // The test program is in `deps`, where the build puts the shared library too.
     let libraries = std::env::current_exe().expect("own path").parent().expect("a folder").to_owned();
-    let program = out.join("embed");
+    let program = out.join(example);
     let status = Command::new("cc")
         .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1"])
-        .arg(here.join("examples/embed.c"))
+        .arg(here.join("examples").join(example).with_extension("c"))
         .arg("-I")
         .arg(here.join("include"))
         .arg("-L")
@@ -48,7 +48,7 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
         return;
     }
     let dir = tempfile::tempdir().expect("tempdir");
-    let Some(program) = compile(dir.path()) else { return };
+    let Some(program) = compile(dir.path(), "embed") else { return };
     let keeper = Keeper::start();
     let mut child = Command::new(program)
         .env("BALLAST_SOCKET", &keeper.path)
@@ -96,4 +96,41 @@ fn the_c_example_attaches_keeps_its_bytes_discards_and_stops_when_told() {
     assert_eq!(output.status.signal(), Some(libc::SIGABRT));
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("cannot be kept right: the arena is gone"), "{stderr}");
+}
+
+#[test]
+fn the_c_example_with_ram_in_pieces_says_which_and_keeps_its_bytes() {
+    if !have_uffd() {
+        return;
+    }
+    const PIECE: u64 = 1 << 20;
+    let dir = tempfile::tempdir().expect("tempdir");
+    let Some(program) = compile(dir.path(), "pieces") else { return };
+    let keeper = Keeper::start();
+    let mut child = Command::new(program)
+        .env("BALLAST_SOCKET", &keeper.path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("start");
+    let session = keeper.client();
+    let [region] = &session.attach.regions[..] else { panic!("{:?}", session.attach.regions) };
+    let extents: Vec<_> = region.extents.iter().map(|extent| (extent.file, extent.offset.0, extent.len.0)).collect();
+    assert_eq!(extents, [(0, 3 * PIECE, PIECE), (1, 0, PIECE), (0, PIECE, PIECE)]);
+    assert_eq!((region.guest_address, session.ram.len()), (Some(0), 2));
+    session.accept();
+    let mut input = child.stdin.take().expect("stdin");
+    let mut lines = BufReader::new(child.stdout.take().expect("stdout")).lines();
+    assert_eq!(lines.next().expect("a line").expect("text"), "attached");
+    session.register_all();
+    let (start, len) = session.whole(0);
+    assert_eq!(session.zap(1, vec![(start, len)]), None, "across all pieces");
+    writeln!(input, "check").expect("write");
+    for _ in 0..len / 4096 {
+        let fault = session.next_fault();
+        assert_eq!(session.uffd.map_existing(fault.addr, 4096).expect("continue"), FillOutcome::Done);
+    }
+    assert_eq!(lines.next().expect("a line").expect("text"), "right");
+    drop(input);
+    assert!(child.wait().expect("wait").success());
 }

@@ -12,16 +12,133 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_api::VmStatus;
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, MAX_SHARDS, RegionInfo};
-use ballast_base::{Bytes, Hva};
+use ballast_base::extent::MAX_EXTENTS;
+use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, MAX_SHARDS, RegionInfo, Span, StoreFiles};
+use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
 use common::{Daemon, kill, signal_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 
+/// RAM of one file is plugged.
+fn add(region: RegionInfo) -> ClientToKeeper {
+    ClientToKeeper::AddRegion { region, files: 1 }
+}
+
+fn files_of(stores: &[(u8, u8)]) -> Vec<StoreFiles> {
+    stores.iter().map(|(store, count)| StoreFiles { store: *store, count: *count }).collect()
+}
+
+/// Say exactly this, with these RAM files, and hear the answer.
+fn say(daemon: &Daemon, client: &RawClient, message: wire::Attach, ram: &[&Ram]) -> KeeperToClient {
+    let socket = connect(&daemon.attach_socket()).expect("connect");
+    scm::send(&socket, &wire::encode(&ClientToKeeper::Attach(message)), &client.descriptors(ram)).expect("send");
+    hear(&socket).expect("an answer").0
+}
+
+fn extent(file: u16, first: u64, pages: u64) -> Extent {
+    Extent { file, offset: Bytes(first * 4096), len: Bytes(pages * 4096) }
+}
+
+/// A region of these extents, wherever it is mapped.
+fn region(at: u64, extents: &[Extent]) -> RegionInfo {
+    let len = extents.iter().fold(0u64, |sum, extent| sum.wrapping_add(extent.len.0));
+    RegionInfo { span: Span { hva: Hva(at), len: Bytes(len) }, extents: extents.to_vec(), guest_address: None }
+}
+
+#[test]
+fn extents_that_no_ram_can_have_are_refused_by_name_and_the_keeper_goes_on() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let (a, b) = (Ram::new(16), Ram::new(16));
+    let client = RawClient::new(&daemon.attach_socket(), "web");
+    let at = a.info().span.hva.0;
+    let bytes = |offset, len| Extent { file: 0, offset: Bytes(offset), len: Bytes(len) };
+    let many = vec![extent(0, 0, 1); MAX_EXTENTS + 1];
+    let other_len = RegionInfo { span: Span { hva: Hva(at), len: Bytes(4096) }, ..region(at, &[extent(0, 0, 2)]) };
+    let wrong: Vec<(Vec<RegionInfo>, &str)> = vec![
+        (
+            vec![region(at, &[extent(0, 0, 4), extent(0, 3, 4)])],
+            "two of its extents overlap at offset 0x3000 of file 0",
+        ),
+        (
+            vec![region(at, &[extent(0, 0, 4)]), region(at + 65536, &[extent(0, 2, 4)])],
+            "overlap at offset 0x2000 of file 0",
+        ),
+        (vec![region(at, &[extent(0, 0, 4)]), region(at + 4096, &[extent(1, 0, 4)])], "regions overlap at"),
+        (
+            vec![region(at, &[extent(0, 0, 4), extent(1, 10, 7)])],
+            "extent 1 ends at offset 0x11000 of file 1, which has",
+        ),
+        (vec![region(at, &[bytes(u64::MAX - 4095, 4096)])], "is too long"),
+        (vec![region(at, &[bytes(0, 4096), bytes(8192, u64::MAX - 4095)])], "whole pages"),
+        (vec![region(at, &[bytes(0, 4096), bytes(8192, 1 << 63)])], "does not fit the address space"),
+        (vec![region(at, &[bytes(1, 4096)])], "extent 0, 4096 bytes from offset 0x1 of file 0, must be whole pages"),
+        (vec![region(at, &[extent(0, 0, 1), extent(0, 5, 0)])], "extent 1, 0 bytes"),
+        (vec![region(at, &[])], "whole pages"),
+        (vec![region(at, &[extent(7, 0, 1)])], "an extent of file 7, and there are 2 files"),
+        (vec![region(at, &many)], "1025 extents; at most 1024"),
+        (vec![other_len], "its extents have 8192 bytes, and it has 4096"),
+    ];
+    for (regions, why) in wrong {
+        let message = wire::Attach { regions, files: 2, ..client.message(vec![a.info()]) };
+        let answer = say(&daemon, &client, message, &[&a, &b]);
+        assert!(matches!(&answer, KeeperToClient::Refused(text) if text.contains(why)), "{why}: {answer:?}");
+    }
+    let regions = vec![region(at, &[extent(0, 0, 4), extent(1, 0, 4)])];
+    let message = wire::Attach { regions: regions.clone(), files: 2, ..client.message(vec![a.info()]) };
+    let answer = say(&daemon, &client, message, &[&a, &a]);
+    assert!(matches!(&answer, KeeperToClient::Refused(why) if why.contains("the same file")), "{answer:?}");
+    let message = wire::Attach { regions, files: 0, ..client.message(vec![a.info()]) };
+    let answer = say(&daemon, &client, message, &[&a, &a]);
+    assert!(matches!(&answer, KeeperToClient::Refused(why) if why.contains("0 RAM files announced")), "{answer:?}");
+
+    let mut good = attached(&daemon, "web", &[&a]);
+    let overlapping = add(region(b.info().span.hva.0, &[extent(0, 15, 1)]));
+    let answer = good.ask(&overlapping, &[a.fd.as_fd()]);
+    assert!(
+        matches!(&answer, Some(KeeperToClient::Refused(why)) if why.contains("overlaps, at offset 0xf000")),
+        "{answer:?}"
+    );
+    good.hang_up();
+}
+
+#[test]
+fn two_vms_may_have_parts_of_one_file_and_neither_may_have_a_page_of_the_other() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start("");
+    let ram = Ram::new(48);
+    let at = ram.info().span.hva.0;
+    let part = |first: u64, pages: u64| region(at + first * 4096, &[extent(0, first, pages)]);
+    let vm = |name: &str, regions: Vec<RegionInfo>| {
+        let client = RawClient::new(&daemon.attach_socket(), name);
+        let message = wire::Attach { regions, files: 1, ..client.message(vec![ram.info()]) };
+        let socket = connect(&daemon.attach_socket()).expect("connect");
+        let bytes = wire::encode(&ClientToKeeper::Attach(message));
+        scm::send(&socket, &bytes, &client.descriptors(&[&ram])).expect("send");
+        let answer = hear(&socket).expect("an answer").0;
+        (answer, socket, client)
+    };
+    let (first, _socket, _client) = vm("first", vec![part(0, 16)]);
+    assert!(matches!(first, KeeperToClient::Attached { .. }), "{first:?}");
+    let (second, _other_socket, _other) = vm("second", vec![part(32, 16)]);
+    assert!(matches!(second, KeeperToClient::Attached { .. }), "{second:?}\n{}", daemon.log());
+    until("both are served", || daemon.api.vm("first").is_ok() && daemon.api.vm("second").is_ok());
+    assert_eq!(daemon.vm("second").size_bytes, 16 * 4096);
+    let (third, ..) = vm("third", vec![part(15, 17)]);
+    assert!(matches!(&third, KeeperToClient::Refused(_)), "{third:?}");
+    let (both, ..) = vm("both", vec![part(0, 16), part(32, 16)]);
+    assert!(matches!(&both, KeeperToClient::Refused(why) if why.contains("some of its RAM is that of")), "{both:?}");
+}
+
 fn attaches(client: &mut RawClient, ram: &[&Ram]) -> bool {
-    matches!(client.attach(ram), Some(KeeperToClient::Attached(_)))
+    matches!(client.attach(ram), Some(KeeperToClient::Attached { .. }))
 }
 
 /// Attach, over a keeper that is not there yet or is busy with others if need be, and wait until the engine has the VM.
@@ -31,7 +148,7 @@ fn attached(daemon: &Daemon, name: &str, ram: &[&Ram]) -> RawClient {
     until("a good client attaches", || daemon.attach_socket().exists());
     for _ in 0..1000 {
         last = client.attach(ram);
-        if matches!(last, Some(KeeperToClient::Attached(_))) {
+        if matches!(last, Some(KeeperToClient::Attached { .. })) {
             until("it is served", || daemon.api.vm(name).is_ok());
             return client;
         }
@@ -93,27 +210,34 @@ fn random_messages_with_random_descriptors_neither_stop_the_keeper_nor_leave_any
     let (keeper, engine) = (daemon.keeper_pid(), daemon.engine_pid().expect("an engine"));
     let ram = Ram::new(64);
     let mut good = attached(&daemon, "good", &[&ram]);
-    let escrow = good.escrow.take().expect("escrow").1;
+    let escrow = good.escrow.take().expect("escrow").2;
     good.hang_up();
     until("the VM is forgotten", || daemon.api.vms().is_ok_and(|vms| vms.is_empty()));
     let before = [keeper, engine].map(descriptors);
 
     let mut rng = Rng(1);
     let other = Ram::new(16);
+    let stores = [(RAM_STORE, 1), (FILE_STORE, 2), (7, 1), (RAM_STORE, 255)];
     for _ in 0..400 {
         let Some(socket) = connect(&daemon.attach_socket()) else { panic!("nobody listens\n{}", daemon.log()) };
         let client = RawClient::new(&daemon.attach_socket(), ["mad", "good", "-", "x"][rng.below(4)]);
         for _ in 0..=rng.below(3) {
             let all_regions = [ram.info(), other.info()];
-            let regions = all_regions[..rng.below(3)].to_vec();
+            let mut regions = all_regions[..rng.below(3)].to_vec();
+            for extent in regions.iter_mut().flat_map(|region| &mut region.extents) {
+                if rng.below(3) == 0 {
+                    extent.offset = Bytes([0, 1, 4096, u64::MAX - 4095][rng.below(4)]);
+                }
+            }
             let message = match rng.below(6) {
-                0 => ClientToKeeper::AddRegion(ram.info()),
+                0 => add(ram.info()),
                 1 => ClientToKeeper::RemoveRegion(Hva(rng.below(1 << 20) as u64)),
                 2 => ClientToKeeper::Pin("p".repeat(rng.below(300))),
                 3 => ClientToKeeper::MayPin,
                 _ => ClientToKeeper::Attach(wire::Attach {
                     resume: [None, Some(wire::VmId([7; 16]))][rng.below(2)],
-                    has_file: rng.below(2) == 0,
+                    stores: files_of(&stores[..rng.below(stores.len() + 1)]),
+                    files: [1, 1, 2, 0, 200][rng.below(5)],
                     shards: [1, 1, 0, 2, 9, 255][rng.below(6)],
                     ..client.message(regions)
                 }),
@@ -401,12 +525,12 @@ fn second_process() {
     let mut client = RawClient::new(Path::new(&socket), &name);
     let mut info = ram.info();
     if std::env::var_os("BALLAST_TEST_LIES").is_some() {
-        info.hva = Hva(1 << 30);
+        info.span.hva = Hva(1 << 30);
     }
     for line in std::io::stdin().lines() {
         assert_eq!(line.expect("a line"), "attach");
         client.hang_up();
-        let socket = client.ask_to_attach_at(vec![info], &[&ram]);
+        let socket = client.ask_to_attach_at(vec![info.clone()], &[&ram]);
         println!("asked");
         println!("answer: {:?}", socket.and_then(|socket| client.hear_of_attach(socket)));
     }
@@ -424,7 +548,7 @@ fn has_heard(daemon: &Daemon) {
     let socket = connect(&daemon.attach_socket()).expect("connect");
     let ram = Ram::new(16);
     for _ in 0..2 {
-        let nonsense = wire::encode(&ClientToKeeper::AddRegion(ram.info()));
+        let nonsense = wire::encode(&add(ram.info()));
         scm::send(&socket, &nonsense, &[ram.fd.as_fd()]).expect("send");
         assert!(matches!(hear(&socket), Some((KeeperToClient::Refused(_), _))), "it has not attached");
     }
@@ -554,7 +678,7 @@ fn a_process_that_brings_only_a_missing_region_joins_the_vm_that_misses_it() {
     let mut daemon = Daemon::start("");
     let (a, b) = (Ram::new(16), Ram::new(32));
     let (mut vmm, _second) = half_back(&mut daemon, &a, &b);
-    let id = vmm.escrow.as_ref().map(|(vm, _)| vm.to_string()).expect("it was attached");
+    let id = vmm.escrow.as_ref().map(|(vm, ..)| vm.to_string()).expect("it was attached");
     let mut third = Second::start(&daemon, "other", &b);
     assert!(third.attach().contains("Attached"), "{}", daemon.log());
     assert!(attaches(&mut vmm, &[&a, &b]), "{}", daemon.log());
@@ -599,7 +723,7 @@ fn a_region_that_was_unplugged_while_no_keeper_ran_is_not_waited_for() {
     assert_eq!(daemon.vm("web").size_bytes, 16 * 4096);
     // Its memory may be plugged again, under a number of its own.
     let again = Ram::new(8);
-    let answer = vmm.ask(&ClientToKeeper::AddRegion(again.info()), &[again.fd.as_fd()]);
+    let answer = vmm.ask(&add(again.info()), &[again.fd.as_fd()]);
     assert_eq!(answer, Some(KeeperToClient::Ok));
     until("it is part of the VM", || daemon.vm("web").size_bytes == 24 * 4096);
 }
@@ -612,17 +736,15 @@ fn one_region_too_many_or_twice_the_same_is_refused_and_the_vm_stays() {
     let daemon = Daemon::start("");
     let ram = Ram::new(16);
     let vmm = attached(&daemon, "web", &[&ram]);
-    let twice = vmm.ask(&ClientToKeeper::AddRegion(ram.info()), &[ram.fd.as_fd()]);
+    let twice = vmm.ask(&add(ram.info()), &[ram.fd.as_fd()]);
     assert!(matches!(twice, Some(KeeperToClient::Refused(_))), "{twice:?}");
     let more: Vec<Ram> = (0..MAX_REGIONS as u64).map(|_| Ram::new(1)).collect();
-    let answers: Vec<bool> = more
-        .iter()
-        .map(|ram| vmm.ask(&ClientToKeeper::AddRegion(ram.info()), &[ram.fd.as_fd()]) == Some(KeeperToClient::Ok))
-        .collect();
+    let answers: Vec<bool> =
+        more.iter().map(|ram| vmm.ask(&add(ram.info()), &[ram.fd.as_fd()]) == Some(KeeperToClient::Ok)).collect();
     assert_eq!(answers.iter().filter(|added| **added).count(), MAX_REGIONS - 1);
     assert!(!answers[MAX_REGIONS - 1]);
-    let far = RegionInfo { hva: Hva(u64::MAX - 4095), ..ram.info() };
-    let outside = vmm.ask(&ClientToKeeper::AddRegion(far), &[ram.fd.as_fd()]);
+    let far = RegionInfo { span: Span { hva: Hva(u64::MAX - 4095), len: Bytes(4096) }, ..ram.info() };
+    let outside = vmm.ask(&add(far), &[ram.fd.as_fd()]);
     assert!(matches!(outside, Some(KeeperToClient::Refused(_))), "{outside:?}");
     until("the VM has them all", || daemon.vm("web").regions.len() == MAX_REGIONS);
 }

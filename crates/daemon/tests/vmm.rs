@@ -159,14 +159,14 @@ fn ram_that_another_vmm_plugs_while_it_is_written_back_waits_for_every_page() {
     squeeze(&daemon, "first");
     let own = Ram::new(16);
     let mut second = RawClient::new(&daemon.attach_socket(), "second");
-    assert!(matches!(second.attach(&[&own]), Some(KeeperToClient::Attached(_))));
+    assert!(matches!(second.attach(&[&own]), Some(KeeperToClient::Attached { .. })));
     // Nothing is written back while it is stopped.
     let engine = daemon.engine_pid().expect("an engine");
     common::signal_process(engine, Signal::STOP);
     vmm.kill();
     until("the keeper sees its end", || daemon.log().contains("forgetting the VM"));
     let plugged = Ram::of(std::fs::File::options().read(true).write(true).open(&file).expect("open the RAM").into());
-    let plug = || second.ask(&ClientToKeeper::AddRegion(plugged.info()), &[plugged.fd.as_fd()]);
+    let plug = || second.ask(&ClientToKeeper::AddRegion { region: plugged.info(), files: 1 }, &[plugged.fd.as_fd()]);
     let answer = plug();
     let zeros = wrong_pages(&file);
     assert!(matches!(answer, Some(KeeperToClient::Later(_))), "{answer:?} while {zeros} pages of it are zeros");

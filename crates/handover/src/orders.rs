@@ -6,11 +6,12 @@
 
 use ballast_base::Hva;
 use ballast_base::format::{Format, Message};
-use ballast_base::wire::{RegionInfo, VmId};
+use ballast_base::wire::{Span, StoreFiles, VmId};
 use serde::{Deserialize, Serialize};
 
-/// The messages in this file. Version 6: the engine's settings are bytes; nothing older is read.
-pub const FORMAT: Format = Format { version: 6, least_reader: 6, oldest: 6 };
+/// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
+/// extents; nothing older is read.
+pub const FORMAT: Format = Format { version: 7, least_reader: 7, oldest: 7 };
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,8 +31,8 @@ pub struct Begin {
 pub enum Order {
     /// The first order. One descriptor: the API listener.
     Begin(Begin),
-    /// Serve this VM. Descriptors: state file, arena file, with a file store its file and index, then one RAM file per
-    /// region of the state file (a removed region is represented by the state file).
+    /// Serve this VM. Descriptors: the state file, the files of its stores, then each RAM file that its state file
+    /// names, once, in any order.
     OpenVm {
         /// The VM.
         vm: VmId,
@@ -41,8 +42,10 @@ pub enum Order {
         pinned: Option<String>,
         /// See [`ballast_base::wire::Attach::may_pin`].
         may_pin: bool,
-        /// It has a file store.
-        has_file: bool,
+        /// How many files of which store there are.
+        stores: Vec<StoreFiles>,
+        /// How many RAM files there are.
+        files: u8,
     },
     /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
     AddView {
@@ -53,20 +56,22 @@ pub enum Order {
         /// userfaultfd features.
         uffd_features: u64,
         /// Where it maps which region.
-        spans: Vec<(RegionInfo, u32)>,
+        spans: Vec<(Span, u32)>,
         /// Since when nobody serves it, on the monotonic clock.
         unserved_since_ns: Option<u64>,
     },
-    /// RAM was hot-plugged. Descriptor: the RAM file.
+    /// RAM was hot-plugged. Descriptors: its files.
     AddRegion {
         /// The VM.
         vm: VmId,
         /// The process that told us.
         pid: u32,
-        /// Where it maps it.
-        info: RegionInfo,
+        /// Where it maps it; `None` if that comes with its view.
+        span: Option<Span>,
         /// Its number.
         number: u32,
+        /// How many files there are.
+        files: u8,
     },
     /// RAM is about to be unplugged. Answered by [`Report::Done`].
     RemoveRegion {
@@ -202,15 +207,17 @@ mod tests {
     #[test]
     fn what_is_said_is_what_this_version_says() {
         let vm = VmId([7; 16]);
-        let info = RegionInfo { hva: Hva(4096), len: Bytes(8192), file_offset: Bytes(0) };
+        let span = Span { hva: Hva(4096), len: Bytes(8192) };
+        let stores = vec![StoreFiles { store: 1, count: 1 }, StoreFiles { store: 2, count: 2 }];
         let begin = Begin { keeper_pid: 1, restarts: 2, since_unix_s: 3, settings: vec![4, 5] };
-        let open = Order::OpenVm { vm, vmm: "q".into(), pinned: Some("p".into()), may_pin: true, has_file: false };
-        let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(info, 3)], unserved_since_ns: Some(4) };
+        let (vmm, pinned) = ("q".into(), Some("p".into()));
+        let open = Order::OpenVm { vm, vmm, pinned, may_pin: true, stores, files: 5 };
+        let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(span, 3)], unserved_since_ns: Some(4) };
         let orders = [
             Order::Begin(begin),
             open,
             add,
-            Order::AddRegion { vm, pid: 1, info, number: 2 },
+            Order::AddRegion { vm, pid: 1, span: Some(span), number: 2, files: 3 },
             Order::RemoveRegion { seq: 1, vm, pid: 2, hva: Hva(3) },
             Order::Pin { seq: 1, vm, reason: "r".into() },
             Order::MayPin { seq: 1, vm },
@@ -237,7 +244,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (6, SAID.to_owned()),
+            (7, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -252,9 +259,9 @@ mod tests {
     }
 
     const SAID: &str = "00010203020405 \
-        010707070707070707070707070707070701710101700100 \
-        02070707070707070707070707070707070102018020804000030104 \
-        030707070707070707070707070707070701802080400002 0401070707070707070707070707070707070203 \
+        0107070707070707070707070707070707017101017001020101020205 \
+        020707070707070707070707070707070701020180208040030104 \
+        03070707070707070707070707070707070101802080400203 0401070707070707070707070707070707070203 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d 0001010165 \

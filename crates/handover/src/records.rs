@@ -67,9 +67,10 @@ impl RegionRecord {
         self.table_offset + table_len(self.pages())
     }
 
-    /// Its extents, with the files they are of.
-    pub fn places(&self) -> impl Iterator<Item = (FileId, Extent)> + use<'_> {
-        self.extents.list().iter().map(|extent| (self.files[usize::from(extent.file)], *extent))
+    /// Where its extents are: files, first bytes, and the bytes after the last ones.
+    pub fn places(&self) -> impl Iterator<Item = (FileId, u64, u64)> + use<'_> {
+        let place = |extent: &Extent| (self.files[usize::from(extent.file)], extent.offset.0, extent.end());
+        self.extents.list().iter().map(place)
     }
 
     /// The same with the end that these words say.
@@ -213,9 +214,9 @@ mod tests {
                 records.iter().map(|record| record.guest_address).collect::<Vec<_>>(),
                 [Some(0), None, Some(4 << 30)]
             );
-            let places: Vec<_> = records[1].places().map(|(id, extent)| (id.ino, extent.offset, extent.len)).collect();
+            let places: Vec<_> = records[1].places().map(|(id, start, end)| (id.ino, start, end)).collect();
             let expected = three();
-            let expected = expected.list().iter().map(|e| (FILES[usize::from(e.file)].ino, e.offset, e.len));
+            let expected = expected.list().iter().map(|e| (FILES[usize::from(e.file)].ino, e.offset.0, e.end()));
             assert_eq!(places, expected.collect::<Vec<_>>());
             assert_eq!((records[0].extents.clone(), &records[0].files[..]), (small.clone(), &FILES[..1]));
             assert!(reader.written_words(&records[1]).expect("ask").is_empty(), "the list is not taken for words");

@@ -4,18 +4,20 @@
 //! Promise: nothing a client sends makes us map a file it could shrink under us, or use a descriptor as what it is not.
 //! What a descriptor is, is asked only in ways that cannot wait: `fstat` on a file of a FUSE server that is gone would.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
 
-use ballast_base::wire::{Attach, RegionInfo};
-use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_handover::arena;
+use ballast_base::wire::{Attach, RegionInfo, Span};
+use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE};
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
-use ballast_sys::{direct, uffd};
-use rustix::fs::{AtFlags, OFlags, StatxFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl, fstat, makedev, statx};
+use ballast_sys::uffd;
+use rustix::fs::{OFlags, fcntl_get_seals, fcntl_getfl, fcntl_setfl};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
 use crate::closer::SentFd;
+use crate::store_files::{Files, reopen_ours};
 
 /// The descriptors of an admitted attach.
 #[derive(Debug)]
@@ -24,8 +26,8 @@ pub struct Admitted {
     pub uffds: Vec<SentFd>,
     /// The engine's end of the control socket.
     pub control: SentFd,
-    /// One RAM file per region.
-    pub ram: Vec<(SentFd, FileId)>,
+    /// The regions.
+    pub ram: Vec<Ram>,
     /// On resume: what the client had in escrow, opened anew for writing.
     pub resumed: Option<Escrow>,
 }
@@ -35,10 +37,34 @@ pub struct Admitted {
 pub struct Escrow {
     /// The state file.
     pub state: SentFd,
-    /// The arena file.
-    pub arena: SentFd,
-    /// The file of the file store, as a place only, and its index, if there is one.
-    pub file: Option<[SentFd; 2]>,
+    /// The files of its stores.
+    pub stores: Vec<Files>,
+}
+
+/// A region as a process maps it.
+#[derive(Debug)]
+pub struct Ram {
+    /// Where.
+    pub span: Span,
+    /// Where the guest sees it, if that is known.
+    pub guest_address: Option<u64>,
+    /// What it is made of.
+    pub extents: Extents,
+    /// The files that extents name, each once.
+    pub files: Vec<(Arc<SentFd>, FileId)>,
+}
+
+impl Ram {
+    /// Where its extents are: files, first bytes, and the bytes after the last ones.
+    pub fn places(&self) -> impl Iterator<Item = (FileId, u64, u64)> + use<'_> {
+        let place = |extent: &Extent| (self.files[usize::from(extent.file)].1, extent.offset.0, extent.end());
+        self.extents.list().iter().map(place)
+    }
+
+    /// The bytes of files that these regions have.
+    pub fn ranges(all: &[Self]) -> FileRanges {
+        all.iter().flat_map(Self::places).collect()
+    }
 }
 
 /// Check an attach and its descriptors.
@@ -54,76 +80,102 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
         ));
     }
     let mut fds = fds.into_iter();
-    let mut next = || fds.next().expect("counted above");
-    let uffds: Vec<SentFd> = (0..attach.shards).map(|_| next()).collect();
+    let uffds: Vec<SentFd> = fds.by_ref().take(usize::from(attach.shards)).collect();
     check_uffds(&uffds)?;
-    let control = next();
+    let control = fds.next().expect("counted above");
     check_socket(control.as_fd())?;
-    let ram = attach
-        .regions
-        .iter()
-        .map(|region| check_ram(region, next(), attach.uffd_features))
-        .collect::<Result<Vec<_>, String>>()?;
-    for (index, (info, (_, id))) in attach.regions.iter().zip(&ram).enumerate() {
-        let before = attach.regions.iter().zip(&ram).take(index);
-        if let Some((other, _)) = before.into_iter().find(|(other, (_, file))| file == id && overlap(info, other)) {
-            return Err(format!("regions {} and {} are the same bytes of one file", other.hva, info.hva));
-        }
-    }
+    let files = fds.by_ref().take(usize::from(attach.files)).collect();
+    let ram = check_ram(&attach.regions, files, attach.uffd_features)?;
     let resumed = match attach.resume {
         Some(_) => {
-            let (state, arena) = (reopen_ours(next(), "state")?, reopen_ours(next(), "arena")?);
-            let file = if attach.has_file {
-                let (file, index) = (next(), reopen_ours(next(), "index")?);
-                Some([place_named(file, &index)?, index])
-            } else {
-                None
-            };
-            Some(Escrow { state, arena, file })
+            let state = reopen_ours(fds.next().expect("counted above"), "state")?;
+            Some(Escrow { state, stores: Files::take_back(&attach.stores, &mut fds)? })
         }
         None => None,
     };
     Ok(Admitted { uffds, control, ram, resumed })
 }
 
-/// Do two regions of one file share bytes of it? Two tables over the same bytes would each evict under the other's
-/// feet.
-pub fn overlap(a: &RegionInfo, b: &RegionInfo) -> bool {
-    a.file_offset.0 < b.file_offset.0 + b.len.0 && b.file_offset.0 < a.file_offset.0 + a.len.0
-}
-
 /// The largest region: 16 TiB, whose table takes 32 GiB of address space.
 const LARGEST_REGION: Bytes = Bytes(16 << 40);
 
-/// Check the file of a region, whose faults arrive through a userfaultfd with these features.
-pub fn check_ram(region: &RegionInfo, file: SentFd, uffd_features: u64) -> Result<(SentFd, FileId), String> {
-    let at = region.hva;
-    if region.len > LARGEST_REGION {
-        return Err(format!("region {at} of {} is larger than {LARGEST_REGION}", region.len));
+/// A RAM file that was looked at.
+struct RamFile {
+    fd: Arc<SentFd>,
+    id: FileId,
+    /// Bytes of its pages.
+    page: Bytes,
+    size: Bytes,
+}
+
+/// Check the files of regions that [`ballast_base::wire::check_regions`] has let pass, and whose faults arrive through
+/// userfaultfds with these features.
+pub fn check_ram(regions: &[RegionInfo], fds: Vec<SentFd>, uffd_features: u64) -> Result<Vec<Ram>, String> {
+    let files = fds.into_iter().enumerate().map(|(number, fd)| check_file(number, fd));
+    let files = files.collect::<Result<Vec<_>, String>>()?;
+    let mut seen = HashMap::new();
+    for (number, file) in files.iter().enumerate() {
+        // Two numbers of one file would hide that extents overlap.
+        if let Some(other) = seen.insert(file.id, number) {
+            return Err(format!("RAM files {other} and {number} are the same file"));
+        }
     }
-    // Only files of these kinds have seals, and the kernel answers that without asking the file's own file system; then
-    // the rest may be asked, too.
-    if fcntl_get_seals(&file).is_err() {
-        return Err(format!("the RAM of region {at} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
+    regions.iter().map(|region| ram_of(region, &files, uffd_features)).collect()
+}
+
+fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<Ram, String> {
+    let RegionInfo { span, guest_address, .. } = region;
+    let at = span.hva;
+    // The guest's address space ends where ours does, at the latest.
+    let fits = |start: u64| start.checked_add(span.len.0).is_some_and(|end| end <= 1 << 56);
+    if let Some(start) = guest_address.filter(|start| !fits(*start) || !start.is_multiple_of(PAGE_SIZE as u64)) {
+        return Err(format!("region {at} cannot begin at guest-physical address {start:#x}"));
     }
-    let page = memfd::check_ram_pages(&file, at.0, region.file_offset.0, region.len.0)
-        .map_err(|error| format!("the RAM of region {at}: {error}"))?;
+    if span.len > LARGEST_REGION {
+        return Err(format!("region {at} of {} is larger than {LARGEST_REGION}", span.len));
+    }
+    let extents = region.checked()?;
+    let mut used: Vec<u16> = extents.list().iter().map(|extent| extent.file).collect();
+    used.sort_unstable();
+    used.dedup();
+    let first = used.first().and_then(|first| files.get(usize::from(*first)));
+    let page = first.ok_or_else(|| format!("the RAM of region {at} has no file"))?.page;
+    if let Some(other) =
+        used.iter().find(|number| files.get(usize::from(**number)).is_some_and(|file| file.page != page))
+    {
+        return Err(format!("the RAM of region {at}: files {} and {other} have pages of different sizes", used[0]));
+    }
+    let sizes: Vec<_> = files.iter().map(|file| file.size).collect();
+    extents.check(&sizes, page.0).map_err(|error| format!("the RAM of region {at}: {error}"))?;
+    if !at.0.is_multiple_of(page.0) {
+        return Err(format!("the RAM of region {at}: its address is not a multiple of its pages of {page}"));
+    }
     if page.0 > PAGE_SIZE as u64 && uffd_features & uffd::HUGETLB_FEATURES != uffd::HUGETLB_FEATURES {
         return Err(format!(
             "the RAM of region {at} has pages of {page}, and the userfaultfd does not serve such pages"
         ));
     }
-    let flags = fcntl_getfl(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))?;
+    let extents = extents.renumbered(|file| used.partition_point(|other| *other < file) as u16);
+    let files = used.iter().map(|number| &files[usize::from(*number)]);
+    let files = files.map(|file| (file.fd.clone(), file.id)).collect();
+    Ok(Ram { span: *span, guest_address: *guest_address, extents, files })
+}
+
+fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
+    // Only files of these kinds have seals, and the kernel answers that without asking the file's own file system; then
+    // the rest may be asked, too.
+    if fcntl_get_seals(&fd).is_err() {
+        return Err(format!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
+    }
+    let page = memfd::check_ram_file(&fd).map_err(|error| format!("RAM file {number}: {error}"))?;
+    let look = |error: &dyn std::fmt::Display| format!("Looking at RAM file {number}: {error}");
+    let flags = fcntl_getfl(&fd).map_err(|error| look(&error))?;
     if flags & OFlags::RWMODE != OFlags::RDWR {
-        return Err(format!("the RAM file of region {at} is not open for reading and writing"));
+        return Err(format!("RAM file {number} is not open for reading and writing"));
     }
-    let size = memfd::size(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))?;
-    if region.file_offset.0 + region.len.0 > size.0 {
-        let Bytes(len) = region.len;
-        return Err(format!("region {at} of {len} bytes is larger than its RAM file of {} bytes", size.0));
-    }
-    let id = memfd::file_id(&file).map_err(|error| format!("Looking at the RAM file of region {at}: {error}"))?;
-    Ok((file, id))
+    let size = memfd::size(&fd).map_err(|error| look(&error))?;
+    let id = memfd::file_id(&fd).map_err(|error| look(&error))?;
+    Ok(RamFile { fd: Arc::new(fd), id, page, size })
 }
 
 fn check_uffds(fds: &[SentFd]) -> Result<(), String> {
@@ -149,12 +201,6 @@ fn check_uffd(number: usize, fd: BorrowedFd<'_>) -> Result<(), String> {
     nonblocking.map_err(|error| format!("Making the userfaultfd non-blocking: {error}"))
 }
 
-/// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
-/// answers that without asking the file's own file system; then the rest may be asked, too.
-fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
-    Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
-}
-
 fn check_socket(fd: BorrowedFd<'_>) -> Result<(), String> {
     let is_local = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
     if !is_local || sockopt::socket_type(fd) != Ok(SocketType::SEQPACKET) {
@@ -163,58 +209,9 @@ fn check_socket(fd: BorrowedFd<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Open anew, for writing, a file that we made and gave away read-only. That it is ours is seen by its owner and mode:
-/// nobody else can make a file of this user with mode 0600.
-fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
-    let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
-    let strange = "it is not the file this client was given";
-    if !is_shmem(&fd).map_err(|error| say(&error))? {
-        return Err(say(&strange));
-    }
-    let stat = fstat(&fd).map_err(|error| say(&error))?;
-    let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o777 == 0o600;
-    if !ours {
-        return Err(say(&strange));
-    }
-    let opened = memfd::reopen(fd.as_fd(), true).map_err(|error| say(&error))?;
-    Ok(fd.replaced_by(opened))
-}
-
-/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is
-/// asked without waiting for its file system: until it is known, it may be anything.
-fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
-    let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
-    let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;
-    let named = arena::file_of(index).map_err(|error| say(&error))?;
-    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS).map_err(|error| say(&error))?;
-    let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };
-    if found != named {
-        return Err(say(&"it is not the file this client was given"));
-    }
-    let place = direct::place_of(fd.as_fd()).map_err(|error| say(&error))?;
-    Ok(fd.replaced_by(place))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::closer::Closer;
-    use ballast_needs::skip;
-    use std::os::fd::OwnedFd;
-
-    #[test]
-    fn memory_files_are_told_from_others_without_asking_their_file_system() {
-        let memfd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        assert!(is_shmem(&memfd).expect("fcntl"));
-        let (reader, _writer) = std::io::pipe().expect("pipe");
-        assert!(!is_shmem(&reader).expect("fcntl"));
-        assert!(!is_shmem(std::fs::File::open("/proc/self/stat").expect("open")).expect("fcntl"));
-        if memfd::is_shmem(std::fs::File::open("/dev/shm").expect("open")).expect("statfs") {
-            let file = tempfile::tempfile_in("/dev/shm").expect("a file in a tmpfs");
-            assert!(is_shmem(&file).expect("fcntl"), "RAM need not be a memfd");
-        }
-    }
 
     #[test]
     fn only_local_sequenced_packet_sockets_are_control_sockets() {
@@ -224,32 +221,5 @@ mod tests {
         check_socket(stream.as_fd()).expect_err("a stream");
         check_socket(std::fs::File::open("/dev/null").expect("open").as_fd()).expect_err("no socket");
         check_socket(std::net::UdpSocket::bind("127.0.0.1:0").expect("bind").as_fd()).expect_err("not local");
-    }
-
-    #[test]
-    fn the_file_of_a_file_store_is_taken_back_only_if_its_index_names_it() {
-        use ballast_store::{Budget, FileOptions, FileStore};
-        let dir = tempfile::tempdir().expect("a directory");
-        let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(2 << 20))));
-        let Ok((_, file, index)) = made.inspect_err(|error| skip("disk", error)) else { return };
-        let closer = Closer::new();
-        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
-        let index = sent(index);
-        let reader = direct::reopen(file.as_fd(), false).expect("reopen");
-        let back = place_named(sent(reader), &index).expect("it is the one");
-        let other = tempfile::tempfile_in(dir.path()).expect("a file");
-        let refused = place_named(sent(other.into()), &index).expect_err("another file");
-        assert!(refused.contains("not the file"), "{refused}");
-        place_named(back, &sent(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))).expect_err("no index");
-    }
-
-    #[test]
-    fn a_state_file_is_taken_back_only_if_it_is_ours() {
-        let closer = Closer::new();
-        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
-        let theirs = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        reopen_ours(sent(theirs), "state").expect_err("mode 0777");
-        let (reader, _writer) = std::io::pipe().expect("pipe");
-        reopen_ours(sent(reader.into()), "state").expect_err("a pipe");
     }
 }

@@ -12,14 +12,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_base::Hva;
-use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, VmId};
+use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::orders::Order;
 use ballast_handover::state_file::StateFile;
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 
-use crate::admit::{self, Admitted, Escrow};
+use crate::admit::{self, Admitted, Escrow, Ram};
 use crate::client::ClientView;
 use crate::closer::SentFd;
 use crate::engine::PING_EVERY;
@@ -28,6 +30,7 @@ use crate::fence;
 use crate::keeper::Keeper;
 use crate::lost::{Found, LONGEST_WAIT, Search};
 use crate::regions::VmEntry;
+use crate::store_files::Files;
 use crate::waiting::{Answer, Made};
 
 /// Number of an order whose answer nobody waits for.
@@ -42,10 +45,12 @@ impl Keeper {
         if self.is_making(key) {
             return Err("this process is being attached".into());
         }
-        self.check_memory(client.uid, &attach.regions)?;
+        self.check_memory(client.uid, attach.regions.iter().map(|region| region.span.len))?;
         let admitted = admit::admit(attach, fds)?;
-        let has_file = admitted.resumed.as_ref().is_some_and(|files| files.file.is_some());
-        if !self.file_stores || has_file || self.known(attach, &admitted.ram).is_some() {
+        let is_file = |files: &Files| files.store() == FILE_STORE;
+        let has_file = admitted.resumed.as_ref().is_some_and(|escrow| escrow.stores.iter().any(is_file));
+        let ranges = Ram::ranges(&admitted.ram);
+        if !self.file_stores || has_file || self.known(attach, &ranges).is_some() {
             return self.attach_with(key, attach, admitted, None);
         }
         self.make_file_store(key, attach, admitted);
@@ -53,10 +58,10 @@ impl Keeper {
     }
 
     /// The VM that this process is, or becomes, a part of.
-    fn known(&self, attach: &Attach, ram: &[(SentFd, FileId)]) -> Option<usize> {
+    fn known(&self, attach: &Attach, ram: &FileRanges) -> Option<usize> {
         match attach.resume {
             Some(id) => self.vms.iter().position(|vm| vm.state.id() == id),
-            None => self.vms.iter().position(|vm| vm.has_any(ram.iter().map(|(_, file)| *file))),
+            None => self.vms.iter().position(|vm| vm.has_any(ram)),
         }
     }
 
@@ -71,21 +76,21 @@ impl Keeper {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         let (pid, uid) = (client.pid, client.uid);
         // Others may have come while this one waited.
-        self.check_memory(uid, &attach.regions)?;
+        self.check_memory(uid, attach.regions.iter().map(|region| region.span.len))?;
         let Admitted { uffds, control, ram, resumed } = admitted;
-        let files: Vec<FileId> = ram.iter().map(|(_, file)| *file).collect();
-        let wait = self.must_wait(attach.resume, &files).or_else(|| self.must_wait_for_others(uid, attach.resume));
+        let ranges = Ram::ranges(&ram);
+        let wait = self.must_wait(attach.resume, &ranges).or_else(|| self.must_wait_for_others(uid, attach.resume));
         if let Some(why) = wait {
             self.answer(key, &KeeperToClient::Later(why), &[]);
             return Ok(());
         }
-        let (index, escrow) = match (self.known(attach, &ram), resumed) {
+        let (index, escrow) = match (self.known(attach, &ranges), resumed) {
             (Some(index), resumed) => {
-                self.check_joins(index, resumed.as_ref(), &ram)?;
+                self.check_joins(index, resumed.as_ref(), &ranges)?;
                 (index, None)
             }
             (None, resumed) => {
-                let foreign = self.vms.iter().find(|vm| vm.has_any(ram.iter().map(|(_, file)| *file)));
+                let foreign = self.vms.iter().find(|vm| vm.has_any(&ranges));
                 if let Some(other) = foreign {
                     return Err(format!("its RAM is that of VM {:?}, which it was not part of", other.state.name()));
                 }
@@ -94,7 +99,8 @@ impl Keeper {
                     None => self.create(attach, uid)?,
                 };
                 match file_store {
-                    Some(Ok(files)) => entry.file_store = entry.file_store.or(Some(files.map(Arc::new))),
+                    Some(Ok(_)) if entry.stores.iter().any(|files| files.store() == FILE_STORE) => {}
+                    Some(Ok(files)) => entry.stores.push(Files::file(files)),
                     // It is served all the same.
                     Some(Err(error)) => {
                         let name = entry.state.name();
@@ -117,7 +123,7 @@ impl Keeper {
         // Only a process that was part of the VM may bring what is not known: it was plugged while no keeper ran.
         let may_add = is_new || attach.resume.is_some();
         let mut added = Vec::new();
-        let spans = self.vms[index].number(&attach.regions, ram, may_add, &mut added);
+        let spans = self.vms[index].number(ram, may_add, &mut added);
         if is_new && spans.is_err() {
             self.vms.pop();
         }
@@ -147,7 +153,8 @@ impl Keeper {
         if let Some(escrow) = escrow {
             // Nothing of a new VM is far. What is far of one that comes back is registered, and its faults wait.
             self.search_or_hand_over(vm);
-            self.give_escrow(key, vm, &escrow);
+            let stores = Files::counts(&self.vms[index].stores);
+            self.give_escrow(key, vm, stores, &escrow);
         } else if !self.vms[index].is_handed_over() {
             // That may take a minute or more, and nobody is served meanwhile.
             if attach.resume.is_some() {
@@ -172,7 +179,7 @@ impl Keeper {
     }
 
     /// May a process with these descriptors become one more view of the VM?
-    fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &[(SentFd, FileId)]) -> Result<(), String> {
+    fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &FileRanges) -> Result<(), String> {
         let vm = &self.vms[index];
         if let Some(Escrow { state, .. }) = resumed {
             // That it has the VM's own state file shows that it was part of it; that it knows the id does not.
@@ -181,8 +188,7 @@ impl Keeper {
                 return Err("the state file is another VM's".into());
             }
         }
-        let files = || ram.iter().map(|(_, file)| *file);
-        match self.vms.iter().enumerate().find(|(other, entry)| *other != index && entry.has_any(files())) {
+        match self.vms.iter().enumerate().find(|(other, entry)| *other != index && entry.has_any(ram)) {
             Some((_, other)) => Err(format!("some of its RAM is that of VM {:?}", other.state.name())),
             None => Ok(()),
         }
@@ -202,7 +208,7 @@ impl Keeper {
     pub(crate) fn resume(
         &mut self,
         attach: &Attach,
-        Escrow { state, arena, file }: Escrow,
+        Escrow { state, stores }: Escrow,
         uid: u32,
     ) -> Result<VmEntry, String> {
         let state = state.as_fd().try_clone_to_owned().map_err(|error| format!("Duplicating a descriptor: {error}"))?;
@@ -211,8 +217,10 @@ impl Keeper {
             return Err("the state file is another VM's".into());
         }
         // What no engine of ours can open stays with the one that can. (An index was opened to find its file.)
-        let opened = arena.as_fd().try_clone_to_owned().and_then(arena::check);
-        opened.map_err(|error| error.to_string())?;
+        for arena in stores.iter().filter(|files| files.store() == RAM_STORE).flat_map(Files::iter) {
+            let opened = arena.as_fd().try_clone_to_owned().and_then(arena::check);
+            opened.map_err(|error| error.to_string())?;
+        }
         if let Some((pid, start)) = state.engine()
             && !self.is_ours(Process { pid, start })
         {
@@ -234,7 +242,7 @@ impl Keeper {
                 format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
             );
         }
-        VmEntry::new(state, arena, file, attach, uid, &self.closer)
+        VmEntry::new(state, stores, attach, uid, &self.closer)
     }
 
     fn has_name(&self, name: &str) -> bool {
@@ -294,38 +302,47 @@ impl Keeper {
         self.hand_over(id, None);
     }
 
-    pub(crate) fn add_region(&mut self, key: u64, info: RegionInfo, mut fds: Vec<SentFd>) -> Result<(), String> {
+    pub(crate) fn add_region(
+        &mut self,
+        key: u64,
+        region: RegionInfo,
+        files: u8,
+        fds: Vec<SentFd>,
+    ) -> Result<(), String> {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         let view = client.view.as_ref().ok_or("attach first")?;
         let (vm, pid, features) = (view.vm, client.pid, view.uffd_features);
-        self.check_memory(client.uid, [&info])?;
-        let (Some(fd), true) = (fds.pop(), fds.is_empty()) else {
-            return Err("a new region needs exactly one descriptor".into());
-        };
-        let all: Vec<RegionInfo> = view.spans.iter().map(|(span, _)| *span).chain([info]).collect();
-        wire::check_regions(&all)?;
-        let (fd, file) = admit::check_ram(&info, fd, features)?;
-        let foreign = |other: &VmEntry| other.state.id() != vm && other.has_any([file].into_iter());
-        if self.vms.iter().any(foreign) {
-            return Err(format!("region {} is RAM of another VM", info.hva));
+        self.check_memory(client.uid, [region.span.len])?;
+        if fds.len() != usize::from(files) {
+            return Err(format!("{} descriptors came with a new region that needs {files}", fds.len()));
         }
+        let regions = [region];
+        wire::check_regions(&regions, files)?;
+        let [RegionInfo { span, .. }] = &regions;
+        wire::check_spans(&view.spans.iter().map(|(span, _)| *span).chain([*span]).collect::<Vec<_>>())?;
         let taken: Vec<u32> = view.spans.iter().map(|(_, number)| *number).collect();
-        if let Some(why) = self.must_wait(Some(vm), &[file]) {
+        let mut ram = admit::check_ram(&regions, fds, features)?;
+        let ranges = Ram::ranges(&ram);
+        let ram = ram.pop().ok_or("a region is needed")?;
+        if self.vms.iter().any(|other| other.state.id() != vm && other.has_any(&ranges)) {
+            return Err(format!("region {} is RAM of another VM", span.hva));
+        }
+        if let Some(why) = self.must_wait(Some(vm), &ranges) {
             self.answer(key, &KeeperToClient::Later(why), &[]);
             return Ok(());
         }
         let entry = self.entry_of(key)?;
         // Another view may have brought the region already.
-        let known = entry.find(&info, file, &[]);
+        let known = entry.find(&ram, &[]);
         if known.is_some_and(|number| taken.contains(&number)) {
-            return Err(format!("region {} is mapped by this process already", info.hva));
+            return Err(format!("region {} is mapped by this process already", span.hva));
         }
-        let number = known.map_or_else(|| entry.append(&info, file), Ok)?;
-        entry.ram[number as usize].get_or_insert_with(|| (Arc::new(fd), file));
+        let number = known.map_or_else(|| entry.append(&ram), Ok)?;
+        entry.bring(number, ram.files);
         if let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) {
-            view.spans.push((info, number));
+            view.spans.push((*span, number));
         }
-        self.tell_region(vm, pid, info, number);
+        self.tell_region(vm, pid, Some(*span), number);
         if known.is_some() {
             // Pages of it may be far already, as for a process that attaches to a VM that is there.
             return self.answer_when_served(key, vec![number], Answer::Ok);
@@ -337,16 +354,15 @@ impl Keeper {
     /// Tell the engine that runs about regions a view brought with it; their addresses come with the view.
     fn tell_added(&mut self, vm: VmId, pid: u32, added: &[u32]) {
         for number in added {
-            let info = RegionInfo { hva: Hva(0), len: ballast_base::Bytes(0), file_offset: ballast_base::Bytes(0) };
-            self.tell_region(vm, pid, info, *number);
+            self.tell_region(vm, pid, None, *number);
         }
     }
 
-    fn tell_region(&mut self, vm: VmId, pid: u32, info: RegionInfo, number: u32) {
+    fn tell_region(&mut self, vm: VmId, pid: u32, span: Option<Span>, number: u32) {
         let Some(entry) = self.vm(vm).filter(|vm| vm.is_handed_over()) else { return };
-        let Some((fd, _)) = entry.ram.get(number as usize).and_then(Option::as_ref) else { return };
-        let fd = fd.clone();
-        self.order(&Order::AddRegion { vm, pid, info, number }, &[fd]);
+        let Some(files) = entry.ram.get(number as usize).and_then(Option::as_ref) else { return };
+        let fds: Vec<_> = files.iter().map(|(fd, _)| fd.clone()).collect();
+        self.order(&Order::AddRegion { vm, pid, span, number, files: fds.len() as u8 }, &fds);
     }
 
     pub(crate) fn forget_region(&mut self, key: u64, vm: VmId, hva: Hva) {

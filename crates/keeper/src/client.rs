@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_base::wire::{RegionInfo, VmId};
+use ballast_base::wire::{Span, VmId};
 use rustix::event::PollFlags;
 
 use crate::closer::SentFd;
@@ -34,7 +34,7 @@ pub struct ClientView {
     pub uffds: Vec<Arc<SentFd>>,
     pub uffd_features: u64,
     pub control: Arc<SentFd>,
-    pub spans: Vec<(RegionInfo, u32)>,
+    pub spans: Vec<(Span, u32)>,
 }
 
 impl Client {

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use ballast_base::Bytes;
-use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
+use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, StoreFiles, VmId};
 use ballast_handover::orders::Order;
 use ballast_sys::{meminfo, scm};
 use rustix::io::Errno;
@@ -20,6 +20,7 @@ use crate::client::ClientView;
 use crate::closer::{self, SentFd};
 use crate::keeper::Keeper;
 use crate::regions::VmEntry;
+use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
 
 /// Connections, attached or not.
@@ -76,16 +77,12 @@ fn has_memory(uid: u32, announced: u64, more: u64, host: u64) -> Result<(), Stri
 
 impl Keeper {
     /// May this user's processes announce these regions, too?
-    pub(crate) fn check_memory<'a>(
-        &self,
-        uid: u32,
-        more: impl IntoIterator<Item = &'a RegionInfo>,
-    ) -> Result<(), String> {
+    pub(crate) fn check_memory(&self, uid: u32, more: impl IntoIterator<Item = Bytes>) -> Result<(), String> {
         let views = self.clients.values().filter(|client| client.uid == uid).filter_map(|client| client.view.as_ref());
         let closing = self.closing_ram(uid).0;
         let announced =
             views.flat_map(|view| &view.spans).map(|(span, _)| span.len.0).fold(closing, u64::saturating_add);
-        let more = more.into_iter().map(|region| region.len.0).fold(0, u64::saturating_add);
+        let more = more.into_iter().map(|len| len.0).fold(0, u64::saturating_add);
         has_memory(uid, announced, more, meminfo::bytes("MemTotal").unwrap_or(u64::MAX))
     }
 
@@ -171,13 +168,13 @@ impl Keeper {
 
     fn obey(&mut self, key: u64, bytes: &[u8], fds: Vec<SentFd>) -> Result<(), String> {
         let message = wire::decode::<ClientToKeeper>(bytes).map_err(|error| error.to_string())?;
-        let brings = matches!(message, ClientToKeeper::Attach(_) | ClientToKeeper::AddRegion(_));
+        let brings = matches!(message, ClientToKeeper::Attach(_) | ClientToKeeper::AddRegion { .. });
         if !brings && !fds.is_empty() {
             return Err(format!("{} descriptors came with a message that needs none", fds.len()));
         }
         match message {
             ClientToKeeper::Attach(attach) => self.attach(key, &attach, fds),
-            ClientToKeeper::AddRegion(info) => self.add_region(key, info, fds),
+            ClientToKeeper::AddRegion { region, files } => self.add_region(key, region, files, fds),
             ClientToKeeper::RemoveRegion(hva) => {
                 self.ask_engine(key, Answer::Ok, |seq, vm, pid| Order::RemoveRegion { seq, vm, pid, hva })
             }
@@ -222,18 +219,19 @@ impl Keeper {
 
     /// Tell a client that it is attached, and give it its VM's escrow.
     pub(crate) fn answer_attached(&mut self, key: u64) {
-        let escrow = self.entry_of(key).and_then(|entry| Ok((entry.state.id(), entry.escrow()?)));
+        let escrow =
+            self.entry_of(key).and_then(|entry| Ok((entry.state.id(), Files::counts(&entry.stores), entry.escrow()?)));
         match escrow {
-            Ok((vm, escrow)) => self.give_escrow(key, vm, &escrow),
+            Ok((vm, stores, escrow)) => self.give_escrow(key, vm, stores, &escrow),
             // Without escrow it could not come back after this keeper's death.
             Err(reason) => self.refuse_attached(key, &reason),
         }
     }
 
     /// Tell a client that it is attached.
-    pub(crate) fn give_escrow(&mut self, key: u64, vm: VmId, escrow: &[OwnedFd]) {
+    pub(crate) fn give_escrow(&mut self, key: u64, vm: VmId, stores: Vec<StoreFiles>, escrow: &[OwnedFd]) {
         let files: Vec<_> = escrow.iter().map(AsFd::as_fd).collect();
-        self.answer(key, &KeeperToClient::Attached(vm), &files);
+        self.answer(key, &KeeperToClient::Attached { vm, stores }, &files);
     }
 
     /// It looked well when it attached, and cannot be after all.

@@ -9,7 +9,7 @@
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
-use ballast_sys::memfd::FileId;
+use ballast_sys::file_ranges::FileRanges;
 
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
@@ -48,12 +48,12 @@ impl Keeper {
         self.closing.retain(|closing| closing.entry.state.id() != id);
     }
 
-    /// Must a process that is, or comes back as, this VM wait with these files, and why? The RAM of any other VM may be
+    /// Must a process that is, or comes back as, this VM wait with this RAM, and why? The RAM of any other VM may be
     /// on its way back into them until now.
-    pub(crate) fn must_wait(&self, vm: Option<VmId>, files: &[FileId]) -> Option<String> {
+    pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
         let other = |closing: &&Closing| Some(closing.entry.state.id()) != vm;
         let mut others = self.closing.iter().filter(other);
-        let of = others.find(|closing| closing.entry.has_any(files.iter().copied()))?;
+        let of = others.find(|closing| closing.entry.has_any(ram))?;
         let name = of.entry.state.name();
         Some(format!("what was far of VM {name:?} is on its way back into its RAM file"))
     }

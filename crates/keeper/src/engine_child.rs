@@ -24,6 +24,7 @@ use crate::engine::{Beat, spawn};
 use crate::fence::{self, Left};
 use crate::keeper::{Keeper, SOON};
 use crate::regions::{Fenced, VmEntry};
+use crate::store_files::Files;
 use crate::waiting::{Closing, Making};
 
 /// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as
@@ -174,14 +175,16 @@ impl Keeper {
         vm.state.name_engine(engine.process.pid, engine.process.start);
         vm.state.remember();
         let id = vm.state.id();
+        let (fds, files) = vm.descriptors();
         let order = Order::OpenVm {
             vm: id,
             vmm: vm.vmm.clone(),
             pinned: vm.pinned.clone(),
             may_pin: vm.may_pin,
-            has_file: vm.file_store.is_some(),
+            stores: Files::counts(&vm.stores),
+            files,
         };
-        Some((id, order, vm.descriptors()))
+        Some((id, order, fds))
     }
 
     /// A VM's last engine is not done with it.

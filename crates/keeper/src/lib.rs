@@ -7,8 +7,8 @@
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
 //! [`run`](mod@run) is the loop over what [`keeper`] holds. [`clients`] listens to VMMs; [`attach`] makes VMs of them,
-//! with [`admit`], [`regions`] and [`lost`]; [`closing`] sees them off; [`engine_child`] has the engine; [`fence`]
-//! knows when an engine that died can do no more to a VM.
+//! with [`admit`], [`store_files`], [`regions`] and [`lost`]; [`closing`] sees them off; [`engine_child`] has the
+//! engine; [`fence`] knows when an engine that died can do no more to a VM.
 #![forbid(unsafe_code)]
 
 mod admit;
@@ -26,6 +26,7 @@ mod making;
 mod options;
 mod regions;
 mod run;
+mod store_files;
 #[cfg(test)]
 mod tests;
 mod waiting;

@@ -3,31 +3,33 @@
 //! Before: an attach was admitted. After: every region a client named has the number the state file knows it by.
 //! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever.
 
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
-use ballast_base::wire::{Attach, RegionInfo, VmId};
-use ballast_base::{Extent, Extents};
+use ballast_base::wire::{Attach, MAX_FILES, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::state_file::{RegionRecord, StateFile};
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 
-use crate::admit;
+use crate::admit::Ram;
 use crate::closer::{Closer, SentFd};
 use crate::lost::Search;
+use crate::store_files::Files;
 
 /// A VM.
 pub struct VmEntry {
     /// What outlives engines.
     pub state: StateFile,
-    /// The same file, and the store's, for the engine.
-    pub files: [Arc<SentFd>; 2],
-    /// The file of its file store, as a place only, and its index, if it has one.
-    pub file_store: Option<[Arc<SentFd>; 2]>,
-    /// By region number; `None` for a region that was unplugged, or that nobody has brought back yet.
-    pub ram: Vec<Option<(Arc<SentFd>, FileId)>>,
+    /// The same file, for the engine.
+    file: Arc<SentFd>,
+    /// The files of its stores.
+    pub stores: Vec<Files>,
+    /// The files of each region, by its number; `None` for one that was unplugged, or that nobody has brought back yet.
+    pub ram: Vec<Option<RamFiles>>,
     /// Whose it is.
     pub uid: u32,
     /// The VMM program.
@@ -41,6 +43,9 @@ pub struct VmEntry {
     /// Set while its last engine, which is dead, may still change something of it: no other has it then.
     pub fenced: Option<Fenced>,
 }
+
+/// The files of a region.
+pub type RamFiles = Vec<(Arc<SentFd>, FileId)>;
 
 /// A VM that waits for the end of its last engine.
 pub struct Fenced {
@@ -64,14 +69,13 @@ impl VmEntry {
         // The engine lays it out: a VM can attach while there is none.
         let arena = arena::create().map_err(|error| format!("Making the store's file: {error}"))?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
-        Self::new(state, SentFd::new(arena, uid, closer.clone()), None, attach, uid, closer)
+        Self::new(state, vec![Files::ram(SentFd::new(arena, uid, closer.clone()))], attach, uid, closer)
     }
 
     /// A VM of these files.
     pub fn new(
         state: StateFile,
-        arena: SentFd,
-        file_store: Option<[SentFd; 2]>,
+        stores: Vec<Files>,
         attach: &Attach,
         uid: u32,
         closer: &Arc<Closer>,
@@ -81,8 +85,8 @@ impl VmEntry {
         Ok(Self {
             ram: state.regions().iter().map(|_| None).collect(),
             state,
-            files: [Arc::new(SentFd::new(duplicate, uid, closer.clone())), Arc::new(arena)],
-            file_store: file_store.map(|files| files.map(Arc::new)),
+            file: Arc::new(SentFd::new(duplicate, uid, closer.clone())),
+            stores,
             uid,
             vmm: attach.vmm.clone(),
             pinned: None,
@@ -97,17 +101,24 @@ impl VmEntry {
         self.search.is_none() && self.fenced.is_none()
     }
 
-    /// What travels beside `OpenVm`.
-    pub fn descriptors(&self) -> Vec<Arc<SentFd>> {
-        let [state, _] = &self.files;
-        let ram = self.ram.iter().map(|ram| ram.as_ref().map_or(state, |(fd, _)| fd));
-        self.files.iter().chain(self.file_store.iter().flatten()).chain(ram).cloned().collect()
+    /// What travels beside `OpenVm`, and how many of the last of these are RAM files.
+    pub fn descriptors(&self) -> (Vec<Arc<SentFd>>, u8) {
+        let mut seen = HashSet::new();
+        let ram: Vec<_> = self.ram.iter().flatten().flatten().filter(|(_, id)| seen.insert(*id)).collect();
+        let stores = self.stores.iter().flat_map(Files::iter);
+        let all = std::iter::once(&self.file).chain(stores).chain(ram.iter().map(|(fd, _)| fd));
+        (all.cloned().collect(), ram.len() as u8)
     }
 
-    /// Is one of these files RAM of this VM, brought or still missing?
-    pub fn has_any(&self, mut files: impl Iterator<Item = FileId>) -> bool {
-        let regions = self.state.regions();
-        files.any(|file| regions.iter().any(|record| !record.removed && record.files.contains(&file)))
+    /// The bytes of files that are RAM of this VM, brought or still missing.
+    fn ranges(&self) -> FileRanges {
+        let records: Vec<_> = self.state.regions().into_iter().filter(|record| !record.removed).collect();
+        records.iter().flat_map(RegionRecord::places).collect()
+    }
+
+    /// Is any of these bytes RAM of this VM?
+    pub fn has_any(&self, ram: &FileRanges) -> bool {
+        self.ranges().overlap(ram).is_some()
     }
 
     /// Regions that are not unplugged and whose RAM nobody has brought.
@@ -120,71 +131,78 @@ impl VmEntry {
     /// Give every region of an attach its number: those of the state file are matched, and if `may_add`, what is new is
     /// added and its number put into `added`, also when something fails afterwards. Without it a region that is not
     /// known is refused.
-    pub fn number(
-        &mut self,
-        regions: &[RegionInfo],
-        ram: Vec<(SentFd, FileId)>,
-        may_add: bool,
-        added: &mut Vec<u32>,
-    ) -> Result<Vec<(RegionInfo, u32)>, String> {
+    pub fn number(&mut self, ram: Vec<Ram>, may_add: bool, added: &mut Vec<u32>) -> Result<Vec<(Span, u32)>, String> {
         let mut spans = Vec::new();
-        for (info, (fd, id)) in regions.iter().zip(ram) {
-            let number = match self.find(info, id, &spans) {
+        for ram in ram {
+            let number = match self.find(&ram, &spans) {
                 Some(number) => number,
                 None if may_add => {
-                    added.push(self.append(info, id)?);
+                    added.push(self.append(&ram)?);
                     self.ram.len() as u32 - 1
                 }
                 None => {
                     let name = self.state.name();
                     return Err(format!(
                         "region {} is not RAM of VM {name:?}, whose other RAM this process maps",
-                        info.hva
+                        ram.span.hva
                     ));
                 }
             };
-            self.ram[number as usize].get_or_insert_with(|| (Arc::new(fd), id));
-            spans.push((*info, number));
+            spans.push((ram.span, number));
+            self.bring(number, ram.files);
         }
         Ok(spans)
     }
 
+    /// A region's files are here.
+    pub fn bring(&mut self, number: u32, files: RamFiles) {
+        let known: HashMap<FileId, Arc<SentFd>> =
+            self.ram.iter().flatten().flatten().map(|(fd, id)| (*id, fd.clone())).collect();
+        let once = |(fd, id): (Arc<SentFd>, FileId)| (known.get(&id).cloned().unwrap_or(fd), id);
+        self.ram[number as usize].get_or_insert_with(|| files.into_iter().map(once).collect());
+    }
+
     /// The number of a region that is known, unless it is `taken`.
-    pub fn find(&self, info: &RegionInfo, file: FileId, taken: &[(RegionInfo, u32)]) -> Option<u32> {
+    pub fn find(&self, ram: &Ram, taken: &[(Span, u32)]) -> Option<u32> {
         let same = |(number, record): &(usize, RegionRecord)| {
             !record.removed
-                && record.files == [file]
-                && Ok(&record.extents) == Extents::one(info.file_offset, info.len).as_ref()
+                && record.places().eq(ram.places())
                 && !taken.iter().any(|(_, other)| *other == *number as u32)
         };
         self.state.regions().into_iter().enumerate().find(same).map(|(number, _)| number as u32)
     }
 
-    /// Add a region, without its descriptor yet.
-    pub fn append(&mut self, info: &RegionInfo, file: FileId) -> Result<u32, String> {
-        let extents =
-            Extents::one(info.file_offset, info.len).map_err(|error| format!("region {}: {error}", info.hva))?;
-        for record in self.state.regions() {
-            let overlaps = |(other, extent): (FileId, Extent)| {
-                let other_info = RegionInfo { hva: info.hva, len: extent.len, file_offset: extent.offset };
-                other == file && admit::overlap(info, &other_info)
-            };
-            if !record.places().any(overlaps) {
-                continue;
-            }
-            if record.given_up {
-                return Err(format!(
-                    "region {} was taken for unplugged because its process stayed away for {:?}: its far pages are \
-                     lost",
-                    info.hva,
-                    crate::lost::LONGEST_WAIT
-                ));
-            }
-            if !record.removed {
-                return Err(format!("region {} overlaps, in its file, another region of this VM", info.hva));
+    /// Add a region, without its descriptors yet.
+    pub fn append(&mut self, ram: &Ram) -> Result<u32, String> {
+        let (at, ranges) = (ram.span.hva, Ram::ranges(std::slice::from_ref(ram)));
+        let mut files: HashSet<FileId> = ram.files.iter().map(|(_, id)| *id).collect();
+        for (number, record) in self.state.regions().into_iter().enumerate() {
+            let overlap = record.places().collect::<FileRanges>().overlap(&ranges);
+            match overlap {
+                Some(_) if record.given_up => {
+                    return Err(format!(
+                        "region {at} was taken for unplugged because its process stayed away for {:?}: its far pages \
+                         are lost",
+                        crate::lost::LONGEST_WAIT
+                    ));
+                }
+                Some((_, offset)) if !record.removed => {
+                    return Err(format!(
+                        "region {at} overlaps, at offset {offset:#x} of its file, region {number} of this VM"
+                    ));
+                }
+                _ if !record.removed => files.extend(record.files),
+                _ => {}
             }
         }
-        let number = self.state.add_region(&[file], &extents, None).map_err(|error| error.to_string())?;
+        if files.len() > MAX_FILES {
+            return Err(format!(
+                "region {at} would be the {}th RAM file of this VM; {MAX_FILES} are allowed",
+                files.len()
+            ));
+        }
+        let ids: Vec<_> = ram.files.iter().map(|(_, id)| *id).collect();
+        let number = self.state.add_region(&ids, &ram.extents, ram.guest_address).map_err(|error| error.to_string())?;
         self.ram.push(None);
         Ok(number)
     }
@@ -203,11 +221,12 @@ impl VmEntry {
 
     /// Its files once more, read-only: what the client keeps for the next keeper.
     pub fn escrow(&self) -> Result<Vec<OwnedFd>, String> {
-        let [state, arena] = self.files.each_ref();
-        let mut reopened = vec![memfd::reopen(state.as_fd(), false), memfd::reopen(arena.as_fd(), false)];
-        if let Some([file, index]) = &self.file_store {
-            // To open it might wait for its disk, and to close it then, too.
-            reopened.extend([file.as_fd().try_clone_to_owned(), memfd::reopen(index.as_fd(), false)]);
+        let mut reopened = vec![memfd::reopen(self.file.as_fd(), false)];
+        for files in &self.stores {
+            match files.escrow() {
+                Ok(files) => reopened.extend(files.into_iter().map(Ok)),
+                Err(error) => reopened.push(Err(error)),
+            }
         }
         let all = reopened.into_iter().collect::<std::io::Result<_>>();
         all.map_err(|error| format!("Opening the state files read-only: {error}"))

@@ -2,22 +2,24 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{Attach, RegionInfo, VmId};
-use ballast_base::{Bytes, Hva};
+use ballast_base::wire::{Attach, Span, VmId};
+use ballast_base::{Bytes, Extents, Hva};
 use ballast_handover::orders::Order;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::process::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::admit::Escrow;
+use crate::admit::{Escrow, Ram};
 use crate::closer::SentFd;
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::options::Options;
 use crate::regions::VmEntry;
 use crate::run::listen;
+use crate::store_files::Files;
 
 /// A keeper whose engine sleeps, and the directory of that program.
 fn keeper() -> (Keeper, tempfile::TempDir) {
@@ -39,11 +41,23 @@ fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
         vmm,
         uffd_features: 0,
         shards: 1,
+        files: 1,
         pinned: None,
         may_pin: false,
         regions: Vec::new(),
         resume,
-        has_file: false,
+        stores: Vec::new(),
+    }
+}
+
+/// 1 MiB of RAM in a file of which nobody looks who it is.
+fn ram(keeper: &Keeper, file: FileId, offset: u64) -> Ram {
+    let fd = memfd::create("ballast-test", Bytes(0)).expect("memfd");
+    Ram {
+        span: Span { hva: Hva(0), len: Bytes(1 << 20) },
+        guest_address: None,
+        extents: Extents::one(Bytes(offset), Bytes(1 << 20)).expect("good"),
+        files: vec![(Arc::new(SentFd::new(fd, 0, keeper.closer.clone())), file)],
     }
 }
 
@@ -60,7 +74,7 @@ fn sent_back(keeper: &Keeper, escrow: &[std::os::fd::OwnedFd]) -> Escrow {
         let fd = memfd::reopen(escrow[at].as_fd(), true).expect("reopen");
         SentFd::new(fd, 0, keeper.closer.clone())
     };
-    Escrow { state: back(0), arena: back(1), file: None }
+    Escrow { state: back(0), stores: vec![Files::ram(back(1))] }
 }
 
 fn engine_of(keeper: &Keeper) -> Process {
@@ -133,7 +147,8 @@ fn a_vm_whose_arena_or_state_no_engine_of_ours_can_open_stays_with_the_one_that_
     let id = new_vm(&mut first, "web");
     first.keep_engine();
     // As its engine would.
-    arena::format(&arena::RAM, &*first.vms[0].files[1], 4).expect("laid out");
+    let arena = first.vms[0].stores[0].iter().next().expect("an arena");
+    arena::format(&arena::RAM, &**arena, 4).expect("laid out");
     let escrow = first.vms[0].escrow().expect("escrow");
     let (mut second, _dir) = keeper();
     for (at, ours, name) in [(0, state_file::FORMAT, "state file"), (1, arena::RAM.format, "arena")] {
@@ -221,8 +236,8 @@ fn a_user_with_many_vms_that_cannot_be_closed_waits_and_nobody_else_does() {
     let close = |keeper: &mut Keeper, uid: u32, number: u32| {
         let attach = attach_as(&format!("vm-{uid}-{number}"), None);
         let mut entry = VmEntry::create(&attach, uid, &keeper.closer).expect("state and arena");
-        let region = RegionInfo { hva: Hva(0), len: Bytes(1 << 20), file_offset: Bytes(0) };
-        entry.append(&region, FileId { dev: u64::from(uid), ino: u64::from(number) }).expect("a region");
+        let file = FileId { dev: u64::from(uid), ino: u64::from(number) };
+        entry.append(&ram(keeper, file, 0)).expect("a region");
         let id = entry.state.id();
         keeper.vms.push(entry);
         keeper.close_vm(id);
@@ -254,15 +269,19 @@ fn whoever_comes_back_as_one_vm_waits_for_the_ram_of_another_one_that_is_closing
     let ids: Vec<VmId> = [1, 2]
         .map(|number| {
             let id = new_vm(&mut keeper, &format!("vm-{number}"));
-            let region = RegionInfo { hva: Hva(0), len: Bytes(1 << 20), file_offset: Bytes(0) };
+            let region = ram(&keeper, file(number), 0);
             let entry = keeper.vms.iter_mut().find(|vm| vm.state.id() == id).expect("just made");
-            entry.append(&region, file(number)).expect("a region");
+            entry.append(&region).expect("a region");
             keeper.close_vm(id);
             id
         })
         .into();
-    assert_eq!(keeper.must_wait(Some(ids[0]), &[file(1)]), None);
-    for (vm, files) in [(None, [file(3), file(1)]), (Some(ids[0]), [file(1), file(2)])] {
-        keeper.must_wait(vm, &files).expect("another VM's");
+    let of = |files: &[(u64, u64)]| {
+        Ram::ranges(&files.iter().map(|(ino, offset)| ram(&keeper, file(*ino), *offset)).collect::<Vec<_>>())
+    };
+    assert_eq!(keeper.must_wait(Some(ids[0]), &of(&[(1, 0)])), None);
+    for (vm, files) in [(None, [(3, 0), (1, 0)]), (Some(ids[0]), [(1, 0), (2, 4096)])] {
+        keeper.must_wait(vm, &of(&files)).expect("another VM's");
     }
+    assert_eq!(keeper.must_wait(None, &of(&[(1, 1 << 20), (2, 8 << 20)])), None, "another part of the files");
 }

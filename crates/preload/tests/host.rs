@@ -49,7 +49,7 @@ fn stage() -> Option<Stage> {
     let session = keeper.client();
     assert_eq!(session.attach.regions.len(), 1);
     assert!(session.attach.may_pin, "a VMM that nobody taught of Ballast promises nothing");
-    assert_eq!(session.attach.regions[0].len, Bytes(4 * MIB));
+    assert_eq!(session.attach.regions[0].span.len, Bytes(4 * MIB));
     session.accept();
     assert_eq!(host.next(), "ready");
     Some(Stage { _dir: dir, keeper, host, session })
@@ -174,7 +174,7 @@ fn children_are_left_alone_and_errno_is_kept() {
     }
     let (said, _, asked) = stage.deed("errno");
     assert_eq!(said, "ok");
-    assert!(matches!(asked[..], [ClientToKeeper::AddRegion(_)]), "{asked:?}");
+    assert!(matches!(asked[..], [ClientToKeeper::AddRegion { .. }]), "{asked:?}");
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn threads_that_map_and_unmap_ram_all_the_time_leave_nothing_behind() {
     let Some(mut stage) = stage() else { return };
     let (said, _, asked) = stage.deed("storm");
     assert_eq!(said, "ok");
-    let added = asked.iter().filter(|request| matches!(request, ClientToKeeper::AddRegion(_))).count();
+    let added = asked.iter().filter(|request| matches!(request, ClientToKeeper::AddRegion { .. })).count();
     let removed = asked.iter().filter(|request| matches!(request, ClientToKeeper::RemoveRegion(_))).count();
     assert_eq!((added, removed), (100, 100));
     // What is still announced is the RAM from the start, as the next keeper will hear.

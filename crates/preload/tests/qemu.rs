@@ -37,10 +37,10 @@ fn backend(id: &str, size: &str) -> String {
 /// Accept the next AddRegion. Returns its length and address.
 fn accept_region(session: &Session) -> (Bytes, u64) {
     let (message, fds) = session.request();
-    let ClientToKeeper::AddRegion(info) = message else { panic!("{message:?}") };
-    assert_eq!(memfd::size(&fds[0]).expect("stat"), info.len);
+    let ClientToKeeper::AddRegion { region, .. } = message else { panic!("{message:?}") };
+    assert_eq!(memfd::size(&fds[0]).expect("stat"), region.span.len);
     session.answer(&KeeperToClient::Ok);
-    (info.len, info.hva.0)
+    (region.span.len, region.span.hva.0)
 }
 
 #[test]
@@ -54,11 +54,11 @@ fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped()
     let session = keeper.client();
     assert_eq!(session.attach.vmm, QEMU);
     assert_eq!(session.attach.name, "preload-test");
-    let info = session.attach.regions[0];
-    assert_eq!((session.attach.regions.len(), info.len, info.file_offset), (1, Bytes(5 * GIB), Bytes(0)));
+    let info = session.attach.regions[0].clone();
+    assert_eq!((session.attach.regions.len(), info.span.len, info.extents[0].offset), (1, Bytes(5 * GIB), Bytes(0)));
     assert_eq!(session.attach.shards, 1, "a VM of this size needs no more, on however many CPUs");
     assert!(session.attach.may_pin, "QEMU promises nothing");
-    assert!(info.hva.0.is_multiple_of(HUGE_SIZE as u64), "{} can have no huge pages", info.hva);
+    assert!(info.span.hva.0.is_multiple_of(HUGE_SIZE as u64), "{} can have no huge pages", info.span.hva);
     session.accept();
     qemu.qmp_start();
 
@@ -77,7 +77,7 @@ fn ram_around_the_pci_hole_is_one_region_on_a_huge_page_border_and_runs_zapped()
         }
         minor_or_fresh += 1;
     }
-    session.uffd.unregister(info.hva, info.len.0).expect("unregister");
+    session.uffd.unregister(info.span.hva, info.span.len.0).expect("unregister");
     assert_eq!(qemu.qmp("query-status", json!({}))["status"], "running");
     qemu.qmp("quit", json!({}));
     assert_eq!(qemu.finish().0, Some(0));
@@ -98,7 +98,7 @@ fn numa_nodes_and_hot_plugged_ram_are_added_and_unplugged_ram_is_removed() {
     command.env("BALLAST_FAULT_WORKERS", "2");
     let mut qemu = Driven::start(command);
     let session = keeper.client();
-    assert_eq!((session.attach.regions[0].len, session.attach.shards), (Bytes(128 * MIB), 2));
+    assert_eq!((session.attach.regions[0].span.len, session.attach.shards), (Bytes(128 * MIB), 2));
     session.accept();
     assert_eq!(accept_region(&session).0, Bytes(64 * MIB));
     qemu.qmp_start();

@@ -10,6 +10,7 @@ pub mod bpf;
 pub mod btf;
 pub mod clock;
 pub mod direct;
+pub mod file_ranges;
 pub mod hugetlb;
 pub mod kcmp;
 pub mod mapping;

@@ -186,16 +186,25 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     })
 }
 
-/// Can guest RAM be a mapping of this file from `offset`, `len` bytes long, at `addr`? Returns the size of its pages.
+/// Can guest RAM be in this file? Returns the size of its pages.
 ///
 /// # Errors
-/// Why not, as the end of a sentence that begins with what RAM it is.
-pub fn check_ram_pages(fd: impl AsFd, addr: u64, offset: u64, len: u64) -> Result<Bytes, String> {
+/// Why not, as the end of a sentence that begins with what file it is.
+pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
     let page = ram_page(fd).map_err(|error| format!("looking at its file: {error}"))?;
     let page = page.ok_or("its file is not shared memory (a memfd, or a file in a tmpfs or a hugetlbfs)")?;
     if page.0 > HUGE_SIZE as u64 {
         return Err(format!("its pages of {page} are too large; pages of 4 KiB and 2 MiB are managed"));
     }
+    Ok(page)
+}
+
+/// Can guest RAM be a mapping of this file from `offset`, `len` bytes long, at `addr`? Returns the size of its pages.
+///
+/// # Errors
+/// Why not, as the end of a sentence that begins with what RAM it is.
+pub fn check_ram_pages(fd: impl AsFd, addr: u64, offset: u64, len: u64) -> Result<Bytes, String> {
+    let page = check_ram_file(fd)?;
     if [addr, offset, len].iter().any(|value| !value.is_multiple_of(page.0)) {
         return Err(format!("its address, offset or length is not a multiple of its pages of {page}"));
     }

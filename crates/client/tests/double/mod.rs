@@ -6,7 +6,10 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use ballast_base::wire::{self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, Range, VmId};
+use ballast_base::store::RAM_STORE;
+use ballast_base::wire::{
+    self, Attach, ClientToEngine, ClientToKeeper, EngineToClient, KeeperToClient, Range, StoreFiles, VmId,
+};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_needs::missing;
 use ballast_sys::uffd::{Fault, REQUIRED_FEATURES};
@@ -76,7 +79,7 @@ impl Keeper {
         let uffd = Uffd::from(fds.next().expect("uffd"));
         let more_uffds = fds.by_ref().take(usize::from(attach.shards) - 1).map(Uffd::from).collect();
         let control = fds.next().expect("control");
-        let ram = fds.by_ref().take(attach.regions.len()).collect();
+        let ram = fds.by_ref().take(usize::from(attach.files)).collect();
         Session { socket, attach, uffd, more_uffds, control, ram, escrow: fds.collect() }
     }
 }
@@ -108,14 +111,16 @@ pub struct Session {
 impl Session {
     /// Answer the attach message with two fresh files. Returns their identities.
     pub fn accept(&self) -> Vec<memfd::FileId> {
-        self.accept_with(wire::MIN_ESCROW)
+        self.accept_with(&[(RAM_STORE, 1)])
     }
 
-    /// The same with `count` files, as for a VM that has a file store.
-    pub fn accept_with(&self, files: usize) -> Vec<memfd::FileId> {
-        let files: Vec<_> = (0..files).map(|_| memfd::create("escrow", Bytes(4096)).expect("memfd")).collect();
+    /// The same with files of these stores after the state file: their numbers, and how many.
+    pub fn accept_with(&self, stores: &[(u8, u8)]) -> Vec<memfd::FileId> {
+        let stores: Vec<_> = stores.iter().map(|(store, count)| StoreFiles { store: *store, count: *count }).collect();
+        let files: Vec<_> =
+            (0..1 + wire::count_files(&stores)).map(|_| memfd::create("escrow", Bytes(4096)).expect("memfd")).collect();
         let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        self.answer_with(&KeeperToClient::Attached(VM), &fds);
+        self.answer_with(&KeeperToClient::Attached { vm: VM, stores }, &fds);
         files.iter().map(|file| memfd::file_id(file).expect("stat")).collect()
     }
 
@@ -194,13 +199,13 @@ impl Session {
 
     pub fn register_all(&self) {
         for region in &self.attach.regions {
-            self.uffd.register(region.hva, region.len.0).expect("register");
+            self.uffd.register(region.span.hva, region.span.len.0).expect("register");
         }
     }
 
     pub fn whole(&self, region: usize) -> Range {
-        let info = self.attach.regions[region];
-        (info.hva, info.len.0)
+        let span = self.attach.regions[region].span;
+        (span.hva, span.len.0)
     }
 }
 

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use anyhow::Context;
-use ballast_base::wire::RegionInfo;
+use ballast_base::wire::Span;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Vm};
@@ -24,7 +24,7 @@ pub fn add(
     pid: u32,
     uffd_features: u64,
     (shards, control): (Shards, OwnedFd),
-    spans: &[(RegionInfo, u32)],
+    spans: &[(Span, u32)],
 ) -> io::Result<()> {
     let vm = &served.vm;
     let epoch = vm.state.epoch();
@@ -49,16 +49,16 @@ pub fn add(
     added
 }
 
-type Split = (Vec<(RegionInfo, u32)>, Vec<(u32, io::Error)>);
+type Split = (Vec<(Span, u32)>, Vec<(u32, io::Error)>);
 
 /// Which spans can be registered where they must be, because pages there may be away? Registering what is registered
 /// already changes nothing.
-fn split(vm: &Vm, view: &View, spans: &[(RegionInfo, u32)]) -> Split {
+fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
-    for (info, number) in spans {
+    for (span, number) in spans {
         let region = vm.region(*number);
-        match region.map_or(Ok(()), |region| view.at(&region, info.hva).register_as_flagged(&region)) {
-            Ok(()) => good.push((*info, *number)),
+        match region.map_or(Ok(()), |region| view.at(&region, span.hva).register_as_flagged(&region)) {
+            Ok(()) => good.push((*span, *number)),
             Err(error) => bad.push((*number, error)),
         }
     }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::store::{FILE_STORE, RAM_STORE};
-use ballast_base::wire::{self, VmId};
+use ballast_base::wire::{self, StoreFiles, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
 use ballast_pager::run::pool::blocking;
@@ -39,7 +39,31 @@ struct Opening {
     vmm: String,
     pinned: Option<String>,
     may_pin: bool,
-    has_file: bool,
+    stores: Vec<StoreFiles>,
+    files: u8,
+}
+
+/// The RAM files that came with an order; there must be as many as it says.
+fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamFile>> {
+    anyhow::ensure!(fds.len() == usize::from(count), "{} RAM files came, and {count} were announced", fds.len());
+    fds.into_iter().map(RamFile::new).collect::<io::Result<_>>().context("Looking at RAM files")
+}
+
+/// The files of the stores that came with an order: the arena, and file and index of the file store.
+fn store_files(
+    stores: &[StoreFiles],
+    fds: &mut impl Iterator<Item = OwnedFd>,
+) -> anyhow::Result<(OwnedFd, Option<[OwnedFd; 2]>)> {
+    let (mut arena, mut file) = (None, None);
+    for StoreFiles { store, count } in stores {
+        let mut files = fds.by_ref().take(usize::from(*count));
+        match (*store, files.next(), files.next(), files.next()) {
+            (RAM_STORE, Some(only), None, None) => arena = Some(only),
+            (FILE_STORE, Some(place), Some(index), None) => file = Some([place, index]),
+            _ => bail!("{count} files came of store {store}, which this engine does not know like that"),
+        }
+    }
+    Ok((arena.context("the arena is missing")?, file))
 }
 
 impl Engine {
@@ -49,14 +73,14 @@ impl Engine {
         let served = self.host.by_id(id);
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
-            (Order::OpenVm { vmm, pinned, may_pin, has_file, .. }, None) => {
-                self.open_vm(id, Opening { vmm, pinned, may_pin, has_file }, fds)
+            (Order::OpenVm { vmm, pinned, may_pin, stores, files, .. }, None) => {
+                self.open_vm(id, Opening { vmm, pinned, may_pin, stores, files }, fds)
             }
             (Order::AddView { pid, uffd_features, spans, unserved_since_ns, .. }, Some(served)) => {
                 self.add_view(served, pid, uffd_features, &spans, unserved_since_ns, fds)
             }
-            (Order::AddRegion { pid, info, number, .. }, Some(served)) => {
-                self.add_region(served, pid, &info, number, fds)
+            (Order::AddRegion { pid, span, number, files, .. }, Some(served)) => {
+                ram_files(fds, files).and_then(|files| self.add_region(served, pid, span, number, &files))
             }
             (Order::RemoveRegion { seq, pid, hva, .. }, Some(served)) => {
                 let view = served.vm.views().into_iter().find(|view| view.pid == pid);
@@ -127,12 +151,14 @@ impl Engine {
     fn open_vm(
         &self,
         id: VmId,
-        Opening { vmm, pinned, may_pin, has_file }: Opening,
+        Opening { vmm, pinned, may_pin, stores, files }: Opening,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
         let mut fds = fds.into_iter();
-        let (Some(state), Some(arena)) = (fds.next(), fds.next()) else { bail!("state and arena file are missing") };
-        let state = StateFile::open(state)?;
+        let state = StateFile::open(fds.next().context("the state file is missing")?)?;
+        let (arena, file) = store_files(&stores, &mut fds)?;
+        let ram = ram_files(fds.collect(), files)?;
+        let has_file = file.is_some();
         let Process { pid, start } = self.me;
         state.open_as(pid, start);
         // This thread works for the VM until it is open. A keeper may have killed us a moment ago: then it ends here.
@@ -157,7 +183,6 @@ impl Engine {
             Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
         };
         let late = has_file.then(|| Arc::new(LateStore::new()));
-        let file = if has_file { fds.next().zip(fds.next()) } else { None };
         let tuning = Tuning {
             quarantine: Duration::from_millis(self.settings().quarantine_ms),
             spill_after: self
@@ -176,15 +201,15 @@ impl Engine {
         let _unlists = Unlists(&vm);
         let late_file = late::File::default();
         let opening = match late.clone().zip(file) {
-            Some((late, (file, index))) => {
+            Some((late, files)) => {
                 let state = StateFile::open(vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?)?;
                 state.open_as(pid, start);
-                Some(LateFile::begin(state, vm.reporter(), late, [file, index], self.file_options(), &late_file)?)
+                Some(LateFile::begin(state, vm.reporter(), late, files, self.file_options(), &late_file)?)
             }
             None => None,
         };
-        for file in fds {
-            vm.open_region(&[RamFile::new(file)?])?;
+        for _ in vm.state.regions() {
+            vm.open_region(&ram)?;
         }
         if epoch > 1 {
             mend(&vm)?;
@@ -221,7 +246,7 @@ impl Engine {
         served: &Arc<Served>,
         pid: u32,
         uffd_features: u64,
-        spans: &[(wire::RegionInfo, u32)],
+        spans: &[(wire::Span, u32)],
         unserved_since_ns: Option<u64>,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
@@ -248,17 +273,18 @@ impl Engine {
         &self,
         served: &Arc<Served>,
         pid: u32,
-        info: &wire::RegionInfo,
+        span: Option<wire::Span>,
         number: u32,
-        fds: Vec<OwnedFd>,
+        files: &[RamFile],
     ) -> anyhow::Result<()> {
         let vm = &served.vm;
         if vm.region(number).is_none() {
-            let opened = vm.open_region(&[RamFile::new(fds.into_iter().next().context("a descriptor is needed")?)?])?;
+            let opened = vm.open_region(files)?;
             anyhow::ensure!(opened == number, "region {number} came before region {opened}");
         }
-        if let Some(view) = vm.views().into_iter().find(|view| view.pid == pid) {
-            let added = vm.add_span(&view, info, number);
+        let view = vm.views().into_iter().find(|view| view.pid == pid);
+        if let Some((view, span)) = view.zip(span) {
+            let added = vm.add_span(&view, span, number);
             if let Err(error) = &added {
                 // As for a view that is not complete: it may read zeros where pages are far, so none may be.
                 let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");

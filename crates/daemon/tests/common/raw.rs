@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ballast_base::wire::{self, Attach, ClientToKeeper, KeeperToClient, RegionInfo, VmId};
+use ballast_base::wire::{self, Attach, ClientToKeeper, KeeperToClient, RegionInfo, Span, StoreFiles, VmId};
 use ballast_base::{Bytes, Hva, PAGE_SIZE};
 use ballast_client::Builder;
 use ballast_sys::uffd::REQUIRED_FEATURES;
@@ -48,7 +48,7 @@ impl Ram {
 
     pub fn info(&self) -> RegionInfo {
         let len = memfd::size(&self.fd).expect("stat");
-        RegionInfo { hva: Hva(self.map.addr() as u64), len, file_offset: Bytes(0) }
+        RegionInfo::one(Hva(self.map.addr() as u64), len, Bytes(0))
     }
 
     /// The first word of a page.
@@ -75,8 +75,8 @@ impl Ram {
 
     /// One region more of a VM.
     pub fn join(&self, vm: Builder) -> Builder {
-        let RegionInfo { hva, len, file_offset } = self.info();
-        vm.region(self.fd.try_clone().expect("dup"), hva, len, file_offset)
+        let Span { hva, len } = self.info().span;
+        vm.region(self.fd.try_clone().expect("dup"), hva, len, Bytes(0))
     }
 }
 
@@ -92,7 +92,7 @@ pub struct RawClient {
     control: (OwnedFd, OwnedFd),
     socket: Option<OwnedFd>,
     /// After an attach: the VM, its state file and its arena.
-    pub escrow: Option<(VmId, Vec<OwnedFd>)>,
+    pub escrow: Option<(VmId, Vec<StoreFiles>, Vec<OwnedFd>)>,
 }
 
 impl RawClient {
@@ -102,19 +102,25 @@ impl RawClient {
         Self { path: path.to_owned(), name: name.to_owned(), uffds, control, socket: None, escrow: None }
     }
 
-    /// What it says to attach with this RAM; it resumes if it was attached.
+    /// What it says to attach with this RAM, each region of a file of its own; it resumes if it was attached.
     pub fn message(&self, regions: Vec<RegionInfo>) -> Attach {
+        let files = regions.len();
+        let numbered = regions.into_iter().zip(0..).map(|(mut region, file)| {
+            region.extents.iter_mut().for_each(|extent| extent.file = file);
+            region
+        });
         Attach {
             name: self.name.clone(),
             limit: None,
             vmm: "raw".into(),
             uffd_features: REQUIRED_FEATURES,
             shards: self.uffds.len() as u8,
+            files: files as u8,
             pinned: None,
             may_pin: false,
-            regions,
-            resume: self.escrow.as_ref().map(|(vm, _)| *vm),
-            has_file: self.escrow.as_ref().is_some_and(|(_, files)| files.len() == wire::MAX_ESCROW),
+            regions: numbered.collect(),
+            resume: self.escrow.as_ref().map(|(vm, ..)| *vm),
+            stores: self.escrow.as_ref().map_or_else(Vec::new, |(_, stores, _)| stores.clone()),
         }
     }
 
@@ -122,7 +128,7 @@ impl RawClient {
     pub fn descriptors<'a>(&'a self, ram: &[&'a Ram]) -> Vec<BorrowedFd<'a>> {
         let mut fds: Vec<_> = self.uffds.iter().map(AsFd::as_fd).chain([self.control.1.as_fd()]).collect();
         fds.extend(ram.iter().map(|ram| ram.fd.as_fd()));
-        fds.extend(self.escrow.iter().flat_map(|(_, files)| files).map(AsFd::as_fd));
+        fds.extend(self.escrow.iter().flat_map(|(.., files)| files).map(AsFd::as_fd));
         fds
     }
 
@@ -149,9 +155,9 @@ impl RawClient {
     /// The second.
     pub fn hear_of_attach(&mut self, socket: OwnedFd) -> Option<KeeperToClient> {
         let (answer, fds) = hear(&socket)?;
-        if let KeeperToClient::Attached(vm) = answer {
+        if let KeeperToClient::Attached { vm, stores } = &answer {
             self.socket = Some(socket);
-            self.escrow = Some((vm, fds));
+            self.escrow = Some((*vm, stores.clone(), fds));
         }
         Some(answer)
     }

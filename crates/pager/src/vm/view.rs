@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, RegionInfo};
+use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, Span};
 use ballast_base::{Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
@@ -133,9 +133,9 @@ impl View {
     }
 
     /// Add a region's mapping.
-    pub fn add_span(&self, info: &RegionInfo, region: u32) {
+    pub fn add_span(&self, Span { hva, len }: Span, region: u32) {
         let mut spans = self.spans.write().expect("no panic while held");
-        spans.push((info.hva, info.hva + info.len.0, region));
+        spans.push((hva, hva + len.0, region));
         spans.sort_unstable();
     }
 
@@ -502,8 +502,7 @@ mod tests {
         };
         let (control, _theirs) = scm::pair().expect("socketpair");
         let view = View::new(1, Shards::new(vec![uffd]).expect("one"), 0, control, 1);
-        let info = RegionInfo { hva: Hva(1 << 30), len: Bytes(1 << 20), file_offset: Bytes(0) };
-        view.add_span(&info, 7);
+        view.add_span(Span { hva: Hva(1 << 30), len: Bytes(1 << 20) }, 7);
         let is_served = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let serving = serving(&view);

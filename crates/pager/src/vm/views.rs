@@ -7,7 +7,7 @@
 use std::io;
 use std::sync::Arc;
 
-use ballast_base::wire::{self, RegionInfo};
+use ballast_base::wire::{self, Span};
 use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
 
@@ -23,9 +23,9 @@ use ballast_page::page_state::{State, Word};
 
 impl Vm {
     /// Serve one more process that maps this VM's RAM.
-    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(RegionInfo, u32)]) -> io::Result<()> {
-        for (info, region) in spans {
-            view.add_span(info, *region);
+    pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<()> {
+        for (span, region) in spans {
+            view.add_span(*span, *region);
         }
         // No batch is under way while we hold the lock, and none from before counts afterwards.
         let layout = self.memory.change_layout();
@@ -59,9 +59,9 @@ impl Vm {
     }
 
     /// A process that is a view already maps one more region.
-    pub fn add_span(&self, view: &View, info: &RegionInfo, number: u32) -> io::Result<()> {
+    pub fn add_span(&self, view: &View, span: Span, number: u32) -> io::Result<()> {
         let _layout = self.memory.change_layout();
-        view.add_span(info, number);
+        view.add_span(span, number);
         self.memory.next_generation();
         self.region(number).map_or(Ok(()), |region| register_as_flagged(&region, view))
     }

@@ -10,7 +10,7 @@
 use std::io;
 use std::sync::Arc;
 
-use ballast_base::wire::RegionInfo;
+use ballast_base::wire::Span;
 use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
 use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
@@ -146,8 +146,7 @@ impl OwnView {
         let map = region.map()?;
         let shards = Shards::new(vec![uffd]).ok_or_else(|| io::Error::other("no userfaultfd"))?;
         let view = View::new(std::process::id(), shards, features, control, 0);
-        let info = RegionInfo { hva: Hva(map.addr() as u64), len: Bytes(map.len() as u64), file_offset: Bytes(0) };
-        view.add_span(&info, region.number);
+        view.add_span(Span { hva: Hva(map.addr() as u64), len: Bytes(map.len() as u64) }, region.number);
         Ok(Self { view: Arc::new(view), map, _client: client })
     }
 

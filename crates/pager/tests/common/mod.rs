@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ballast_base::store::{FILE_STORE, RAM_STORE};
-use ballast_base::wire::{self, ClientToEngine, EngineToClient, RegionInfo, VmId};
+use ballast_base::wire::{self, ClientToEngine, EngineToClient, Span, VmId};
 use ballast_base::{Bytes, Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_handover::state_file::StateFile;
 use ballast_heat::{PageMap, UnitId, Watch};
@@ -539,8 +539,8 @@ pub fn mapped_by_a_foreign_mapper(rig: &Rig) -> Mapping {
 }
 
 /// What a process tells of a rig's one region.
-pub fn mapped_at(hva: Hva, len: Bytes) -> [(RegionInfo, u32); 1] {
-    [(RegionInfo { hva, len, file_offset: Bytes(0) }, 0)]
+pub fn mapped_at(hva: Hva, len: Bytes) -> [(Span, u32); 1] {
+    [(Span { hva, len }, 0)]
 }
 
 fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {

@@ -1,0 +1,79 @@
+//! VMs whose RAM is in pieces of files, under a real keeper and engine that are killed. Needs root (userfaultfd).
+//! The VMs are this process, with the client that VMMs link.
+
+mod common;
+
+use std::os::fd::OwnedFd;
+
+use ballast_base::{Bytes, Hva};
+use ballast_client::{Client, Ram as Described, RamExtent};
+use ballast_sys::{Mapping, memfd};
+use common::raw::{Ram, no_uffd};
+use common::{Daemon, kill, until};
+
+const PAGE: u64 = 4096;
+const LIMIT: u64 = 2 << 20;
+
+/// Pages of a file: file, first, count.
+type Piece<'a> = (&'a OwnedFd, u64, u64);
+
+/// A VM of this RAM, mapped here, whose pages are marked.
+fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
+    let mapped: Vec<_> = pieces.iter().map(|(fd, first, count)| (fd, first * PAGE, (count * PAGE) as usize)).collect();
+    let map = Mapping::shared_pieces(&mapped).expect("map");
+    let ram = Ram { fd: pieces[0].0.try_clone().expect("dup"), map };
+    ram.mark();
+    let extent = |(fd, first, count): &Piece<'_>| {
+        let fd = fd.try_clone().expect("dup");
+        RamExtent { fd, offset: Bytes(first * PAGE), len: Bytes(count * PAGE) }
+    };
+    let hva = Hva(ram.map.addr() as u64);
+    let described = Described { hva, extents: pieces.iter().map(extent).collect(), guest_address: Some(1 << 32) };
+    let builder = Client::builder().name(name).socket(daemon.attach_socket()).limit(LIMIT).may_pin(false);
+    (builder.ram(described).attach().expect("attach"), ram)
+}
+
+#[test]
+fn vms_in_pieces_of_one_file_are_held_to_their_limits_and_lose_no_byte_whoever_is_killed() {
+    if no_uffd() {
+        return;
+    }
+    let mut daemon = Daemon::start("quarantine_ms = 5\n");
+    let pool = memfd::create("pool", Bytes(8192 * PAGE)).expect("memfd");
+    let own = memfd::create("own", Bytes(700 * PAGE)).expect("memfd");
+    let rest = Mapping::shared(&pool, 7000 * PAGE, PAGE as usize).expect("map");
+    rest.copy_in(0, &[7; 4096]);
+    let first = vm(&daemon, "first", &[(&pool, 4000, 1000), (&own, 100, 500), (&pool, 100, 900), (&pool, 2000, 1)]);
+    let second = vm(&daemon, "second", &[(&pool, 5000, 1000), (&pool, 1000, 1000)]);
+    let resident = |daemon: &Daemon, name: &str| daemon.api.vm(name).map_or(u64::MAX, |vm| vm.resident_bytes);
+    let squeezed = |daemon: &Daemon| {
+        for name in ["first", "second"] {
+            until("both are at their limits", || resident(daemon, name) <= LIMIT);
+        }
+    };
+    squeezed(&daemon);
+    assert_eq!(daemon.vm("first").size_bytes, 2401 * PAGE);
+    for round in 0..9 {
+        let engine = daemon.engine_pid().expect("an engine");
+        // The engine alone; the keeper alone, whose engine is ended by the next; both.
+        if round % 3 != 0 {
+            daemon.kill_keeper();
+        }
+        if round % 3 != 1 {
+            kill(engine);
+        }
+        if round % 3 != 0 {
+            daemon.restart_keeper();
+        }
+        daemon.wait_for_engine_after(engine);
+        for (_, ram) in [&first, &second] {
+            let pages = ram.map.len() as u64 / PAGE;
+            assert!((0..pages).all(|page| ram.is_marked(page)), "a byte was lost in round {round}");
+        }
+        until("both are attached again", || ["first", "second"].iter().all(|name| daemon.api.vm(name).is_ok()));
+        squeezed(&daemon);
+    }
+    let mut bytes = [0; 4096];
+    rest.copy_out(0, &mut bytes);
+    assert_eq!(bytes, [7; 4096], "what is nobody's RAM was touched");
+}

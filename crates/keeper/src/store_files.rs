@@ -1,0 +1,179 @@
+//! The files of a VM's stores, by the number of the store: what keepers hold, give away for escrow, and take back.
+//!
+//! Before: a store was made, or a client brought its files back. After: whoever opens the store has them, in their
+//! order.
+//! Threads: the keeper's one. Promise: what a client brings is taken for a store's file only if we made it. A store
+//! that this program does not know is refused by name.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::wire::StoreFiles;
+use ballast_handover::arena;
+use ballast_sys::direct;
+use ballast_sys::memfd::{self, FileId};
+use rustix::fs::{AtFlags, StatxFlags, fcntl_get_seals, fstat, makedev, statx};
+
+use crate::closer::SentFd;
+
+/// The files of one store: the arena of the RAM store; the place of the file store's file, and its index.
+#[derive(Debug)]
+pub struct Files {
+    store: u8,
+    files: Vec<Arc<SentFd>>,
+}
+
+impl Files {
+    /// Of the RAM store.
+    pub fn ram(arena: SentFd) -> Self {
+        Self { store: RAM_STORE, files: vec![Arc::new(arena)] }
+    }
+
+    /// Of the file store: the place of its file, and its index.
+    pub fn file(files: [SentFd; 2]) -> Self {
+        Self { store: FILE_STORE, files: files.into_iter().map(Arc::new).collect() }
+    }
+
+    /// What a client brings back of these stores, opened anew for writing.
+    ///
+    /// # Errors
+    /// It is not what this client was given, in words.
+    pub fn take_back(stores: &[StoreFiles], fds: &mut impl Iterator<Item = SentFd>) -> Result<Vec<Self>, String> {
+        let take_back = |StoreFiles { store, count }: &StoreFiles| {
+            let mut files = fds.by_ref().take(usize::from(*count)).collect::<Vec<_>>().into_iter();
+            match (*store, files.next(), files.next(), files.next()) {
+                (RAM_STORE, Some(arena), None, None) => Ok(Self::ram(reopen_ours(arena, "arena")?)),
+                (FILE_STORE, Some(file), Some(index), None) => {
+                    let index = reopen_ours(index, "index")?;
+                    Ok(Self::file([place_named(file, &index)?, index]))
+                }
+                (RAM_STORE | FILE_STORE, ..) => Err(format!("store {store} has not {count} files")),
+                _ => {
+                    Err(format!("this program has no store with the number {store}, of which files were brought back"))
+                }
+            }
+        };
+        let files = stores.iter().map(take_back).collect::<Result<Vec<_>, String>>()?;
+        // The engine opens them in the order of their numbers, and none without the RAM store.
+        if files.iter().any(|files| files.store == RAM_STORE) {
+            Ok(files)
+        } else {
+            Err("no arena was brought back".into())
+        }
+    }
+
+    /// The number of its store.
+    pub fn store(&self) -> u8 {
+        self.store
+    }
+
+    /// What is said of these beside a message.
+    pub fn counts(stores: &[Self]) -> Vec<StoreFiles> {
+        stores.iter().map(|files| StoreFiles { store: files.store, count: files.files.len() as u8 }).collect()
+    }
+
+    /// They.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<SentFd>> {
+        self.files.iter()
+    }
+
+    /// The same once more, for a client to keep: read-only, and a place as a place.
+    pub fn escrow(&self) -> io::Result<Vec<OwnedFd>> {
+        match (self.store, self.files.as_slice()) {
+            // To open the file might wait for its disk, and to close it then, too.
+            (FILE_STORE, [file, index]) => {
+                Ok(vec![file.as_fd().try_clone_to_owned()?, memfd::reopen(index.as_fd(), false)?])
+            }
+            (_, files) => files.iter().map(|file| memfd::reopen(file.as_fd(), false)).collect(),
+        }
+    }
+}
+
+/// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
+/// answers that without asking the file's own file system; then the rest may be asked, too.
+fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
+    Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
+}
+
+/// Open anew, for writing, a file that we made and gave away read-only. That it is ours is seen by its owner and mode:
+/// nobody else can make a file of this user with mode 0600.
+pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
+    let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
+    let strange = "it is not the file this client was given";
+    if !is_shmem(&fd).map_err(|error| say(&error))? {
+        return Err(say(&strange));
+    }
+    let stat = fstat(&fd).map_err(|error| say(&error))?;
+    let ours = stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o777 == 0o600;
+    if !ours {
+        return Err(say(&strange));
+    }
+    let opened = memfd::reopen(fd.as_fd(), true).map_err(|error| say(&error))?;
+    Ok(fd.replaced_by(opened))
+}
+
+/// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is
+/// asked without waiting for its file system: until it is known, it may be anything.
+fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
+    let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
+    let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;
+    let named = arena::file_of(index).map_err(|error| say(&error))?;
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let stat = statx(&fd, "", flags, StatxFlags::BASIC_STATS).map_err(|error| say(&error))?;
+    let found = FileId { dev: makedev(stat.stx_dev_major, stat.stx_dev_minor), ino: stat.stx_ino };
+    if found != named {
+        return Err(say(&"it is not the file this client was given"));
+    }
+    let place = direct::place_of(fd.as_fd()).map_err(|error| say(&error))?;
+    Ok(fd.replaced_by(place))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::closer::Closer;
+    use ballast_base::Bytes;
+    use ballast_needs::skip;
+
+    #[test]
+    fn memory_files_are_told_from_others_without_asking_their_file_system() {
+        let memfd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        assert!(is_shmem(&memfd).expect("fcntl"));
+        let (reader, _writer) = std::io::pipe().expect("pipe");
+        assert!(!is_shmem(&reader).expect("fcntl"));
+        assert!(!is_shmem(std::fs::File::open("/proc/self/stat").expect("open")).expect("fcntl"));
+        if memfd::is_shmem(std::fs::File::open("/dev/shm").expect("open")).expect("statfs") {
+            let file = tempfile::tempfile_in("/dev/shm").expect("a file in a tmpfs");
+            assert!(is_shmem(&file).expect("fcntl"), "RAM need not be a memfd");
+        }
+    }
+
+    #[test]
+    fn the_file_of_a_file_store_is_taken_back_only_if_its_index_names_it() {
+        use ballast_store::{Budget, FileOptions, FileStore};
+        let dir = tempfile::tempdir().expect("a directory");
+        let made = FileStore::create(dir.path(), FileOptions::new(Budget::new(Bytes(2 << 20))));
+        let Ok((_, file, index)) = made.inspect_err(|error| skip("disk", error)) else { return };
+        let closer = Closer::new();
+        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
+        let index = sent(index);
+        let reader = direct::reopen(file.as_fd(), false).expect("reopen");
+        let back = place_named(sent(reader), &index).expect("it is the one");
+        let other = tempfile::tempfile_in(dir.path()).expect("a file");
+        let refused = place_named(sent(other.into()), &index).expect_err("another file");
+        assert!(refused.contains("not the file"), "{refused}");
+        place_named(back, &sent(memfd::create("ballast-test", Bytes(4096)).expect("memfd"))).expect_err("no index");
+    }
+
+    #[test]
+    fn a_state_file_is_taken_back_only_if_it_is_ours() {
+        let closer = Closer::new();
+        let sent = |fd: OwnedFd| SentFd::new(fd, 0, closer.clone());
+        let theirs = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        reopen_ours(sent(theirs), "state").expect_err("mode 0777");
+        let (reader, _writer) = std::io::pipe().expect("pipe");
+        reopen_ours(sent(reader.into()), "state").expect_err("a pipe");
+    }
+}

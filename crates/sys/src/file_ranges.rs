@@ -1,0 +1,124 @@
+//! Which bytes of which files: what RAM is made of, and what a process maps.
+//!
+//! Before: a region's extents, or the map of a process. After: whether two of them have bytes in common.
+//! Threads: any; a plain value. Units: bytes of files.
+//! Promise: to ask costs no more than to read both lists, however they were made.
+
+use std::collections::HashMap;
+
+use crate::memfd::FileId;
+
+/// See above.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FileRanges(HashMap<FileId, Vec<(u64, u64)>>);
+
+impl FromIterator<(FileId, u64, u64)> for FileRanges {
+    /// From files, first bytes, and the bytes after the last ones.
+    fn from_iter<T: IntoIterator<Item = (FileId, u64, u64)>>(ranges: T) -> Self {
+        let mut files: HashMap<FileId, Vec<(u64, u64)>> = HashMap::new();
+        for (file, start, end) in ranges.into_iter().filter(|(_, start, end)| start < end) {
+            let ranges = files.entry(file).or_default();
+            match ranges.last_mut() {
+                // In the order of addresses most follow each other.
+                Some((_, last)) if *last == start => *last = end,
+                _ => ranges.push((start, end)),
+            }
+        }
+        for ranges in files.values_mut() {
+            ranges.sort_unstable();
+            ranges.dedup_by(|next, kept| {
+                let joins = next.0 <= kept.1;
+                kept.1 = if joins { kept.1.max(next.1) } else { kept.1 };
+                joins
+            });
+        }
+        Self(files)
+    }
+}
+
+impl FileRanges {
+    /// Has it no byte?
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The files it has bytes of.
+    pub fn files(&self) -> impl Iterator<Item = FileId> + use<'_> {
+        self.0.keys().copied()
+    }
+
+    /// A byte that both have, if there is one: its file and offset.
+    pub fn overlap(&self, other: &Self) -> Option<(FileId, u64)> {
+        self.0.iter().find_map(|(file, ours)| {
+            let (mut ours, mut theirs) = (ours.as_slice(), other.0.get(file)?.as_slice());
+            while let (Some((one, ours_left)), Some((next, theirs_left))) = (ours.split_first(), theirs.split_first()) {
+                let start = one.0.max(next.0);
+                if start < one.1.min(next.1) {
+                    return Some((*file, start));
+                }
+                if one.1 <= next.1 {
+                    ours = ours_left;
+                } else {
+                    theirs = theirs_left;
+                }
+            }
+            None
+        })
+    }
+
+    /// The same, but all from the first byte to the last of files with more than `most` ranges.
+    #[must_use]
+    pub fn at_most(mut self, most: usize) -> Self {
+        for ranges in self.0.values_mut().filter(|ranges| ranges.len() > most) {
+            if let (Some(first), Some(last)) = (ranges.first(), ranges.last()) {
+                *ranges = vec![(first.0, last.1)];
+            }
+        }
+        self
+    }
+
+    /// Those of its ranges that are of these files.
+    pub fn retain(&mut self, keep: impl Fn(FileId) -> bool) {
+        self.0.retain(|file, _| keep(*file));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    fn of(list: &[(u64, u64, u64)]) -> FileRanges {
+        list.iter().map(|(ino, start, len)| (FileId { dev: 1, ino: *ino }, *start, start + len)).collect()
+    }
+
+    fn bytes(list: &[(u64, u64, u64)]) -> HashSet<(u64, u64)> {
+        list.iter().flat_map(|(ino, start, len)| (*start..start + len).map(move |byte| (*ino, byte))).collect()
+    }
+
+    #[test]
+    fn of_many_ranges_all_between_them_is_taken() {
+        let many = of(&[(1, 0, 1), (1, 5, 1), (1, 9, 1), (2, 3, 1)]);
+        assert_eq!(many.clone().at_most(3), many);
+        assert_eq!(many.at_most(2), of(&[(1, 0, 10), (2, 3, 1)]));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+
+        #[test]
+        fn two_have_a_byte_in_common_if_a_list_of_all_bytes_says_so(
+            ours in proptest::collection::vec((0u64..3, 0u64..60, 0u64..7), 0..6),
+            theirs in proptest::collection::vec((0u64..3, 0u64..60, 0u64..7), 0..6),
+        ) {
+            let common: HashSet<_> = bytes(&ours).intersection(&bytes(&theirs)).copied().collect();
+            for (one, other) in [(&ours, &theirs), (&theirs, &ours)] {
+                match of(one).overlap(&of(other)) {
+                    Some((file, at)) => prop_assert!(common.contains(&(file.ino, at))),
+                    None => prop_assert!(common.is_empty()),
+                }
+            }
+        }
+    }
+}
