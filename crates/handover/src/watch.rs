@@ -13,6 +13,7 @@ use std::os::unix::fs::DirEntryExt;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
@@ -31,14 +32,14 @@ static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 /// What a look has found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Look {
-    /// Processes that map some of the files, and which.
-    pub mapping: HashMap<Process, HashSet<FileId>>,
+    /// Processes that map some of the files, and which parts of them.
+    pub mapping: HashMap<Process, FileRanges>,
     /// Processes that could not be looked at in time.
     pub unreadable: Vec<Process>,
 }
 
 /// What a process maps, or has open. A seam: what reads may hang, which no test can make `/proc` do.
-type Read = dyn Fn(u32) -> io::Result<HashSet<FileId>> + Send + Sync;
+type Read = dyn Fn(u32) -> io::Result<FileRanges> + Send + Sync;
 
 /// The processes of the host, and what each of them maps.
 #[derive(Debug, Default)]
@@ -53,7 +54,7 @@ struct Known {
     /// may not have been charged for it, as if it mapped something right after the look: the next one sees it.
     ran: Duration,
     /// What it maps of files in memory; empty for most.
-    files: Option<(Process, HashSet<FileId>)>,
+    files: Option<(Process, FileRanges)>,
 }
 
 impl Processes {
@@ -94,7 +95,7 @@ impl Processes {
         // One that ended at once, or has no clock, is not remembered, but what was read of it counts.
         mapping.extend(found.into_values());
         mapping.extend(self.0.values().filter_map(|known| known.files.clone()));
-        mapping.values_mut().for_each(|found| found.retain(|file| files.contains(file)));
+        mapping.values_mut().for_each(|found| found.retain(|file| files.contains(&file)));
         mapping.retain(|_, found| !found.is_empty());
         Look { mapping, unreadable }
     }
@@ -118,7 +119,7 @@ pub fn foreign_mappers(
     processes: &mut Processes,
     files: &HashSet<FileId>,
     attached: HashSet<u32>,
-    known: impl Fn(&Process, &HashSet<FileId>) -> bool,
+    known: impl Fn(&Process, &FileRanges) -> bool,
 ) -> Look {
     let first = processes.look(files);
     let files = files.clone();
@@ -127,7 +128,7 @@ pub fn foreign_mappers(
         // Where the kernel cannot say, it stays suspect.
         let read = move |pid| {
             let is_same = |other: &u32| kcmp::same_memory(*other, pid).unwrap_or(false);
-            if attached.iter().any(is_same) { Ok(HashSet::new()) } else { of_these(mapped, pid, &files) }
+            if attached.iter().any(is_same) { Ok(FileRanges::default()) } else { of_these(mapped, pid, &files) }
         };
         look_at(suspects, &(Arc::new(read) as Arc<Read>), LOOK_TIMEOUT)
     };
@@ -135,21 +136,13 @@ pub fn foreign_mappers(
 }
 
 /// What is read of a process, of these files alone.
-fn of_these(
-    read: impl Fn(u32) -> io::Result<HashSet<FileId>>,
-    pid: u32,
-    files: &HashSet<FileId>,
-) -> io::Result<HashSet<FileId>> {
+fn of_these(read: impl Fn(u32) -> io::Result<FileRanges>, pid: u32, files: &HashSet<FileId>) -> io::Result<FileRanges> {
     let mut found = read(pid)?;
-    found.retain(|file| files.contains(file));
+    found.retain(|file| files.contains(&file));
     Ok(found)
 }
 
-fn confirm(
-    first: Look,
-    known: impl Fn(&Process, &HashSet<FileId>) -> bool,
-    again: impl FnOnce(Vec<u32>) -> Look,
-) -> Look {
+fn confirm(first: Look, known: impl Fn(&Process, &FileRanges) -> bool, again: impl FnOnce(Vec<u32>) -> Look) -> Look {
     let Look { mut mapping, unreadable } = first;
     mapping.retain(|process, files| !known(process, files));
     if !mapping.is_empty() {
@@ -233,8 +226,10 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
 /// not.
 pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
-    let readers: [Arc<Read>; 2] =
-        [Arc::new(move |pid| Ok(opened(pid, &opening))), Arc::new(move |pid| of_these(mapped, pid, &mapping))];
+    let readers: [Arc<Read>; 2] = [
+        Arc::new(move |pid| Ok(opened(pid, &opening).into_iter().map(|file| (file, 0, u64::MAX)).collect())),
+        Arc::new(move |pid| of_these(mapped, pid, &mapping)),
+    ];
     for read in readers {
         let pids = entries()?.into_iter().map(|(pid, _)| pid).collect();
         let look = look_at(pids, &read, LOOK_TIMEOUT);
@@ -272,18 +267,21 @@ fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
     found
 }
 
-/// Which files in memory the process maps: RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs, none of which
-/// lies on a device. (So do files of some others, which do no harm here.)
-fn mapped(pid: u32) -> io::Result<HashSet<FileId>> {
-    let read = || -> io::Result<HashSet<FileId>> {
+/// Parts of one file that one process maps, at most; of more, all between the first and the last is taken for mapped.
+const MOST_PARTS: usize = 1024;
+
+/// Which parts of files in memory the process maps: RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs, none
+/// of which lies on a device. (So do files of some others, which do no harm here.)
+fn mapped(pid: u32) -> io::Result<FileRanges> {
+    let read = || -> io::Result<FileRanges> {
         let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
-        let (mut found, mut line) = (HashSet::new(), Vec::new());
+        let (mut found, mut line) = (Vec::new(), Vec::new());
         // As bytes: a path may be anything.
         while maps.read_until(b'\n', &mut line)? > 0 {
-            found.extend(file_of(&line).filter(|file| file.ino != 0 && major(file.dev) == 0));
+            found.extend(part_of(&line).filter(|(file, ..)| file.ino != 0 && major(file.dev) == 0));
             line.clear();
         }
-        Ok(found)
+        Ok(found.into_iter().collect::<FileRanges>().at_most(MOST_PARTS))
     };
     let passed_over = |error: &io::Error| {
         use io::ErrorKind::{NotFound, PermissionDenied};
@@ -291,16 +289,20 @@ fn mapped(pid: u32) -> io::Result<HashSet<FileId>> {
         matches!(error.kind(), NotFound | PermissionDenied)
             || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
     };
-    read().or_else(|error| if passed_over(&error) { Ok(HashSet::new()) } else { Err(error) })
+    read().or_else(|error| if passed_over(&error) { Ok(FileRanges::default()) } else { Err(error) })
 }
 
-/// Device and inode of a line of `/proc/PID/maps`: `start-end perms offset major:minor inode path`.
-fn file_of(line: &[u8]) -> Option<FileId> {
-    let mut fields = line.split(|byte| *byte == b' ').skip(3).map_while(|field| str::from_utf8(field).ok());
+/// The file of a line of `/proc/PID/maps`, and which bytes of it: `start-end perms offset major:minor inode path`.
+fn part_of(line: &[u8]) -> Option<(FileId, u64, u64)> {
+    let mut fields = line.split(|byte| *byte == b' ').map_while(|field| str::from_utf8(field).ok());
+    let hex = |text| u64::from_str_radix(text, 16).ok();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let len = hex(end)?.checked_sub(hex(start)?)?;
+    let offset = hex(fields.nth(1)?)?;
     let (major, minor) = fields.next()?.split_once(':')?;
     let dev = rustix::fs::makedev(u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
     let ino = fields.next()?.parse().ok()?;
-    Some(FileId { dev, ino })
+    Some((FileId { dev, ino }, offset, offset.saturating_add(len)))
 }
 
 #[cfg(test)]
@@ -313,19 +315,30 @@ mod tests {
         HashSet::from([FileId { dev: 1, ino: 1 }])
     }
 
+    /// All of it.
+    fn its_bytes() -> FileRanges {
+        one_file().into_iter().map(|file| (file, 0, 4096)).collect()
+    }
+
     #[test]
     fn a_process_that_maps_the_file_is_found_unless_it_is_known() {
-        let fd = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        let files = HashSet::from([memfd::file_id(&fd).expect("stat")]);
+        let fd = memfd::create("ballast-test", Bytes(3 * 4096)).expect("memfd");
+        let file = memfd::file_id(&fd).expect("stat");
+        let files = HashSet::from([file]);
         let me = Process::this().expect("this process");
-        let nobody = |_: &Process, _: &HashSet<FileId>| false;
+        let nobody = |_: &Process, _: &FileRanges| false;
         let mut processes = Processes::default();
-        let mut foreign_mappers = |known: &dyn Fn(&Process, &HashSet<FileId>) -> bool| {
+        let mut foreign_mappers = |known: &dyn Fn(&Process, &FileRanges) -> bool| {
             foreign_mappers(&mut processes, &files, HashSet::new(), known)
         };
         assert!(foreign_mappers(&nobody).mapping.is_empty(), "holding a descriptor is not mapping");
-        let _mapping = Mapping::shared(&fd, 0, 4096).expect("map");
-        assert_eq!(foreign_mappers(&nobody).mapping, HashMap::from([(me, files.clone())]));
+        let _mapping = Mapping::shared(&fd, 4096, 4096).expect("map");
+        let mapped: FileRanges = [(file, 4096, 8192)].into_iter().collect();
+        assert_eq!(foreign_mappers(&nobody).mapping, HashMap::from([(me, mapped)]));
+        let of_another_part = |_: &Process, found: &FileRanges| {
+            found.overlap(&[(file, 0, 4096), (file, 8192, 12288)].into_iter().collect()).is_none()
+        };
+        assert!(foreign_mappers(&of_another_part).mapping.is_empty());
         assert!(foreign_mappers(&|process, _| process.pid == me.pid).mapping.is_empty());
     }
 
@@ -350,7 +363,7 @@ mod tests {
 
     #[test]
     fn who_is_seen_once_only_is_no_foreign_mapper_and_who_has_the_pid_of_one_is_none_either() {
-        let sees = |process| Look { mapping: HashMap::from([(process, one_file())]), unreadable: Vec::new() };
+        let sees = |process| Look { mapping: HashMap::from([(process, its_bytes())]), unreadable: Vec::new() };
         let child = Process { pid: 7, start: 1 };
         let confirm_with = |second: Look| confirm(sees(child), |_, _| false, |_| second).mapping.len();
         assert_eq!(confirm_with(Look::default()), 0, "it went on to exec");
@@ -373,7 +386,7 @@ mod tests {
             if pid == hangs_at {
                 let _ = released.lock().expect("one thread").recv();
             }
-            Ok(one_file())
+            Ok(its_bytes())
         });
         for _ in 0..2 {
             let look = look_at(pids.clone(), &read, Duration::from_secs(1));
@@ -404,9 +417,17 @@ mod tests {
 
     #[test]
     fn odd_lines_of_maps_are_passed_over() {
-        assert_eq!(file_of(b"7f00-7f01 rw-s 0 00:01 77 /memfd:x (deleted)\n").map(|id| id.ino), Some(77));
-        for line in ["", "7f00-7f01", "7f00-7f01 rw-p 0 zz:00 1", "7f00-7f01 rw-p 00000000 00:00 [heap]"] {
-            assert_eq!(file_of(line.as_bytes()), None, "{line}");
+        let part = part_of(b"7f00-9f00 rw-s 1000 00:01 77 /memfd:x (deleted)\n");
+        assert_eq!(part.map(|(id, start, end)| (id.ino, start, end)), Some((77, 0x1000, 0x3000)));
+        for line in [
+            "",
+            "7f00-7f01",
+            "7f01-7f00 rw-p 0 00:01 1",
+            "7f00-7f01 rw-p q 00:01 1",
+            "7f00-7f01 rw-p 0 zz:00 1",
+            "7f00-7f01 rw-p 00000000 00:00 [heap]",
+        ] {
+            assert_eq!(part_of(line.as_bytes()), None, "{line}");
         }
     }
 
@@ -421,7 +442,7 @@ mod tests {
         let said = reads.clone();
         let read: Arc<Read> = Arc::new(move |pid| {
             said.lock().expect("one thread").push(pid);
-            Ok(one_file())
+            Ok(its_bytes())
         });
         let mut processes = Processes::default();
         let mut read_of = |entries: &[(u32, u64)]| {

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::watch::{self, Look, Processes};
 use ballast_pager::vm::Hold;
+use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::kcmp;
 use ballast_sys::memfd::FileId;
 use ballast_sys::priority::run_first;
@@ -101,23 +102,25 @@ fn wants_look(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     wants.then_some((served, asked))
 }
 
-fn files_of(served: &Served) -> HashSet<FileId> {
-    let regions = served.vm.regions().into_iter().filter(|region| !region.is_removed());
-    regions.flat_map(|region| region.files().iter().map(|file| file.id).collect::<Vec<_>>()).collect()
+/// The bytes of files that are a VM's RAM.
+fn ram_of(served: &Served) -> FileRanges {
+    let regions: Vec<_> = served.vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
+    regions.iter().flat_map(|region| region.places()).collect()
 }
 
 /// Look twice for processes that map RAM of one of these VMs and are not among its views.
 fn look_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> Look {
-    let pids: Vec<HashSet<u32>> = vms.iter().map(|served| pids_of(served)).collect();
-    let mut owners: HashMap<FileId, Vec<&HashSet<u32>>> = HashMap::new();
-    for (served, pids) in vms.iter().zip(&pids) {
-        files_of(served).into_iter().for_each(|file| owners.entry(file).or_default().push(pids));
+    let owners: Vec<(FileRanges, HashSet<u32>)> = vms.iter().map(|served| (ram_of(served), pids_of(served))).collect();
+    let mut of_file: HashMap<FileId, Vec<&(FileRanges, HashSet<u32>)>> = HashMap::new();
+    for owner in &owners {
+        owner.0.files().for_each(|file| of_file.entry(file).or_default().push(owner));
     }
-    let all = owners.keys().copied().collect();
-    let attached = pids.iter().flatten().copied().collect();
-    // Known is who is a view of every VM of which it maps RAM.
+    let all = of_file.keys().copied().collect();
+    let attached = owners.iter().flat_map(|(_, pids)| pids).copied().collect();
+    // Known is who is a view of every VM of which it maps RAM: of a file that several VMs have parts of, their parts.
     watch::foreign_mappers(processes, &all, attached, |process, found| {
-        found.iter().filter_map(|file| owners.get(file)).flatten().all(|pids| pids.contains(&process.pid))
+        let mut owners = found.files().filter_map(|file| of_file.get(&file)).flatten();
+        owners.all(|(ram, pids)| pids.contains(&process.pid) || ram.overlap(found).is_none())
     })
 }
 
@@ -132,9 +135,9 @@ fn foreign_mapper(served: &Served, look: &Look) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
     }
-    let (files, pids) = (files_of(served), pids_of(served));
+    let (ram, pids) = (ram_of(served), pids_of(served));
     let foreign_mappers =
-        look.mapping.iter().filter(|(process, found)| !files.is_disjoint(found) && !pids.contains(&process.pid));
+        look.mapping.iter().filter(|(process, found)| !pids.contains(&process.pid) && ram.overlap(found).is_some());
     let process = foreign_mappers.map(|(process, _)| *process).min_by_key(|process| process.pid)?;
     let who = watch::name(process);
     let unknown = if kcmp::is_available() {

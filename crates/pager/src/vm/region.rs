@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use ballast_base::store::{RegionKey, StoreSet, is_zero};
 use ballast_base::wire::VmId;
-use ballast_base::{Bytes, Extents, PAGE_SIZE, PageCount, PageIdx, PageRange};
+use ballast_base::{Bytes, Extent, Extents, PAGE_SIZE, PageCount, PageIdx, PageRange};
 use ballast_handover::state_file::RegionRecord;
 use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_store::{PageBytes, PageKey};
@@ -124,6 +124,13 @@ impl Region {
     /// Its files.
     pub fn files(&self) -> &[RamFile] {
         self.ram.files()
+    }
+
+    /// Where its extents are: files, first bytes, and the bytes after the last ones.
+    pub fn places(&self) -> Vec<(FileId, u64, u64)> {
+        let files = self.files();
+        let place = |extent: &Extent| Some((files.get(usize::from(extent.file))?.id, extent.offset.0, extent.end()));
+        self.extents().list().iter().filter_map(place).collect()
     }
 
     /// Its extents.
