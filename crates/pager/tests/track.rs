@@ -241,7 +241,7 @@ fn a_cycle_that_nobody_ends_leaves_every_word_resident_and_every_byte() {
 fn a_cycle_whose_zaps_fail_is_undone() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
     let mut source = Scans::new(&rig.vm);
-    rig.view.disconnect();
+    rig.view.peer().disconnect();
     rig.break_client();
     assert!(source.start(&all()).is_err());
     assert_eq!(rig.mapped_huge(), RAM);

@@ -247,7 +247,7 @@ impl Orders {
             }
             for served in vms {
                 served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
-                if is_over && served.vm.views().iter().all(|view| view.is_disconnected()) {
+                if is_over && served.vm.views().iter().all(|view| view.peer().is_disconnected()) {
                     let id = served.vm.state.id();
                     if let Err(error) = self.close(id, None) {
                         tracing::error!("Closing VM {id}: {error}");

@@ -42,10 +42,11 @@ use crate::reclaim::refault::{Guess, RefaultHistory};
 use crate::run::pool::go_first;
 use crate::run::queue::Next;
 use crate::vm::Vm;
+use crate::vm::peer::Zap;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::table::Table;
-use crate::vm::view::{View, Zap};
+use crate::vm::view::View;
 use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
@@ -581,7 +582,7 @@ impl ReclaimWorker {
                 .iter()
                 .filter_map(|(_, run)| Some((view.base(run.region)? + run.pages.start().offset(), run.pages.bytes().0)))
                 .collect();
-            match view.begin_zap(&ranges) {
+            match view.peer().begin_zap(&ranges) {
                 Ok(zap) => zapping.asked.push((view, zap)),
                 Err(error) => {
                     vm.stats().add(Counter::Failed, pages);

@@ -36,18 +36,18 @@ impl Client {
     /// Nothing more will come from it.
     fn gone(&self, then: Rearm) {
         then.forget();
-        self.view.disconnect();
+        self.view.peer().disconnect();
     }
 }
 
 impl Source for Client {
     fn fd(&self) -> BorrowedFd<'_> {
-        self.view.control()
+        self.view.peer().control()
     }
 
     fn ready(&self, then: Rearm) {
         let (vm, view) = (&self.vm, &self.view);
-        let message = match scm::try_receive_bytes(view.control()) {
+        let message = match scm::try_receive_bytes(view.peer().control()) {
             Ok(Some(bytes)) => wire::decode::<ClientToEngine>(&bytes).map_err(|error| error.to_string()),
             Ok(None) => return self.gone(then),
             // The client took its message back, or another process has the other end and took it.
@@ -59,7 +59,7 @@ impl Source for Client {
             }
         };
         match message {
-            Ok(answer @ ClientToEngine::Zapped { .. }) => view.zapped(&answer),
+            Ok(answer @ ClientToEngine::Zapped { .. }) => view.peer().zapped(&answer),
             Ok(ClientToEngine::Discard { seq, ranges }) => {
                 vm.mail.discards.push(Asked { view: view.clone(), seq, ranges, then });
             }
@@ -102,7 +102,7 @@ impl DiscardWorker {
             vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
         }
         // A client that does not read its answers repeats its question and gets another.
-        if let Err(error) = view.tell(&EngineToClient::DiscardDone { seq, error }) {
+        if let Err(error) = view.peer().tell(&EngineToClient::DiscardDone { seq, error }) {
             tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
         }
         drop(then);

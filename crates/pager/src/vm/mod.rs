@@ -25,7 +25,7 @@
 //!
 //! A fault worker holds 3 and only *tries* 1. No worker waits for a page lock while it holds one but a discard, which
 //! takes them in ascending order; all others leave a page that they find locked, and come again. Nothing is held while
-//! a worker waits for a client's answer (`View::zap`) or for another worker. While a page is read from a disk, 1 is
+//! a worker waits for a client's answer (`Peer::zap`) or for another worker. While a page is read from a disk, 1 is
 //! held shared if all pages are being brought back, and `View::serving_from_disk` by slow workers, for which no other
 //! fault waits.
 
@@ -58,6 +58,7 @@ pub(crate) mod ledger;
 mod lifecycle;
 mod mailboxes;
 mod memory;
+pub mod peer;
 pub mod ram;
 pub mod recover;
 pub mod region;
@@ -343,7 +344,7 @@ impl Vm {
         // The first reason led to the others.
         let _ = self.halted.set(reason.to_owned());
         for view in self.views() {
-            if let Err(error) = view.tell(&EngineToClient::FailStop { reason: reason.to_owned() }) {
+            if let Err(error) = view.peer().tell(&EngineToClient::FailStop { reason: reason.to_owned() }) {
                 tracing::error!(vm = self.state.name(), "Telling a VMM to stop: {error}");
             }
         }

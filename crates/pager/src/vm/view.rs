@@ -1,36 +1,26 @@
-//! A view: one process's mapping of a VM's RAM, its userfaultfds, and the control socket to the client inside it.
+//! A view: one process's mapping of a VM's RAM and its userfaultfds. Who zaps there is its peer (`peer.rs`).
 //!
 //! Before: the keeper hands over the descriptors. After: fault workers read and resolve its faults; reclaim zaps
 //! through it. Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
-//! Threads: any; zaps of several workers are told apart by sequence numbers.
-//! Promise: a zap that is not acknowledged in time is an error, and no page of it is evicted; nor is one that the
-//! client kept.
+//! Threads: any. Promise: while an address is being served, what is mapped there is not forgotten.
 
-use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
-use std::time::{Duration, Instant};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
 
-use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES, Span};
+use ballast_base::wire::{self, EngineToClient, Span};
 use ballast_base::{Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
-use ballast_sys::{Remote, Uffd, scm};
+use ballast_sys::{Remote, Uffd};
 
 use crate::fault::stall::Stall;
 use crate::reclaim::kept::Kept;
-use crate::run::pool::{Notifier, blocking};
+use crate::vm::peer::Peer;
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::{Shards, Stripes};
 use ballast_page::memory::Mapped;
-
-/// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
-const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// What a client has answered to a zap: which parts it left alone, or an errno.
-type Zapped = Result<Vec<wire::Range>, i32>;
 
 /// One process's view of a VM.
 #[derive(Debug)]
@@ -41,34 +31,18 @@ pub struct View {
     can_poison: bool,
     sees_accesses: bool,
     remote: OnceLock<Option<Remote>>,
-    control: OwnedFd,
+    peer: Arc<Peer>,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
     /// Shared by each fault from when its page is looked up until it is served; another one by those that wait for a
     /// disk, so that nobody else waits for them.
     serving: RwLock<()>,
     serving_from_disk: RwLock<()>,
-    next_seq: AtomicU64,
-    /// Zaps under way: `None` until answered; then which ranges were not zapped.
-    zaps: Mutex<HashMap<u64, Option<Zapped>>>,
-    /// What cannot be.
+    /// What the client could not zap.
     pub(crate) kept: Kept,
-    answered: Condvar,
-    on_answer: Notifier,
     /// Who waits here.
     pub(crate) stall: Stall,
-    disconnected: AtomicBool,
     closed: AtomicBool,
-}
-
-/// A zap that the client was asked for, part by part.
-#[derive(Debug)]
-pub(crate) struct Zap {
-    view: Arc<View>,
-    rest: VecDeque<Vec<wire::Range>>,
-    /// The part that was sent, and until when the client may answer it.
-    awaited: Option<(u64, Instant)>,
-    kept: Vec<wire::Range>,
 }
 
 /// A view of one region: what [`ballast_page::fault::serve`] works on.
@@ -93,16 +67,11 @@ impl View {
             can_poison: uffd_features & feature::POISON != 0,
             sees_accesses: uffd_features & ACCESS_FEATURES == ACCESS_FEATURES,
             remote: OnceLock::new(),
-            control,
+            peer: Arc::new(Peer::new(control, epoch)),
             spans: RwLock::default(),
             serving: RwLock::default(),
             serving_from_disk: RwLock::default(),
-            next_seq: AtomicU64::new(epoch << 32),
-            zaps: Mutex::default(),
             kept: Kept::default(),
-            answered: Condvar::new(),
-            on_answer: Notifier::default(),
-            disconnected: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         }
     }
@@ -127,9 +96,9 @@ impl View {
         self.sees_accesses && self.remote().is_some()
     }
 
-    /// The control socket.
-    pub fn control(&self) -> BorrowedFd<'_> {
-        self.control.as_fd()
+    /// Who zaps in its process, and hears what the VM must know.
+    pub fn peer(&self) -> &Arc<Peer> {
+        &self.peer
     }
 
     /// Add a region's mapping.
@@ -203,45 +172,6 @@ impl View {
         spans.iter().try_for_each(|(start, end, _)| self.wake(*start, end.0 - start.0))
     }
 
-    /// Tell the client something. Never waits: a client that does not read its socket fails its own VM's requests only.
-    pub fn tell(&self, message: &EngineToClient) -> io::Result<()> {
-        scm::try_send(&self.control, &wire::encode(message))
-    }
-
-    /// Have the client drop its page-table entries of these ranges; returns when it has, with the parts of them that it
-    /// could not: they may be mapped still.
-    ///
-    /// # Errors
-    /// The client answered with an error, not in time, or is gone. Some ranges may have been zapped, which is harmless.
-    pub fn zap(self: &Arc<Self>, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
-        let mut zap = self.begin_zap(ranges)?;
-        loop {
-            if let Some(kept) = zap.poll(Instant::now())? {
-                return Ok(kept);
-            }
-            let Some((seq, until)) = zap.awaited else { continue };
-            let unanswered = |zaps: &mut HashMap<u64, Option<Zapped>>| matches!(zaps.get(&seq), Some(None));
-            let left = until.saturating_duration_since(Instant::now());
-            blocking(|| {
-                let zaps = self.zaps.lock().expect("no panic while held");
-                drop(self.answered.wait_timeout_while(zaps, left, unanswered).expect("no panic while held"));
-            });
-        }
-    }
-
-    /// The same without waiting: what is returned is to be asked when the client has answered ([`View::on_answer`]).
-    pub(crate) fn begin_zap(self: &Arc<Self>, ranges: &[wire::Range]) -> io::Result<Zap> {
-        let rest = ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect();
-        let mut zap = Zap { view: self.clone(), rest, awaited: None, kept: Vec::new() };
-        zap.send_next(Instant::now())?;
-        Ok(zap)
-    }
-
-    /// What is notified when the client has answered a zap, or is gone.
-    pub(crate) fn on_answer(&self) -> &Notifier {
-        &self.on_answer
-    }
-
     /// Pages that this range of addresses touches, region by region.
     pub(crate) fn pages_in(&self, (start, len): wire::Range) -> Vec<(u32, PageRange)> {
         let end = Hva(start.0.saturating_add(len));
@@ -256,17 +186,6 @@ impl View {
             .collect()
     }
 
-    /// Take the client's answer to a zap. One meant for an earlier engine is not known here and is ignored.
-    pub fn zapped(&self, answer: &ClientToEngine) {
-        if let ClientToEngine::Zapped { seq, error, kept } = answer
-            && let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(seq)
-        {
-            *slot = Some(error.map_or_else(|| Ok(kept.clone()), Err));
-            self.answered.notify_all();
-            self.on_answer.notify();
-        }
-    }
-
     /// Is the process gone? Then its workers end.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
@@ -275,71 +194,7 @@ impl View {
     /// The process is gone: its workers may end, and no thread need wait for an answer any more.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
-        self.disconnect();
-    }
-
-    /// Has the client gone?
-    pub fn is_disconnected(&self) -> bool {
-        self.disconnected.load(Ordering::Acquire)
-    }
-
-    /// The client is gone: no thread need wait for an answer any more.
-    pub fn disconnect(&self) {
-        self.disconnected.store(true, Ordering::Release);
-        self.give_up_zaps();
-    }
-
-    /// Nobody hears the client any more: those that wait for its answers do so no longer.
-    pub(crate) fn give_up_zaps(&self) {
-        self.zaps.lock().expect("no panic while held").clear();
-        self.answered.notify_all();
-        self.on_answer.notify();
-    }
-}
-
-impl Zap {
-    /// The parts of it that the client could not zap, once it has answered all; `None` if it has not yet.
-    ///
-    /// # Errors
-    /// Those of [`View::zap`].
-    pub fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
-        while let Some((seq, until)) = self.awaited {
-            let answer = {
-                let mut zaps = self.view.zaps.lock().expect("no panic while held");
-                match zaps.get(&seq) {
-                    Some(None) if now < until => return Ok(None),
-                    Some(None) => Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time")),
-                    Some(Some(_)) => Ok(zaps.remove(&seq).flatten().expect("looked at just now")),
-                    None => Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
-                }
-            };
-            self.kept.extend(answer?.map_err(io::Error::from_raw_os_error)?);
-            self.send_next(now)?;
-        }
-        Ok(Some(std::mem::take(&mut self.kept)))
-    }
-
-    /// Ask for the next part, if one is left.
-    fn send_next(&mut self, now: Instant) -> io::Result<()> {
-        self.awaited = None;
-        let Some(ranges) = self.rest.pop_front() else { return Ok(()) };
-        let seq = self.view.next_seq.fetch_add(1, Ordering::Relaxed);
-        self.view.zaps.lock().expect("no panic while held").insert(seq, None);
-        self.awaited = Some((seq, now + ZAP_TIMEOUT));
-        self.view.tell(&EngineToClient::Zap { seq, ranges })
-    }
-
-    /// When it will have taken too long.
-    pub fn until(&self) -> Option<Instant> {
-        self.awaited.map(|(_, until)| until)
-    }
-}
-
-impl Drop for Zap {
-    fn drop(&mut self) {
-        if let Some((seq, _)) = self.awaited {
-            self.view.zaps.lock().expect("no panic while held").remove(&seq);
-        }
+        self.peer.disconnect();
     }
 }
 
@@ -469,7 +324,7 @@ impl Mapped for RegionView<'_> {
             return Ok(outcome);
         }
         let reason = format!("the page at {} is lost and this kernel cannot poison it", self.addr(page));
-        self.view.tell(&EngineToClient::FailStop { reason })?;
+        self.view.peer.tell(&EngineToClient::FailStop { reason })?;
         Ok(FillOutcome::Done)
     }
 
@@ -482,6 +337,7 @@ impl Mapped for RegionView<'_> {
 mod tests {
     use super::*;
     use ballast_base::Bytes;
+    use ballast_sys::scm;
 
     type Guard = fn(&View) -> RwLockReadGuard<'_, ()>;
 

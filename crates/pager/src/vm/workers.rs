@@ -93,7 +93,7 @@ impl Vm {
         if self.life.has_client(view) {
             return Ok(());
         }
-        view.on_answer().connect_to(&self.mail.reclaim);
+        view.peer().on_answer().connect_to(&self.mail.reclaim);
         let client = Arc::new(Client::new(self.clone(), view.clone()));
         self.life.add_client(view.clone(), Listener::of_process()?.watch(client)?);
         Ok(())
@@ -141,7 +141,7 @@ impl Vm {
         self.life.forget_faults(|_| true);
         self.life.forget_clients(|_| true);
         // Nobody hears what they answer from now on.
-        self.views().iter().for_each(|view| view.give_up_zaps());
+        self.views().iter().for_each(|view| view.peer().give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);
         self.life.wait_for_faults();
