@@ -133,6 +133,7 @@ impl Backend for Shown {
                 return;
             }
             vm.state.set_settings(words::write(&after));
+            vm.set_shares(after.effective_shares());
             vm.state.set_limit(limit);
             vm.notify_reclaim();
         };

@@ -138,7 +138,8 @@ impl Serve for FaultServer {
                 after.next = Next::At(self.forgotten.due());
             }
         }
-        After { wish: newest.map_or(Wish::Stay, |thread| self.follow.faulted(thread, now)), ..after }
+        let wish = newest.map_or(Wish::Stay, |thread| self.follow.faulted(thread, now));
+        After { wish, shares: vm.shares(), ..after }
     }
 
     fn panicked(&mut self, times: u32) -> bool {

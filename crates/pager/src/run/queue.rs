@@ -279,7 +279,13 @@ impl Queue {
             Next::Idle if !notified => task.state = State::Idle,
             _ => {
                 task.state = State::Ready;
+                // With credit left, its only task has the rest of its turn.
+                let keeps_turn = known.ready.is_empty() && known.credit > 0;
                 self.make_ready(id, group);
+                if keeps_turn {
+                    self.turns.rotate_right(1);
+                    self.groups.get_mut(&group).expect("it has a task").has_turn = true;
+                }
             }
         }
     }
@@ -353,6 +359,22 @@ mod tests {
             queue.ran(task, MS, Next::Again);
         }
         assert!((499..=501).contains(&ran[1]), "{ran:?}");
+    }
+
+    #[test]
+    fn a_task_of_short_runs_has_as_much_time_as_one_of_long_ones() {
+        let mut queue = Queue::default();
+        let now = Instant::now();
+        let tasks = [queue.add_group(), queue.add_group()].map(|group| queue.add(group));
+        let runs = [MS / 20, 2 * MS];
+        let mut spent = [Duration::ZERO; 2];
+        for _ in 0..2000 {
+            let task = queue.take(now).expect("both have more to do");
+            let at = usize::from(task == tasks[1]);
+            spent[at] += runs[at];
+            queue.ran(task, runs[at], Next::Again);
+            assert!(spent[0].abs_diff(spent[1]) <= 4 * MS, "{spent:?}");
+        }
     }
 
     #[derive(Clone, Copy, Debug)]

@@ -4,10 +4,11 @@
 //! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: that is visited whenever there is input,
 //! by the worker of the CPU where it is wanted, until [`Served::close`].
 //! Threads: a worker for each CPU of the process, pinned to it, from the first descriptor it has; one that is pinned to
-//! none; one for each server that is stuck, or was in the last second; a watchdog. All but the last go before guests.
+//! none; one for each server that is stuck, or was in the last second; a watchdog. All of them go before guests.
 //! Promise: a server that is stuck (in a lock that its VMM holds, in a store) keeps those that share its worker waiting
 //! for [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another one has the rest. A panic is that of
-//! one server. Where real-time threads keep a worker from its CPU, it may use others from then on.
+//! one server. Where real-time threads keep a worker from its CPU, it may use others from then on. A worker that panics
+//! outside of a visit ends the process: whoever takes over serves all, and a worker that is not there serves nobody.
 //!
 //! A thread that has taken long and sleeps in the kernel is stuck. One that waits for a CPU is not: another thread
 //! would only divide that. A server that was stuck stays apart for a second after it last was, with the same thread, so
@@ -15,6 +16,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -81,6 +83,14 @@ impl Served {
         if !self.is_over() {
             blocking(|| self.0.wait());
         }
+    }
+}
+
+/// Do this; if it panics, end the process.
+fn or_end(work: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(work)).is_err() {
+        tracing::error!("The threads that serve faults cannot go on");
+        std::process::exit(101);
     }
 }
 
@@ -183,7 +193,7 @@ impl Servers {
         let mut has_watchdog = self.0.starting.lock().expect("no panic while held");
         if !*has_watchdog {
             let servers = self.clone();
-            std::thread::Builder::new().name("fault-watchdog".into()).spawn(move || servers.watch())?;
+            std::thread::Builder::new().name("fault-watchdog".into()).spawn(move || or_end(|| servers.watch()))?;
             *has_watchdog = true;
         }
         if set.lock().worker.is_some() {
@@ -208,7 +218,7 @@ impl Servers {
             me.number.store(rustix::thread::gettid().as_raw_pid() as u32, Ordering::Release);
             run_first();
             if told.recv().is_ok() {
-                servers.work(&me);
+                or_end(|| servers.work(&me));
             }
         })?;
         Ok((worker, begin))
@@ -255,7 +265,7 @@ impl Servers {
             if spent >= LONG {
                 stuck = now;
             }
-            set = me.book(set, &slot, spent, after.next);
+            set = me.book(set, &slot, spent, &after);
             is_eager = after.is_eager;
             if let Some(to) = self.target(&set, &slot, after.wish)
                 && let Err(error) = self.start(to).and_then(|()| slot.relocate(&set, to))

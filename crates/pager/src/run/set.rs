@@ -35,6 +35,11 @@ use super::queue::{ById, GroupId, Next, Queue, TaskId};
 /// ten faults.
 pub const BATCH: Duration = Duration::from_micros(100);
 
+/// Shares by which nothing is changed, and those beyond which nothing more is: so a turn is of four batches at most,
+/// and whoever has the fewest shares has a quarter of the usual turn.
+const USUAL_SHARES: u32 = 1000;
+const FEWEST_SHARES: u32 = 250;
+const MOST_SHARES: u32 = 4000;
 /// Which the event is that wakes the worker; the others are slots' numbers.
 const WAKE: u64 = 0;
 /// Told once of each input: a set whose worker is stuck in one slot's visit is not kept busy by that one's input.
@@ -60,6 +65,8 @@ pub struct After {
     pub is_eager: bool,
     /// Where it would rather be.
     pub wish: Wish,
+    /// Its weight: a visit is charged the usual shares for these.
+    pub shares: u32,
 }
 
 /// Where a slot would rather be.
@@ -78,7 +85,12 @@ pub enum Wish {
 impl After {
     /// The rest is as usual.
     pub const fn next(next: Next) -> Self {
-        Self { next, is_eager: false, wish: Wish::Stay }
+        Self { next, is_eager: false, wish: Wish::Stay, shares: USUAL_SHARES }
+    }
+
+    /// What is charged for a visit that took so long.
+    pub fn charge(&self, spent: Duration) -> Duration {
+        spent * USUAL_SHARES / self.shares.clamp(FEWEST_SHARES, MOST_SHARES)
     }
 }
 
@@ -440,7 +452,7 @@ impl Set {
 impl Worker {
     /// Its visit, begun in `set`, is over and took so long. Returns the set it works on now: another one if it was
     /// stuck.
-    pub fn book(self: &Arc<Self>, mut set: Arc<Set>, slot: &Slot, spent: Duration, next: Next) -> Arc<Set> {
+    pub fn book(self: &Arc<Self>, mut set: Arc<Set>, slot: &Slot, spent: Duration, after: &After) -> Arc<Set> {
         loop {
             let mut inner = set.lock();
             if !inner.worker.as_ref().is_some_and(|worker| Arc::ptr_eq(worker, self)) {
@@ -449,8 +461,8 @@ impl Worker {
                 continue;
             }
             inner.visit = None;
-            let is_over = next == Next::Done || slot.is_closing.load(Ordering::Acquire);
-            inner.queue.ran(slot.id, spent, if is_over { Next::Done } else { next });
+            let is_over = after.next == Next::Done || slot.is_closing.load(Ordering::Acquire);
+            inner.queue.ran(slot.id, after.charge(spent), if is_over { Next::Done } else { after.next });
             if is_over {
                 inner.slots.remove(&slot.id);
                 drop(inner);

@@ -29,7 +29,7 @@
 //! held shared if all pages are being brought back, and `View::serving_from_disk` by slow workers, for which no other
 //! fault waits.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -124,6 +124,8 @@ pub struct Vm {
     track: AtomicU8,
     /// Why its VMM was told to stop it.
     halted: OnceLock<String>,
+    /// Its weight where faults of several VMs wait for a worker.
+    shares: AtomicU32,
     /// Why nothing may be reclaimed, by kind of reason.
     holds: Mutex<[Option<String>; Hold::COUNT]>,
     /// May something write to its memory without faulting, for a while?
@@ -161,6 +163,7 @@ impl Vm {
             tickets: AtomicU64::new(0),
             track: AtomicU8::new(tuning.track as u8),
             halted: OnceLock::new(),
+            shares: AtomicU32::new(1000),
             holds: Mutex::default(),
             may_pin: AtomicBool::new(false),
             pins: Arc::default(),
@@ -241,6 +244,15 @@ impl Vm {
         self.holds.lock().expect("no panic while held")[kind as usize].is_some()
     }
 
+    /// Its weight from now on, where faults of several VMs wait for a worker; 1000 is the usual one.
+    pub fn set_shares(&self, shares: u32) {
+        self.shares.store(shares, Ordering::Relaxed);
+    }
+
+    pub(crate) fn shares(&self) -> u32 {
+        self.shares.load(Ordering::Relaxed)
+    }
+
     /// When to find out who is hot, from now on.
     pub fn set_track(&self, track: Track) {
         self.track.store(track as u8, Ordering::Release);
@@ -312,6 +324,7 @@ impl Vm {
         *self.holds.lock().expect("no panic while held") = last.holds.lock().expect("no panic while held").clone();
         self.may_pin.store(last.may_pin(), Ordering::Release);
         self.track.store(last.track.load(Ordering::Acquire), Ordering::Release);
+        self.set_shares(last.shares());
         if let Some(reason) = last.halted() {
             let _ = self.halted.set(reason.to_owned());
         }

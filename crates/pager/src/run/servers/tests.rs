@@ -275,6 +275,26 @@ fn who_always_has_more_to_do_keeps_no_other_from_being_served() {
 }
 
 #[test]
+fn of_those_that_always_have_more_to_do_each_has_visits_by_its_shares_within_bounds() {
+    let mut queue = Queue::new(BATCH);
+    let now = Instant::now();
+    let shares = [0, 500, 1000, 2000, 100_000];
+    let ids: Vec<TaskId> = (0..5).map(|number| TaskId::new(number + 1)).collect();
+    ids.iter().for_each(|id| queue.add_as(*id, group_of(id.number())));
+    let mut visits = [0; 5];
+    for _ in 0..9250 {
+        let id = queue.take(now).expect("all have more to do");
+        let at = id.number() as usize - 1;
+        visits[at] += 1;
+        let after = After { shares: shares[at], ..After::next(Next::Again) };
+        queue.ran(id, after.charge(BATCH), after.next);
+    }
+    for (visits, wanted) in visits.into_iter().zip([250i32, 500, 1000, 2000, 4000]) {
+        assert!((visits - wanted * 9250 / 7750).abs() <= 8, "{visits} of {wanted}");
+    }
+}
+
+#[test]
 fn of_those_that_stay_nowhere_some_go_to_a_worker_that_has_nothing_to_do() {
     let servers = Servers::new().expect("servers");
     let Some([first, _]) = two_cpus(&servers) else { return };
