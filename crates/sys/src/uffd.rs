@@ -9,6 +9,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use ballast_base::fill::{FaultKind, FillOutcome};
 use ballast_base::{Hva, PAGE_SIZE};
@@ -319,24 +320,48 @@ impl Uffd {
             padding: 0,
         };
         let mut raw = [empty; READ_AT_ONCE];
-        // SAFETY: the buffer is ours and as long as stated; the kernel fills it with whole messages, which are plain
-        // integers, so any bytes are a valid value.
-        let read = unsafe { libc::read(self.0.as_raw_fd(), raw.as_mut_ptr().cast(), size_of_val(&raw)) };
-        if read < 0 {
-            let error = io::Error::last_os_error();
-            return match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(()),
-                _ => Err(error),
-            };
-        }
-        out.extend(raw[..read as usize / size_of::<RawMessage>()].iter().filter(|m| m.event == EVENT_PAGEFAULT).map(
-            |m| Fault {
+        let read = match self.read_now(&mut raw) {
+            Ok(read) => read,
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
+        out.extend(raw[..read / size_of::<RawMessage>()].iter().filter(|m| m.event == EVENT_PAGEFAULT).map(|m| {
+            Fault {
                 addr: Hva(m.address).page_start(),
                 kind: if m.flags & PAGEFAULT_FLAG_MINOR != 0 { FaultKind::Minor } else { FaultKind::Missing },
                 thread: m.thread,
-            },
-        ));
+            }
+        }));
         Ok(())
+    }
+
+    /// Read without waiting, whatever `O_NONBLOCK` says: that is a flag of the open file, which the VMM shares and may
+    /// clear. Linux before 6.10 knows no such read of a userfaultfd; there the flag decides.
+    fn read_now(&self, raw: &mut [RawMessage; READ_AT_ONCE]) -> io::Result<usize> {
+        static KNOWS_NOWAIT: AtomicBool = AtomicBool::new(true);
+        let (fd, len) = (self.0.as_raw_fd(), size_of_val(raw));
+        let vector = libc::iovec { iov_base: raw.as_mut_ptr().cast(), iov_len: len };
+        if KNOWS_NOWAIT.load(Ordering::Relaxed) {
+            // SAFETY: the buffer is ours and as long as stated; the kernel fills it with whole messages, which are plain
+            // integers, so any bytes are a valid value. The kernel reads the vector for the length of the call.
+            let read = unsafe { libc::preadv2(fd, &raw const vector, 1, -1, libc::RWF_NOWAIT) };
+            match usize::try_from(read) {
+                Ok(read) => return Ok(read),
+                Err(_) => {
+                    let error = io::Error::last_os_error();
+                    let unknown = [libc::EOPNOTSUPP, libc::ENOSYS, libc::ESPIPE];
+                    if !error.raw_os_error().is_some_and(|errno| unknown.contains(&errno)) {
+                        return Err(error);
+                    }
+                    KNOWS_NOWAIT.store(false, Ordering::Relaxed);
+                }
+            }
+        }
+        // SAFETY: as above.
+        let read = unsafe { libc::read(fd, raw.as_mut_ptr().cast(), len) };
+        usize::try_from(read).map_err(|_| io::Error::last_os_error())
     }
 
     /// How many threads wait for faults that were read, by whoever it was.
@@ -393,7 +418,6 @@ mod tests {
     use crate::{Mapping, memfd};
     use ballast_base::Bytes;
     use ballast_needs::skip;
-    use std::sync::atomic::Ordering;
 
     const LEN: u64 = 16 * PAGE_SIZE as u64;
 
@@ -435,6 +459,23 @@ mod tests {
             assert_eq!(uffd.unanswered().expect("fdinfo"), 0);
             assert_eq!(uffd.copy_page(fault.addr, &[1; PAGE_SIZE]).expect("copy"), FillOutcome::AlreadyThere);
         });
+    }
+
+    #[test]
+    fn a_read_does_not_wait_whatever_another_holder_of_the_descriptor_does_to_its_flags() {
+        let Some((_fd, _map, uffd)) = setup() else { return };
+        let mut faults = Vec::new();
+        uffd.read_faults(&mut faults).expect("read");
+        let mut bytes = [0u8; 32];
+        let vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        // SAFETY: the buffer is ours and as long as stated.
+        let read = unsafe { libc::preadv2(uffd.as_fd().as_raw_fd(), &raw const vector, 1, -1, libc::RWF_NOWAIT) };
+        if read < 0 && io::Error::last_os_error().raw_os_error() != Some(libc::EAGAIN) {
+            return skip("kernel-6.10", "userfaultfds have no read that never waits");
+        }
+        rustix::fs::fcntl_setfl(&uffd, rustix::fs::OFlags::empty()).expect("clear O_NONBLOCK");
+        uffd.read_faults(&mut faults).expect("read");
+        assert!(faults.is_empty());
     }
 
     #[test]

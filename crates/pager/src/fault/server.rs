@@ -88,12 +88,14 @@ pub(crate) struct FaultServer {
     /// Who is told of credits, and the least that the faults in hand need.
     waiter: Arc<Waiter>,
     short_of: u64,
+    /// How many tries have failed since one last succeeded.
+    failed: usize,
 }
 
 /// What came of trying the pending faults.
 struct Round {
     served: bool,
-    /// Each was tried.
+    /// Each was tried since one was served.
     is_whole: bool,
 }
 
@@ -153,6 +155,8 @@ impl Serve for FaultServer {
     }
 
     fn end(&mut self) {
+        let _listed = self.vm.clone();
+        let _listed = _listed.state.list_thread();
         // What was read and not served must be raised anew, for the engine or worker that serves this memory next.
         if !self.pending.is_empty()
             && let Err(error) = self.view.wake_all()
@@ -182,7 +186,8 @@ impl FaultServer {
             forgotten: Forgotten::new(Instant::now()),
             reported: None,
             waiter,
-            short_of: 0,
+            short_of: u64::MAX,
+            failed: 0,
         }
     }
 
@@ -241,19 +246,21 @@ impl FaultServer {
 
     /// Try every pending fault once, or as many as there is time for; keeps those that must wait on.
     fn serve_round(&mut self, until: Instant) -> Round {
-        self.short_of = u64::MAX;
         let (mut served, count) = (false, self.pending.len());
         for tried in 1..=count {
             let Some(mut pending) = self.pending.pop_front() else { break };
-            match self.serve_one(&mut pending) {
-                true => served = true,
-                false => self.pending.push_back(pending),
+            if self.serve_one(&mut pending) {
+                (served, self.failed, self.short_of) = (true, 0, u64::MAX);
+            } else {
+                self.failed += 1;
+                self.pending.push_back(pending);
             }
             if tried < count && Instant::now() >= until {
-                return Round { served, is_whole: false };
+                break;
             }
         }
-        Round { served, is_whole: true }
+        // Of more than there is time for in one visit, each was tried in some visit.
+        Round { served, is_whole: self.failed >= self.pending.len() }
     }
 
     /// Serve one fault; false if it must be tried again.

@@ -40,8 +40,15 @@ const STARVED_EVERY: u32 = 20;
 const STARVED_LOOKS: u32 = 2;
 /// How long the watchdog sleeps at most, for the same reason.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-/// A server that was not stuck for this long is with the others again.
+/// A server that was not stuck for this long is with the others again; for twice as long each time it is stuck again, up
+/// to 2 to the power of this.
 const CALM: Duration = Duration::from_secs(1);
+const MOST_DOUBLED: u32 = 8;
+
+/// See [`CALM`].
+fn calm_of(slot: &Slot) -> Duration {
+    CALM * (1 << slot.times_stuck().saturating_sub(1).min(MOST_DOUBLED))
+}
 
 /// See above. A copy is the same workers.
 #[derive(Clone, Debug)]
@@ -235,10 +242,12 @@ impl Servers {
         let mut now = Instant::now();
         let mut stuck = now;
         let mut is_eager = false;
+        let mut calm = CALM;
         loop {
             if set.is_apart {
                 let Some(slot) = set.any() else { return };
-                if now.saturating_duration_since(stuck) >= CALM {
+                calm = calm_of(&slot);
+                if now.saturating_duration_since(stuck) >= calm {
                     if self.bring_home(&slot, &set) {
                         return;
                     }
@@ -248,7 +257,7 @@ impl Servers {
             if std::mem::take(&mut is_eager) {
                 std::thread::yield_now();
             }
-            let calm = set.is_apart.then(|| (stuck + CALM).saturating_duration_since(now));
+            let calm = set.is_apart.then(|| (stuck + calm).saturating_duration_since(now));
             if let Err(error) = set.wait(&mut events, now, calm) {
                 // Of a descriptor of our own, which is open.
                 tracing::error!("Waiting for faults: {error}");

@@ -98,7 +98,10 @@ impl After {
 pub(super) struct Slot {
     id: TaskId,
     group: GroupId,
-    fd: Arc<dyn AsFd + Send + Sync>,
+    /// Not there when it is over: who looks at a slot then must not be the last to close it.
+    fd: Mutex<Option<Arc<dyn AsFd + Send + Sync>>>,
+    /// How often it was stuck.
+    stuck: AtomicU32,
     /// And how often it panicked. Not there when it is over.
     server: Mutex<(Option<Box<dyn Serve>>, u32)>,
     place: Mutex<Option<Arc<Set>>>,
@@ -184,7 +187,8 @@ impl Slot {
         Arc::new_cyclic(|this| Self {
             id,
             group,
-            fd,
+            fd: Mutex::new(Some(fd)),
+            stuck: AtomicU32::new(0),
             server: Mutex::new((Some(server(Notify(this.clone()))), 0)),
             place: Mutex::default(),
             over: Condvar::new(),
@@ -194,6 +198,11 @@ impl Slot {
 
     fn place(&self) -> MutexGuard<'_, Option<Arc<Set>>> {
         self.place.lock().expect("no panic while held")
+    }
+
+    /// How often it was stuck so far.
+    pub fn times_stuck(&self) -> u32 {
+        self.stuck.load(Ordering::Relaxed)
     }
 
     /// Is it over?
@@ -278,6 +287,7 @@ impl Slot {
             apart.worker = Some(stuck.clone());
         }
         *stuck.set.lock().expect("no panic while held") = to.clone();
+        self.stuck.fetch_add(1, Ordering::Relaxed);
         inner.worker = Some(other.clone());
         drop(inner);
         from.unlisten(self);
@@ -317,6 +327,8 @@ impl Slot {
         if ended.is_err() {
             tracing::error!("ending a server panicked");
         }
+        // Before anybody who waits for the end goes on and closes his own.
+        drop(self.fd.lock().expect("no panic while held").take());
         *self.place() = None;
         self.over.notify_all();
     }
@@ -338,12 +350,16 @@ impl Set {
     }
 
     fn listen(&self, slot: &Slot) -> io::Result<()> {
-        Ok(epoll::add(&self.epoll, (*slot.fd).as_fd(), EventData::new_u64(slot.id.number()), EDGE)?)
+        let fd = slot.fd.lock().expect("no panic while held");
+        let fd = fd.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        Ok(epoll::add(&self.epoll, (**fd).as_fd(), EventData::new_u64(slot.id.number()), EDGE)?)
     }
 
     fn unlisten(&self, slot: &Slot) {
-        // Whatever it says, what is not known to the set is not visited.
-        let _ = epoll::delete(&self.epoll, (*slot.fd).as_fd());
+        if let Some(fd) = &*slot.fd.lock().expect("no panic while held") {
+            // Whatever it says, what is not known to the set is not visited.
+            let _ = epoll::delete(&self.epoll, (**fd).as_fd());
+        }
     }
 
     /// It is ready here. Its place is locked.

@@ -50,12 +50,17 @@ impl Vm {
             return Ok(());
         }
         let (servers, (_, group)) = (Servers::of_process()?, self.life.pool());
-        for number in 0..view.shards().count() {
+        let added = (0..view.shards().count()).try_for_each(|number| {
             let (vm, shard) = (self.clone(), Arc::new(Shard(view.clone(), number)));
             let served = servers.add(group, shard.clone(), |notify| Box::new(FaultServer::new(vm, shard, notify)))?;
             self.life.add_faults(view.clone(), served);
+            Ok(())
+        });
+        if added.is_err() {
+            // All of them or none: who tries again finds none.
+            self.life.forget_faults(|known| std::ptr::eq(known, &**view));
         }
-        Ok(())
+        added
     }
 
     /// A process that is a view already maps one more region.
