@@ -323,6 +323,8 @@ impl StateFile {
         let lists_offset = table_offset + table_len(extents.pages());
         let lists = records::lists(files, extents);
         let end = lists_offset + lists.len() as u64;
+        // What a region left there that was not added in the end must not be taken for this one's words.
+        rustix::fs::ftruncate(&self.fd, table_offset).map_err(io::Error::from)?;
         rustix::fs::ftruncate(&self.fd, end).map_err(io::Error::from)?;
         records::write_lists(&self.fd, lists_offset, &lists)?;
         let values = records::words(files, extents, guest_address, table_offset, lists_offset);

@@ -106,6 +106,10 @@ impl Engine {
                 Err(error) if error.kind() == ErrorKind::BrokenPipe || error.kind() == ErrorKind::ConnectionReset => {
                     return self.orders.clear();
                 }
+                // It will never be, and others wait behind it.
+                Err(error) if error.kind() == ErrorKind::InvalidInput => {
+                    tracing::error!("An order with {} descriptors is left out: {error}", fds.len());
+                }
                 Err(error) => {
                     // Too many descriptors on their way, or no memory: an order is never left out.
                     tracing::warn!("Giving the engine an order: {error}; trying again");

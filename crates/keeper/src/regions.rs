@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
+use ballast_base::extent::MAX_EXTENTS;
 use ballast_base::wire::{Attach, MAX_FILES, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::state_file::{RegionRecord, StateFile};
@@ -104,7 +105,10 @@ impl VmEntry {
     /// What travels beside `OpenVm`, and how many of the last of these are RAM files.
     pub fn descriptors(&self) -> (Vec<Arc<SentFd>>, u8) {
         let mut seen = HashSet::new();
-        let ram: Vec<_> = self.ram.iter().flatten().flatten().filter(|(_, id)| seen.insert(*id)).collect();
+        // Of a region that is unplugged the engine needs none, also if a process that could not be served holds it yet.
+        let records = self.state.regions().into_iter().zip(&self.ram);
+        let live = records.filter(|(record, _)| !record.removed).filter_map(|(_, ram)| ram.as_ref());
+        let ram: Vec<_> = live.flatten().filter(|(_, id)| seen.insert(*id)).collect();
         let stores = self.stores.iter().flat_map(Files::iter);
         let all = std::iter::once(&self.file).chain(stores).chain(ram.iter().map(|(fd, _)| fd));
         (all.cloned().collect(), ram.len() as u8)
@@ -176,6 +180,7 @@ impl VmEntry {
     pub fn append(&mut self, ram: &Ram) -> Result<u32, String> {
         let (at, ranges) = (ram.span.hva, Ram::ranges(std::slice::from_ref(ram)));
         let mut files: HashSet<FileId> = ram.files.iter().map(|(_, id)| *id).collect();
+        let mut extents = ram.extents.list().len();
         for (number, record) in self.state.regions().into_iter().enumerate() {
             let overlap = record.places().collect::<FileRanges>().overlap(&ranges);
             match overlap {
@@ -191,7 +196,10 @@ impl VmEntry {
                         "region {at} overlaps, at offset {offset:#x} of its file, region {number} of this VM"
                     ));
                 }
-                _ if !record.removed => files.extend(record.files),
+                _ if !record.removed => {
+                    files.extend(record.files);
+                    extents += record.extents.list().len();
+                }
                 _ => {}
             }
         }
@@ -199,6 +207,11 @@ impl VmEntry {
             return Err(format!(
                 "region {at} would be the {}th RAM file of this VM; {MAX_FILES} are allowed",
                 files.len()
+            ));
+        }
+        if extents > MAX_EXTENTS {
+            return Err(format!(
+                "with region {at} the RAM of this VM would be in {extents} extents; {MAX_EXTENTS} are allowed"
             ));
         }
         let ids: Vec<_> = ram.files.iter().map(|(_, id)| *id).collect();

@@ -62,6 +62,18 @@ fn a_successor_finds_what_its_predecessor_wrote() {
 }
 
 #[test]
+fn what_a_region_left_that_was_not_added_in_the_end_is_no_word_of_the_next() {
+    let file = StateFile::create(VmId([7; 16]), "test").expect("create");
+    let state = std::fs::File::from(file.fd().try_clone_to_owned().expect("dup"));
+    let end = state.metadata().expect("stat").len();
+    state.write_all_at(&[0xff; 8192], end).expect("write");
+    add(&file, 0, 20_000);
+    let record = file.regions().remove(0);
+    let table = file.map_table(&record, LOST).expect("map");
+    assert!((0..20_000).all(|page| word(&table, &record, page).load(Ordering::Relaxed) == 0));
+}
+
+#[test]
 fn words_that_an_engine_was_replacing_when_it_died_are_lost_and_no_others() {
     let file = StateFile::create(VmId([7; 16]), "web-1").expect("create");
     add(&file, 0, 2000);
