@@ -344,8 +344,8 @@ impl Uffd {
         let (fd, len) = (self.0.as_raw_fd(), size_of_val(raw));
         let vector = libc::iovec { iov_base: raw.as_mut_ptr().cast(), iov_len: len };
         if KNOWS_NOWAIT.load(Ordering::Relaxed) {
-            // SAFETY: the buffer is ours and as long as stated; the kernel fills it with whole messages, which are plain
-            // integers, so any bytes are a valid value. The kernel reads the vector for the length of the call.
+            // SAFETY: the buffer is ours and as long as stated; the kernel fills it with whole messages, which are
+            // plain integers, so any bytes are a valid value. It reads the vector for the length of the call.
             let read = unsafe { libc::preadv2(fd, &raw const vector, 1, -1, libc::RWF_NOWAIT) };
             match usize::try_from(read) {
                 Ok(read) => return Ok(read),

@@ -40,8 +40,8 @@ const STARVED_EVERY: u32 = 20;
 const STARVED_LOOKS: u32 = 2;
 /// How long the watchdog sleeps at most, for the same reason.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-/// A server that was not stuck for this long is with the others again; for twice as long each time it is stuck again, up
-/// to 2 to the power of this.
+/// A server that was not stuck for this long is with the others again; for twice as long each time it is stuck again,
+/// up to 2 to the power of this.
 const CALM: Duration = Duration::from_secs(1);
 const MOST_DOUBLED: u32 = 8;
 
