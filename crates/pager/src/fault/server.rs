@@ -155,8 +155,8 @@ impl Serve for FaultServer {
     }
 
     fn end(&mut self) {
-        let _listed = self.vm.clone();
-        let _listed = _listed.state.list_thread();
+        let vm = self.vm.clone();
+        let _listed = vm.state.list_thread();
         // What was read and not served must be raised anew, for the engine or worker that serves this memory next.
         if !self.pending.is_empty()
             && let Err(error) = self.view.wake_all()

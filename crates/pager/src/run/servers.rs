@@ -11,7 +11,7 @@
 //! outside of a visit ends the process: whoever takes over serves all, and a worker that is not there serves nobody.
 //!
 //! A thread that has taken long and sleeps in the kernel is stuck. One that waits for a CPU is not: another thread
-//! would only divide that. A server that was stuck stays apart for a second after it last was, with the same thread, so
+//! would only divide that. A server that was stuck stays apart for [`CALM`] after it last was, with the same thread, so
 //! that one that is stuck again and again costs the others that delay once.
 
 use std::io;
@@ -242,23 +242,23 @@ impl Servers {
         let mut now = Instant::now();
         let mut stuck = now;
         let mut is_eager = false;
-        let mut calm = CALM;
         loop {
+            let mut at_most = None;
             if set.is_apart {
                 let Some(slot) = set.any() else { return };
-                calm = calm_of(&slot);
+                let calm = calm_of(&slot);
                 if now.saturating_duration_since(stuck) >= calm {
                     if self.bring_home(&slot, &set) {
                         return;
                     }
                     stuck = now;
                 }
+                at_most = Some((stuck + calm).saturating_duration_since(now));
             }
             if std::mem::take(&mut is_eager) {
                 std::thread::yield_now();
             }
-            let calm = set.is_apart.then(|| (stuck + calm).saturating_duration_since(now));
-            if let Err(error) = set.wait(&mut events, now, calm) {
+            if let Err(error) = set.wait(&mut events, now, at_most) {
                 // Of a descriptor of our own, which is open.
                 tracing::error!("Waiting for faults: {error}");
                 std::thread::sleep(LONG);
