@@ -17,7 +17,7 @@
 //! | being closed | as before | in neither | who took it out ends it |
 //! | over | none | | nobody has it |
 //!
-//! Locks: the place of a slot, then one set. Neither is held while a server is visited or ended.
+//! Locks: the place of a slot, then one set, or its descriptor. None is held while a server is visited or ended.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -327,8 +327,13 @@ impl Slot {
         if ended.is_err() {
             tracing::error!("ending a server panicked");
         }
+        // With the place locked: whoever moves it meanwhile takes it out of the other epoll set first. One that stays
+        // there keeps the same descriptor from being served again.
+        let place = self.place();
+        let fd = self.fd.lock().expect("no panic while held").take();
+        drop(place);
         // Before anybody who waits for the end goes on and closes his own.
-        drop(self.fd.lock().expect("no panic while held").take());
+        drop(fd);
         *self.place() = None;
         self.over.notify_all();
     }

@@ -77,7 +77,16 @@ struct Client {
 
 impl Client {
     fn new(servers: &Servers, group: u64, then: impl FnMut(&Told, Instant) -> After + Send + 'static) -> Self {
-        let fd = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd"));
+        Self::over(servers, group, input_fd(), then)
+    }
+
+    /// The same whose input is there.
+    fn over(
+        servers: &Servers,
+        group: u64,
+        fd: Arc<OwnedFd>,
+        then: impl FnMut(&Told, Instant) -> After + Send + 'static,
+    ) -> Self {
         let told = Arc::new(Told::default());
         let mut given = None;
         let server = Server { fd: fd.clone(), told: told.clone(), then };
@@ -109,6 +118,10 @@ impl Client {
     fn visits(&self) -> usize {
         self.told.visits.load(Ordering::SeqCst)
     }
+}
+
+fn input_fd() -> Arc<OwnedFd> {
+    Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd"))
 }
 
 fn group_of(group: u64) -> GroupId {
@@ -367,4 +380,91 @@ fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
         affinity().count() > 1
     });
     client.is_served();
+}
+
+/// Random numbers from a seed.
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB) % n
+    }
+}
+
+/// One that moves, is stuck, panics and has more to do as it likes, over this descriptor.
+fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
+    let cpus: Vec<usize> = servers.0.sets.iter().filter_map(|set| set.cpu).collect();
+    let mut rng = Rng(seed);
+    let then = move |told: &Told, now: Instant| {
+        match rng.below(200) {
+            0 => std::thread::sleep(LONG * 4),
+            1..5 => std::thread::sleep(LONG / 10),
+            5 => {
+                told.visited.store(false, Ordering::SeqCst);
+                std::panic::resume_unwind(Box::new("as it likes"));
+            }
+            _ => {}
+        }
+        let next = match rng.below(8) {
+            0 => Next::Again,
+            1 => Next::At(now + Duration::from_micros(rng.below(3000))),
+            _ => Next::Idle,
+        };
+        let wish = match rng.below(8) {
+            0..4 => Wish::Cpu(cpus[rng.below(cpus.len() as u64) as usize]),
+            4 => Wish::Roam,
+            5 => Wish::Any,
+            _ => Wish::Stay,
+        };
+        After { wish, is_eager: rng.below(10) == 0, ..After::next(next) }
+    };
+    Client::over(servers, seed % 7, fd.clone(), then)
+}
+
+/// How long a random test goes on: some thousand steps, or as many as it is told.
+fn steps() -> u64 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(3000)
+}
+
+#[test]
+fn each_input_is_followed_by_a_visit_whatever_servers_do_and_whoever_comes_and_goes() {
+    let servers = Servers::new().expect("servers");
+    let seed = u64::from(this_thread()) << 32;
+    println!("seed {seed:#x}");
+    let drive = &|driver: u64| {
+        let mut rng = Rng(seed + driver);
+        let fds: Vec<_> = (0..8).map(|_| input_fd()).collect();
+        let mut clients: Vec<Client> = fds.iter().map(|fd| erratic(&servers, fd, rng.below(u64::MAX))).collect();
+        for _ in 0..steps() {
+            let at = rng.below(clients.len() as u64) as usize;
+            match rng.below(10) {
+                0 => {
+                    let client = &clients[at];
+                    if rng.below(2) == 0 {
+                        client.input();
+                    }
+                    client.served.close();
+                    client.served.wait();
+                    assert_eq!(client.told.ended.load(Ordering::SeqCst), 1, "seed {seed:#x}");
+                    // The same descriptor is served again, as that of a VM that comes back.
+                    clients[at] = erratic(&servers, &fds[at], rng.below(u64::MAX));
+                }
+                1 | 2 => {
+                    let (client, before) = (&clients[at], clients[at].visits());
+                    client.notify.notify();
+                    until(|| client.visits() > before || client.told.panics.load(Ordering::SeqCst) > 0);
+                }
+                _ => clients[at].is_served(),
+            }
+        }
+        clients.iter().for_each(|client| client.served.close());
+        clients.iter().for_each(|client| client.served.wait());
+    };
+    std::thread::scope(|scope| {
+        (0..4).for_each(|driver| drop(scope.spawn(move || drive(driver))));
+    });
+    assert!(servers.0.sets.iter().all(|set| set.len() == 0));
+    until(|| servers.threads() as usize <= servers.0.sets.len());
 }
