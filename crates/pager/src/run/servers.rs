@@ -6,13 +6,14 @@
 //! Threads: a worker for each CPU of the process, pinned to it, from the first descriptor it has; one that is pinned to
 //! none; one for each server that is stuck, or was in the last second; a watchdog. All of them go before guests.
 //! Promise: a server that is stuck (in a lock that its VMM holds, in a store) keeps those that share its worker waiting
-//! for [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another one has the rest. A panic is that of
-//! one server. Where real-time threads keep a worker from its CPU, it may use others from then on. A worker that panics
-//! outside of a visit ends the process: whoever takes over serves all, and a worker that is not there serves nobody.
+//! for [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another one has the rest; so does one that
+//! takes [`TOO_LONG`] without sleeping. A panic is that of one server. Where real-time threads keep a worker from its
+//! CPU, it may use others from then on. A worker that panics outside of a visit ends the process: whoever takes over
+//! serves all, and a worker that is not there serves nobody.
 //!
-//! A thread that has taken long and sleeps in the kernel is stuck. One that waits for a CPU is not: another thread
-//! would only divide that. A server that was stuck stays apart for [`CALM`] after it last was, with the same thread, so
-//! that one that is stuck again and again costs the others that delay once.
+//! A thread that has taken long and sleeps in the kernel is stuck. One that waits for a CPU is not, for another thread
+//! would only divide that, until it has waited for [`TOO_LONG`]. A server that was stuck stays apart for [`CALM`] after
+//! it last was, with the same thread, so that one that is stuck again and again costs the others that delay once.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -32,6 +33,9 @@ use super::set::{Notify, Serve, Set, Slot, Visit, Wish, Worker};
 /// How often the watchdog looks while there are visits, and how long one must have taken to be looked at.
 const TICK: Duration = Duration::from_millis(5);
 const LONG: Duration = Duration::from_millis(5);
+/// And how long to be stuck though it does not sleep: a real-time thread has its CPU, or the kernel takes that long (it
+/// drops all of an address space, if a VMM is killed while we fill one of its pages).
+const TOO_LONG: Duration = Duration::from_millis(100);
 /// Ticks without any visit after which the watchdog sleeps until there is one.
 const QUIET_TICKS: u32 = 40;
 /// How often it is looked for workers that get no CPU, in ticks, and how many such looks must find it. A worker goes
@@ -368,8 +372,9 @@ impl Servers {
             let (visits, visit) = set.look();
             any |= visits != *seen || visit.is_some();
             *seen = visits;
-            let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= LONG) else { continue };
-            if sleeps(worker.number.load(Ordering::Acquire))
+            let Some((visit, worker)) = visit else { continue };
+            let spent = visit.since.elapsed();
+            if (spent >= TOO_LONG || spent >= LONG && sleeps(worker.number.load(Ordering::Acquire)))
                 && let Err(error) = self.replace(set, &visit, &worker)
             {
                 tracing::error!("Another thread for a fault worker that is stuck: {error}");

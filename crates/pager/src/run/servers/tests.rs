@@ -382,6 +382,29 @@ fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
     client.is_served();
 }
 
+#[test]
+fn a_worker_that_a_real_time_thread_interrupts_in_its_visits_goes_to_another_cpu() {
+    let servers = Servers::new().expect("servers");
+    let Some([first, _]) = two_cpus(&servers) else { return };
+    // It is always in a visit.
+    let busy = move |_: &Told, now: Instant| {
+        until(|| now.elapsed() >= BATCH);
+        After { wish: Wish::Cpu(first), ..After::next(Next::Again) }
+    };
+    let client = Client::new(&servers, 0, busy);
+    let on_first = servers.0.sets.iter().find(|set| set.cpu == Some(first)).expect("a set");
+    until(|| on_first.len() == 1);
+    let Some(_hog) = Hog::on(first) else { return };
+    let cpus = || {
+        let thread = client.told.thread.load(Ordering::SeqCst);
+        sched_getaffinity(Pid::from_raw(thread as i32)).map_or(0, |cpus| cpus.count())
+    };
+    until(|| cpus() > 1);
+    client.is_served();
+    client.served.close();
+    client.served.wait();
+}
+
 /// Random numbers from a seed.
 struct Rng(u64);
 
