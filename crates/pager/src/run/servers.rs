@@ -36,6 +36,8 @@ const LONG: Duration = Duration::from_millis(5);
 /// And how long to be stuck though it does not sleep: a real-time thread has its CPU, or the kernel takes that long (it
 /// drops all of an address space, if a VMM is killed while we fill one of its pages).
 const TOO_LONG: Duration = Duration::from_millis(100);
+/// The same in looks: if the host or the process slept, the watchdog did, too.
+const TOO_MANY_LOOKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
 /// Ticks without any visit after which the watchdog sleeps until there is one.
 const QUIET_TICKS: u32 = 40;
 /// How often it is looked for workers that get no CPU, in ticks, and how many such looks must find it. A worker goes
@@ -249,11 +251,11 @@ impl Servers {
         loop {
             let mut at_most = None;
             if set.is_apart {
-                let Some(slot) = set.any() else { return };
+                let Some(slot) = set.any() else { return set.is_left() };
                 let calm = calm_of(&slot);
                 if now.saturating_duration_since(stuck) >= calm {
                     if self.bring_home(&slot, &set) {
-                        return;
+                        return set.is_left();
                     }
                     stuck = now;
                 }
@@ -310,7 +312,7 @@ impl Servers {
     /// Look for workers that are stuck, or get no CPU.
     fn watch(self) {
         run_first();
-        let mut seen = vec![0; self.0.sets.len()];
+        let mut seen = vec![(0, 0); self.0.sets.len()];
         let mut starved = vec![(0, 0); self.0.sets.len()];
         let (mut ticks, mut quiet) = (0u32, 0);
         loop {
@@ -365,16 +367,16 @@ impl Servers {
         }
     }
 
-    /// One look. Returns whether there was any visit since the last.
-    fn look(&self, seen: &mut [u64]) -> bool {
+    /// One look. `seen`: visits so far, and looks that found the same one, of each set. Returns whether there was any
+    /// visit since the last.
+    fn look(&self, seen: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, seen) in self.0.sets.iter().zip(seen) {
             let (visits, visit) = set.look();
-            any |= visits != *seen || visit.is_some();
-            *seen = visits;
-            let Some((visit, worker)) = visit else { continue };
-            let spent = visit.since.elapsed();
-            if (spent >= TOO_LONG || spent >= LONG && sleeps(worker.number.load(Ordering::Acquire)))
+            any |= visits != seen.0 || visit.is_some();
+            *seen = (visits, if visits == seen.0 && visit.is_some() { seen.1 + 1 } else { 0 });
+            let Some((visit, worker)) = visit.filter(|(visit, _)| visit.since.elapsed() >= LONG) else { continue };
+            if (seen.1 >= TOO_MANY_LOOKS || sleeps(worker.number.load(Ordering::Acquire)))
                 && let Err(error) = self.replace(set, &visit, &worker)
             {
                 tracing::error!("Another thread for a fault worker that is stuck: {error}");

@@ -205,6 +205,18 @@ impl Slot {
         self.stuck.load(Ordering::Relaxed)
     }
 
+    /// It was stuck that often.
+    #[cfg(test)]
+    pub fn set_times_stuck(&self, times: u32) {
+        self.stuck.store(times, Ordering::Relaxed);
+    }
+
+    /// The set that it is in.
+    #[cfg(test)]
+    pub fn set(&self) -> Weak<Set> {
+        self.place().as_ref().map(Arc::downgrade).unwrap_or_default()
+    }
+
     /// Is it over?
     pub fn is_over(&self) -> bool {
         self.place().is_none()
@@ -311,6 +323,10 @@ impl Slot {
         inner.queue.remove(self.id);
         drop(inner);
         drop(place);
+        if set.is_apart {
+            // Its worker ends, too.
+            set.wake();
+        }
         self.end(&set);
     }
 
@@ -395,6 +411,11 @@ impl Set {
         }
     }
 
+    /// Its worker ends: each of the two would keep the other for ever.
+    pub fn is_left(&self) {
+        self.lock().worker = None;
+    }
+
     /// Does its worker wait?
     pub fn is_idle(&self) -> bool {
         self.is_idle.load(Ordering::Relaxed)
@@ -437,10 +458,10 @@ impl Set {
         let pause = {
             let inner = self.lock();
             let due = inner.queue.next_due().map(|due| due.saturating_duration_since(now));
-            match inner.queue.is_ready() {
+            match inner.queue.is_ready() || self.is_apart && inner.slots.is_empty() {
                 true => Some(Duration::ZERO),
                 false => {
-                    // With the lock: who adds something from now on wakes us.
+                    // With the lock: who adds something from now on, or takes it, wakes us.
                     self.is_idle.store(true, Ordering::SeqCst);
                     due.into_iter().chain(at_most).min()
                 }

@@ -254,6 +254,33 @@ fn servers_that_are_stuck_more_than_there_are_cpus_stop_no_other_and_come_back()
     until(|| servers.0.sets.iter().map(|set| set.len()).sum::<usize>() == stuck.len() + others.len() - 2);
 }
 
+/// Has it be stuck for a moment. Returns the set apart that it is in.
+fn part(servers: &Servers, client: &Client) -> std::sync::Weak<Set> {
+    let base = servers.threads();
+    let held = client.told.stuck.lock().expect("no panic");
+    client.input();
+    until(|| servers.threads() > base && client.served.0.set().upgrade().is_some_and(|set| set.is_apart));
+    drop(held);
+    client.served.0.set()
+}
+
+#[test]
+fn one_that_was_stuck_leaves_no_thread_and_no_set_when_it_comes_back_or_is_closed() {
+    let servers = Servers::new().expect("servers");
+    let client = Client::quiet(&servers, 0);
+    let base = servers.threads();
+    let set = part(&servers, &client);
+    until(|| servers.threads() <= base && set.upgrade().is_none());
+    client.is_served();
+    // It would stay apart for minutes.
+    client.served.0.set_times_stuck(MOST_DOUBLED + 1);
+    let set = part(&servers, &client);
+    client.is_served();
+    client.served.close();
+    client.served.wait();
+    until(|| servers.threads() <= base && set.upgrade().is_none());
+}
+
 #[test]
 fn a_panic_is_that_of_one_server_which_ends_when_it_says_so() {
     let servers = Servers::new().expect("servers");
