@@ -12,6 +12,7 @@ use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PAGE_SIZE, PageIdx};
 use ballast_page::page_state::State;
 use ballast_pager::vm::Hold;
+use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
 use common::{Rig, churn, hammer, mapped_at, random, until, vacate};
@@ -256,7 +257,7 @@ fn another_view(rig: &Rig, pid: u32) -> (Arc<View>, std::os::fd::OwnedFd) {
     let (control, theirs) = ballast_sys::scm::pair().expect("socketpair");
     let uffd = rig.view.shards().get(0).try_clone().expect("dup");
     let shards = ballast_pager::vm::shard::Shards::new(vec![uffd]).expect("one");
-    (Arc::new(View::new(pid, shards, rig.uffd_features, control, 1)), theirs)
+    (Arc::new(View::new(pid, shards, rig.uffd_features, Arc::new(ClientPeer::new(control, 1)))), theirs)
 }
 
 #[test]

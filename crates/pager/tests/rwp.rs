@@ -14,6 +14,7 @@ use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, Watch};
 use ballast_needs::skip;
 use ballast_pager::scan::source::Scans;
+use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::tuning::Track;
@@ -143,7 +144,8 @@ fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_n
     source.start(&watch).expect("start");
     let (uffd, _) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd");
     let (control, _theirs) = scm::pair().expect("socketpair");
-    let view = Arc::new(View::new(1, Shards::new(vec![uffd]).expect("one"), REQUIRED_FEATURES, control, 1));
+    let peer = Arc::new(ClientPeer::new(control, 1));
+    let view = Arc::new(View::new(1, Shards::new(vec![uffd]).expect("one"), REQUIRED_FEATURES, peer));
     let copy = rig.second_mapping();
     rig.vm.add_view(view, &mapped_at(Hva(copy as u64), RAM)).expect("view");
     assert!(rig.holds(5 * PAGES_PER_UNIT, 1));

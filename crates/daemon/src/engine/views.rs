@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use ballast_base::wire::Span;
+use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::view::View;
 use ballast_pager::vm::{Hold, Vm};
@@ -28,7 +29,7 @@ pub fn add(
 ) -> io::Result<()> {
     let vm = &served.vm;
     let epoch = vm.state.epoch();
-    let view = Arc::new(View::new(pid, shards, uffd_features, control, epoch));
+    let view = Arc::new(View::new(pid, shards, uffd_features, Arc::new(ClientPeer::new(control, epoch))));
     let (good, bad) = split(vm, &view, spans);
     if !bad.is_empty() {
         let what: Vec<String> = bad.iter().map(|(number, error)| format!("region {number}: {error}")).collect();

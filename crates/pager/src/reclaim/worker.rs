@@ -41,12 +41,12 @@ use crate::reclaim::pinned::Asked;
 use crate::reclaim::refault::{Guess, RefaultHistory};
 use crate::run::pool::go_first;
 use crate::run::queue::Next;
-use crate::vm::Vm;
 use crate::vm::peer::Zap;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::table::Table;
 use crate::vm::view::View;
+use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
@@ -92,7 +92,7 @@ struct Zapping {
     generation: u64,
     runs: Vec<(Guess, ColdRun)>,
     /// Clients that have not answered.
-    asked: Vec<(Arc<View>, Zap)>,
+    asked: Vec<(Arc<View>, Box<dyn Zap>)>,
 }
 
 impl Zapping {
@@ -204,6 +204,9 @@ impl ReclaimWorker {
         if vm.is_stopping() {
             self.release_all();
             return Next::Done;
+        }
+        if vm.is_held_for(Hold::NoZap) {
+            vm.forget_ended();
         }
         vm.pressure.sample(vm.stats(), now);
         let pause = match self.round() {
@@ -582,7 +585,7 @@ impl ReclaimWorker {
                 .iter()
                 .filter_map(|(_, run)| Some((view.base(run.region)? + run.pages.start().offset(), run.pages.bytes().0)))
                 .collect();
-            match view.peer().begin_zap(&ranges) {
+            match view.peer().clone().begin_zap(&ranges) {
                 Ok(zap) => zapping.asked.push((view, zap)),
                 Err(error) => {
                     vm.stats().add(Counter::Failed, pages);

@@ -142,7 +142,7 @@ impl<'a> ZapScan<'a> {
                     _ => ranges.push((start, HUGE_SIZE as u64)),
                 }
             }
-            let kept = view.peer().zap(&ranges)?;
+            let kept = view.peer().clone().zap(&ranges)?;
             vm.keep_parts(view, &kept);
         }
         // A fault that was raised before the zap may have been served since the unit was watched: then the unit was

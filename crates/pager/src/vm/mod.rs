@@ -33,7 +33,6 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use ballast_base::wire::EngineToClient;
 use ballast_base::{Bytes, PageCount};
 use ballast_handover::state_file::{StateError, StateFile};
 use ballast_heat::VmHeat;
@@ -51,14 +50,16 @@ use crate::vm::view::View;
 use ballast_page::page_state::Ticket;
 
 mod account;
-mod client;
+pub mod client_peer;
 mod discard;
 mod discards;
 pub(crate) mod ledger;
 mod lifecycle;
+mod listened;
 mod mailboxes;
 mod memory;
 pub mod peer;
+pub mod process_peer;
 pub mod ram;
 pub mod recover;
 pub mod region;
@@ -93,10 +94,12 @@ pub enum Hold {
     Kept,
     /// khugepaged may put zeros in the place of what is far.
     HugePages,
+    /// A process maps it in which nothing can be unmapped.
+    NoZap,
 }
 
 impl Hold {
-    const COUNT: usize = 6;
+    const COUNT: usize = 7;
 }
 
 /// Something an operator should know.
@@ -352,12 +355,12 @@ impl Vm {
         PageCount(self.regions().iter().map(|region| region.pages().0).sum())
     }
 
-    /// Tell every client to stop its VM, because its memory cannot be kept right.
+    /// Have every process stop its VM, because its memory cannot be kept right.
     pub fn fail_stop(&self, reason: &str) {
         // The first reason led to the others.
         let _ = self.halted.set(reason.to_owned());
         for view in self.views() {
-            if let Err(error) = view.peer().tell(&EngineToClient::FailStop { reason: reason.to_owned() }) {
+            if let Err(error) = view.peer().stop_vm(reason) {
                 tracing::error!(vm = self.state.name(), "Telling a VMM to stop: {error}");
             }
         }

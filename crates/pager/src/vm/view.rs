@@ -5,11 +5,10 @@
 //! Threads: any. Promise: while an address is being served, what is mapped there is not forgotten.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
 
-use ballast_base::wire::{self, EngineToClient, Span};
+use ballast_base::wire::{self, Span};
 use ballast_base::{Extents, HUGE_SIZE, Hva, PAGE_SIZE, PageIdx, PageRange};
 use ballast_store::PageBytes;
 use ballast_sys::uffd::{ACCESS_FEATURES, FillOutcome, feature};
@@ -31,7 +30,7 @@ pub struct View {
     can_poison: bool,
     sees_accesses: bool,
     remote: OnceLock<Option<Remote>>,
-    peer: Arc<Peer>,
+    peer: Arc<dyn Peer>,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
     /// Shared by each fault from when its page is looked up until it is served; another one by those that wait for a
@@ -58,8 +57,8 @@ pub struct RegionView<'a> {
 }
 
 impl View {
-    /// A view of process `pid`. `epoch` makes the sequence numbers differ from those of earlier engines.
-    pub fn new(pid: u32, shards: Shards, uffd_features: u64, control: OwnedFd, epoch: u64) -> Self {
+    /// A view of process `pid`, in which this peer acts for us.
+    pub fn new(pid: u32, shards: Shards, uffd_features: u64, peer: Arc<dyn Peer>) -> Self {
         Self {
             pid,
             stall: Stall::new(shards.count()),
@@ -67,7 +66,7 @@ impl View {
             can_poison: uffd_features & feature::POISON != 0,
             sees_accesses: uffd_features & ACCESS_FEATURES == ACCESS_FEATURES,
             remote: OnceLock::new(),
-            peer: Arc::new(Peer::new(control, epoch)),
+            peer,
             spans: RwLock::default(),
             serving: RwLock::default(),
             serving_from_disk: RwLock::default(),
@@ -97,7 +96,7 @@ impl View {
     }
 
     /// Who zaps in its process, and hears what the VM must know.
-    pub fn peer(&self) -> &Arc<Peer> {
+    pub fn peer(&self) -> &Arc<dyn Peer> {
         &self.peer
     }
 
@@ -324,7 +323,7 @@ impl Mapped for RegionView<'_> {
             return Ok(outcome);
         }
         let reason = format!("the page at {} is lost and this kernel cannot poison it", self.addr(page));
-        self.view.peer.tell(&EngineToClient::FailStop { reason })?;
+        self.view.peer.stop_vm(&reason)?;
         Ok(FillOutcome::Done)
     }
 
@@ -338,6 +337,8 @@ mod tests {
     use super::*;
     use ballast_base::Bytes;
     use ballast_sys::scm;
+
+    use crate::vm::client_peer::ClientPeer;
 
     type Guard = fn(&View) -> RwLockReadGuard<'_, ()>;
 
@@ -357,7 +358,7 @@ mod tests {
             Err(error) => return ballast_needs::skip("native", error),
         };
         let (control, _theirs) = scm::pair().expect("socketpair");
-        let view = View::new(1, Shards::new(vec![uffd]).expect("one"), 0, control, 1);
+        let view = View::new(1, Shards::new(vec![uffd]).expect("one"), 0, Arc::new(ClientPeer::new(control, 1)));
         view.add_span(Span { hva: Hva(1 << 30), len: Bytes(1 << 20) }, 7);
         let is_served = AtomicBool::new(false);
         std::thread::scope(|scope| {

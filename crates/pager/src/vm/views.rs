@@ -11,7 +11,7 @@ use ballast_base::wire::{self, Span};
 use ballast_base::{Hva, PageIdx, PageRange};
 use ballast_heat::UnitId;
 
-use super::Vm;
+use super::{Hold, Vm};
 use crate::fault::server::{FaultServer, Shard};
 use crate::run::servers::Servers;
 use crate::scan::coalesce;
@@ -29,6 +29,8 @@ impl Vm {
         }
         // No batch is under way while we hold the lock, and none from before counts afterwards.
         let layout = self.memory.change_layout();
+        // Before any of its pages could be picked.
+        self.hold_for_peers(Some(&view));
         for region in self.regions() {
             register_as_flagged(&region, &view)?;
             for (chunk, _) in region.registered_chunks() {
@@ -75,6 +77,23 @@ impl Vm {
     pub fn remove_view(&self, pid: u32) {
         self.memory.remove_view(pid);
         self.forget_gone();
+        self.hold_for_peers(None);
+    }
+
+    /// Forget processes that are seen from here to have ended.
+    pub(crate) fn forget_ended(&self) {
+        for view in self.views().iter().filter(|view| view.peer().has_ended()) {
+            self.report("gone", format!("process {} has ended", view.pid));
+            self.remove_view(view.pid);
+        }
+    }
+
+    /// While a process maps the VM in which nothing can be zapped, nothing is reclaimed.
+    fn hold_for_peers(&self, new: Option<&Arc<View>>) {
+        let why = self.views().iter().chain(new).find_map(|view| view.peer().cannot_zap());
+        if why.is_some() || self.is_held_for(Hold::NoZap) {
+            self.hold(Hold::NoZap, why);
+        }
     }
 
     /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Vm;
-use super::client::{Client, DiscardWorker};
+use super::listened::{DiscardWorker, Listened};
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::listener::Listener;
@@ -88,14 +88,14 @@ impl Vm {
         Ok(())
     }
 
-    /// Listen to the client of a view, unless it is listened to already.
+    /// Listen to the peer of a view, unless it is listened to already.
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_client(view) {
             return Ok(());
         }
         view.peer().on_answer().connect_to(&self.mail.reclaim);
-        let client = Arc::new(Client::new(self.clone(), view.clone()));
-        self.life.add_client(view.clone(), Listener::of_process()?.watch(client)?);
+        let listened = Arc::new(Listened::new(self.clone(), view.clone()));
+        self.life.add_client(view.clone(), Listener::of_process()?.watch(listened)?);
         Ok(())
     }
 

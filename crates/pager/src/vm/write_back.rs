@@ -13,11 +13,12 @@ use std::sync::Arc;
 use ballast_base::wire::Span;
 use ballast_base::{Bytes, Hva, PageCount, PageIdx, PageRange};
 use ballast_handover::table::PAGES_PER_CHUNK;
+use ballast_sys::Uffd;
 use ballast_sys::uffd::{HUGETLB_FEATURES, REQUIRED_FEATURES};
-use ballast_sys::{Uffd, scm};
 
 use super::Vm;
 use super::restore::PAUSE;
+use crate::vm::process_peer::ProcessPeer;
 use crate::vm::region::{Region, Registered};
 use crate::vm::shard::Shards;
 use crate::vm::view::View;
@@ -135,19 +136,17 @@ impl Vm {
 struct OwnView {
     view: Arc<View>,
     map: ballast_sys::Mapping,
-    /// The other end of a control socket on which nobody listens.
-    _client: std::os::fd::OwnedFd,
 }
 
 impl OwnView {
     fn of(region: &Region) -> io::Result<Self> {
         let (uffd, features) = Uffd::create(REQUIRED_FEATURES | HUGETLB_FEATURES)?;
-        let (control, client) = scm::pair()?;
         let map = region.map()?;
         let shards = Shards::new(vec![uffd]).ok_or_else(|| io::Error::other("no userfaultfd"))?;
-        let view = View::new(std::process::id(), shards, features, control, 0);
+        let peer = Arc::new(ProcessPeer::open(std::process::id())?);
+        let view = View::new(std::process::id(), shards, features, peer);
         view.add_span(Span { hva: Hva(map.addr() as u64), len: Bytes(map.len() as u64) }, region.number);
-        Ok(Self { view: Arc::new(view), map, _client: client })
+        Ok(Self { view: Arc::new(view), map })
     }
 
     fn cover(&self, region: &Region, pages: PageRange) -> io::Result<()> {

@@ -18,6 +18,7 @@ use ballast_heat::{PageMap, UnitId, Watch};
 use ballast_needs::{missing, skip};
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_pager::tier::stores::{Stores, Tier};
+use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::ram::RamFile;
 use ballast_pager::vm::region_table::LOST;
 use ballast_pager::vm::shard::Shards;
@@ -342,7 +343,8 @@ impl Rig {
         let mapping = guest.clone();
         let client = std::thread::spawn(move || serve_zaps(&ours, &mapping));
         let shards = Shards::new(uffds.iter().map(|uffd| uffd.try_clone().expect("dup")).collect()).expect("some");
-        let view = Arc::new(View::new(std::process::id(), shards, granted[0], theirs, epoch));
+        let peer = Arc::new(ClientPeer::new(theirs, epoch));
+        let view = Arc::new(View::new(std::process::id(), shards, granted[0], peer));
         let pages = ram.pages_floor().0;
         Self {
             vm,

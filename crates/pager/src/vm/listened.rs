@@ -1,34 +1,31 @@
-//! What the client of a view says: its answers to zaps, and its discards.
+//! What the peer of a view says: answers to zaps, discards, its end.
 //!
-//! Before: [`Vm::add_view`] has the listener watch the control socket. After: the client or the engine is gone.
-//! Threads: the listener takes answers; discards are carried out by a task of the VM. Units: ranges of the client's
-//! addresses.
+//! Before: [`Vm::add_view`] has the listener watch the peer's input. After: the peer or the engine is gone.
+//! Threads: the listener takes what is said; discards are carried out by a task of the VM. Units: ranges of the
+//! process's addresses.
 //! Promise: a message that makes no sense is reported and costs the VM nothing: its faults are served all the same.
 
-use std::io::ErrorKind;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use ballast_base::wire::{self, ClientToEngine, EngineToClient};
-use ballast_sys::scm;
-
 use super::Vm;
 use super::discards::Asked;
+use super::peer::Heard;
 use crate::run::listener::{Rearm, Source};
 use crate::run::queue::Next;
 use crate::vm::view::View;
 
-/// A client that is listened to.
-pub(super) struct Client {
+/// A peer that is listened to.
+pub(super) struct Listened {
     vm: Arc<Vm>,
     view: Arc<View>,
     invalid: AtomicU64,
 }
 
-impl Client {
-    /// The client of this view.
+impl Listened {
+    /// The peer of this view.
     pub fn new(vm: Arc<Vm>, view: Arc<View>) -> Self {
         Self { vm, view, invalid: AtomicU64::new(0) }
     }
@@ -40,36 +37,29 @@ impl Client {
     }
 }
 
-impl Source for Client {
+impl Source for Listened {
     fn fd(&self) -> BorrowedFd<'_> {
-        self.view.peer().control()
+        self.view.peer().input()
     }
 
     fn ready(&self, then: Rearm) {
         let (vm, view) = (&self.vm, &self.view);
-        let message = match scm::try_receive_bytes(view.peer().control()) {
-            Ok(Some(bytes)) => wire::decode::<ClientToEngine>(&bytes).map_err(|error| error.to_string()),
-            Ok(None) => return self.gone(then),
-            // The client took its message back, or another process has the other end and took it.
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-            Err(error) if error.kind() == ErrorKind::InvalidData => Err(error.to_string()),
-            Err(error) => {
-                vm.report("client-error", format!("Receiving from the client in process {}: {error}", view.pid));
-                return self.gone(then);
-            }
-        };
-        match message {
-            Ok(answer @ ClientToEngine::Zapped { .. }) => view.peer().zapped(&answer),
-            Ok(ClientToEngine::Discard { seq, ranges }) => {
+        match view.peer().hear() {
+            Ok(Heard::Nothing) => {}
+            Ok(Heard::Discard { seq, ranges }) => {
                 vm.mail.discards.push(Asked { view: view.clone(), seq, ranges, then });
             }
-            Ok(ClientToEngine::Pong { .. }) => {}
-            Err(error) => {
+            Ok(Heard::Nonsense(what)) => {
                 // Reported at the 1st, 2nd, 4th, 8th ... time.
                 let invalid = self.invalid.fetch_add(1, Ordering::Relaxed) + 1;
                 if invalid.is_power_of_two() {
-                    vm.report("client-error", format!("The client in process {} sent nonsense: {error}", view.pid));
+                    vm.report("client-error", format!("The client in process {} sent nonsense: {what}", view.pid));
                 }
+            }
+            Ok(Heard::Gone) => self.gone(then),
+            Err(error) => {
+                vm.report("client-error", format!("Receiving from the client in process {}: {error}", view.pid));
+                self.gone(then);
             }
         }
     }
@@ -102,7 +92,7 @@ impl DiscardWorker {
             vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
         }
         // A client that does not read its answers repeats its question and gets another.
-        if let Err(error) = view.peer().tell(&EngineToClient::DiscardDone { seq, error }) {
+        if let Err(error) = view.peer().discarded(seq, error) {
             tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
         }
         drop(then);

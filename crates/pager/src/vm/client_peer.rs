@@ -1,0 +1,207 @@
+//! The peer that is our client: a thread in the process, on the other end of the control socket.
+//!
+//! Before: the keeper hands over the socket. After: the client zaps, forwards discards, and stops the VM if it must.
+//! Threads: any; zaps of several workers are told apart by sequence numbers.
+//! Promise: a zap that is not acknowledged in time is an error. What the client kept is said.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::{self, ClientToEngine, EngineToClient, MAX_RANGES};
+use ballast_sys::scm;
+
+use super::peer::{Heard, Peer, Zap};
+use crate::run::pool::{Notifier, blocking};
+
+/// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
+const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a client has answered to a zap: which parts it left alone, or an errno.
+type Zapped = Result<Vec<wire::Range>, i32>;
+
+/// See above.
+#[derive(Debug)]
+pub struct ClientPeer {
+    control: OwnedFd,
+    next_seq: AtomicU64,
+    /// Zaps under way: `None` until answered; then which ranges were not zapped.
+    zaps: Mutex<HashMap<u64, Option<Zapped>>>,
+    answered: Condvar,
+    on_answer: Notifier,
+    disconnected: AtomicBool,
+}
+
+/// A zap that the client was asked for, part by part.
+#[derive(Debug)]
+struct Asked {
+    peer: Arc<ClientPeer>,
+    rest: VecDeque<Vec<wire::Range>>,
+    /// The part that was sent, and until when the client may answer it.
+    awaited: Option<(u64, Instant)>,
+    kept: Vec<wire::Range>,
+}
+
+impl ClientPeer {
+    /// The client at the other end of this socket. `epoch` makes the sequence numbers differ from those of earlier
+    /// engines.
+    pub fn new(control: OwnedFd, epoch: u64) -> Self {
+        Self {
+            control,
+            next_seq: AtomicU64::new(epoch << 32),
+            zaps: Mutex::default(),
+            answered: Condvar::new(),
+            on_answer: Notifier::default(),
+            disconnected: AtomicBool::new(false),
+        }
+    }
+
+    /// Tell the client something. Never waits: a client that does not read its socket fails its own VM's requests only.
+    fn tell(&self, message: &EngineToClient) -> io::Result<()> {
+        scm::try_send(&self.control, &wire::encode(message))
+    }
+
+    fn ask(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Asked> {
+        let rest = ranges.chunks(MAX_RANGES).map(<[_]>::to_vec).collect();
+        let mut zap = Asked { peer: self, rest, awaited: None, kept: Vec::new() };
+        zap.send_next(Instant::now())?;
+        Ok(zap)
+    }
+
+    /// Take the client's answer to a zap. One meant for an earlier engine is not known here and is ignored.
+    fn zapped(&self, seq: u64, answer: Zapped) {
+        if let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(&seq) {
+            *slot = Some(answer);
+            self.answered.notify_all();
+            self.on_answer.notify();
+        }
+    }
+}
+
+impl Peer for ClientPeer {
+    fn cannot_zap(&self) -> Option<String> {
+        None
+    }
+
+    fn begin_zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Box<dyn Zap>> {
+        Ok(Box::new(self.ask(ranges)?))
+    }
+
+    fn zap(self: Arc<Self>, ranges: &[wire::Range]) -> io::Result<Vec<wire::Range>> {
+        let mut zap = self.clone().ask(ranges)?;
+        loop {
+            if let Some(kept) = zap.poll(Instant::now())? {
+                return Ok(kept);
+            }
+            let Some((seq, until)) = zap.awaited else { continue };
+            let unanswered = |zaps: &mut HashMap<u64, Option<Zapped>>| matches!(zaps.get(&seq), Some(None));
+            let left = until.saturating_duration_since(Instant::now());
+            blocking(|| {
+                let zaps = self.zaps.lock().expect("no panic while held");
+                drop(self.answered.wait_timeout_while(zaps, left, unanswered).expect("no panic while held"));
+            });
+        }
+    }
+
+    fn on_answer(&self) -> &Notifier {
+        &self.on_answer
+    }
+
+    fn give_up_zaps(&self) {
+        self.zaps.lock().expect("no panic while held").clear();
+        self.answered.notify_all();
+        self.on_answer.notify();
+    }
+
+    fn input(&self) -> BorrowedFd<'_> {
+        self.control.as_fd()
+    }
+
+    fn hear(&self) -> io::Result<Heard> {
+        let bytes = match scm::try_receive_bytes(&self.control) {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return Ok(Heard::Gone),
+            // The client took its message back, or another process has the other end and took it.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Heard::Nothing),
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Heard::Nonsense(error.to_string())),
+            Err(error) => return Err(error),
+        };
+        Ok(match wire::decode(&bytes) {
+            Ok(ClientToEngine::Zapped { seq, error, kept }) => {
+                self.zapped(seq, error.map_or(Ok(kept), Err));
+                Heard::Nothing
+            }
+            Ok(ClientToEngine::Discard { seq, ranges }) => Heard::Discard { seq, ranges },
+            Ok(ClientToEngine::Pong { .. }) => Heard::Nothing,
+            Err(error) => Heard::Nonsense(error.to_string()),
+        })
+    }
+
+    fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()> {
+        self.tell(&EngineToClient::DiscardDone { seq, error })
+    }
+
+    fn stop_vm(&self, reason: &str) -> io::Result<()> {
+        self.tell(&EngineToClient::FailStop { reason: reason.to_owned() })
+    }
+
+    fn disconnect(&self) {
+        self.disconnected.store(true, Ordering::Release);
+        self.give_up_zaps();
+    }
+
+    fn is_disconnected(&self) -> bool {
+        self.disconnected.load(Ordering::Acquire)
+    }
+
+    /// The keeper sees it, by the end of the attach socket.
+    fn has_ended(&self) -> bool {
+        false
+    }
+}
+
+impl Zap for Asked {
+    fn poll(&mut self, now: Instant) -> io::Result<Option<Vec<wire::Range>>> {
+        while let Some((seq, until)) = self.awaited {
+            let answer = {
+                let mut zaps = self.peer.zaps.lock().expect("no panic while held");
+                match zaps.get(&seq) {
+                    Some(None) if now < until => return Ok(None),
+                    Some(None) => Err(io::Error::new(io::ErrorKind::TimedOut, "the VMM did not answer a zap in time")),
+                    Some(Some(_)) => Ok(zaps.remove(&seq).flatten().expect("looked at just now")),
+                    None => Err(io::Error::new(io::ErrorKind::BrokenPipe, "the VMM is gone")),
+                }
+            };
+            self.kept.extend(answer?.map_err(io::Error::from_raw_os_error)?);
+            self.send_next(now)?;
+        }
+        Ok(Some(std::mem::take(&mut self.kept)))
+    }
+
+    fn until(&self) -> Option<Instant> {
+        self.awaited.map(|(_, until)| until)
+    }
+}
+
+impl Asked {
+    /// Ask for the next part, if one is left.
+    fn send_next(&mut self, now: Instant) -> io::Result<()> {
+        self.awaited = None;
+        let Some(ranges) = self.rest.pop_front() else { return Ok(()) };
+        let seq = self.peer.next_seq.fetch_add(1, Ordering::Relaxed);
+        self.peer.zaps.lock().expect("no panic while held").insert(seq, None);
+        self.awaited = Some((seq, now + ZAP_TIMEOUT));
+        self.peer.tell(&EngineToClient::Zap { seq, ranges })
+    }
+}
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        if let Some((seq, _)) = self.awaited {
+            self.peer.zaps.lock().expect("no panic while held").remove(&seq);
+        }
+    }
+}
