@@ -19,8 +19,8 @@ pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, Hea
 pub use openapi::{document, document_json};
 pub use problem::Problem;
 pub use types::{
-    Event, FaultCounts, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, VmChange,
-    VmClass, VmPatch, VmStat, VmStatus,
+    Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RestoreStages,
+    Stall, VmChange, VmClass, VmPatch, VmStat, VmStatus,
 };
 
 /// Where the daemon listens unless told otherwise.

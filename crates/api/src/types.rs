@@ -111,6 +111,17 @@ pub struct VmStat {
     pub regions: Vec<RegionStat>,
 }
 
+/// A part of a region, and where the guest sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct GuestRange {
+    /// Guest-physical address of its first byte.
+    pub guest_address: u64,
+    /// Where it begins in the region.
+    pub offset_bytes: u64,
+    /// Its length.
+    pub size_bytes: u64,
+}
+
 /// Faults served, by what the page was.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FaultCounts {
@@ -227,7 +238,7 @@ pub struct Psi {
 }
 
 /// One RAM region. `size = resident + far + zero + untouched + poisoned`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RegionStat {
     /// Position in the attach message, from 0.
     pub index: u32,
@@ -243,6 +254,9 @@ pub struct RegionStat {
     pub untouched_bytes: u64,
     /// Lost.
     pub poisoned_bytes: u64,
+    /// Where the guest sees it, from the lowest address on; none if that is not known.
+    #[serde(default)]
+    pub guest_ranges: Vec<GuestRange>,
 }
 
 /// The host and Ballast itself.

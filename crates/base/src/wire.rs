@@ -15,13 +15,14 @@ use serde::{Deserialize, Serialize};
 use crate::extent::{Extent, Extents, MAX_EXTENTS};
 use crate::format::{Format, Message};
 pub use crate::format::{WireError, decode, encode};
+use crate::guest::GuestRange;
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 
 /// The client's link. Version 2: file stores in escrow. Version 3: several userfaultfds. Version 4: an attach that must
 /// wait. Version 5: a zap answered part by part. Version 6: each message states its least reader. Version 7: regions of
 /// extents, guest-physical addresses, counted descriptors; nothing older is read, but a client of version 6 can read
-/// why.
-pub const FORMAT: Format = Format { version: 7, least_reader: 7, oldest: 7 };
+/// why. Version 8: guest-physical ranges, told later.
+pub const FORMAT: Format = Format { version: 8, least_reader: 7, oldest: 7 };
 /// Most RAM regions one VM may have.
 pub const MAX_REGIONS: usize = 32;
 /// Most userfaultfds of one process; each has a fault worker of the engine.
@@ -253,6 +254,13 @@ pub enum ClientToKeeper {
     Pin(String),
     /// From now on [`Attach::may_pin`] is true. Wait for the answer before the first such access.
     MayPin,
+    /// Where the guest sees the region at this address: the VMM knows only now. It replaces what was said before.
+    GuestRanges {
+        /// Where it is mapped.
+        hva: Hva,
+        /// At most [`crate::guest::MAX_GUEST_RANGES`].
+        ranges: Vec<GuestRange>,
+    },
 }
 
 /// Keeper to client, on the attach socket. Every request is answered once, in order.
@@ -337,6 +345,13 @@ pub enum ClientToEngine {
 
 impl Message for ClientToKeeper {
     const FORMAT: Format = FORMAT;
+
+    fn least_reader(&self) -> u16 {
+        match self {
+            Self::GuestRanges { .. } => 8,
+            _ => FORMAT.least_reader,
+        }
+    }
 }
 impl Message for KeeperToClient {
     const FORMAT: Format = FORMAT;
@@ -419,12 +434,14 @@ mod tests {
         };
         let text = || "t".to_owned();
         let range = (Hva(0x1000), 0x2000);
+        let seen = GuestRange { address: 0x3000, offset: Bytes(0x1000), len: Bytes(0x2000) };
         let client = [
             ClientToKeeper::Attach(attach),
             ClientToKeeper::AddRegion { region, files: 2 },
             ClientToKeeper::RemoveRegion(Hva(0x1000)),
             ClientToKeeper::Pin(text()),
             ClientToKeeper::MayPin,
+            ClientToKeeper::GuestRanges { hva: Hva(0x1000), ranges: vec![seen] },
         ];
         let keeper = [
             KeeperToClient::Attached { vm: VmId([7; 16]), stores: stores() },
@@ -448,13 +465,13 @@ mod tests {
             messages.iter().map(body).collect()
         }
         let said = [hex(&client), hex(&keeper), hex(&engine), hex(&back)].concat().join(" ");
-        assert_eq!((FORMAT.version, said.as_str()), (7, SAID), "raise FORMAT, and put what is said now into SAID");
+        assert_eq!((FORMAT.version, said.as_str()), (8, SAID), "raise FORMAT, and put what is said now into SAID");
     }
 
     const SAID: &str = "00057765622d310180808080021271656d752d73797374656d2d7838365f3634a00a010101017001018080\
         808080e01f808080800401000080808080040001070707070707070707070707070707070201010202 0180208060020180e001804\
-        00080a001802001804002 028020 030174 04 00070707070707070707070707070707070201010202 01 020174 03\
-        0174 00010180208040 0102010174 0203 030174 0001012c0180208040 01020180208040 0203";
+        00080a001802001804002 028020 030174 04 05802001806080208040 00070707070707070707070707070707070201010202 01\
+        \x20020174 030174 00010180208040 0102010174 0203 030174 0001012c0180208040 01020180208040 0203";
 
     /// What a client of version 6 knows of its keeper's answers.
     #[derive(Debug, Serialize, Deserialize)]
@@ -474,7 +491,7 @@ mod tests {
         let mut bytes = encode(&ClientToKeeper::MayPin);
         bytes[4..8].copy_from_slice(&[6, 0, 6, 0]);
         let why = decode::<ClientToKeeper>(&bytes).expect_err("it is too old").to_string();
-        assert!(why.contains("has version 6") && why.contains("version 7 and reads from 7 on"), "{why}");
+        assert!(why.contains("has version 6") && why.contains("version 8 and reads from 7 on"), "{why}");
         let read = decode::<Answer6>(&encode(&KeeperToClient::Refused(why.clone()))).expect("it reads that");
         assert!(matches!(read, Answer6::Refused(read) if read == why));
         decode::<Answer6>(&encode(&KeeperToClient::Ok)).expect_err("nothing else");

@@ -1,10 +1,11 @@
 //! `ballast run`: start a VMM so that Ballast manages its guest RAM.
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
-//! Promise: a VMM that could not be managed is not started, and the error says why. Nothing on the command line is
-//! changed without `--add-memory-backend`.
+//! Promise: a VMM that could not be managed is not started, and the error says why. Of the command line nothing is
+//! changed without `--add-memory-backend`; QEMU gets one more monitor, for the preload library alone.
 
 mod command_line;
+mod monitor;
 
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
@@ -19,6 +20,7 @@ use ballast_base::wire::check_name;
 use ballast_sys::memfd;
 
 use command_line::{Edit, inspect};
+use monitor::Monitor;
 
 /// Start a VMM under Ballast, in place of this process.
 #[derive(Debug, clap::Args)]
@@ -48,7 +50,7 @@ pub struct RunArgs {
 pub fn run(args: RunArgs) -> Result<Infallible> {
     let (program, rest) = args.command.split_first().ok_or_else(|| anyhow!("no VMM was named"))?;
     let mut rest = rest.to_vec();
-    let mut name = args.name;
+    let (mut name, mut monitor) = (args.name, None);
     if is_qemu(program) {
         let words: Vec<String> = rest.iter().map(|word| word.to_string_lossy().into_owned()).collect();
         let plan = inspect(&words, args.add_memory_backend, &is_ram_file).map_err(|reason| anyhow!(reason))?;
@@ -62,6 +64,7 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
             }
         }
         name = name.or(plan.name);
+        monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
     }
     let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
     check_name(&name).map_err(|reason| anyhow!(reason))?;
@@ -74,7 +77,11 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     }
 
     let mut command = Command::new(program);
-    command.args(&rest).env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
+    command.args(&rest);
+    if let Some(monitor) = &monitor {
+        monitor.give(&mut command);
+    }
+    command.env("LD_PRELOAD", list).env("BALLAST_SOCKET", &args.attach_socket);
     command.env("BALLAST_VM_NAME", name).env("BALLAST_REQUIRE", if args.optional { "0" } else { "1" });
     match args.limit {
         Some(limit) => command.env("BALLAST_LIMIT", limit.0.to_string()),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use ballast_api::{Client, Latency, LimitsPatch, Psi, VmPatch, VmStat, VmStatus};
+use ballast_api::{Client, GuestRange, Latency, LimitsPatch, Psi, RegionStat, VmPatch, VmStat, VmStatus};
 use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::args::VmCommand;
@@ -200,11 +200,33 @@ fn screen(vm: &VmStat) -> String {
     text += &faults_and_reclaim(vm);
     let _ = writeln!(text, "\nSTALL (PSI form; percent, and microseconds in all)");
     let _ = writeln!(text, "{}\n{}", psi("some", &vm.stall.some), psi("full", &vm.stall.full));
+    text.push('\n');
     if vm.regions.len() > 1 {
-        text.push('\n');
         text += &regions(vm);
+        text.push('\n');
     }
-    text
+    text + &guest_addresses(vm)
+}
+
+/// Which of the guest's addresses are which part of which region.
+fn guest_addresses(vm: &VmStat) -> String {
+    let seen = |region: &RegionStat| {
+        let index = region.index;
+        let row = move |range: &GuestRange| (range.guest_address, range.size_bytes, index, range.offset_bytes);
+        region.guest_ranges.iter().map(row).collect::<Vec<_>>()
+    };
+    let mut rows: Vec<_> = vm.regions.iter().flat_map(seen).collect();
+    if rows.is_empty() {
+        return "where the guest sees its memory is not known\n".into();
+    }
+    rows.sort_unstable();
+    let mut table = show::table(&["GUEST-PHYSICAL", ">SIZE", ">REGION", ">OFFSET"]);
+    for (address, size, index, offset) in rows {
+        let last = address.saturating_add(size).saturating_sub(1);
+        let place = format!("{address:#x}-{last:#x}");
+        table.add_row([place, show::size(size), index.to_string(), format!("{offset:#x}")]);
+    }
+    show::lines(&table)
 }
 
 fn memory(vm: &VmStat) -> String {

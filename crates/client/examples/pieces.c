@@ -39,8 +39,19 @@ int main(void) {
 
     struct ballast_config config = {.size = sizeof config, .name = "pieces-c"};
     struct ballast_ram one = {
-        .size = sizeof one, .address = ram, .extents = extents, .extent_count = PIECES, .guest_address = 0};
-    if (ballast_attach_ram(&config, &one, 1) == NULL) {
+        .size = sizeof one, .address = ram, .extents = extents, .extent_count = PIECES,
+        .guest_address = BALLAST_UNKNOWN};
+    const ballast_client *client = ballast_attach_ram(&config, &one, 1);
+    if (client == NULL) {
+        fprintf(stderr, "%s\n", ballast_last_error());
+        return 1;
+    }
+    /* The guest sees the first piece at 0, and the others above 4 GiB. */
+    const struct ballast_guest_range seen[] = {
+        {.offset = 0, .guest_address = 0, .length = PIECE},
+        {.offset = PIECE, .guest_address = 1ULL << 32, .length = 2 * PIECE},
+    };
+    if (ballast_set_guest_ranges(client, ram, seen, 2) != 0) {
         fprintf(stderr, "%s\n", ballast_last_error());
         return 1;
     }

@@ -57,6 +57,13 @@ struct ballast_ram {
     uint64_t guest_address;               /* where the guest sees the first byte, or BALLAST_UNKNOWN */
 };
 
+/* A part of a region, and where the guest sees it. */
+struct ballast_guest_range {
+    uint64_t offset;        /* where it begins in the region, whole pages */
+    uint64_t guest_address; /* its guest-physical address */
+    uint64_t length;        /* bytes, whole pages */
+};
+
 struct ballast_range {
     void *address;
     uint64_t length;
@@ -76,6 +83,11 @@ int ballast_add_region(const ballast_client *client, const struct ballast_region
 
 /* The same, as for ballast_attach_ram(). */
 int ballast_add_ram(const ballast_client *client, const struct ballast_ram *ram);
+
+/* Where the guest sees the region that begins at address, for a VMM that knows only later, or shows it in several
+ * places (around a PCI hole); at most 8 ranges. It replaces what was said before. count 0: not known. */
+int ballast_set_guest_ranges(const ballast_client *client, void *address, const struct ballast_guest_range *ranges,
+                             size_t count);
 
 /* RAM is about to be unplugged: call before unmapping it; unmap afterwards, whatever it returns. */
 int ballast_remove_region(const ballast_client *client, void *address);

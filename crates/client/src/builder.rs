@@ -21,7 +21,7 @@ use crate::link::Link;
 use crate::ram::Ram;
 use crate::regions::{Region, Table};
 use crate::shared::{FailStop, Shared, Timing, announce, cut};
-use crate::{fault_workers, service, visit};
+use crate::{fault_workers, service, thread, visit};
 
 /// Where the keeper listens unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/ballast/attach.sock";
@@ -183,10 +183,9 @@ impl Client {
     }
 }
 
-/// Start the service thread with all signals blocked: the VMM's signals are for the VMM's threads.
+/// Start the service thread.
 fn start(shared: Arc<Shared>) -> std::io::Result<()> {
-    let body = move || {
-        visit::enter_permanently();
+    thread::spawn("ballast-client", move || {
         loop {
             let turn = std::panic::AssertUnwindSafe(|| service::run(&shared));
             match std::panic::catch_unwind(turn) {
@@ -198,17 +197,5 @@ fn start(shared: Arc<Shared>) -> std::io::Result<()> {
                 }
             }
         }
-    };
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: both sets live across the calls; `sigfillset` fills the first and `pthread_sigmask` the second.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-    }
-    // A new thread inherits the mask.
-    let started = std::thread::Builder::new().name("ballast-client".into()).stack_size(256 * 1024).spawn(body);
-    // SAFETY: `before` was filled by the successful call above (SIG_SETMASK with valid sets cannot fail).
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
-    started.map(drop)
+    })
 }

@@ -6,7 +6,9 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
+use ballast_base::guest::{GuestRange, check_guest_ranges};
 use ballast_base::wire::{self, ClientToKeeper, MAX_RANGES, MAX_REGIONS, Range, VmId};
 use ballast_base::{Bytes, Hva};
 use ballast_sys::memfd::FileId;
@@ -99,6 +101,31 @@ impl Client {
                 answer => return answer.map(drop),
             }
         }
+    }
+
+    /// Where the guest sees the region at `hva`, once the VMM knows. It replaces what was said before; no range says
+    /// that it is not known. While there is no keeper this waits, for a minute at most.
+    pub fn set_guest_ranges(&self, hva: Hva, ranges: &[GuestRange]) -> Result<(), RequestError> {
+        /// How long a keeper that is away is waited for.
+        const WAIT: Duration = Duration::from_secs(60);
+        let _quiet = visit::enter();
+        let region = self.regions().into_iter().find(|region| region.0 == hva);
+        let (_, len) = region.ok_or_else(|| RequestError::Invalid(format!("no RAM region begins at {hva}")))?;
+        check_guest_ranges(Bytes(len), ranges).map_err(RequestError::Invalid)?;
+        let message = ClientToKeeper::GuestRanges { hva, ranges: ranges.to_vec() };
+        loop {
+            match self.shared.link.ask(&message, &[], self.shared.timing.answer, false, |_| ())? {
+                Asked::Done => return Ok(()),
+                // What the next attach message says of the region does not have it.
+                Asked::Later | Asked::Again => self.shared.link.wait_for_keeper(WAIT)?,
+            }
+        }
+    }
+
+    /// Where announced RAM is mapped, region by region.
+    pub fn regions(&self) -> Vec<Range> {
+        let _quiet = visit::enter();
+        lock(&self.shared.table).iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
     }
 
     /// RAM is about to be unplugged: call before unmapping it, and unmap after this returns, whatever it returns.

@@ -8,6 +8,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ballast_base::extent::MAX_EXTENTS;
+use ballast_base::guest::{GuestRange, MAX_GUEST_RANGES};
 
 use crate::{AttachError, Builder, Bytes, Client, DiscardError, Hva, Ram, RamExtent, RequestError, chain};
 
@@ -73,6 +74,18 @@ pub struct BallastRam {
     pub extent_count: usize,
     /// Where the guest sees the first byte, or [`UNKNOWN`].
     pub guest_address: u64,
+}
+
+/// `struct ballast_guest_range`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BallastGuestRange {
+    /// Where the range begins in the region.
+    pub offset: u64,
+    /// Its guest-physical address.
+    pub guest_address: u64,
+    /// Bytes.
+    pub length: u64,
 }
 
 /// `struct ballast_range`.
@@ -304,6 +317,35 @@ pub unsafe extern "C" fn ballast_add_region(client: *const Client, added: *const
         let (client, added) = unsafe { (borrow(client)?, added.as_ref()) };
         let (fd, hva, len, offset) = region(added.ok_or_else(|| invalid("the region is NULL"))?)?;
         Ok(client.add_region(fd, hva, len, offset)?)
+    })
+}
+
+/// Where the guest sees a region.
+///
+/// # Safety
+/// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges, or `count` is 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ballast_set_guest_ranges(
+    client: *const Client,
+    address: *mut c_void,
+    ranges: *const BallastGuestRange,
+    count: usize,
+) -> c_int {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let client = unsafe { borrow(client)? };
+        if (ranges.is_null() && count > 0) || count > MAX_GUEST_RANGES {
+            return Err(invalid("a region has at most 8 guest-physical ranges"));
+        }
+        // SAFETY: not null, and `count` ranges are there, by the caller's promise.
+        let ranges = if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(ranges, count) } };
+        let given = |range: &BallastGuestRange| GuestRange {
+            address: range.guest_address,
+            offset: Bytes(range.offset),
+            len: Bytes(range.length),
+        };
+        let ranges: Vec<_> = ranges.iter().map(given).collect();
+        Ok(client.set_guest_ranges(Hva(address as u64), &ranges)?)
     })
 }
 

@@ -37,8 +37,11 @@ mod regions;
 mod service;
 mod shared;
 #[doc(hidden)]
+pub mod thread;
+#[doc(hidden)]
 pub mod visit;
 
+pub use ballast_base::guest::GuestRange;
 pub use ballast_base::wire::{Range, VmId};
 pub use ballast_base::{Bytes, Hva};
 pub use ballast_sys::memfd::FileId;

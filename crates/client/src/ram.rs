@@ -29,7 +29,7 @@ pub struct Ram {
     pub hva: Hva,
     /// They, in the order of their addresses. Some may be of one file.
     pub extents: Vec<RamExtent>,
-    /// Where the guest sees the first byte, if the VMM knows.
+    /// Where the guest sees the first byte, if the VMM knows and it sees all of it in one place.
     pub guest_address: Option<u64>,
 }
 

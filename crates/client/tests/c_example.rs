@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use ballast_base::Bytes;
-use ballast_base::wire::EngineToClient;
+use ballast_base::guest::GuestRange;
+use ballast_base::wire::{ClientToKeeper, EngineToClient, KeeperToClient};
 use ballast_needs::missing;
 use ballast_sys::memfd;
 use ballast_sys::uffd::FillOutcome;
@@ -117,8 +118,12 @@ fn the_c_example_with_ram_in_pieces_says_which_and_keeps_its_bytes() {
     let [region] = &session.attach.regions[..] else { panic!("{:?}", session.attach.regions) };
     let extents: Vec<_> = region.extents.iter().map(|extent| (extent.file, extent.offset.0, extent.len.0)).collect();
     assert_eq!(extents, [(0, 3 * PIECE, PIECE), (1, 0, PIECE), (0, PIECE, PIECE)]);
-    assert_eq!((region.guest_address, session.ram.len()), (Some(0), 2));
+    assert_eq!((region.guest_address, session.ram.len()), (None, 2));
     session.accept();
+    let seen = |offset, address, len| GuestRange { address, offset: Bytes(offset), len: Bytes(len) };
+    let ranges = vec![seen(0, 0, PIECE), seen(PIECE, 1 << 32, 2 * PIECE)];
+    assert_eq!(session.request().0, ClientToKeeper::GuestRanges { hva: region.span.hva, ranges });
+    session.answer(&KeeperToClient::Ok);
     let mut input = child.stdin.take().expect("stdin");
     let mut lines = BufReader::new(child.stdout.take().expect("stdout")).lines();
     assert_eq!(lines.next().expect("a line").expect("text"), "attached");

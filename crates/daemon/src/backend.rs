@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ballast_api::{
-    DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, HostStat, Latency, PlanRequest, PolicyPatch, PolicyStat, Psi,
-    ReclaimCounts, RegionStat, RestoreStages, Stall, Track, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
+    DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, GuestRange, HostStat, Latency, PlanRequest, PolicyPatch,
+    PolicyStat, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, Track, VmClass, VmHeat, VmPatch, VmStat,
+    VmStatus,
 };
 use ballast_base::store::FILE_STORE;
 use ballast_base::{Bytes, PageCount};
@@ -329,7 +330,7 @@ fn stat(served: &Served) -> VmStat {
 /// The same per region. The figures of an only region are the VM's; those of several are counted by their words.
 fn regions(vm: &Vm, whole: MemoryBreakdown) -> Vec<RegionStat> {
     let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
-    let only = regions.len() == 1;
+    let (only, records) = (regions.len() == 1, vm.state.regions());
     let stat_of = |region: &Arc<Region>| {
         let counted = || vm.memory_breakdown_of(region).unwrap_or(MemoryBreakdown::uncounted(region.pages()));
         let memory = if only { whole } else { counted() };
@@ -341,9 +342,16 @@ fn regions(vm: &Vm, whole: MemoryBreakdown) -> Vec<RegionStat> {
             zero_bytes: memory.zero.0,
             untouched_bytes: memory.untouched.0,
             poisoned_bytes: memory.poisoned.0,
+            guest_ranges: records.get(region.number as usize).map_or_else(Vec::new, |record| {
+                vm.state.guest_ranges(region.number, record).into_iter().map(guest_range).collect()
+            }),
         }
     };
     regions.iter().map(stat_of).collect()
+}
+
+fn guest_range(range: ballast_base::guest::GuestRange) -> GuestRange {
+    GuestRange { guest_address: range.address, offset_bytes: range.offset.0, size_bytes: range.len.0 }
 }
 
 fn latency(histogram: &stats::Histogram) -> Latency {

@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ballast_api::{VmStat, VmStatus};
-use ballast_base::{Bytes, HUGE_SIZE, MIB};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, MIB};
 use ballast_sys::Mapping;
 use ballast_sys::hugetlb::PoolLoan;
 use ballast_testvm::qemu::load::{Dataset, Mix, load, throughput, verify};
@@ -503,4 +503,99 @@ fn every_region_of_a_vm_adds_up_by_itself() {
             + region.poisoned_bytes;
         assert_eq!(region.size_bytes, parts, "{region:?}");
     }
+}
+
+/// `System RAM` in what the guest says of its addresses: first and last byte.
+fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
+    let range = |line: &str| {
+        let (place, what) = line.trim_end().split_once(" : ")?;
+        let (first, last) = place.split_once('-')?;
+        let number = |text: &str| u64::from_str_radix(text, 16).ok();
+        // Not what is inside of it, which is indented.
+        (what == "System RAM").then_some((number(first)?, number(last)?))
+    };
+    iomem.lines().filter_map(range).collect()
+}
+
+/// All that a guest uses is where we say that it sees its memory, and it uses all of that above 4 GiB, where nothing is
+/// cut off for the firmware.
+#[track_caller]
+fn check_said(said: &[(u64, u64)], ranges: &[(u64, u64, u32, u64)]) {
+    assert!(!said.is_empty());
+    for (first, last) in said {
+        let inside = ranges.iter().any(|(address, size, ..)| address <= first && last < &(address + size));
+        assert!(inside, "{first:#x}-{last:#x} is not in {ranges:x?}");
+    }
+    for (address, size, ..) in ranges.iter().filter(|range| range.0 >= 4 * GIB) {
+        assert!(said.contains(&(*address, address + size - 1)), "{address:#x} is not in {said:x?}");
+    }
+}
+
+#[test]
+fn where_a_guest_sees_its_memory_is_what_it_says_itself_around_the_pci_hole_and_of_a_plugged_dimm() {
+    if missing("qemu", qemu_missing()) {
+        return;
+    }
+    const MEMORY: u64 = 5 * GIB;
+    const DIMM: u64 = 128 * MIB;
+    let _one = one_at_a_time();
+    let mut daemon = Daemon::start(CONFIG);
+    let command = "while :; do cat /proc/iomem; echo shown; sleep 1; done";
+    let guest = QemuGuest::builder().memory(Bytes(MEMORY)).hotplug_room(Bytes(GIB)).run(command);
+    let mut guest = boot(&daemon, "pc", guest);
+    let seen = |daemon: &Daemon| -> Vec<(u64, u64, u32, u64)> {
+        let regions = daemon.vm("pc").regions;
+        let all = regions.iter().flat_map(|region| region.guest_ranges.iter().map(|range| (region.index, *range)));
+        all.map(|(index, range)| (range.guest_address, range.size_bytes, index, range.offset_bytes)).collect()
+    };
+    // A PC of QEMU's has 3 GiB below the hole when not all fits there.
+    let mut expected = vec![(0, 3 * GIB, 0, 0), (4 * GIB, MEMORY - 3 * GIB, 0, 3 * GIB)];
+    until("QEMU has said where", || seen(&daemon) == expected);
+    // What it said last, in full.
+    let said = |guest: &QemuGuest| guest.serial_log().rsplit("shown").nth(1).map_or_else(Vec::new, system_ram);
+    until("the guest has said where", || !said(&guest).is_empty());
+    check_said(&said(&guest), &expected);
+    guest.qmp().expect("the monitor").plug_dimm("dimm0", Bytes(DIMM)).expect("QEMU takes the DIMM");
+    until("QEMU has said where", || seen(&daemon).len() == 3);
+    expected = seen(&daemon);
+    let dimm = expected[2];
+    assert_eq!((dimm.1, dimm.2, dimm.3), (DIMM, 1, 0));
+    until("the guest has it", || said(&guest).contains(&(dimm.0, dimm.0 + DIMM - 1)));
+    check_said(&said(&guest), &expected);
+    let output = vm_stat(&daemon, "pc");
+    let screen = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(screen.contains("0x100000000-0x17fffffff"), "{screen}");
+
+    // It outlives whoever learned it.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    until("it is served again", || seen(&daemon) == expected);
+    daemon.kill_keeper();
+    daemon.restart_keeper();
+    until("it is attached again", || daemon.api.vm("pc").is_ok());
+    until("it is known as before", || seen(&daemon) == expected);
+}
+
+#[test]
+fn a_qemu_that_ballast_did_not_give_a_monitor_says_nothing_of_its_guests_addresses() {
+    if missing("qemu", qemu_missing()) {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(CONFIG);
+    let library = ballast().with_file_name("libballast_preload.so");
+    let guest = QemuGuest::builder()
+        .name("plain")
+        .memory(Bytes(256 * MIB))
+        .env("LD_PRELOAD", library.to_string_lossy())
+        .env("BALLAST_SOCKET", daemon.attach_socket().to_string_lossy())
+        .env("BALLAST_VM_NAME", "plain")
+        // Neither is anybody misled by descriptors that are not there.
+        .env("BALLAST_MONITOR", "871,872")
+        .extra_arg("-S");
+    let mut guest = guest.spawn().expect("QEMU starts");
+    until_attached(&daemon, "plain", &mut guest);
+    assert!(daemon.vm("plain").regions.iter().all(|region| region.guest_ranges.is_empty()));
+    let screen = String::from_utf8_lossy(&vm_stat(&daemon, "plain").stdout).into_owned();
+    assert!(screen.contains("where the guest sees its memory is not known"), "{screen}");
 }

@@ -13,7 +13,9 @@
 #![forbid(unsafe_code)]
 
 pub mod arena;
+mod guest;
 mod listed;
+mod maps;
 mod operator;
 pub mod orders;
 pub mod records;

@@ -14,6 +14,7 @@
 //!          of used space, target, settings, kept, journal of lost pages; the rest is reserved
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
+//! 3072     where the guest sees regions (`guest`)
 //! 4096     counters          4608  threads (`threads`)  8192  histograms     32768  end of the header
 //! then, per region, at a 4096-aligned offset: one byte per registration chunk, padded; one 8-byte word per page; and
 //! of a region of several extents, their list, twice
@@ -41,16 +42,20 @@ use crate::threads::{self, ThreadList};
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
 /// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
-/// addresses.
-pub const FORMAT: Format = Format { version: 3, least_reader: 3, oldest: 1 };
+/// addresses. Version 4: ranges of guest-physical addresses.
+pub const FORMAT: Format = Format { version: 4, least_reader: 3, oldest: 1 };
 const HEADER_LEN: usize = 32 * 1024;
 const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
 const REGION_RECORD: usize = records::WORDS * 8;
+const GUEST_OFFSET: usize = 3072;
+/// Words that say where the guest sees regions.
+pub(crate) const GUEST_WORDS: usize = 126;
 const COUNTERS_OFFSET: usize = 4096;
 const THREADS_OFFSET: usize = COUNTERS_OFFSET + COUNTERS * 8;
 const HISTOGRAMS_OFFSET: usize = 8192;
-const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= COUNTERS_OFFSET);
+const _: () = assert!(REGIONS_OFFSET + MAX_REGIONS * REGION_RECORD <= GUEST_OFFSET);
+const _: () = assert!(GUEST_OFFSET + GUEST_WORDS * 8 <= COUNTERS_OFFSET);
 
 /// Counters in the file.
 pub const COUNTERS: usize = 64;
@@ -299,6 +304,11 @@ impl StateFile {
         }
         let of = |(index, record): (usize, &RegionRecord)| record.at_end(self.record_words(index));
         known.iter().enumerate().map(of).collect()
+    }
+
+    /// See `guest`.
+    pub(crate) fn guest_words(&self) -> &[AtomicU64] {
+        self.header.words(GUEST_OFFSET, GUEST_WORDS)
     }
 
     fn record_words(&self, index: usize) -> &[AtomicU64] {

@@ -189,6 +189,15 @@ impl Keeper {
                 self.entry_of(key)?.may_pin = true;
                 self.ask_engine(key, Answer::Ok, |seq, vm, _| Order::MayPin { seq, vm })
             }
+            ClientToKeeper::GuestRanges { hva, ranges } => {
+                let view = self.clients[&key].view.as_ref().ok_or("attach first")?;
+                let span = view.spans.iter().find(|(span, _)| span.hva == hva);
+                let (_, number) = *span.ok_or_else(|| format!("no RAM region begins at {hva}"))?;
+                let state = &self.entry_of(key)?.state;
+                state.set_guest_ranges(number, &ranges).map_err(|error| error.to_string())?;
+                self.answer(key, &KeeperToClient::Ok, &[]);
+                Ok(())
+            }
         }
     }
 

@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 
 use ballast_base::format::Stamp;
+use ballast_base::guest::GuestRange;
 use ballast_base::wire::VmId;
 use ballast_base::{Bytes, Extent, Extents, PageCount, PageIdx};
 use ballast_handover::state_file::{COUNTERS, FORMAT, HISTOGRAM_WORDS, SETTINGS, StateFile};
@@ -48,6 +49,8 @@ fn file() -> StateFile {
     let extent = |file, offset, len| Extent { file, offset: Bytes(offset), len: Bytes(len) };
     let three = Extents::new(&[extent(1, 0x8000, 0x1000), extent(0, 0, 0x2000), extent(1, 0x1000, 0x3000)]);
     file.add_region(&[id(0x35), id(0x37)], &three.expect("good"), Some(0x9000)).expect("region");
+    let seen = |offset, address, pages| GuestRange { address, offset: Bytes(offset), len: PageCount(pages).bytes() };
+    file.set_guest_ranges(2, &[seen(0x1000, 0x7000, 2), seen(0x3000, 0xa000, 3)]).expect("set");
     file.remove_region(0);
     file.give_up_region(1);
     file.take_over(0x41, 0x42, LOST).expect("no journal");
@@ -82,7 +85,7 @@ fn a_state_file_is_laid_out_as_its_version_says() {
     let _listed = file.list(listed).expect("nobody has fenced it");
     let counters = (Counter::Quarantined as usize, Counter::FaultFile as usize, Counter::ZeroedPages as usize);
     let said = (FORMAT.version, SETTINGS, counters, words(&file));
-    let expected = (3, 5, (0, 24, 32), STATE.to_owned());
+    let expected = (4, 5, (0, 24, 32), STATE.to_owned());
     assert_eq!(said, expected, "raise the version of the state file, and put what is there now into STATE");
 }
 
@@ -102,7 +105,7 @@ fn a_newer_state_file_opens_if_it_may_and_what_is_not_known_of_it_stays() {
     let newer = Stamp { version: FORMAT.version + 3, least_reader: FORMAT.version };
     set_stamp(&file, newer);
     // A field of the header and one after the region table that this version does not know.
-    for at in [504, 3072] {
+    for at in [504, 4088] {
         raw(&file).write_all_at(&[1; 8], at).expect("write");
     }
     let again = StateFile::open(dup(&file)).expect("it may be read");
@@ -111,7 +114,7 @@ fn a_newer_state_file_opens_if_it_may_and_what_is_not_known_of_it_stays() {
     again.remove_region(0);
     assert_eq!(stamp(&file), newer, "an older writer lowers nothing");
     let words = words(&file);
-    for at in ["1f8=101010101010101", "c00=101010101010101"] {
+    for at in ["1f8=101010101010101", "ff8=101010101010101"] {
         assert!(words.contains(at), "{words}");
     }
 }
@@ -146,10 +149,11 @@ fn an_older_state_file_says_the_newer_version_once_an_engine_of_that_has_it() {
     assert_eq!(stamp(&file), FORMAT.stamp());
 }
 
-const STATE: &str = "0=535453414c4c4142 8=300000003 10=807060504030201 18=100f0e0d0c0b0a09 20=1 28=11 30=41 38=42 40=3 \
+const STATE: &str = "0=535453414c4c4142 8=300000004 10=807060504030201 18=100f0e0d0c0b0a09 20=1 28=11 30=41 38=42 40=3 \
     48=20000 50=12 58=20 60=21 68=22 70=23 78=24 80=1 200=312d626577 400=31 408=32 410=4000 418=2001 \
     420=8000 428=1 440=33 448=34 450=5000 458=1 460=1a000 468=2 478=1 480=37 488=38 490=8000 498=6 \
-    4a0=1c000 4b0=1e003 4b8=9001 1000=51 11f8=52 1200=410000000042 1218=71 2000=51 7ff8=52 8000=200 \
+    4a0=1c000 4b0=1e003 4b8=9001 \
+    c00=103 c08=7 c10=2 c18=303 c20=a c28=3 1000=51 11f8=52 1200=410000000042 1218=71 2000=51 7ff8=52 8000=200 \
     18fc0=6600 18fc8=63000064006501 18fd0=63000064006502 18fd8=fffffffffe616203 18fe0=fffffffffe616223 \
     18fe8=fffffffffe616214 18ff0=5 18ff8=6 19000=1f 1e000=37 1e008=38 1e010=8000 1e018=1 1e020=35 \
     1e028=36 1e038=2 1e040=37 1e048=38 1e050=1000 1e058=3 1f000=37 1f008=38 1f010=8000 1f018=1 1f020=35 \

@@ -2,8 +2,8 @@
 //!
 //! Before: this test program starts itself again as that process, with a socket as its standard input. After: it has
 //! read, through faults that are served here, what was far, and its end was seen by nobody's word.
-//! Threads: in that process none of ours. Promise: no sleeps; that nothing is reclaimed is shown by what the VM says, and
-//! by one round of reclaim that is seen to have ended.
+//! Threads: in that process none of ours. Promise: no sleeps; that nothing is reclaimed is shown by what the VM
+//! says, and by counters after a request that the reclaim worker has carried out.
 
 mod common;
 

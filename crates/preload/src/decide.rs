@@ -5,8 +5,6 @@
 //! Promise: every function here returns in bounded time except a discard an engine has taken (see `ballast_client`).
 
 use std::ffi::{c_int, c_void};
-use std::fmt::Display;
-use std::io::Write;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -14,6 +12,9 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
 use ballast_client::{Client, DiscardError, chain, visit};
 use ballast_sys::memfd;
+
+use crate::announce::announce;
+use crate::guest;
 
 /// No RAM seen yet.
 const WAITING: u8 = 0;
@@ -53,10 +54,6 @@ pub fn client() -> Option<&'static Client> {
         return None;
     }
     CLIENT.get()
-}
-
-pub fn announce(text: impl Display) {
-    let _ = writeln!(std::io::stderr(), "ballast: {text}");
 }
 
 /// Could this new mapping be guest RAM? [`new_ram`] checks the file itself.
@@ -115,6 +112,7 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     if let Err(error) = client.add_region(fd, hva, len, offset) {
         announce(format_args!("RAM of {len} at {hva} is not managed: {error}"));
     }
+    guest::changed();
 }
 
 fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
@@ -139,6 +137,9 @@ fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
             let _ = CLIENT.set(client);
             OWNER.store(std::process::id(), Ordering::Release);
             MODE.store(MANAGED, Ordering::Release);
+            if let Some(client) = CLIENT.get() {
+                guest::learn(client);
+            }
         }
         Err(error) if required => {
             announce(format_args!("{error}. Stopping before the guest starts, as BALLAST_REQUIRE=1 asks"));
@@ -148,6 +149,7 @@ fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
         Err(error) => {
             announce(format_args!("{error}. The VM runs unmanaged"));
             MODE.store(OFF, Ordering::Release);
+            guest::drop_monitor();
         }
     }
 }

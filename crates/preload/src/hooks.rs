@@ -10,6 +10,7 @@ use std::sync::Once;
 use ballast_base::HUGE_SIZE;
 use libc::{msghdr, off_t, size_t, ssize_t};
 
+use crate::announce::announce;
 use crate::decide;
 use crate::next;
 
@@ -21,9 +22,7 @@ fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     let before = unsafe { *errno };
     let answer = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         static TOLD: Once = Once::new();
-        TOLD.call_once(|| {
-            decide::announce("a bug in the preload library; calls go through unwatched where it strikes")
-        });
+        TOLD.call_once(|| announce("a bug in the preload library; calls go through unwatched where it strikes"));
         fallback
     });
     // SAFETY: as above.
@@ -124,7 +123,7 @@ pub unsafe extern "C" fn mremap(
 ) -> *mut c_void {
     let refused = quietly(false, || decide::touches_ram(old, old_len));
     if refused {
-        decide::announce("refusing to move guest RAM with mremap");
+        announce("refusing to move guest RAM with mremap");
         return refuse(libc::EINVAL, libc::MAP_FAILED);
     }
     if flags & libc::MREMAP_FIXED != 0 {

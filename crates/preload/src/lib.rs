@@ -1,7 +1,8 @@
 //! `LD_PRELOAD` library that attaches an unmodified VMM (QEMU) to Ballast by watching how it handles guest RAM.
 //!
 //! Before: `ballast run` checks the command line and starts the VMM with this library. After: `ballast_client` does the
-//! work. Threads: only the client's one. Units: bytes and host virtual addresses.
+//! work. Threads: the client's one, and one that asks QEMU's monitor (`guest`). Units: bytes and host virtual
+//! addresses.
 //! Promise: a call that is not about guest RAM goes through unchanged; no panic leaves a hook; what cannot be made safe
 //! fails loudly instead of losing a byte.
 //!
@@ -40,10 +41,13 @@
 //! # Environment
 //!
 //! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
-//! (no keeper: exit before the guest starts).
+//! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`).
 //! The library takes itself out of `LD_PRELOAD` at start, so programs started by the VMM do not load it.
 
+mod announce;
 mod decide;
+mod guest;
 mod hooks;
+mod monitor;
 mod next;
 mod start;

@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, CString};
 
-use crate::decide;
+use crate::{decide, guest};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -14,6 +14,7 @@ static AT_START: extern "C" fn() = at_start;
 extern "C" fn at_start() {
     let _ = std::panic::catch_unwind(|| {
         leave_preload();
+        take_monitor();
         crate::next::find_executing();
         // SAFETY: the handler is a plain function that stores to an atomic, which is allowed in a forked child.
         unsafe { libc::pthread_atfork(None, None, Some(decide::in_child)) };
@@ -38,6 +39,14 @@ fn leave_preload() {
             _ => libc::unsetenv(VARIABLE.as_ptr()),
         };
     }
+}
+
+/// Take the monitor that `ballast run` gave QEMU, and its name out of the environment.
+fn take_monitor() {
+    let Ok(value) = std::env::var(guest::VARIABLE) else { return };
+    guest::take(&value);
+    // SAFETY: constructors run on the only thread there is, so nobody reads the environment meanwhile.
+    unsafe { std::env::remove_var(guest::VARIABLE) };
 }
 
 /// The entries of an `LD_PRELOAD` list (separated by colons or blanks) whose file name is not `ours`.

@@ -3,8 +3,8 @@
 //! Before: whoever hands over a view says of what kind its peer is. After: page-table entries are dropped when reclaim
 //! asks, where the peer can; the VM is told what it must know, and hears what the peer says.
 //! Threads: any. Units: ranges of the process's addresses.
-//! Promise: a peer that cannot zap says so before any page of its process is put out. Nothing else of the pager knows of
-//! what kind a peer is: a view's faults are served through its userfaultfds alone.
+//! Promise: a peer that cannot zap says so before any page of its process is put out. Nothing else of the pager knows
+//! of what kind a peer is: a view's faults are served through its userfaultfds alone.
 //!
 //! There are two kinds: a process that runs our client (`client_peer`), and one that runs nothing of ours
 //! (`process_peer`).

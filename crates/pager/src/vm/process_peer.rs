@@ -1,11 +1,11 @@
-//! The peer that is a process and no more: we have its userfaultfds and its RAM files, and no thread of ours runs there.
+//! The peer that is a process and no more: we have its userfaultfds and RAM files, and no thread of ours runs there.
 //!
 //! Before: a VMM hands its memory to a manager of its own accord (Cloud Hypervisor's hand-off), or the engine maps RAM
 //! itself. After: its faults are served as everybody's; what it maps stays resident.
 //! Threads: any.
-//! Promise: nothing is zapped, because the kernel lets nobody drop another process's page-table entries of shared memory
-//! (`process_madvise` with `MADV_DONTNEED` is for one's own). So no page that it maps goes far, and the VM says why. Its
-//! end is seen by its pidfd, whoever else holds its descriptors.
+//! Promise: nothing is zapped, because the kernel lets nobody drop another process's page-table entries of shared
+//! memory (`process_madvise` with `MADV_DONTNEED` is for one's own). So no page that it maps goes far, and the VM
+//! says why. Its end is seen by its pidfd, whoever else holds its descriptors.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -64,8 +64,6 @@ pub struct Region {
     pub number: u32,
     pages: PageCount,
     ram: Ram,
-    /// Where the guest sees it, if that is known.
-    guest_address: Option<u64>,
     table: RegionTable,
     /// Numbers of the stores that may wait.
     not_near: StoreSet,
@@ -96,7 +94,6 @@ impl Region {
             number,
             pages: record.extents.pages(),
             ram: Ram::open(number, record, files)?,
-            guest_address: record.guest_address,
             table,
             units: Units::new(record.extents.pages()),
             departures: Departures::new(if record.removed { 0 } else { record.extents.pages().0 }),
@@ -136,11 +133,6 @@ impl Region {
     /// Its extents.
     pub fn extents(&self) -> &Extents {
         self.ram.extents()
-    }
-
-    /// Where the guest sees its first byte, if that is known.
-    pub fn guest_address(&self) -> Option<u64> {
-        self.guest_address
     }
 
     /// It, mapped in this process. Only to have the kernel fill holes of it: nobody touches the mapping.

@@ -1,0 +1,29 @@
+//! A thread in somebody else's process: it takes no signals and is none of the VMM's business.
+//!
+//! Before: the client or the preload library has something to wait for. After: it waits on a thread of its own.
+//! Threads: the new one; hooks look at nothing that it does. Promise: the VMM's signals are for the VMM's threads.
+
+use crate::visit;
+
+/// Start one that runs this.
+///
+/// # Errors
+/// The kernel gives no thread.
+pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: both sets live across the calls; `sigfillset` fills the first and `pthread_sigmask` the second.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+    }
+    // A new thread inherits the mask.
+    let body = move || {
+        visit::enter_permanently();
+        body();
+    };
+    let started = std::thread::Builder::new().name(name.into()).stack_size(256 * 1024).spawn(body);
+    // SAFETY: `before` was filled by the successful call above (SIG_SETMASK with valid sets cannot fail).
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
+    started.map(drop)
+}

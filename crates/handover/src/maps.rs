@@ -1,0 +1,92 @@
+//! What one process maps of files in memory, and which files it has open, by `/proc`.
+//!
+//! Before: `watch` chose a process. After: parts of files, by the device and inode that the kernel says.
+//! Threads: those of `watch` that may hang: reading a map needs a lock of that process.
+//! Promise: a process that has ended, or that we may not look at, has nothing; whatever else goes wrong is an error.
+
+use std::collections::HashSet;
+use std::io::{self, BufRead, BufReader};
+
+use ballast_sys::file_ranges::FileRanges;
+use ballast_sys::memfd::FileId;
+use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
+
+/// Which of these files the process has open. The kernel says a descriptor's inode number without asking the file's own
+/// file system, which may not answer; only a file whose number is right is asked, and in a way that does not wait.
+pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
+    let mut found = HashSet::new();
+    // A process that is ending has no descriptors any more, and one that we may not look at shows none.
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fdinfo")) else { return found };
+    for descriptor in descriptors.flatten() {
+        let Ok(info) = std::fs::read_to_string(descriptor.path()) else { continue };
+        let ino = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
+        let path = format!("/proc/{pid}/fd/{}", descriptor.file_name().to_string_lossy());
+        let same_number = files.iter().filter(|file| ino.is_none_or(|ino: u64| ino == file.ino));
+        for file in same_number {
+            let stat = statx(CWD, &path, AtFlags::STATX_DONT_SYNC, StatxFlags::BASIC_STATS);
+            let is_it =
+                |stat: Statx| makedev(stat.stx_dev_major, stat.stx_dev_minor) == file.dev && stat.stx_ino == file.ino;
+            found.extend(stat.is_ok_and(is_it).then_some(*file));
+        }
+    }
+    found
+}
+
+/// Parts of one file that one process maps, at most; of more, all between the first and the last is taken for mapped.
+const MOST_PARTS: usize = 1024;
+
+/// Which parts of files in memory the process maps: RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs, none
+/// of which lies on a device. (So do files of some others, which do no harm here.)
+pub(crate) fn mapped(pid: u32) -> io::Result<FileRanges> {
+    let read = || -> io::Result<FileRanges> {
+        let mut maps = BufReader::new(std::fs::File::open(format!("/proc/{pid}/maps"))?);
+        let (mut found, mut line) = (Vec::new(), Vec::new());
+        // As bytes: a path may be anything.
+        while maps.read_until(b'\n', &mut line)? > 0 {
+            found.extend(part_of(&line).filter(|(file, ..)| file.ino != 0 && major(file.dev) == 0));
+            line.clear();
+        }
+        Ok(found.into_iter().collect::<FileRanges>().at_most(MOST_PARTS))
+    };
+    let passed_over = |error: &io::Error| {
+        use io::ErrorKind::{NotFound, PermissionDenied};
+        // The third is a process that ended while it was read.
+        matches!(error.kind(), NotFound | PermissionDenied)
+            || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error())
+    };
+    read().or_else(|error| if passed_over(&error) { Ok(FileRanges::default()) } else { Err(error) })
+}
+
+/// The file of a line of `/proc/PID/maps`, and which bytes of it: `start-end perms offset major:minor inode path`.
+fn part_of(line: &[u8]) -> Option<(FileId, u64, u64)> {
+    let mut fields = line.split(|byte| *byte == b' ').map_while(|field| str::from_utf8(field).ok());
+    let hex = |text| u64::from_str_radix(text, 16).ok();
+    let (start, end) = fields.next()?.split_once('-')?;
+    let len = hex(end)?.checked_sub(hex(start)?)?;
+    let offset = hex(fields.nth(1)?)?;
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let dev = rustix::fs::makedev(u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
+    let ino = fields.next()?.parse().ok()?;
+    Some((FileId { dev, ino }, offset, offset.saturating_add(len)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn odd_lines_of_maps_are_passed_over() {
+        let part = part_of(b"7f00-9f00 rw-s 1000 00:01 77 /memfd:x (deleted)\n");
+        assert_eq!(part.map(|(id, start, end)| (id.ino, start, end)), Some((77, 0x1000, 0x3000)));
+        for line in [
+            "",
+            "7f00-7f01",
+            "7f01-7f00 rw-p 0 00:01 1",
+            "7f00-7f01 rw-p q 00:01 1",
+            "7f00-7f01 rw-p 0 zz:00 1",
+            "7f00-7f01 rw-p 00000000 00:00 [heap]",
+        ] {
+            assert_eq!(part_of(line.as_bytes()), None, "{line}");
+        }
+    }
+}

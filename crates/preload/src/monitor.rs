@@ -1,0 +1,162 @@
+//! QEMU's monitor: where the guest sees which host address, in QEMU's own words.
+//!
+//! Before: `ballast run` has given QEMU a monitor of its own, whose other end is here. After: ranges of guest-physical
+//! addresses, and what is behind them. Threads: the one of `guest`.
+//! Promise: whatever QEMU says is a result or an error. Events, which come at any time, are passed over.
+//!
+//! QMP has no command for this. `info mtree` lists memory as the machine puts it together, and `gpa2hva` says which
+//! address of the process a guest-physical one is: both are commands of the human monitor, which QMP carries as text.
+//! (`info mtree -f`, which lists what the CPUs see, is not asked: in QEMU 7.2 it keeps references, and memory that was
+//! shown by it is never unmapped when it is unplugged.)
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+
+/// No answer is longer: a machine has some hundred ranges of some ten words each.
+const LONGEST: usize = 4 << 20;
+
+/// A connection to it.
+#[derive(Debug)]
+pub struct Monitor {
+    stream: UnixStream,
+    /// What was read and is not a whole line yet.
+    rest: Vec<u8>,
+}
+
+impl Monitor {
+    /// The other end of this socket is QEMU's. Waits until QEMU answers, which it does when the machine is made.
+    ///
+    /// # Errors
+    /// It is gone, or what answers is no monitor.
+    pub fn greet(stream: UnixStream) -> io::Result<Self> {
+        let mut monitor = Self { stream, rest: Vec::new() };
+        monitor.answer("{\"QMP\"")?;
+        monitor.stream.write_all(b"{\"execute\": \"qmp_capabilities\"}\n")?;
+        monitor.answer("{\"return\"")?;
+        Ok(monitor)
+    }
+
+    /// To be polled: what can be read while nothing is asked is events, or the end.
+    pub fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
+    /// Read events that have come.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn drain(&mut self) -> io::Result<()> {
+        self.fill()?;
+        if let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') {
+            self.rest.drain(..=end);
+        }
+        Ok(())
+    }
+
+    /// Ranges that may be guest-physical addresses of memory, ascending, the longest first: start and length. Whether
+    /// they are, [`Monitor::host_address`] of both ends says.
+    ///
+    /// # Errors
+    /// It is gone, or refuses.
+    pub fn memory(&mut self) -> io::Result<Vec<(u64, u64)>> {
+        Ok(ram_in(&self.human("info mtree")?))
+    }
+
+    /// The address in QEMU's process of what is at this guest-physical one; `None` if that is no memory.
+    ///
+    /// # Errors
+    /// It is gone, or refuses.
+    pub fn host_address(&mut self, address: u64) -> io::Result<Option<u64>> {
+        Ok(address_in(&self.human(&format!("gpa2hva {address:#x}"))?))
+    }
+
+    fn human(&mut self, command: &str) -> io::Result<String> {
+        let asked =
+            format!("{{\"execute\": \"human-monitor-command\", \"arguments\": {{\"command-line\": \"{command}\"}}}}\n");
+        self.stream.write_all(asked.as_bytes())?;
+        let answer = self.answer("{\"return\": \"")?;
+        let text = answer.strip_prefix("{\"return\": \"").and_then(text_of);
+        text.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("QEMU's monitor says {answer:?}")))
+    }
+
+    /// The next line that is no event.
+    fn answer(&mut self, begins: &str) -> io::Result<String> {
+        loop {
+            if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
+                let line = String::from_utf8_lossy(&self.rest[..end]).trim().to_owned();
+                self.rest.drain(..=end);
+                if line.starts_with(begins) {
+                    return Ok(line);
+                }
+                if line.starts_with("{\"error\"") || line.starts_with("{\"return\"") {
+                    return Err(io::Error::other(format!("QEMU's monitor says {line}")));
+                }
+                continue;
+            }
+            self.fill()?;
+        }
+    }
+
+    fn fill(&mut self) -> io::Result<()> {
+        let mut bytes = [0; 4096];
+        let count = loop {
+            match self.stream.read(&mut bytes) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => break other?,
+            }
+        };
+        if count == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if self.rest.len() + count > LONGEST {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "QEMU's monitor says too much"));
+        }
+        self.rest.extend_from_slice(&bytes[..count]);
+        Ok(())
+    }
+}
+
+/// A JSON string, up to its closing quotation mark.
+fn text_of(json: &str) -> Option<String> {
+    let (mut text, mut chars) = (String::new(), json.chars());
+    loop {
+        match chars.next()? {
+            '"' => return Some(text),
+            '\\' => match chars.next()? {
+                'n' => text.push('\n'),
+                't' => text.push('\t'),
+                'r' | 'b' | 'f' => {}
+                'u' => {
+                    let code: String = chars.by_ref().take(4).collect();
+                    text.push(char::from_u32(u32::from_str_radix(&code, 16).ok()?).unwrap_or('?'));
+                }
+                other => text.push(other),
+            },
+            other => text.push(other),
+        }
+    }
+}
+
+/// Ranges of RAM in what `info mtree` says of any address space, each once.
+pub fn ram_in(text: &str) -> Vec<(u64, u64)> {
+    let range = |line: &str| {
+        let (place, rest) = line.trim_start().split_once(" (prio ")?;
+        let (start, last) = place.split_once('-')?;
+        let (_, kind) = rest.split_once(')')?.0.split_once(", ")?;
+        let number = |text| u64::from_str_radix(text, 16).ok();
+        let (start, last) = (number(start)?, number(last)?);
+        // `ram`, `nv-ram`; not `rom`, `romd`, `ramd` (a device's), `i/o`.
+        let len = last.checked_sub(start)?.checked_add(1)?;
+        kind.ends_with("ram").then_some((start, len))
+    };
+    let mut found: Vec<_> = text.lines().filter_map(range).collect();
+    found.sort_unstable_by_key(|(start, len)| (*start, u64::MAX - len));
+    found.dedup();
+    found
+}
+
+/// The address in what `gpa2hva` says.
+pub fn address_in(text: &str) -> Option<u64> {
+    let (_, address) = text.trim().rsplit_once(" is 0x")?;
+    u64::from_str_radix(address, 16).ok()
+}

@@ -1,0 +1,96 @@
+//! What QEMU's monitor says of the guest's memory, read.
+
+#[path = "../src/monitor.rs"]
+#[allow(dead_code, reason = "only a part of it is tried here")]
+mod monitor;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+
+use monitor::{Monitor, address_in, ram_in};
+
+/// QEMU 7.2, `-M q35 -m 5G`, with its memory in a backend called `r (prio 0, rom): x`.
+const Q35: &str = "address-space: I/O
+  0000000000000000-000000000000ffff (prio 0, i/o): io
+
+address-space: cpu-memory-0
+address-space: memory
+  0000000000000000-ffffffffffffffff (prio 0, i/o): system
+    0000000000000000-000000007fffffff (prio 0, ram): alias ram-below-4g @r (prio 0, rom): x 0000000000000000-7fffffff
+    0000000000000000-ffffffffffffffff (prio -1, i/o): pci
+      00000000000c0000-00000000000dffff (prio 1, rom): pc.rom
+    00000000000f0000-00000000000fffff (prio 1, ram): alias pam-ram @r 00000000000f0000-00000000000fffff [disabled]
+    00000000fed40000-00000000fed44fff (prio 0, ramd): tpm
+    0000000100000000-00000001bfffffff (prio 0, ram): alias ram-above-4g @r 0000000080000000-000000013fffffff
+    0000000200000000-000000023fffffff (prio 0, nv-ram): n
+
+address-space: mch
+    0000000000000000-000000007fffffff (prio 0, ram): alias ram-below-4g @r 0000000000000000-000000007fffffff
+
+memory-region: r
+  0000000000000000-000000013fffffff (prio 0, ram): r
+";
+
+#[test]
+fn what_may_be_memory_is_listed_once_and_the_longest_first() {
+    let expected = [
+        (0, 0x1_4000_0000),
+        (0, 0x8000_0000),
+        (0xf_0000, 0x1_0000),
+        (0x1_0000_0000, 0xc000_0000),
+        (0x2_0000_0000, 0x4000_0000),
+    ];
+    assert_eq!(ram_in(Q35), expected);
+    let whole = "  0000000000000000-ffffffffffffffff (prio 0, ram): r\n";
+    for nothing in ["", "address-space: memory\n", "  x-y (prio 0, ram): r\n", "(", whole] {
+        assert_eq!(ram_in(nothing), [], "{nothing:?}");
+    }
+}
+
+#[test]
+fn an_address_is_what_stands_last() {
+    assert_eq!(address_in("Host virtual address for 0x0 (r is 0x1) is 0x7fcf5bfff000\r\n"), Some(0x7fcf_5bff_f000));
+    for nothing in ["No memory is mapped at address 0xf0000000\r\n", "", " is 0x", "x is 0xzz"] {
+        assert_eq!(address_in(nothing), None, "{nothing:?}");
+    }
+}
+
+/// A monitor that gives these answers, one for each line.
+fn scripted(answers: &'static [&'static str]) -> UnixStream {
+    let (ours, theirs) = UnixStream::pair().expect("socketpair");
+    std::thread::spawn(move || {
+        let mut asked = BufReader::new(theirs.try_clone().expect("dup")).lines();
+        let mut theirs = theirs;
+        for answer in answers {
+            theirs.write_all(answer.as_bytes()).expect("write");
+            if asked.next().is_none() {
+                return;
+            }
+        }
+    });
+    ours
+}
+
+#[test]
+fn events_between_question_and_answer_are_passed_over() {
+    let event = "{\"timestamp\": {\"seconds\": 1}, \"event\": \"RESUME\"}\r\n";
+    let answers = [
+        "{\"QMP\": {}}\r\n",
+        "{\"timestamp\": 1, \"event\": \"STOP\"}\r\n{\"return\": {}}\r\n",
+        "{\"event\": \"A\"}\r\n{\"return\": \"Host \\u0041 \\\"x\\\" is 0x10\\r\\n\"}\r\n",
+        "{\"error\": {\"class\": \"GenericError\"}}\r\n",
+    ];
+    let mut monitor = Monitor::greet(scripted(Box::leak(Box::new(answers)))).expect("it greets");
+    assert_eq!(monitor.host_address(0).expect("an answer"), Some(0x10));
+    let refused = monitor.memory().expect_err("an error").to_string();
+    assert!(refused.contains("GenericError"), "{refused}");
+    drop(monitor);
+
+    let (ours, mut theirs) = UnixStream::pair().expect("socketpair");
+    theirs.write_all(b"{\"QMP\": {}}\n{\"return\": {}}\n").expect("write");
+    let mut monitor = Monitor::greet(ours).expect("it greets");
+    theirs.write_all(event.as_bytes()).expect("write");
+    monitor.drain().expect("an event");
+    drop(theirs);
+    assert!(monitor.drain().is_err() && monitor.memory().is_err(), "it is gone");
+}
