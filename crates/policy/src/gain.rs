@@ -20,9 +20,9 @@
 //! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
 //! A VM that has all it wants waits for nothing, and more memory would save it nothing. If others lack memory, it loses
-//! a little at a time (1/32, and more while much of it is far and does not refault). If it wanted that, it waits, and
-//! the sums show it. Headroom counts as wanted where the working set was measured. A VM does not *have* what its limit
-//! allows and it does not fill: that is lent to the VMs that gain most.
+//! a little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted that, it
+//! waits, and the sums show it. Headroom counts as wanted where the working set was measured. A VM does not *have* what
+//! its limit allows and it does not fill: that is lent to the VMs that gain most.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State};
@@ -35,7 +35,9 @@ const STEP: f64 = 1.0 / 5.0;
 /// No VM more than doubles, or gains more than this multiple of what it wants.
 const MOST: f64 = 1.0;
 const MARGIN: f64 = 1.25;
-/// A VM loses at most 1/PROBE of what it has in one decision, or 1/MORE of its far memory if that is more.
+/// A VM loses at most 1/PROBE of what it has in a second and in one decision, or 1/MORE of its far memory if that is
+/// more. By the second, because what it lost and wanted is seen in sums over seconds: with short ticks it would lose
+/// twice before the first loss shows.
 const PROBE: u64 = 32;
 const MORE: u64 = 4;
 /// A VM below its limit counts as having 1/ROOM more than it holds, or as much as it would grow in this number of
@@ -62,25 +64,26 @@ impl Policy for Gain {
 
     fn decide(&self, snapshot: &Snapshot, state: &mut State) -> Plan {
         let mut frame = Frame::new(self.name(), snapshot, state);
-        let seen: Vec<(u64, f64, Sums)> = (frame.managed.iter())
+        let seen: Vec<(u64, f64, f64, Sums)> = (frame.managed.iter())
             .map(|part| {
                 let (vm, sums) = (part.vm, &mut state.vm(&part.vm.id).gain);
                 // Nothing is known before the first sample.
                 let held = if sums.at_ms == 0 { vm.resident_bytes } else { sums.resident_bytes };
+                let seconds = snapshot.at_ms.saturating_sub(sums.at_ms).min(1000) as f64 / 1e3;
                 sums.add(vm, snapshot.at_ms);
                 let shares = f64::from(vm.settings.effective_shares()) / 1000.0;
                 let has = has(part, vm.resident_bytes.saturating_sub(held));
-                (has, shares * sums.saves(bytes(has), vm.page_bytes), *sums)
+                (has, shares * sums.saves(bytes(has), vm.page_bytes), seconds, *sums)
             })
             .collect();
-        let sum = |of: fn(&(u64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
+        let sum = |of: fn(&(u64, f64, f64, Sums)) -> f64| seen.iter().map(of).sum::<f64>();
         let (all, total) = (sum(|vm| vm.0 as f64), sum(|vm| vm.0 as f64 * vm.1));
         let (mut weights, mut goals) = (Vec::with_capacity(seen.len()), Vec::with_capacity(seen.len()));
-        for (part, (has, worth, sums)) in frame.managed.iter_mut().zip(seen) {
+        for (part, (has, worth, seconds, sums)) in frame.managed.iter_mut().zip(seen) {
             // The mean of the others: a VM that alone lacks memory must not be compared with itself.
             let average = ((total - has as f64 * worth) / (all - has as f64).max(1.0)).max(0.0);
             let wanted = sums.wanted_bytes() / ballast_base::PAGE_SIZE as f64;
-            let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average);
+            let wants = wants(has, pages(part.vm.far_bytes), wanted, worth / average, seconds);
             let floor = pages(part.vm.with_headroom_bytes().unwrap_or(0)) as f64;
             weights.push(wants.max(floor));
             goals.push(if worth > average { has as f64 + wanted * MARGIN } else { 0.0 });
@@ -118,9 +121,9 @@ fn lend(weights: &mut [f64], goals: &[f64], ranges: &[(u64, u64)], budget: f64) 
     }
 }
 
-/// Return the pages that a VM should have: it has `has`, `far` are far, `wanted` of them are wanted, and a page is
-/// worth `worth` times as much to it as to the others.
-fn wants(has: u64, far: u64, wanted: f64, worth: f64) -> f64 {
+/// Return the pages that a VM should have: it has `has`, `far` are far, `wanted` of them are wanted, a page is worth
+/// `worth` times as much to it as to the others, and the last decision was `seconds` ago, or a second if that is less.
+fn wants(has: u64, far: u64, wanted: f64, worth: f64, seconds: f64) -> f64 {
     let now = has as f64;
     // Not a number: no VM waits.
     if worth.is_nan() {
@@ -131,7 +134,7 @@ fn wants(has: u64, far: u64, wanted: f64, worth: f64) -> f64 {
         let most = wanted * MARGIN + now / PROBE as f64;
         return now + (now * (STEP * times * times.max(1.0)).min(MOST)).min(most);
     }
-    let most = (has / PROBE).max(far / MORE) as f64;
+    let most = (has / PROBE).max(far / MORE) as f64 * seconds;
     now - (now * STEP * (-times).min(1.0)).min(most)
 }
 
@@ -260,12 +263,13 @@ mod tests {
 
     #[test]
     fn a_vm_that_saves_more_gains_one_that_saves_less_loses_slowly_and_none_moves_while_none_waits() {
-        assert_eq!(wants(6400, 0, 0.0, 1.0), 6400.0);
-        assert_eq!(wants(6400, 0, 0.0, f64::NAN), 6400.0);
-        assert_eq!(wants(6400, 0, 1e6, 1e9), 12_800.0, "no more than double");
-        assert_eq!(wants(6400, 0, 800.0, 1e9), 7600.0, "a little more than it wants");
-        assert_eq!(wants(6400, 0, 0.0, 0.0), 6200.0, "a 32nd, as long as little is away");
-        assert_eq!(wants(6400, 6400, 0.0, 0.0), 5120.0, "a fifth");
-        assert!(wants(6400, 6400, 0.0, 0.9) > 6200.0);
+        assert_eq!(wants(6400, 0, 0.0, 1.0, 1.0), 6400.0);
+        assert_eq!(wants(6400, 0, 0.0, f64::NAN, 1.0), 6400.0);
+        assert_eq!(wants(6400, 0, 1e6, 1e9, 1.0), 12_800.0, "no more than double");
+        assert_eq!(wants(6400, 0, 800.0, 1e9, 1.0), 7600.0, "a little more than it wants");
+        assert_eq!(wants(6400, 0, 0.0, 0.0, 1.0), 6200.0, "a 32nd, as long as little is away");
+        assert_eq!(wants(6400, 6400, 0.0, 0.0, 1.0), 5120.0, "a fifth");
+        assert_eq!(wants(6400, 0, 0.0, 0.0, 0.1), 6380.0, "a tenth of that in a tenth of a second");
+        assert!(wants(6400, 6400, 0.0, 0.9, 1.0) > 6200.0);
     }
 }
