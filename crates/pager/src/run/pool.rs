@@ -25,8 +25,9 @@ use super::queue::{GroupId, Next, Queue, TaskId};
 /// How often the watchdog looks while tasks run, and how long one must have run to be looked at.
 const TICK: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_millis(10);
-/// Ticks without any run after which the watchdog sleeps until there is one.
-const QUIET_TICKS: u32 = 50;
+/// Ticks without any run after which the watchdog sleeps until there is one: more of them cost an idle host more than
+/// the wake-up.
+const QUIET_TICKS: u32 = 2;
 /// A timer before this is not left to the watchdog while another thread could wait for it.
 const SOON: Duration = Duration::from_millis(5);
 /// A spare that finds nothing to do ends after this long.

@@ -42,12 +42,17 @@ impl Next {
 
     /// After a pause of about this length, at the same moment as the others that do not care: one wake-up serves all.
     pub fn about(now: Instant, pause: Duration) -> Self {
-        /// Of the moments.
+        /// Of the moments, for long pauses and for short ones: as many tasks as possible run in a row.
+        const LONG_GRAIN: Duration = Duration::from_secs(1);
         const GRAIN: Duration = Duration::from_millis(100);
         static FIRST: OnceLock<Instant> = OnceLock::new();
         let first = *FIRST.get_or_init(|| now);
-        let grains = (now + pause).saturating_duration_since(first).as_nanos().div_ceil(GRAIN.as_nanos());
-        Self::At(first + GRAIN * u32::try_from(grains).unwrap_or(u32::MAX))
+        let grain = if pause < LONG_GRAIN { GRAIN } else { LONG_GRAIN };
+        // Rounded down: a task that runs at such a moment, and a little later, is due at the next again.
+        let due = (now + pause).saturating_duration_since(first);
+        let grains = (due.as_nanos() / grain.as_nanos()).max(1);
+        let at = first + grain * u32::try_from(grains).unwrap_or(u32::MAX);
+        Self::At(if at > now { at } else { at + grain })
     }
 }
 

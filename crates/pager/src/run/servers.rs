@@ -38,11 +38,12 @@ const LONG: Duration = Duration::from_millis(5);
 const TOO_LONG: Duration = Duration::from_millis(100);
 /// The same in looks: if the host or the process slept, the watchdog did, too.
 const TOO_MANY_LOOKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
-/// Ticks without any visit after which the watchdog sleeps until there is one.
-const QUIET_TICKS: u32 = 40;
-/// How often it is looked for workers that get no CPU, in ticks, and how many such looks must find it. A worker goes
-/// before guests, so only real-time threads keep one from its CPU for that long.
-const STARVED_EVERY: u32 = 20;
+/// Ticks without any visit after which the watchdog sleeps until there is one: more of them cost an idle host more than
+/// the wake-up.
+const QUIET_TICKS: u32 = 3;
+/// How often it is looked for workers that get no CPU while there are visits, and how many such looks must find it. A
+/// worker goes before guests, so only real-time threads keep one from its CPU for that long.
+const STARVED_EVERY: Duration = Duration::from_millis(100);
 const STARVED_LOOKS: u32 = 2;
 /// How long the watchdog sleeps at most, for the same reason.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
@@ -314,28 +315,29 @@ impl Servers {
         run_first();
         let mut seen = vec![(0, 0); self.0.sets.len()];
         let mut starved = vec![(0, 0); self.0.sets.len()];
-        let (mut ticks, mut quiet) = (0u32, 0);
+        let (mut quiet, mut looked, mut may_starve) = (0, Instant::now(), false);
         loop {
-            if quiet > QUIET_TICKS {
+            if quiet > QUIET_TICKS && !may_starve {
                 // Who begins a visit does so under its set's lock, then looks here; we the other way round.
                 self.0.is_watched.store(false, Ordering::SeqCst);
-                if !self.look(&mut seen) {
+                let visited = self.look(&mut seen) || {
                     let is_over = |(): &mut ()| !self.0.is_watched.load(Ordering::SeqCst);
                     let asleep = self.0.asleep.lock().expect("no panic while held");
                     let woken = self.0.watch.wait_timeout_while(asleep, LONGEST_SLEEP, is_over);
-                    let timed_out = woken.expect("no panic while held").1.timed_out();
-                    if timed_out && !self.look_for_starved(&mut starved) {
-                        continue;
-                    }
-                }
+                    !woken.expect("no panic while held").1.timed_out()
+                };
                 self.0.is_watched.store(true, Ordering::SeqCst);
-                quiet = 0;
+                if visited {
+                    quiet = 0;
+                }
+            } else {
+                std::thread::sleep(TICK);
+                quiet = if self.look(&mut seen) { 0 } else { quiet + 1 };
             }
-            std::thread::sleep(TICK);
-            quiet = if self.look(&mut seen) { 0 } else { quiet + 1 };
-            ticks = ticks.wrapping_add(1);
-            if ticks.is_multiple_of(STARVED_EVERY) && self.look_for_starved(&mut starved) {
-                quiet = 0;
+            // By the clock: visits on one CPU wake it or keep it awake, whatever becomes of another one's worker.
+            if looked.elapsed() >= STARVED_EVERY {
+                looked = Instant::now();
+                may_starve = self.look_for_starved(&mut starved);
             }
         }
     }
