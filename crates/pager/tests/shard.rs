@@ -56,7 +56,7 @@ fn each_stripe_is_registered_with_its_own_userfaultfd_and_the_kernel_allows_no_o
 
 #[test]
 fn threads_that_write_all_over_ram_read_what_they_wrote_whichever_worker_serves_them() {
-    const EVICTIONS: u64 = 60_000;
+    const EVICTIONS: u64 = 20_000;
     let rig = Rig::sharded(RAM, AMPLE, Duration::from_millis(1), SHARDS);
     rig.fill_all();
     rig.set_limit(Some(Bytes(24 * MIB)));

@@ -179,11 +179,11 @@ pub fn signal_process(pid: u32, signal: Signal) {
     }
 }
 
-/// Wait until something becomes true. Panics after two minutes: then it never will.
+/// Wait until something becomes true. Panics after five minutes: then it never will.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < Duration::from_secs(120), "never: {what}");
+        assert!(start.elapsed() < Duration::from_secs(300), "never: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

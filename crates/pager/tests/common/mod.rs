@@ -620,11 +620,12 @@ pub fn vacate(addr: usize, len: usize) {
     };
 }
 
-/// Wait until something becomes true. Panics after a minute: then it never will.
+/// Wait until something becomes true. Panics after five minutes: then it never will, also where all tests share an
+/// emulated CPU.
 pub fn until(what: &str, condition: impl Fn() -> bool) {
     let start = std::time::Instant::now();
     while !condition() {
-        assert!(start.elapsed() < Duration::from_secs(60), "never: {what}");
+        assert!(start.elapsed() < Duration::from_secs(300), "never: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
