@@ -89,7 +89,7 @@ for guest in native kvm qemu; do
     "$ballast" bench storm --guest "$guest" --quick >/dev/null || { echo "== no $guest guest here"; continue; }
     # What another guest would not change, or cannot have: their rows would only say so.
     case $guest in
-    native) rows="restore reclaim scale idle storm spill huge track balance pool" ;;
+    native) rows="restore reclaim scale idle storm spill huge track balance pool upgrade" ;;
     kvm) rows="restore reclaim scale idle track balance" ;;
     qemu) rows="restore reclaim idle track" ;;
     esac

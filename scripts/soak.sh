@@ -9,13 +9,16 @@
 #   longest_wait_guest  the test it was in, and its name
 #   failed, passed   tests; rounds, seconds
 #
-#   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 50 a test), SOAK_TEST_SECONDS (1200)
+#   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 50 a test), SOAK_TEST_SECONDS (1200);
+#                                 BALLAST_UPGRADES (100 a test; 1,000 need SOAK_TEST_SECONDS=7200),
+#                                 BALLAST_NEXT (what scripts/next-build.sh prints)
 #
 # It leaves nothing behind: temporary files are in a directory of its own, and processes end with their test. The output
 # of each run that failed is kept in target/soak/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-3600}
+export BALLAST_UPGRADES=${BALLAST_UPGRADES:-100}
 export BALLAST_KILLS=${BALLAST_KILLS:-50} PROPTEST_CASES=${PROPTEST_CASES:-4000} RUST_BACKTRACE=0
 export BALLAST_GUEST_DIR=${BALLAST_GUEST_DIR:-$PWD/target/guest}
 [ "$(id -u)" = 0 ] || { echo "soak: needs root" >&2; exit 2; }

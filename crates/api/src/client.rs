@@ -22,7 +22,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::{
     DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem, Track,
-    VmChange, VmHeat, VmPatch, VmStat,
+    UpgradeRequest, UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -177,6 +177,16 @@ impl Client {
     /// Change it. Returns its state after the change.
     pub fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, ClientError> {
         self.json(Method::PATCH, "/v1/policy", body(patch))
+    }
+
+    /// How the last upgrade stands.
+    pub fn upgrade(&self) -> Result<UpgradeStat, ClientError> {
+        self.get("/v1/upgrade")
+    }
+
+    /// Have an engine of this program follow, or of the one that engines are started from. Returns how that stands.
+    pub fn begin_upgrade(&self, request: &UpgradeRequest) -> Result<UpgradeStat, ClientError> {
+        self.json(Method::PUT, "/v1/upgrade", body(request))
     }
 
     /// The host and Ballast itself.

@@ -20,7 +20,7 @@ pub use openapi::{document, document_json};
 pub use problem::Problem;
 pub use types::{
     Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RestoreStages,
-    Stall, VmChange, VmClass, VmPatch, VmStat, VmStatus,
+    Stall, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmClass, VmPatch, VmStat, VmStatus,
 };
 
 /// Where the daemon listens unless told otherwise.

@@ -13,8 +13,8 @@ use utoipa::{OpenApi, ToSchema};
 use ballast_policy::{Plan, Snapshot};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem, VmChange,
-    VmHeat, VmPatch, VmStat,
+    DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem,
+    UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
 };
 
 #[derive(OpenApi)]
@@ -33,6 +33,9 @@ use crate::{
     PolicyStat,
     PolicyPatch,
     DecisionRecord,
+    UpgradeRequest,
+    UpgradeStage,
+    UpgradeStat,
     Problem
 )))]
 struct Schemas;
@@ -206,6 +209,23 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             let cycles = operation("getVmHeatCycles", summary, Answer::Bytes, &[bad_query, missing]);
             with_number(with_name(cycles), "after", "Only cycles after this number").build()
         }),
+        (
+            "/v1/upgrade",
+            Get,
+            operation("getUpgrade", "How the last upgrade stands", Answer::One("UpgradeStat"), &[]).build(),
+        ),
+        (
+            "/v1/upgrade",
+            Put,
+            operation(
+                "beginUpgrade",
+                "Have an engine of another program follow; answers how that stands",
+                Answer::One("UpgradeStat"),
+                &[refused[0], refused[2], ("422", "It cannot be, for example while another one is under way")],
+            )
+            .request_body(body("UpgradeRequest"))
+            .build(),
+        ),
         ("/v1/host", Get, operation("getHost", "The host and Ballast itself", Answer::One("HostStat"), &[]).build()),
         ("/v1/events", Get, operation("listEvents", "Recent events, oldest first", Answer::Many("Event"), &[]).build()),
         ("/v1/openapi.json", Get, operation("getOpenapi", "This document", Answer::Json, &[]).build()),

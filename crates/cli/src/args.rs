@@ -53,6 +53,12 @@ pub enum Command {
     Record(RecordArgs),
     /// Compare a recording with what another policy would have decided; needs no daemon
     Replay(ReplayArgs),
+    /// Have another engine follow the one that serves, without a pause for any VM but its own move
+    Upgrade {
+        /// The ballastd that the new engine is started from; without it the file that engines are started from anyway
+        #[arg(value_name = "BALLASTD")]
+        program: Option<PathBuf>,
+    },
     /// Show the host and the daemon
     Host,
     /// Show recent events, oldest first

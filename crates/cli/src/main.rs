@@ -16,6 +16,7 @@ mod policy;
 mod run;
 mod show;
 mod top;
+mod upgrade;
 mod vm;
 
 use std::process::ExitCode;
@@ -48,6 +49,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Explain(args) => policy::explain(&client()?, &args, cli.json)?,
         Command::Record(args) => policy::record(&client()?, &args)?,
         Command::Replay(args) => policy::replay(&args, cli.json)?,
+        Command::Upgrade { program } => upgrade::run(client()?, program, cli.json)?,
         Command::Host => host::host(&client()?, cli.json)?,
         Command::Events => host::events(&client()?, cli.json)?,
         Command::Doctor => return Ok(doctor::run(cli.json)?.into()),

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
 use ballast_api::{
-    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, PolicyPatch, PolicyStat, RegionStat, Track, VmHeat,
-    VmPatch, VmStat,
+    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, PolicyPatch, PolicyStat, RegionStat, Track,
+    UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
-use ballast_daemon::http::{Backend, ChangeError, Control, Histogram, PeerPolicy, serve};
+use ballast_daemon::http::{Backend, ChangeError, Control, Gate, Histogram, PeerPolicy, Upgrades, serve};
 use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
@@ -153,6 +153,20 @@ fn canned_decision() -> Decision {
     }
 }
 
+impl Upgrades for Canned {
+    fn upgrade(&self) -> UpgradeStat {
+        let (program, stage) = ("/opt/ballastd".into(), UpgradeStage::Done);
+        UpgradeStat { number: 4, program, stage, vms: 2, checked: 2, moved: 2, took_us: 81_500, ..Default::default() }
+    }
+
+    fn begin_upgrade(&self, program: Option<String>) -> Result<UpgradeStat, String> {
+        match program.as_deref() {
+            Some("/bad/ballastd") => Err("Running /bad/ballastd engine: No such file or directory".into()),
+            _ => Ok(UpgradeStat { stage: UpgradeStage::Checking, moved: 0, ..self.upgrade() }),
+        }
+    }
+}
+
 impl Control for Canned {
     fn snapshot(&self) -> Snapshot {
         let vm = VmSample { name: "web-1".into(), id: "0011".into(), size_bytes: 2 * GIB, ..VmSample::default() };
@@ -211,7 +225,7 @@ fn daemon_for(policy: PeerPolicy) -> Daemon {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
         runtime.block_on(async {
             let listener = tokio::net::UnixListener::from_std(listener).expect("listener");
-            serve(listener, Arc::new(Canned(Mutex::new(canned_vms()))), policy).await;
+            serve(listener, Arc::new(Canned(Mutex::new(canned_vms()))), policy, Gate::default()).await;
         });
     });
     Daemon { _directory: directory, socket }
@@ -469,7 +483,7 @@ fn a_daemon_that_is_replaced_in_between_is_asked_again() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
         runtime.block_on(async {
             let listener = tokio::net::UnixListener::from_std(listener).expect("listener");
-            serve(listener, Arc::new(Canned(Mutex::new(canned_vms()))), PeerPolicy::new(None)).await;
+            serve(listener, Arc::new(Canned(Mutex::new(canned_vms()))), PeerPolicy::new(None), Gate::default()).await;
         });
     });
     assert!(fine(&socket, &["vm", "list"]).contains("web-1"));

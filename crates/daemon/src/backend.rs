@@ -3,22 +3,25 @@
 //! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a worker.
 //! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is what the others leave.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use anyhow::Context;
 use ballast_api::{
     DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, GuestRange, HostStat, Latency, PlanRequest, PolicyPatch,
-    PolicyStat, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, Track, VmClass, VmHeat, VmPatch, VmStat,
-    VmStatus,
+    PolicyStat, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat, VmPatch,
+    VmStat, VmStatus,
 };
 use ballast_base::store::FILE_STORE;
+use ballast_base::wire;
 use ballast_base::{Bytes, PageCount};
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, MemoryBreakdown, Vm};
 use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::Store;
-use ballast_sys::meminfo;
+use ballast_sys::{meminfo, scm};
 
 use crate::engine::control::{Control, words};
 use crate::engine::host::Host;
@@ -34,6 +37,8 @@ pub struct Shown {
     pub host: Arc<Host>,
     /// Who decides how much each VM may have.
     pub control: Arc<Control>,
+    /// Who starts engines.
+    pub keeper: Arc<OwnedFd>,
 }
 
 impl Shown {
@@ -90,6 +95,18 @@ impl http::Control for Shown {
     fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
         let served = self.host.by_name(name)?;
         Some(self.control.decisions(&served.vm.state.id().to_string()))
+    }
+}
+
+impl http::Upgrades for Shown {
+    fn upgrade(&self) -> UpgradeStat {
+        self.host.upgrades.stat()
+    }
+
+    fn begin_upgrade(&self, program: Option<String>) -> Result<UpgradeStat, String> {
+        self.host
+            .upgrades
+            .begin(program, |report| scm::send(&*self.keeper, &wire::encode(report), &[]).context("Asking the keeper"))
     }
 }
 

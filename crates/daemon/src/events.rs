@@ -8,6 +8,8 @@ use ballast_api::Event;
 
 /// Events remembered.
 const MOST: usize = 1000;
+/// Events in one message to another engine: their text is short, a message holds 64 KiB.
+const IN_A_MESSAGE: usize = 50;
 
 /// A bounded list of events.
 #[derive(Debug, Default)]
@@ -24,8 +26,49 @@ impl Events {
         events.push_back(Event { at_unix_ms, vm, kind: kind.to_owned(), message });
     }
 
+    /// All of them for another engine, in messages.
+    pub fn for_successor(&self) -> Vec<Vec<u8>> {
+        let pieces = self.list();
+        // Serialising plain data has no way to fail.
+        pieces.chunks(IN_A_MESSAGE).map(|events| serde_json::to_vec(events).expect("events serialise")).collect()
+    }
+
+    /// What an engine before this one remembered, in such a message. It goes before what this one has seen.
+    pub fn add_past(&self, message: &[u8]) -> Result<(), serde_json::Error> {
+        let past: Vec<Event> = serde_json::from_slice(message)?;
+        let mut events = self.0.lock().expect("no panic while held");
+        let later = events.iter().position(|event| past.last().is_some_and(|last| last.at_unix_ms < event.at_unix_ms));
+        let at = later.unwrap_or(events.len());
+        let rest = events.split_off(at);
+        events.extend(past);
+        events.extend(rest);
+        let over = events.len().saturating_sub(MOST);
+        events.drain(..over);
+        Ok(())
+    }
+
     /// All of them, oldest first.
     pub fn list(&self) -> Vec<Event> {
         self.0.lock().expect("no panic while held").iter().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_engine_remembered_comes_before_what_its_successor_saw() {
+        let (before, after) = (Events::default(), Events::default());
+        (0..120).for_each(|number| before.add(None, "old", number.to_string()));
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        after.add(None, "new", "first".into());
+        for message in before.for_successor() {
+            after.add_past(&message).expect("understood");
+        }
+        let said: Vec<String> = after.list().into_iter().map(|event| event.message).collect();
+        let expected: Vec<String> = (0..120).map(|number| number.to_string()).chain(["first".into()]).collect();
+        assert_eq!(said, expected);
+        after.add_past(b"{").expect_err("no list");
     }
 }

@@ -139,6 +139,29 @@ impl Layout {
         header[WORD_MAGIC].store(self.magic, Ordering::Release);
     }
 
+    /// Check what the header of a file of this size says. Returns how many slabs there are.
+    fn check_header(&self, words: &[u64], size: u64) -> io::Result<u32> {
+        let invalid = |what| self.invalid(what);
+        let expect = |word: usize, name: &str, expected: u64| {
+            let found = words[word];
+            if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
+        };
+        expect(WORD_MAGIC, "the magic number", self.magic)?;
+        let stamp = Stamp::from_word(words[WORD_LAYOUT]);
+        self.format.check(stamp).map_err(|unreadable| invalid(unreadable.to_string()))?;
+        expect(WORD_SLAB_BYTES, "the slab size", self.slab_bytes as u64)?;
+        let stated = words[WORD_SLABS];
+        let slabs = u32::try_from(stated)
+            .ok()
+            .filter(|slabs| (1..=MAX_SLABS).contains(slabs))
+            .ok_or_else(|| invalid(format!("it states {stated} slabs, 1 to {MAX_SLABS} are possible")))?;
+        let needed = self.file_bytes(slabs);
+        if size != needed as u64 {
+            return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {needed}")));
+        }
+        Ok(slabs)
+    }
+
     fn invalid(&self, what: String) -> io::Error {
         io::Error::new(io::ErrorKind::InvalidData, format!("Opening a {}: {what}", self.name))
     }
@@ -209,25 +232,26 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
             layout.slabs_of(size).ok_or_else(|| invalid(format!("its header is lost, and none has {size} bytes")))?;
         layout.write_header(slabs, header);
     }
-    let expect = |word: usize, name: &str, expected: u64| {
-        let found = header[word].load(Ordering::Acquire);
-        if found == expected { Ok(()) } else { Err(invalid(format!("{name} is {found:#x}, not {expected:#x}"))) }
-    };
-    expect(WORD_MAGIC, "the magic number", layout.magic)?;
-    let stamp = Stamp::from_word(header[WORD_LAYOUT].load(Ordering::Acquire));
-    layout.format.check(stamp).map_err(|unreadable| invalid(unreadable.to_string()))?;
-    expect(WORD_SLAB_BYTES, "the slab size", layout.slab_bytes as u64)?;
-    let stated = header[WORD_SLABS].load(Ordering::Relaxed);
-    let slabs = u32::try_from(stated)
-        .ok()
-        .filter(|slabs| (1..=MAX_SLABS).contains(slabs))
-        .ok_or_else(|| invalid(format!("it states {stated} slabs, 1 to {MAX_SLABS} are possible")))?;
-    let needed = layout.file_bytes(slabs);
-    if size != needed as u64 {
-        return Err(invalid(format!("the file has {size} bytes, {slabs} slabs need {needed}")));
-    }
-    let words = header.iter().map(|word| word.load(Ordering::Acquire)).collect();
+    let words: Vec<u64> = header.iter().map(|word| word.load(Ordering::Acquire)).collect();
+    let slabs = layout.check_header(&words, size)?;
     Ok(Head { slabs, was_lost, words })
+}
+
+/// Could [`read`] open this arena? Changes nothing, whoever uses the arena meanwhile. One that was never laid out is
+/// fine.
+///
+/// # Errors
+/// If not, with the reason.
+pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
+    if is_new(&fd)? {
+        return Ok(());
+    }
+    let mut bytes = [0; HEADER_WORDS * 8];
+    if rustix::io::pread(&fd, &mut bytes, 0)? != bytes.len() {
+        return Err(layout.invalid("the file is shorter than a header".into()));
+    }
+    let words: Vec<u64> = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    layout.check_header(&words, memfd::size(&fd)?.0).map(drop)
 }
 
 /// Is this an arena of a RAM store that this program can open, or one that was never laid out?
@@ -257,6 +281,7 @@ mod tests {
         let fd = create().expect("memfd");
         let is_new_and_good = |fd: &OwnedFd| {
             check(fd.try_clone().expect("dup")).expect("an engine of ours can lay it out");
+            inspect(&RAM, fd).expect("the same, with a look");
             is_new(fd).expect("stat")
         };
         assert!(is_new_and_good(&fd));
@@ -278,6 +303,8 @@ mod tests {
         }
         let fd = create().expect("memfd");
         format(&INDEX, &fd, 1).expect("formatted");
+        assert!(inspect(&RAM, &fd).expect_err("an index").to_string().contains("magic"));
+        inspect(&INDEX, &fd).expect("an index");
         assert!(check(fd).expect_err("an index").to_string().contains("magic"));
     }
 }

@@ -1,8 +1,8 @@
 //! Messages between keeper and engine, on the socket that is the engine's standard input.
 //!
 //! Framed like the client's messages (`base::format`), with versions of their own: the engine is started from the same
-//! file as the keeper, or from the one that replaced it. An engine that cannot read its first order says so and ends; a
-//! restart of the keeper helps.
+//! file as the keeper, from the one that replaced it, or from the one that an operator named for an upgrade. An engine
+//! that cannot read its first order says so and ends; a restart of the keeper helps.
 
 use ballast_base::Hva;
 use ballast_base::format::{Format, Message};
@@ -10,8 +10,10 @@ use ballast_base::wire::{Span, StoreFiles, VmId};
 use serde::{Deserialize, Serialize};
 
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
-/// extents; nothing older is read.
-pub const FORMAT: Format = Format { version: 7, least_reader: 7, oldest: 7 };
+/// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
+pub const FORMAT: Format = Format { version: 8, least_reader: 7, oldest: 7 };
+/// The first version that knows the orders and reports of an upgrade.
+const UPGRADES: u16 = 8;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -24,6 +26,47 @@ pub struct Begin {
     pub since_unix_s: u64,
     /// What the engine is to do, in a format of the engine's own: the keeper passes it on.
     pub settings: Vec<u8>,
+}
+
+/// How an upgrade stands.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Upgrading {
+    /// Counts the upgrades of this keeper; 0 before the first.
+    pub number: u64,
+    /// What the successor is started from.
+    pub program: String,
+    /// See [`Stage`].
+    pub stage: Stage,
+    /// VMs that there were when it began.
+    pub vms: u32,
+    /// VMs that the successor has looked through.
+    pub checked: u32,
+    /// VMs that the successor serves.
+    pub moved: u32,
+    /// How long it has taken.
+    pub took_us: u64,
+    /// The longest time for which a VM was served by nobody.
+    pub longest_gap_us: u64,
+    /// Why it failed, or what else there is to say.
+    pub message: String,
+}
+
+/// Where an upgrade is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Stage {
+    /// There was none.
+    #[default]
+    None,
+    /// The successor looks at every VM, and changes nothing.
+    Checking,
+    /// VMs go to the successor, one after the other.
+    Switching,
+    /// The last engine is to have all VMs again.
+    Returning,
+    /// The successor serves; its predecessor is gone.
+    Done,
+    /// The last engine serves as before.
+    Failed,
 }
 
 /// Keeper to engine.
@@ -146,6 +189,55 @@ pub enum Order {
         /// One sentence.
         message: String,
     },
+    /// Look whether this engine could serve this VM, and change nothing: another one serves it. Descriptors as for
+    /// [`Order::OpenVm`]. Answered by [`Report::Done`].
+    CheckVm {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+        /// How many files of which store there are.
+        stores: Vec<StoreFiles>,
+        /// How many RAM files there are.
+        files: u8,
+    },
+    /// Decide nothing more for the host, and answer no more requests: VMs are about to move from this engine or to it.
+    /// What is under way is finished. Answered by [`Report::Done`], after [`Report::Past`].
+    Rest {
+        /// Comes back in the answer.
+        seq: u64,
+    },
+    /// Decide and answer again, as soon as what was ordered before is carried out.
+    Resume,
+    /// Another engine is to serve this VM: finish what is under way, and close it. Answered by [`Report::Done`] when
+    /// nothing here can change anything of it any more.
+    HandOver {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+    },
+    /// Answered by [`Report::Done`] when what was ordered before about this VM is carried out, with the reason if the
+    /// VM is not open and served.
+    Tell {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+    },
+    /// Another engine serves all VMs: end.
+    Leave,
+    /// What another engine had in its event list.
+    Past(Vec<u8>),
+    /// How an upgrade stands.
+    Upgrading(Upgrading),
+    /// What became of [`Report::Upgrade`].
+    Asked {
+        /// From the report.
+        ask: u64,
+        /// Why there is none.
+        result: Result<(), String>,
+    },
 }
 
 impl Order {
@@ -160,8 +252,21 @@ impl Order {
             | Self::MayPin { vm, .. }
             | Self::Reach { vm, .. }
             | Self::RemoveView { vm, .. }
-            | Self::CloseVm { vm, .. } => Some(*vm),
-            Self::Begin(_) | Self::MakeFileStore { .. } | Self::Serve | Self::Ping | Self::Note { .. } => None,
+            | Self::CloseVm { vm, .. }
+            | Self::CheckVm { vm, .. }
+            | Self::HandOver { vm, .. }
+            | Self::Tell { vm, .. } => Some(*vm),
+            Self::Begin(_)
+            | Self::MakeFileStore { .. }
+            | Self::Serve
+            | Self::Ping
+            | Self::Note { .. }
+            | Self::Rest { .. }
+            | Self::Resume
+            | Self::Leave
+            | Self::Past(_)
+            | Self::Upgrading(_)
+            | Self::Asked { .. } => None,
         }
     }
 }
@@ -189,13 +294,47 @@ pub enum Report {
     Pong,
     /// An operator changed the settings: the next engine is to begin with these.
     Settings(Vec<u8>),
+    /// This engine cannot begin, and why. It ends.
+    Refused(String),
+    /// A part of the event list, for the engine that follows.
+    Past(Vec<u8>),
+    /// An operator wants an engine of this program. Answered by [`Order::Asked`].
+    Upgrade {
+        /// Comes back in the answer.
+        ask: u64,
+        /// The program; empty for the one that engines are started from.
+        program: String,
+    },
 }
 
 impl Message for Order {
     const FORMAT: Format = FORMAT;
+
+    fn least_reader(&self) -> u16 {
+        match self {
+            Self::CheckVm { .. }
+            | Self::Rest { .. }
+            | Self::Resume
+            | Self::HandOver { .. }
+            | Self::Tell { .. }
+            | Self::Leave
+            | Self::Past(_)
+            | Self::Upgrading(_)
+            | Self::Asked { .. } => UPGRADES,
+            _ => FORMAT.least_reader,
+        }
+    }
 }
+
 impl Message for Report {
     const FORMAT: Format = FORMAT;
+
+    fn least_reader(&self) -> u16 {
+        match self {
+            Self::Refused(_) | Self::Past(_) | Self::Upgrade { .. } => UPGRADES,
+            _ => FORMAT.least_reader,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -228,6 +367,15 @@ mod tests {
             Order::Serve,
             Order::Ping,
             Order::Note { vm: Some("v".into()), kind: "k".into(), message: "m".into() },
+            Order::CheckVm { seq: 1, vm, stores: vec![], files: 2 },
+            Order::Rest { seq: 1 },
+            Order::Resume,
+            Order::HandOver { seq: 1, vm },
+            Order::Tell { seq: 1, vm },
+            Order::Leave,
+            Order::Past(vec![7]),
+            Order::Upgrading(Upgrading { number: 1, program: "p".into(), message: "m".into(), ..Upgrading::default() }),
+            Order::Asked { ask: 1, result: Err("e".into()) },
         ];
         let reports = [
             Report::Done { seq: 1, result: Err("e".into()) },
@@ -235,6 +383,9 @@ mod tests {
             Report::Serving,
             Report::Pong,
             Report::Settings(vec![6]),
+            Report::Refused("r".into()),
+            Report::Past(vec![7]),
+            Report::Upgrade { ask: 1, program: "p".into() },
         ];
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let said: Vec<String> = orders
@@ -244,7 +395,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (7, SAID.to_owned()),
+            (8, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -264,7 +415,9 @@ mod tests {
         03070707070707070707070707070707070101802080400203 0401070707070707070707070707070707070203 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
-        090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d 0001010165 \
+        090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
+        0e01070707070707070707070707070707070002 0f01 10 110107070707070707070707070707070707 \
+        120107070707070707070707070707070707 13 140107 15010170000000000000016d 1601010165 0001010165 \
         0101010165 02 03 \
-        040106";
+        040106 050172 060107 07010170";
 }

@@ -43,7 +43,9 @@ const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
 /// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
 /// addresses. Version 4: ranges of guest-physical addresses.
-pub const FORMAT: Format = Format { version: 4, least_reader: 3, oldest: 1 };
+pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 5 } else { 4 }, least_reader: 3, oldest: 1 };
+/// A build that tests use as the successor and predecessor of this one: as if the next version had one more word.
+const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
 const NAME_OFFSET: usize = 512;
 const REGIONS_OFFSET: usize = 1024;
@@ -81,8 +83,10 @@ pub(crate) enum Field {
     Kept = 11 + SETTINGS,
     /// Which part of the file is being replaced, because its memory failed (`ballast_sys::memory_error`).
     Journal = 12 + SETTINGS,
+    /// Only with `NEXT_LAYOUT`: how often such a program has taken the VM over. To others it is a reserved word.
+    Next = 13 + SETTINGS,
 }
-const FIELDS: usize = 13 + SETTINGS;
+const FIELDS: usize = 14 + SETTINGS;
 /// Words of what the operator said of the VM beside its limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 
@@ -259,6 +263,9 @@ impl StateFile {
         self.name_engine(pid, start_time);
         self.open_as(pid, start_time);
         let epoch = self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1;
+        if NEXT_LAYOUT {
+            self.words()[Field::Next as usize].fetch_add(1, Ordering::AcqRel);
+        }
         self.remember();
         Ok(epoch)
     }

@@ -29,7 +29,7 @@ use crate::engine_child::add_view;
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::lost::{Found, LONGEST_WAIT, Search};
-use crate::regions::VmEntry;
+use crate::regions::{At, VmEntry};
 use crate::store_files::Files;
 use crate::waiting::{Answer, Made};
 
@@ -221,9 +221,12 @@ impl Keeper {
             let opened = arena.as_fd().try_clone_to_owned().and_then(arena::check);
             opened.map_err(|error| error.to_string())?;
         }
-        if let Some((pid, start)) = state.engine()
-            && !self.is_ours(Process { pid, start })
-        {
+        let named = state.engine().map(|(pid, start)| Process { pid, start });
+        // One of ours closes it, after what it was told before; the same one opens it again.
+        let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| upgrade.next.process);
+        let at = if named.is_some() && named == next { At::Next } else { At::Engine };
+        let ours = self.ours();
+        if let Some(Process { pid, start }) = named.filter(|process| !ours.contains(process)) {
             let killed = fence::kill(Process { pid, start })
                 .map_err(|error| format!("Ending the engine of the last keeper, process {pid}: {error}"))?;
             if let Some(pidfd) = killed {
@@ -242,7 +245,9 @@ impl Keeper {
                 format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
             );
         }
-        VmEntry::new(state, stores, attach, uid, &self.closer)
+        let mut entry = VmEntry::new(state, stores, attach, uid, &self.closer)?;
+        entry.at = at;
+        Ok(entry)
     }
 
     fn has_name(&self, name: &str) -> bool {

@@ -11,9 +11,10 @@ use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
 use ballast_sys::file_ranges::FileRanges;
 
+use crate::engine_child::open_order;
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
-use crate::regions::VmEntry;
+use crate::regions::{At, VmEntry};
 use crate::waiting::Closing;
 
 /// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
@@ -25,16 +26,19 @@ impl Keeper {
     /// No process of the VM is left.
     pub(crate) fn close_vm(&mut self, id: VmId) {
         let Some(at) = self.vms.iter().position(|vm| vm.state.id() == id) else { return };
-        let entry = self.vms.remove(at);
-        let seq = self.next_seq;
-        self.next_seq += 1;
+        let mut entry = self.vms.remove(at);
+        let seq = self.seq();
         let given = entry.is_handed_over();
-        if given {
-            self.order(&Order::CloseVm { seq, vm: id }, &[]);
+        if let At::Parting(..) = entry.at {
+            // Its engine closes it as if it were to move; then it is opened there once more, for its end.
+            entry.at = At::Engine;
         }
         // One that waits for regions no engine has.
         if entry.search.is_none() {
             self.closing.push(Closing { seq, entry, given });
+        }
+        if given {
+            self.order(&Order::CloseVm { seq, vm: id }, &[]);
         }
     }
 
@@ -79,18 +83,16 @@ impl Keeper {
     /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must
     /// wait.
     pub(crate) fn tend_closing(&mut self) -> bool {
-        let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return false };
-        let is_free = |entry: &VmEntry| matches!(fence::end_for(&entry.state, Some(engine)), Ok(Left::Nothing));
+        let ours = self.ours();
+        let is_free = |entry: &VmEntry| matches!(fence::end_for(&entry.state, ours.iter().copied()), Ok(Left::Nothing));
         let mut orders = Vec::new();
         for at in 0..self.closing.len() {
-            let closing = &self.closing[at];
-            if !closing.given
-                && is_free(&closing.entry)
-                && let Some((vm, order, fds)) = self.open_order(&closing.entry)
-            {
-                orders.push((order, fds));
-                orders.push((Order::CloseVm { seq: closing.seq, vm }, Vec::new()));
-                self.closing[at].given = true;
+            let Some(engine) = self.engine_for(&self.closing[at].entry) else { return false };
+            let closing = &mut self.closing[at];
+            if !closing.given && is_free(&closing.entry) {
+                orders.push(open_order(&mut closing.entry, engine));
+                orders.push((Order::CloseVm { seq: closing.seq, vm: closing.entry.state.id() }, Vec::new()));
+                closing.given = true;
             }
         }
         for (order, fds) in orders {

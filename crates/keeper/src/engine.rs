@@ -11,6 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ballast_base::wire;
+use ballast_handover::orders::Order;
 use ballast_sys::process::Process;
 use ballast_sys::scm;
 use ballast_sys::spawn::{Child, Starter};
@@ -70,6 +72,15 @@ impl Pulse {
     }
 }
 
+/// One of the keeper's engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Who {
+    /// The one that serves.
+    Engine,
+    /// The one that is to follow it.
+    Next,
+}
+
 /// An engine that runs.
 pub struct Engine {
     /// Its pidfd is readable when it is dead.
@@ -93,6 +104,14 @@ impl Engine {
     /// What to wait for on its socket.
     pub fn interest(&self) -> PollFlags {
         if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
+    }
+
+    /// Give it an order: now, or as soon as it takes it.
+    pub fn give(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
+        self.orders.push_back((wire::encode(order), fds.to_vec()));
+        if self.orders.len() == 1 {
+            self.flush();
+        }
     }
 
     /// Give it what it takes now.

@@ -20,10 +20,10 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use crate::client::ClientView;
 use crate::closer::SentFd;
-use crate::engine::{Beat, spawn};
+use crate::engine::{Beat, Who, spawn};
 use crate::fence::{self, Left};
 use crate::keeper::{Keeper, SOON};
-use crate::regions::{Fenced, VmEntry};
+use crate::regions::{At, Fenced, VmEntry};
 use crate::store_files::Files;
 use crate::waiting::{Closing, Making};
 
@@ -40,9 +40,12 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 impl Keeper {
     /// Start an engine if there is none and it is time; ping the one there is.
     pub(crate) fn keep_engine(&mut self) {
-        self.zombies.retain_mut(|child| !matches!(child.try_wait(), Ok(Some(_))));
-        // What it said while we did something else, or were stopped, counts before its silence does.
-        self.hear_engine();
+        self.zombies.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+        self.tend_leaving();
+        // What they said while we did something else, or were stopped, counts before their silence does.
+        self.hear(Who::Engine);
+        self.hear(Who::Next);
+        self.keep_next();
         let Some(engine) = &mut self.engine else {
             let wait = self.died.as_ref().filter(|_| self.young_deaths > 0).map_or(Duration::ZERO, |(died, _)| {
                 let pause = Duration::from_millis(10) * (1 << self.young_deaths.min(7));
@@ -77,7 +80,15 @@ impl Keeper {
     }
 
     fn start_engine(&mut self) -> anyhow::Result<()> {
-        let engine = spawn(&mut self.starter, &self.program)?;
+        let started = spawn(&mut self.starter, &self.program);
+        let engine = started.or_else(|error| {
+            // The file of an upgrade may be gone. Guests wait.
+            if self.program == self.own_program {
+                return Err(error);
+            }
+            tracing::error!("Starting the engine: {error:#}; starting {} instead", self.own_program.display());
+            spawn(&mut self.starter, &self.own_program)
+        })?;
         tracing::info!(pid = engine.process.pid, "engine started");
         self.engine = Some(engine);
         let begin = Begin {
@@ -97,6 +108,7 @@ impl Keeper {
         for note in std::mem::take(&mut self.unsaid) {
             self.order(&note, &[]);
         }
+        self.order(&Order::Upgrading(self.last_upgrade.clone()), &[]);
         let since = died.map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
         for vm in self.vms.iter().map(|vm| vm.state.id()).collect::<Vec<_>>() {
             self.hand_over(vm, since);
@@ -128,12 +140,36 @@ impl Keeper {
     }
 
     /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway.
+    /// What is about a VM goes to the engine that has it.
     pub(crate) fn order(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
-        let Some(engine) = &mut self.engine else { return };
-        engine.orders.push_back((wire::encode(order), fds.to_vec()));
-        if engine.orders.len() == 1 {
-            engine.flush();
+        if order.vm().is_some_and(|vm| self.is_with_next(vm)) {
+            return self.order_next(order, fds);
         }
+        if let Some(engine) = &mut self.engine {
+            engine.give(order, fds);
+        }
+    }
+
+    fn is_with_next(&self, id: VmId) -> bool {
+        if self.upgrade.is_none() {
+            return false;
+        }
+        let closing = self.closing.iter().map(|closing| &closing.entry);
+        self.vms.iter().chain(closing).any(|entry| entry.at == At::Next && entry.state.id() == id)
+    }
+
+    /// The engine that has, or is to get, this VM.
+    pub(crate) fn engine_for(&self, vm: &VmEntry) -> Option<Process> {
+        match (vm.at, &self.upgrade) {
+            (At::Next, Some(upgrade)) => Some(upgrade.next.process),
+            _ => self.engine.as_ref().map(|engine| engine.process),
+        }
+    }
+
+    /// Our engines that live.
+    pub(crate) fn ours(&self) -> Vec<Process> {
+        let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| upgrade.next.process);
+        self.engine.iter().map(|engine| engine.process).chain(next).collect()
     }
 
     /// Something for the event list, which is the engine's; said later if there is none now.
@@ -142,6 +178,9 @@ impl Keeper {
         let note = Order::Note { vm: Some(vm), kind: kind.into(), message };
         if self.engine.is_some() {
             self.order(&note, &[]);
+            if self.tells_next() {
+                self.order_next(&note, &[]);
+            }
         } else {
             self.unsaid.push(note);
         }
@@ -150,14 +189,16 @@ impl Keeper {
     /// Tell the engine all about a VM, unless some of its regions are still missing, or its last engine is not done
     /// with it.
     pub(crate) fn hand_over(&mut self, id: VmId, unserved_since_ns: Option<u64>) {
-        let Some(engine) = self.engine.as_ref().map(|engine| engine.process) else { return };
-        let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id && vm.search.is_none()) else { return };
-        match fence::end_for(&vm.state, Some(engine)) {
+        let ours = self.ours();
+        let Some(engine) = self.vm(id).filter(|vm| vm.search.is_none()).and_then(|vm| self.engine_for(vm)) else {
+            return;
+        };
+        let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
+        match fence::end_for(&vm.state, ours) {
             Ok(Left::Nothing) => vm.fenced = None,
             left => return self.wait_for(id, unserved_since_ns, left),
         }
-        let Some(vm) = self.vm(id) else { return };
-        let Some((_, order, fds)) = self.open_order(vm) else { return };
+        let (order, fds) = open_order(vm, engine);
         self.order(&order, &fds);
         let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
         for (order, fds) in orders {
@@ -167,24 +208,6 @@ impl Keeper {
         for order in asked.cloned().collect::<Vec<_>>() {
             self.order(&order, &[]);
         }
-    }
-
-    /// The order that has the engine open a VM, whose state file names that engine from now on.
-    pub(crate) fn open_order(&self, vm: &VmEntry) -> Option<(VmId, Order, Vec<Arc<SentFd>>)> {
-        let engine = self.engine.as_ref()?;
-        vm.state.name_engine(engine.process.pid, engine.process.start);
-        vm.state.remember();
-        let id = vm.state.id();
-        let (fds, files) = vm.descriptors();
-        let order = Order::OpenVm {
-            vm: id,
-            vmm: vm.vmm.clone(),
-            pinned: vm.pinned.clone(),
-            may_pin: vm.may_pin,
-            stores: Files::counts(&vm.stores),
-            files,
-        };
-        Some((id, order, fds))
     }
 
     /// A VM's last engine is not done with it.
@@ -215,29 +238,38 @@ impl Keeper {
         self.note(name, sleep::STUCK, message);
     }
 
-    /// Is it our engine that this state file names?
-    pub(crate) fn is_ours(&self, process: Process) -> bool {
-        self.engine.as_ref().is_some_and(|engine| engine.process == process)
-    }
-
-    /// Take all that the engine has said.
-    pub(crate) fn hear_engine(&mut self) {
-        while let Some(engine) = &mut self.engine {
+    /// Take all that an engine has said.
+    pub(crate) fn hear(&mut self, who: Who) {
+        loop {
+            let next = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &mut upgrade.next);
+            let engine = match who {
+                Who::Engine => self.engine.as_mut(),
+                Who::Next => next,
+            };
+            let Some(engine) = engine else { return };
             let Ok(Some(received)) = scm::receive(&engine.socket) else { return };
             engine.pulse.silent = 0;
             let closer = self.closer.clone();
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}
                 Ok(Report::Settings(settings)) => self.settings = settings,
+                Ok(Report::Serving) if who == Who::Next => self.next_serves(),
                 Ok(Report::Serving) => {
                     engine.pulse.starting = None;
                     run_beside();
                     self.young_deaths = 0;
+                    self.last_program = None;
                 }
-                Ok(Report::Done { seq, result }) => match self.pending.remove(&seq) {
-                    Some(asked) => self.answered(&asked, result),
-                    None => self.closed(seq),
-                },
+                Ok(Report::Refused(why)) if who == Who::Next => self.upgrade_fails(&why),
+                Ok(Report::Refused(why)) => tracing::error!("the engine will not begin: {why}"),
+                Ok(Report::Past(events)) if who == Who::Engine => self.order_next(&Order::Past(events), &[]),
+                Ok(Report::Past(_)) => {}
+                Ok(Report::Upgrade { ask, program }) => self.asked_to_upgrade(who, ask, program),
+                Ok(Report::Done { seq, result }) => {
+                    if !self.answered_upgrade(seq, &result) {
+                        self.done(seq, result);
+                    }
+                }
                 Ok(Report::Made { seq, result }) => self.made(seq, move |uid| {
                     let fds: Vec<_> = received.fds.into_iter().map(|fd| SentFd::new(fd, uid, closer.clone())).collect();
                     let two =
@@ -247,6 +279,30 @@ impl Keeper {
                 Err(error) => tracing::error!("The engine sent nonsense: {error}"),
             }
         }
+    }
+
+    /// Give an engine what it takes now.
+    pub(crate) fn flush(&mut self, who: Who) {
+        let next = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &mut upgrade.next);
+        let engine = match who {
+            Who::Engine => self.engine.as_mut(),
+            Who::Next => next,
+        };
+        if let Some(engine) = engine {
+            engine.flush();
+        }
+    }
+
+    /// An order is carried out that somebody waits for.
+    fn done(&mut self, seq: u64, result: Result<(), String>) {
+        let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq) };
+        let is_parting = |vm: VmId| self.vm(vm).is_some_and(|vm| matches!(vm.at, At::Parting(..)));
+        if result.is_err() && asked.order.vm().is_some_and(is_parting) {
+            // It failed because the VM is being closed here. The next engine is asked again.
+            self.pending.insert(seq, asked);
+            return;
+        }
+        self.answered(&asked, result);
     }
 
     /// The engine is dead, but for threads that the kernel keeps.
@@ -263,10 +319,37 @@ impl Keeper {
         // Until the next engine serves, all guests wait for what this thread does.
         run_first();
         self.restarts += 1;
-        self.young_deaths += u32::from(engine.pulse.starting.is_some());
+        let is_young = engine.pulse.starting.is_some();
+        self.young_deaths += u32::from(is_young);
+        if let Some(last) = self.last_program.take().filter(|_| is_young) {
+            tracing::error!("engines of {} do not come to serve: back to {}", self.program.display(), last.display());
+            self.program = last;
+        }
         self.died = Some((Instant::now(), how));
         self.zombies.push(engine.child);
+        if self.old_engine_died()
+            && let Some((at, how)) = self.died.take()
+        {
+            let took = at.elapsed().as_secs_f64() * 1e3;
+            let message = format!("the engine {how}; the one that was to follow took over after {took:.1} ms");
+            self.order(&Order::Note { vm: None, kind: "engine-replaced".into(), message }, &[]);
+        }
     }
+}
+
+/// The order that has this engine open a VM, whose state file names that engine from now on.
+pub fn open_order(vm: &mut VmEntry, engine: Process) -> (Order, Vec<Arc<SentFd>>) {
+    vm.name_engine(engine);
+    let (fds, files) = vm.descriptors();
+    let order = Order::OpenVm {
+        vm: vm.state.id(),
+        vmm: vm.vmm.clone(),
+        pinned: vm.pinned.clone(),
+        may_pin: vm.may_pin,
+        stores: Files::counts(&vm.stores),
+        files,
+    };
+    (order, fds)
 }
 
 /// The order that has a process served, and its descriptors.

@@ -59,13 +59,15 @@ pub enum Left {
     All,
 }
 
-/// Kill the engine that this VM's state file names, unless it is `ours`, and say what is left of it.
+/// Kill the engine that this VM's state file names, unless it is one of `ours`, and say what is left of it.
 ///
 /// # Errors
 /// As for [`kill`]; or the kernel could not say what is left.
-pub fn end_for(state: &StateFile, ours: Option<Process>) -> io::Result<Left> {
+pub fn end_for(state: &StateFile, ours: impl IntoIterator<Item = Process>) -> io::Result<Left> {
     let named = state.engine().map(|(pid, start)| Process { pid, start });
-    let Some(process) = named.filter(|process| Some(*process) != ours) else { return Ok(Left::Nothing) };
+    let Some(process) = named.filter(|process| !ours.into_iter().any(|our| our == *process)) else {
+        return Ok(Left::Nothing);
+    };
     let Some(pidfd) = kill(process)? else { return Ok(Left::Nothing) };
     // Only now, when it can begin nothing any more.
     let Some(threads) = state.fence_threads(process.pid, process.start) else {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ballast_handover::orders::Order;
+use ballast_handover::orders::{Order, Upgrading};
 use ballast_sys::spawn::{Child, Starter};
 
 use crate::client::Clients;
@@ -17,6 +17,7 @@ use crate::closer::{Closer, SentFd};
 use crate::engine::Engine;
 use crate::options::Options;
 use crate::regions::VmEntry;
+use crate::upgrading::{Leaving, Upgrade};
 use crate::waiting::{Asked, Closing, Making};
 
 /// How long to wait at most while something must be looked at without anybody saying when.
@@ -27,12 +28,23 @@ pub(crate) struct Keeper {
     pub(crate) file_stores: bool,
     /// What engines are to begin with: what the program was started with until an operator changed it.
     pub(crate) settings: Vec<u8>,
+    /// What engines are started from.
     pub(crate) program: PathBuf,
+    /// The file of this keeper itself.
+    pub(crate) own_program: PathBuf,
     pub(crate) starter: Starter,
     pub(crate) since_unix_s: u64,
     pub(crate) closer: Arc<Closer>,
     pub(crate) api: Arc<SentFd>,
     pub(crate) engine: Option<Engine>,
+    /// One that is to follow it.
+    pub(crate) upgrade: Option<Upgrade>,
+    /// How the last upgrade stands.
+    pub(crate) last_upgrade: Upgrading,
+    /// What engines were started from before the last upgrade, until the new one has served once.
+    pub(crate) last_program: Option<PathBuf>,
+    /// Engines that were followed and have not ended.
+    pub(crate) leaving: Vec<Leaving>,
     /// Attaches that wait for their stores.
     pub(crate) making: Vec<Making>,
     /// Engines that died and have not been reaped: the kernel may keep threads of them.
@@ -67,11 +79,16 @@ impl Keeper {
             since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             settings: options.engine,
             file_stores: options.file_stores,
+            own_program: program.clone(),
             program,
             starter,
             api: Arc::new(SentFd::new(api, 0, closer.clone())),
             closer,
             engine: None,
+            upgrade: None,
+            last_upgrade: Upgrading::default(),
+            last_program: None,
+            leaving: Vec::new(),
             making: Vec::new(),
             zombies: Vec::new(),
             dying: Vec::new(),

@@ -8,7 +8,8 @@
 //!
 //! [`run`](mod@run) is the loop over what [`keeper`] holds. [`clients`] listens to VMMs; [`attach`] makes VMs of them,
 //! with [`admit`], [`store_files`], [`regions`] and [`lost`]; [`closing`] sees them off; [`engine_child`] has the
-//! engine; [`fence`] knows when an engine that died can do no more to a VM.
+//! engine; [`fence`] knows when an engine that died can do no more to a VM; [`upgrade`] has another one follow while
+//! the first serves, in the stages of [`stage`].
 #![forbid(unsafe_code)]
 
 mod admit;
@@ -26,9 +27,14 @@ mod making;
 mod options;
 mod regions;
 mod run;
+mod stage;
 mod store_files;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_upgrade;
+mod upgrade;
+mod upgrading;
 mod waiting;
 
 pub use options::Options;

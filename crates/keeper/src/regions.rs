@@ -41,8 +41,23 @@ pub struct VmEntry {
     pub may_pin: bool,
     /// Set while some of its regions are missing: no engine has it then.
     pub search: Option<Search>,
+    /// Which engine has it, if one has.
+    pub at: At,
+    /// How many engines had opened it when the last one was named.
+    pub named_at: u64,
     /// Set while its last engine, which is dead, may still change something of it: no other has it then.
     pub fenced: Option<Fenced>,
+}
+
+/// Which engine has a VM, or is to have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum At {
+    /// The keeper's engine.
+    Engine,
+    /// That one closes it: since when, and by which order. The one that is to follow it gets it next.
+    Parting(Instant, u64),
+    /// The engine that is to follow.
+    Next,
 }
 
 /// The files of a region.
@@ -93,13 +108,27 @@ impl VmEntry {
             pinned: None,
             may_pin: false,
             search: None,
+            at: At::Engine,
+            named_at: 0,
             fenced: None,
         })
     }
 
     /// Has the engine been given it?
     pub fn is_handed_over(&self) -> bool {
-        self.search.is_none() && self.fenced.is_none()
+        self.search.is_none() && self.fenced.is_none() && !matches!(self.at, At::Parting(..))
+    }
+
+    /// Its state file names this engine from now on.
+    pub fn name_engine(&mut self, engine: Process) {
+        self.named_at = self.state.epoch();
+        self.state.name_engine(engine.pid, engine.start);
+        self.state.remember();
+    }
+
+    /// Has an engine opened it since its state file names that one?
+    pub fn is_opened_since_named(&self) -> bool {
+        self.state.epoch() > self.named_at
     }
 
     /// What travels beside `OpenVm`, and how many of the last of these are RAM files.

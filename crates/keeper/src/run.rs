@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::client;
 use crate::closer;
-use crate::engine::PING_EVERY;
+use crate::engine::{PING_EVERY, Who};
 use crate::keeper::{Keeper, SOON};
 use crate::options::Options;
 
@@ -94,7 +94,9 @@ impl Keeper {
             let is_searching = self.tend_vms(Instant::now());
             let fences = self.tend_fences();
             self.tend_making();
-            let pause = if self.engine.is_none() || is_searching { SOON } else { fences.unwrap_or(PING_EVERY) };
+            let upgrade = self.tend_upgrade();
+            let soonest = fences.into_iter().chain(upgrade).min();
+            let pause = if self.engine.is_none() || is_searching { SOON } else { soonest.unwrap_or(PING_EVERY) };
             self.turn(attach, pause)?;
         }
     }
@@ -118,9 +120,14 @@ impl Keeper {
             client::interests(&self.clients).map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags))).unzip();
         let accepting = if self.accepts() { PollFlags::IN } else { PollFlags::empty() };
         let mut fds = vec![PollFd::new(attach, accepting)];
-        if let Some(engine) = &self.engine {
-            fds.push(PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN));
-            fds.push(PollFd::new(&engine.socket, engine.interest()));
+        let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &upgrade.next);
+        let mut engines = Vec::new();
+        for (who, engine) in [(Who::Engine, self.engine.as_ref()), (Who::Next, next)] {
+            if let Some(engine) = engine {
+                engines.push((who, engine.process, fds.len()));
+                fds.push(PollFd::from_borrowed_fd(engine.child.pidfd(), PollFlags::IN));
+                fds.push(PollFd::new(&engine.socket, engine.interest()));
+            }
         }
         let first_client = fds.len();
         fds.extend(others);
@@ -135,15 +142,20 @@ impl Keeper {
         drop(fds);
         let mut gone = ready[first_dying..].iter();
         self.dying.retain(|_| gone.next() == Some(&false));
-        if first_client == 3 {
-            if ready[2] {
-                self.hear_engine();
-                if let Some(engine) = &mut self.engine {
-                    engine.flush();
+        for (who, ..) in engines.iter().filter(|(.., at)| ready[at + 1]) {
+            self.hear(*who);
+            self.flush(*who);
+        }
+        // The one that was to follow first: if both are dead, nobody takes the other one's place. By now it may have.
+        for (who, process, _) in engines.into_iter().rev().filter(|(.., at)| ready[*at]) {
+            match who {
+                Who::Next if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.next.process == process) => {
+                    self.next_died();
                 }
-            }
-            if ready[1] {
-                self.reap_engine();
+                Who::Engine if self.engine.as_ref().is_some_and(|engine| engine.process == process) => {
+                    self.reap_engine();
+                }
+                _ => {}
             }
         }
         for (key, _) in keys.into_iter().zip(&ready[first_client..first_dying]).filter(|(_, ready)| **ready) {

@@ -71,6 +71,7 @@ use crate::sync::{AtomicU64, Ordering};
 const STATE_MASK: u64 = 0xF;
 const LOCK: u64 = 1 << 4;
 const MARK: u64 = 1 << 5;
+const RESERVED: u64 = 3 << 6;
 const AGE_SHIFT: u32 = 8;
 const STORE_SHIFT: u32 = 16;
 const PAYLOAD_SHIFT: u32 = 24;
@@ -119,6 +120,16 @@ impl Word {
     /// The word itself was lost.
     pub const fn is_lost(self) -> bool {
         self.0 & STATE_MASK == STATE_MASK
+    }
+
+    /// The word that has these bits, whoever wrote them.
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// Does it say nothing that this program does not know? It may have been written by a newer one.
+    pub const fn is_known(self) -> bool {
+        self.is_lost() || self.0 & STATE_MASK < State::COUNT as u64 && self.0 & RESERVED == 0
     }
 
     /// All of it.
@@ -318,6 +329,17 @@ mod tests {
         fn tickets_of_neighbouring_engines_and_batches_differ(epoch in 0u64..1 << 20, counter in 0u64..1 << 30) {
             prop_assert_ne!(Ticket::new(epoch, counter), Ticket::new(epoch + 1, counter));
             prop_assert_ne!(Ticket::new(epoch, counter), Ticket::new(epoch, counter + 1));
+        }
+    }
+
+    #[test]
+    fn a_word_that_a_newer_program_wrote_is_not_taken_for_one_of_ours() {
+        for state in State::ALL {
+            assert!(Word::new(state, 9).locked().marked().is_known(), "{state:?}");
+        }
+        assert!(Word::LOST.is_known());
+        for bits in [7, 14, 1 << 6, 1 << 7 | 3] {
+            assert!(!Word::from_bits(bits).is_known(), "{bits:#x}");
         }
     }
 

@@ -54,6 +54,7 @@ mod swaps;
 mod sweep;
 mod tiers;
 mod track;
+mod upgrade;
 mod vcpu;
 mod waits;
 mod worker;
@@ -101,7 +102,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let (settings, swap) = match options.which {
-        Which::Idle | Which::Track | Which::Limit | Which::Pool => (String::new(), KernelSwap::None),
+        Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => (String::new(), KernelSwap::None),
         Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
         _ => (String::new(), KernelSwap::Zram),
     };
@@ -122,6 +123,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Limit => limit::run(&mut bench, &mut each),
         Which::Tiers => bail!("tiers runs without a bench"),
         Which::Pool => pool::run(&mut bench, &mut each),
+        Which::Upgrade => upgrade::run(&mut bench, &mut each),
     };
     bench.progress.end();
     if result.is_err() {

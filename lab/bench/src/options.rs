@@ -36,6 +36,8 @@ pub enum Which {
     Tiers,
     /// What the memory pool needs to know, can sell, and how soon memory of it can be used.
     Pool,
+    /// What VMs notice when another engine follows.
+    Upgrade,
 }
 
 impl Which {
@@ -55,6 +57,7 @@ impl Which {
             Self::Limit => "limit",
             Self::Tiers => "tiers",
             Self::Pool => "pool",
+            Self::Upgrade => "upgrade",
         }
     }
 }

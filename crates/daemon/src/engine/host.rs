@@ -11,6 +11,7 @@ use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
 use super::served::Served;
+use super::upgrades::Upgrades;
 use crate::events::Events;
 use crate::settings::Settings;
 
@@ -31,6 +32,8 @@ pub struct Host {
     pub file_budget: Arc<Budget>,
     /// Whether it can be known who holds a page.
     pub pins: Arc<Pins>,
+    /// The last upgrade.
+    pub upgrades: Upgrades,
 }
 
 impl Host {

@@ -27,13 +27,14 @@ use ballast_sys::{memory_error, scm};
 
 use crate::backend::Shown;
 use crate::events::Events;
-use crate::http::{self, PeerPolicy};
+use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
 use control::Control;
 use host::Host;
 use shared::{Engine, Overdue};
 use workers::Workers;
 
+mod check;
 pub mod control;
 pub mod foreign_mappers;
 pub mod host;
@@ -45,6 +46,7 @@ mod pin_check;
 pub mod served;
 mod shared;
 pub mod stuck;
+pub mod upgrades;
 mod views;
 mod vms;
 pub mod workers;
@@ -70,8 +72,11 @@ pub fn run() -> anyhow::Result<()> {
     let (Order::Begin(begin), [api]) = (order, &first.fds[..]) else {
         bail!("the keeper's first order is not the one to begin");
     };
-    let settings: Settings =
-        wire::decode(&begin.settings).context("This engine cannot read its settings: restart ballastd")?;
+    let settings = wire::decode::<Settings>(&begin.settings);
+    let settings = settings.context("This engine cannot read its settings: restart ballastd").inspect_err(|error| {
+        // Whoever wants this engine to follow another one hears why it will not.
+        let _ = scm::send(&*keeper, &wire::encode(&Report::Refused(format!("{error:#}"))), &[]);
+    })?;
     protect_from_oom_killer();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let events = Arc::new(Events::default());
@@ -92,6 +97,7 @@ pub fn run() -> anyhow::Result<()> {
         vms: RwLock::default(),
         events: events.clone(),
         pins: Arc::default(),
+        upgrades: upgrades::Upgrades::default(),
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = foreign_mappers::start(host.clone())?;
@@ -108,12 +114,14 @@ pub fn run() -> anyhow::Result<()> {
         watch,
         closing: Mutex::default(),
         overdue: Overdue::default(),
+        unopened: Mutex::default(),
     });
     let workers = Arc::new(Mutex::new(Workers::default()));
     memory::start(&engine, &workers, errors_seen)?;
-    let mut orders = Orders { engine, workers, api: Some(api) };
-    orders.take()?;
-    orders.serve_as_orphan();
+    let mut orders = Orders { engine, workers, api: Some(api), gate: Gate::default(), rests: Arc::default() };
+    if orders.take()? == End::Orphaned {
+        orders.serve_as_orphan();
+    }
     Ok(())
 }
 
@@ -124,19 +132,27 @@ fn protect_from_oom_killer() {
     }
 }
 
-fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>) -> anyhow::Result<()> {
+fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate: Gate) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("Starting the API")?;
     std::thread::Builder::new().name("api".into()).spawn(move || {
         // An operator who waits for an answer must not wait behind hundreds of vCPUs.
         run_first();
         runtime.block_on(async {
             match tokio::net::UnixListener::from_std(listener.into()) {
-                Ok(listener) => http::serve(listener, shown, PeerPolicy::new(reader_gid)).await,
+                Ok(listener) => http::serve(listener, shown, PeerPolicy::new(reader_gid), gate).await,
                 Err(error) => tracing::error!("Listening on the API socket: {error}"),
             }
         });
     })?;
     Ok(())
+}
+
+/// Do this if no order to rest or to go on has come since the one of this number.
+fn at_turn(rests: &Mutex<u64>, this: u64, what: impl FnOnce()) {
+    let last = rests.lock().unwrap_or_else(PoisonError::into_inner);
+    if *last == this {
+        what();
+    }
 }
 
 /// The thread that takes orders.
@@ -145,6 +161,19 @@ struct Orders {
     workers: Arc<Mutex<Workers>>,
     /// The API's listener, until it is served.
     api: Option<OwnedFd>,
+    /// Closed while VMs move between engines.
+    gate: Gate,
+    /// Counts the orders to rest and to go on: what an earlier one began does not undo a later one.
+    rests: Arc<Mutex<u64>>,
+}
+
+/// Why no more orders are taken.
+#[derive(PartialEq, Eq)]
+enum End {
+    /// The keeper is gone.
+    Orphaned,
+    /// Another engine serves all VMs.
+    Followed,
 }
 
 impl Orders {
@@ -152,12 +181,12 @@ impl Orders {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take(&mut self) -> anyhow::Result<()> {
+    fn take(&mut self) -> anyhow::Result<End> {
         loop {
             let received = match scm::receive(&*self.engine.keeper) {
                 Ok(Some(received)) => received,
-                Ok(None) => return Ok(()),
-                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                Ok(None) => return Ok(End::Orphaned),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(End::Orphaned),
                 // Its descriptors found no room in our table: one VM is not served as it should be, all others are.
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     self.engine.failed(None, "an order", &anyhow::Error::new(error).context("Receiving it whole"));
@@ -166,6 +195,10 @@ impl Orders {
                 Err(error) => return Err(error).context("Receiving an order"),
             };
             let order = wire::decode::<Order>(&received.bytes).context("Understanding an order")?;
+            if order == Order::Leave {
+                tracing::info!("another engine serves all VMs: ending");
+                return Ok(End::Followed);
+            }
             let what = format!("{order:?}");
             if let Err(error) = self.carry_out(order, received.fds) {
                 self.engine.failed(None, &what, &error);
@@ -183,6 +216,17 @@ impl Orders {
             Order::Note { vm, kind, message } => engine.events.add(vm, &kind, message),
             Order::CloseVm { seq, vm } => self.close(vm, Some(seq))?,
             Order::MakeFileStore { seq } => engine.make_file_store(seq)?,
+            Order::Rest { seq } => self.rest(seq)?,
+            Order::Resume => self.resume()?,
+            Order::HandOver { seq, vm } => self.workers().give_last(vm, move || {
+                let parted = engine.part_with_vm(vm);
+                if let Err(error) = engine.done(seq, parted) {
+                    tracing::debug!("Reporting that VM {vm} is handed over: {error:#}");
+                }
+            })?,
+            Order::Past(events) => engine.events.add_past(&events).context("Understanding events")?,
+            Order::Upgrading(now) => engine.host.upgrades.set(now),
+            Order::Asked { ask, result } => engine.host.upgrades.answered(ask, result),
             order => {
                 if let Order::OpenVm { vm, .. } = &order {
                     engine.stop_writing_back(*vm);
@@ -193,6 +237,45 @@ impl Orders {
             }
         }
         Ok(())
+    }
+
+    /// VMs are about to move: decide nothing, and answer no requests, until told otherwise.
+    fn rest(&self, seq: u64) -> io::Result<()> {
+        let (engine, gate) = (self.engine.clone(), self.gate.clone());
+        let (rests, this) = (self.rests.clone(), self.begin_rest());
+        gate.close();
+        std::thread::Builder::new().name("rest".into()).spawn(move || {
+            gate.wait_until_empty(http::GATE_CLOSES_WITHIN * 2);
+            at_turn(&rests, this, || engine.control.rest());
+            let past = engine.events.for_successor().into_iter().map(Report::Past);
+            let reports = past.chain([Report::Done { seq, result: Ok(()) }]);
+            if let Err(error) = reports.into_iter().try_for_each(|report| engine.report(&report)) {
+                tracing::error!("{error:#}");
+            }
+        })?;
+        Ok(())
+    }
+
+    /// This engine has all VMs again, as far as they can be opened.
+    fn resume(&mut self) -> io::Result<()> {
+        let opened = self.workers().all_so_far();
+        let (engine, gate) = (self.engine.clone(), self.gate.clone());
+        let (rests, this) = (self.rests.clone(), self.begin_rest());
+        std::thread::Builder::new().name("resume".into()).spawn(move || {
+            opened.wait(OPENING);
+            at_turn(&rests, this, || {
+                engine.control.resume();
+                gate.open();
+            });
+        })?;
+        Ok(())
+    }
+
+    /// The number of an order to rest, or to go on.
+    fn begin_rest(&self) -> u64 {
+        let mut last = self.rests.lock().unwrap_or_else(PoisonError::into_inner);
+        *last += 1;
+        *last
     }
 
     /// Have a VM closed, after what was ordered before, and say so to whoever waits for it.
@@ -216,14 +299,21 @@ impl Orders {
             let mut workers = self.workers();
             (workers.all_so_far(), workers.is_serving())
         };
-        let (engine, api) = (self.engine.clone(), self.api.take());
+        let (engine, api, gate) = (self.engine.clone(), self.api.take(), self.gate.clone());
+        let (rests, this) = (self.rests.clone(), self.begin_rest());
         std::thread::Builder::new().name("serve".into()).spawn(move || {
             if !opened.wait(OPENING) {
                 tracing::warn!("not every VM is open and served after {OPENING:?}: answering the API all the same");
             }
             is_serving.store(true, Ordering::Release);
-            let shown = Arc::new(Shown { host: engine.host.clone(), control: engine.control.clone() });
-            let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid));
+            let keeper = engine.keeper.clone();
+            let shown = Arc::new(Shown { host: engine.host.clone(), control: engine.control.clone(), keeper });
+            // It rested if it follows another engine.
+            at_turn(&rests, this, || {
+                engine.control.resume();
+                gate.open();
+            });
+            let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid, gate));
             if let Err(error) = served.and_then(|()| engine.report(&Report::Serving)) {
                 engine.failed(None, "Serve", &error);
             }
@@ -236,6 +326,15 @@ impl Orders {
         tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
         let (host, events) = (self.engine.host.clone(), self.engine.events.clone());
         events.add(None, "keeper-gone", "the keeper is gone; reclaim is paused until ballastd runs again".into());
+        // It may have gone in the middle of an upgrade.
+        self.begin_rest();
+        self.gate.open();
+        if self.api.is_some()
+            && !host.all().is_empty()
+            && let Err(error) = self.serve()
+        {
+            tracing::error!("Answering the API: {error:#}");
+        }
         // Some may not be open yet. The next keeper knows of us from their state files.
         let mut done = self.workers().all_so_far();
         loop {

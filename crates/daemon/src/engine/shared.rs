@@ -77,6 +77,8 @@ pub(super) struct Engine {
     pub closing: Mutex<HashMap<VmId, Closing>>,
     /// File stores that are being made.
     pub overdue: Overdue,
+    /// VMs that could not be opened, and why.
+    pub unopened: Mutex<HashMap<VmId, String>>,
 }
 
 impl Engine {
@@ -88,6 +90,20 @@ impl Engine {
     /// Say so to the keeper.
     pub fn report(&self, report: &Report) -> anyhow::Result<()> {
         scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")
+    }
+
+    /// Remember why this VM could not be opened, or that it could.
+    pub fn unopened(&self, vm: VmId, why: Option<String>) {
+        let mut unopened = self.unopened.lock().unwrap_or_else(PoisonError::into_inner);
+        match why {
+            Some(why) => drop(unopened.insert(vm, why)),
+            None => drop(unopened.remove(&vm)),
+        }
+    }
+
+    /// Why this VM could not be opened.
+    pub fn why_unopened(&self, vm: VmId) -> Option<String> {
+        self.unopened.lock().unwrap_or_else(PoisonError::into_inner).get(&vm).cloned()
     }
 
     /// An order failed, of this VM or of none.

@@ -45,13 +45,13 @@ struct Opening {
 }
 
 /// The RAM files that came with an order; there must be as many as it says.
-fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamFile>> {
+pub(super) fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamFile>> {
     anyhow::ensure!(fds.len() == usize::from(count), "{} RAM files came, and {count} were announced", fds.len());
     fds.into_iter().map(RamFile::new).collect::<io::Result<_>>().context("Looking at RAM files")
 }
 
 /// The files of the stores that came with an order: the arena, and file and index of the file store.
-fn store_files(
+pub(super) fn store_files(
     stores: &[StoreFiles],
     fds: &mut impl Iterator<Item = OwnedFd>,
 ) -> anyhow::Result<(OwnedFd, Option<[OwnedFd; 2]>)> {
@@ -75,7 +75,20 @@ impl Engine {
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
             (Order::OpenVm { vmm, pinned, may_pin, stores, files, .. }, None) => {
-                self.open_vm(id, Opening { vmm, pinned, may_pin, stores, files }, fds)
+                let opened = self.open_vm(id, Opening { vmm, pinned, may_pin, stores, files }, fds);
+                self.unopened(id, opened.as_ref().err().map(|error| format!("{error:#}")));
+                opened
+            }
+            (Order::CheckVm { seq, stores, files, .. }, _) => {
+                let checked = self.check_vm(id, &stores, files, fds);
+                self.done(seq, checked.map(drop).map_err(|error| io::Error::other(format!("{error:#}"))))
+            }
+            (Order::Tell { seq, .. }, Some(served)) => {
+                self.done(seq, served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why))))
+            }
+            (Order::Tell { seq, .. }, None) => {
+                let why = self.why_unopened(id).unwrap_or_else(|| "it is not open".into());
+                self.done(seq, Err(io::Error::other(why)))
             }
             (Order::AddView { pid, uffd_features, spans, unserved_since_ns, .. }, Some(served)) => {
                 self.add_view(served, pid, uffd_features, &spans, unserved_since_ns, fds)
@@ -301,22 +314,43 @@ impl Engine {
     }
 
     pub(super) fn close_vm(&self, id: VmId, closing: &Closing) {
-        let closed = {
-            let mut vms = self.host.vms.write().expect("no panic while held");
-            let at = vms.iter().position(|served| served.vm.state.id() == id);
-            at.map(|at| vms.remove(at))
-        };
-        if let Some(served) = closed {
+        if let Some(served) = self.stop_vm(id) {
             let _listed = served.vm.state.list_thread();
-            served.file.cancel();
-            served.vm.stop();
-            served.jobs.close();
-            // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again,
-            // and what was put off must not be done then.
-            served.vm.stores.first().store.tidy();
             let name = served.vm.state.name();
             self.events.add(Some(name.clone()), "gone", format!("the process of VM {name} is gone"));
             self.leave(&served, closing);
         }
+    }
+
+    /// Another engine is to have the VM: nothing here changes anything of it any more. Says whether it was served
+    /// wherever it is mapped, and why not.
+    pub(super) fn part_with_vm(&self, id: VmId) -> io::Result<()> {
+        let Some(served) = self.stop_vm(id) else {
+            return Err(io::Error::other(self.why_unopened(id).unwrap_or_else(|| "it was not open".into())));
+        };
+        let _listed = served.vm.state.list_thread();
+        // As for the first store (`stop_vm`): a disk may be waited for here.
+        for tier in served.vm.stores.slow() {
+            blocking(|| served.vm.state.beside(|| tier.store.tidy()));
+        }
+        served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why)))
+    }
+
+    /// End all that works for a VM.
+    fn stop_vm(&self, id: VmId) -> Option<Arc<Served>> {
+        let stopped = {
+            let mut vms = self.host.vms.write().expect("no panic while held");
+            let at = vms.iter().position(|served| served.vm.state.id() == id);
+            at.map(|at| vms.remove(at))
+        }?;
+        let listed = stopped.vm.state.list_thread();
+        stopped.file.cancel();
+        stopped.vm.stop();
+        stopped.jobs.close();
+        // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
+        // what was put off must not be done then.
+        stopped.vm.stores.first().store.tidy();
+        drop(listed);
+        Some(stopped)
     }
 }

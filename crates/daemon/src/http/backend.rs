@@ -4,12 +4,12 @@
 //! Threads: any; every call runs on a blocking thread.
 
 use ballast_api::{
-    DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Track, VmHeat, VmPatch, VmStat,
+    DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_policy::{Kind, Plan, Snapshot};
 
 /// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
-pub trait Backend: Control + Send + Sync + 'static {
+pub trait Backend: Control + Upgrades + Send + Sync + 'static {
     /// Every VM, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
@@ -82,5 +82,17 @@ pub trait Control {
     /// The last decisions about a VM, oldest first; none if there is no such VM.
     fn decisions(&self, _name: &str) -> Option<Vec<DecisionRecord>> {
         None
+    }
+}
+
+/// What the API shows of upgrades, and how it asks for one. A backend without a keeper says so.
+pub trait Upgrades {
+    /// How the last one stands.
+    fn upgrade(&self) -> UpgradeStat {
+        UpgradeStat::default()
+    }
+    /// Begin one to this program, or to the one that engines are started from. Returns how it stands.
+    fn begin_upgrade(&self, _program: Option<String>) -> Result<UpgradeStat, String> {
+        Err("nobody starts engines here".into())
     }
 }

@@ -7,10 +7,12 @@
 
 mod backend;
 mod control;
+mod gate;
 mod metrics;
 mod peer;
 mod request;
 mod routes;
+mod upgrade;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +22,10 @@ use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-pub use backend::{Backend, ChangeError, Control, Histogram};
+use gate::Inside;
+
+pub use backend::{Backend, ChangeError, Control, Histogram, Upgrades};
+pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 
 /// How long and how many. The three kinds of peer have places of their own, so that readers, or users who are
@@ -47,6 +52,10 @@ const BOUNDS: Bounds = Bounds {
     places: [64, 32, 4],
 };
 
+/// How long a connection may take for its last answer once the gate is closed. Whoever is cut off asks again.
+pub const GATE_CLOSES_WITHIN: Duration = Duration::from_millis(500);
+/// Who has just connected is about to ask.
+const REQUEST_COMES_WITHIN: Duration = Duration::from_millis(20);
 /// Longest request head: request line and headers.
 const MAX_HEAD_BYTES: usize = 16 * 1024;
 /// Most headers in a request.
@@ -55,29 +64,45 @@ const MAX_HEADERS: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// Serve the API to whoever connects to `listener`, for as long as the future is polled. Dropping it stops accepting;
-/// answers under way are finished by their own tasks.
-pub async fn serve(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy) {
-    serve_within(listener, backend, allowed, BOUNDS).await;
+/// answers under way are finished by their own tasks. While the gate is closed nobody is let in.
+pub async fn serve(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy, gate: Gate) {
+    serve_within(listener, backend, allowed, gate, BOUNDS).await;
 }
 
-async fn serve_within(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy, bounds: Bounds) {
+async fn serve_within(
+    listener: UnixListener,
+    backend: Arc<dyn Backend>,
+    allowed: PeerPolicy,
+    gate: Gate,
+    bounds: Bounds,
+) {
     let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
     loop {
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "accepting an API connection");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-                continue;
+        gate.opened().await;
+        // Whoever closes the gate waits until no connection is between the listener and its task.
+        let _inside = gate.enter();
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                () = gate.closed() => break,
+                accepted = listener.accept() => accepted,
+            };
+            let stream = match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "accepting an API connection");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    continue;
+                }
+            };
+            let access = allowed.access_of(&stream);
+            match Arc::clone(&places[access as usize]).try_acquire_owned() {
+                Ok(place) => {
+                    tokio::spawn(connection(stream, Arc::clone(&backend), access, bounds, (place, gate.enter())));
+                }
+                // Best effort: a peer that does not take it sees the connection end.
+                Err(_) => drop(stream.try_write(request::BUSY_ANSWER.as_bytes())),
             }
-        };
-        let access = allowed.access_of(&stream);
-        match Arc::clone(&places[access as usize]).try_acquire_owned() {
-            Ok(place) => {
-                tokio::spawn(connection(stream, Arc::clone(&backend), access, bounds, place));
-            }
-            // Best effort: a peer that does not take it sees the connection end.
-            Err(_) => drop(stream.try_write(request::BUSY_ANSWER.as_bytes())),
         }
     }
 }
@@ -87,7 +112,7 @@ async fn connection(
     backend: Arc<dyn Backend>,
     access: Access,
     bounds: Bounds,
-    _place: OwnedSemaphorePermit,
+    (_place, mut inside): (OwnedSemaphorePermit, Inside),
 ) {
     let service = TowerToHyperService::new(routes::router(backend, access, bounds.body));
     let served = hyper::server::conn::http1::Builder::new()
@@ -98,11 +123,20 @@ async fn connection(
         .half_close(true)
         .serve_connection(TokioIo::new(stream), service);
     tokio::pin!(served);
+    let last_answer = async {
+        tokio::select! {
+            () = tokio::time::sleep(bounds.connection) => bounds.last_answer,
+            () = inside.closed() => {
+                tokio::time::sleep(REQUEST_COMES_WITHIN).await;
+                GATE_CLOSES_WITHIN
+            }
+        }
+    };
     let ended = tokio::select! {
         ended = &mut served => ended,
-        () = tokio::time::sleep(bounds.connection) => {
+        time = last_answer => {
             served.as_mut().graceful_shutdown();
-            tokio::time::timeout(bounds.last_answer, served).await.unwrap_or(Ok(()))
+            tokio::time::timeout(time, served).await.unwrap_or(Ok(()))
         }
     };
     if let Err(error) = ended {

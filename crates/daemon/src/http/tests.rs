@@ -84,6 +84,7 @@ impl Backend for Canned {
 }
 
 impl Control for Canned {}
+impl Upgrades for Canned {}
 
 struct Server {
     _directory: tempfile::TempDir,
@@ -99,7 +100,7 @@ fn start(policy: PeerPolicy, bounds: Bounds) -> Server {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
         runtime.block_on(async {
             let listener = UnixListener::from_std(listener).expect("listener");
-            serve_within(listener, Arc::new(Canned::new()), policy, bounds).await;
+            serve_within(listener, Arc::new(Canned::new()), policy, Gate::default(), bounds).await;
         });
     });
     Server { _directory: directory, socket }
@@ -236,7 +237,13 @@ fn a_user_without_access_is_refused_everything_and_a_reader_every_change() {
             runtime.block_on(async {
                 let (here, there) = UnixStream::pair().expect("pair");
                 let place = Arc::new(Semaphore::new(1)).try_acquire_owned().expect("place");
-                tokio::spawn(connection(there, Arc::new(Canned::new()), access, BOUNDS, place));
+                tokio::spawn(connection(
+                    there,
+                    Arc::new(Canned::new()),
+                    access,
+                    BOUNDS,
+                    (place, Gate::default().enter()),
+                ));
                 let here = here.into_std().expect("std");
                 here.set_nonblocking(false).expect("blocking");
                 let asked = tokio::task::spawn_blocking(move || {

@@ -53,6 +53,7 @@ mod account;
 pub mod client_peer;
 mod discard;
 mod discards;
+pub mod inspect;
 pub(crate) mod ledger;
 mod lifecycle;
 mod listened;

@@ -24,7 +24,7 @@ const POLL: Duration = Duration::from_millis(20);
 
 /// Who takes the guests' memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Side {
+pub(crate) enum Side {
     Ballast,
     Kernel,
 }
@@ -38,25 +38,25 @@ struct Member {
 }
 
 /// The guests.
-pub(super) struct Fleet {
-    pub(super) ram_bytes: u64,
+pub(crate) struct Fleet {
+    pub(crate) ram_bytes: u64,
     members: Vec<Member>,
 }
 
 /// What the guests of a fleet saw in one turn.
 #[derive(Debug, Default)]
-pub(super) struct Turn {
-    pub(super) touches_per_s: f64,
-    pub(super) p99_us: f64,
-    pub(super) worst_ms: f64,
+pub(crate) struct Turn {
+    pub(crate) touches_per_s: f64,
+    pub(crate) p99_us: f64,
+    pub(crate) worst_ms: f64,
     /// Touches of the slowest guest over those of the one in the middle.
-    pub(super) fairness: f64,
-    pub(super) busy_pct: f64,
+    pub(crate) fairness: f64,
+    pub(crate) busy_pct: f64,
 }
 
 impl Fleet {
     /// Start the processes. Their RAM is empty and not attached.
-    pub(super) fn start(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64) -> Result<Self> {
+    pub(crate) fn start(bench: &mut Bench, side: Side, vms: usize, ram_bytes: u64) -> Result<Self> {
         let mut members = Vec::new();
         for number in 0..vms as u64 {
             let name = bench.vm_name();
@@ -71,12 +71,12 @@ impl Fleet {
         Ok(Self { ram_bytes, members })
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.members.len()
     }
 
     /// Attach, all at once. Returns how long each took, in milliseconds.
-    pub(super) fn attach(&mut self, bench: &Bench) -> Result<Vec<f64>> {
+    pub(crate) fn attach(&mut self, bench: &Bench) -> Result<Vec<f64>> {
         let answers = self.ask_all(&Order::Attach)?;
         for member in &self.members {
             bench.daemon.wait_for_vm(&member.name)?;
@@ -89,7 +89,7 @@ impl Fleet {
     }
 
     /// Fill all of their RAM, one after the other.
-    pub(super) fn fill(&mut self) -> Result<()> {
+    pub(crate) fn fill(&mut self) -> Result<()> {
         for member in &mut self.members {
             if let Some((cgroup, own)) = &mut member.cgroup {
                 *own = cgroup::usage(cgroup)?;
@@ -101,7 +101,7 @@ impl Fleet {
 
     /// Limit each guest to half of its RAM (the kernel's: and what its process needs itself). Returns how long each
     /// took, in milliseconds.
-    pub(super) fn limit(&mut self, bench: &Bench) -> Result<Vec<f64>> {
+    pub(crate) fn limit(&mut self, bench: &Bench) -> Result<Vec<f64>> {
         let half = self.ram_bytes / 2;
         let mut times = Vec::new();
         for member in &self.members {
@@ -116,7 +116,7 @@ impl Fleet {
     }
 
     /// Wait until Ballast's are within their limits. Returns how many are not.
-    pub(super) fn squeezed(&self, bench: &Bench) -> Result<usize> {
+    pub(crate) fn squeezed(&self, bench: &Bench) -> Result<usize> {
         let start = Instant::now();
         loop {
             let most = self.ram_bytes / 2 + MIB;
@@ -129,7 +129,7 @@ impl Fleet {
     }
 
     /// Have all of them read at once: `lead` that nobody counts, then `time` that counts, while `meanwhile` runs.
-    pub(super) fn read<T>(
+    pub(crate) fn read<T>(
         &mut self,
         lead: Duration,
         time: Duration,
@@ -164,7 +164,7 @@ impl Fleet {
     }
 
     /// Compare every byte of every guest.
-    pub(super) fn verify(&mut self) -> Result<()> {
+    pub(crate) fn verify(&mut self) -> Result<()> {
         self.ask_all(&Order::Verify).map(drop)
     }
 

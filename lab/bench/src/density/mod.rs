@@ -8,7 +8,7 @@
 //! read is compared as a whole.
 
 mod busy;
-mod fleet;
+pub(crate) mod fleet;
 mod guest;
 mod idle;
 

@@ -63,6 +63,8 @@ struct Inner {
     host_state: HostState,
     exhaustion_ms: Option<u64>,
     overcommitted: bool,
+    /// Another engine has, or is about to have, some of the VMs.
+    rests: bool,
     ticks: u64,
     changed: u64,
     failures: u64,
@@ -115,6 +117,7 @@ impl Control {
             host_state: HostState::High,
             exhaustion_ms: None,
             overcommitted: false,
+            rests: false,
             ticks: 0,
             changed: 0,
             failures: 0,
@@ -145,6 +148,10 @@ impl Control {
     fn wait(&self) {
         let mut inner = self.lock();
         loop {
+            if inner.rests {
+                inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
             let lease = inner.lease.as_ref().map(|lease| lease.until_ms);
             let Some(due_ms) = inner.due_ms.into_iter().chain(lease).min() else {
                 inner = self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -165,6 +172,20 @@ impl Control {
         self.changed.notify_all();
     }
 
+    /// Decide nothing while VMs move between engines: who sees some of them only would divide all memory among these.
+    /// Returns when no tick is under way.
+    pub fn rest(&self) {
+        self.lock().rests = true;
+    }
+
+    /// Decide again, from what is to be seen now.
+    pub fn resume(&self) {
+        let mut inner = self.lock();
+        if std::mem::replace(&mut inner.rests, false) {
+            self.changed.notify_all();
+        }
+    }
+
     /// A VM was opened: a target that an earlier engine left is nobody's if nobody decides.
     pub fn opened(&self, served: &Served) {
         if !self.lock().is_active() {
@@ -175,6 +196,9 @@ impl Control {
     fn tick(&self, host: &Host) {
         let mut guard = self.lock();
         let inner = &mut *guard;
+        if inner.rests {
+            return;
+        }
         let at_ms = now_ms();
         let snapshot = inner.sampler.take(host, &inner.setup, at_ms);
         let plan = lease_plan(inner, host, &snapshot, at_ms).or_else(|| built_in(inner, host, &snapshot));

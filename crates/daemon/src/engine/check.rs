@@ -1,0 +1,53 @@
+//! Check: could this engine serve a VM that another engine serves at this moment?
+//!
+//! Before: this engine is to follow another one; the keeper sends each VM's descriptors. After: nothing has changed,
+//! and the keeper knows that this engine can open the VM; or what is in the way, and where.
+//! Threads: the VM's worker. Promise: reads only. What is checked is what opening would refuse: layouts, words, store
+//! numbers, RAM files. What the other engine is in the middle of is no reason to refuse: recovery mends it if it must.
+
+use std::os::fd::OwnedFd;
+
+use anyhow::{Context, ensure};
+use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::wire::{StoreFiles, VmId};
+use ballast_handover::arena;
+use ballast_handover::state_file::StateFile;
+use ballast_pager::vm::inspect::{Inspected, inspect};
+
+use super::shared::Engine;
+use super::vms::{ram_files, store_files};
+
+impl Engine {
+    /// See the file's head.
+    ///
+    /// # Errors
+    /// What this engine could not open, or does not understand.
+    pub(super) fn check_vm(
+        &self,
+        id: VmId,
+        stores: &[StoreFiles],
+        files: u8,
+        fds: Vec<OwnedFd>,
+    ) -> anyhow::Result<Inspected> {
+        let mut fds = fds.into_iter();
+        let state = StateFile::open(fds.next().context("the state file is missing")?)?;
+        ensure!(state.id() == id, "the state file is that of VM {}", state.id());
+        let (ram_store, file) = store_files(stores, &mut fds)?;
+        arena::inspect(&arena::RAM, &ram_store)?;
+        if let Some([_, index]) = &file {
+            // The file itself is on a disk, which may not answer; opening does not wait for it either.
+            arena::inspect(&arena::INDEX, index)?;
+        }
+        let ram = ram_files(fds.collect(), files)?;
+        for (number, record) in state.regions().iter().enumerate().filter(|(_, record)| !record.removed) {
+            let missing = record.files.iter().find(|wanted| ram.iter().all(|file| file.id != **wanted));
+            ensure!(missing.is_none(), "region {number}: its RAM file {missing:?} did not come");
+        }
+        let mut numbers = vec![RAM_STORE];
+        numbers.extend(file.map(|_| FILE_STORE));
+        let seen = inspect(&state, &numbers)?;
+        let Inspected { words, far, moving } = seen;
+        tracing::info!(vm = state.name(), words, far, moving, "looked through: this engine could serve it");
+        Ok(seen)
+    }
+}

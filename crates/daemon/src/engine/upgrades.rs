@@ -1,0 +1,122 @@
+//! Upgrades, as the engine sees them: it is asked for one, passes that on to the keeper, and shows how it stands.
+//!
+//! Before: an operator asks the API. After: the keeper has said whether it begins, and tells each engine how it goes,
+//! so that whoever asks the successor hears the end of it.
+//! Threads: any; one takes orders and brings what the keeper says.
+
+use std::collections::HashMap;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ballast_api::{UpgradeStage, UpgradeStat};
+use ballast_handover::orders::{Report, Stage, Upgrading};
+
+/// How long the keeper may take to say whether it begins. It waits for nobody.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+/// See the file's head.
+#[derive(Debug, Default)]
+pub struct Upgrades(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    now: Upgrading,
+    asked: HashMap<u64, Sender<Result<(), String>>>,
+    last_ask: u64,
+}
+
+impl Upgrades {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The keeper says how it stands.
+    pub fn set(&self, now: Upgrading) {
+        self.lock().now = now;
+    }
+
+    /// The keeper says whether it begins one.
+    pub fn answered(&self, ask: u64, result: Result<(), String>) {
+        if let Some(waiting) = self.lock().asked.remove(&ask) {
+            // Whoever asked may have given up.
+            let _ = waiting.send(result);
+        }
+    }
+
+    /// How the last one stands.
+    pub fn stat(&self) -> UpgradeStat {
+        let now = self.lock().now.clone();
+        UpgradeStat {
+            number: now.number,
+            program: now.program,
+            stage: match now.stage {
+                Stage::None => UpgradeStage::None,
+                Stage::Checking => UpgradeStage::Checking,
+                Stage::Switching => UpgradeStage::Switching,
+                Stage::Returning => UpgradeStage::Returning,
+                Stage::Done => UpgradeStage::Done,
+                Stage::Failed => UpgradeStage::Failed,
+            },
+            vms: now.vms,
+            checked: now.checked,
+            moved: now.moved,
+            took_us: now.took_us,
+            longest_gap_us: now.longest_gap_us,
+            message: now.message,
+        }
+    }
+
+    /// Have the keeper begin one. `report` brings it the wish.
+    ///
+    /// # Errors
+    /// Why it does not begin.
+    pub fn begin(
+        &self,
+        program: Option<String>,
+        report: impl FnOnce(&Report) -> anyhow::Result<()>,
+    ) -> Result<UpgradeStat, String> {
+        let (sender, answer) = mpsc::channel();
+        let ask = {
+            let mut state = self.lock();
+            state.last_ask += 1;
+            let ask = state.last_ask;
+            state.asked.insert(ask, sender);
+            ask
+        };
+        let sent = report(&Report::Upgrade { ask, program: program.unwrap_or_default() });
+        let answer = match sent {
+            Ok(()) => answer.recv_timeout(ANSWER_WITHIN).unwrap_or_else(|error| match error {
+                RecvTimeoutError::Timeout => Err("the keeper does not answer".into()),
+                RecvTimeoutError::Disconnected => Err("nobody hears the keeper any more".into()),
+            }),
+            Err(error) => Err(format!("{error:#}")),
+        };
+        self.lock().asked.remove(&ask);
+        answer.map(|()| self.stat())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_asks_hears_what_the_keeper_says() {
+        let upgrades = Upgrades::default();
+        let says = |result: Result<(), String>| {
+            upgrades.begin(Some("/p".into()), |report| {
+                let Report::Upgrade { ask, program } = report else { panic!("{report:?}") };
+                assert_eq!(program, "/p");
+                upgrades.set(Upgrading { number: 7, stage: Stage::Checking, ..Upgrading::default() });
+                upgrades.answered(ask + 1, Err("another one's".into()));
+                upgrades.answered(*ask, result);
+                Ok(())
+            })
+        };
+        let stat = says(Ok(())).expect("it begins");
+        assert_eq!((stat.number, stat.stage), (7, UpgradeStage::Checking));
+        assert_eq!(says(Err("no".into())), Err("no".into()));
+        upgrades.begin(None, |_| anyhow::bail!("gone")).expect_err("no keeper");
+    }
+}

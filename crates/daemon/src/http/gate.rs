@@ -1,0 +1,77 @@
+//! The gate of the API: closed while VMs move between engines, so that nobody is told of some of them only.
+//!
+//! Before: another engine is to serve, or has given up. After: requests that had come are answered; those that come
+//! wait in the listening socket, which every engine has, until one opens its gate.
+//! Threads: any may close and open it; connections are tasks that look at it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+/// See the file's head.
+#[derive(Clone, Debug)]
+pub struct Gate {
+    open: Arc<watch::Sender<bool>>,
+    /// Each connection has a duplicate.
+    inside: Arc<()>,
+}
+
+/// A connection is inside as long as it has this.
+#[derive(Debug)]
+pub(super) struct Inside {
+    open: watch::Receiver<bool>,
+    _counted: Arc<()>,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self { open: Arc::new(watch::Sender::new(true)), inside: Arc::default() }
+    }
+}
+
+impl Gate {
+    /// Let no connection in.
+    pub fn close(&self) {
+        self.open.send_replace(false);
+    }
+
+    /// Wait until those inside have been answered, at most so long.
+    pub fn wait_until_empty(&self, at_most: Duration) {
+        const LOOK_EVERY: Duration = Duration::from_millis(1);
+        let begun = Instant::now();
+        while Arc::strong_count(&self.inside) > 1 && begun.elapsed() < at_most {
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Let connections in.
+    pub fn open(&self) {
+        self.open.send_replace(true);
+    }
+
+    /// Until it is open.
+    pub(super) async fn opened(&self) {
+        let _ = self.open.subscribe().wait_for(|open| *open).await;
+    }
+
+    /// Until it is closed.
+    pub(super) async fn closed(&self) {
+        let _ = self.open.subscribe().wait_for(|open| !*open).await;
+    }
+
+    /// One more connection.
+    pub(super) fn enter(&self) -> Inside {
+        Inside { open: self.open.subscribe(), _counted: self.inside.clone() }
+    }
+}
+
+impl Inside {
+    /// Until the gate is closed.
+    pub(super) async fn closed(&mut self) {
+        if self.open.wait_for(|open| !*open).await.is_err() {
+            // Nobody is left who would close it.
+            std::future::pending::<()>().await;
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Another engine follows the one that serves, under a guest that writes and verifies all the time: forth and back,
+//! with whoever killed at any moment, and with programs that are no engines. Not one wrong byte, and no operation that
+//! fails. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default 12), `BALLAST_NEXT` names the `ballastd`
+//! of another build (`scripts/next-build.sh`), with another layout; without it the same build is its own successor.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_base::Bytes;
+use ballast_store::{Budget, FileOptions, FileStore};
+use rustix::process::Signal;
+
+use common::guest::Guest;
+use common::{Daemon, until};
+
+/// A short quarantine, so that pages move all the time and upgrades meet every state.
+const QUICK: &str = "quarantine_ms = 5\n";
+/// The same, with a policy that decides all the time.
+const DECIDING: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
+const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+
+fn upgrades() -> u32 {
+    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
+}
+
+/// Varies a moment without depending on a clock's phase: 0 to 40 ms in odd steps.
+fn moment(round: u32) -> Duration {
+    Duration::from_micros(u64::from(round).wrapping_mul(7919) % 40_000)
+}
+
+fn this_build() -> PathBuf {
+    PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
+}
+
+fn next_build() -> PathBuf {
+    std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from)
+}
+
+fn begin(daemon: &Daemon, program: &Path) -> UpgradeStat {
+    let program = Some(program.display().to_string());
+    daemon.api.begin_upgrade(&UpgradeRequest { program }).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()))
+}
+
+/// Until the upgrade is over, one way or the other.
+fn ended(daemon: &Daemon) -> UpgradeStat {
+    let mut last = UpgradeStat::default();
+    until("the upgrade ends", || {
+        last = daemon.api.upgrade().unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+        matches!(last.stage, UpgradeStage::Done | UpgradeStage::Failed)
+    });
+    last
+}
+
+fn moves(daemon: &Daemon, name: &str) {
+    let before = daemon.vm(name);
+    until("pages go out and come back", || {
+        let vm = daemon.vm(name);
+        vm.reclaim.evicted_pages > before.reclaim.evicted_pages && vm.faults.restore > before.faults.restore
+    });
+}
+
+#[test]
+fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_request() {
+    let daemon = Daemon::start(DECIDING);
+    let guests = ["one", "two", "three"].map(|name| Guest::start(&daemon, name, BUSY));
+    let other = daemon.dir().join("ballastd-other");
+    std::os::unix::fs::symlink(next_build(), &other).expect("a link");
+    let mut last = daemon.host();
+    for round in 0..upgrades() {
+        moves(&daemon, "two");
+        std::thread::sleep(moment(round));
+        let program = if round % 2 == 0 { other.clone() } else { this_build() };
+        begin(&daemon, &program);
+        // Somebody who looks at VMs while they move is never told that one does not exist.
+        loop {
+            assert_eq!(daemon.api.vms().expect("answered").len(), 3, "{}", daemon.log());
+            if matches!(daemon.api.upgrade().expect("answered").stage, UpgradeStage::Done | UpgradeStage::Failed) {
+                break;
+            }
+        }
+        let now = ended(&daemon);
+        let (vms, expected) = ((now.vms, now.checked, now.moved), (3, 3, 3));
+        assert_eq!((now.stage, vms), (UpgradeStage::Done, expected), "{now:?}\n{}", daemon.log());
+        let host = daemon.host();
+        assert_ne!(host.engine_pid, last.engine_pid);
+        assert_eq!(host.engine_restarts, 0, "an engine died\n{}", daemon.log());
+        last = host;
+    }
+    moves(&daemon, "two");
+    let events = daemon.api.events().expect("events");
+    let upgraded = events.iter().filter(|event| event.kind == "upgraded").count();
+    assert_eq!(upgraded, upgrades() as usize, "events of earlier engines are kept: {events:?}");
+    assert!(events.iter().any(|event| event.kind == "attached"), "{events:?}");
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn what_is_no_engine_or_refuses_or_says_nothing_changes_nothing() {
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let before = daemon.host().engine_pid;
+    let script = |name: &str, text: &str| {
+        let path = daemon.dir().join(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("write a script");
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a program");
+        path
+    };
+    let ends = script("ends", "exit 3");
+    let hangs = script("hangs", "exec sleep 1000");
+    for (program, why) in [(&ends, "it ended"), (&hangs, "did not answer")] {
+        begin(&daemon, program);
+        let now = ended(&daemon);
+        assert!(now.stage == UpgradeStage::Failed && now.message.contains(why), "{now:?}\n{}", daemon.log());
+        moves(&daemon, "victim");
+    }
+    for nothing in [daemon.dir().join("nowhere"), daemon.dir().to_owned(), PathBuf::from("relative")] {
+        let program = Some(nothing.display().to_string());
+        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect_err("there is no such program");
+    }
+    assert_eq!(daemon.host().engine_pid, before);
+    assert_eq!(daemon.host().engine_restarts, 0);
+    guest.finish();
+}
+
+/// Children of the keeper, but for those that are dead.
+fn engines(daemon: &Daemon) -> Vec<u32> {
+    let keeper = daemon.keeper_pid();
+    let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap_or_default();
+    let is_alive = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    };
+    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_alive).collect()
+}
+
+#[test]
+fn whoever_is_killed_in_an_upgrade_and_whenever_no_byte_is_lost() {
+    let mut daemon = Daemon::start(QUICK);
+    let guests = ["one", "two", "three", "four", "five", "six"].map(|name| {
+        Guest::start(&daemon, name, "--workload uniform --ram 24M --limit 8M --threads 1 --zero-fraction 0.1")
+    });
+    for round in 0..upgrades() {
+        let old = daemon.host().engine_pid;
+        begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
+        std::thread::sleep(moment(round) * 3);
+        let next = engines(&daemon).into_iter().find(|pid| *pid != old);
+        match round % 4 {
+            0 => common::kill(old),
+            1 => next.into_iter().for_each(common::kill),
+            2 => daemon.kill_keeper(),
+            _ => {
+                common::kill(old);
+                next.into_iter().for_each(common::kill);
+            }
+        }
+        if round % 4 == 2 {
+            daemon.restart_keeper();
+            until("its engine answers", || daemon.host().keeper_pid == daemon.keeper_pid());
+        }
+        until("all guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
+        until("one engine is left", || engines(&daemon).len() == 1);
+        until("the upgrade is over", || {
+            daemon
+                .api
+                .upgrade()
+                .is_ok_and(|now| matches!(now.stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None))
+        });
+        moves(&daemon, "one");
+        moves(&daemon, "six");
+    }
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn a_successor_that_stands_still_in_the_middle_is_ended_and_its_vms_go_back() {
+    let daemon = Daemon::start(QUICK);
+    let guests = ["one", "two", "three", "four", "five", "six"].map(|name| Guest::start(&daemon, name, BUSY));
+    let old = daemon.host().engine_pid;
+    begin(&daemon, &next_build());
+    until("the successor has a VM, or all", || engines(&daemon).iter().any(|pid| *pid != old));
+    let next = engines(&daemon).into_iter().find(|pid| *pid != old).expect("a successor");
+    std::thread::sleep(moment(5));
+    common::signal_process(next, Signal::STOP);
+    // It may have been done already: then it is an engine that hangs, and is replaced.
+    until("the guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
+    assert_ne!(daemon.host().engine_pid, next);
+    moves(&daemon, "one");
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn a_vm_with_pages_on_disk_moves_too() {
+    let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(Bytes(2 << 20))));
+    if common::missing("disk", made.err().map(|error| error.to_string())) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("temporary directory");
+    let dir = dir.path().display();
+    let config = format!("{QUICK}store_budget = \"8M\"\n[spill]\ndir = \"{dir}\"\nbudget = \"256M\"\nafter_s = 1\n");
+    let daemon = Daemon::start(&config);
+    let guest = Guest::start(&daemon, "victim", "--workload uniform --ram 48M --limit 16M --threads 1");
+    daemon.goes_to_file_and_back("victim");
+    for round in 0..upgrades() / 2 {
+        std::thread::sleep(moment(round));
+        begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
+        let now = ended(&daemon);
+        assert_eq!(now.stage, UpgradeStage::Done, "{now:?}\n{}", daemon.log());
+        daemon.goes_to_file_and_back("victim");
+    }
+    guest.finish();
+}

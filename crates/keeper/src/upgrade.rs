@@ -1,0 +1,516 @@
+//! Upgrade: another engine follows the one that serves, while that serves.
+//!
+//! Before: an operator named a program (`Report::Upgrade`). After: the engine of that program has all VMs; or the one
+//! that had them goes on, and it is said why. What happens in which stage is in `stage`.
+//! Threads: the keeper's one. Nothing here waits.
+//! Promise: nothing of the old engine ends before the new one has looked at every VM and could serve it. Each VM is
+//! with one engine at a time, and its state file names that one.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::{StoreFiles, VmId};
+use ballast_handover::orders::{Begin, Order, Stage as Shown, Upgrading};
+use ballast_sys::clock;
+use ballast_sys::priority::{run_beside, run_first};
+use rustix::process::{Signal, pidfd_send_signal};
+
+use crate::closer::SentFd;
+use crate::engine::{Beat, Engine, Who, spawn};
+use crate::keeper::{Keeper, SOON};
+use crate::regions::{At, VmEntry};
+use crate::stage::{Deadline, Happens, Stage, Then};
+use crate::store_files::Files;
+use crate::upgrading::{Asked, Leaving, Upgrade};
+use crate::waiting::Making;
+
+/// VMs that move at once. Each waits for the others of its group, so not many; nor one, which may wait for its VMM.
+const AT_ONCE: usize = 4;
+
+impl Keeper {
+    /// An engine passed an operator's wish on.
+    pub(crate) fn asked_to_upgrade(&mut self, who: Who, ask: u64, program: String) {
+        let result = self.begin_upgrade(program);
+        if let Err(why) = &result {
+            tracing::warn!("no upgrade: {why}");
+        }
+        self.show_upgrade();
+        let answer = Order::Asked { ask, result };
+        match who {
+            Who::Engine => self.order(&answer, &[]),
+            Who::Next => self.order_next(&answer, &[]),
+        }
+    }
+
+    /// What the new engine says beside its answers.
+    pub(crate) fn next_serves(&mut self) {
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.next.pulse.starting = None;
+            upgrade.serves = true;
+        }
+        self.tend_upgrade();
+    }
+
+    /// Give the engine that is to follow an order.
+    pub(crate) fn order_next(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
+        if let Some(upgrade) = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()) {
+            upgrade.next.give(order, fds);
+        }
+    }
+
+    /// Does the one that is to follow hear of events itself? Until the other one rests, it hears them from there.
+    pub(crate) fn tells_next(&self) -> bool {
+        self.upgrade.as_ref().is_some_and(|upgrade| matches!(upgrade.stage, Stage::Moving | Stage::Serving))
+    }
+
+    /// The engine that is to follow is dead.
+    pub(crate) fn next_died(&mut self) {
+        // It may have said why.
+        self.hear(Who::Next);
+        if self.upgrade.as_ref().is_some_and(|upgrade| !upgrade.is_dead()) {
+            self.upgrade_fails("it ended; its reason is in the log");
+        }
+    }
+
+    /// Ping the engine that is to follow.
+    pub(crate) fn keep_next(&mut self) {
+        let Some(upgrade) = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()) else { return };
+        match upgrade.next.pulse.beat(Instant::now()) {
+            Beat::Rest => {}
+            _ if upgrade.next.process.is_dying() => self.next_died(),
+            Beat::Ask if upgrade.next.orders.is_empty() => upgrade.next.give(&Order::Ping, &[]),
+            Beat::Ask => {}
+            Beat::Dead(how) => self.upgrade_fails(&format!("it {how}")),
+        }
+        if let Some(upgrade) = self.upgrade.as_mut().filter(|upgrade| upgrade.next.starved) {
+            upgrade.next.flush();
+        }
+    }
+
+    /// Start the successor, and have it look at every VM.
+    pub(crate) fn begin_upgrade(&mut self, program: String) -> Result<(), String> {
+        let program = if program.is_empty() { self.program.clone() } else { PathBuf::from(program) };
+        if !program.is_absolute() {
+            return Err(format!("{} is not an absolute path", program.display()));
+        }
+        if let Some(upgrade) = &self.upgrade {
+            let under_way = &upgrade.shown.program;
+            if *under_way == program.display().to_string() && !upgrade.is_dead() {
+                return Ok(());
+            }
+            return Err(format!("the upgrade to {under_way} is under way"));
+        }
+        let serving = self.engine.as_ref().is_some_and(|engine| engine.pulse.starting.is_none());
+        if !serving || self.vms.iter().any(|vm| vm.fenced.is_some()) {
+            return Err("the engine that serves has only just begun, or waits for a VM: try again later".into());
+        }
+        let next = spawn(&mut self.starter, &program).map_err(|error| format!("{error:#}"))?;
+        tracing::info!(pid = next.process.pid, program = %program.display(), "an engine that is to follow is started");
+        let now = Instant::now();
+        let shown = Upgrading {
+            number: self.last_upgrade.number + 1,
+            program: program.display().to_string(),
+            stage: Shown::Checking,
+            vms: self.vms.len() as u32,
+            ..Upgrading::default()
+        };
+        self.upgrade = Some(Upgrade {
+            next,
+            stage: Stage::Checking,
+            shown,
+            begun: now,
+            deadline: Deadline::new(now),
+            settings: self.settings.clone(),
+            asked: HashMap::new(),
+            opening: HashMap::new(),
+            incomplete: Vec::new(),
+            serves: false,
+        });
+        let begin = Begin {
+            keeper_pid: std::process::id(),
+            restarts: self.restarts,
+            since_unix_s: self.since_unix_s,
+            settings: self.settings.clone(),
+        };
+        let api = [self.api.clone()];
+        self.order_next(&Order::Begin(begin), &api);
+        // It decides and answers when it has all VMs.
+        let seq = self.ask(Asked::Begun);
+        self.order_next(&Order::Rest { seq }, &[]);
+        let checks: Vec<_> = self.vms.iter().filter(|vm| vm.is_handed_over()).map(check).collect();
+        for (vm, stores, files, fds) in checks {
+            let seq = self.ask(Asked::Check(vm));
+            self.order_next(&Order::CheckVm { seq, vm, stores, files }, &fds);
+        }
+        self.show_upgrade();
+        self.tend_upgrade();
+        Ok(())
+    }
+
+    pub(crate) fn seq(&mut self) -> u64 {
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        seq
+    }
+
+    fn ask(&mut self, what: Asked) -> u64 {
+        let seq = self.seq();
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.asked.insert(seq, what);
+        }
+        seq
+    }
+
+    /// The engines are told how it stands, for whoever asks them.
+    fn show_upgrade(&mut self) {
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.shown.took_us = upgrade.begun.elapsed().as_micros() as u64;
+            self.last_upgrade = upgrade.shown.clone();
+        }
+        let order = Order::Upgrading(self.last_upgrade.clone());
+        self.order(&order, &[]);
+        self.order_next(&order, &[]);
+    }
+
+    /// Is this the answer to an order of the upgrade? Then it is dealt with.
+    pub(crate) fn answered_upgrade(&mut self, seq: u64, result: &Result<(), String>) -> bool {
+        let Some(upgrade) = &mut self.upgrade else { return false };
+        let Some(asked) = upgrade.asked.remove(&seq) else { return false };
+        upgrade.deadline = Deadline::new(Instant::now());
+        match (asked, result) {
+            (Asked::Begun, _) => {}
+            (Asked::Check(vm), Err(why)) => self.upgrade_fails(&format!("it cannot serve {}: {why}", self.called(vm))),
+            (Asked::Check(_), Ok(())) => {
+                upgrade.shown.checked += 1;
+                self.show_upgrade();
+            }
+            (Asked::Rest, _) => self.upgrade_goes_on(),
+            (Asked::Part(vm), served) => {
+                if served.is_err() {
+                    upgrade.incomplete.push(vm);
+                }
+                self.move_on(vm, seq);
+            }
+            (Asked::Opened(vm), result) => self.opened_by_next(vm, result),
+        }
+        self.tend_upgrade();
+        true
+    }
+
+    fn called(&self, vm: VmId) -> String {
+        self.vm(vm).map_or_else(|| format!("VM {vm}"), |entry| format!("VM {}", entry.state.name()))
+    }
+
+    /// The old engine is done with this VM: the new one gets it.
+    fn move_on(&mut self, vm: VmId, seq: u64) {
+        let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) else { return };
+        // It may have gone and come back meanwhile.
+        let since = match entry.at {
+            At::Parting(since, by) if by == seq => since,
+            _ => return,
+        };
+        entry.at = At::Next;
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.opening.insert(vm, since);
+        }
+        self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
+        let seq = self.ask(Asked::Opened(vm));
+        self.order_next(&Order::Tell { seq, vm }, &[]);
+    }
+
+    /// The new engine has opened this VM, or could not.
+    fn opened_by_next(&mut self, vm: VmId, result: &Result<(), String>) {
+        let entry = self.vms.iter().find(|entry| entry.state.id() == vm);
+        let name = self.called(vm);
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let since = upgrade.opening.remove(&vm);
+        // A VM that is gone meanwhile was closed in turn.
+        let Some(entry) = entry else { return };
+        let is_complete = !upgrade.incomplete.contains(&vm);
+        match result {
+            Err(why) if is_complete => return self.upgrade_fails(&format!("it could not serve {name}: {why}")),
+            // What it says is not all there is to go by.
+            Ok(()) if !entry.is_opened_since_named() => {
+                return self.upgrade_fails(&format!("it said that it serves {name}, and has not opened it"));
+            }
+            _ => {}
+        }
+        upgrade.shown.moved += 1;
+        let gap = since.map_or(0, |since| since.elapsed().as_micros() as u64);
+        upgrade.shown.longest_gap_us = upgrade.shown.longest_gap_us.max(gap);
+        self.show_upgrade();
+    }
+
+    /// See that the upgrade goes on. Returns how soon to look again.
+    pub(crate) fn tend_upgrade(&mut self) -> Option<Duration> {
+        let now = Instant::now();
+        let upgrade = self.upgrade.as_mut()?;
+        let stage = upgrade.stage;
+        if upgrade.deadline.is_over(now, stage.longest()) {
+            let late = match stage {
+                Stage::Checking => "it did not look through all VMs in time".into(),
+                Stage::Resting => "the engine that serves did not come to rest in time".into(),
+                Stage::Serving => "it has all VMs and did not begin to serve in time".into(),
+                Stage::Moving | Stage::Returning => {
+                    let waits = upgrade.asked.values().filter_map(|asked| match asked {
+                        Asked::Part(vm) => Some((*vm, "was not closed by the engine that serves it")),
+                        Asked::Opened(vm) => Some((*vm, "was not opened by the new engine")),
+                        _ => None,
+                    });
+                    let first = waits.min_by_key(|(vm, _)| vm.0);
+                    first.map_or_else(|| "a VM".into(), |(vm, what)| format!("{} {what} in time", self.called(vm)))
+                }
+            };
+            self.upgrade_fails(&late);
+        }
+        match self.upgrade.as_ref()?.stage {
+            Stage::Checking => {
+                if self.upgrade.as_ref()?.asked.is_empty() {
+                    self.upgrade_goes_on();
+                }
+            }
+            // A VM may attach at any time. It comes to the old engine, and moves.
+            Stage::Moving | Stage::Serving => self.move_some(),
+            Stage::Returning => {
+                if self.vms.iter().all(|vm| vm.fenced.is_none()) {
+                    self.upgrade_goes_on();
+                }
+            }
+            Stage::Resting => {}
+        }
+        self.upgrade.is_some().then_some(SOON)
+    }
+
+    /// Have some more VMs closed, so that they can move; when none is left, the new engine serves.
+    fn move_some(&mut self) {
+        let Some(upgrade) = &self.upgrade else { return };
+        let parting = |vm: &&VmEntry| matches!(vm.at, At::Parting(..));
+        let busy = upgrade.opening.len() + self.vms.iter().filter(parting).count();
+        let stay = self.vms.iter().filter(|vm| vm.at == At::Engine && vm.is_handed_over()).map(|vm| vm.state.id());
+        let next: Vec<_> = stay.take(AT_ONCE.saturating_sub(busy)).collect();
+        if next.is_empty() && busy == 0 && (upgrade.stage == Stage::Moving || upgrade.serves) {
+            return self.upgrade_goes_on();
+        }
+        for vm in next {
+            let seq = self.ask(Asked::Part(vm));
+            if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
+                entry.at = At::Parting(Instant::now(), seq);
+            }
+            self.order(&Order::HandOver { seq, vm }, &[]);
+        }
+    }
+
+    /// The stage is done.
+    fn upgrade_goes_on(&mut self) {
+        let Some(upgrade) = &self.upgrade else { return };
+        if upgrade.stage == Stage::Resting && upgrade.settings != self.settings {
+            return self.upgrade_fails("the settings were changed while it looked through VMs; try again");
+        }
+        self.upgrade_then(upgrade.stage.then(Happens::Done), None);
+    }
+
+    /// The new engine refused, died, lied or was late; or the old one was.
+    pub(crate) fn upgrade_fails(&mut self, why: &str) {
+        let Some(upgrade) = &self.upgrade else { return };
+        self.upgrade_then(upgrade.stage.then(Happens::Fails), Some(why));
+    }
+
+    /// The engine that serves is dead. Returns whether another one is in its place.
+    pub(crate) fn old_engine_died(&mut self) -> bool {
+        let Some(upgrade) = &self.upgrade else { return false };
+        let then = upgrade.stage.then(Happens::OldDies);
+        self.upgrade_then(then, Some("the engine that served died meanwhile"));
+        then == Then::Promote
+    }
+
+    fn upgrade_then(&mut self, then: Then, why: Option<&str>) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        upgrade.deadline = Deadline::new(Instant::now());
+        if let Some(why) = why.filter(|_| upgrade.shown.message.is_empty()) {
+            upgrade.shown.message = why.into();
+        }
+        match then {
+            Then::Go(stage) => {
+                upgrade.stage = stage;
+                match stage {
+                    Stage::Checking => {}
+                    Stage::Resting => {
+                        let seq = self.ask(Asked::Rest);
+                        self.order(&Order::Rest { seq }, &[]);
+                    }
+                    Stage::Moving => {
+                        upgrade.shown.stage = Shown::Switching;
+                        self.show_upgrade();
+                        run_first();
+                        self.move_some();
+                    }
+                    Stage::Serving => {
+                        upgrade.next.told_to_serve = true;
+                        self.order_next(&Order::Serve, &[]);
+                    }
+                    Stage::Returning => {
+                        upgrade.shown.stage = Shown::Returning;
+                        upgrade.asked.clear();
+                        self.end_next();
+                        self.take_back();
+                    }
+                }
+            }
+            Then::Leave => self.new_engine_serves(),
+            Then::Promote => self.promote(),
+            Then::Fail => self.upgrade_failed(),
+        }
+    }
+
+    /// Kill the new engine. Its pidfd tells when it is dead; nothing it says counts any more.
+    fn end_next(&mut self) {
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let why = &upgrade.shown.message;
+        tracing::error!(pid = upgrade.next.process.pid, "the engine that was to follow is ended: {why}");
+        let _ = pidfd_send_signal(upgrade.next.child.pidfd(), Signal::KILL);
+        upgrade.next.orders.clear();
+    }
+
+    /// The old engine gets again what the new one had, and what it was about to part with.
+    fn take_back(&mut self) {
+        let mut back = Vec::new();
+        for entry in &mut self.vms {
+            let since = match entry.at {
+                At::Engine => continue,
+                At::Parting(since, _) => since,
+                At::Next => Instant::now(),
+            };
+            entry.at = At::Engine;
+            back.push((entry.state.id(), since));
+        }
+        for closing in self.closing.iter_mut().filter(|closing| closing.entry.at == At::Next) {
+            closing.entry.at = At::Engine;
+            closing.take_back();
+        }
+        for (vm, since) in back {
+            self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
+        }
+        self.tend_fences();
+    }
+
+    /// It is over, and the old engine has all VMs, or none is left of it.
+    fn upgrade_failed(&mut self) {
+        self.end_next();
+        let Some(mut upgrade) = self.upgrade.take() else { return };
+        upgrade.shown.stage = Shown::Failed;
+        upgrade.shown.took_us = upgrade.begun.elapsed().as_micros() as u64;
+        self.zombies.push(upgrade.next.child);
+        self.last_upgrade = upgrade.shown;
+        let Upgrading { program, message, .. } = &self.last_upgrade;
+        let message = format!("no engine of {program}: {message}; the engine that served goes on");
+        tracing::error!("{message}");
+        self.order(&Order::Resume, &[]);
+        run_beside();
+        self.show_upgrade();
+        self.host_note("upgrade-failed", message);
+    }
+
+    /// The new engine has all VMs, and answers.
+    fn new_engine_serves(&mut self) {
+        self.order(&Order::Leave, &[]);
+        let old = self.put_in_place();
+        if let Some(old) = old {
+            self.leaving.push(Leaving { engine: old, deadline: Deadline::new(Instant::now()) });
+        }
+        self.last_program = None;
+        run_beside();
+        self.upgrade_is_done();
+    }
+
+    /// The old engine died when VMs had begun to move.
+    fn promote(&mut self) {
+        self.put_in_place();
+        let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
+        let ours = self.engine.as_ref().map(|engine| engine.process);
+        let named = |vm: &VmEntry| vm.state.engine() == ours.map(|process| (process.pid, process.start));
+        let left: Vec<_> = self.vms.iter().filter(|vm| !named(vm)).map(|vm| vm.state.id()).collect();
+        for vm in left {
+            self.hand_over(vm, since);
+        }
+        self.upgrade_is_done();
+        self.tend_fences();
+    }
+
+    /// The new engine takes the place of the old one, which is returned.
+    fn put_in_place(&mut self) -> Option<Engine> {
+        let upgrade = self.upgrade.as_mut()?;
+        let shown = upgrade.shown.clone();
+        let (begun, program) = (upgrade.begun, PathBuf::from(&shown.program));
+        let next = self.upgrade.take()?.next;
+        let old = self.engine.replace(next);
+        let last = std::mem::replace(&mut self.program, program);
+        self.last_program = Some(last).filter(|last| *last != self.program);
+        let mut entries: Vec<&mut VmEntry> = self.vms.iter_mut().collect();
+        for closing in &mut self.closing {
+            // The old engine was busy with it: the new one opens it and goes on.
+            if closing.entry.at != At::Next {
+                closing.take_back();
+            }
+            entries.push(&mut closing.entry);
+        }
+        entries.into_iter().for_each(|entry| entry.at = At::Engine);
+        for order in self.making.iter().map(Making::order).collect::<Vec<_>>() {
+            self.order(&order, &[]);
+        }
+        self.last_upgrade = Upgrading { took_us: begun.elapsed().as_micros() as u64, ..shown };
+        old
+    }
+
+    fn upgrade_is_done(&mut self) {
+        self.last_upgrade.stage = Shown::Done;
+        let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = &self.last_upgrade;
+        let (took_ms, gap_ms) = (*took_us as f64 / 1e3, *longest_gap_us as f64 / 1e3);
+        let also = if message.is_empty() { String::new() } else { format!("; {message}") };
+        let message = format!(
+            "an engine of {program} follows, after {took_ms:.0} ms; {moved} VMs moved, each unserved for \
+             {gap_ms:.1} ms at most{also}"
+        );
+        tracing::info!("{message}");
+        self.show_upgrade();
+        self.host_note("upgraded", message);
+    }
+
+    fn host_note(&mut self, kind: &str, message: String) {
+        let note = Order::Note { vm: None, kind: kind.into(), message };
+        if self.engine.is_some() {
+            self.order(&note, &[]);
+        } else {
+            self.unsaid.push(note);
+        }
+    }
+
+    /// Reap engines that left, and end those that do not.
+    pub(crate) fn tend_leaving(&mut self) {
+        const LONGEST: Duration = Duration::from_secs(5);
+        let now = Instant::now();
+        let (mut gone, mut stay) = (Vec::new(), Vec::new());
+        for mut leaving in std::mem::take(&mut self.leaving) {
+            leaving.engine.flush();
+            match leaving.engine.child.try_wait() {
+                Ok(None) if leaving.deadline.is_over(now, LONGEST) => gone.push(leaving.engine),
+                Ok(None) => stay.push(leaving),
+                _ => {}
+            }
+        }
+        self.leaving = stay;
+        for engine in gone {
+            tracing::error!(pid = engine.process.pid, "an engine that was followed does not end: killing it");
+            let _ = pidfd_send_signal(engine.child.pidfd(), Signal::KILL);
+            self.zombies.push(engine.child);
+        }
+    }
+}
+
+type Check = (VmId, Vec<StoreFiles>, u8, Vec<Arc<SentFd>>);
+
+fn check(vm: &VmEntry) -> Check {
+    let (fds, files) = vm.descriptors();
+    (vm.state.id(), Files::counts(&vm.stores), files, fds)
+}

@@ -1,0 +1,66 @@
+//! What the keeper holds of an upgrade that is under way, and of an engine that was followed.
+//!
+//! Before: `upgrade` began one. After: it goes from stage to stage.
+//! Threads: the keeper's one.
+
+use std::collections::HashMap;
+#[cfg(test)]
+use std::time::Duration;
+use std::time::Instant;
+
+use ballast_base::wire::VmId;
+use ballast_handover::orders::Upgrading;
+
+use crate::engine::Engine;
+use crate::stage::{Deadline, Stage};
+
+/// An upgrade that is under way.
+pub(crate) struct Upgrade {
+    pub next: Engine,
+    pub stage: Stage,
+    /// What operators are shown.
+    pub shown: Upgrading,
+    pub begun: Instant,
+    pub deadline: Deadline,
+    /// The settings that the new engine began with.
+    pub settings: Vec<u8>,
+    /// Orders of this upgrade that have not been answered.
+    pub asked: HashMap<u64, Asked>,
+    /// VMs that the new engine opens, and since when nobody serves them.
+    pub opening: HashMap<VmId, Instant>,
+    /// VMs that were not served wherever they are mapped, by the old engine either.
+    pub incomplete: Vec<VmId>,
+    /// The new engine has said that it serves.
+    pub serves: bool,
+}
+
+/// What an order of the upgrade was.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Asked {
+    Begun,
+    Check(VmId),
+    Rest,
+    Part(VmId),
+    Opened(VmId),
+}
+
+impl Upgrade {
+    /// Nothing that the new engine says or does counts any more.
+    pub fn is_dead(&self) -> bool {
+        self.stage == Stage::Returning
+    }
+}
+
+#[cfg(test)]
+impl Upgrade {
+    /// As if it had been waited for longer, in rounds.
+    pub fn age(&mut self, round: Duration) {
+        self.deadline.age(round);
+    }
+}
+
+/// An engine that was told to leave.
+pub(crate) struct Leaving {
+    pub engine: Engine,
+    pub deadline: Deadline,
+}

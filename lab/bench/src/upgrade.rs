@@ -1,0 +1,103 @@
+//! What VMs notice when another engine follows the one that serves.
+//!
+//! Before: VMs that are held to half of their RAM read all of it over and over. After: how long touches took with an
+//! upgrade in the middle and without one, how long each VM had no engine, and whether anything went wrong.
+//! Threads: the bench's one; one asks the API all the time; VMs are processes. Units: in the names.
+//! Promise: every word that is read is compared: wrong data ends the bench. Turns with and without an upgrade take
+//! turns. `BALLAST_NEXT` names the `ballastd` of another build; the bench goes forth and back between it and its own.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_base::units::MIB;
+use ballast_sys::program;
+
+use crate::density::fleet::{Fleet, Side, Turn};
+use crate::order::GuestKind;
+use crate::report::Row;
+use crate::rig::Bench;
+
+/// Before what counts: all read by then.
+const LEAD: Duration = Duration::from_millis(300);
+/// What counts. The upgrade begins with it.
+const TIME: Duration = Duration::from_millis(1500);
+const LONGEST: Duration = Duration::from_secs(120);
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    if !bench.options.is(GuestKind::Native) {
+        bail!("this bench has native guests alone");
+    }
+    let (vms, turns) = if bench.options.quick { (2, 4) } else { (4, 20) };
+    let ram_bytes = 32 * MIB;
+    let mut row = bench.row(&format!("{turns} upgrades under {vms} VMs that read"));
+    row.fact("vms", vms);
+    row.fact("ram_bytes", ram_bytes);
+    row.fact("limited_to_bytes", ram_bytes / 2);
+    let own = program::find("ballastd").context("Finding the daemon")?;
+    let next = std::env::var_os("BALLAST_NEXT").map_or_else(|| own.clone(), PathBuf::from);
+    row.fact("two_builds", next != own);
+    let mut fleet = Fleet::start(bench, Side::Ballast, vms, ram_bytes)?;
+    fleet.attach(bench)?;
+    fleet.fill()?;
+    fleet.limit(bench)?;
+    fleet.squeezed(bench)?;
+    let (mut steady, mut under): (Vec<Turn>, Vec<(Turn, UpgradeStat)>) = Default::default();
+    let (failed, asked) = (AtomicU64::new(0), AtomicU64::new(0));
+    for round in bench.progress.over("upgrade", 0..turns) {
+        steady.push(fleet.read(LEAD, TIME, || Ok(()))?.0);
+        let program = if round % 2 == 0 { &next } else { &own };
+        let socket = bench.daemon.dir().join("api.sock");
+        let is_over = AtomicBool::new(false);
+        let turn = std::thread::scope(|scope| {
+            let looks = || {
+                let Ok(client) = Client::new(&socket) else { return };
+                while !is_over.load(Relaxed) {
+                    asked.fetch_add(1, Relaxed);
+                    if client.vms().map_or(true, |list| list.len() != vms) {
+                        failed.fetch_add(1, Relaxed);
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            };
+            scope.spawn(looks);
+            let turn = fleet.read(LEAD, TIME, || upgrade(&socket, program.display().to_string()));
+            is_over.store(true, Relaxed);
+            turn
+        });
+        under.push(turn?);
+    }
+    fleet.verify()?;
+    let us = |turn: &Turn| turn.worst_ms * 1e3;
+    let steady_of = |figure: fn(&Turn) -> f64| steady.iter().map(figure).collect::<Vec<_>>();
+    let of = |figure: &dyn Fn(&(Turn, UpgradeStat)) -> f64| under.iter().map(figure).collect::<Vec<_>>();
+    row.figure("steady_fault_us_p99", &steady_of(|turn| turn.p99_us));
+    row.figure("upgrade_fault_us_p99", &of(&|(turn, _)| turn.p99_us));
+    row.figure("steady_fault_us_longest", &steady.iter().map(us).collect::<Vec<_>>());
+    row.figure("upgrade_fault_us_longest", &of(&|(turn, _)| us(turn)));
+    row.figure("upgrade_gap_us", &of(&|(_, stat)| stat.longest_gap_us as f64));
+    row.figure("upgrade_ms", &of(&|(_, stat)| stat.took_us as f64 / 1e3));
+    row.fact("api_requests", asked.load(Relaxed));
+    row.fact("failed_ops", failed.load(Relaxed));
+    // One would have ended the bench.
+    row.fact("wrong_bytes", 0);
+    each(row)
+}
+
+/// One upgrade, to its end.
+fn upgrade(socket: &std::path::Path, program: String) -> Result<UpgradeStat> {
+    let client = Client::new(socket)?.retry_for(LONGEST);
+    client.begin_upgrade(&UpgradeRequest { program: Some(program) })?;
+    let begun = Instant::now();
+    loop {
+        let now = client.upgrade()?;
+        match now.stage {
+            UpgradeStage::Done => return Ok(now),
+            UpgradeStage::Failed => bail!("the upgrade failed: {}", now.message),
+            _ => ensure!(begun.elapsed() < LONGEST, "the upgrade does not end: {now:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
