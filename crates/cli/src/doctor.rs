@@ -10,7 +10,7 @@ use crate::exit::Exit;
 use crate::show;
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct Findings<'a> {
     kernel: &'a str,
     ok: bool,
     features: Vec<Row<'a>>,
@@ -43,7 +43,7 @@ impl<'a> Row<'a> {
 pub fn run(json: bool) -> Result<Exit> {
     let (kernel, features) = (probe::kernel_release(), probe::probe());
     let ok = !features.iter().any(Feature::is_missing);
-    let report = Report { kernel: &kernel, ok, features: features.iter().map(Row::of).collect() };
+    let report = Findings { kernel: &kernel, ok, features: features.iter().map(Row::of).collect() };
     if json {
         show::json(&report)?
     } else {
@@ -52,7 +52,7 @@ pub fn run(json: bool) -> Result<Exit> {
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }
 
-fn describe(report: &Report<'_>) -> String {
+fn describe(report: &Findings<'_>) -> String {
     let mut table = show::table(&["", "FEATURE", "SINCE", "FOUND", "WITHOUT IT"]);
     for row in &report.features {
         let mark = match (row.present, row.required) {
@@ -99,7 +99,7 @@ mod tests {
             without: "LOST",
         };
         let features = vec![row("good", "yes", true), row("bad", "no", true), row("odd", "unknown", false)];
-        let text = describe(&Report { kernel: "6.1", ok: false, features });
+        let text = describe(&Findings { kernel: "6.1", ok: false, features });
         let line = |name: &str| text.lines().find(|line| line.contains(name)).expect("a line").to_owned();
         assert!(line("good").starts_with("ok") && !line("good").contains("LOST"), "{text}");
         assert!(line("bad").starts_with("MISSING") && line("bad").contains("LOST"), "{text}");

@@ -14,7 +14,7 @@ use ballast_api::{
     UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
-use ballast_daemon::http::{Backend, ChangeError, Control, Gate, Histogram, PeerPolicy, Upgrades, serve};
+use ballast_daemon::http::{Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Upgrades, serve};
 use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
@@ -167,7 +167,7 @@ impl Upgrades for Canned {
     }
 }
 
-impl Control for Canned {
+impl Governing for Canned {
     fn snapshot(&self) -> Snapshot {
         let vm = VmSample { name: "web-1".into(), id: "0011".into(), size_bytes: 2 * GIB, ..VmSample::default() };
         let mut vms = self.0.lock().expect("lock");

@@ -15,7 +15,7 @@ use ballast_sys::Uffd;
 use ballast_sys::uffd::{ACCESS_FEATURES, HUGETLB_FEATURES, REQUIRED_FEATURES, feature};
 
 use crate::client::Client;
-use crate::control::Control;
+use crate::control::ControlSocket;
 use crate::error::AttachError;
 use crate::link::Link;
 use crate::ram::Ram;
@@ -150,7 +150,7 @@ impl Builder {
             features,
             table: Mutex::new(table),
             link: Link::new(self.pinned.map(cut), self.may_pin),
-            control: Control::default(),
+            control: ControlSocket::default(),
             fail_stop: Mutex::new(self.fail_stop),
             timing: self.timing,
         });

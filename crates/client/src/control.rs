@@ -125,12 +125,12 @@ pub enum DiscardError {
 
 /// The control socket and who waits on it.
 #[derive(Debug, Default)]
-pub(crate) struct Control {
+pub(crate) struct ControlSocket {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-impl Control {
+impl ControlSocket {
     /// The socket engines are told to use now.
     pub fn pair(&self) -> Option<std::sync::Arc<Pair>> {
         lock(&self.state).pair.clone()
@@ -217,8 +217,8 @@ mod tests {
         wire::decode(&message.bytes).expect("a message")
     }
 
-    fn connected() -> (Control, Arc<Pair>) {
-        let control = Control::default();
+    fn connected() -> (ControlSocket, Arc<Pair>) {
+        let control = ControlSocket::default();
         let pair = Arc::new(Pair::new().expect("pair"));
         control.replace(pair.clone());
         (control, pair)

@@ -195,16 +195,16 @@ impl Link {
     }
 
     /// Make `change` to what the next attach message says, and if the keeper is there, ask it and wait at most `limit`.
-    /// With `insist`, wait for a missing keeper too (and then ask it, or see that its attach message had the change).
+    /// With `waits`, wait for a missing keeper too (and then ask it, or see that its attach message had the change).
     pub fn ask(
         &self,
         message: &ClientToKeeper,
         fds: &[BorrowedFd<'_>],
         limit: Duration,
-        insist: bool,
+        waits: bool,
         change: impl FnOnce(&mut State),
     ) -> Result<Asked, RequestError> {
-        self.ask_while(message, fds, limit, insist, change, &|| false)
+        self.ask_while(message, fds, limit, waits, change, &|| false)
     }
 
     /// The same, but a keeper that is there is waited for as long as `goes_on` says so whenever `limit` is over.
@@ -213,7 +213,7 @@ impl Link {
         message: &ClientToKeeper,
         fds: &[BorrowedFd<'_>],
         limit: Duration,
-        insist: bool,
+        waits: bool,
         change: impl FnOnce(&mut State),
         goes_on: &dyn Fn() -> bool,
     ) -> Result<Asked, RequestError> {
@@ -233,7 +233,7 @@ impl Link {
                 // A keeper that reads nothing is there, but will not see this.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(RequestError::NoAnswer),
                 // It is gone; the service thread is about to notice.
-                Err(_) => return self.settle(state, &socket, until, insist),
+                Err(_) => return self.settle(state, &socket, until, waits),
             }
             let number = state.sent;
             let mut until = until;
@@ -255,9 +255,9 @@ impl Link {
                     answer => answer.map_err(RequestError::Refused),
                 };
             }
-            return self.settle(state, &socket, until, insist);
+            return self.settle(state, &socket, until, waits);
         }
-        self.missing(state, until, insist)
+        self.missing(state, until, waits)
     }
 
     /// Wait until a keeper is there, for at most `limit`.
@@ -279,7 +279,7 @@ impl Link {
         mut state: MutexGuard<'_, State>,
         socket: &Arc<OwnedFd>,
         until: Instant,
-        insist: bool,
+        waits: bool,
     ) -> Result<Asked, RequestError> {
         while state.is_on(socket) {
             if Instant::now() >= until {
@@ -287,17 +287,17 @@ impl Link {
             }
             state = self.wait(state, Some(until));
         }
-        self.missing(state, until, insist)
+        self.missing(state, until, waits)
     }
 
     /// The keeper is away; every attach message from here on has the change.
-    fn missing(&self, mut state: MutexGuard<'_, State>, until: Instant, insist: bool) -> Result<Asked, RequestError> {
-        while insist && state.phase != Phase::Up {
+    fn missing(&self, mut state: MutexGuard<'_, State>, until: Instant, waits: bool) -> Result<Asked, RequestError> {
+        while waits && state.phase != Phase::Up {
             if Instant::now() >= until {
                 return Err(RequestError::NoAnswer);
             }
             state = self.wait(state, Some(until));
         }
-        Ok(if insist { Asked::Done } else { Asked::Later })
+        Ok(if waits { Asked::Done } else { Asked::Later })
     }
 }

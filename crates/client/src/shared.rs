@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ballast_sys::Uffd;
 
-use crate::control::Control;
+use crate::control::ControlSocket;
 use crate::link::Link;
 use crate::regions::Table;
 
@@ -55,7 +55,7 @@ pub(crate) struct Shared {
     pub features: u64,
     pub table: Mutex<Table>,
     pub link: Link,
-    pub control: Control,
+    pub control: ControlSocket,
     pub fail_stop: Mutex<FailStop>,
     pub timing: Timing,
 }

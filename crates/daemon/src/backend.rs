@@ -23,7 +23,7 @@ use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::Store;
 use ballast_sys::{meminfo, scm};
 
-use crate::engine::control::{Control, words};
+use crate::engine::control::{Governor, words};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
 use crate::engine::served::{KEPT, SMALLEST_LIMIT, Served};
@@ -36,7 +36,7 @@ pub struct Shown {
     /// The VMs.
     pub host: Arc<Host>,
     /// Who decides how much each VM may have.
-    pub control: Arc<Control>,
+    pub control: Arc<Governor>,
     /// Who starts engines.
     pub keeper: Arc<OwnedFd>,
 }
@@ -70,7 +70,7 @@ impl Shown {
     }
 }
 
-impl http::Control for Shown {
+impl http::Governing for Shown {
     fn snapshot(&self) -> Snapshot {
         self.control.snapshot(&self.host)
     }

@@ -100,7 +100,7 @@ mod tests {
             quarantine_ms: 5,
             reader_gid: Some(6),
             spill: Some(Spilling { dir: "/d".into(), budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
-            heat: Tracking { track: Track::Auto, cost_percent: 0.5, look_inside: true, fair: false },
+            heat: Tracking { track: Track::Auto, cost_percent: 0.5, fine_cycles: true, fair: false },
             policy: Setup { policy: Kind::Gain, tick_ms: 1, budget_bytes: Some(2), params },
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();

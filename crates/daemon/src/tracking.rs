@@ -19,14 +19,14 @@ pub struct Tracking {
     /// What it may cost, in percent of one CPU, and again of the time guest threads wait.
     pub cost_percent: f64,
     /// Look into hot huge pages, for those of their pages that are cold.
-    pub look_inside: bool,
+    pub fine_cycles: bool,
     /// A huge page that was touched becomes one generation younger; otherwise youngest at once, as a base page does.
     pub fair: bool,
 }
 
 impl Default for Tracking {
     fn default() -> Self {
-        Self { track: Track::Off, cost_percent: 3.0, look_inside: true, fair: true }
+        Self { track: Track::Off, cost_percent: 3.0, fine_cycles: true, fair: true }
     }
 }
 
@@ -44,7 +44,7 @@ impl Tracking {
         let whole = Settings::default();
         Settings {
             budget: Budget { cpu: each, guest: each },
-            fine_share: if self.look_inside { whole.fine_share } else { 0.0 },
+            fine_share: if self.fine_cycles { whole.fine_share } else { 0.0 },
             promotion: if self.fair { Promotion::Fair } else { Promotion::Classic },
             ..whole
         }

@@ -240,7 +240,7 @@ impl Strip {
 mod tests {
     use super::*;
     use crate::source::Phase;
-    use crate::source::{PageMap, Report, Seen};
+    use crate::source::{CycleReport, PageMap, Seen};
     use crate::tracker::Settings;
     use proptest::collection::vec;
     use proptest::prelude::*;
@@ -260,7 +260,7 @@ mod tests {
         let units: Vec<_> =
             tracker.units().present().map(|unit| (unit, Seen::Coarse { touched: touched(unit.unit) })).collect();
         tracker.begun = Duration::from_secs(at_s - 1);
-        tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &Report { units, ..Report::default() });
+        tracker.absorb(Duration::from_secs(at_s), Phase::Coarse, &CycleReport { units, ..CycleReport::default() });
     }
 
     #[test]
@@ -270,7 +270,7 @@ mod tests {
             coarse(&mut tracker, second, |unit| unit < 2);
         }
         let full = |touched| Seen::Fine { watched: PageMap::ALL, touched };
-        let report = Report { units: vec![(unit(0), full(PageMap::first(64)))], ..Report::default() };
+        let report = CycleReport { units: vec![(unit(0), full(PageMap::first(64)))], ..CycleReport::default() };
         (0..2).for_each(|_| tracker.absorb(Duration::from_secs(100), Phase::Fine, &report));
         let heat = heat(&tracker, Duration::from_secs(100), 4);
         let unit_bytes = ballast_base::HUGE_SIZE as u64;
@@ -317,7 +317,7 @@ mod tests {
                 })).collect();
                 units.sort_unstable_by_key(|(unit, _)| *unit);
                 units.dedup_by_key(|(unit, _)| *unit);
-                tracker.absorb(Duration::from_secs(at), Phase::Fine, &Report { units, ..Report::default() });
+                tracker.absorb(Duration::from_secs(at), Phase::Fine, &CycleReport { units, ..CycleReport::default() });
             }
             let heat = heat(&tracker, Duration::from_secs(90), cells);
             prop_assert_eq!(heat.ages.iter().sum::<u64>(), heat.present_bytes);

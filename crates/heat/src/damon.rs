@@ -17,7 +17,7 @@ use std::time::Duration;
 use ballast_base::{HUGE_SIZE, Hva, PAGE_SIZE, PageIdx};
 use ballast_sys::Remote;
 
-use crate::source::{Ability, AccessSource, Cost, Granularity, Report, Seen, UnitId, Watch};
+use crate::source::{Ability, AccessSource, Cost, CycleReport, Granularity, Seen, UnitId, Watch};
 
 /// DAMON's directory.
 pub const SYSFS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
@@ -208,7 +208,7 @@ impl AccessSource for Damon {
         Ok(())
     }
 
-    fn end(&mut self) -> io::Result<Report> {
+    fn end(&mut self) -> io::Result<CycleReport> {
         let places = self
             .running
             .take()
@@ -220,7 +220,7 @@ impl AccessSource for Damon {
             places.iter().zip(touched).map(|((_, unit), touched)| (*unit, Seen::Coarse { touched })).collect();
         units.sort_unstable_by_key(|(unit, _)| *unit);
         // DAMON's thread is the kernel's: its CPU time is not counted.
-        Ok(Report { units, cost: Cost::default() })
+        Ok(CycleReport { units, cost: Cost::default() })
     }
 }
 
@@ -276,7 +276,7 @@ mod tests {
         Watch { coarse: (0..8).map(unit).collect(), fine: Vec::new() }
     }
 
-    fn touched(report: &Report) -> Vec<u32> {
+    fn touched(report: &CycleReport) -> Vec<u32> {
         report.units.iter().filter(|(_, seen)| seen.touched()).map(|(unit, _)| unit.unit).collect()
     }
 

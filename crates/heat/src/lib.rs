@@ -51,7 +51,7 @@ pub use ages::{Heat, heat};
 pub use entry::{Entry, RECENT};
 pub use pick::{HeatSource, push_run};
 pub use shared::VmHeat;
-pub use source::{AccessSource, PageMap, Phase, Report, Seen, UnitId, Watch};
+pub use source::{AccessSource, CycleReport, PageMap, Phase, Seen, UnitId, Watch};
 pub use tracker::{Settings, Step, Tracker};
 
 /// A run of candidate pages.

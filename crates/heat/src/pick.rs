@@ -244,7 +244,7 @@ pub fn push_run(out: &mut Vec<ColdRun>, region: u32, pages: PageRange) {
 mod tests {
     use super::*;
     use crate::source::Phase;
-    use crate::source::{Report, Seen};
+    use crate::source::{CycleReport, Seen};
     use crate::touched;
     use crate::tracker::Settings;
     use proptest::collection::vec;
@@ -310,13 +310,13 @@ mod tests {
         for _ in 0..count {
             let seen = |id: UnitId| (id, Seen::Coarse { touched: hot.contains(&id.unit) });
             let units = tracker.units().present().map(seen).collect();
-            tracker.absorb(source.heat.now(), Phase::Coarse, &Report { units, ..Report::default() });
+            tracker.absorb(source.heat.now(), Phase::Coarse, &CycleReport { units, ..CycleReport::default() });
         }
     }
 
     fn scan(source: &HeatSource, id: UnitId, touched: PageMap) {
         let seen = Seen::Fine { watched: PageMap::ALL, touched };
-        let report = Report { units: vec![(id, seen)], ..Report::default() };
+        let report = CycleReport { units: vec![(id, seen)], ..CycleReport::default() };
         source.heat.lock().absorb(source.heat.now(), Phase::Fine, &report);
     }
 

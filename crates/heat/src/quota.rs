@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use crate::pace::Budget;
-use crate::source::{Cost, Report, Seen, UnitId};
+use crate::source::{Cost, CycleReport, Seen, UnitId};
 
 /// Weight of the last cycle in the running averages.
 const WEIGHT: f64 = 0.5;
@@ -63,7 +63,7 @@ impl Quota {
     }
 
     /// Record a fine cycle. `pages_of` returns how many pages a unit has.
-    pub fn learn(&mut self, report: &Report, pages_of: impl Fn(UnitId) -> u64) {
+    pub fn learn(&mut self, report: &CycleReport, pages_of: impl Fn(UnitId) -> u64) {
         let Cost { cpu, guest, faults } = report.cost;
         if faults >= LEAST_FAULTS {
             self.per_fault += WEIGHT * (guest.as_secs_f64() / faults as f64 - self.per_fault);
@@ -132,13 +132,13 @@ mod tests {
             let units = (0..samples + scans).map(|unit| (UnitId { region: 0, unit }, of(unit))).collect();
             // 300 us and 30.
             let cpu = Duration::from_micros(u64::from(300 * samples + 30 * scans));
-            Report { units, cost: Cost { cpu, ..Cost::default() } }
+            CycleReport { units, cost: Cost { cpu, ..Cost::default() } }
         };
         for (samples, scans) in [(100, 0), (0, 50), (0, 70), (0, 70), (100, 30), (0, 80), (0, 80)] {
             quota.learn(&cycle(samples, scans), |_| 512);
         }
         assert!((250e-6..350e-6).contains(&quota.per_sample) && (25e-6..40e-6).contains(&quota.per_scan), "{quota:?}");
-        quota.learn(&Report::default(), |_| 512);
+        quota.learn(&CycleReport::default(), |_| 512);
     }
 
     #[test]
@@ -149,9 +149,9 @@ mod tests {
             let units = (0..10).map(|unit| (UnitId { region: 0, unit }, scan)).collect();
             // A fault takes 10 us, a unit another 1 ms.
             let (cpu, guest) = (Duration::from_millis(20), Duration::from_millis(10));
-            let report = Report { units, cost: Cost { cpu, guest, faults: 1000 } };
+            let report = CycleReport { units, cost: Cost { cpu, guest, faults: 1000 } };
             (0..20).for_each(|_| quota.learn(&report, |_| 512));
-            quota.learn(&Report::default(), |_| 512);
+            quota.learn(&CycleReport::default(), |_| 512);
             let mut allowance = quota.allowance(budget, Duration::from_secs(2));
             (0..).take_while(|_| allowance.charge(100.0, false)).count()
         };

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
-use crate::source::{Ability, AccessSource, Cost, Granularity, PageMap, Report, Seen, UnitId, Watch};
+use crate::source::{Ability, AccessSource, Cost, CycleReport, Granularity, PageMap, Seen, UnitId, Watch};
 
 /// See above.
 #[derive(Debug, Default)]
@@ -46,13 +46,13 @@ impl AccessSource for Scripted {
         Ok(())
     }
 
-    fn end(&mut self) -> io::Result<Report> {
+    fn end(&mut self) -> io::Result<CycleReport> {
         let watch = self.running.take().ok_or_else(|| io::Error::other("no cycle is running"))?;
         if std::mem::take(&mut self.fail_end) {
             return Err(io::Error::other("scripted to fail"));
         }
         let of = |unit| self.touched.get(&unit).copied().unwrap_or_default();
-        let mut report = Report::default();
+        let mut report = CycleReport::default();
         for unit in watch.coarse {
             let touched = !of(unit).is_empty();
             report.cost.guest += if touched { Self::COST.0 } else { Duration::ZERO };

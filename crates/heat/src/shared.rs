@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use crate::source::{Ability, AccessSource, Report};
+use crate::source::{Ability, AccessSource, CycleReport};
 use crate::tracker::{Settings, Step, Tracker};
 use crate::{Heat, Pages};
 
@@ -100,9 +100,9 @@ impl VmHeat {
                     let whole = wait(window);
                     let mut report = source.end()?;
                     report.cost.cpu += planning;
-                    Ok(if whole { report } else { Report { units: Vec::new(), ..report } })
+                    Ok(if whole { report } else { CycleReport { units: Vec::new(), ..report } })
                 });
-                let nothing = Report::default();
+                let nothing = CycleReport::default();
                 self.lock().absorb(self.now(), phase, report.as_ref().unwrap_or(&nothing));
                 report.map(|_| ())
             }

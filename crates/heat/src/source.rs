@@ -190,7 +190,7 @@ pub struct Cost {
 
 /// What a cycle reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct CycleReport {
     /// One entry for each unit that was watched, ascending. A unit that could not be watched (unplugged, far, busy) is
     /// left out. A unit watched page by page may be reported as a whole.
     pub units: Vec<(UnitId, Seen)>,
@@ -226,7 +226,7 @@ pub trait AccessSource: Send {
 
     /// End the cycle and report what was touched. Also after an error no cycle runs, and nothing of it remains in the
     /// guest's page tables.
-    fn end(&mut self) -> io::Result<Report>;
+    fn end(&mut self) -> io::Result<CycleReport>;
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ use crate::pace::{Budget, Pace};
 use crate::quota::Quota;
 use crate::record::Frame;
 use crate::sample::SplitMix64;
-use crate::source::{PageMap, Phase, Report, Seen, UnitId, Watch};
+use crate::source::{CycleReport, PageMap, Phase, Seen, UnitId, Watch};
 use crate::subpage::{Limits, Subpages, Verdict};
 use crate::units::Units;
 use cycle_log::CycleLog;
@@ -191,7 +191,7 @@ impl Tracker {
     }
 
     /// Take in the report of a cycle that ended `now`; an empty report of a cycle that failed.
-    pub fn absorb(&mut self, now: Duration, phase: Phase, report: &Report) {
+    pub fn absorb(&mut self, now: Duration, phase: Phase, report: &CycleReport) {
         let at = Moment::at(now);
         self.version += 1;
         if self.log.is_wanted(now) {

@@ -14,7 +14,7 @@ use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 use ballast_heat::generations::Promotion;
 use ballast_heat::sample::SplitMix64;
 use ballast_heat::source::BLOCK;
-use ballast_heat::{HeatSource, Pages, Phase, Pick, Report, Seen, Settings, Step, UnitId, VmHeat};
+use ballast_heat::{CycleReport, HeatSource, Pages, Phase, Pick, Seen, Settings, Step, UnitId, VmHeat};
 
 const UNITS: usize = 64;
 const PAGES: usize = UNITS * PAGES_PER_UNIT as usize;
@@ -104,7 +104,7 @@ fn missed(rates: &[f64], keep: f64, promotion: Promotion, base: Base) -> f64 {
             (*id, seen)
         };
         let units = watch.coarse.iter().map(seen).collect();
-        heat.lock().absorb(now, Phase::Coarse, &Report { units, ..Report::default() });
+        heat.lock().absorb(now, Phase::Coarse, &CycleReport { units, ..CycleReport::default() });
         cycle += 1;
         if cycle > CYCLES[0] {
             let over = guest.0.borrow().iter().filter(|page| **page).count() as f64 - keep * PAGES as f64;

@@ -18,7 +18,7 @@ use crate::stats::NodeStats;
 use crate::table::{Entry, Table, Vm};
 use crate::unit::{Class, Domain, Extent, FrameIdx, GuestIdx, Kind, Mode, NodeIdx, SLICE_SIZE, SliceIdx, VmId};
 use crate::words::Words;
-use crate::zero::{Dirty, Run, Zeroed};
+use crate::zero::{Dirty, ZeroRun, Zeroed};
 
 /// An operation that does not fit what is there. Caused by the owner of the pool.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -65,7 +65,7 @@ pub struct Tenant {
 pub struct Pool<W> {
     table: Table<W>,
     index: Index,
-    run: Run,
+    run: ZeroRun,
 }
 
 impl<W: Words> Pool<W> {
@@ -101,7 +101,7 @@ impl<W: Words> Pool<W> {
         }
         check::all(&table)?;
         let index = Index::new(&table);
-        Ok((Self { table, index, run: Run::next() }, redone))
+        Ok((Self { table, index, run: ZeroRun::next() }, redone))
     }
 
     /// The words again.
@@ -197,7 +197,7 @@ impl<W: Words> Pool<W> {
     }
 
     /// Take slices from a worker of this run. One of another run has none: what it had is dirty, or somebody else's.
-    fn end_zeroing(&mut self, by: Move, extent: Extent, run: Run) {
+    fn end_zeroing(&mut self, by: Move, extent: Extent, run: ZeroRun) {
         if run == self.run {
             intent::run(&mut self.table, Intent::Range { by, class: None, extent });
         }

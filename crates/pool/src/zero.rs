@@ -13,9 +13,9 @@ use crate::unit::Extent;
 
 /// One opening of a pool, by this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run(u64);
+pub(crate) struct ZeroRun(u64);
 
-impl Run {
+impl ZeroRun {
     /// One that there was not before.
     pub(crate) fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -26,12 +26,12 @@ impl Run {
 /// Slices that nobody uses and that may hold anything. They are this holder's until they come back.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the slices stay out of use until they are given back to the pool"]
-pub struct Dirty(pub(crate) Extent, pub(crate) Run);
+pub struct Dirty(pub(crate) Extent, pub(crate) ZeroRun);
 
 /// Slices that are zero.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the slices stay out of use until they are given back to the pool"]
-pub struct Zeroed(pub(crate) Extent, pub(crate) Run);
+pub struct Zeroed(pub(crate) Extent, pub(crate) ZeroRun);
 
 impl Dirty {
     /// Which ones.

@@ -127,6 +127,35 @@ fn nothing_says_a_word_that_the_house_has_a_better_one_for() {
     none_is_left(&words_to_replace());
 }
 
+/// Names that once meant several things: each is one type of the product at most.
+const ONCE: [&str; 6] = ["Watch", "Lane", "Run", "Report", "Control", "Wish"];
+
+fn names_of_several_types() -> Vec<String> {
+    let mut said = Vec::new();
+    let files = files(&[".rs"]);
+    for name in ONCE {
+        let is_it = |line: &str| {
+            let mut words = line
+                .split(|c: char| !c.is_alphanumeric() && c != '_')
+                .skip_while(|word| ["", "pub", "crate", "super"].contains(word));
+            let kind = words.next().is_some_and(|word| ["struct", "enum", "trait", "type", "union"].contains(&word));
+            kind && words.next() == Some(name)
+        };
+        let product = files.iter().filter(|(file, _)| file.starts_with("crates/"));
+        let places: Vec<&str> =
+            product.flat_map(|(file, text)| text.lines().filter(|line| is_it(line)).map(|_| file.as_str())).collect();
+        if places.len() > 1 {
+            said.push(format!("{name} is a type of {}", places.join(", ")));
+        }
+    }
+    said
+}
+
+#[test]
+fn a_name_that_meant_several_things_means_one() {
+    none_is_left(&names_of_several_types());
+}
+
 fn answering_functions() -> Vec<String> {
     let mut said = Vec::new();
     for (name, text) in files(&[".rs"]) {

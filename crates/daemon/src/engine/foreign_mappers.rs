@@ -33,7 +33,7 @@ const LONGEST_REST: Duration = Duration::from_millis(250);
 /// Start the watch; when a VM is sent to it, it looks at once.
 pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     let (sender, asked) = mpsc::channel::<Arc<Served>>();
-    let mut watch = Watch { host, processes: Processes::default(), unreadable: HashSet::new() };
+    let mut watch = Watcher { host, processes: Processes::default(), unreadable: HashSet::new() };
     std::thread::Builder::new().name("watch".into()).spawn(move || {
         // A VM without a look grows beyond its limit.
         run_first();
@@ -51,14 +51,14 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
     Ok(sender)
 }
 
-struct Watch {
+struct Watcher {
     host: Arc<Host>,
     processes: Processes,
     /// Processes that could not be looked at, of which it was said.
     unreadable: HashSet<Process>,
 }
 
-impl Watch {
+impl Watcher {
     /// Look for all VMs that want it: those that asked are among them.
     fn look(&mut self) {
         let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_look).collect();

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::StateFile;
 use ballast_pager::tier::stores::LateStore;
-use ballast_pager::vm::{Report, Vm};
+use ballast_pager::vm::{Reporter, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
 
 /// How long a VM waits for its disk. One that works takes milliseconds.
@@ -56,7 +56,7 @@ impl LateFile {
     /// nothing else of the VM, whose memory must not wait for the disk when it ends.
     pub fn begin(
         state: StateFile,
-        report: Report,
+        report: Reporter,
         store: Arc<LateStore>,
         [file, index]: [OwnedFd; 2],
         options: FileOptions,

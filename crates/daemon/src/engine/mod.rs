@@ -29,7 +29,7 @@ use crate::backend::Shown;
 use crate::events::Events;
 use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
-use control::Control;
+use control::Governor;
 use host::Host;
 use shared::{Engine, Overdue};
 use workers::Workers;
@@ -88,7 +88,7 @@ pub fn run() -> anyhow::Result<()> {
             tracing::warn!("Reporting the policy to the keeper: {error}");
         }
     };
-    let control = Arc::new(Control::new(settings.policy, keep));
+    let control = Arc::new(Governor::new(settings.policy, keep));
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),

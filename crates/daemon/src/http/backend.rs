@@ -9,7 +9,7 @@ use ballast_api::{
 use ballast_policy::{Kind, Plan, Snapshot};
 
 /// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
-pub trait Backend: Control + Upgrades + Send + Sync + 'static {
+pub trait Backend: Governing + Upgrades + Send + Sync + 'static {
     /// Every VM, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
@@ -58,7 +58,7 @@ pub struct Histogram {
 }
 
 /// What the API shows and changes of the control loop. A backend without one says so.
-pub trait Control {
+pub trait Governing {
     /// What policies look at.
     fn snapshot(&self) -> Snapshot {
         Snapshot::default()

@@ -24,7 +24,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use gate::Inside;
 
-pub use backend::{Backend, ChangeError, Control, Histogram, Upgrades};
+pub use backend::{Backend, ChangeError, Governing, Histogram, Upgrades};
 pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 

@@ -83,7 +83,7 @@ impl Backend for Canned {
     }
 }
 
-impl Control for Canned {}
+impl Governing for Canned {}
 impl Upgrades for Canned {}
 
 struct Server {

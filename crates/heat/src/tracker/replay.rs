@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::{Settings, Tracker};
 use crate::moment::Moment;
 use crate::record::{self, Frame, Line, Recorded, Recording};
-use crate::source::{Phase, Report, Seen, UnitId};
+use crate::source::{CycleReport, Phase, Seen, UnitId};
 
 impl Tracker {
     /// A recording of the cycles after number `after` that are still kept. The first call begins to keep them and
@@ -26,7 +26,7 @@ impl Tracker {
     }
 
     /// A cycle as it is recorded. Call this before the cycle is absorbed.
-    pub(crate) fn recorded(&self, number: u64, ended: Duration, phase: Phase, report: &Report) -> Recorded {
+    pub(crate) fn recorded(&self, number: u64, ended: Duration, phase: Phase, report: &CycleReport) -> Recorded {
         let mut seen = report.units.iter().peekable();
         let lines = match phase {
             Phase::Fine => {
@@ -59,7 +59,7 @@ impl Tracker {
             self.units.set_present(line.unit, line.present.min(most), at, birth);
         }
         let units = cycle.lines.iter().filter_map(|line| Some((line.unit, line.seen?))).collect();
-        let report = Report { units, cost: cycle.cost };
+        let report = CycleReport { units, cost: cycle.cost };
         self.begun = cycle.begun;
         self.absorb(cycle.ended, cycle.phase, &report);
     }

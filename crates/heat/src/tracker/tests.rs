@@ -117,11 +117,15 @@ fn pages_that_scans_missed_are_hot_where_each_scan_sees_others_and_cold_where_al
         let start = Duration::from_secs(number * 2);
         let units = (0..4).map(|index| (unit(index), Seen::Coarse { touched: true })).collect();
         tracker.begun = start;
-        tracker.absorb(start + Duration::from_secs(1), Phase::Coarse, &Report { units, ..Report::default() });
+        tracker.absorb(start + Duration::from_secs(1), Phase::Coarse, &CycleReport { units, ..CycleReport::default() });
         let seen = |index| Seen::Fine { watched: PageMap::ALL, touched: of(index, number) };
         let units = (0..4).map(|index| (unit(index), seen(index))).collect();
         tracker.begun = start + Duration::from_secs(1);
-        tracker.absorb(start + Duration::from_millis(1500), Phase::Fine, &Report { units, ..Report::default() });
+        tracker.absorb(
+            start + Duration::from_millis(1500),
+            Phase::Fine,
+            &CycleReport { units, ..CycleReport::default() },
+        );
     }
     let hot: Vec<_> = tracker.hot_pages().map(|(_, pages)| pages).collect();
     assert_eq!(hot, [PageMap::ALL, PageMap::ALL, fifth(0), fifth(0)]);
@@ -178,12 +182,12 @@ fn a_cycle_that_failed_changes_nothing_and_tracking_continues() {
         match tracker.next(now, &guest) {
             Step::Rest(pause) => now += pause,
             step @ Step::Watch { phase: Phase::Coarse, .. } => break step,
-            Step::Watch { phase, .. } => tracker.absorb(now, phase, &Report::default()),
+            Step::Watch { phase, .. } => tracker.absorb(now, phase, &CycleReport::default()),
         }
     }) else {
         unreachable!()
     };
-    tracker.absorb(now, Phase::Coarse, &Report::default());
+    tracker.absorb(now, Phase::Coarse, &CycleReport::default());
     assert_eq!((0..4).map(|index| tracker.generation(unit(index))).collect::<Vec<_>>(), before);
     assert!(matches!(tracker.next(now, &guest), Step::Rest(_) | Step::Watch { phase: Phase::Fine, .. }));
 }
@@ -215,7 +219,8 @@ proptest! {
                     touches[unit.unit as usize] += 1;
                 }
             }
-            tracker.absorb(Duration::from_secs(turn as u64 + 1), phase, &Report { units, ..Report::default() });
+            let report = CycleReport { units, ..CycleReport::default() };
+            tracker.absorb(Duration::from_secs(turn as u64 + 1), phase, &report);
         }
         for index in 0..16 {
             let entry = tracker.units().entry(unit(index)).expect("known");

@@ -12,7 +12,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use crate::run::set::Wish;
+use crate::run::set::Placement;
 
 /// How often the CPU of a faulting thread is sampled, at first and when nothing changes. A sample costs some 5 us.
 const SAMPLE_EVERY: Duration = Duration::from_millis(1);
@@ -45,9 +45,9 @@ impl Follow {
     }
 
     /// `thread` of the process waits for us now.
-    pub fn faulted(&mut self, thread: u32, now: Instant) -> Wish {
+    pub fn faulted(&mut self, thread: u32, now: Instant) -> Placement {
         if now < self.next_sample {
-            return Wish::Stay;
+            return Placement::Stay;
         }
         let (ran, last) = (self.ran(thread), self.seen);
         self.seen = ran;
@@ -55,10 +55,10 @@ impl Follow {
         self.interval = if agrees { (self.interval * 2).min(SAMPLE_RARELY) } else { SAMPLE_EVERY };
         self.next_sample = now + self.interval;
         match ran {
-            Some(Ran::On(cpu)) if agrees => Wish::Cpu(cpu),
-            Some(Ran::RealTime) => Wish::Roam,
-            Some(Ran::On(_)) if last.is_some() => Wish::Any,
-            _ => Wish::Stay,
+            Some(Ran::On(cpu)) if agrees => Placement::Cpu(cpu),
+            Some(Ran::RealTime) => Placement::Roam,
+            Some(Ran::On(_)) if last.is_some() => Placement::Any,
+            _ => Placement::Stay,
         }
     }
 
@@ -125,8 +125,8 @@ mod tests {
             now += SAMPLE_RARELY;
             follow.faulted(guests[guest].0, now)
         };
-        assert_eq!([fault(1), fault(1)], [Wish::Stay, Wish::Cpu(second)], "two samples agree");
-        assert_eq!([fault(0), fault(0)], [Wish::Any, Wish::Cpu(first)], "they do not, then on the other");
+        assert_eq!([fault(1), fault(1)], [Placement::Stay, Placement::Cpu(second)], "two samples agree");
+        assert_eq!([fault(0), fault(0)], [Placement::Any, Placement::Cpu(first)], "they do not, then on the other");
         for (_, end, thread) in guests {
             drop(end);
             thread.join().expect("guest");

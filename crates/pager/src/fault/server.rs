@@ -31,7 +31,7 @@ use super::stages::Sampler;
 use super::stall::PendingFault;
 use super::throttle::{MOST_WAIT, Waiter};
 use crate::run::queue::Next;
-use crate::run::set::{After, Notify, Serve, Wish};
+use crate::run::set::{After, Notify, Placement, Serve};
 use crate::scan::touch::{self, Touch, touched};
 use crate::vm::Vm;
 use crate::vm::region::Region;
@@ -140,8 +140,8 @@ impl Serve for FaultServer {
                 after.next = Next::At(self.forgotten.due());
             }
         }
-        let wish = newest.map_or(Wish::Stay, |thread| self.follow.faulted(thread, now));
-        After { wish, shares: vm.shares(), ..after }
+        let placement = newest.map_or(Placement::Stay, |thread| self.follow.faulted(thread, now));
+        After { placement, shares: vm.shares(), ..after }
     }
 
     fn panicked(&mut self, times: u32) -> bool {

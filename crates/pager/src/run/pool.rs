@@ -124,13 +124,13 @@ struct Body {
 struct Worker {
     /// As the kernel numbers it.
     number: u32,
-    runs: Option<Run>,
+    runs: Option<Running>,
     /// It waits in the kernel.
     is_blocked: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct Running {
     task: TaskId,
     since: Instant,
 }
@@ -339,7 +339,7 @@ impl Pool {
             let body = inner.tasks.get_mut(&id).expect("it is not over");
             let mut task = body.task.take().expect("it does not run twice at a time");
             let wanted = body.name.clone();
-            inner.threads.get_mut(&me).expect("entered at its start").runs = Some(Run { task: id, since: now });
+            inner.threads.get_mut(&me).expect("entered at its start").runs = Some(Running { task: id, since: now });
             let is_soon = |due: Instant| due.saturating_duration_since(now) < SOON;
             if inner.queue.is_ready() || inner.timed.is_none() && inner.queue.next_due().is_some_and(is_soon) {
                 self.dispatch(&mut inner);

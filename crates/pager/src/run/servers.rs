@@ -28,7 +28,7 @@ use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 use super::pool::{blocking, sleeps};
 use super::queue::{GroupId, TaskId};
-use super::set::{Notify, Serve, Set, Slot, Visit, Wish, Worker};
+use super::set::{Notify, Placement, Serve, Set, Slot, Visit, Worker};
 
 /// How often the watchdog looks while there are visits, and how long one must have taken to be looked at.
 const TICK: Duration = Duration::from_millis(5);
@@ -189,15 +189,15 @@ impl Servers {
         cpus.iter().min_by_key(|set| set.len()).unwrap_or(roaming)
     }
 
-    /// Where a slot of this set is to be that has this wish.
-    fn target(&self, set: &Arc<Set>, slot: &Slot, wish: Wish) -> Option<&Arc<Set>> {
+    /// Where a slot of this set is to be that has this placement.
+    fn target(&self, set: &Arc<Set>, slot: &Slot, placement: Placement) -> Option<&Arc<Set>> {
         let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
-        let to = match wish {
-            Wish::Stay => None,
-            Wish::Cpu(cpu) => cpus.iter().find(|set| set.cpu == Some(cpu)),
-            Wish::Roam => Some(roaming),
-            Wish::Any if set.is_crowded_for(slot) => cpus.iter().find(|other| other.is_idle() || other.len() == 0),
-            Wish::Any => None,
+        let to = match placement {
+            Placement::Stay => None,
+            Placement::Cpu(cpu) => cpus.iter().find(|set| set.cpu == Some(cpu)),
+            Placement::Roam => Some(roaming),
+            Placement::Any if set.is_crowded_for(slot) => cpus.iter().find(|other| other.is_idle() || other.len() == 0),
+            Placement::Any => None,
         };
         to.filter(|to| !set.is_apart && !Arc::ptr_eq(to, set))
     }
@@ -283,7 +283,7 @@ impl Servers {
             }
             set = me.book(set, &slot, spent, &after);
             is_eager = after.is_eager;
-            if let Some(to) = self.target(&set, &slot, after.wish)
+            if let Some(to) = self.target(&set, &slot, after.placement)
                 && let Err(error) = self.start(to).and_then(|()| slot.relocate(&set, to))
             {
                 // It is served where it is.

@@ -64,14 +64,14 @@ pub struct After {
     /// It waits for another thread, which may want this CPU.
     pub is_eager: bool,
     /// Where it would rather be.
-    pub wish: Wish,
+    pub placement: Placement,
     /// Its weight: a visit is charged the usual shares for these.
     pub shares: u32,
 }
 
 /// Where a slot would rather be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wish {
+pub enum Placement {
     /// Where it is.
     Stay,
     /// With the worker of this CPU.
@@ -85,7 +85,7 @@ pub enum Wish {
 impl After {
     /// The rest is as usual.
     pub const fn next(next: Next) -> Self {
-        Self { next, is_eager: false, wish: Wish::Stay, shares: USUAL_SHARES }
+        Self { next, is_eager: false, placement: Placement::Stay, shares: USUAL_SHARES }
     }
 
     /// What is charged for a visit that took so long.

@@ -41,23 +41,23 @@ pub(crate) const ABILITY: Ability = Ability { name: "rwp-scan", granularity: Gra
 pub(crate) struct RwpScan<'a> {
     vm: &'a Vm,
     /// What the cycle that runs watches.
-    runs: Vec<Run>,
+    runs: Vec<ProtectedRun>,
     /// What faults and prefetch had mapped before it.
     mapped: u64,
 }
 
 /// Neighbouring units that are watched, with the pages of each that are.
 #[derive(Debug)]
-pub(crate) struct Run {
+pub(crate) struct ProtectedRun {
     region: Arc<Region>,
     /// Number of the first unit.
     first: u32,
     units: Vec<(Option<PageMap>, PageMap)>,
 }
 
-impl Run {
+impl ProtectedRun {
     /// Add a unit to runs that are in ascending order. `pages` says which of its pages to watch if not all.
-    pub(crate) fn add(runs: &mut Vec<Run>, region: Arc<Region>, unit: u32, pages: Option<PageMap>) {
+    pub(crate) fn add(runs: &mut Vec<ProtectedRun>, region: Arc<Region>, unit: u32, pages: Option<PageMap>) {
         // A huge page of hugetlbfs is touched as a whole, and cannot be protected in part.
         let pages = pages.filter(|_| region.granule_pages() == 1);
         match runs.last_mut() {
@@ -68,7 +68,7 @@ impl Run {
             {
                 run.units.push((pages, PageMap::NONE));
             }
-            _ => runs.push(Run { region, first: unit, units: vec![(pages, PageMap::NONE)] }),
+            _ => runs.push(ProtectedRun { region, first: unit, units: vec![(pages, PageMap::NONE)] }),
         }
     }
 
@@ -136,7 +136,7 @@ impl<'a> RwpScan<'a> {
     }
 
     /// Begin a cycle over these units, which are registered for accesses with every view. On an error no cycle runs.
-    pub(crate) fn start(&mut self, runs: Vec<Run>) -> io::Result<()> {
+    pub(crate) fn start(&mut self, runs: Vec<ProtectedRun>) -> io::Result<()> {
         (self.runs, self.mapped) = (runs, self.mapped());
         let protected = self.runs.iter().try_for_each(|run| self.protect(run, true));
         if protected.is_err() {
@@ -149,7 +149,7 @@ impl<'a> RwpScan<'a> {
     pub(crate) fn end(&mut self) -> io::Result<(Vec<(UnitId, Seen)>, Cost)> {
         let mut runs = std::mem::take(&mut self.runs);
         self.finish(&mut runs)?;
-        let touched = |run: &Run| -> u64 {
+        let touched = |run: &ProtectedRun| -> u64 {
             let pages: u64 = run.units.iter().map(|(_, touched)| touched.count()).sum();
             pages / run.region.granule_pages()
         };
@@ -158,11 +158,11 @@ impl<'a> RwpScan<'a> {
         let faults = touches.saturating_sub(self.mapped() - self.mapped);
         let guest = TOUCH * u32::try_from(faults).unwrap_or(u32::MAX);
         // What guests wait is in the CPU time as well: here it is theirs.
-        Ok((runs.iter().flat_map(Run::seen).collect(), Cost { cpu: guest, guest, faults }))
+        Ok((runs.iter().flat_map(ProtectedRun::seen).collect(), Cost { cpu: guest, guest, faults }))
     }
 
     /// Do something with a run of units in every view.
-    fn in_views(&self, run: &Run, mut act: impl FnMut(&RegionView<'_>) -> io::Result<()>) -> io::Result<()> {
+    fn in_views(&self, run: &ProtectedRun, mut act: impl FnMut(&RegionView<'_>) -> io::Result<()>) -> io::Result<()> {
         // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
         let _layout = self.vm.layout();
         let views = self.vm.views();
@@ -170,13 +170,13 @@ impl<'a> RwpScan<'a> {
         mapped.filter(|_| !run.region.is_removed()).try_for_each(|memory| act(&memory))
     }
 
-    fn protect(&self, run: &Run, protected: bool) -> io::Result<()> {
+    fn protect(&self, run: &ProtectedRun, protected: bool) -> io::Result<()> {
         let parts = run.watched();
         self.in_views(run, |memory| parts.iter().try_for_each(|part| memory.protect(*part, protected)))
     }
 
     /// Read what was touched, and lift the protection. An error of one run leaves none of the others protected.
-    fn finish(&self, runs: &mut [Run]) -> io::Result<()> {
+    fn finish(&self, runs: &mut [ProtectedRun]) -> io::Result<()> {
         let mut result = Ok(());
         for run in runs {
             let mut found = Vec::new();

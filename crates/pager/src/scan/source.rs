@@ -18,10 +18,10 @@ use std::time::Duration;
 
 use ballast_base::{PageIdx, PageRange};
 use ballast_heat::source::Ability;
-use ballast_heat::{AccessSource, Report, UnitId, Watch};
+use ballast_heat::{AccessSource, CycleReport, UnitId, Watch};
 use ballast_sys::clock::cpu_time;
 
-use super::rwp::{self, Run, RwpScan};
+use super::rwp::{self, ProtectedRun, RwpScan};
 use super::touches::{FINE_UNITS, KeepRegistered};
 use super::zap::{self, Watched, ZapScan};
 use crate::vm::Vm;
@@ -54,7 +54,7 @@ impl<'a> Scans<'a> {
     }
 
     /// Register the units of a watch, and give each to one of the scans.
-    fn divide(&self, watch: &Watch) -> io::Result<(Vec<Watched>, Vec<Run>)> {
+    fn divide(&self, watch: &Watch) -> io::Result<(Vec<Watched>, Vec<ProtectedRun>)> {
         // Held so that no view is added meanwhile.
         let _layout = self.vm.layout();
         let coarse = watch.coarse.iter().map(|id| (*id, None));
@@ -64,7 +64,7 @@ impl<'a> Scans<'a> {
         for (id, pages) in all {
             let Some(region) = self.vm.watchable(id)? else { continue };
             if self.is_seen_by_kernel(&region, id) {
-                Run::add(&mut rwp, region, id.unit, pages);
+                ProtectedRun::add(&mut rwp, region, id.unit, pages);
                 continue;
             }
             fine += usize::from(pages.is_some());
@@ -107,7 +107,7 @@ impl AccessSource for Scans<'_> {
         Ok(())
     }
 
-    fn end(&mut self) -> io::Result<Report> {
+    fn end(&mut self) -> io::Result<CycleReport> {
         let Some(cycle) = self.running.take() else {
             return Err(io::Error::other("Ending to watch touches: no cycle is running"));
         };
@@ -121,6 +121,6 @@ impl AccessSource for Scans<'_> {
         cost.cpu += of_kernel.cpu + cycle.cpu + cpu_time().saturating_sub(before);
         cost.guest += of_kernel.guest;
         cost.faults += of_kernel.faults;
-        Ok(Report { units, cost })
+        Ok(CycleReport { units, cost })
     }
 }

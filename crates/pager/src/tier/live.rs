@@ -11,12 +11,12 @@ use ballast_base::store::{Handle, PageKey, RegionKey};
 #[derive(Clone, Debug, Default)]
 pub struct LiveCopies {
     handles: Vec<Handle>,
-    runs: Vec<Run>,
+    runs: Vec<LiveRun>,
 }
 
 /// Neighbouring pages: the first one, and where their handles begin.
 #[derive(Clone, Debug)]
-struct Run {
+struct LiveRun {
     region: RegionKey,
     first: PageIdx,
     start: usize,
@@ -36,7 +36,7 @@ impl LiveCopies {
             run.region == key.region && next == key.page.0
         });
         if !goes_on {
-            self.runs.push(Run { region: key.region, first: key.page, start });
+            self.runs.push(LiveRun { region: key.region, first: key.page, start });
         }
         self.handles.push(handle);
     }

@@ -72,7 +72,7 @@ pub(crate) struct SpillWorker {
     pass: Option<Place>,
     /// Where to look next when room is wanted.
     hand: Place,
-    run: Run,
+    run: SpillRun,
 }
 
 /// A slow store, in the order in which they are tried.
@@ -85,7 +85,7 @@ struct Target {
 
 /// Neighbouring pages on their way.
 #[derive(Default)]
-struct Run {
+struct SpillRun {
     first: u64,
     words: Vec<Word>,
     bytes: Vec<PageBytes>,
@@ -114,7 +114,7 @@ impl SpillWorker {
             next_pass: Instant::now() + after.unwrap_or_default(),
             pass: None,
             hand: (0, 0),
-            run: Run::default(),
+            run: SpillRun::default(),
             vm,
         })
     }
@@ -134,7 +134,7 @@ impl SpillWorker {
             self.pass = None;
         }
         // The bytes of a run are kept only while they are used.
-        self.run = Run::default();
+        self.run = SpillRun::default();
         Next::after(Instant::now(), self.pause())
     }
 

@@ -104,7 +104,7 @@ impl Hold {
 }
 
 /// Something an operator should know.
-pub type Report = Arc<dyn Fn(&str, String) + Send + Sync>;
+pub type Reporter = Arc<dyn Fn(&str, String) + Send + Sync>;
 
 /// Everything about one VM that its workers share.
 pub struct Vm {
@@ -140,7 +140,7 @@ pub struct Vm {
     pub pinned: Pinned,
     /// Far pages whose hole in the file another process had filled.
     filled: AtomicU64,
-    report: Report,
+    report: Reporter,
 }
 
 impl std::fmt::Debug for Vm {
@@ -151,7 +151,7 @@ impl std::fmt::Debug for Vm {
 
 impl Vm {
     /// A VM without workers yet. `epoch` is what [`StateFile::take_over`] returned.
-    pub fn new(state: StateFile, epoch: u64, stores: Stores, tuning: Tuning, report: Report) -> Self {
+    pub fn new(state: StateFile, epoch: u64, stores: Stores, tuning: Tuning, report: Reporter) -> Self {
         let pressure = Pressure::new(Stats::of(&state));
         stores.tell(&report);
         Self {
@@ -194,7 +194,7 @@ impl Vm {
     }
 
     /// Who tells operators.
-    pub fn reporter(&self) -> Report {
+    pub fn reporter(&self) -> Reporter {
         self.report.clone()
     }
 

@@ -19,7 +19,7 @@ use crate::sweep::{Plan, Side, Sweep};
 const RAM: u64 = 256 * MIB;
 /// Settings of each side, and what its keys end with.
 const SIDES: [(&str, &str); 2] =
-    [("fine", "[heat]\nlook_inside = true\n"), ("coarse", "[heat]\nlook_inside = false\n")];
+    [("fine", "[heat]\nfine_cycles = true\n"), ("coarse", "[heat]\nfine_cycles = false\n")];
 
 pub(super) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
     let mut row = bench.row("hot bloat: what can be taken at 5 % slowdown");

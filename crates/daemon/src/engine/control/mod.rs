@@ -40,7 +40,7 @@ const LEASES_MS: std::ops::RangeInclusive<u64> = 100..=600_000;
 const MAX_NAME: usize = 64;
 
 /// The loop, as its thread and the API see it.
-pub struct Control {
+pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
     /// The watch looks for foreign mappers of each VM that is sent here.
@@ -77,9 +77,9 @@ struct Lease {
     until_ms: u64,
 }
 
-impl std::fmt::Debug for Control {
+impl std::fmt::Debug for Governor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Control").field("inner", &self.inner).finish_non_exhaustive()
+        f.debug_struct("Governor").field("inner", &self.inner).finish_non_exhaustive()
     }
 }
 
@@ -103,7 +103,7 @@ impl Inner {
     }
 }
 
-impl Control {
+impl Governor {
     /// A loop that is not running yet.
     pub fn new(setup: Setup, keep: impl Fn(Setup) + Send + Sync + 'static) -> Self {
         let inner = Inner {
@@ -326,7 +326,7 @@ fn unix_ms() -> u64 {
 }
 
 /// What the API asks.
-impl Control {
+impl Governor {
     /// What policies look at.
     pub fn snapshot(&self, host: &Host) -> Snapshot {
         self.lock().snapshot(host)
@@ -495,7 +495,7 @@ fn reserved(served: &Served, settings: Settings, limit: Option<Bytes>) -> u64 {
     settings.effective_reservation(limit.map_or(size, |limit| limit.min(size)).0)
 }
 
-/// See [`Control::brief`].
+/// See [`Governor::brief`].
 #[derive(Clone, Copy, Debug)]
 pub struct Brief {
     /// Who decides.

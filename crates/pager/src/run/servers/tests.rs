@@ -183,7 +183,7 @@ fn it_moves_to_the_cpu_where_it_is_wanted_and_loses_no_input_on_the_way() {
     let mut turn = 0;
     let moves = Client::new(&servers, 0, move |_, _| {
         turn += 1;
-        After { wish: Wish::Cpu(cpus[turn % 2]), ..After::next(Next::Idle) }
+        After { placement: Placement::Cpu(cpus[turn % 2]), ..After::next(Next::Idle) }
     });
     let others: Vec<Client> = (1..10).map(|group| Client::quiet(&servers, group)).collect();
     let mut threads = std::collections::HashSet::new();
@@ -206,7 +206,7 @@ fn it_is_closed_once_whoever_moves_notifies_and_visits_it_meanwhile() {
         let mut turn = round;
         let moves = Client::new(&servers, 0, move |_, _| {
             turn += 1;
-            After { wish: Wish::Cpu(cpus[turn % 2]), ..After::next(Next::Again) }
+            After { placement: Placement::Cpu(cpus[turn % 2]), ..After::next(Next::Again) }
         });
         let close = || {
             (0..round % 7).for_each(|_| moves.notify.notify());
@@ -343,8 +343,8 @@ fn of_those_that_stay_nowhere_some_go_to_a_worker_that_has_nothing_to_do() {
         let gathers = gathers.clone();
         move |_: &Told, now: Instant| {
             until(|| now.elapsed() >= BATCH);
-            let wish = if gathers.load(Ordering::SeqCst) { Wish::Cpu(first) } else { Wish::Any };
-            After { wish, ..After::next(Next::Again) }
+            let placement = if gathers.load(Ordering::SeqCst) { Placement::Cpu(first) } else { Placement::Any };
+            After { placement, ..After::next(Next::Again) }
         }
     };
     let clients: Vec<Client> = (0..2).map(|group| Client::new(&servers, group, busy())).collect();
@@ -393,7 +393,7 @@ impl Drop for Hog {
 fn a_worker_whose_cpu_a_real_time_thread_has_goes_to_another() {
     let servers = Servers::new().expect("servers");
     let Some([first, _]) = two_cpus(&servers) else { return };
-    let there = move |_: &Told, _| After { wish: Wish::Cpu(first), ..After::next(Next::Idle) };
+    let there = move |_: &Told, _| After { placement: Placement::Cpu(first), ..After::next(Next::Idle) };
     let client = Client::new(&servers, 0, there);
     let on_first = servers.0.sets.iter().find(|set| set.cpu == Some(first)).expect("a set");
     until(|| on_first.len() == 1);
@@ -416,7 +416,7 @@ fn a_worker_that_a_real_time_thread_interrupts_in_its_visits_goes_to_another_cpu
     // It is always in a visit.
     let busy = move |_: &Told, now: Instant| {
         until(|| now.elapsed() >= BATCH);
-        After { wish: Wish::Cpu(first), ..After::next(Next::Again) }
+        After { placement: Placement::Cpu(first), ..After::next(Next::Again) }
     };
     let client = Client::new(&servers, 0, busy);
     let on_first = servers.0.sets.iter().find(|set| set.cpu == Some(first)).expect("a set");
@@ -462,13 +462,13 @@ fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
             1 => Next::At(now + Duration::from_micros(rng.below(3000))),
             _ => Next::Idle,
         };
-        let wish = match rng.below(8) {
-            0..4 => Wish::Cpu(cpus[rng.below(cpus.len() as u64) as usize]),
-            4 => Wish::Roam,
-            5 => Wish::Any,
-            _ => Wish::Stay,
+        let placement = match rng.below(8) {
+            0..4 => Placement::Cpu(cpus[rng.below(cpus.len() as u64) as usize]),
+            4 => Placement::Roam,
+            5 => Placement::Any,
+            _ => Placement::Stay,
         };
-        After { wish, is_eager: rng.below(10) == 0, ..After::next(next) }
+        After { placement, is_eager: rng.below(10) == 0, ..After::next(next) }
     };
     Client::over(servers, seed % 7, fd.clone(), then)
 }
