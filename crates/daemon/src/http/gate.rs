@@ -5,6 +5,7 @@
 //! Threads: any may close and open it; connections are tasks that look at it.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
@@ -13,15 +14,21 @@ use tokio::sync::watch;
 #[derive(Clone, Debug)]
 pub struct Gate {
     open: Arc<watch::Sender<bool>>,
-    /// Each connection has a duplicate.
-    inside: Arc<()>,
+    /// How many are inside.
+    inside: Arc<AtomicUsize>,
 }
 
 /// A connection is inside as long as it has this.
 #[derive(Debug)]
 pub(super) struct Inside {
     open: watch::Receiver<bool>,
-    _counted: Arc<()>,
+    counted: Arc<AtomicUsize>,
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        self.counted.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl Default for Gate {
@@ -40,7 +47,7 @@ impl Gate {
     pub fn wait_until_empty(&self, at_most: Duration) {
         const LOOK_EVERY: Duration = Duration::from_millis(1);
         let begun = Instant::now();
-        while Arc::strong_count(&self.inside) > 1 && begun.elapsed() < at_most {
+        while self.inside.load(Ordering::Acquire) > 0 && begun.elapsed() < at_most {
             std::thread::sleep(LOOK_EVERY);
         }
     }
@@ -62,7 +69,8 @@ impl Gate {
 
     /// One more connection.
     pub(super) fn enter(&self) -> Inside {
-        Inside { open: self.open.subscribe(), _counted: self.inside.clone() }
+        self.inside.fetch_add(1, Ordering::AcqRel);
+        Inside { open: self.open.subscribe(), counted: self.inside.clone() }
     }
 }
 
@@ -73,5 +81,22 @@ impl Inside {
             // Nobody is left who would close it.
             std::future::pending::<()>().await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_closes_the_gate_waits_for_those_inside_and_for_nobody_else() {
+        let gate = Gate::default();
+        let (same, inside) = (gate.clone(), gate.enter());
+        same.close();
+        gate.wait_until_empty(Duration::ZERO);
+        assert_eq!(gate.inside.load(Ordering::Acquire), 1, "one is inside");
+        drop(inside);
+        // For ever, if anybody were.
+        gate.wait_until_empty(Duration::MAX);
     }
 }
