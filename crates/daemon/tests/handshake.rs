@@ -18,6 +18,7 @@ use ballast_base::wire::{self, ClientToKeeper, KeeperToClient, MAX_REGIONS, MAX_
 use ballast_base::{Bytes, Extent, Hva};
 use ballast_sys::{Uffd, memfd, scm};
 use common::raw::{Ram, RawClient, connect, hear, no_uffd, userfaultfd};
+use common::rng::Rng;
 use common::{Daemon, kill, signal_process, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
@@ -160,19 +161,6 @@ fn attached(daemon: &Daemon, name: &str, ram: &[&Ram]) -> RawClient {
 /// Open descriptors of a process.
 fn descriptors(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
-}
-
-/// Numbers that look random and are the same in each run (splitmix64).
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        ((z ^ (z >> 31)) % end as u64) as usize
-    }
 }
 
 /// Descriptors of every kind that a client might send.

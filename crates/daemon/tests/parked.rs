@@ -11,44 +11,19 @@ use ballast_api::{Track, VmStatus};
 use ballast_base::Hva;
 use ballast_sys::Uffd;
 use ballast_testvm::fuse::{Fuse, Held};
-use ballast_testvm::park::HOLDER;
 
 use common::guest::Guest;
+use common::parking::{self, fuse, park, sleeps_in};
 use common::raw::{Ram, no_uffd, userfaultfd};
-use common::{Daemon, missing, until};
+use common::{Daemon, until};
 
 const QUICK: &str = "quarantine_ms = 5\n";
 /// Pages go out and come back all the time.
 const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
-fn fuse() -> Option<Fuse> {
-    let served = Fuse::serve();
-    let refused = served.as_ref().err().map(|error| format!("no FUSE server: {error}"));
-    if missing("fuse", refused) { None } else { served.ok() }
-}
 
 /// A guest that can be parked on `fuse`.
 fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str) -> Guest {
-    let file = fuse.dir().join(name);
-    std::fs::write(&file, [7; 4096]).expect("a file to park on");
-    Guest::start(daemon, name, &format!("{BUSY} --park-on {}", file.display()))
-}
-
-/// Have it park. `nth` guests are parked on this server then.
-fn park<'a>(fuse: &'a Fuse, guest: &mut Guest, nth: usize) -> Held<'a> {
-    let held = fuse.hold_on();
-    guest.tell("read\n");
-    fuse.wait_for_held(nth);
-    guest.tell("map\n");
-    let pid = guest.pid();
-    until("a thread waits for the page in mmap", || sleeps_in(pid, HOLDER, "folio"));
-    held
-}
-
-/// Does a thread of this name sleep there in the kernel?
-fn sleeps_in(pid: u32, name: &str, function: &str) -> bool {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
-    let read = |task: &std::fs::DirEntry, what| std::fs::read_to_string(task.path().join(what)).unwrap_or_default();
-    tasks.flatten().any(|task| read(&task, "comm").trim_end() == name && read(&task, "wchan").contains(function))
+    parking::parkable(daemon, fuse, name, BUSY)
 }
 
 fn restored(daemon: &Daemon, name: &str) -> u64 {

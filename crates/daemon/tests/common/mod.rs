@@ -3,7 +3,9 @@
 #![allow(dead_code)]
 
 pub mod guest;
+pub mod parking;
 pub mod raw;
+pub mod rng;
 pub mod soak;
 pub mod vmm;
 
