@@ -507,6 +507,21 @@ fn a_vm_whose_working_set_is_larger_than_its_limit_is_held_to_it() {
 }
 
 #[test]
+fn a_vm_at_rest_that_grows_by_memory_it_never_touched_is_held_to_its_limit() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    let limit = Bytes(RAM.0 / 4 * 3);
+    rig.set_limit(Some(limit));
+    (0..rig.pages / 2).for_each(|page| rig.fill(page, 1));
+    until("reclaim rests", || rig.vm.rests());
+    // Nothing of this is under userfaultfd: no fault says so.
+    (rig.pages / 2..rig.pages).for_each(|page| rig.fill(page, 1));
+    until("it rests at its limit", || rig.vm.rests() && rig.resident() <= limit);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("what was restored goes", || rig.vm.rests() && rig.resident() <= limit);
+    rig.check_census();
+}
+
+#[test]
 fn where_memory_may_be_pinned_no_page_goes_before_the_full_quarantine() {
     let rig = Rig::unasked(RAM, AMPLE, Duration::from_secs(3600));
     rig.vm.set_may_pin();

@@ -1,9 +1,11 @@
 //! Reclaim: what goes, and when.
 //!
 //! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop; `refault` and
-//! `interval` tell it what refaults and how soon, `kept` and `pinned` what cannot go.
+//! `interval` tell it what refaults and how soon, `kept` and `pinned` what cannot go, `growth` that a VM at rest
+//! holds more.
 //! Threads: one reclaim worker for each VM. Promise: a page goes only after its quarantine.
 
+pub(crate) mod growth;
 pub mod interval;
 pub(crate) mod kept;
 pub mod pinned;

@@ -50,10 +50,11 @@ use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::page_state::{State, Ticket, Word};
 
-/// Pause between rounds with nothing to do, at first and while nothing changes; in the background; and when over the
-/// limit with nothing ready.
+/// Pause between rounds in which nothing goes, at first and while nothing changes; at rest, where `growth` looks
+/// meanwhile; in the background; and when over the limit with nothing ready.
 const IDLE: Duration = Duration::from_millis(200);
 const QUIET: Duration = Duration::from_secs(1);
+const REST: Duration = Duration::from_secs(8);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
 /// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
@@ -152,6 +153,8 @@ pub(crate) struct ReclaimWorker {
     checked: u64,
     /// The pause while nothing is to do.
     pause: Duration,
+    /// The last round found the VM at or below low.
+    is_low: bool,
     /// The last round ended although more pages could go.
     has_more: bool,
     /// Pages on their way to the store: 64 KiB, so that they are still in the CPU's cache when they are compressed.
@@ -188,6 +191,7 @@ impl ReclaimWorker {
             resident: 0,
             checked: 0,
             pause: IDLE,
+            is_low: false,
             has_more: false,
             buffer: Box::new([[0; PAGE_SIZE]; _]),
             vm,
@@ -237,6 +241,7 @@ impl ReclaimWorker {
         }
         if pause < IDLE {
             self.pause = IDLE;
+            self.vm.mail.rest_at(None);
             return Next::after(now, pause);
         }
         let vm = &self.vm;
@@ -246,8 +251,9 @@ impl ReclaimWorker {
         }
         let is_same = std::mem::replace(&mut self.checked, self.resident) == self.resident;
         let is_quiet = is_same && vm.pinned.pages().0 == 0;
-        self.pause = if is_quiet { (self.pause * 2).min(QUIET) } else { IDLE };
-        vm.mail.is_quiet.store(is_quiet, Ordering::Relaxed);
+        let longest = if self.is_low { REST } else { QUIET };
+        self.pause = if is_quiet { (self.pause * 2).min(longest) } else { IDLE };
+        vm.mail.rest_at(is_quiet.then_some(self.resident));
         Next::about(now, pause.max(self.pause))
     }
 
@@ -255,6 +261,7 @@ impl ReclaimWorker {
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm.clone();
         let now = Instant::now();
+        self.is_low = false;
         self.look_at_pinned(now);
         let limit = match self.limit(now) {
             Ok(limit) => limit,
@@ -280,7 +287,10 @@ impl ReclaimWorker {
             vm.mail.throttle.set(pages(resident), pages(limit.0), pages(margin));
         }
         let low = limit.0.saturating_sub(margin);
-        if resident <= low {
+        // Also where nothing need go: what is being zapped would keep the worker looking.
+        self.take_answers(now)?;
+        self.is_low = resident <= low;
+        if self.is_low {
             if resident + 2 * margin <= low {
                 // Far below: the limit was raised, or the guest gave much back. Nothing need be watched.
                 self.release_all();
@@ -308,7 +318,6 @@ impl ReclaimWorker {
             self.forced = false;
         }
         self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now);
-        self.take_answers(now)?;
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);

@@ -3,7 +3,7 @@
 //! Before: a worker has something for another. After: that one finds it, or is notified.
 //! Threads: any. Promise: leaving a message never waits for its receiver.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::fault::prefetch_queue::PrefetchQueue;
 use crate::fault::throttle::Throttle;
@@ -14,6 +14,9 @@ use crate::tier::slow_queue::SlowQueue;
 use crate::tier::spill_request::SpillRequest;
 use crate::vm::discards::Discards;
 
+/// Of a reclaim worker that does not rest; else it is one more than the bytes.
+const AWAKE: u64 = 0;
+
 /// | Mailbox | From | To |
 /// |---|---|---|
 /// | `touches` | fault workers | tracking worker |
@@ -23,7 +26,7 @@ use crate::vm::discards::Discards;
 /// | `throttle` | reclaim worker | fault workers |
 /// | `over_limit` | reclaim worker | tracking, readahead |
 /// | `spill` | reclaim worker | spill worker |
-/// | `is_quiet` | reclaim worker | fault workers |
+/// | `rests_at` | reclaim worker | fault workers, growth |
 /// | `reclaim` | all, and the daemon | reclaim worker |
 /// | `track` | all, and the daemon | tracking worker |
 /// | `discards` | clients | discard worker |
@@ -37,8 +40,9 @@ pub(crate) struct Mailboxes {
     /// Was the VM above its limit when the reclaim worker last checked?
     pub over_limit: AtomicBool,
     pub spill: SpillRequest,
-    /// The reclaim worker looks rarely now: who brings a page in notifies it.
-    pub is_quiet: AtomicBool,
+    /// The reclaim worker looks rarely now: who brings a page in notifies it, and so does `growth` when the VM does not
+    /// hold this many bytes any more. [`AWAKE`] while it looks often.
+    rests_at: AtomicU64,
     pub reclaim: Notifier,
     pub track: Notifier,
     pub discards: Discards,
@@ -48,7 +52,24 @@ impl Mailboxes {
     /// A page came in.
     pub fn came(&self, pages: u64) {
         self.throttle.came(pages);
-        if self.is_quiet.load(Ordering::Relaxed) && self.is_quiet.swap(false, Ordering::Relaxed) {
+        if self.rests_at.load(Ordering::Relaxed) != AWAKE {
+            self.wake_from_rest();
+        }
+    }
+
+    /// The reclaim worker found nothing to do while the VM held this many bytes, or (`None`) it has something to do.
+    pub fn rest_at(&self, held: Option<u64>) {
+        self.rests_at.store(held.map_or(AWAKE, |held| held + 1), Ordering::Relaxed);
+    }
+
+    /// What the VM held when its reclaim worker came to rest, if it rests.
+    pub fn rested_at(&self) -> Option<u64> {
+        self.rests_at.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// The reclaim worker looks now, if it rests.
+    pub fn wake_from_rest(&self) {
+        if self.rests_at.swap(AWAKE, Ordering::Relaxed) != AWAKE {
             self.reclaim.notify();
         }
     }

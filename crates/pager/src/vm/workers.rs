@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::Vm;
 use super::listened::{DiscardWorker, Listened};
 use crate::fault::prefetch::PrefetchWorker;
+use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::listener::Listener;
 use crate::run::pool::Notifier;
@@ -38,6 +39,7 @@ impl Vm {
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mail = &self.mail;
         self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
+        growth::watch(self)?;
         self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
         self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
@@ -150,6 +152,11 @@ impl Vm {
     /// Have the reclaim worker check the limit: it changed, or the VM grew over it.
     pub fn notify_reclaim(&self) {
         self.mail.reclaim.notify();
+    }
+
+    /// Does its reclaim worker have nothing to do until the VM holds more or less? For tests.
+    pub fn rests(&self) -> bool {
+        self.mail.rested_at().is_some()
     }
 
     /// Sleep this long, or until the VM is stopped; returns whether it goes on.
