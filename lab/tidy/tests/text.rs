@@ -56,7 +56,7 @@ const PAGES: [(&str, usize); 9] = [
     ("docs/metrics.md", 1500),
     ("docs/performance.md", 1500),
 ];
-/// Most characters of a line of code or comment, and of a row of a table.
+/// Most characters of a line of code, comment or prose, and of a row of a table.
 const WIDTH: usize = 120;
 const ROW: usize = 200;
 
@@ -200,6 +200,30 @@ fn wide_rows() -> Vec<String> {
 #[test]
 fn no_row_of_a_table_is_wider_than_a_screen() {
     none_is_left(&wide_rows());
+}
+
+/// Lines of prose, which are neither of a table nor of an example.
+fn wide_prose() -> Vec<String> {
+    let mut said = Vec::new();
+    for (name, text) in files(&[".md"]) {
+        let mut is_example = false;
+        for (at, line) in text.lines().enumerate() {
+            let line_begins = line.trim_start();
+            if line_begins.starts_with("```") {
+                is_example = !is_example;
+            }
+            let is_prose = !is_example && !line_begins.starts_with('|') && !line.starts_with("    ");
+            if is_prose && line.chars().count() > WIDTH {
+                said.push(format!("{name}:{}: {} characters", at + 1, line.chars().count()));
+            }
+        }
+    }
+    said
+}
+
+#[test]
+fn no_line_of_a_page_is_wider_than_the_house() {
+    none_is_left(&wide_prose());
 }
 
 fn long_pages() -> Vec<String> {
