@@ -23,7 +23,7 @@ use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_store::Store;
 use ballast_sys::{meminfo, scm};
 
-use crate::engine::control::{Governor, words};
+use crate::engine::governor::{Governor, operator};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
 use crate::engine::served::{KEPT, SMALLEST_LIMIT, Served};
@@ -36,7 +36,7 @@ pub struct Shown {
     /// The VMs.
     pub host: Arc<Host>,
     /// Who decides how much each VM may have.
-    pub control: Arc<Governor>,
+    pub governor: Arc<Governor>,
     /// Who starts engines.
     pub keeper: Arc<OwnedFd>,
 }
@@ -66,35 +66,35 @@ impl Shown {
         if vm.effective_limit().is_some() || limit.is_none_or(|limit| limit >= vm.size().bytes()) {
             return Ok(());
         }
-        self.control.look(served)
+        self.governor.look(served)
     }
 }
 
 impl http::Governing for Shown {
     fn snapshot(&self) -> Snapshot {
-        self.control.snapshot(&self.host)
+        self.governor.snapshot(&self.host)
     }
 
     fn plan(&self, policy: Option<Kind>) -> Result<Plan, String> {
-        self.control.dry_run(&self.host, policy)
+        self.governor.dry_run(&self.host, policy)
     }
 
     fn put_plan(&self, request: PlanRequest) -> Result<Plan, String> {
-        self.control.put_plan(&self.host, request)
+        self.governor.put_plan(&self.host, request)
     }
 
     fn policy(&self) -> PolicyStat {
-        self.control.stat(&self.host)
+        self.governor.stat(&self.host)
     }
 
     fn patch_policy(&self, patch: &PolicyPatch) -> Result<PolicyStat, String> {
-        self.control.set(&self.host, patch)?;
-        Ok(self.control.stat(&self.host))
+        self.governor.set(&self.host, patch)?;
+        Ok(self.governor.stat(&self.host))
     }
 
     fn decisions(&self, name: &str) -> Option<Vec<DecisionRecord>> {
         let served = self.host.by_name(name)?;
-        Some(self.control.decisions(&served.vm.state.id().to_string()))
+        Some(self.governor.decisions(&served.vm.state.id().to_string()))
     }
 }
 
@@ -142,7 +142,7 @@ impl Backend for Shown {
             self.check_limit(&served, limit.map(Bytes)).map_err(ChangeError::Invalid)?;
         }
         let limit = patch.limit_bytes.map_or(vm.state.limit(), |limit| limit.map(Bytes));
-        let before = words::read(vm.state.settings());
+        let before = operator::read(vm.state.settings());
         let after = patch.settings_after(before);
         let mut looks = Ok(());
         let change = || {
@@ -150,12 +150,12 @@ impl Backend for Shown {
             if looks.is_err() {
                 return;
             }
-            vm.state.set_settings(words::write(&after));
+            vm.state.set_settings(operator::write(&after));
             vm.set_shares(after.effective_shares());
             vm.state.set_limit(limit);
             vm.notify_reclaim();
         };
-        self.control.admit(&self.host, &served, after, limit, change).map_err(ChangeError::Invalid)?;
+        self.governor.admit(&self.host, &served, after, limit, change).map_err(ChangeError::Invalid)?;
         looks.map_err(ChangeError::Invalid)?;
         if patch.limit_bytes.is_some() {
             let text = limit.map_or("removed".into(), |limit| limit.to_string());
@@ -197,7 +197,7 @@ impl Backend for Shown {
         let sum = |field: fn(&VmStat) -> u64| vms.iter().map(field).sum::<u64>();
         let (far, zero) = (sum(|vm| vm.far_bytes), sum(|vm| vm.zero_bytes));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let brief = self.control.brief(&self.host);
+        let brief = self.governor.brief(&self.host);
         HostStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             engine_pid: std::process::id(),
@@ -265,7 +265,7 @@ fn stat(served: &Served) -> VmStat {
     let file = vm.stores.get(FILE_STORE).map(|file| file.store.usage()).unwrap_or_default();
     vm.pressure.sample(vm.stats(), Instant::now());
     let averages = vm.pressure.averages();
-    let settings = words::read(vm.state.settings());
+    let settings = operator::read(vm.state.settings());
     let limit_bytes = vm.state.limit().map(|limit| limit.0);
     VmStat {
         name: vm.state.name(),

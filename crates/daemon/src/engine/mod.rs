@@ -29,14 +29,14 @@ use crate::backend::Shown;
 use crate::events::Events;
 use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
-use control::Governor;
+use governor::Governor;
 use host::Host;
 use shared::{Engine, Overdue};
 use workers::Workers;
 
 mod check;
-pub mod control;
 pub mod foreign_mappers;
+pub mod governor;
 pub mod host;
 pub mod huge_pages;
 pub mod late;
@@ -88,7 +88,7 @@ pub fn run() -> anyhow::Result<()> {
             tracing::warn!("Reporting the policy to the keeper: {error}");
         }
     };
-    let control = Arc::new(Governor::new(settings.policy, keep));
+    let governor = Arc::new(Governor::new(settings.policy, keep));
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
@@ -102,14 +102,14 @@ pub fn run() -> anyhow::Result<()> {
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = foreign_mappers::start(host.clone())?;
     pin_check::start(host.pins.clone())?;
-    control.start(host.clone(), watch.clone()).context("Starting the control loop")?;
+    governor.start(host.clone(), watch.clone()).context("Starting the control loop")?;
     stuck::start(host.clone()).context("Starting to look for threads that are stuck")?;
     let me = Process::this().context("Finding this process's start time")?;
     let engine = Arc::new(Engine {
         keeper,
         me,
         host,
-        control,
+        governor,
         events,
         watch,
         closing: Mutex::default(),
@@ -246,7 +246,7 @@ impl Orders {
         gate.close();
         std::thread::Builder::new().name("rest".into()).spawn(move || {
             gate.wait_until_empty(http::GATE_CLOSES_WITHIN * 2);
-            at_turn(&rests, this, || engine.control.rest());
+            at_turn(&rests, this, || engine.governor.rest());
             let past = engine.events.for_successor().into_iter().map(Report::Past);
             let reports = past.chain([Report::Done { seq, result: Ok(()) }]);
             if let Err(error) = reports.into_iter().try_for_each(|report| engine.report(&report)) {
@@ -264,7 +264,7 @@ impl Orders {
         std::thread::Builder::new().name("resume".into()).spawn(move || {
             opened.wait(OPENING);
             at_turn(&rests, this, || {
-                engine.control.resume();
+                engine.governor.resume();
                 gate.open();
             });
         })?;
@@ -307,10 +307,10 @@ impl Orders {
             }
             is_serving.store(true, Ordering::Release);
             let keeper = engine.keeper.clone();
-            let shown = Arc::new(Shown { host: engine.host.clone(), control: engine.control.clone(), keeper });
+            let shown = Arc::new(Shown { host: engine.host.clone(), governor: engine.governor.clone(), keeper });
             // It rested if it follows another engine.
             at_turn(&rests, this, || {
-                engine.control.resume();
+                engine.governor.resume();
                 gate.open();
             });
             let served = api.map_or(Ok(()), |api| serve_api(api, shown, engine.settings().reader_gid, gate));

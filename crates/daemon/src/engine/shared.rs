@@ -17,7 +17,7 @@ use ballast_pager::vm::Vm;
 use ballast_sys::process::Process;
 use ballast_sys::scm;
 
-use super::control::Governor;
+use super::governor::Governor;
 use super::host::Host;
 use super::served::Served;
 use crate::events::Events;
@@ -69,7 +69,7 @@ pub(super) struct Engine {
     pub keeper: Arc<OwnedFd>,
     pub me: Process,
     pub host: Arc<Host>,
-    pub control: Arc<Governor>,
+    pub governor: Arc<Governor>,
     pub events: Arc<Events>,
     /// The watch looks for foreign mappers of each VM that is sent here.
     pub watch: mpsc::Sender<Arc<Served>>,

@@ -27,7 +27,7 @@ use ballast_store::{Codec, FileOptions, RamOptions, RamStore};
 use ballast_sys::process::Process;
 use ballast_sys::{clock, memory_error, scm};
 
-use super::control::words;
+use super::governor::operator;
 use super::late::{self, LateFile};
 use super::served::{KEPT, Served};
 use super::shared::{Closing, Engine, Unlists, mend};
@@ -212,7 +212,7 @@ impl Engine {
         let mut tiers = vec![Tier::near(RAM_STORE, "RAM store", store.clone())];
         tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
         let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
-        vm.set_shares(words::read(vm.state.settings()).effective_shares());
+        vm.set_shares(operator::read(vm.state.settings()).effective_shares());
         let _unlists = Unlists(&vm);
         let late_file = late::File::default();
         let opening = match late.clone().zip(file) {
@@ -243,7 +243,7 @@ impl Engine {
         self.host.vms.write().expect("no panic while held").push(served.clone());
         // What was found lost while it was opened is told now that it is known.
         memory_error::notify();
-        self.control.opened(&served);
+        self.governor.opened(&served);
         if epoch == 1 {
             self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));
         }

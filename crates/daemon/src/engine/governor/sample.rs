@@ -13,7 +13,7 @@ use ballast_pager::vm::stats::Counter;
 use ballast_policy::{Class, HostSample, Setup, Snapshot, VmSample, WorkingSet};
 use ballast_sys::{clock, meminfo};
 
-use super::{kernel_stall, words};
+use super::{kernel_stall, operator};
 use crate::engine::host::Host;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
@@ -110,7 +110,7 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
     let granule = vm.regions().iter().filter(|region| !region.is_removed()).map(|region| region.granule_pages()).max();
     let page_bytes = PageCount(granule.unwrap_or(1)).bytes().0.max(PAGE_SIZE as u64);
 
-    let mut settings = words::read(vm.state.settings());
+    let mut settings = operator::read(vm.state.settings());
     if vm.is_pinned() {
         settings.class = Class::Pinned;
     }

@@ -13,8 +13,8 @@
 
 mod kernel_stall;
 mod log;
+pub mod operator;
 mod sample;
-pub mod words;
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -128,13 +128,13 @@ impl Governor {
     /// Start the loop's thread, which lives as long as the engine.
     pub fn start(self: &Arc<Self>, host: Arc<Host>, watch: mpsc::Sender<Arc<Served>>) -> std::io::Result<()> {
         let _ = self.watch.set(watch);
-        let control = self.clone();
-        std::thread::Builder::new().name("control".into()).spawn(move || {
+        let governor = self.clone();
+        std::thread::Builder::new().name("governor".into()).spawn(move || {
             // API requests wait for the lock that it holds.
             run_first();
             loop {
-                control.wait();
-                control.tick(&host);
+                governor.wait();
+                governor.tick(&host);
             }
         })?;
         Ok(())
@@ -466,7 +466,7 @@ impl Governor {
         }
         let mut inner = self.lock();
         // Whoever takes no more is never refused, even where too much had been promised; then nobody else matters.
-        if reserved(served, settings, limit) > reserved(served, words::read(state.settings()), state.limit()) {
+        if reserved(served, settings, limit) > reserved(served, operator::read(state.settings()), state.limit()) {
             let mut snapshot = inner.sampler.peek(host, &inner.setup, now_ms());
             let id = state.id().to_string();
             for vm in snapshot.vms.iter_mut().filter(|vm| vm.id == id) {
