@@ -12,7 +12,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use crate::run::set::Placement;
+use crate::run::serve::Placement;
 
 /// How often the CPU of a faulting thread is sampled, at first and when nothing changes. A sample costs some 5 us.
 const SAMPLE_EVERY: Duration = Duration::from_millis(1);

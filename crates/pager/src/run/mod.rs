@@ -7,10 +7,11 @@
 //!
 //! [`queue`] decides which task runs next, without a thread or a clock; [`pool`] has the threads; [`listener`] waits
 //! for what clients say. [`servers`] are the workers that guests wait for, one for each CPU; [`set`] is what one of
-//! them serves. Nothing here knows what a VM is.
+//! them serves, [`serve`] what it asks of those. Nothing here knows what a VM is.
 
 pub mod listener;
 pub mod pool;
 pub mod queue;
+pub mod serve;
 pub mod servers;
 pub mod set;

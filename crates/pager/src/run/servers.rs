@@ -28,7 +28,8 @@ use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 use super::pool::{blocking, sleeps};
 use super::queue::{GroupId, TaskId};
-use super::set::{Notify, Placement, Serve, Set, Slot, Visit, Worker};
+use super::serve::{Placement, Serve};
+use super::set::{Notify, Set, Slot, Visit, Worker};
 
 /// How often the watchdog looks while there are visits, and how long one must have taken to be looked at.
 const TICK: Duration = Duration::from_millis(5);

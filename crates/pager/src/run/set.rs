@@ -30,69 +30,12 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::queue::{ById, GroupId, Next, Queue, TaskId};
+use super::serve::{After, BATCH, Serve};
 
-/// What a group (a VM) is visited for each time its turn comes, and how long one visit may go on with new things: some
-/// ten faults.
-pub const BATCH: Duration = Duration::from_micros(100);
-
-/// Shares by which nothing is changed, and those beyond which nothing more is: so a turn is of four batches at most,
-/// and whoever has the fewest shares has a quarter of the usual turn.
-const USUAL_SHARES: u32 = 1000;
-const FEWEST_SHARES: u32 = 250;
-const MOST_SHARES: u32 = 4000;
 /// Which the event is that wakes the worker; the others are slots' numbers.
 const WAKE: u64 = 0;
 /// Told once of each input: a set whose worker is stuck in one slot's visit is not kept busy by that one's input.
 const EDGE: EventFlags = EventFlags::IN.union(EventFlags::ET);
-
-/// Who serves a descriptor.
-pub trait Serve: Send {
-    /// There is input, or it was notified, or the time has come that it asked for. `now` is now; what is begun after
-    /// `until` keeps others waiting.
-    fn serve(&mut self, now: Instant, until: Instant) -> After;
-    /// A visit panicked, for the `times`th time. Returns whether it is to be visited again.
-    fn panicked(&mut self, times: u32) -> bool;
-    /// It is not visited any more.
-    fn end(&mut self);
-}
-
-/// What a visit came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct After {
-    /// When it is visited again, if there is no input before.
-    pub next: Next,
-    /// It waits for another thread, which may want this CPU.
-    pub is_eager: bool,
-    /// Where it would rather be.
-    pub placement: Placement,
-    /// Its weight: a visit is charged the usual shares for these.
-    pub shares: u32,
-}
-
-/// Where a slot would rather be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placement {
-    /// Where it is.
-    Stay,
-    /// With the worker of this CPU.
-    Cpu(usize),
-    /// With the worker that is on no CPU in particular.
-    Roam,
-    /// With any that has nothing else to do.
-    Any,
-}
-
-impl After {
-    /// The rest is as usual.
-    pub const fn next(next: Next) -> Self {
-        Self { next, is_eager: false, placement: Placement::Stay, shares: USUAL_SHARES }
-    }
-
-    /// What is charged for a visit that took so long.
-    pub fn charge(&self, spent: Duration) -> Duration {
-        spent * USUAL_SHARES / self.shares.clamp(FEWEST_SHARES, MOST_SHARES)
-    }
-}
 
 /// A descriptor, and who serves it.
 pub(super) struct Slot {

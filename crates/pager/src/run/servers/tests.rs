@@ -8,7 +8,7 @@ use ballast_needs::skip;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::super::queue::{Next, Queue};
-use super::super::set::{After, BATCH};
+use super::super::serve::{After, BATCH};
 use super::*;
 
 fn until(what: impl Fn() -> bool) {
