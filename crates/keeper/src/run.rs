@@ -63,22 +63,26 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// Listen here. Who looks finds a socket at any moment, the last one's or this one, and nobody finds it before its mode
+/// is right: it takes the place of the last one when it is ready.
 pub(crate) fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
     let bind = || -> std::io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, socket_with};
-        match std::fs::remove_file(path) {
+        let new = path.with_extension("new");
+        match std::fs::remove_file(&new) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
         let fd = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
-        rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+        rustix::net::bind(&fd, &SocketAddrUnix::new(&new)?)?;
         let mode = if gid.is_some() { 0o660 } else { 0o600 };
         if let Some(gid) = gid {
-            std::os::unix::fs::chown(path, None, Some(gid))?;
+            std::os::unix::fs::chown(&new, None, Some(gid))?;
         }
-        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
+        std::fs::set_permissions(&new, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
         // Of VMs that attach at once none is turned away; the kernel takes its own limit if that is lower.
         rustix::net::listen(&fd, 4096)?;
+        std::fs::rename(&new, path)?;
         Ok(fd)
     };
     bind().with_context(|| format!("Listening on {}", path.display()))

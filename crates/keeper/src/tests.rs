@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{Attach, Span, VmId};
@@ -200,6 +201,27 @@ fn an_engine_that_takes_no_orders_does_not_hold_up_its_keeper_and_gets_them_all_
     let last = ballast_base::wire::decode::<Order>(&engine.orders[waiting - 1].0).expect("an order");
     assert_eq!(last, note(4999));
     end_engine(&mut keeper);
+}
+
+#[test]
+fn who_looks_for_a_socket_finds_one_while_the_next_keeper_takes_its_place() {
+    let dir = tempfile::tempdir().expect("temporary directory");
+    let path = dir.path().join("api.sock");
+    let listen = || listen(&path, rustix::net::SocketType::STREAM, None).expect("listen");
+    let (first, is_over) = (listen(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let looks = scope.spawn(|| {
+            let mut there = true;
+            while !is_over.load(Ordering::Relaxed) {
+                there &= path.exists();
+            }
+            there
+        });
+        (0..1000).for_each(|_| drop(listen()));
+        is_over.store(true, Ordering::Relaxed);
+        assert!(looks.join().expect("it looks"), "there was no socket");
+    });
+    drop(first);
 }
 
 #[test]
