@@ -39,9 +39,9 @@ const LONG: Duration = Duration::from_millis(5);
 const TOO_LONG: Duration = Duration::from_millis(100);
 /// The same in looks: if the host or the process slept, the watchdog did, too.
 const TOO_MANY_LOOKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
-/// Ticks without any visit after which the watchdog sleeps until there is one: more of them cost an idle host more than
-/// the wake-up.
-const QUIET_TICKS: u32 = 3;
+/// Ticks without any visit after which the watchdog sleeps until there is one. Not few: the fault that wakes it waits
+/// for that.
+const QUIET_TICKS: u32 = 40;
 /// How often it is looked for workers that get no CPU while there are visits, and how many such looks must find it. A
 /// worker goes before guests, so only real-time threads keep one from its CPU for that long.
 const STARVED_EVERY: Duration = Duration::from_millis(100);
