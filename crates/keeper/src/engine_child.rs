@@ -91,14 +91,8 @@ impl Keeper {
         })?;
         tracing::info!(pid = engine.process.pid, "engine started");
         self.engine = Some(engine);
-        let begin = Begin {
-            keeper_pid: std::process::id(),
-            restarts: self.restarts,
-            since_unix_s: self.since_unix_s,
-            settings: self.settings.clone(),
-        };
-        let api = [self.api.clone()];
-        self.order(&Order::Begin(begin), &api);
+        let (begin, api) = self.begin();
+        self.order(&begin, &api);
         let died = self.died.take();
         if let Some((at, how)) = &died {
             let message =
@@ -119,6 +113,17 @@ impl Keeper {
         }
         self.tend_fences();
         Ok(())
+    }
+
+    /// An engine's first order, and the listener of the API that goes with it.
+    pub(crate) fn begin(&self) -> (Order, [Arc<SentFd>; 1]) {
+        let begin = Begin {
+            keeper_pid: std::process::id(),
+            restarts: self.restarts,
+            since_unix_s: self.since_unix_s,
+            settings: self.settings.clone(),
+        };
+        (Order::Begin(begin), [self.api.clone()])
     }
 
     /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or

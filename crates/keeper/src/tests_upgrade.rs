@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, Attach, VmId};
+use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report, Stage as Shown};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::table::Lost;
@@ -21,6 +21,7 @@ use crate::keeper::Keeper;
 use crate::options::Options;
 use crate::regions::{At, VmEntry};
 use crate::stage::Stage;
+use crate::tests::attach_as;
 
 const LOST: Lost = Lost { flags: 0, word: 0 };
 
@@ -133,19 +134,7 @@ impl World {
     }
 
     fn attach(&mut self, number: usize) -> VmId {
-        let attach = Attach {
-            name: format!("vm-{number}"),
-            limit: None,
-            vmm: "test".into(),
-            uffd_features: 0,
-            shards: 1,
-            files: 1,
-            pinned: None,
-            may_pin: false,
-            regions: Vec::new(),
-            resume: None,
-            stores: Vec::new(),
-        };
+        let attach = attach_as(&format!("vm-{number}"), None);
         let entry = VmEntry::create(&attach, 0, &self.keeper.closer).expect("state and arena");
         let id = entry.state.id();
         self.keeper.vms.push(entry);

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{StoreFiles, VmId};
-use ballast_handover::orders::{Begin, Order, Stage as Shown, Upgrading};
+use ballast_handover::orders::{Order, Stage as Shown, Upgrading};
 use ballast_sys::clock;
 use ballast_sys::priority::{run_beside, run_first};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -128,14 +128,8 @@ impl Keeper {
             incomplete: Vec::new(),
             serves: false,
         });
-        let begin = Begin {
-            keeper_pid: std::process::id(),
-            restarts: self.restarts,
-            since_unix_s: self.since_unix_s,
-            settings: self.settings.clone(),
-        };
-        let api = [self.api.clone()];
-        self.order_next(&Order::Begin(begin), &api);
+        let (begin, api) = self.begin();
+        self.order_next(&begin, &api);
         // It decides and answers when it has all VMs.
         let seq = self.ask(Asked::Begun);
         self.order_next(&Order::Rest { seq }, &[]);
