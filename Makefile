@@ -21,7 +21,8 @@ build:
 release:
 	scripts/release.sh
 
-# Packages, the guest kernel and image (under target/); quick when nothing is missing.
+# Packages, the guest kernel and image, a Valkey server (under target/); quick when nothing is missing.
 setup:
 	scripts/setup.sh
 	scripts/guest-image.sh
+	scripts/valkey.sh

@@ -31,6 +31,7 @@ pub mod park;
 mod private;
 pub mod qemu;
 mod ram;
+pub mod valkey;
 mod vm;
 mod workload;
 

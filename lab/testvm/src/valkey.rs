@@ -1,0 +1,360 @@
+//! Real clusters: Valkey (or Redis) servers on loopback, primaries and replicas, that a test may kill, stop and fill.
+//!
+//! Before: `scripts/valkey.sh` unpacked the server. After: the remote store has something to be tested with.
+//! Threads: the caller's. Units: ports on 127.0.0.1, free when they were picked; memory is `Bytes`.
+//! Promise: servers keep nothing on disk but their logs, in a directory that goes with them; each is ended, by its
+//! process id, when the cluster is dropped or the thread that started it ends. What is said to them here goes through a
+//! client library that the product does not use.
+
+use std::io;
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ballast_base::Bytes;
+use redis::{Connection, Value};
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+
+/// How long a cluster may take for anything.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Between two looks at a server.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What kind of cluster.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout {
+    /// How many primaries.
+    pub primaries: usize,
+    /// How many replicas each has.
+    pub replicas: usize,
+    /// After this silence a node is taken for dead.
+    pub node_timeout: Duration,
+    /// Memory of each node.
+    pub maxmemory: Bytes,
+}
+
+impl Default for Layout {
+    fn default() -> Self {
+        Self { primaries: 3, replicas: 1, node_timeout: Duration::from_secs(1), maxmemory: Bytes(512 << 20) }
+    }
+}
+
+/// See above.
+#[derive(Debug)]
+pub struct Valkey {
+    nodes: Vec<Server>,
+    layout: Layout,
+    dir: tempfile::TempDir,
+    program: PathBuf,
+}
+
+#[derive(Debug)]
+struct Server {
+    port: u16,
+    bus: u16,
+    child: Option<Child>,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Server {
+    fn end(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// The server in `$BALLAST_VALKEY_DIR`, or in `target/valkey` of this directory or a parent of it.
+fn program() -> Option<PathBuf> {
+    let dirs = match std::env::var_os("BALLAST_VALKEY_DIR") {
+        Some(dir) => vec![PathBuf::from(dir)],
+        None => {
+            let here = std::env::current_dir().unwrap_or_default();
+            here.ancestors().map(|dir| dir.join("target/valkey")).collect()
+        }
+    };
+    dirs.iter().map(|dir| dir.join("bin/server")).find(|program| program.is_file())
+}
+
+/// Why no cluster can run here, if so.
+pub fn valkey_missing() -> Option<String> {
+    program().is_none().then(|| "no server in target/valkey; run scripts/valkey.sh".into())
+}
+
+fn other(what: impl std::fmt::Display) -> io::Error {
+    io::Error::other(what.to_string())
+}
+
+/// Look again and again until there is something.
+fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> io::Result<T> {
+    let begun = Instant::now();
+    loop {
+        if let Some(found) = look() {
+            return Ok(found);
+        }
+        if begun.elapsed() > TIMEOUT {
+            return Err(other(format!("{what}: not within {TIMEOUT:?}")));
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+impl Valkey {
+    /// Start one, and wait until all slots are served and all replicas follow.
+    ///
+    /// # Errors
+    /// There is no server, or the cluster does not come to be.
+    pub fn start(layout: Layout) -> io::Result<Self> {
+        let program = program().ok_or_else(|| other("no server in target/valkey; run scripts/valkey.sh"))?;
+        let count = layout.primaries * (1 + layout.replicas);
+        let listeners: Vec<TcpListener> =
+            (0..count * 2).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
+        let ports: Vec<u16> = listeners.iter().map(|at| Ok(at.local_addr()?.port())).collect::<io::Result<_>>()?;
+        drop(listeners);
+        let nodes = ports.chunks(2).map(|ports| Server { port: ports[0], bus: ports[1], child: None }).collect();
+        let mut cluster = Self { nodes, layout, dir: tempfile::tempdir()?, program };
+        (0..count).try_for_each(|node| cluster.restart(node))?;
+        cluster.join()?;
+        Ok(cluster)
+    }
+
+    /// Make one cluster of the servers.
+    fn join(&self) -> io::Result<()> {
+        let Layout { primaries, .. } = self.layout;
+        for node in 0..self.len() {
+            // So that every node has an epoch of its own from the start, and no election is tied.
+            self.say(node, &["CLUSTER", "SET-CONFIG-EPOCH", &(node + 1).to_string()])?;
+            let Server { port, bus, .. } = &self.nodes[node];
+            self.say(0, &["CLUSTER", "MEET", "127.0.0.1", &port.to_string(), &bus.to_string()])?;
+        }
+        for node in 0..primaries {
+            let (first, last) = (node * 16_384 / primaries, (node + 1) * 16_384 / primaries - 1);
+            self.say(node, &["CLUSTER", "ADDSLOTSRANGE", &first.to_string(), &last.to_string()])?;
+        }
+        for node in primaries..self.len() {
+            let primary = self.id(node % primaries)?;
+            wait_for("a replica knows its primary", || self.say(node, &["CLUSTER", "REPLICATE", &primary]).ok())?;
+        }
+        self.wait_whole()
+    }
+
+    /// Wait until every running node says that all slots are served, and every replica follows.
+    ///
+    /// # Errors
+    /// It does not come to that.
+    pub fn wait_whole(&self) -> io::Result<()> {
+        let running = || (0..self.len()).filter(|node| self.is_running(*node));
+        wait_for("the cluster is whole", || {
+            let whole = |node: usize| {
+                let text = self.text(node, &["CLUSTER", "INFO"]).ok()?;
+                let follows = self.text(node, &["INFO", "replication"]).ok()?;
+                let linked = follows.contains("role:master") || follows.contains("master_link_status:up");
+                let all = text.contains("cluster_state:ok") && text.contains("cluster_slots_ok:16384");
+                (all && linked && self.sees_all(node)?).then_some(())
+            };
+            running().try_for_each(whole)
+        })
+    }
+
+    /// Does this node know every running node by its right role?
+    fn sees_all(&self, node: usize) -> Option<bool> {
+        let nodes = self.text(node, &["CLUSTER", "NODES"]).ok()?;
+        let known = |of: usize| {
+            let at = format!(":{}@", self.nodes[of].port);
+            let line = nodes.lines().find(|line| line.contains(&at));
+            line.is_some_and(|line| !line.contains("fail") && !line.contains("handshake"))
+        };
+        let replicas = nodes.lines().filter(|line| line.contains("slave") && !line.contains("fail")).count();
+        let running = (0..self.len()).filter(|node| self.is_running(*node)).count();
+        let all = (0..self.len()).filter(|of| self.is_running(*of)).all(known);
+        Some(all && replicas + self.layout.primaries >= running)
+    }
+
+    /// How many nodes.
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Never.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// Where a node is.
+    pub fn addr(&self, node: usize) -> String {
+        format!("127.0.0.1:{}", self.nodes[node].port)
+    }
+
+    /// Its process id.
+    pub fn pid(&self, node: usize) -> Option<u32> {
+        self.nodes[node].child.as_ref().map(Child::id)
+    }
+
+    /// Is there a process?
+    pub fn is_running(&self, node: usize) -> bool {
+        self.pid(node).is_some()
+    }
+
+    /// Start a node that does not run. It has forgotten its data, and not who it is.
+    ///
+    /// # Errors
+    /// It does not start; the end of its log says why.
+    pub fn restart(&mut self, node: usize) -> io::Result<()> {
+        let dir = self.dir.path().join(node.to_string());
+        std::fs::create_dir_all(&dir)?;
+        let log = dir.join("log");
+        let Server { port, bus, .. } = self.nodes[node];
+        let timeout = self.layout.node_timeout.as_millis().to_string();
+        let mut command = Command::new(&self.program);
+        command.args(["--bind", "127.0.0.1", "--port", &port.to_string(), "--cluster-port", &bus.to_string()]);
+        command.args(["--save", "", "--appendonly", "no", "--cluster-enabled", "yes"]);
+        command.args(["--cluster-node-timeout", &timeout, "--cluster-require-full-coverage", "no"]);
+        command.args(["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]);
+        command.args(["--maxmemory", &self.layout.maxmemory.0.to_string(), "--maxmemory-policy", "noeviction"]);
+        command.arg("--dir").arg(&dir).arg("--logfile").arg(&log);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        // SAFETY: one system call between fork and exec, and nothing is allocated.
+        unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
+        self.nodes[node].child = Some(command.spawn()?);
+        let up = wait_for("a server answers", || self.say(node, &["PING"]).ok());
+        up.map(drop).map_err(|error| {
+            let text = std::fs::read_to_string(&log).unwrap_or_default();
+            other(format!("{error}; {}", text.lines().last().unwrap_or_default()))
+        })
+    }
+
+    /// End a node as a power failure would.
+    pub fn kill(&mut self, node: usize) {
+        self.nodes[node].end();
+    }
+
+    /// Stop a node: it is there, and does nothing.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn stop(&self, node: usize) -> io::Result<()> {
+        self.signal(node, Signal::STOP)
+    }
+
+    /// It goes on.
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn go_on(&self, node: usize) -> io::Result<()> {
+        self.signal(node, Signal::CONT)
+    }
+
+    fn signal(&self, node: usize, signal: Signal) -> io::Result<()> {
+        let pid = self.pid(node).and_then(|pid| Pid::from_raw(pid.cast_signed()));
+        Ok(kill_process(pid.ok_or_else(|| other("it does not run"))?, signal)?)
+    }
+
+    fn connect(&self, node: usize) -> io::Result<Connection> {
+        let client = redis::Client::open(format!("redis://{}/", self.addr(node))).map_err(other)?;
+        let connection = client.get_connection_with_timeout(Duration::from_secs(1)).map_err(other)?;
+        connection.set_read_timeout(Some(Duration::from_secs(5))).map_err(other)?;
+        Ok(connection)
+    }
+
+    /// Say something to a node.
+    ///
+    /// # Errors
+    /// It does not answer, or refuses.
+    pub fn say(&self, node: usize, words: &[&str]) -> io::Result<Value> {
+        let mut command = redis::cmd(words[0]);
+        command.arg(&words[1..]);
+        command.query(&mut self.connect(node)?).map_err(other)
+    }
+
+    /// The same, where the answer is a text.
+    ///
+    /// # Errors
+    /// It does not answer, or refuses.
+    pub fn text(&self, node: usize, words: &[&str]) -> io::Result<String> {
+        redis::from_redis_value(self.say(node, words)?).map_err(other)
+    }
+
+    /// Does this node have slots, says itself?
+    pub fn is_primary(&self, node: usize) -> bool {
+        self.text(node, &["CLUSTER", "NODES"]).is_ok_and(|text| {
+            let own = text.lines().find(|line| line.contains("myself"));
+            own.is_some_and(|line| line.contains("master") && line.split(' ').count() > 8)
+        })
+    }
+
+    fn id(&self, node: usize) -> io::Result<String> {
+        self.text(node, &["CLUSTER", "MYID"])
+    }
+
+    /// The node that has this slot, as this one says.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn owner(&self, slot: u16) -> Option<usize> {
+        (0..self.len()).filter(|node| self.is_running(*node)).find(|node| {
+            let text = self.text(*node, &["CLUSTER", "NODES"]).unwrap_or_default();
+            let own = text.lines().find(|line| line.contains("myself,master")).unwrap_or_default();
+            own.split(' ').skip(8).any(|range| {
+                let (first, last) = range.split_once('-').unwrap_or((range, range));
+                let number = |text: &str| text.parse::<u16>().ok();
+                number(first).zip(number(last)).is_some_and(|(first, last)| (first..=last).contains(&slot))
+            })
+        })
+    }
+
+    /// Begin to move a slot: from now on, some keys are here and some there.
+    ///
+    /// # Errors
+    /// A node refuses.
+    pub fn begin_move(&self, slot: u16, from: usize, to: usize) -> io::Result<()> {
+        let slot = slot.to_string();
+        self.say(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.id(from)?])?;
+        self.say(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", &self.id(to)?])?;
+        Ok(())
+    }
+
+    /// Move up to this many keys of it. Returns how many there were.
+    ///
+    /// # Errors
+    /// A node refuses.
+    pub fn move_keys(&self, slot: u16, from: usize, to: usize, most: usize) -> io::Result<usize> {
+        let keys = self.say(from, &["CLUSTER", "GETKEYSINSLOT", &slot.to_string(), &most.to_string()])?;
+        let keys: Vec<String> = redis::from_redis_value(keys).map_err(other)?;
+        let port = self.nodes[to].port.to_string();
+        let mut words = vec!["MIGRATE", "127.0.0.1", &port, "", "0", "5000", "KEYS"];
+        words.extend(keys.iter().map(String::as_str));
+        if !keys.is_empty() {
+            self.say(from, &words)?;
+        }
+        Ok(keys.len())
+    }
+
+    /// End the move: the slot is there.
+    ///
+    /// # Errors
+    /// A node refuses.
+    pub fn end_move(&self, slot: u16, from: usize, to: usize) -> io::Result<()> {
+        let (slot, id) = (slot.to_string(), self.id(to)?);
+        self.say(to, &["CLUSTER", "SETSLOT", &slot, "NODE", &id])?;
+        self.say(from, &["CLUSTER", "SETSLOT", &slot, "NODE", &id])?;
+        Ok(())
+    }
+
+    /// How many keys there are, on all primaries.
+    ///
+    /// # Errors
+    /// A node does not answer.
+    pub fn keys(&self) -> io::Result<u64> {
+        let primaries = (0..self.len()).filter(|node| self.is_primary(*node));
+        let sizes = primaries.map(|node| redis::from_redis_value::<u64>(self.say(node, &["DBSIZE"])?).map_err(other));
+        sizes.sum()
+    }
+}
