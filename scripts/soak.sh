@@ -11,6 +11,7 @@
 #
 #   scripts/soak.sh [SECONDS]     default 3600; BALLAST_KILLS (default 50 a test), SOAK_TEST_SECONDS (1200);
 #                                 BALLAST_UPGRADES (100 a test; 1,000 need SOAK_TEST_SECONDS=7200),
+#                                 BALLAST_REMOTE_EVENTS (100: what happens to a cluster, 2 to 5 s each),
 #                                 BALLAST_NEXT (what scripts/next-build.sh prints)
 #
 # It leaves nothing behind: temporary files are in a directory of its own, and processes end with their test. The output
@@ -19,6 +20,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-3600}
 export BALLAST_UPGRADES=${BALLAST_UPGRADES:-100}
+export BALLAST_REMOTE_EVENTS=${BALLAST_REMOTE_EVENTS:-100}
 export BALLAST_KILLS=${BALLAST_KILLS:-50} PROPTEST_CASES=${PROPTEST_CASES:-4000} RUST_BACKTRACE=0
 export BALLAST_GUEST_DIR=${BALLAST_GUEST_DIR:-$PWD/target/guest}
 [ "$(id -u)" = 0 ] || { echo "soak: needs root" >&2; exit 2; }
@@ -42,7 +44,7 @@ cargo build --quiet --workspace
 cargo test --quiet --no-run --workspace --message-format=json |
     jq -r 'select(.reason == "compiler-artifact" and .profile.test and .executable != null)
         | "\(.manifest_path | rtrimstr("/Cargo.toml")) \(.executable)"' |
-    grep -E '/crates/(client|daemon|page|pager|store|sys) ' | sort -u >"$work/programs"
+    grep -E '/crates/(client|daemon|page|pager|remote|store|sys) ' | sort -u >"$work/programs"
 
 start=$SECONDS rounds=0 failed=0 hangs=0 passed=0
 while [ $((SECONDS - start)) -lt "$seconds" ]; do

@@ -1,0 +1,150 @@
+//! A cluster: its nodes and its slot map, for all stores of a process.
+//!
+//! Before: somebody knows a node or two of it. After: who has a slot is known, as well as it can be.
+//! Threads: any. One at a time asks for the map anew, and the others go on with the old one.
+//! Promise: a map that is out of date costs a redirection, never a wrong answer: the nodes themselves refuse what is
+//! not theirs.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use crate::link::{Access, Link};
+use crate::map::SlotMap;
+use crate::nodes::{Node, NodeFigures};
+use crate::refusal::Addr;
+use crate::resp::Commands;
+
+/// How to use a cluster.
+#[derive(Clone, Debug)]
+pub struct ClusterOptions {
+    /// Some of its nodes; they know the others.
+    pub nodes: Vec<Addr>,
+    /// Who we are.
+    pub access: Access,
+    /// Replicas that must have a page before it counts as stored.
+    pub replicas: u32,
+}
+
+/// The map is not asked for more often than this.
+const REFRESH: Duration = Duration::from_millis(100);
+/// How long a node may take to say its map.
+const MAP_TIMEOUT: Duration = Duration::from_millis(300);
+
+/// See above.
+#[derive(Debug)]
+pub struct Cluster {
+    options: ClusterOptions,
+    map: RwLock<Arc<SlotMap>>,
+    nodes: Mutex<HashMap<Addr, Arc<Node>>>,
+    /// When the map was asked for last.
+    refreshed: Mutex<Option<Instant>>,
+    /// The node that is asked next, so that one with an old map is not asked again and again.
+    turn: AtomicUsize,
+}
+
+impl Cluster {
+    /// Nothing is asked of it yet.
+    pub fn new(options: ClusterOptions) -> Self {
+        Self {
+            options,
+            map: RwLock::default(),
+            nodes: Mutex::default(),
+            refreshed: Mutex::default(),
+            turn: AtomicUsize::new(0),
+        }
+    }
+
+    /// How it is used.
+    pub fn options(&self) -> &ClusterOptions {
+        &self.options
+    }
+
+    /// The map as it was last told.
+    pub fn map(&self) -> Arc<SlotMap> {
+        self.map.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The node at this place.
+    pub fn node(&self, addr: &Addr) -> Arc<Node> {
+        let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(node) = nodes.get(addr) {
+            return node.clone();
+        }
+        let node = Arc::new(Node::new(addr.clone()));
+        nodes.insert(addr.clone(), node.clone());
+        node
+    }
+
+    /// What each node did that was ever asked.
+    pub fn figures(&self) -> Vec<(Addr, NodeFigures)> {
+        let nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut figures: Vec<_> = nodes.values().map(|node| (node.addr.clone(), node.figures())).collect();
+        figures.sort_by(|(a, _), (b, _)| a.cmp(b));
+        figures
+    }
+
+    /// Do something with a connection to a node.
+    ///
+    /// # Errors
+    /// It cannot be reached, or what was done failed.
+    pub fn with<T>(&self, addr: &Addr, until: Instant, work: impl FnOnce(&mut Link) -> io::Result<T>) -> io::Result<T> {
+        self.node(addr).with(&self.options.access, until, work)
+    }
+
+    /// Who has this slot. The map is asked for if it does not say.
+    ///
+    /// # Errors
+    /// Nobody is known to have it.
+    pub fn owner(&self, slot: u16) -> io::Result<Addr> {
+        let known = || self.map().primary(slot).cloned();
+        let owner = known().or_else(|| {
+            self.refresh();
+            known()
+        });
+        owner.ok_or_else(|| {
+            let nodes = self.options.nodes.iter().map(Addr::to_string).collect::<Vec<_>>().join(", ");
+            io::Error::new(io::ErrorKind::NotFound, format!("no node is known to have slot {slot} (asked: {nodes})"))
+        })
+    }
+
+    /// The map as this node has it.
+    ///
+    /// # Errors
+    /// It does not say.
+    pub fn map_of(&self, addr: &Addr, until: Instant) -> io::Result<SlotMap> {
+        let asks = Commands::one(&[b"CLUSTER", b"SHARDS"]);
+        self.with(addr, until, |link| {
+            let replies = link.ask(&asks, until)?;
+            if let Some(error) = replies.get(0).error() {
+                return Err(io::Error::other(error));
+            }
+            SlotMap::read(replies.get(0), addr, false)
+                .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
+        })
+    }
+
+    /// Ask for the map anew, unless that was done a moment ago, or is being done. A node whose map has no slots has no
+    /// say.
+    pub fn refresh(&self) {
+        let Ok(mut refreshed) = self.refreshed.try_lock() else { return };
+        if refreshed.is_some_and(|at| at.elapsed() < REFRESH) {
+            return;
+        }
+        let mut known: Vec<Addr> = self.map().nodes().chain(&self.options.nodes).cloned().collect();
+        known.sort();
+        known.dedup();
+        let turn = self.turn.fetch_add(1, Relaxed) % known.len().max(1);
+        known.rotate_left(turn);
+        for addr in &known {
+            let Ok(map) = self.map_of(addr, Instant::now() + MAP_TIMEOUT) else { continue };
+            if map.shards().next().is_some() {
+                *self.map.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(map);
+                break;
+            }
+        }
+        *refreshed = Some(Instant::now());
+    }
+}

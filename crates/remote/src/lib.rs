@@ -1,0 +1,33 @@
+//! Far memory on other machines: a store of pages in a Valkey or Redis cluster.
+//!
+//! Before: pages have been far for long, and the spill worker moves them out of the host's RAM. After: they are on a
+//! primary and its replicas, and come back when they are touched; a cluster that fails over makes them late and not
+//! lost.
+//! Threads: none of its own; whoever calls waits for the network. Units: one value is one page.
+//! Promise: what every store promises (`ballast_store::conformance`), with any node killed, stopped or full, and while
+//! slots move.
+//!
+//! [`RemoteStore`] is the store of one VM in a [`Cluster`], which all VMs of a process share. A VM has a lease there
+//! ([`lease`]).
+#![forbid(unsafe_code)]
+
+mod cluster;
+pub mod lease;
+mod link;
+mod loss;
+mod map;
+mod name;
+mod nodes;
+mod refusal;
+mod request;
+mod resp;
+mod slot;
+mod store;
+mod sweep;
+
+pub use cluster::{Cluster, ClusterOptions};
+pub use link::Access;
+pub use nodes::NodeFigures;
+pub use refusal::Addr;
+pub use slot::slot_of;
+pub use store::{RemoteBudget, RemoteStore};

@@ -1,0 +1,178 @@
+//! The slot map: which node has which slot, as a node of the cluster says it (`CLUSTER SHARDS`).
+//!
+//! Before: a reply. After: `cluster` asks the right node; `loss` knows all nodes that may have a copy.
+//! Threads: any; plain values. Units: slots. Promise: a reply that makes no sense is refused as a whole.
+
+use crate::refusal::Addr;
+use crate::resp::{Malformed, Said};
+use crate::slot::SLOTS;
+
+/// A primary and its replicas, and the slots they have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shard {
+    /// First and last slot of each range.
+    pub slots: Vec<(u16, u16)>,
+    /// Who is written to. A shard whose primary has failed names none until there is another.
+    pub primary: Option<Addr>,
+    /// All the others, whether they answer or not.
+    pub replicas: Vec<Addr>,
+}
+
+/// See above.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SlotMap {
+    shards: Vec<Shard>,
+    /// Number of its shard, by slot.
+    owner: Vec<Option<u16>>,
+}
+
+impl SlotMap {
+    /// Of these shards.
+    pub fn new(shards: Vec<Shard>) -> Self {
+        let mut owner = vec![None; usize::from(SLOTS)];
+        for (number, shard) in (0u16..).zip(&shards) {
+            for (first, last) in &shard.slots {
+                owner[usize::from(*first)..=usize::from(*last)].fill(Some(number));
+            }
+        }
+        Self { shards, owner }
+    }
+
+    /// From the reply to `CLUSTER SHARDS` of this node.
+    ///
+    /// # Errors
+    /// It is no such reply.
+    pub fn read(reply: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Self, Malformed> {
+        let shards = reply.array().ok_or(Malformed("shards are no list"))?;
+        Ok(Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?))
+    }
+
+    /// The shard that has this slot.
+    pub fn shard(&self, slot: u16) -> Option<&Shard> {
+        let number = (*self.owner.get(usize::from(slot))?)?;
+        self.shards.get(usize::from(number))
+    }
+
+    /// Who has it.
+    pub fn primary(&self, slot: u16) -> Option<&Addr> {
+        self.shard(slot)?.primary.as_ref()
+    }
+
+    /// All shards with slots.
+    pub fn shards(&self) -> impl Iterator<Item = &Shard> {
+        self.shards.iter().filter(|shard| !shard.slots.is_empty())
+    }
+
+    /// All nodes.
+    pub fn nodes(&self) -> impl Iterator<Item = &Addr> {
+        self.shards.iter().flat_map(|shard| shard.primary.iter().chain(&shard.replicas))
+    }
+
+    /// Slots that no shard has.
+    pub fn uncovered(&self) -> usize {
+        self.owner.iter().filter(|owner| owner.is_none()).count()
+    }
+}
+
+/// The value of a key in a list of keys and values.
+fn field<'a, 'r>(list: Said<'a, 'r>, name: &str) -> Option<Said<'a, 'r>> {
+    let mut list = list.array()?;
+    while let (Some(key), Some(value)) = (list.next(), list.next()) {
+        if key.text() == Some(name) {
+            return Some(value);
+        }
+    }
+    None
+}
+
+fn read_shard(shard: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Shard, Malformed> {
+    let numbers = field(shard, "slots").and_then(Said::array).ok_or(Malformed("a shard has no list of slots"))?;
+    let numbers = numbers.map(|number| number.int().and_then(|slot| u16::try_from(slot).ok()).filter(|s| *s < SLOTS));
+    let numbers = numbers.collect::<Option<Vec<_>>>().ok_or(Malformed("a slot is none"))?;
+    let (ranges, rest) = numbers.as_chunks::<2>();
+    if !rest.is_empty() || ranges.iter().any(|[first, last]| first > last) {
+        return Err(Malformed("slots are no ranges"));
+    }
+    let mut found = Shard { slots: ranges.iter().map(|[first, last]| (*first, *last)).collect(), ..Shard::default() };
+    for node in field(shard, "nodes").and_then(Said::array).ok_or(Malformed("a shard has no list of nodes"))? {
+        let text = |name| field(node, name).and_then(Said::text).filter(|text| !text.is_empty() && *text != "?");
+        let port = field(node, if tls { "tls-port" } else { "port" }).and_then(Said::int);
+        let port = port.and_then(|port| u16::try_from(port).ok()).ok_or(Malformed("a node has no port"))?;
+        // A node that has met no other does not know its own address.
+        let host = text("endpoint").or_else(|| text("ip")).unwrap_or(&asked.host);
+        let addr = Addr { host: host.into(), port };
+        match text("role") {
+            // One that has failed is a primary that was: its copies may be there all the same.
+            Some("master") if text("health") != Some("fail") && found.primary.is_none() => found.primary = Some(addr),
+            Some(_) => found.replicas.push(addr),
+            None => return Err(Malformed("a node has no role")),
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resp::{Replies, parse};
+    use proptest::prelude::*;
+
+    /// A reply as the server writes it: strings as values, numbers as numbers.
+    fn reply(nodes: &[(&str, i64, &str, &str)], slots: &[i64]) -> Vec<u8> {
+        let bulk = |text: &str| format!("${}\r\n{text}\r\n", text.len());
+        let mut text = format!("*1\r\n*4\r\n{}*{}\r\n", bulk("slots"), slots.len());
+        slots.iter().for_each(|slot| text += &format!(":{slot}\r\n"));
+        text += &format!("{}*{}\r\n", bulk("nodes"), nodes.len());
+        for (host, port, role, health) in nodes {
+            text += &format!("*8\r\n{}:{port}\r\n{}{}", bulk("port"), bulk("endpoint"), bulk(host));
+            text += &(bulk("role") + &bulk(role) + &bulk("health") + &bulk(health));
+        }
+        text.into_bytes()
+    }
+
+    fn read(bytes: &[u8]) -> Result<SlotMap, Malformed> {
+        let asked = Addr { host: "asked".into(), port: 1 };
+        let Some((reply, _)) = parse(bytes, 0)? else { return Err(Malformed("cut")) };
+        SlotMap::read(Replies::new(bytes, vec![reply]).get(0), &asked, false)
+    }
+
+    #[test]
+    fn slots_and_nodes_are_read() {
+        let nodes = [("a", 1, "master", "fail"), ("b", 2, "master", "online"), ("", 3, "replica", "loading")];
+        let map = read(&reply(&nodes, &[0, 5, 7, 7])).expect("a map");
+        let addr = |host: &str, port| Addr { host: host.into(), port };
+        assert_eq!([0, 5, 7].map(|slot| map.primary(slot).cloned()), [(); 3].map(|()| Some(addr("b", 2))));
+        assert_eq!((map.primary(6), map.primary(16_383), map.uncovered()), (None, None, 16_384 - 7));
+        let shard = map.shard(0).expect("a shard");
+        assert_eq!(shard.replicas, [addr("a", 1), addr("asked", 3)], "a failed primary may have copies");
+    }
+
+    #[test]
+    fn a_map_that_makes_no_sense_is_refused() {
+        let node = [("a", 1, "master", "online")];
+        for bad in [
+            reply(&node, &[5, 0]),
+            reply(&node, &[0]),
+            reply(&node, &[0, 16_384]),
+            reply(&node, &[-1, 4]),
+            reply(&[("a", 70_000, "master", "online")], &[0, 5]),
+            reply(&[("a", 1, "", "online")], &[0, 5]),
+            b"+OK\r\n".to_vec(),
+            b"*1\r\n:1\r\n".to_vec(),
+        ] {
+            read(&bad).expect_err(&String::from_utf8_lossy(&bad));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_damaged_map_never_panics(at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
+            let mut bytes = reply(&[("a", 1, "master", "online"), ("b", 2, "replica", "online")], &[0, 16_383]);
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+            let _ = read(&bytes);
+            bytes.truncate(cut.index(bytes.len()));
+            let _ = read(&bytes);
+        }
+    }
+}

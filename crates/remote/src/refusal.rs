@@ -1,0 +1,125 @@
+//! What a server's errors mean to us.
+//!
+//! Before: a reply begins with `-`. After: the request goes to another node, is asked anew, or comes to nothing.
+//! Threads: any; pure. Promise: an error that nobody foresaw counts as `Busy`, with its text: no page is lost by it.
+
+use crate::slot::SLOTS;
+
+/// Where a node is reached.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Addr {
+    /// Name or number.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+}
+
+impl Addr {
+    /// `host:port`, where the host may have colons of its own, or be in brackets.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        Some(Self { host: host.into(), port: port.parse().ok()? })
+    }
+
+    /// The same; a server that does not know its own name means the host at which it was asked.
+    fn near(text: &str, asked: &Self) -> Option<Self> {
+        let found = Self::parse(text)?;
+        Some(if found.host.is_empty() || found.host == "?" {
+            Self { host: asked.host.clone(), ..found }
+        } else {
+            found
+        })
+    }
+}
+
+impl std::fmt::Display for Addr {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+/// What an error says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// The slot is another node's.
+    Moved(Addr),
+    /// The key is at another node already, whose the slot will be.
+    Ask(Addr),
+    /// Some of the keys are at another node already: ask for one at a time.
+    OneByOne,
+    /// The node's memory is used up.
+    Full(String),
+    /// It cannot now.
+    Busy(String),
+}
+
+impl Refusal {
+    /// Of the error in a reply of this node.
+    pub fn of(error: &str, asked: &Addr) -> Self {
+        let busy = || Self::Busy(format!("{asked} says: {}", error.chars().take(120).collect::<String>()));
+        match error.split(' ').next() {
+            Some("MOVED") => place(error, asked).map_or_else(busy, Self::Moved),
+            Some("ASK") => place(error, asked).map_or_else(busy, Self::Ask),
+            Some("TRYAGAIN") => Self::OneByOne,
+            Some("OOM") => Self::Full(format!("{asked} is full (maxmemory)")),
+            _ => busy(),
+        }
+    }
+}
+
+/// The node in `MOVED 3999 host:port`.
+fn place(error: &str, asked: &Addr) -> Option<Addr> {
+    let mut words = error.split(' ').skip(1);
+    words.next()?.parse::<u16>().ok().filter(|slot| *slot < SLOTS)?;
+    Addr::near(words.next()?, asked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn addr(text: &str) -> Addr {
+        Addr::parse(text).expect("an address")
+    }
+
+    #[test]
+    fn errors_mean_what_they_say() {
+        let asked = addr("10.0.0.1:6379");
+        for (error, meaning) in [
+            ("MOVED 3999 127.0.0.1:6381", Some(Refusal::Moved(addr("127.0.0.1:6381")))),
+            ("MOVED 3999 :6381", Some(Refusal::Moved(addr("10.0.0.1:6381")))),
+            ("ASK 5 ::1:7000", Some(Refusal::Ask(addr("[::1]:7000")))),
+            ("TRYAGAIN Multiple keys request during rehashing of slot", Some(Refusal::OneByOne)),
+            ("MOVED 16384 127.0.0.1:6381", None),
+            ("MOVED 3999 127.0.0.1:70000", None),
+            ("MOVED", None),
+            ("ASK 1", None),
+            ("CLUSTERDOWN The cluster is down", None),
+            ("NOREPLICAS Not enough good replicas to write.", None),
+            ("LOADING Redis is loading the dataset in memory", None),
+            ("", None),
+        ] {
+            let found = Refusal::of(error, &asked);
+            match meaning {
+                Some(meaning) => assert_eq!(found, meaning, "{error}"),
+                None => assert!(matches!(found, Refusal::Busy(_)), "{error}: {found:?}"),
+            }
+        }
+        let full = Refusal::of("OOM command not allowed when used memory > 'maxmemory'.", &asked);
+        assert_eq!(full, Refusal::Full("10.0.0.1:6379 is full (maxmemory)".into()));
+    }
+
+    proptest! {
+        #[test]
+        fn no_error_panics_and_an_address_reads_back(error: String, near in "(MOVED|ASK) ?[0-9]{0,6} ?[a-z:0-9]{0,12}") {
+            let asked = addr("[::2]:1");
+            Refusal::of(&error, &asked);
+            if let Refusal::Moved(at) | Refusal::Ask(at) = Refusal::of(&near, &asked) {
+                prop_assert_eq!(Addr::parse(&at.to_string()), Some(at));
+            }
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! A request about pages of one chunk, so of one slot: sent to the slot's owner, and after it where it went.
+//!
+//! Before: the store has keys, and values to keep. After: each key's outcome, or why there is none.
+//! Threads: any; the calling one waits, until a deadline. Units: keys of one slot.
+//! Promise: what is written counts only with an `OK` for each key and, on the same connection and after them, a `WAIT`
+//! that as many replicas have it as is asked for. Where that is not so, all keys may or may not be there.
+//!
+//! One command for all keys (`MGET`, `MSET`, `UNLINK`) is what is sent first. While a slot moves to another node, some
+//! keys are here and some there: then one command a key, and for those that are there, after `ASKING`, another round.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use crate::cluster::Cluster;
+use crate::refusal::{Addr, Refusal};
+use crate::resp::{Commands, Replies, Said};
+use crate::slot::slot_of;
+
+/// What is wanted.
+#[derive(Clone, Copy, Debug)]
+pub enum Verb<'a> {
+    /// The values.
+    Get,
+    /// These values kept, by as many replicas, too.
+    Set { values: &'a [&'a [u8]], replicas: u32 },
+    /// The keys gone.
+    Unlink,
+}
+
+/// What a key came to.
+#[derive(Clone, Copy, Debug)]
+pub enum Found<'a> {
+    /// Its value, of `Get`.
+    Value(&'a [u8]),
+    /// No value, says its slot's owner.
+    Nothing,
+    /// No value, but the slot is on its way to another node.
+    Elsewhere,
+    /// Done, for these many of the keys that this one stands for.
+    Done(u64),
+}
+
+/// Why it came to nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failed {
+    /// The cluster's memory is used up; else it cannot now.
+    pub full: bool,
+    /// In words.
+    pub why: String,
+    /// It may have been carried out, or a part of it.
+    pub unknown: bool,
+}
+
+/// Redirections that are followed.
+const HOPS: u32 = 6;
+
+/// One round: these keys, at this node.
+struct Round {
+    at: Addr,
+    keys: Vec<usize>,
+    one_by_one: bool,
+    asking: bool,
+}
+
+/// Ask for all of `keys`, which are of one slot. `each` is told of a key by its place among them; of `UNLINK` with one
+/// command only of the first, for all.
+pub fn run(
+    cluster: &Cluster,
+    verb: Verb<'_>,
+    keys: &[Vec<u8>],
+    timeout: impl Fn(Duration) -> Duration,
+    each: &mut dyn FnMut(usize, Found<'_>),
+) -> Result<(), Failed> {
+    let Some(first) = keys.first() else { return Ok(()) };
+    let failed = |why: String, unknown| Failed { full: false, why, unknown };
+    let at = cluster.owner(slot_of(first)).map_err(|error| failed(error.to_string(), false))?;
+    let until = Instant::now() + timeout(cluster.node(&at).timeout());
+    let mut unknown = false;
+    let mut rounds = vec![Round { at, keys: (0..keys.len()).collect(), one_by_one: keys.len() == 1, asking: false }];
+    for _ in 0..HOPS {
+        let Some(round) = rounds.pop() else { return Ok(()) };
+        let wait = until.saturating_duration_since(Instant::now()) / 2;
+        let commands = commands(verb, keys, &round, wait);
+        unknown |= matches!(verb, Verb::Set { .. });
+        let read = cluster.with(&round.at, until, |link| {
+            let replies = link.ask(&commands, until)?;
+            Ok(if round.one_by_one {
+                read_each(verb, &round, &replies, each)
+            } else {
+                read_all(verb, &round, &replies, each)
+            })
+        });
+        let refused = match read {
+            Ok(Ok(more)) => {
+                if more.iter().any(|round| !round.asking) {
+                    cluster.refresh();
+                }
+                rounds.extend(more);
+                continue;
+            }
+            Ok(Err(refusal)) => refusal,
+            Err(error) => {
+                // Whoever has it now, others know.
+                cluster.refresh();
+                return Err(failed(broken(&round.at, &error), unknown));
+            }
+        };
+        match refused {
+            Refusal::Moved(to) => {
+                cluster.refresh();
+                rounds.push(Round { at: to, asking: false, ..round });
+            }
+            Refusal::Ask(to) => rounds.push(Round { at: to, asking: true, one_by_one: true, ..round }),
+            Refusal::OneByOne if !round.one_by_one => rounds.push(Round { one_by_one: true, ..round }),
+            Refusal::OneByOne => return Err(failed(format!("{} moves the slot", round.at), unknown)),
+            Refusal::Full(why) => return Err(Failed { full: true, why, unknown }),
+            Refusal::Busy(why) => {
+                cluster.refresh();
+                return Err(failed(why, unknown));
+            }
+        }
+    }
+    if rounds.is_empty() { Ok(()) } else { Err(failed("the nodes send us from one to the other".into(), unknown)) }
+}
+
+fn broken(at: &Addr, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => format!("{at} does not answer in time"),
+        _ => format!("{at}: {error}"),
+    }
+}
+
+/// The commands of a round.
+fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> Commands {
+    let mut commands = Commands::default();
+    let (many, one) = match verb {
+        Verb::Get => ("MGET", "GET"),
+        Verb::Set { .. } => ("MSET", "SET"),
+        Verb::Unlink => ("UNLINK", "UNLINK"),
+    };
+    let words = |commands: &mut Commands, at: usize| {
+        commands.word(&keys[at]);
+        if let Verb::Set { values, .. } = verb {
+            commands.word(values[at]);
+        }
+    };
+    let words_each = if matches!(verb, Verb::Set { .. }) { 2 } else { 1 };
+    if !round.one_by_one {
+        commands.begin(1 + words_each * round.keys.len());
+        commands.word(many.as_bytes());
+        round.keys.iter().for_each(|at| words(&mut commands, *at));
+    }
+    for at in round.keys.iter().filter(|_| round.one_by_one) {
+        if round.asking {
+            commands.add(&[b"ASKING"]);
+        }
+        commands.begin(1 + words_each);
+        commands.word(one.as_bytes());
+        words(&mut commands, *at);
+    }
+    if let Verb::Set { replicas, .. } = verb
+        && replicas > 0
+    {
+        let ms = (wait.as_millis() as u64).max(1).to_string();
+        commands.add(&[b"WAIT", replicas.to_string().as_bytes(), ms.as_bytes()]);
+    }
+    commands
+}
+
+/// Do as many replicas have it as must?
+fn check_wait(verb: Verb<'_>, at: &Addr, replies: &Replies<'_>) -> Result<(), Refusal> {
+    let Verb::Set { replicas: replicas @ 1.., .. } = verb else { return Ok(()) };
+    let last = replies.get(replies.iter().len().saturating_sub(1));
+    match last.int() {
+        Some(have) if have >= i64::from(replicas) => Ok(()),
+        Some(have) => Err(Refusal::Busy(format!("{have} replicas of {at} have it in time, {replicas} are needed"))),
+        None => Err(last.error().map_or_else(|| senseless(at), |error| Refusal::of(&error, at))),
+    }
+}
+
+fn senseless(at: &Addr) -> Refusal {
+    Refusal::Busy(format!("{at} says something that makes no sense"))
+}
+
+/// What a reply says of one key.
+fn found<'a>(verb: Verb<'_>, round: &Round, said: Said<'a, '_>) -> Result<Found<'a>, Refusal> {
+    if let Some(error) = said.error() {
+        return Err(Refusal::of(&error, &round.at));
+    }
+    match verb {
+        Verb::Get if said.is_nil() => Ok(if round.asking { Found::Elsewhere } else { Found::Nothing }),
+        Verb::Get => said.bytes().map(Found::Value).ok_or_else(|| senseless(&round.at)),
+        Verb::Set { .. } => {
+            if said.text() == Some("OK") {
+                Ok(Found::Done(1))
+            } else {
+                Err(senseless(&round.at))
+            }
+        }
+        Verb::Unlink => said.int().map(|gone| Found::Done(gone.max(0) as u64)).ok_or_else(|| senseless(&round.at)),
+    }
+}
+
+/// The replies to one command for all keys.
+fn read_all(
+    verb: Verb<'_>,
+    round: &Round,
+    replies: &Replies<'_>,
+    each: &mut dyn FnMut(usize, Found<'_>),
+) -> Result<Vec<Round>, Refusal> {
+    let first = replies.get(0);
+    if let (Verb::Get, Some(values)) = (verb, first.array()) {
+        if values.len() != round.keys.len() {
+            return Err(senseless(&round.at));
+        }
+        for (at, value) in round.keys.iter().zip(values) {
+            each(*at, found(verb, round, value)?);
+        }
+        return Ok(Vec::new());
+    }
+    let done = found(verb, round, first)?;
+    if matches!(verb, Verb::Get) {
+        return Err(senseless(&round.at));
+    }
+    check_wait(verb, &round.at, replies)?;
+    round.keys.iter().take(1).for_each(|at| each(*at, done));
+    Ok(Vec::new())
+}
+
+/// The replies to one command for each key. Returns what is to be asked elsewhere.
+fn read_each(
+    verb: Verb<'_>,
+    round: &Round,
+    replies: &Replies<'_>,
+    each: &mut dyn FnMut(usize, Found<'_>),
+) -> Result<Vec<Round>, Refusal> {
+    let mut more: Vec<Round> = Vec::new();
+    let (step, mut stored) = (1 + usize::from(round.asking), false);
+    for (number, at) in round.keys.iter().enumerate() {
+        match found(verb, round, replies.get(number * step + step - 1)) {
+            Ok(found) => {
+                stored = true;
+                each(*at, found);
+            }
+            Err(Refusal::Ask(to) | Refusal::Moved(to)) => {
+                let asking =
+                    replies.get(number * step + step - 1).error().is_some_and(|error| error.starts_with("ASK"));
+                match more.iter_mut().find(|round| round.at == to && round.asking == asking) {
+                    Some(round) => round.keys.push(*at),
+                    None => more.push(Round { at: to, keys: vec![*at], one_by_one: true, asking }),
+                }
+            }
+            Err(refusal) => return Err(refusal),
+        }
+    }
+    if stored {
+        check_wait(verb, &round.at, replies)?;
+    }
+    Ok(more)
+}

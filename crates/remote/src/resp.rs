@@ -1,0 +1,300 @@
+//! What goes over a connection: commands to a server, and its replies (RESP, version 2).
+//!
+//! Before: `request` knows what to ask. After: `link` sends the bytes, and hands back what a server said.
+//! Threads: any; pure. Units: bytes.
+//! Promise: no reply of whatever server makes this panic, or keep more than [`REPLY_MAX`] bytes.
+//!
+//! It is written here, though a client library is at hand, for three reasons: a library's connection bounds one read
+//! from a socket and not a whole reply, so that a server that sends a byte now and then keeps a fault for hours; its
+//! parser takes any length that a server names; and it allocates once for each page of a run.
+
+use std::fmt;
+use std::ops::Range;
+
+/// Most bytes of replies that are kept at a time: 4,096 pages with room to spare.
+pub const REPLY_MAX: usize = 32 << 20;
+/// Most bytes of one value. A page needs 4 KiB; `INFO` some 8.
+const BULK_MAX: usize = 1 << 20;
+/// Most elements of one array.
+const ARRAY_MAX: usize = 1 << 17;
+/// Longest line: a status, a number, an error.
+const LINE_MAX: usize = 4096;
+/// Arrays in arrays. `CLUSTER SHARDS` needs four.
+const DEPTH_MAX: u32 = 8;
+
+/// Commands that go out together.
+#[derive(Clone, Debug, Default)]
+pub struct Commands {
+    bytes: Vec<u8>,
+    count: usize,
+}
+
+impl Commands {
+    /// One command.
+    pub fn one(words: &[&[u8]]) -> Self {
+        let mut commands = Self::default();
+        commands.add(words);
+        commands
+    }
+
+    /// One more command.
+    pub fn add(&mut self, words: &[&[u8]]) {
+        self.begin(words.len());
+        words.iter().for_each(|word| self.word(word));
+    }
+
+    /// One more command of this many words, which follow.
+    pub fn begin(&mut self, words: usize) {
+        self.count += 1;
+        self.bytes.extend_from_slice(format!("*{words}\r\n").as_bytes());
+    }
+
+    /// The next word.
+    pub fn word(&mut self, word: &[u8]) {
+        self.bytes.extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
+        self.bytes.extend_from_slice(word);
+        self.bytes.extend_from_slice(b"\r\n");
+    }
+
+    /// How many; each has one reply.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// What is sent.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// One reply. Texts and values are places in the bytes that were received.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reply {
+    /// `+OK`.
+    Status(Range<usize>),
+    /// `-ERR ...`.
+    Error(Range<usize>),
+    /// A number.
+    Int(i64),
+    /// A value.
+    Bulk(Range<usize>),
+    /// No value.
+    Nil,
+    /// Several.
+    Array(Vec<Reply>),
+}
+
+/// These bytes are no reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Malformed(pub &'static str);
+
+impl fmt::Display for Malformed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the server's reply makes no sense: {}", self.0)
+    }
+}
+
+/// The reply that begins at `at`, and where the next one does; `None` if more bytes are needed.
+///
+/// # Errors
+/// A server that is none, or is damaged, can cause it.
+pub fn parse(bytes: &[u8], at: usize) -> Result<Option<(Reply, usize)>, Malformed> {
+    parse_at(bytes, at, 0)
+}
+
+fn parse_at(bytes: &[u8], at: usize, depth: u32) -> Result<Option<(Reply, usize)>, Malformed> {
+    let Some(kind) = bytes.get(at) else { return Ok(None) };
+    if !b"+-:$*_".contains(kind) {
+        return Err(Malformed("it begins with no sign that there is"));
+    }
+    let rest = &bytes[at + 1..];
+    let Some(len) = rest.iter().take(LINE_MAX).position(|byte| *byte == b'\n') else {
+        return if rest.len() < LINE_MAX { Ok(None) } else { Err(Malformed("a line is too long")) };
+    };
+    if len == 0 || rest[len - 1] != b'\r' {
+        return Err(Malformed("a line ends without a carriage return"));
+    }
+    let (line, next) = (at + 1..at + len, at + len + 2);
+    let number = || {
+        let text = std::str::from_utf8(&bytes[line.clone()]).map_err(|_| Malformed("a number is no text"))?;
+        text.parse::<i64>().map_err(|_| Malformed("a number is none"))
+    };
+    // -1 says that there is nothing.
+    let length = |most: usize| match number()? {
+        -1 => Ok(None),
+        some => usize::try_from(some).ok().filter(|len| *len <= most).map(Some).ok_or(Malformed("a length is absurd")),
+    };
+    let reply = match kind {
+        b'+' => Reply::Status(line),
+        b'-' => Reply::Error(line),
+        b':' => Reply::Int(number()?),
+        b'$' => {
+            let Some(len) = length(BULK_MAX)? else { return Ok(Some((Reply::Nil, next))) };
+            let Some(end) = bytes.get(next + len..next + len + 2) else { return Ok(None) };
+            if end != b"\r\n" {
+                return Err(Malformed("a value is longer than it says"));
+            }
+            return Ok(Some((Reply::Bulk(next..next + len), next + len + 2)));
+        }
+        b'*' => {
+            if depth == DEPTH_MAX {
+                return Err(Malformed("arrays are too deep"));
+            }
+            let Some(len) = length(ARRAY_MAX)? else { return Ok(Some((Reply::Nil, next))) };
+            let (mut inside, mut at) = (Vec::new(), next);
+            for _ in 0..len {
+                let Some((reply, next)) = parse_at(bytes, at, depth + 1)? else { return Ok(None) };
+                inside.push(reply);
+                at = next;
+            }
+            return Ok(Some((Reply::Array(inside), at)));
+        }
+        _ => Reply::Nil,
+    };
+    Ok(Some((reply, next)))
+}
+
+/// What came of commands: a reply for each.
+#[derive(Debug)]
+pub struct Replies<'a> {
+    bytes: &'a [u8],
+    replies: Vec<Reply>,
+}
+
+impl<'a> Replies<'a> {
+    /// These, in these bytes.
+    pub fn new(bytes: &'a [u8], replies: Vec<Reply>) -> Self {
+        Self { bytes, replies }
+    }
+
+    /// Each of them.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Said<'a, '_>> {
+        self.replies.iter().map(|reply| Said { bytes: self.bytes, reply })
+    }
+
+    /// The one at this place; nothing if there are fewer.
+    pub fn get(&self, at: usize) -> Said<'a, '_> {
+        Said { bytes: self.bytes, reply: self.replies.get(at).unwrap_or(&Reply::Nil) }
+    }
+}
+
+/// One reply with its bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Said<'a, 'r> {
+    bytes: &'a [u8],
+    reply: &'r Reply,
+}
+
+impl<'a, 'r> Said<'a, 'r> {
+    /// The value or the status.
+    pub fn bytes(self) -> Option<&'a [u8]> {
+        match self.reply {
+            Reply::Bulk(at) | Reply::Status(at) => Some(&self.bytes[at.clone()]),
+            _ => None,
+        }
+    }
+
+    /// The same as text.
+    pub fn text(self) -> Option<&'a str> {
+        std::str::from_utf8(self.bytes()?).ok()
+    }
+
+    /// The number.
+    pub fn int(self) -> Option<i64> {
+        match self.reply {
+            Reply::Int(int) => Some(*int),
+            _ => None,
+        }
+    }
+
+    /// What went wrong.
+    pub fn error(self) -> Option<String> {
+        match self.reply {
+            Reply::Error(at) => Some(String::from_utf8_lossy(&self.bytes[at.clone()]).into_owned()),
+            _ => None,
+        }
+    }
+
+    /// Is there nothing?
+    pub fn is_nil(self) -> bool {
+        *self.reply == Reply::Nil
+    }
+
+    /// The elements.
+    pub fn array(self) -> Option<impl ExactSizeIterator<Item = Said<'a, 'r>>> {
+        match self.reply {
+            Reply::Array(inside) => Some(inside.iter().map(move |reply| Said { bytes: self.bytes, reply })),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn each_kind_of_reply_is_understood() {
+        let bytes = b"*7\r\n+OK\r\n-MOVED 1 a:2\r\n:-5\r\n$3\r\na\r\n\r\n$-1\r\n*-1\r\n*0\r\n";
+        let (reply, end) = parse(bytes, 0).expect("a reply").expect("all of it");
+        assert_eq!(end, bytes.len());
+        let replies = Replies::new(bytes, vec![reply]);
+        let inside: Vec<_> = replies.get(0).array().expect("an array").collect();
+        assert_eq!(inside[0].text(), Some("OK"));
+        assert_eq!(inside[1].error().as_deref(), Some("MOVED 1 a:2"));
+        assert_eq!(inside[2].int(), Some(-5));
+        assert_eq!(inside[3].bytes(), Some(&b"a\r\n"[..]));
+        assert!(inside[4].is_nil() && inside[5].is_nil());
+        assert_eq!(inside[6].array().expect("an array").len(), 0);
+        assert!(replies.get(1).is_nil());
+    }
+
+    #[test]
+    fn what_is_no_reply_is_refused_at_once() {
+        for bytes in [
+            &b"HTTP/1.1 400 Bad Request\r\n"[..],
+            b":five\r\n",
+            b":\r\n",
+            b"+OK\n",
+            b"$-2\r\n",
+            b"$99999999999\r\n",
+            b"*99999999\r\n",
+            b"$1\r\nabc",
+            b"*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n",
+            &[b'+'; LINE_MAX + 2],
+        ] {
+            parse(bytes, 0).expect_err(&String::from_utf8_lossy(bytes));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_hostile_server_makes_nothing_panic(bytes: Vec<u8>, at in 0usize..40) {
+            let _ = parse(&bytes, at);
+        }
+
+        #[test]
+        fn nor_one_that_nearly_speaks_the_protocol(bytes in "([-+:$*_][0-9-]{0,3}(\r\n|\n)?){0,12}") {
+            if let Ok(Some((_, end))) = parse(bytes.as_bytes(), 0) {
+                prop_assert!(end <= bytes.len());
+            }
+        }
+
+        #[test]
+        fn a_reply_is_whole_only_with_its_last_byte(words in proptest::collection::vec(any::<Vec<u8>>(), 0..5)) {
+            // A command is an array of values, so it can be read as a reply.
+            let words: Vec<&[u8]> = words.iter().map(Vec::as_slice).collect();
+            let commands = Commands::one(&words);
+            let bytes = commands.bytes();
+            for cut in 0..bytes.len() {
+                prop_assert_eq!(parse(&bytes[..cut], 0), Ok(None));
+            }
+            let (reply, end) = parse(bytes, 0).expect("a reply").expect("all of it");
+            prop_assert_eq!(end, bytes.len());
+            let replies = Replies::new(bytes, vec![reply]);
+            let back: Vec<_> = replies.get(0).array().expect("an array").map(|word| word.bytes().expect("a word")).collect();
+            prop_assert_eq!(back, words);
+        }
+    }
+}

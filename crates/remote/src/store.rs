@@ -1,0 +1,409 @@
+//! The remote store: far pages in a Valkey or Redis cluster, one value each.
+//!
+//! Before: the spill worker has pages that have been far for long. After: a primary and as many replicas as was asked
+//! for have each, compressed and with a checksum; a slow worker gets it back.
+//! Threads: any; all but `free` and `usage` may wait for the network: a read for as long as its node is waited for (0.1
+//! to 1.6 s, see `nodes`), a write for ten times that, 4 s at most.
+//! Units: a page is one value; the budget counts pages at the mean size of what was put.
+//! Promise: `Stored` means that an `OK` and a `WAIT` for the replicas came in one pipeline on one connection. `Absent`
+//! means that everybody who might have the page was asked (`loss`).
+//!
+//! *No index.* The handle is the page's generation, and both make the key. Generations are ticks of the clock that all
+//! processes of the host share; one is never drawn ahead of that clock, so no two runs of pages have the same, in
+//! whatever engines of this VM, and nobody need write down which was used last. A write that a dead engine left with a
+//! server thus never takes the place of another.
+//!
+//! *Leftovers.* What a dead engine had put and nobody names is found by a sweep of the VM's keys, after `recover`, in
+//! steps, by whoever calls `tidy`: a key with a generation of before, which no word named then, is nobody's. A mark for
+//! each chunk, in shared memory, would say where to look. But pages are freed in all chunks all the time, so it would be
+//! set nearly everywhere; it would have to be cleared when all words that the chunk's copies ever had are known to
+//! agree, which no store is told; and it would not find what a dead engine's connections bring later.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_base::store::Recovered;
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_store::{Codec, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, StoreUsage, blob};
+use ballast_sys::clock;
+
+use crate::cluster::Cluster;
+use crate::lease::Lease;
+use crate::loss::{self, Verdict};
+use crate::name::{self, CHUNK_PAGES};
+use crate::request::{self, Found, Verb};
+use crate::sweep::{self, Scan, write_timeout};
+
+/// A generation's tick. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
+const TICK: Duration = Duration::from_micros(100);
+/// What a server needs for a page beside its value: the key, and its own tables.
+const KEY_BYTES: u64 = 128;
+/// How long the cluster is left alone by `tidy` after it did not answer.
+const REST: Duration = Duration::from_secs(1);
+/// Pause after a read that failed, so that no CPU is kept busy by asking a node that is not there.
+const PAUSE: Duration = Duration::from_millis(5);
+/// How long one `tidy` sweeps.
+const SWEEP_SLICE: Duration = Duration::from_millis(20);
+
+/// What all stores of a process together may put into the cluster.
+#[derive(Debug)]
+pub struct RemoteBudget {
+    limit: Bytes,
+    pages: AtomicU64,
+    /// Pages ever put, and their bytes: how large one is.
+    put_pages: AtomicU64,
+    put_bytes: AtomicU64,
+}
+
+impl RemoteBudget {
+    /// This much, keys and the servers' tables included.
+    pub fn new(limit: Bytes) -> Arc<Self> {
+        let [pages, put_pages, put_bytes] = [0; 3].map(AtomicU64::new);
+        Arc::new(Self { limit, pages, put_pages, put_bytes })
+    }
+
+    /// What this many pages occupy, as far as is known.
+    fn bytes(&self, pages: u64) -> u64 {
+        let (put, bytes) = (self.put_pages.load(Relaxed), self.put_bytes.load(Relaxed));
+        let mean = bytes.checked_div(put).unwrap_or(PAGE_SIZE as u64 + KEY_BYTES);
+        pages.saturating_mul(mean)
+    }
+
+    fn used(&self) -> u64 {
+        self.bytes(self.pages.load(Relaxed))
+    }
+}
+
+/// See above.
+#[derive(Debug)]
+pub struct RemoteStore {
+    vm: VmId,
+    cluster: Arc<Cluster>,
+    budget: Arc<RemoteBudget>,
+    codec: Codec,
+    lease: Lease,
+    /// The generation that was drawn last.
+    last: Mutex<u64>,
+    /// Pages put and not unlinked, as far as is known.
+    pages: AtomicU64,
+    freed: Mutex<Freed>,
+    leftovers: Mutex<Option<Leftovers>>,
+    refusal: Mutex<Option<String>>,
+    rests_until: Mutex<Option<Instant>>,
+}
+
+/// What is yet to be unlinked.
+#[derive(Debug, Default)]
+struct Freed {
+    /// Pages, and whether they may have been unlinked already.
+    pages: HashMap<(PageKey, Handle), bool>,
+    /// What a write that came to nothing may have left. It was never counted.
+    failed: Vec<(PageKey, Handle)>,
+}
+
+/// What engines before may have left.
+#[derive(Debug)]
+struct Leftovers {
+    /// What is not.
+    live: HashSet<(PageKey, Handle)>,
+    /// All that is put from now on has a larger one.
+    newest: Handle,
+    scan: Option<Scan>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn tick_now() -> u64 {
+    clock::monotonic_ns() / TICK.as_nanos() as u64
+}
+
+impl RemoteStore {
+    /// The store of a VM, empty. After an engine that had pages in it, call `recover` next.
+    pub fn new(vm: VmId, cluster: Arc<Cluster>, budget: Arc<RemoteBudget>, codec: Codec, lease: Duration) -> Self {
+        Self {
+            vm,
+            cluster,
+            budget,
+            codec,
+            lease: Lease::new(vm, lease),
+            last: Mutex::new(tick_now()),
+            pages: AtomicU64::new(0),
+            freed: Mutex::default(),
+            leftovers: Mutex::default(),
+            refusal: Mutex::default(),
+            rests_until: Mutex::default(),
+        }
+    }
+
+    /// A generation that nobody had before; `None` if there are no more.
+    fn draw(&self) -> Option<Handle> {
+        let mut last = lock(&self.last);
+        while tick_now() <= *last {
+            std::thread::sleep(TICK);
+        }
+        *last = tick_now();
+        Handle::new(*last)
+    }
+
+    fn add_pages(&self, count: u64) {
+        self.pages.fetch_add(count, Relaxed);
+        self.budget.pages.fetch_add(count, Relaxed);
+    }
+
+    fn sub_pages(&self, count: u64) {
+        let less = |pages: &AtomicU64, by: u64| {
+            let before = pages.fetch_update(Relaxed, Relaxed, |pages| Some(pages.saturating_sub(by)));
+            before.unwrap_or_default().min(by)
+        };
+        let had = less(&self.pages, count);
+        less(&self.budget.pages, had);
+    }
+
+    /// It was refused: keep why.
+    fn refuse(&self, why: String, outcome: PutOutcome) -> PutOutcome {
+        *lock(&self.refusal) = Some(why);
+        outcome
+    }
+
+    /// Put pages of one chunk, all or none.
+    fn put_chunk(&self, first: PageKey, pages: &[PageBytes]) -> Result<Handle, PutOutcome> {
+        let count = pages.len() as u64;
+        let waiting = lock(&self.freed).pages.len() as u64;
+        let held = self.budget.pages.load(Relaxed).saturating_sub(waiting);
+        if self.budget.bytes(held + count) > self.budget.limit.0 {
+            return Err(self.refuse(format!("its budget of {} is used", self.budget.limit), PutOutcome::Full));
+        }
+        self.lease.ensure(&self.cluster).map_err(|why| self.refuse(why, PutOutcome::Busy))?;
+        let Some(generation) = self.draw() else {
+            return Err(self.refuse("the host has run for so long that no generation is left".into(), PutOutcome::Full));
+        };
+        let keys: Vec<PageKey> =
+            (first.page.0..).zip(pages).map(|(page, _)| first.region.page(PageIdx(page))).collect();
+        let (mut blobs, mut ends) = (Vec::with_capacity(pages.len() * PAGE_SIZE / 2), Vec::with_capacity(pages.len()));
+        for (key, bytes) in keys.iter().zip(pages) {
+            blob::seal(*key, generation, bytes, self.codec, &mut blobs);
+            ends.push(blobs.len());
+        }
+        let starts = [0].into_iter().chain(ends.iter().copied());
+        let values: Vec<&[u8]> = starts.zip(&ends).map(|(start, end)| &blobs[start..*end]).collect();
+        let names: Vec<Vec<u8>> = keys.iter().map(|key| name::key(*key, generation)).collect();
+        let verb = Verb::Set { values: &values, replicas: self.cluster.options().replicas };
+        match request::run(&self.cluster, verb, &names, write_timeout, &mut |_, _| ()) {
+            Ok(()) => {
+                self.budget.put_pages.fetch_add(count, Relaxed);
+                self.budget.put_bytes.fetch_add(blobs.len() as u64 + count * KEY_BYTES, Relaxed);
+                self.add_pages(count);
+                Ok(generation)
+            }
+            Err(failed) => {
+                if failed.unknown {
+                    lock(&self.freed).failed.extend(keys.into_iter().map(|key| (key, generation)));
+                }
+                Err(self.refuse(failed.why, if failed.full { PutOutcome::Full } else { PutOutcome::Busy }))
+            }
+        }
+    }
+
+    /// Get pages of one chunk.
+    fn get_chunk(&self, keys: &[PageKey], handles: &[Handle], out: &mut [PageBytes], outcomes: &mut [GetOutcome]) {
+        let names: Vec<Vec<u8>> = keys.iter().zip(handles).map(|(key, handle)| name::key(*key, *handle)).collect();
+        let mut gone = Vec::new();
+        let opened = |at: usize, bytes: &[u8], out: &mut PageBytes| {
+            if blob::open(keys[at], handles[at], bytes, out) { GetOutcome::Found } else { GetOutcome::Corrupt }
+        };
+        let asked = request::run(&self.cluster, Verb::Get, &names, |timeout| timeout, &mut |at, found| match found {
+            Found::Value(bytes) => outcomes[at] = opened(at, bytes, &mut out[at]),
+            Found::Nothing => gone.push(at),
+            Found::Elsewhere | Found::Done(_) => {}
+        });
+        if let Err(failed) = asked {
+            // What failed is still `Busy`. Whoever wants it asks again at once.
+            *lock(&self.refusal) = Some(failed.why);
+            std::thread::sleep(PAUSE);
+        }
+        for at in gone {
+            outcomes[at] = match loss::look(&self.cluster, &names[at]) {
+                Verdict::Found(bytes) => opened(at, &bytes, &mut out[at]),
+                Verdict::Lost => GetOutcome::Absent,
+                Verdict::Unknown(why) => {
+                    *lock(&self.refusal) = Some(why);
+                    GetOutcome::Busy
+                }
+            };
+        }
+    }
+
+    /// Unlink what was freed. False if the cluster does not answer.
+    fn unlink_freed(&self) -> bool {
+        let freed = std::mem::take(&mut *lock(&self.freed));
+        let mut pages: Vec<_> = freed.pages.into_iter().collect();
+        pages.sort_unstable_by_key(|((key, handle), _)| (key.region.vm, key.region.number, key.page, handle.bits()));
+        let chunk = |key: &PageKey| (key.region, key.page.0 / CHUNK_PAGES);
+        let mut works = true;
+        for run in pages.chunk_by(|((a, _), _), ((b, _), _)| chunk(a) == chunk(b)) {
+            // A large run of one chunk is several generations of it.
+            let keys = run.iter().map(|((key, handle), _)| name::key(*key, *handle)).collect();
+            match if works { sweep::unlink(&self.cluster, keys) } else { Err(rests()) } {
+                // One that may have been unlinked before counts as if it was now.
+                Ok(gone) => {
+                    let maybe = run.iter().filter(|(_, maybe)| *maybe).count() as u64;
+                    self.sub_pages((gone + maybe).min(run.len() as u64));
+                }
+                Err(failed) => {
+                    let mut freed = lock(&self.freed);
+                    for (page, maybe) in run {
+                        *freed.pages.entry(*page).or_default() |= *maybe || works;
+                    }
+                    self.note_rest(failed.why);
+                    works = false;
+                }
+            }
+        }
+        if works && !freed.failed.is_empty() {
+            let keys = freed.failed.iter().map(|(key, handle)| name::key(*key, *handle)).collect();
+            works = sweep::unlink(&self.cluster, keys).inspect_err(|failed| self.note_rest(failed.why.clone())).is_ok();
+        }
+        if !works {
+            lock(&self.freed).failed.extend(freed.failed);
+        }
+        works
+    }
+
+    fn note_rest(&self, why: String) {
+        *lock(&self.rests_until) = Some(Instant::now() + REST);
+        *lock(&self.refusal) = Some(why);
+    }
+
+    /// Go on with the sweep for leftovers.
+    fn sweep(&self) {
+        let mut leftovers = lock(&self.leftovers);
+        let Some(Leftovers { live, newest, scan }) = &mut *leftovers else { return };
+        let until = Instant::now() + SWEEP_SLICE;
+        while Instant::now() < until {
+            let under_way = scan.take().map_or_else(|| Scan::begin(&self.cluster, name::pattern(self.vm)), Ok);
+            let stepped = under_way.and_then(|mut scan| Ok((scan.step(&self.cluster)?, scan)));
+            let (keys, rest) = match stepped {
+                Ok((Some(keys), rest)) => (keys, rest),
+                Ok((None, _)) => {
+                    *leftovers = None;
+                    return;
+                }
+                Err(error) => return self.note_rest(error.to_string()),
+            };
+            let mut garbage = keys;
+            garbage.retain(|bytes| {
+                name::parse(bytes).is_some_and(|page| page.1.bits() <= newest.bits() && !live.contains(&page))
+            });
+            if let Err(failed) = sweep::unlink(&self.cluster, garbage) {
+                return self.note_rest(failed.why);
+            }
+            *scan = Some(rest);
+        }
+    }
+}
+
+fn rests() -> request::Failed {
+    request::Failed { full: false, why: "it does not answer".into(), unknown: false }
+}
+
+impl Drop for RemoteStore {
+    fn drop(&mut self) {
+        self.sub_pages(self.pages.load(Relaxed));
+    }
+}
+
+/// The next part of a run that is in one chunk.
+fn chunk_end(first: PageIdx, from: usize, len: usize) -> usize {
+    let page = first.0 + from as u64;
+    len.min(from + (CHUNK_PAGES - page % CHUNK_PAGES) as usize)
+}
+
+impl Store for RemoteStore {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        self.put_chunk(key, std::slice::from_ref(bytes)).map_or_else(|outcome| outcome, PutOutcome::Stored)
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        let mut outcome = [GetOutcome::Busy];
+        self.get_chunk(&[key], &[handle], std::slice::from_mut(out), &mut outcome);
+        outcome[0]
+    }
+
+    fn put_run(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut Vec<PutOutcome>) {
+        let mut from = 0;
+        while from < pages.len() {
+            let end = chunk_end(first.page, from, pages.len());
+            let key = first.region.page(PageIdx(first.page.0 + from as u64));
+            let outcome = self.put_chunk(key, &pages[from..end]);
+            let outcome = outcome.map_or_else(|outcome| outcome, PutOutcome::Stored);
+            outcomes.resize(outcomes.len() + end - from, outcome);
+            from = end;
+        }
+    }
+
+    fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
+        let (len, start) = (handles.len().min(out.len()), outcomes.len());
+        outcomes.resize(start + len, GetOutcome::Busy);
+        let keys: Vec<PageKey> = (first.page.0..).take(len).map(|page| first.region.page(PageIdx(page))).collect();
+        let mut from = 0;
+        while from < len {
+            let end = chunk_end(first.page, from, len);
+            let outcomes = &mut outcomes[start + from..start + end];
+            self.get_chunk(&keys[from..end], &handles[from..end], &mut out[from..end], outcomes);
+            from = end;
+        }
+    }
+
+    /// It is unlinked by the next `tidy`: who frees a page may be a fault worker.
+    fn free(&self, key: PageKey, handle: Handle) {
+        lock(&self.freed).pages.entry((key, handle)).or_default();
+    }
+
+    fn tidy(&self) {
+        if lock(&self.rests_until).is_some_and(|until| Instant::now() < until) {
+            return;
+        }
+        if !self.unlink_freed() {
+            return;
+        }
+        if self.pages.load(Relaxed) > 0
+            && let Err(why) = self.lease.ensure(&self.cluster)
+        {
+            return self.note_rest(why);
+        }
+        self.sweep();
+    }
+
+    /// Asks nothing of the cluster: what is left is found by `tidy`.
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        let newest = self.draw().or(Handle::new(Handle::MAX)).ok_or_else(|| io::Error::other("no generation"))?;
+        let live: HashSet<_> = live.collect();
+        let kept_blobs = live.len() as u64;
+        // The sweep finds what these name, too.
+        *lock(&self.freed) = Freed::default();
+        self.sub_pages(self.pages.load(Relaxed));
+        self.add_pages(kept_blobs);
+        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
+        Ok(Recovered { kept_blobs, ..Recovered::default() })
+    }
+
+    fn last_refusal(&self) -> Option<String> {
+        lock(&self.refusal).clone()
+    }
+
+    fn is_short(&self) -> bool {
+        self.budget.used() > self.budget.limit.0 - self.budget.limit.0 / 16
+    }
+
+    fn usage(&self) -> StoreUsage {
+        let waiting = lock(&self.freed).pages.len() as u64;
+        let pages = self.pages.load(Relaxed).saturating_sub(waiting);
+        StoreUsage { pages, bytes: self.budget.bytes(pages), budget_bytes: self.budget.limit.0 }
+    }
+}

@@ -1,0 +1,210 @@
+//! The remote store while its cluster falls over: nodes killed and stopped, slots moved, connections cut.
+//!
+//! Before: `conformance`. After: everything that was put was read again, whatever happened meanwhile.
+//! Threads: three put, get and free, the test's own does the damage. Units: pages.
+//! Promise: what happens is a function of the seed; when it meets what is not. `BALLAST_REMOTE_EVENTS` (default 8) says
+//! how much of it, `BALLAST_SEED` which.
+
+mod common;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::missing;
+use ballast_remote::{RemoteBudget, RemoteStore, slot_of};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+use common::{LEASE, Random, cluster, env};
+
+const VM: VmId = VmId([7; 16]);
+/// Pages of each thread, in four chunks.
+const PAGES: u64 = 2048;
+/// Longer than any failover here. A page that is not there then never will be.
+const HANG: Duration = Duration::from_secs(60);
+
+/// What a thread put, and has not freed: each page's handle, and what it holds.
+type Kept = HashMap<u64, (Handle, u64)>;
+
+#[derive(Default)]
+struct Counts {
+    gets: AtomicU64,
+    puts: AtomicU64,
+    refused: AtomicU64,
+    longest_ms: AtomicU64,
+}
+
+fn page(thread: u32, page: u64) -> PageKey {
+    RegionKey { vm: VM, number: thread }.page(PageIdx(page))
+}
+
+/// Get it, however long that takes.
+fn must_get(store: &RemoteStore, key: PageKey, (handle, content): (Handle, u64), counts: &Counts) {
+    let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
+    loop {
+        match store.get(key, handle, &mut out) {
+            GetOutcome::Found => break,
+            GetOutcome::Busy if begun.elapsed() < HANG => std::thread::sleep(Duration::from_millis(1)),
+            outcome => panic!("{key:?} after {:?}: {outcome:?}, {:?}", begun.elapsed(), store.last_refusal()),
+        }
+    }
+    assert!(out == pages::mixed(content), "{key:?} came with other bytes");
+    counts.gets.fetch_add(1, Relaxed);
+    counts.longest_ms.fetch_max(begun.elapsed().as_millis() as u64, Relaxed);
+}
+
+/// Put, get and free until told to stop.
+fn churn(store: &RemoteStore, thread: u32, seed: u64, stop: &AtomicBool, counts: &Counts) -> Kept {
+    let (mut random, mut kept) = (Random(seed), Kept::new());
+    let free = |kept: &mut Kept, at: u64| {
+        if let Some((handle, _)) = kept.remove(&at) {
+            store.free(page(thread, at), handle);
+        }
+    };
+    while !stop.load(Relaxed) {
+        let (first, run) = (random.below(PAGES), 1 + random.below(64));
+        let run = first..(first + run).min(PAGES);
+        match random.below(4) {
+            0 => {
+                let contents: Vec<u64> = run.clone().map(|_| random.next()).collect();
+                let bytes: Vec<_> = contents.iter().map(|content| pages::mixed(*content)).collect();
+                let mut outcomes = Vec::new();
+                store.put_run(page(thread, first), &bytes, &mut outcomes);
+                for ((at, content), outcome) in run.zip(contents).zip(outcomes) {
+                    if let PutOutcome::Stored(handle) = outcome {
+                        free(&mut kept, at);
+                        kept.insert(at, (handle, content));
+                        counts.puts.fetch_add(1, Relaxed);
+                    } else {
+                        counts.refused.fetch_add(1, Relaxed);
+                    }
+                }
+                store.tidy();
+            }
+            1 => run.step_by(3).for_each(|at| free(&mut kept, at)),
+            2 => get_run(store, thread, run.filter(|at| kept.contains_key(at)).collect(), &kept, counts),
+            _ => run.step_by(7).filter_map(|at| Some((at, *kept.get(&at)?))).for_each(|(at, what)| {
+                must_get(store, page(thread, at), what, counts);
+            }),
+        }
+    }
+    kept
+}
+
+/// Get the neighbours at the start of these as one run; those that are late one by one.
+fn get_run(store: &RemoteStore, thread: u32, all: Vec<u64>, kept: &Kept, counts: &Counts) {
+    let Some(first) = all.first() else { return };
+    let run: Vec<u64> = all.iter().zip(*first..).take_while(|(at, next)| *at == next).map(|(at, _)| *at).collect();
+    let handles: Vec<Handle> = run.iter().map(|at| kept[at].0).collect();
+    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; run.len()], Vec::new());
+    store.get_run(page(thread, *first), &handles, &mut out, &mut outcomes);
+    for ((at, outcome), bytes) in run.iter().zip(outcomes).zip(&out) {
+        match outcome {
+            GetOutcome::Found => assert!(*bytes == pages::mixed(kept[at].1), "page {at} of a run has other bytes"),
+            GetOutcome::Busy => must_get(store, page(thread, *at), kept[at], counts),
+            outcome => panic!("page {at} of a run: {outcome:?}"),
+        }
+    }
+}
+
+/// Something happens to the cluster; when this returns, it is whole again.
+fn damage(valkey: &mut Valkey, random: &mut Random) -> String {
+    let node = random.below(valkey.len() as u64) as usize;
+    let pause = Duration::from_millis(random.below(2500));
+    let said = match random.below(5) {
+        0 | 1 => {
+            let (primary, slot) = (valkey.is_primary(node), slot_of_node(valkey, node));
+            std::thread::sleep(pause / 10);
+            valkey.kill(node);
+            // Without persistence a primary must not come back before another has its slots.
+            while primary && slot.is_some_and(|slot| valkey.owner(slot).is_none_or(|owner| owner == node)) {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            valkey.restart(node).expect("restart");
+            format!("node {node} killed, a {}", if primary { "primary" } else { "replica" })
+        }
+        2 => {
+            valkey.stop(node).expect("stop");
+            std::thread::sleep(pause);
+            valkey.go_on(node).expect("go on");
+            format!("node {node} stopped for {pause:?}")
+        }
+        3 => {
+            (0..valkey.len()).for_each(|node| drop(valkey.say(node, &["CLIENT", "KILL", "TYPE", "normal"])));
+            "all connections cut".into()
+        }
+        _ => {
+            let key = format!("b{{{VM}:{:x}:{:x}}}", random.below(3), random.below(PAGES / 512));
+            let slot = slot_of(key.as_bytes());
+            let from = valkey.owner(slot).expect("an owner");
+            let to = (0..valkey.len()).find(|to| *to != from && valkey.is_primary(*to)).expect("another primary");
+            valkey.begin_move(slot, from, to).expect("begin to move");
+            let mut moved = 0;
+            loop {
+                let some = valkey.move_keys(slot, from, to, 20).expect("move keys");
+                moved += some;
+                if some == 0 {
+                    break;
+                }
+            }
+            valkey.end_move(slot, from, to).expect("end the move");
+            format!("slot {slot} moved from {from} to {to} with {moved} keys")
+        }
+    };
+    valkey.wait_whole().expect("whole again");
+    said
+}
+
+/// A slot that this node has.
+fn slot_of_node(valkey: &Valkey, node: usize) -> Option<u16> {
+    (0..16_384).step_by(512).find(|slot| valkey.owner(*slot) == Some(node))
+}
+
+#[test]
+fn nothing_that_was_stored_is_lost_or_wrong_whatever_happens_to_the_cluster() {
+    if missing("valkey", valkey_missing()) {
+        return;
+    }
+    let mut valkey = Valkey::start(Layout::default()).expect("a cluster");
+    let ours = cluster(&valkey, 1);
+    let budget = RemoteBudget::new(Bytes(1 << 30));
+    let store = RemoteStore::new(VM, ours.clone(), budget.clone(), Codec::Lz4, LEASE);
+    let (seed, events) = (env("BALLAST_SEED", 1), env("BALLAST_REMOTE_EVENTS", 8));
+    let (stop, counts) = (AtomicBool::new(false), Counts::default());
+    let kept: Vec<Kept> = std::thread::scope(|scope| {
+        let (store, stop, counts) = (&store, &stop, &counts);
+        let churn = |thread| scope.spawn(move || churn(store, thread, seed << 8 | u64::from(thread), stop, counts));
+        let threads: Vec<_> = (0..3).map(churn).collect();
+        let mut random = Random(seed);
+        for event in 0..events {
+            let begun = Instant::now();
+            println!("event {event}: {}, whole again after {:?}", damage(&mut valkey, &mut random), begun.elapsed());
+        }
+        stop.store(true, Relaxed);
+        threads.into_iter().map(|thread| thread.join().expect("no thread failed")).collect()
+    });
+    // All of it is there, and it is the next engine that looks.
+    let next = RemoteStore::new(VM, ours.clone(), budget, Codec::Lz4, LEASE);
+    let all =
+        || (0..).zip(&kept).flat_map(|(thread, kept)| kept.iter().map(move |(at, what)| (page(thread, *at), *what)));
+    next.recover(&mut all().map(|(key, (handle, _))| (key, handle))).expect("recover");
+    all().for_each(|(key, what)| must_get(&next, key, what, &counts));
+    let [gets, puts, refused, longest] =
+        [&counts.gets, &counts.puts, &counts.refused, &counts.longest_ms].map(|count| count.load(Relaxed));
+    println!("{gets} pages got, {puts} put, {refused} refused; the longest wait took {longest} ms");
+    assert!(puts > 0 && gets > 0, "nothing was tried");
+    // What nobody names goes, also what a stopped server wrote after we had given it up.
+    let live = all().count() as u64;
+    assert_eq!(next.usage().pages, live);
+    let begun = Instant::now();
+    while valkey.keys().expect("a size") != live + 1 {
+        next.tidy();
+        assert!(begun.elapsed() < HANG, "{} keys are left, {live} pages live", valkey.keys().expect("a size"));
+    }
+    all().for_each(|(key, what)| must_get(&next, key, what, &counts));
+    for (addr, figures) in ours.figures() {
+        println!("{addr}: {figures:?}");
+    }
+}

@@ -1,0 +1,41 @@
+//! What the tests against real clusters share.
+#![allow(dead_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions};
+use ballast_testvm::valkey::Valkey;
+
+/// Longer than any test.
+pub const LEASE: Duration = Duration::from_secs(3600);
+
+/// Ours, of this one: two of its nodes are named, and it says the rest.
+pub fn cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {
+    let nodes = [0, valkey.len() - 1].map(|node| Addr::parse(&valkey.addr(node)).expect("an address")).to_vec();
+    Arc::new(Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas }))
+}
+
+/// A number from the environment.
+pub fn env(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+/// Numbers that follow from a seed (SplitMix64).
+pub struct Random(pub u64);
+
+impl Random {
+    /// The next one.
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
+        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ word >> 31
+    }
+
+    /// The next one, below this.
+    pub fn below(&mut self, most: u64) -> u64 {
+        self.next() % most
+    }
+}

@@ -1,0 +1,30 @@
+//! The remote store against a real cluster that nothing happens to: what every store promises.
+//!
+//! Before: `scripts/valkey.sh`. Threads: the kit's. Needs `valkey`, else it is skipped.
+
+mod common;
+
+use ballast_base::Bytes;
+use ballast_base::wire::VmId;
+use ballast_needs::missing;
+use ballast_remote::RemoteBudget;
+use ballast_store::{Codec, Store, conformance};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+use common::{LEASE, cluster};
+
+#[test]
+fn the_remote_store_keeps_what_every_store_promises() {
+    if missing("valkey", valkey_missing()) {
+        return;
+    }
+    let valkey = Valkey::start(Layout::default()).expect("a cluster");
+    let cluster = cluster(&valkey, 1);
+    for codec in [Codec::Lz4, Codec::Zstd { level: 1 }] {
+        conformance::run(&|| {
+            let budget = RemoteBudget::new(Bytes(2 << 20));
+            let store = ballast_remote::RemoteStore::new(VmId([7; 16]), cluster.clone(), budget, codec, LEASE);
+            Box::new(store) as Box<dyn Store>
+        });
+    }
+    assert_eq!(valkey.keys().expect("a size"), 1, "nothing is left but the VM's lease");
+}

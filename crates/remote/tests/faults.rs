@@ -1,0 +1,246 @@
+//! What the remote store says when one thing is wrong with its cluster, one thing at a time.
+//!
+//! Before: `conformance`. After: full is full, silence is not loss, and loss is known.
+//! Threads: the test's, and one that plays a server. Needs `valkey` but where a server is played.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_needs::missing;
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease, slot_of};
+use ballast_store::{Codec, GetOutcome, Handle, PageKey, PutOutcome, RegionKey, Store, pages};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+use common::{LEASE, cluster};
+
+const VM: VmId = VmId([7; 16]);
+
+fn store(cluster: &Arc<Cluster>) -> RemoteStore {
+    RemoteStore::new(VM, cluster.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE)
+}
+
+fn key(page: u64) -> PageKey {
+    RegionKey { vm: VM, number: 0 }.page(PageIdx(page))
+}
+
+fn start(layout: Layout) -> Option<Valkey> {
+    if missing("valkey", valkey_missing()) {
+        return None;
+    }
+    Some(Valkey::start(layout).expect("a cluster"))
+}
+
+fn put(store: &RemoteStore, first: u64, count: u64) -> Vec<PutOutcome> {
+    let (bytes, mut outcomes): (Vec<_>, _) = ((first..first + count).map(pages::incompressible).collect(), Vec::new());
+    store.put_run(key(first), &bytes, &mut outcomes);
+    outcomes
+}
+
+fn stored(outcomes: Vec<PutOutcome>) -> Vec<Handle> {
+    let handle = |outcome| match outcome {
+        PutOutcome::Stored(handle) => handle,
+        other => panic!("a put came to {other:?}"),
+    };
+    outcomes.into_iter().map(handle).collect()
+}
+
+fn get(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
+    let mut out = [0; PAGE_SIZE];
+    let outcome = store.get(key(page), handle, &mut out);
+    assert!(outcome != GetOutcome::Found || out == pages::incompressible(page), "page {page} has other bytes");
+    outcome
+}
+
+/// Ask again until it is something else than `Busy`.
+fn get_at_last(store: &RemoteStore, page: u64, handle: Handle) -> GetOutcome {
+    let begun = Instant::now();
+    loop {
+        match get(store, page, handle) {
+            GetOutcome::Busy => assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", store.last_refusal()),
+            outcome => return outcome,
+        }
+    }
+}
+
+#[test]
+fn a_full_cluster_is_full_keeps_what_it_has_and_takes_pages_again_after_frees() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let (ours, mut kept) = (cluster(&valkey, 1), Vec::new());
+    let store = store(&ours);
+    for node in 0..valkey.len() {
+        let info = valkey.text(node, &["INFO", "memory"]).expect("INFO");
+        let used = info.lines().find_map(|line| line.strip_prefix("used_memory:")?.parse::<u64>().ok());
+        let limit = used.expect("used_memory") + (4 << 20);
+        valkey.say(node, &["CONFIG", "SET", "maxmemory", &limit.to_string()]).expect("CONFIG");
+    }
+    for first in (0..20 * 512).step_by(64) {
+        let outcomes = put(&store, first, 64);
+        match outcomes[0] {
+            PutOutcome::Stored(_) => kept.extend((first..).zip(stored(outcomes))),
+            PutOutcome::Full => {
+                assert!(store.last_refusal().expect("a reason").contains("maxmemory"));
+                break;
+            }
+            PutOutcome::Busy => panic!("{:?}", store.last_refusal()),
+        }
+    }
+    assert!(kept.len() < 20 * 512, "it was never full");
+    kept.iter().for_each(|(page, handle)| assert_eq!(get_at_last(&store, *page, *handle), GetOutcome::Found));
+    let half = kept.split_off(kept.len() / 2);
+    half.iter().for_each(|(page, handle)| store.free(key(*page), *handle));
+    store.tidy();
+    // Freed memory is known to be free a moment later: the server unlinks beside its other work.
+    let begun = Instant::now();
+    while !matches!(put(&store, half[0].0, 1)[..], [PutOutcome::Stored(_)]) {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", store.last_refusal());
+    }
+    kept.iter().for_each(|(page, handle)| assert_eq!(get_at_last(&store, *page, *handle), GetOutcome::Found));
+}
+
+#[test]
+fn without_enough_replicas_nothing_is_stored_and_reads_go_on() {
+    let Some(mut valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
+    let ours = cluster(&valkey, 1);
+    let store = store(&ours);
+    let handles = stored(put(&store, 0, 3));
+    valkey.kill(1);
+    assert_eq!(put(&store, 10, 3), [PutOutcome::Busy; 3]);
+    assert_eq!(store.usage().pages, 3);
+    let why = store.last_refusal().expect("a reason");
+    assert!(why.contains("0 replicas") && why.contains("1 are needed"), "{why}");
+    (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&store, page, *handle), GetOutcome::Found));
+    store.tidy();
+    assert_eq!(valkey.keys().expect("a size"), 4, "what was not acknowledged is taken away");
+}
+
+#[test]
+fn a_slot_that_moves_is_read_written_and_freed_on_both_sides() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let ours = cluster(&valkey, 1);
+    let store = store(&ours);
+    let handles = stored(put(&store, 0, 40));
+    let slot = slot_of(format!("b{{{VM}:0:0}}").as_bytes());
+    let from = valkey.owner(slot).expect("an owner");
+    let to = (0..3).find(|to| *to != from && valkey.is_primary(*to)).expect("another primary");
+    valkey.begin_move(slot, from, to).expect("begin");
+    assert_eq!(valkey.move_keys(slot, from, to, 15).expect("move"), 15);
+    // A run of which some pages are here and some there, and one page at a time.
+    let (mut out, mut outcomes) = (vec![[0; PAGE_SIZE]; 40], Vec::new());
+    store.get_run(key(0), &handles, &mut out, &mut outcomes);
+    assert_eq!(outcomes, [GetOutcome::Found; 40], "{:?}", store.last_refusal());
+    (0..).zip(&out).for_each(|(page, bytes)| assert!(*bytes == pages::incompressible(page)));
+    (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&store, page, *handle), GetOutcome::Found));
+    let more = stored(put(&store, 40, 8));
+    (40..).zip(&more).for_each(|(page, handle)| assert_eq!(get(&store, page, *handle), GetOutcome::Found));
+    // One that is nowhere is not known to be lost as long as the slot moves.
+    assert_eq!(get(&store, 99, handles[0]), GetOutcome::Busy);
+    (0..).zip(&handles).take(30).for_each(|(page, handle)| store.free(key(page), *handle));
+    store.tidy();
+    assert_eq!(valkey.keys().expect("a size"), 10 + 8 + 1);
+    while valkey.move_keys(slot, from, to, 100).expect("move") > 0 {}
+    valkey.end_move(slot, from, to).expect("end");
+    (30..).zip(&handles[30..]).for_each(|(page, handle)| assert_eq!(get(&store, page, *handle), GetOutcome::Found));
+    assert_eq!(get_at_last(&store, 99, handles[0]), GetOutcome::Absent);
+}
+
+#[test]
+fn a_page_is_lost_only_when_all_that_may_have_it_say_so() {
+    let Some(mut valkey) = start(Layout::default()) else { return };
+    let ours = cluster(&valkey, 1);
+    let store = store(&ours);
+    let handles = stored(put(&store, 0, 1));
+    let primary = valkey.owner(slot_of(format!("b{{{VM}:0:0}}").as_bytes())).expect("an owner");
+    // Its primary, and the node that follows it.
+    let replica = primary + 3;
+    valkey.kill(replica);
+    valkey.kill(primary);
+    assert_eq!(get(&store, 0, handles[0]), GetOutcome::Busy, "nobody can be asked");
+    // It comes back with nothing in it, and says so; but the other one has not been asked.
+    valkey.restart(primary).expect("restart");
+    for _ in 0..20 {
+        assert_eq!(get(&store, 0, handles[0]), GetOutcome::Busy, "one that may have it cannot be asked");
+    }
+    valkey.restart(replica).expect("restart");
+    assert_eq!(get_at_last(&store, 0, handles[0]), GetOutcome::Absent);
+}
+
+#[test]
+fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
+    let Some(valkey) = start(Layout { primaries: 1, ..Layout::default() }) else { return };
+    let (ours, theirs) = (cluster(&valkey, 1), cluster(&valkey, 1));
+    let living = store(&ours);
+    let handles = stored(put(&living, 0, 2));
+    let gone = VmId([9; 16]);
+    let dead = RemoteStore::new(gone, theirs.clone(), RemoteBudget::new(Bytes(1 << 30)), Codec::Lz4, LEASE);
+    let dead_key = RegionKey { vm: gone, number: 0 }.page(PageIdx(0));
+    assert!(matches!(dead.put(dead_key, &pages::mixed(1)), PutOutcome::Stored(_)));
+    let mut watch = lease::Leaseless::default();
+    assert_eq!(watch.look(&ours, Duration::ZERO).expect("a look"), []);
+    valkey.say(0, &["DEL", &format!("bl{{{gone}}}")]).expect("the lease runs out");
+    assert_eq!(watch.look(&ours, LEASE).expect("a look"), [], "it was seen without a lease for the first time");
+    assert_eq!(watch.look(&ours, Duration::ZERO).expect("a look"), [(gone, 1)]);
+    (0..).zip(&handles).for_each(|(page, handle)| assert_eq!(get(&living, page, *handle), GetOutcome::Found));
+    assert_eq!(lease::end(&ours, VM).expect("its end"), 2);
+    assert_eq!(valkey.keys().expect("a size"), 0);
+}
+
+/// A server that does the same to everybody: `say` is given each connection.
+fn played(say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = Addr::parse(&listener.local_addr().expect("an address").to_string()).expect("an address");
+    let say = Arc::new(say);
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let say = say.clone();
+            std::thread::spawn(move || say(stream));
+        }
+    });
+    Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access: Access::default(), replicas: 1 }))
+}
+
+#[test]
+fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
+    let map = |port: u16| {
+        let text = format!(
+            "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n$2\r\nip\r\n\
+             $9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
+        );
+        text.into_bytes()
+    };
+    // Says its map as it should, and to anything else what it is told to say, again and again.
+    let server = move |junk: &'static [u8], pause: Duration| {
+        played(move |mut stream| {
+            let mut asked = [0; 8192];
+            while let Ok(len @ 1..) = stream.read(&mut asked) {
+                let port = stream.local_addr().expect("an address").port();
+                let answer = if asked[..len].ends_with(b"SHARDS\r\n") { map(port) } else { junk.to_vec() };
+                let is_junk = answer == junk;
+                while stream.write_all(&answer).is_ok() && is_junk {
+                    std::thread::sleep(pause);
+                }
+            }
+        })
+    };
+    let handle = Handle::new(5).expect("40 bits");
+    for (junk, pause) in [
+        (&b"HTTP/1.1 200 OK\r\n\r\n"[..], Duration::ZERO),
+        (b"$4096\r\n", Duration::from_millis(5)),
+        (b"*100000\r\n$1\r\n", Duration::ZERO),
+        (b"x", Duration::from_millis(5)),
+        (b"+", Duration::ZERO),
+        (b"$5\r\nhello\r\n", Duration::from_millis(50)),
+        (b"-MOVED 1 127.0.0.1:1\r\n", Duration::from_millis(50)),
+    ] {
+        let ours = server(junk, pause);
+        let store = store(&ours);
+        assert!(matches!(get(&store, 0, handle), GetOutcome::Busy | GetOutcome::Corrupt));
+        assert_eq!(put(&store, 0, 3), [PutOutcome::Busy; 3]);
+        store.free(key(0), handle);
+        store.tidy();
+    }
+}

@@ -1,0 +1,72 @@
+//! A page as bytes that can leave the host: header and compressed payload, for stores on other machines.
+//!
+//! Before: such a store has a page to send, or bytes that were read. After: it has the bytes, or the page.
+//! Threads: any. Units: a blob is at most [`BLOB_MAX`] bytes.
+//! Promise: [`open`] accepts any bytes at all, and returns true only if they are the page that was sealed under that
+//! key *and* handle: an older copy of the same page is refused like a damaged one.
+
+use ballast_base::PAGE_SIZE;
+use ballast_base::wire::VmId;
+
+use crate::codec::{self, BlobHeader, Codec, HEADER_BYTES};
+use crate::{Handle, PageBytes, PageKey, RegionKey};
+
+/// The largest blob.
+pub const BLOB_MAX: usize = HEADER_BYTES + PAGE_SIZE;
+
+/// The checksum's seed has the handle in it as well: as part of the VM's id, which is 128 random bits.
+fn sealed_as(key: PageKey, handle: Handle) -> PageKey {
+    let VmId(mut id) = key.region.vm;
+    id.iter_mut().zip(handle.bits().to_le_bytes()).for_each(|(id, bits)| *id ^= bits);
+    RegionKey { vm: VmId(id), ..key.region }.page(key.page)
+}
+
+/// Append the blob of a page.
+pub fn seal(key: PageKey, handle: Handle, bytes: &PageBytes, codec: Codec, blob: &mut Vec<u8>) {
+    codec::seal(sealed_as(key, handle), bytes, codec::fill_pattern(bytes), codec, |header, payload| {
+        blob.extend_from_slice(&header.to_bytes());
+        blob.extend_from_slice(payload);
+    });
+}
+
+/// Bring the page back. What `out` holds if this is false is unspecified.
+pub fn open(key: PageKey, handle: Handle, blob: &[u8], out: &mut PageBytes) -> bool {
+    let Some((header, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };
+    let header = BlobHeader::from_bytes(*header);
+    payload.len() == usize::from(header.len)
+        && codec::open(sealed_as(key, handle), header, out, |buffer| buffer.copy_from_slice(payload))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages;
+    use ballast_base::PageIdx;
+    use proptest::prelude::*;
+
+    const KEY: PageKey = RegionKey { vm: VmId([7; 16]), number: 1 }.page(PageIdx(2));
+
+    fn handle(bits: u64) -> Handle {
+        Handle::new(bits).expect("40 bits")
+    }
+
+    proptest! {
+        #[test]
+        fn a_page_comes_back_under_its_own_key_and_handle_and_no_other(seed: u64, bits in 1..Handle::MAX, zstd: bool) {
+            let (page, mut blob, mut out) = (pages::mixed(seed), Vec::new(), [0; PAGE_SIZE]);
+            let codec = if zstd { Codec::Zstd { level: 1 } } else { Codec::Lz4 };
+            seal(KEY, handle(bits), &page, codec, &mut blob);
+            prop_assert!(blob.len() <= BLOB_MAX);
+            prop_assert!(open(KEY, handle(bits), &blob, &mut out));
+            prop_assert!(out == page);
+            let other = KEY.region.page(PageIdx(3));
+            prop_assert!(!open(KEY, handle(bits ^ 1), &blob, &mut out) && !open(other, handle(bits), &blob, &mut out));
+        }
+
+        #[test]
+        fn any_bytes_can_be_opened_and_are_refused(mut blob: Vec<u8>, encoding in 0u8..6) {
+            blob.get_mut(14).into_iter().for_each(|byte| *byte = encoding);
+            prop_assert!(!open(KEY, handle(1), &blob, &mut [0; PAGE_SIZE]));
+        }
+    }
+}
