@@ -141,6 +141,12 @@ pub fn encode<T: Message>(message: &T) -> Vec<u8> {
     postcard::to_extend(message, bytes).expect("messages serialise")
 }
 
+/// The version of the program that wrote this message, if it is one.
+pub fn version_of(bytes: &[u8]) -> Option<u16> {
+    let header = bytes.get(..HEADER).filter(|header| header[..4] == MAGIC)?;
+    Some(u16::from_le_bytes([header[4], header[5]]))
+}
+
 /// The message in `bytes`; anything may be in there. What a newer writer appended is ignored; what an older one did not
 /// know reads as zero.
 pub fn decode<T: Message>(bytes: &[u8]) -> Result<T, WireError> {

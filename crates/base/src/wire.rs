@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::extent::{Extent, Extents, MAX_EXTENTS};
 use crate::format::{Format, Message};
-pub use crate::format::{WireError, decode, encode};
+pub use crate::format::{WireError, decode, encode, version_of};
 use crate::guest::GuestRange;
 use crate::units::{Bytes, Hva, PAGE_SIZE};
 

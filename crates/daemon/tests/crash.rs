@@ -3,8 +3,6 @@
 
 mod common;
 
-use std::time::Duration;
-
 use ballast_api::{VmClass, VmStatus};
 use ballast_base::HUGE_SIZE;
 use ballast_sys::hugetlb::PoolLoan;
@@ -12,20 +10,10 @@ use rustix::process::Signal;
 
 use common::guest::Guest;
 use common::raw::Ram;
-use common::{Daemon, until};
-
-/// A short quarantine, so that pages move all the time and kills meet every state.
-const QUICK: &str = "quarantine_ms = 5\n";
-/// Half-compressible data, both halves of the life busy: hot pages stay, the others go and come back.
-const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+use common::{BUSY, Daemon, QUICK, moment, until};
 
 fn kills() -> u32 {
     std::env::var("BALLAST_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(200)
-}
-
-/// Varies the moment of a kill without depending on a clock's phase: 0 to 40 ms in odd steps.
-fn moment(round: u32) -> Duration {
-    Duration::from_micros(u64::from(round).wrapping_mul(7919) % 40_000)
 }
 
 fn evicting(daemon: &Daemon, name: &str) {

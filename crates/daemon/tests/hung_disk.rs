@@ -10,10 +10,7 @@ use ballast_api::VmStatus;
 use ballast_testvm::fuse::Fuse;
 
 use common::guest::Guest;
-use common::{Daemon, missing, until};
-
-/// More is far than the store in RAM holds.
-const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+use common::{BUSY, Daemon, missing, until};
 
 /// A disk that can hang, where this kernel lets FUSE make files without a name (Linux 6.2).
 fn disk() -> Option<Fuse> {

@@ -8,12 +8,11 @@ use std::os::fd::AsFd;
 use ballast_base::{Hva, PAGE_SIZE};
 use ballast_client::Client;
 use common::raw::{Ram, no_uffd};
-use common::{Daemon, until};
+use common::{Daemon, QUICK, until};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 
 const PAGES: u64 = 16 << 10;
 const LIMIT: u64 = 16 << 20;
-const QUICK: &str = "quarantine_ms = 5\n";
 /// In every `EVERY` pages, `HOLE` are mapped over: every batch of a reclaim worker has some.
 const EVERY: u64 = 512;
 const HOLE: u64 = 4;

@@ -15,11 +15,7 @@ use ballast_testvm::fuse::{Fuse, Held};
 use common::guest::Guest;
 use common::parking::{self, fuse, park, sleeps_in};
 use common::raw::{Ram, no_uffd, userfaultfd};
-use common::{Daemon, until};
-
-const QUICK: &str = "quarantine_ms = 5\n";
-/// Pages go out and come back all the time.
-const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+use common::{BUSY, Daemon, QUICK, until};
 
 /// A guest that can be parked on `fuse`.
 fn parkable(daemon: &Daemon, fuse: &Fuse, name: &str) -> Guest {

@@ -6,7 +6,6 @@
 mod common;
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
 use ballast_base::Bytes;
@@ -14,21 +13,13 @@ use ballast_store::{Budget, FileOptions, FileStore};
 use rustix::process::Signal;
 
 use common::guest::Guest;
-use common::{Daemon, until};
+use common::{BUSY, Daemon, QUICK, moment, until};
 
-/// A short quarantine, so that pages move all the time and upgrades meet every state.
-const QUICK: &str = "quarantine_ms = 5\n";
 /// The same, with a policy that decides all the time.
 const DECIDING: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
-const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
 
 fn upgrades() -> u32 {
     std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
-}
-
-/// Varies a moment without depending on a clock's phase: 0 to 40 ms in odd steps.
-fn moment(round: u32) -> Duration {
-    Duration::from_micros(u64::from(round).wrapping_mul(7919) % 40_000)
 }
 
 fn this_build() -> PathBuf {

@@ -10,10 +10,13 @@ use ballast_base::wire::{Span, StoreFiles, VmId};
 use serde::{Deserialize, Serialize};
 
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
-/// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
-pub const FORMAT: Format = Format { version: 8, least_reader: 7, oldest: 7 };
+/// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse. Version 9:
+/// two engines of one VM.
+pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
+/// The first version of an engine that may serve a VM beside another one.
+pub const BESIDE: u16 = 9;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -89,6 +92,9 @@ pub enum Order {
         stores: Vec<StoreFiles>,
         /// How many RAM files there are.
         files: u8,
+        /// Another engine serves its faults, and does nothing else for it ([`Order::ServeFaults`]): do no more than
+        /// that either until [`Order::Alone`], and mend nothing.
+        beside: bool,
     },
     /// Serve the faults of this process. Descriptors: its userfaultfds in its order, then the control socket.
     AddView {
@@ -238,6 +244,20 @@ pub enum Order {
         /// Why there is none.
         result: Result<(), String>,
     },
+    /// From now on serve this VM's faults and do nothing else for it: another engine is about to serve it as well, and
+    /// to have it. Answered by [`Report::Done`]; with an error if that cannot be, and then nothing has changed.
+    /// [`Order::HandOver`] follows.
+    ServeFaults {
+        /// Comes back in the answer.
+        seq: u64,
+        /// The VM.
+        vm: VmId,
+    },
+    /// The engine that served this VM beside this one has closed it.
+    Alone {
+        /// The VM.
+        vm: VmId,
+    },
 }
 
 impl Order {
@@ -255,7 +275,9 @@ impl Order {
             | Self::CloseVm { vm, .. }
             | Self::CheckVm { vm, .. }
             | Self::HandOver { vm, .. }
-            | Self::Tell { vm, .. } => Some(*vm),
+            | Self::Tell { vm, .. }
+            | Self::ServeFaults { vm, .. }
+            | Self::Alone { vm } => Some(*vm),
             Self::Begin(_)
             | Self::MakeFileStore { .. }
             | Self::Serve
@@ -321,6 +343,7 @@ impl Message for Order {
             | Self::Past(_)
             | Self::Upgrading(_)
             | Self::Asked { .. } => UPGRADES,
+            Self::OpenVm { beside: true, .. } | Self::ServeFaults { .. } | Self::Alone { .. } => BESIDE,
             _ => FORMAT.least_reader,
         }
     }
@@ -350,7 +373,7 @@ mod tests {
         let stores = vec![StoreFiles { store: 1, count: 1 }, StoreFiles { store: 2, count: 2 }];
         let begin = Begin { keeper_pid: 1, restarts: 2, since_unix_s: 3, settings: vec![4, 5] };
         let (vmm, pinned) = ("q".into(), Some("p".into()));
-        let open = Order::OpenVm { vm, vmm, pinned, may_pin: true, stores, files: 5 };
+        let open = Order::OpenVm { vm, vmm, pinned, may_pin: true, stores, files: 5, beside: true };
         let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(span, 3)], unserved_since_ns: Some(4) };
         let orders = [
             Order::Begin(begin),
@@ -376,6 +399,8 @@ mod tests {
             Order::Past(vec![7]),
             Order::Upgrading(Upgrading { number: 1, program: "p".into(), message: "m".into(), ..Upgrading::default() }),
             Order::Asked { ask: 1, result: Err("e".into()) },
+            Order::ServeFaults { seq: 1, vm },
+            Order::Alone { vm },
         ];
         let reports = [
             Report::Done { seq: 1, result: Err("e".into()) },
@@ -395,7 +420,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (8, SAID.to_owned()),
+            (9, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -410,14 +435,15 @@ mod tests {
     }
 
     const SAID: &str = "00010203020405 \
-        0107070707070707070707070707070707017101017001020101020205 \
+        010707070707070707070707070707070701710101700102010102020501 \
         020707070707070707070707070707070701020180208040030104 \
         03070707070707070707070707070707070101802080400203 0401070707070707070707070707070707070203 \
         0501070707070707070707070707070707070172 060107070707070707070707070707070707 \
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
         0e01070707070707070707070707070707070002 0f01 10 110107070707070707070707070707070707 \
-        120107070707070707070707070707070707 13 140107 15010170000000000000016d 1601010165 0001010165 \
+        120107070707070707070707070707070707 13 140107 15010170000000000000016d 1601010165 \
+        170107070707070707070707070707070707 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \
         040106 050172 060107 07010170";
 }

@@ -11,7 +11,8 @@
 //!
 //! ```text
 //! 0        magic, stamp (version and least reader), VM id, epoch, limit, engine pid and start time, region count, end
-//!          of used space, target, settings, kept, journal of lost pages; the rest is reserved
+//!          of used space, target, settings, kept, journal of lost pages, pid and start time of an engine that leaves;
+//!          the rest is reserved
 //! 512      name, padded with zeros
 //! 1024     region table: 32 records of 64 bytes (`records`)
 //! 3072     where the guest sees regions (`guest`)
@@ -42,8 +43,8 @@ use crate::threads::{self, ThreadList};
 const MAGIC: u64 = u64::from_le_bytes(*b"BALLASTS");
 /// The layout of the file and of page-state words. Version 2: it states its least reader; nothing else has changed
 /// since version 1. Version 3: regions of several extents, which older programs would take for one; guest-physical
-/// addresses. Version 4: ranges of guest-physical addresses.
-pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 5 } else { 4 }, least_reader: 3, oldest: 1 };
+/// addresses. Version 4: ranges of guest-physical addresses. Version 5: a second engine beside the one that is named.
+pub const FORMAT: Format = Format { version: if NEXT_LAYOUT { 6 } else { 5 }, least_reader: 3, oldest: 1 };
 /// A build that tests use as the successor and predecessor of this one: as if the next version had one more word.
 const NEXT_LAYOUT: bool = cfg!(feature = "next-layout");
 const HEADER_LEN: usize = 32 * 1024;
@@ -83,10 +84,13 @@ pub(crate) enum Field {
     Kept = 11 + SETTINGS,
     /// Which part of the file is being replaced, because its memory failed (`ballast_sys::memory_error`).
     Journal = 12 + SETTINGS,
+    /// The engine that another one is beside ([`crate::beside`]).
+    LeavingPid = 13 + SETTINGS,
+    LeavingStart = 14 + SETTINGS,
     /// Only with `NEXT_LAYOUT`: how often such a program has taken the VM over. To others it is a reserved word.
-    Next = 13 + SETTINGS,
+    Next = 15 + SETTINGS,
 }
-const FIELDS: usize = 14 + SETTINGS;
+const FIELDS: usize = 16 + SETTINGS;
 /// Words of what the operator said of the VM beside its limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 
@@ -199,7 +203,7 @@ impl StateFile {
     }
 
     /// What it states of its layout.
-    fn stamp(&self) -> Stamp {
+    pub(crate) fn stamp(&self) -> Stamp {
         Stamp::from_word(self.get(Field::Layout))
     }
 
@@ -246,10 +250,15 @@ impl StateFile {
     /// later keeper ends whoever is named here, also one that has not come round to opening it.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
-        self.thread_list().begin(pid, start_time);
+        match self.is_one_of_two(pid, start_time) {
+            // Threads of both may be in it, and no other engine's.
+            true => self.thread_list().own(pid, start_time),
+            false => self.thread_list().begin(pid, start_time),
+        }
         // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
+        self.forget_leaving();
         self.remember();
     }
 
@@ -261,13 +270,18 @@ impl StateFile {
     pub fn take_over(&self, pid: u32, start_time: u64, lost: Lost) -> io::Result<u64> {
         self.finish_journal(lost)?;
         self.name_engine(pid, start_time);
+        Ok(self.begin_epoch(pid, start_time))
+    }
+
+    /// This engine opens the file: the number of that.
+    pub(crate) fn begin_epoch(&self, pid: u32, start_time: u64) -> u64 {
         self.open_as(pid, start_time);
         let epoch = self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1;
         if NEXT_LAYOUT {
             self.words()[Field::Next as usize].fetch_add(1, Ordering::AcqRel);
         }
         self.remember();
-        Ok(epoch)
+        epoch
     }
 
     /// Write what an engine that died had begun to write in the place of lost pages: else there may be words of zeros,

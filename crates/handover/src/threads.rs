@@ -135,6 +135,16 @@ impl<'a> ThreadList<'a> {
         slots.filter(|thread| *thread != 0).collect()
     }
 
+    /// Two engines use the list: while it is nobody's, nothing is known of either's threads.
+    pub fn share(self) {
+        self.0[OF].store(0, Ordering::SeqCst);
+    }
+
+    /// One of the two is gone, and so are its threads: the list is this engine's.
+    pub fn own(self, pid: u32, start_time: u64) {
+        self.0[OF].store(tag(pid, start_time), Ordering::SeqCst);
+    }
+
     /// From now on the list is this engine's. Its predecessor's last thread is gone, so the list is empty.
     pub fn begin(self, pid: u32, start_time: u64) {
         let words = self.0;

@@ -31,10 +31,7 @@ use crate::keeper::Keeper;
 use crate::lost::{Found, LONGEST_WAIT, Search};
 use crate::regions::{At, VmEntry};
 use crate::store_files::Files;
-use crate::waiting::{Answer, Made};
-
-/// Number of an order whose answer nobody waits for.
-const UNASKED: u64 = u64::MAX;
+use crate::waiting::{Answer, Made, UNASKED};
 
 impl Keeper {
     pub(crate) fn attach(&mut self, key: u64, attach: &Attach, fds: Vec<SentFd>) -> Result<(), String> {
@@ -222,11 +219,12 @@ impl Keeper {
             opened.map_err(|error| error.to_string())?;
         }
         let named = state.engine().map(|(pid, start)| Process { pid, start });
+        let leaving = state.leaving().map(|(pid, start)| Process { pid, start });
         // One of ours closes it, after what it was told before; the same one opens it again.
         let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| upgrade.next.process);
         let at = if named.is_some() && named == next { At::Next } else { At::Engine };
         let ours = self.ours();
-        if let Some(Process { pid, start }) = named.filter(|process| !ours.contains(process)) {
+        for Process { pid, start } in named.into_iter().chain(leaving).filter(|process| !ours.contains(process)) {
             let killed = fence::kill(Process { pid, start })
                 .map_err(|error| format!("Ending the engine of the last keeper, process {pid}: {error}"))?;
             if let Some(pidfd) = killed {

@@ -19,7 +19,7 @@ use crate::client::Client;
 use crate::client::ClientView;
 use crate::closer::{self, SentFd};
 use crate::keeper::Keeper;
-use crate::regions::VmEntry;
+use crate::regions::At;
 use crate::store_files::Files;
 use crate::waiting::{Answer, Asked};
 
@@ -291,8 +291,8 @@ impl Keeper {
         let seq = self.next_seq;
         self.next_seq += 1;
         let order = order(seq, vm, client.pid);
-        // An engine that is to get the VM later gets what is pending, too.
-        if self.vm(vm).is_some_and(VmEntry::is_handed_over) {
+        // An engine that is to get the VM later, or to have it alone, gets what is pending, too.
+        if self.vm(vm).is_some_and(|vm| vm.is_handed_over() && vm.at != At::Both) {
             self.order(&order, &[]);
         }
         self.pending.insert(seq, Asked { client: key, order, answer });

@@ -15,7 +15,7 @@ use crate::engine_child::open_order;
 use crate::fence::{self, Left};
 use crate::keeper::Keeper;
 use crate::regions::{At, VmEntry};
-use crate::waiting::Closing;
+use crate::waiting::{Closing, UNASKED};
 
 /// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
 /// thread and its descriptors, for as long as there is no memory for what was far: permanently, where the RAM is in a
@@ -29,9 +29,18 @@ impl Keeper {
         let mut entry = self.vms.remove(at);
         let seq = self.seq();
         let given = entry.is_handed_over();
-        if let At::Parting(..) = entry.at {
+        match entry.at {
             // Its engine closes it as if it were to move; then it is opened there once more, for its end.
-            entry.at = At::Engine;
+            At::Parting(..) => entry.at = At::Engine,
+            At::Resting(_) => {
+                entry.at = At::Engine;
+                self.order(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
+            }
+            At::Both => {
+                entry.at = At::Next;
+                self.leave_to_next(id);
+            }
+            At::Engine | At::Next => {}
         }
         // One that waits for regions no engine has.
         if entry.search.is_none() {
@@ -57,6 +66,10 @@ impl Keeper {
     pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
         let other = |closing: &&Closing| Some(closing.entry.state.id()) != vm;
         let mut others = self.closing.iter().filter(other);
+        let two = |closing: &&Closing| Some(closing.entry.state.id()) == vm && closing.entry.state.leaving().is_some();
+        if let Some(closing) = self.closing.iter().find(two) {
+            return Some(format!("two engines have VM {:?} at this moment", closing.entry.state.name()));
+        }
         let of = others.find(|closing| closing.entry.has_any(ram))?;
         let name = of.entry.state.name();
         Some(format!("what was far of VM {name:?} is on its way back into its RAM file"))

@@ -98,6 +98,8 @@ pub struct Engine {
     pub begun: Instant,
     /// It was told that it has all VMs there are.
     pub told_to_serve: bool,
+    /// The version of what it says; 0 before it has said anything.
+    pub version: u16,
 }
 
 impl Engine {
@@ -167,6 +169,7 @@ pub(crate) fn spawn(starter: &mut Starter, program: &Path) -> anyhow::Result<Eng
         killed: None,
         begun: Instant::now(),
         told_to_serve: false,
+        version: 0,
     })
 }
 

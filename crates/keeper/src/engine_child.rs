@@ -91,14 +91,8 @@ impl Keeper {
         })?;
         tracing::info!(pid = engine.process.pid, "engine started");
         self.engine = Some(engine);
-        let begin = Begin {
-            keeper_pid: std::process::id(),
-            restarts: self.restarts,
-            since_unix_s: self.since_unix_s,
-            settings: self.settings.clone(),
-        };
-        let api = [self.api.clone()];
-        self.order(&Order::Begin(begin), &api);
+        let (begin, api) = self.begin();
+        self.order(&begin, &api);
         let died = self.died.take();
         if let Some((at, how)) = &died {
             let message =
@@ -119,6 +113,17 @@ impl Keeper {
         }
         self.tend_fences();
         Ok(())
+    }
+
+    /// An engine's first order, and the listener of the API that goes with it.
+    pub(crate) fn begin(&self) -> (Order, [Arc<SentFd>; 1]) {
+        let begin = Begin {
+            keeper_pid: std::process::id(),
+            restarts: self.restarts,
+            since_unix_s: self.since_unix_s,
+            settings: self.settings.clone(),
+        };
+        (Order::Begin(begin), [self.api.clone()])
     }
 
     /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or
@@ -155,13 +160,13 @@ impl Keeper {
             return false;
         }
         let closing = self.closing.iter().map(|closing| &closing.entry);
-        self.vms.iter().chain(closing).any(|entry| entry.at == At::Next && entry.state.id() == id)
+        self.vms.iter().chain(closing).any(|entry| matches!(entry.at, At::Both | At::Next) && entry.state.id() == id)
     }
 
     /// The engine that has, or is to get, this VM.
     pub(crate) fn engine_for(&self, vm: &VmEntry) -> Option<Process> {
         match (vm.at, &self.upgrade) {
-            (At::Next, Some(upgrade)) => Some(upgrade.next.process),
+            (At::Both | At::Next, Some(upgrade)) => Some(upgrade.next.process),
             _ => self.engine.as_ref().map(|engine| engine.process),
         }
     }
@@ -203,6 +208,15 @@ impl Keeper {
         let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
         for (order, fds) in orders {
             self.order(&order, &fds);
+        }
+        self.order_pending(id);
+    }
+
+    /// Give the engine that has this VM what clients wait for, unless another one serves the VM as well: that would
+    /// not know of it.
+    pub(crate) fn order_pending(&mut self, id: VmId) {
+        if self.vm(id).is_some_and(|vm| vm.at == At::Both) {
+            return;
         }
         let asked = self.pending.values().map(|asked| &asked.order).filter(|order| order.vm() == Some(id));
         for order in asked.cloned().collect::<Vec<_>>() {
@@ -249,6 +263,7 @@ impl Keeper {
             let Some(engine) = engine else { return };
             let Ok(Some(received)) = scm::receive(&engine.socket) else { return };
             engine.pulse.silent = 0;
+            engine.version = wire::version_of(&received.bytes).unwrap_or(engine.version);
             let closer = self.closer.clone();
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}
@@ -296,9 +311,10 @@ impl Keeper {
     /// An order is carried out that somebody waits for.
     fn done(&mut self, seq: u64, result: Result<(), String>) {
         let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq) };
-        let is_parting = |vm: VmId| self.vm(vm).is_some_and(|vm| matches!(vm.at, At::Parting(..)));
-        if result.is_err() && asked.order.vm().is_some_and(is_parting) {
-            // It failed because the VM is being closed here. The next engine is asked again.
+        let is_moving =
+            |vm: VmId| self.vm(vm).is_some_and(|vm| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..)));
+        if result.is_err() && asked.order.vm().is_some_and(is_moving) {
+            // It failed because the VM is on its way from here. The next engine is asked again.
             self.pending.insert(seq, asked);
             return;
         }
@@ -348,6 +364,7 @@ pub fn open_order(vm: &mut VmEntry, engine: Process) -> (Order, Vec<Arc<SentFd>>
         may_pin: vm.may_pin,
         stores: Files::counts(&vm.stores),
         files,
+        beside: vm.at == At::Both,
     };
     (order, fds)
 }

@@ -59,15 +59,25 @@ pub enum Left {
     All,
 }
 
-/// Kill the engine that this VM's state file names, unless it is one of `ours`, and say what is left of it.
+/// Kill the engines that this VM's state file names, unless they are `ours`, and say what is left of them.
 ///
 /// # Errors
 /// As for [`kill`]; or the kernel could not say what is left.
 pub fn end_for(state: &StateFile, ours: impl IntoIterator<Item = Process>) -> io::Result<Left> {
-    let named = state.engine().map(|(pid, start)| Process { pid, start });
-    let Some(process) = named.filter(|process| !ours.into_iter().any(|our| our == *process)) else {
-        return Ok(Left::Nothing);
-    };
+    let ours: Vec<_> = ours.into_iter().collect();
+    for (pid, start) in state.leaving().into_iter().chain(state.engine()) {
+        let process = Process { pid, start };
+        if !ours.contains(&process) {
+            let left = end_one_for(state, process)?;
+            if left != Left::Nothing {
+                return Ok(left);
+            }
+        }
+    }
+    Ok(Left::Nothing)
+}
+
+fn end_one_for(state: &StateFile, process: Process) -> io::Result<Left> {
     let Some(pidfd) = kill(process)? else { return Ok(Left::Nothing) };
     // Only now, when it can begin nothing any more.
     let Some(threads) = state.fence_threads(process.pid, process.start) else {

@@ -54,6 +54,10 @@ pub struct VmEntry {
 pub enum At {
     /// The keeper's engine.
     Engine,
+    /// That one is to do nothing for it any more but serve its faults, by this order.
+    Resting(u64),
+    /// That one serves its faults, and so does the one that is to follow, which has it when the other has closed it.
+    Both,
     /// That one closes it: since when, and by which order. The one that is to follow it gets it next.
     Parting(Instant, u64),
     /// The engine that is to follow.
@@ -116,14 +120,17 @@ impl VmEntry {
 
     /// Has the engine been given it?
     pub fn is_handed_over(&self) -> bool {
-        self.search.is_none() && self.fenced.is_none() && !matches!(self.at, At::Parting(..))
+        let is_on_its_way = matches!(self.at, At::Resting(_) | At::Parting(..));
+        self.search.is_none() && self.fenced.is_none() && !is_on_its_way
     }
 
-    /// Its state file names this engine from now on.
+    /// Its state file names this engine from now on; beside the one that leaves, if both are to have it.
     pub fn name_engine(&mut self, engine: Process) {
         self.named_at = self.state.epoch();
-        self.state.name_engine(engine.pid, engine.start);
-        self.state.remember();
+        match self.at {
+            At::Both => self.state.name_beside(engine.pid, engine.start),
+            _ => self.state.name_engine(engine.pid, engine.start),
+        }
     }
 
     /// Has an engine opened it since its state file names that one?

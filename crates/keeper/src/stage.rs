@@ -2,8 +2,9 @@
 //!
 //! Before: an operator asked for an engine of another program. After: one engine has all VMs: the successor, or the one
 //! that had them before.
-//! Promise: a VM is given to an engine only when the other one has closed it or is dead. There is no stage without an
-//! end: each has a deadline. `tests_upgrade.rs` plays both engines against the real keeper, in any order of events.
+//! Promise: a VM is given to an engine only when the other one has closed it, is dead, or does nothing for it but serve
+//! faults, and then the new one does no more than that either. There is no stage without an end: each has a deadline.
+//! `tests_upgrade.rs` plays both engines against the real keeper, in any order of events.
 //!
 //! *Old* is the engine that served when the upgrade began, *new* its successor.
 //!
@@ -11,7 +12,7 @@
 //! |---|---|---|---|---|
 //! | Checking | rests, looks at each VM, reads only | serves, decides, answers | old | new has looked at all |
 //! | Resting | rests | serves; stops deciding and answering | old | old says that it rests |
-//! | Moving | opens what it is given | closes what it is told | each: old, then nobody, then new | new has all |
+//! | Moving | opens what it is given | lets go what it is told | each: old, both, new | new has all |
 //! | Serving | begins to decide and answer | has no VM | new | new says that it serves: old leaves |
 //! | Returning | is dead | gets its VMs again, decides, answers | old | all are given back |
 //!
@@ -24,10 +25,17 @@
 //! | a VM goes | its engine closes it | the same | the same, in turn | new | old |
 //! | the keeper dies | new ends: it has no VM | the same | each serves what it has | new serves | old serves |
 //!
+//! A VM moves in steps, each when the one before is done: old does nothing for it but serve its faults; new opens it
+//! and serves its faults as well; old closes it; new does all the rest. The state file names both engines from the
+//! second step to the third. Where one of the two is too old for that, or old says that it cannot (the VM has a file
+//! store), old closes the VM, then new opens it, and nobody serves it in between.
+//!
 //! *Return*: new is killed. Of what it had opened nothing moves until the kernel says that nothing is left of it, as
 //! for any engine that dies (`fence`); then old opens the VM again, and recovery mends what new left. What old was
-//! about to close it closes, and opens again: it carries out the orders about a VM in turn.
-//! *Promote*: new is the keeper's engine from now on. What old had is recovered as after any engine's death.
+//! about to close, or serves the faults of and no more, it closes and opens again: it carries out the orders about a VM
+//! in turn.
+//! *Promote*: new is the keeper's engine from now on. What old had is recovered as after any engine's death; so is what
+//! both had, which new closes first: old may have died with pages locked.
 //! *Late* is counted in the keeper's own rounds: a keeper, or a host, that slept has waited for one round.
 
 use std::time::{Duration, Instant};

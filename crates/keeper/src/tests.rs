@@ -33,7 +33,7 @@ fn keeper() -> (Keeper, tempfile::TempDir) {
     (Keeper::new(Options::default(), program, starter, api), dir)
 }
 
-fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
+pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
     let vmm = "test".into();
     let name = name.into();
     Attach {

@@ -1,12 +1,12 @@
 //! An upgrade with the real keeper and with engines that a test plays: whatever they do, and in whatever order, no VM
-//! is given to one while the other has it, and in the end one engine has all.
+//! is given to one while the other does more for it than serve its faults, and in the end one engine has all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
-use ballast_base::wire::{self, Attach, VmId};
+use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report, Stage as Shown};
 use ballast_handover::state_file::StateFile;
 use ballast_handover::table::Lost;
@@ -21,6 +21,7 @@ use crate::keeper::Keeper;
 use crate::options::Options;
 use crate::regions::{At, VmEntry};
 use crate::stage::Stage;
+use crate::tests::attach_as;
 
 const LOST: Lost = Lost { flags: 0, word: 0 };
 
@@ -36,6 +37,16 @@ impl Random {
     }
 }
 
+/// What an engine does for a VM.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Does {
+    All,
+    /// It serves faults, and leaves.
+    Leaves,
+    /// It serves faults beside the one that leaves.
+    Follows,
+}
+
 /// An engine that the test plays: a process that sleeps, and the other end of its socket.
 struct Played {
     process: Process,
@@ -43,7 +54,9 @@ struct Played {
     /// What it has been told and has not done.
     orders: Vec<(Order, Vec<OwnedFd>)>,
     /// VMs it has open.
-    open: BTreeMap<VmId, StateFile>,
+    open: BTreeMap<VmId, (StateFile, Does)>,
+    /// VMs that it cannot serve the faults of alone.
+    rigid: BTreeSet<VmId>,
     rests: bool,
     is_dead: bool,
     told: Option<Shown>,
@@ -59,6 +72,7 @@ impl Played {
             socket,
             orders: Vec::new(),
             open: BTreeMap::new(),
+            rigid: BTreeSet::new(),
             rests: false,
             is_dead: false,
             told: None,
@@ -133,19 +147,7 @@ impl World {
     }
 
     fn attach(&mut self, number: usize) -> VmId {
-        let attach = Attach {
-            name: format!("vm-{number}"),
-            limit: None,
-            vmm: "test".into(),
-            uffd_features: 0,
-            shards: 1,
-            files: 1,
-            pinned: None,
-            may_pin: false,
-            regions: Vec::new(),
-            resume: None,
-            stores: Vec::new(),
-        };
+        let attach = attach_as(&format!("vm-{number}"), None);
         let entry = VmEntry::create(&attach, 0, &self.keeper.closer).expect("state and arena");
         let id = entry.state.id();
         self.keeper.vms.push(entry);
@@ -215,7 +217,10 @@ impl World {
         }
         let (order, fds) = self.played[at].orders.remove(0);
         let others = self.played.iter().enumerate().filter(|(other, _)| *other != at);
-        let others: BTreeSet<VmId> = others.flat_map(|(_, engine)| engine.open.keys().copied()).collect();
+        let others: BTreeMap<VmId, Does> = others
+            .filter(|(_, engine)| !engine.is_dead)
+            .flat_map(|(_, engine)| engine.open.iter().map(|(vm, (_, does))| (*vm, *does)))
+            .collect();
         let me = &mut self.played[at];
         let process = me.process;
         match order {
@@ -223,7 +228,7 @@ impl World {
                 assert!(!me.open.contains_key(&vm));
                 me.done(seq, if manners == Manners::Refuses { Err("it is too new") } else { Ok(()) });
             }
-            Order::OpenVm { vm, .. } => {
+            Order::OpenVm { vm, beside, .. } => {
                 assert!(!me.open.contains_key(&vm), "it was given twice");
                 if manners == Manners::Good || manners == Manners::Refuses {
                     let state = StateFile::open(fds.into_iter().next().expect("a state file")).expect("open");
@@ -231,9 +236,31 @@ impl World {
                         // As an engine does that finds this: nothing. The keeper has just killed it.
                         return die(process);
                     }
-                    assert!(!others.contains(&vm), "VM {vm} was given to an engine while another one has it");
-                    state.take_over(process.pid, process.start, LOST).expect("taken over");
-                    me.open.insert(vm, state);
+                    let other = others.get(&vm);
+                    if beside {
+                        assert!(matches!(other, None | Some(Does::Leaves)), "VM {vm}: the other engine does {other:?}");
+                        state.open_beside(process.pid, process.start);
+                        me.open.insert(vm, (state, Does::Follows));
+                    } else {
+                        assert_eq!(other, None, "VM {vm} was given to an engine while another one has it");
+                        state.take_over(process.pid, process.start, LOST).expect("taken over");
+                        me.open.insert(vm, (state, Does::All));
+                    }
+                }
+            }
+            Order::ServeFaults { seq, vm } => {
+                let can = !me.rigid.contains(&vm) && me.open.contains_key(&vm);
+                if let Some((_, does)) = me.open.get_mut(&vm).filter(|_| can) {
+                    assert_eq!(*does, Does::All);
+                    *does = Does::Leaves;
+                }
+                me.done(seq, if can { Ok(()) } else { Err("it cannot do that alone") });
+            }
+            Order::Alone { vm } => {
+                assert_eq!(others.get(&vm), None, "VM {vm} is not this engine's alone");
+                if let Some((state, does)) = me.open.get_mut(&vm) {
+                    assert_eq!((*does, state.leaving()), (Does::Follows, None));
+                    *does = Does::All;
                 }
             }
             Order::HandOver { seq, vm } => {
@@ -304,9 +331,11 @@ impl World {
         assert!(!last.rests, "it rests for ever");
         let known: BTreeSet<VmId> = self.keeper.vms.iter().map(|vm| vm.state.id()).collect();
         assert_eq!(last.open.keys().copied().collect::<BTreeSet<_>>(), known);
+        assert!(last.open.values().all(|(_, does)| *does == Does::All), "{:?}", last.open);
         for vm in &self.keeper.vms {
             assert_eq!(vm.state.engine(), Some((engine.pid, engine.start)));
             assert!(vm.at == At::Engine && vm.fenced.is_none());
+            assert_eq!(vm.state.leaving(), None);
         }
         assert_eq!(last.told, Some(self.keeper.last_upgrade.stage));
         only
@@ -322,6 +351,7 @@ fn every_vm_moves_to_the_engine_that_follows_and_back_again() {
         world.act_all(Manners::Good);
         let now = &world.keeper.last_upgrade;
         assert_eq!((now.number, now.stage, now.moved, now.checked), (round, Shown::Done, 9, 9), "{now:?}");
+        assert_eq!(now.longest_gap_us, 0, "none was without an engine");
         assert_ne!(world.check_end(), first);
         assert_eq!(world.keeper.restarts, 0);
     }
@@ -389,6 +419,13 @@ fn whoever_dies_and_whenever_no_vm_has_two_engines_and_one_engine_has_all_in_the
         let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed) | 1);
         let mut world = World::new(1 + random.below(6) as usize);
         world.begin();
+        for vm in &world.keeper.vms {
+            if random.below(4) == 0 {
+                for engine in &mut world.played {
+                    engine.rigid.insert(vm.state.id());
+                }
+            }
+        }
         let (mut kills, mut attached) = (random.below(3), 100);
         for _ in 0..random.below(120) {
             match random.below(12) {

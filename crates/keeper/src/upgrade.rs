@@ -3,8 +3,8 @@
 //! Before: an operator named a program (`Report::Upgrade`). After: the engine of that program has all VMs; or the one
 //! that had them goes on, and it is said why. What happens in which stage is in `stage`.
 //! Threads: the keeper's one. Nothing here waits.
-//! Promise: nothing of the old engine ends before the new one has looked at every VM and could serve it. Each VM is
-//! with one engine at a time, and its state file names that one.
+//! Promise: nothing of the old engine ends before the new one has looked at every VM and could serve it. A VM is with
+//! one engine at a time, or with both while neither does more than serve its faults; its state file says which.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ballast_base::wire::{StoreFiles, VmId};
-use ballast_handover::orders::{Begin, Order, Stage as Shown, Upgrading};
+use ballast_handover::orders::{BESIDE, Order, Stage as Shown, Upgrading};
 use ballast_sys::clock;
 use ballast_sys::priority::{run_beside, run_first};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -24,7 +24,7 @@ use crate::regions::{At, VmEntry};
 use crate::stage::{Deadline, Happens, Stage, Then};
 use crate::store_files::Files;
 use crate::upgrading::{Asked, Leaving, Upgrade};
-use crate::waiting::Making;
+use crate::waiting::{Making, UNASKED};
 
 /// VMs that move at once. Each waits for the others of its group, so not many; nor one, which may wait for its VMM.
 const AT_ONCE: usize = 4;
@@ -128,14 +128,8 @@ impl Keeper {
             incomplete: Vec::new(),
             serves: false,
         });
-        let begin = Begin {
-            keeper_pid: std::process::id(),
-            restarts: self.restarts,
-            since_unix_s: self.since_unix_s,
-            settings: self.settings.clone(),
-        };
-        let api = [self.api.clone()];
-        self.order_next(&Order::Begin(begin), &api);
+        let (begin, api) = self.begin();
+        self.order_next(&begin, &api);
         // It decides and answers when it has all VMs.
         let seq = self.ask(Asked::Begun);
         self.order_next(&Order::Rest { seq }, &[]);
@@ -187,6 +181,8 @@ impl Keeper {
                 self.show_upgrade();
             }
             (Asked::Rest, _) => self.upgrade_goes_on(),
+            (Asked::ServeFaults(vm), result) => self.faults_only(vm, seq, result),
+            (Asked::Leave(vm), _) => self.left_to_next(vm),
             (Asked::Part(vm), served) => {
                 if served.is_err() {
                     upgrade.incomplete.push(vm);
@@ -237,6 +233,9 @@ impl Keeper {
             }
             _ => {}
         }
+        if entry.at == At::Both {
+            return self.leave_to_next(vm);
+        }
         upgrade.shown.moved += 1;
         let gap = since.map_or(0, |since| since.elapsed().as_micros() as u64);
         upgrade.shown.longest_gap_us = upgrade.shown.longest_gap_us.max(gap);
@@ -255,7 +254,10 @@ impl Keeper {
                 Stage::Serving => "it has all VMs and did not begin to serve in time".into(),
                 Stage::Moving | Stage::Returning => {
                     let waits = upgrade.asked.values().filter_map(|asked| match asked {
-                        Asked::Part(vm) => Some((*vm, "was not closed by the engine that serves it")),
+                        Asked::ServeFaults(vm) => Some((*vm, "was not let go by the engine that serves it")),
+                        Asked::Part(vm) | Asked::Leave(vm) => {
+                            Some((*vm, "was not closed by the engine that serves it"))
+                        }
                         Asked::Opened(vm) => Some((*vm, "was not opened by the new engine")),
                         _ => None,
                     });
@@ -286,20 +288,78 @@ impl Keeper {
     /// Have some more VMs closed, so that they can move; when none is left, the new engine serves.
     fn move_some(&mut self) {
         let Some(upgrade) = &self.upgrade else { return };
-        let parting = |vm: &&VmEntry| matches!(vm.at, At::Parting(..));
-        let busy = upgrade.opening.len() + self.vms.iter().filter(parting).count();
+        let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
+        let busy = upgrade.opening.len() + self.vms.iter().filter(moving).count();
+        let know_two = [self.engine.as_ref(), Some(&upgrade.next)];
+        let know_two = know_two.into_iter().all(|engine| engine.is_some_and(|engine| engine.version >= BESIDE));
         let stay = self.vms.iter().filter(|vm| vm.at == At::Engine && vm.is_handed_over()).map(|vm| vm.state.id());
         let next: Vec<_> = stay.take(AT_ONCE.saturating_sub(busy)).collect();
         if next.is_empty() && busy == 0 && (upgrade.stage == Stage::Moving || upgrade.serves) {
             return self.upgrade_goes_on();
         }
         for vm in next {
-            let seq = self.ask(Asked::Part(vm));
-            if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
-                entry.at = At::Parting(Instant::now(), seq);
+            if !know_two {
+                self.part(vm);
+                continue;
             }
-            self.order(&Order::HandOver { seq, vm }, &[]);
+            let seq = self.ask(Asked::ServeFaults(vm));
+            if let Some(entry) = self.entry(vm) {
+                entry.at = At::Resting(seq);
+            }
+            self.order(&Order::ServeFaults { seq, vm }, &[]);
         }
+    }
+
+    fn entry(&mut self, vm: VmId) -> Option<&mut VmEntry> {
+        self.vms.iter_mut().find(|entry| entry.state.id() == vm)
+    }
+
+    /// Have the old engine close this VM before the new one opens it.
+    fn part(&mut self, vm: VmId) {
+        let seq = self.ask(Asked::Part(vm));
+        if let Some(entry) = self.entry(vm) {
+            entry.at = At::Parting(Instant::now(), seq);
+        }
+        self.order(&Order::HandOver { seq, vm }, &[]);
+    }
+
+    /// The old engine does nothing for this VM but serve its faults: the new one does so, too. Or it cannot.
+    fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
+        // It may have gone and come back meanwhile.
+        let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Resting(seq)) else { return };
+        if let Err(why) = result {
+            tracing::info!("VM {} is served by no engine while it moves: {why}", entry.state.name());
+            entry.at = At::Engine;
+            return self.part(vm);
+        }
+        entry.at = At::Both;
+        self.hand_over(vm, None);
+        let seq = self.ask(Asked::Opened(vm));
+        self.order_next(&Order::Tell { seq, vm }, &[]);
+    }
+
+    /// The new engine serves this VM as well: the old one closes it.
+    pub(crate) fn leave_to_next(&mut self, vm: VmId) {
+        let seq = self.ask(Asked::Leave(vm));
+        if let Some(engine) = &mut self.engine {
+            engine.give(&Order::HandOver { seq, vm }, &[]);
+        }
+    }
+
+    /// The old engine has closed a VM that the new one serves.
+    fn left_to_next(&mut self, vm: VmId) {
+        if let Some(closing) = self.closing.iter().find(|closing| closing.entry.state.id() == vm) {
+            closing.entry.state.has_left();
+        }
+        let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Both) else { return };
+        entry.at = At::Next;
+        entry.state.has_left();
+        self.order_next(&Order::Alone { vm }, &[]);
+        self.order_pending(vm);
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.shown.moved += 1;
+        }
+        self.show_upgrade();
     }
 
     /// The stage is done.
@@ -375,12 +435,16 @@ impl Keeper {
 
     /// The old engine gets again what the new one had, and what it was about to part with.
     fn take_back(&mut self) {
-        let mut back = Vec::new();
+        let (mut back, mut open) = (Vec::new(), Vec::new());
         for entry in &mut self.vms {
             let since = match entry.at {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
                 At::Next => Instant::now(),
+                At::Resting(_) | At::Both => {
+                    open.push(entry.state.id());
+                    Instant::now()
+                }
             };
             entry.at = At::Engine;
             back.push((entry.state.id(), since));
@@ -388,6 +452,10 @@ impl Keeper {
         for closing in self.closing.iter_mut().filter(|closing| closing.entry.at == At::Next) {
             closing.entry.at = At::Engine;
             closing.take_back();
+        }
+        for vm in open {
+            // It does nothing for it but serve faults, for good: it closes it, and opens it anew.
+            self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
         }
         for (vm, since) in back {
             self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
@@ -426,12 +494,17 @@ impl Keeper {
 
     /// The old engine died when VMs had begun to move.
     fn promote(&mut self) {
+        let both: Vec<_> = self.vms.iter().filter(|vm| vm.at == At::Both).map(|vm| vm.state.id()).collect();
         self.put_in_place();
+        for vm in &both {
+            // What the dead one had locked must be mended, and nobody may serve the VM meanwhile.
+            self.order(&Order::HandOver { seq: UNASKED, vm: *vm }, &[]);
+        }
         let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
         let ours = self.engine.as_ref().map(|engine| engine.process);
         let named = |vm: &VmEntry| vm.state.engine() == ours.map(|process| (process.pid, process.start));
         let left: Vec<_> = self.vms.iter().filter(|vm| !named(vm)).map(|vm| vm.state.id()).collect();
-        for vm in left {
+        for vm in left.into_iter().chain(both) {
             self.hand_over(vm, since);
         }
         self.upgrade_is_done();

@@ -40,8 +40,12 @@ pub(crate) enum Asked {
     Begun,
     Check(VmId),
     Rest,
+    /// That the old engine does nothing for it but serve faults.
+    ServeFaults(VmId),
     Part(VmId),
     Opened(VmId),
+    /// That the old engine closes it, which the new one serves as well.
+    Leave(VmId),
 }
 
 impl Upgrade {

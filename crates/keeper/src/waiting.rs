@@ -12,6 +12,9 @@ use crate::admit::Admitted;
 use crate::closer::SentFd;
 use crate::regions::VmEntry;
 
+/// Number of an order whose answer nobody waits for.
+pub const UNASKED: u64 = u64::MAX;
+
 /// What a client waits for.
 pub struct Asked {
     pub client: u64,

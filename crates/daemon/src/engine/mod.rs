@@ -321,6 +321,22 @@ impl Orders {
         Ok(())
     }
 
+    /// The keeper is gone in the middle of an upgrade: what another engine serves beside this one is closed here. What
+    /// that has not opened yet is served on.
+    fn leave_to_followers(&mut self) {
+        let me = (self.engine.me.pid, self.engine.me.start);
+        for served in self.engine.host.all() {
+            let state = &served.vm.state;
+            if state.leaving() == Some(me) && state.epoch() > served.vm.epoch() {
+                let (engine, id) = (self.engine.clone(), served.vm.state.id());
+                let given = self.workers().give_last(id, move || drop(engine.part_with_vm(id)));
+                if let Err(error) = given {
+                    tracing::error!("Closing VM {id}: {error}");
+                }
+            }
+        }
+    }
+
     /// The keeper is gone. Serve faults until the next keeper's engine ends us, or until no VM is left.
     fn serve_as_orphan(&mut self) {
         tracing::error!("the keeper is gone: serving faults, reclaiming nothing, until another one comes");
@@ -335,6 +351,7 @@ impl Orders {
         {
             tracing::error!("Answering the API: {error:#}");
         }
+        self.leave_to_followers();
         // Some may not be open yet. The next keeper knows of us from their state files.
         let mut done = self.workers().all_so_far();
         loop {

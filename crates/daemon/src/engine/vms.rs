@@ -42,6 +42,7 @@ struct Opening {
     may_pin: bool,
     stores: Vec<StoreFiles>,
     files: u8,
+    beside: bool,
 }
 
 /// The RAM files that came with an order; there must be as many as it says.
@@ -67,6 +68,23 @@ pub(super) fn store_files(
     Ok((arena.context("the arena is missing")?, file))
 }
 
+/// Do nothing for this VM from now on but serve its faults. A page on a disk is no fault worker's, so a VM with a file
+/// store moves without that.
+fn serve_faults_only(served: Option<&Served>) -> io::Result<()> {
+    let served = served.ok_or_else(|| io::Error::other("it is not open"))?;
+    if served.vm.stores.has_slow() {
+        return Err(io::Error::other("it has a file store"));
+    }
+    if let Some(why) = served.unserved() {
+        return Err(io::Error::other(why));
+    }
+    served.vm.serve_faults_only();
+    served.jobs.close();
+    // What was put off so far; what its faults put off from now on is done when it is closed.
+    served.vm.stores.first().store.tidy();
+    Ok(())
+}
+
 impl Engine {
     /// Carry out an order about a VM, on its worker.
     pub(super) fn carry_out(&self, id: VmId, order: Order, fds: Vec<OwnedFd>) {
@@ -74,8 +92,8 @@ impl Engine {
         let served = self.host.by_id(id);
         let _listed = served.as_ref().map(|served| served.vm.state.list_thread());
         let result = match (order, &served) {
-            (Order::OpenVm { vmm, pinned, may_pin, stores, files, .. }, None) => {
-                let opened = self.open_vm(id, Opening { vmm, pinned, may_pin, stores, files }, fds);
+            (Order::OpenVm { vmm, pinned, may_pin, stores, files, beside, .. }, None) => {
+                let opened = self.open_vm(id, Opening { vmm, pinned, may_pin, stores, files, beside }, fds);
                 self.unopened(id, opened.as_ref().err().map(|error| format!("{error:#}")));
                 opened
             }
@@ -110,6 +128,12 @@ impl Engine {
                 served.vm.set_may_pin();
                 self.done(seq, Ok(()))
             }
+            (Order::ServeFaults { seq, .. }, _) => self.done(seq, serve_faults_only(served.as_deref())),
+            (Order::Alone { .. }, Some(served)) => {
+                // What the other one has freed is not charged any more.
+                served.vm.stores.first().store.usage();
+                served.vm.start().context("Starting its workers")
+            }
             (Order::RemoveView { pid, .. }, Some(served)) => {
                 served.vm.remove_view(pid);
                 served.forget_pid(pid);
@@ -119,7 +143,7 @@ impl Engine {
             (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
                 self.done(seq, Ok(()))
             }
-            (Order::RemoveView { .. }, None) => Ok(()),
+            (Order::RemoveView { .. } | Order::Alone { .. }, None) => Ok(()),
             (_, served) => {
                 Err(anyhow::anyhow!("the VM is {}", if served.is_some() { "open already" } else { "not open" }))
             }
@@ -165,7 +189,7 @@ impl Engine {
     fn open_vm(
         &self,
         id: VmId,
-        Opening { vmm, pinned, may_pin, stores, files }: Opening,
+        Opening { vmm, pinned, may_pin, stores, files, beside }: Opening,
         fds: Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
         let mut fds = fds.into_iter();
@@ -180,7 +204,10 @@ impl Engine {
         // The keeper named us before it gave the order. Another name means that another engine is to have the VM.
         anyhow::ensure!(state.engine() == Some((pid, start)), "the state file names another engine");
         anyhow::ensure!(!state.is_given_up(), "all of its RAM was given up: nobody held it");
-        let epoch = state.take_over(pid, start, LOST).context("Taking the state file over")?;
+        let epoch = match beside {
+            true => state.open_beside(pid, start),
+            false => state.take_over(pid, start, LOST).context("Taking the state file over")?,
+        };
         let options = RamOptions {
             codec: match self.settings().compression {
                 Compression::Lz4 => Codec::Lz4,
@@ -227,7 +254,10 @@ impl Engine {
             vm.open_region(&ram)?;
         }
         if epoch > 1 {
-            mend(&vm)?;
+            // Beside another engine nothing is to be mended: what is locked is being worked on.
+            if !beside {
+                mend(&vm)?;
+            }
             vm.stats().add(Counter::Takeovers, 1);
         }
         if let Some(opening) = opening {
@@ -238,7 +268,11 @@ impl Engine {
         }
         vm.hold(Hold::Pinned, pinned);
         vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
-        vm.start()?;
+        if beside {
+            vm.start_discards()?;
+        } else {
+            vm.start()?;
+        }
         let served = Arc::new(Served::new(vm.clone(), store, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
         // What was found lost while it was opened is told now that it is known.

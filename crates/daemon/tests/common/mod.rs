@@ -17,6 +17,16 @@ use ballast_api::{Client, HostStat, VmStat};
 pub use ballast_needs::missing;
 use rustix::process::{Pid, Signal, kill_process};
 
+/// A short quarantine, so that pages move all the time and whatever happens meets every state.
+pub const QUICK: &str = "quarantine_ms = 5\n";
+/// A guest of half-compressible data, both halves of its life busy: hot pages stay, the others go and come back.
+pub const BUSY: &str = "--workload uniform --ram 48M --limit 16M --threads 2 --zero-fraction 0.1";
+
+/// Varies a moment without depending on a clock's phase: 0 to 40 ms in odd steps.
+pub fn moment(round: u32) -> Duration {
+    Duration::from_micros(u64::from(round).wrapping_mul(7919) % 40_000)
+}
+
 /// A running daemon.
 pub struct Daemon {
     dir: tempfile::TempDir,

@@ -104,7 +104,7 @@ impl Serve for FaultServer {
     fn serve(&mut self, now: Instant, until: Instant) -> After {
         let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
         let _listed = vm.state.list_thread();
-        if vm.is_stopping() || view.is_closed() {
+        if vm.is_over() || view.is_closed() {
             return After::next(Next::Done);
         }
         self.waiter.ends();

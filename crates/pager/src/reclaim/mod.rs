@@ -9,5 +9,6 @@ pub(crate) mod growth;
 pub mod interval;
 pub(crate) mod kept;
 pub mod pinned;
+mod quarantine;
 pub mod refault;
 pub mod worker;

@@ -23,32 +23,27 @@
 //! (`refault`, which learns which of the two has the longer refault interval). Either has to stay untouched in
 //! quarantine.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ballast_base::units::{GIB, MIB};
-use ballast_base::wire::Range;
-use ballast_base::{Bytes, PAGE_SIZE, PAGES_PER_UNIT, PageIdx, PageRange};
-use ballast_handover::state_file::StateError;
-use ballast_heat::{ColdRun, HeatSource, Pick};
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_heat::{HeatSource, Pick};
 use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
 use crate::reclaim::interval;
 use crate::reclaim::pinned::Asked;
+use crate::reclaim::quarantine::{Due, Quarantine};
 use crate::reclaim::refault::{Guess, RefaultHistory};
 use crate::run::pool::go_first;
 use crate::run::queue::Next;
-use crate::vm::peer::Zap;
-use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::table::Table;
-use crate::vm::view::View;
 use crate::vm::{Hold, Vm};
-use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
-use ballast_page::page_state::{State, Ticket, Word};
+use ballast_page::evict::{LockedFrom, To, evict, release};
+use ballast_page::page_state::State;
 
 /// Pause between rounds in which nothing goes, at first and while nothing changes; at rest, where `growth` looks
 /// meanwhile; in the background; and when over the limit with nothing ready.
@@ -57,9 +52,6 @@ const QUIET: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(8);
 const BACKGROUND: Duration = Duration::from_millis(20);
 const DIRECT: Duration = Duration::from_millis(2);
-/// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
-/// one punch of this size, some 20 us.
-const EVICT_RUN: u64 = 64;
 /// Pages put into quarantine in one round: 32 MiB, some milliseconds of picking and zapping. While the first of them
 /// wait for T, more are picked.
 const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
@@ -77,38 +69,6 @@ const STORE_REST: Duration = Duration::from_secs(1);
 
 /// The same while the spill worker makes room: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
-
-/// Pages zapped together.
-struct Batch {
-    ticket: Ticket,
-    /// The VM's views when it was zapped.
-    generation: u64,
-    zapped_at: Instant,
-    runs: Vec<(Guess, ColdRun)>,
-}
-
-/// Pages that say Quarantine, and that the clients have been asked to zap.
-struct Zapping {
-    ticket: Ticket,
-    generation: u64,
-    runs: Vec<(Guess, ColdRun)>,
-    /// Clients that have not answered.
-    asked: Vec<(Arc<View>, Box<dyn Zap>)>,
-}
-
-impl Zapping {
-    fn until(&self) -> Option<Instant> {
-        self.asked.iter().filter_map(|(_, zap)| zap.until()).min()
-    }
-}
-
-/// Pages whose quarantine is over.
-struct Due {
-    ticket: Ticket,
-    guess: Guess,
-    region: Arc<Region>,
-    run: PageRange,
-}
 
 /// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first
 /// of them may only have come to the end of what heat offers in one go.
@@ -136,9 +96,7 @@ pub(crate) struct ReclaimWorker {
     /// Rounds in a row that found nothing to zap, while something was pinned.
     fruitless: u32,
     history: RefaultHistory,
-    batches: VecDeque<Batch>,
-    /// Those that clients are zapping.
-    zapping: Option<Zapping>,
+    quarantine: Quarantine,
     /// T when over the limit, where T is no safety matter: the adaptive quarantine.
     direct_quarantine: Duration,
     /// Pages in quarantine beyond those of the margin, while faults wait for credits.
@@ -181,8 +139,7 @@ impl ReclaimWorker {
             check: None,
             fruitless: 0,
             history: RefaultHistory::default(),
-            batches: VecDeque::new(),
-            zapping: None,
+            quarantine: Quarantine::new(vm.clone()),
             direct_quarantine: vm.tuning.direct_quarantine,
             supply: 0,
             forced: false,
@@ -196,7 +153,7 @@ impl ReclaimWorker {
             buffer: Box::new([[0; PAGE_SIZE]; _]),
             vm,
         };
-        if let Err(error) = worker.forget_quarantine() {
+        if let Err(error) = worker.quarantine.forget() {
             worker.vm.report("reclaim-failed", format!("Reading the page-state words: {error}"));
         }
         worker
@@ -206,7 +163,7 @@ impl ReclaimWorker {
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
-            self.release_all();
+            self.quarantine.release_all();
             return Next::Done;
         }
         if vm.is_held_for(Hold::NoZap) {
@@ -218,8 +175,8 @@ impl ReclaimWorker {
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
                 vm.mail.throttle.open();
-                self.release_all();
-                if let Err(error) = self.forget_quarantine() {
+                self.quarantine.release_all();
+                if let Err(error) = self.quarantine.forget() {
                     tracing::error!(vm = vm.state.name(), "Reading the page-state words: {error}");
                 }
                 STORE_REST
@@ -234,9 +191,9 @@ impl ReclaimWorker {
 
     /// When the next piece of work is due after this pause, or earlier because a client must have answered by then.
     fn next(&mut self, now: Instant, pause: Duration) -> Next {
-        if let Some(until) = self.zapping.as_ref().and_then(Zapping::until) {
+        if let Some(until) = self.quarantine.until() {
             // Its answer notifies. Without pages to evict there is nothing to do before that.
-            let has_due = !self.batches.is_empty();
+            let has_due = self.quarantine.is_waiting();
             return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
         }
         if pause < IDLE {
@@ -270,7 +227,7 @@ impl ReclaimWorker {
                 if rest != Rest::StoreRefused {
                     vm.mail.over_limit.store(false, Ordering::Relaxed);
                     vm.pinned.clear();
-                    self.release_all();
+                    self.quarantine.release_all();
                 }
                 return if rest == Rest::StoreRefused { Ok(IDLE) } else { self.settle() };
             }
@@ -288,12 +245,12 @@ impl ReclaimWorker {
         }
         let low = limit.0.saturating_sub(margin);
         // Also where nothing need go: what is being zapped would keep the worker looking.
-        self.take_answers(now)?;
+        self.quarantine.take_answers(now)?;
         self.is_low = resident <= low;
         if self.is_low {
             if resident + 2 * margin <= low {
                 // Far below: the limit was raised, or the guest gave much back. Nothing need be watched.
-                self.release_all();
+                self.quarantine.release_all();
             }
             return Ok(IDLE);
         }
@@ -322,7 +279,7 @@ impl ReclaimWorker {
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
         let mut zapped = 0;
-        if watched < wanted && self.zapping.is_none() {
+        if watched < wanted && !self.quarantine.is_zapping() {
             let most = if self.direct_quarantine < vm.tuning.direct_quarantine { TOP_UP_SHORT } else { TOP_UP };
             let urgent = (excess - evicted.min(excess)).saturating_sub(watched).max(1);
             zapped =
@@ -417,7 +374,10 @@ impl ReclaimWorker {
                 break;
             }
             let _layout = vm.layout();
-            let Some(Due { ticket, guess, region, run }) = self.due(over_limit, now) else { break };
+            // Looked at for each run: something may begin to pin pages.
+            let wait = self.wait_for(over_limit.then_some(self.direct_quarantine));
+            let due = self.quarantine.due(wait, !over_limit, now);
+            let Some(Due { ticket, guess, region, run }) = due else { break };
             let granule_of = |page| region.granule(page);
             let first = vm.stores.first();
             let to = To { number: first.number, store: &*first.store, since: interval::stamp() };
@@ -464,44 +424,6 @@ impl ReclaimWorker {
         Ok(gone)
     }
 
-    /// Take the next run whose T is over off its batch. Called under the lock of `layout`: a hold, a new view and
-    /// [`Vm::set_may_pin`] count from the moment they have had it.
-    fn due(&mut self, over_limit: bool, now: Instant) -> Option<Due> {
-        let vm = self.vm.clone();
-        let wait = self.wait_for(over_limit.then_some(self.direct_quarantine));
-        loop {
-            let batch = self.batches.front_mut()?;
-            if batch.generation != vm.generation() {
-                // A view was added: these pages are not zapped there.
-                let batch = self.batches.pop_front().expect("looked at above");
-                self.unmark(&batch.runs, batch.ticket);
-                continue;
-            }
-            let in_quarantine = now.saturating_duration_since(batch.zapped_at);
-            if vm.held().is_some() || in_quarantine < wait {
-                return None;
-            }
-            let Some((guess, cold)) = batch.runs.pop() else {
-                self.batches.pop_front();
-                continue;
-            };
-            let Some(region) = vm.region(cold.region).filter(|region| !region.is_removed()) else { continue };
-            // Whole 2 MiB go as one extent where the quarantine is not shortened: one punch, and a huge page is not
-            // split.
-            let start = cold.pages.start();
-            let whole = start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT && !over_limit;
-            let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
-            // Never across the end of a unit.
-            let unit_end = PageIdx::first_of_unit(start.unit() + 1);
-            let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
-            let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };
-            if !rest.pages.is_empty() {
-                batch.runs.push((guess, rest));
-            }
-            return Some(Due { ticket: batch.ticket, guess, region, run });
-        }
-    }
-
     /// Halve the T of direct reclaim.
     fn halve_quarantine(&mut self) {
         let half = self.direct_quarantine / 2;
@@ -525,7 +447,7 @@ impl ReclaimWorker {
             let text = format!("the store {why} ({used} of {budget} used): reclaim rests, nothing is lost");
             self.vm.report(if full { "store-full" } else { "store-busy" }, text);
         }
-        self.release_all();
+        self.quarantine.release_all();
     }
 
     /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are. Returns how
@@ -533,8 +455,7 @@ impl ReclaimWorker {
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let layout = vm.layout();
-        let (views, generation) = (vm.views(), vm.generation());
-        if views.is_empty() || vm.held().is_some() {
+        if vm.views().is_empty() || vm.held().is_some() {
             return Ok(0);
         }
         let table = Table::of(&vm);
@@ -545,141 +466,7 @@ impl ReclaimWorker {
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
         let mut picked = Vec::new();
         self.source.pick(&table, want - asked + more, pick, &mut picked);
-        let ticket = vm.ticket();
-        let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.len() + refaulted.len());
         let refaulted = refaulted.into_iter().map(|run| (Guess::Refaulted, run));
-        for (guess, run) in picked.into_iter().map(|run| (Guess::Clock, run)).chain(refaulted) {
-            let Some(region) = vm.region(run.region) else { continue };
-            // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
-            match vm.register_or_keep(&region, run.pages) {
-                Ok(true) => {}
-                Ok(false) => continue,
-                Err(error) => {
-                    self.unmark(&marked, ticket);
-                    return Err(error);
-                }
-            }
-            let count = region.granule_pages();
-            for page in region.granules(run.pages) {
-                if !quarantine(region.granule(page).cell(), ticket) {
-                    continue;
-                }
-                match marked.last_mut() {
-                    Some((same, last)) if *same == guess && last.region == run.region && last.pages.end() == page => {
-                        last.pages = PageRange::of(last.pages.start(), last.pages.count() + count);
-                    }
-                    _ => marked.push((guess, ColdRun { region: run.region, pages: PageRange::of(page, count) })),
-                }
-                vm.ledger().moved(State::Resident, State::Quarantine, count);
-            }
-        }
-        let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
-        vm.stats().add(Counter::Zapped, pages);
-        // Not held while clients zap: a discard that one of them waits for may need it exclusively. Whatever changes
-        // meanwhile (a view, a hold, an unplug), `drain` sees before it evicts any of these pages.
-        drop(layout);
-        // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
-        for (_, run) in &marked {
-            if let Some(region) = vm.region(run.region) {
-                region.units().disturb(run.pages, std::thread::yield_now);
-            }
-        }
-        if marked.is_empty() {
-            return Ok(0);
-        }
-        let mut zapping = Zapping { ticket, generation, runs: marked, asked: Vec::new() };
-        for view in views {
-            let ranges: Vec<Range> = zapping
-                .runs
-                .iter()
-                .filter_map(|(_, run)| Some((view.base(run.region)? + run.pages.start().offset(), run.pages.bytes().0)))
-                .collect();
-            match view.peer().clone().begin_zap(&ranges) {
-                Ok(zap) => zapping.asked.push((view, zap)),
-                Err(error) => {
-                    vm.stats().add(Counter::Failed, pages);
-                    self.unmark(&zapping.runs, ticket);
-                    return Err(error);
-                }
-            }
-        }
-        self.zapping = Some(zapping);
-        Ok(pages)
-    }
-
-    /// Where all clients have answered, the pages are in quarantine.
-    fn take_answers(&mut self, now: Instant) -> std::io::Result<()> {
-        let vm = self.vm.clone();
-        let Some(mut zapping) = self.zapping.take() else { return Ok(()) };
-        let ticket = zapping.ticket;
-        while let Some((view, zap)) = zapping.asked.last_mut() {
-            match zap.poll(now) {
-                Ok(None) => {
-                    self.zapping = Some(zapping);
-                    return Ok(());
-                }
-                Ok(Some(kept)) => {
-                    for (region, run) in vm.keep_parts(view, &kept) {
-                        let released = release(run, ticket, |page| region.granule(page));
-                        vm.stats().add(Counter::Failed, released);
-                        vm.ledger().moved(State::Quarantine, State::Resident, released);
-                    }
-                    zapping.asked.pop();
-                }
-                Err(error) => {
-                    let pages = zapping.runs.iter().map(|(_, run)| run.pages.count()).sum();
-                    vm.stats().add(Counter::Failed, pages);
-                    self.unmark(&zapping.runs, ticket);
-                    return Err(error);
-                }
-            }
-        }
-        let Zapping { generation, mut runs, .. } = zapping;
-        // Popped from the back: keep the coldest last.
-        runs.reverse();
-        // Not when the clients said so, which was earlier.
-        self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs });
-        Ok(())
-    }
-
-    /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
-    fn unmark(&self, runs: &[(Guess, ColdRun)], ticket: Ticket) {
-        for (_, run) in runs {
-            if let Some(region) = self.vm.region(run.region) {
-                let released = release(run.pages, ticket, |page| region.granule(page));
-                self.vm.ledger().moved(State::Quarantine, State::Resident, released);
-            }
-        }
-    }
-
-    /// Take everything out of quarantine.
-    fn release_all(&mut self) {
-        for batch in std::mem::take(&mut self.batches) {
-            self.unmark(&batch.runs, batch.ticket);
-        }
-        // Whatever clients answer to these is ignored.
-        if let Some(zapping) = self.zapping.take() {
-            self.unmark(&zapping.runs, zapping.ticket);
-        }
-    }
-
-    /// After a failure in the middle of a batch, or a panic of this worker: nothing is on its way out any more.
-    fn forget_quarantine(&mut self) -> Result<(), StateError> {
-        let _layout = self.vm.layout();
-        self.batches.clear();
-        self.zapping = None;
-        for (region, record) in self.vm.regions().iter().zip(self.vm.state.regions()) {
-            let written = self.vm.state.written_words(&record)?.into_iter();
-            for page in written.flat_map(|pages| region.granules(pages)) {
-                let cell = region.granule(page).cell();
-                let word = cell.load();
-                // Not what a discard holds: that counts it itself, a moment from now.
-                if matches!(word.state(), State::Quarantine | State::Evicting) && !word.is_locked() {
-                    cell.swap(word, Word::new(State::Resident, word.age()));
-                }
-            }
-        }
-        self.vm.stats().set(Counter::Quarantined, 0);
-        Ok(())
+        self.quarantine.put(layout, picked.into_iter().map(|run| (Guess::Clock, run)).chain(refaulted))
     }
 }

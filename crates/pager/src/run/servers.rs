@@ -16,15 +16,19 @@
 //! it last was, with the same thread, so that one that is stuck again and again costs the others that delay once.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use ballast_sys::priority::run_first;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
 
 use super::pool::{blocking, sleeps};
 use super::queue::{GroupId, TaskId};
@@ -39,15 +43,15 @@ const LONG: Duration = Duration::from_millis(5);
 const TOO_LONG: Duration = Duration::from_millis(100);
 /// The same in looks: if the host or the process slept, the watchdog did, too.
 const TOO_MANY_LOOKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
-/// Ticks without any visit after which the watchdog sleeps until there is one. Not few: the fault that wakes it waits
-/// for that.
-const QUIET_TICKS: u32 = 40;
+/// Ticks without any visit after which the watchdog sleeps. The next visit arms its timer, which takes some 2 us of the
+/// fault that is served then: faults that follow each other sooner than this do not pay it.
+const QUIET_TICKS: u32 = 2;
 /// How often it is looked for workers that get no CPU while there are visits, and how many such looks must find it. A
 /// worker goes before guests, so only real-time threads keep one from its CPU for that long.
 const STARVED_EVERY: Duration = Duration::from_millis(100);
 const STARVED_LOOKS: u32 = 2;
 /// How long the watchdog sleeps at most, for the same reason.
-const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+const LONGEST_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// A server that was not stuck for this long is with the others again; for twice as long each time it is stuck again,
 /// up to 2 to the power of this.
 const CALM: Duration = Duration::from_secs(1);
@@ -71,10 +75,10 @@ struct Shared {
     last: AtomicU64,
     /// Held while threads are started; whether there is a watchdog.
     starting: Mutex<bool>,
-    /// The watchdog is awake.
+    /// The watchdog is awake, or its timer is armed.
     is_watched: AtomicBool,
-    asleep: Mutex<()>,
-    watch: Condvar,
+    /// Wakes the watchdog. A timer, because to arm it wakes no thread while a fault waits.
+    timer: OwnedFd,
     threads: AtomicU32,
 }
 
@@ -155,8 +159,7 @@ impl Servers {
             last: AtomicU64::new(0),
             starting: Mutex::new(false),
             is_watched: AtomicBool::new(false),
-            asleep: Mutex::default(),
-            watch: Condvar::new(),
+            timer: timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?,
             threads: AtomicU32::new(0),
         })))
     }
@@ -274,7 +277,7 @@ impl Servers {
             now = Instant::now();
             let Some(slot) = set.begin(&events, now) else { continue };
             if !self.0.is_watched.load(Ordering::Relaxed) {
-                self.wake_watchdog();
+                self.arm_watchdog();
             }
             let after = slot.visit(now);
             let begun = std::mem::replace(&mut now, Instant::now());
@@ -303,12 +306,22 @@ impl Servers {
         })
     }
 
-    fn wake_watchdog(&self) {
+    /// The watchdog looks a tick from now.
+    fn arm_watchdog(&self) {
         if !self.0.is_watched.swap(true, Ordering::SeqCst) {
-            // With the lock, so that it is not between its look and its sleep.
-            drop(self.0.asleep.lock().expect("no panic while held"));
-            self.0.watch.notify_one();
+            let tick = Timespec { tv_sec: 0, tv_nsec: TICK.subsec_nanos().into() };
+            let once = Itimerspec { it_interval: Timespec::default(), it_value: tick };
+            // Of a timer of our own. Should it fail, the watchdog looks within `LONGEST_SLEEP`.
+            let _ = timerfd_settime(&self.0.timer, TimerfdTimerFlags::empty(), &once);
         }
+    }
+
+    /// Sleep until the timer has fired, or for [`LONGEST_SLEEP`]. Returns whether it has.
+    fn sleep_as_watchdog(&self) -> bool {
+        let mut fds = [PollFd::new(&self.0.timer, PollFlags::IN)];
+        let _ = poll(&mut fds, Some(&LONGEST_SLEEP));
+        let mut fired = [0; 8];
+        rustix::io::read(&self.0.timer, &mut fired).is_ok()
     }
 
     /// Look for workers that are stuck, or get no CPU.
@@ -321,12 +334,7 @@ impl Servers {
             if quiet > QUIET_TICKS && !may_starve {
                 // Who begins a visit does so under its set's lock, then looks here; we the other way round.
                 self.0.is_watched.store(false, Ordering::SeqCst);
-                let visited = self.look(&mut seen) || {
-                    let is_over = |(): &mut ()| !self.0.is_watched.load(Ordering::SeqCst);
-                    let asleep = self.0.asleep.lock().expect("no panic while held");
-                    let woken = self.0.watch.wait_timeout_while(asleep, LONGEST_SLEEP, is_over);
-                    !woken.expect("no panic while held").1.timed_out()
-                };
+                let visited = self.look(&mut seen) || self.sleep_as_watchdog() && self.look(&mut seen);
                 self.0.is_watched.store(true, Ordering::SeqCst);
                 if visited {
                     quiet = 0;

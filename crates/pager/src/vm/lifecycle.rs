@@ -22,7 +22,12 @@ pub(crate) struct Lifecycle {
     clients: Mutex<Vec<(Arc<View>, Watched)>>,
     /// Userfaultfds of each view, until no worker can be at them any more.
     faults: Mutex<Vec<(Arc<View>, Served)>>,
+    /// Discards are carried out.
+    has_discards: AtomicBool,
+    /// Tasks are to end.
     is_stopping: AtomicBool,
+    /// And faults are to be served no more.
+    is_over: AtomicBool,
     sleeping: Mutex<()>,
     stopped: Condvar,
 }
@@ -32,6 +37,11 @@ impl Lifecycle {
     pub fn pool(&self) -> (Pool, GroupId) {
         let pool = Pool::of_process();
         (pool.clone(), *self.group.get_or_init(|| pool.add_group()))
+    }
+
+    /// From now on discards are carried out. Returns whether they were not.
+    pub fn begins_discards(&self) -> bool {
+        !self.has_discards.swap(true, Ordering::AcqRel)
     }
 
     /// The client of this view is listened to.
@@ -79,13 +89,25 @@ impl Lifecycle {
         faults.iter().for_each(|(_, served)| served.wait());
     }
 
-    /// Are they to end?
+    /// Are faults to be served no more?
+    pub fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    /// Everything is to end: tasks and the serving of faults.
+    pub fn end(&self) {
+        self.is_over.store(true, Ordering::Release);
+        self.stop_tasks();
+        self.forget_faults(|_| true);
+    }
+
+    /// Are tasks to end?
     pub fn is_stopping(&self) -> bool {
         self.is_stopping.load(Ordering::Acquire)
     }
 
-    /// They are to end; those that sleep are woken.
-    pub fn stop(&self) {
+    /// Tasks are to end; those that sleep are woken.
+    pub fn stop_tasks(&self) {
         self.is_stopping.store(true, Ordering::Release);
         // With the lock, so that no thread is between its check and its sleep.
         drop(self.sleeping.lock().expect("no panic while held"));

@@ -1,6 +1,8 @@
 //! The workers of a VM: its tasks and threads, started, restarted after a panic, notified, ended.
 //!
-//! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does.
+//! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does. While two engines serve a VM for a
+//! moment, each of them serves faults and does nothing else: the one that leaves from [`Vm::serve_faults_only`] on, the
+//! one that follows until [`Vm::start`].
 //! Threads: any may call; [`Vm::stop`] waits for all workers but the one that calls it. Promise: a panic of a worker
 //! costs no byte: faults that it had read and not served are raised anew, and a VM that no worker can serve is stopped.
 
@@ -36,6 +38,9 @@ const MOST_PANICS: u32 = 3;
 
 impl Vm {
     /// Start the workers of the VM. Each view that is added later starts its own.
+    ///
+    /// # Errors
+    /// The kernel gives no thread or descriptor.
     pub fn start(self: &Arc<Self>) -> io::Result<()> {
         let mail = &self.mail;
         self.add_task("reclaim", Some(&mail.reclaim), ReclaimWorker::new, ReclaimWorker::run)?;
@@ -43,7 +48,12 @@ impl Vm {
         self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
         self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
-        self.add_task("discard", Some(&mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
+        self.start_discards()?;
+        for view in self.views() {
+            // They were added while another engine served the VM as well. What that has read and left is raised anew.
+            view.peer().on_answer().connect_to(&mail.reclaim);
+            view.wake_all()?;
+        }
         if !self.stores.has_slow() {
             return Ok(());
         }
@@ -52,6 +62,17 @@ impl Vm {
         }
         let run = |worker: &mut Option<SpillWorker>, now| worker.as_mut().map_or(Next::Done, |worker| worker.run(now));
         self.add_task("spill", Some(&mail.spill.notifier), SpillWorker::new, run)
+    }
+
+    /// Carry out what clients discard, unless that is done already. They wait for it.
+    ///
+    /// # Errors
+    /// The kernel gives no thread.
+    pub fn start_discards(self: &Arc<Self>) -> io::Result<()> {
+        if self.life.begins_discards() {
+            self.add_task("discard", Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
+        }
+        Ok(())
     }
 
     /// Have a task of the pool do the work of a worker, which is made anew after a panic.
@@ -137,16 +158,35 @@ impl Vm {
         self.life.is_stopping()
     }
 
+    /// Are its faults to be served no more?
+    pub(crate) fn is_over(&self) -> bool {
+        self.life.is_over()
+    }
+
     /// End the workers. Blocks until they are gone; pages stay where they are.
     pub fn stop(&self) {
-        self.life.stop();
-        self.life.forget_faults(|_| true);
+        self.life.end();
+        self.end_tasks();
+        self.life.wait_for_faults();
+    }
+
+    /// End all that is done for the VM but the serving of faults, for good: another engine is to do the same beside
+    /// this one. Blocks until nothing is on its way out of memory any more.
+    ///
+    /// What a fault waits for and only a task could do (a page on a disk) is left to that engine, which wakes all
+    /// threads when it is alone. So nothing may be on a disk: there is no moment for such a page.
+    pub fn serve_faults_only(&self) {
+        self.life.stop_tasks();
+        self.end_tasks();
+    }
+
+    /// Wait until the tasks have ended, which are to.
+    fn end_tasks(&self) {
         self.life.forget_clients(|_| true);
         // Nobody hears what they answer from now on.
         self.views().iter().for_each(|view| view.peer().give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);
-        self.life.wait_for_faults();
     }
 
     /// Have the reclaim worker check the limit: it changed, or the VM grew over it.

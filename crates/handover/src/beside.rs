@@ -1,0 +1,120 @@
+//! Two engines of one VM, as its state file tells of them: one that is to follow serves faults beside the one that
+//! leaves, which does nothing but that any more.
+//!
+//! Before: a keeper has had the engine of a VM do nothing for it but serve faults. After: one engine has the VM.
+//! Threads: any. Promise: whoever finds the file can end every engine that may change anything of the VM. A program
+//! that knows of one engine only is refused meanwhile: the least reader of the file is raised for as long as it names
+//! two.
+//!
+//! Whose threads are in the list (`threads`) nobody can tell while there are two. So an engine that dies meanwhile must
+//! be gone entirely before another one may mend what it left.
+
+use crate::state_file::{FORMAT, Field, StateFile};
+
+/// The first layout whose readers know that there may be two.
+const KNOWS_TWO: u16 = 5;
+
+impl StateFile {
+    /// Write down that this engine may open the VM beside the one that is named, which leaves. The keeper does, before
+    /// it gives the order.
+    pub fn name_beside(&self, pid: u32, start_time: u64) {
+        let Some((leaving, leaving_start)) = self.engine() else { return self.name_engine(pid, start_time) };
+        let mut stamp = FORMAT.raise(self.stamp());
+        stamp.least_reader = stamp.least_reader.max(KNOWS_TWO);
+        self.set(Field::Layout, stamp.to_word());
+        self.thread_list().share();
+        // In this order: a keeper that dies anywhere here has named the one that serves.
+        self.set(Field::LeavingStart, leaving_start);
+        self.set(Field::LeavingPid, u64::from(leaving));
+        self.set(Field::EngineStart, start_time);
+        self.set(Field::EnginePid, u64::from(pid));
+        self.remember();
+    }
+
+    /// The engine that leaves, as pid and start time, if another one is beside it.
+    pub fn leaving(&self) -> Option<(u32, u64)> {
+        Some((self.get(Field::LeavingPid) as u32, self.get(Field::LeavingStart))).filter(|engine| engine.0 != 0)
+    }
+
+    /// Is this one of the two engines that are named?
+    pub(crate) fn is_one_of_two(&self, pid: u32, start_time: u64) -> bool {
+        let this = Some((pid, start_time));
+        self.leaving().is_some() && (self.leaving() == this || self.engine() == this)
+    }
+
+    /// Write down that this engine serves the VM beside another one; returns its epoch.
+    pub fn open_beside(&self, pid: u32, start_time: u64) -> u64 {
+        self.begin_epoch(pid, start_time)
+    }
+
+    /// The engine that leaves has closed the VM: the other one has it alone.
+    pub fn has_left(&self) {
+        let Some((pid, start_time)) = self.engine() else { return };
+        self.thread_list().own(pid, start_time);
+        self.forget_leaving();
+        self.remember();
+    }
+
+    /// No engine leaves.
+    pub(crate) fn forget_leaving(&self) {
+        if self.leaving().is_none() {
+            return;
+        }
+        self.set(Field::LeavingPid, 0);
+        self.set(Field::LeavingStart, 0);
+        let mut stamp = self.stamp();
+        if stamp.least_reader == KNOWS_TWO {
+            stamp.least_reader = FORMAT.least_reader;
+            self.set(Field::Layout, stamp.to_word());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::table::Lost;
+    use ballast_base::wire::VmId;
+
+    const LOST: Lost = Lost { flags: 0, word: 0 };
+
+    #[test]
+    fn two_engines_are_named_until_one_has_left_and_older_programs_are_refused_meanwhile() {
+        let state = StateFile::create(VmId([5; 16]), "test").expect("state");
+        state.take_over(10, 99, LOST).expect("no journal");
+        let least = || state.stamp().least_reader;
+        assert_eq!((state.engine(), state.leaving(), least()), (Some((10, 99)), None, 3));
+        state.name_beside(12, 100);
+        assert_eq!((state.engine(), state.leaving(), least()), (Some((12, 100)), Some((10, 99)), 5));
+        assert_eq!(state.open_beside(12, 100), 2, "as many have opened it");
+        state.has_left();
+        assert_eq!((state.engine(), state.leaving(), least()), (Some((12, 100)), None, 3));
+    }
+
+    #[test]
+    fn while_there_are_two_nobody_knows_whose_threads_are_listed_and_none_is_forgotten() {
+        let state = StateFile::create(VmId([5; 16]), "test").expect("state");
+        state.take_over(10, 99, LOST).expect("no journal");
+        let old = state.list(7).expect("not fenced");
+        state.name_beside(12, 100);
+        state.open_beside(12, 100);
+        let new = state.list(8).expect("not fenced");
+        assert_eq!(state.threads(), [7, 8]);
+        assert_eq!(state.fence_threads(10, 99), None, "all of it must be gone");
+        assert_eq!(state.fence_threads(12, 100), None, "all of it must be gone");
+        drop(old);
+        state.has_left();
+        assert_eq!(state.fence_threads(12, 100), Some(vec![8]));
+        drop(new);
+    }
+
+    #[test]
+    fn whoever_takes_it_over_after_both_has_it_alone() {
+        let state = StateFile::create(VmId([5; 16]), "test").expect("state");
+        state.take_over(10, 99, LOST).expect("no journal");
+        state.name_beside(12, 100);
+        state.take_over(14, 101, LOST).expect("no journal");
+        assert_eq!((state.engine(), state.leaving()), (Some((14, 101)), None));
+        assert_eq!(state.stamp().least_reader, 3);
+    }
+}

@@ -1,0 +1,288 @@
+//! The pages of a VM that are in quarantine, or on their way there: marked, zapped by the clients, and waiting for T.
+//!
+//! Before: the reclaim worker has picked pages. After: it takes runs that stayed untouched for T, and evicts them.
+//! Threads: the VM's reclaim worker. Nothing here waits for a client, whose answer notifies that worker. Units: pages.
+//! Promise: a page that says Quarantine is registered with userfaultfd, and a run is given out only if every mapping of
+//! it was zapped, since the last view was added, at least T ago.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::Range;
+use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
+use ballast_handover::state_file::StateError;
+use ballast_heat::ColdRun;
+use ballast_page::evict::{quarantine, release};
+use ballast_page::page_state::{State, Ticket, Word};
+
+use crate::reclaim::refault::Guess;
+use crate::vm::Vm;
+use crate::vm::peer::Zap;
+use crate::vm::region::Region;
+use crate::vm::stats::Counter;
+use crate::vm::view::View;
+
+/// Pages evicted under one hold of their locks when the VM is over its limit: a fault that meets one waits for at most
+/// one punch of this size, some 20 us.
+const EVICT_RUN: u64 = 64;
+
+/// Pages zapped together.
+struct Batch {
+    ticket: Ticket,
+    /// The VM's views when it was zapped.
+    generation: u64,
+    zapped_at: Instant,
+    runs: Vec<(Guess, ColdRun)>,
+}
+
+/// Pages that say Quarantine, and that the clients have been asked to zap.
+struct Zapping {
+    ticket: Ticket,
+    generation: u64,
+    runs: Vec<(Guess, ColdRun)>,
+    /// Clients that have not answered.
+    asked: Vec<(Arc<View>, Box<dyn Zap>)>,
+}
+
+/// Pages whose quarantine is over.
+pub(super) struct Due {
+    pub ticket: Ticket,
+    pub guess: Guess,
+    pub region: Arc<Region>,
+    pub run: PageRange,
+}
+
+/// See above.
+pub(super) struct Quarantine {
+    vm: Arc<Vm>,
+    batches: VecDeque<Batch>,
+    /// Those that clients are zapping.
+    zapping: Option<Zapping>,
+}
+
+impl Quarantine {
+    /// Of this VM, of which nothing is on its way out any more.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        Self { vm, batches: VecDeque::new(), zapping: None }
+    }
+
+    /// Is a client zapping? Then [`put`](Self::put) must wait.
+    pub fn is_zapping(&self) -> bool {
+        self.zapping.is_some()
+    }
+
+    /// When a client that is zapping must have answered.
+    pub fn until(&self) -> Option<Instant> {
+        self.zapping.as_ref()?.asked.iter().filter_map(|(_, zap)| zap.until()).min()
+    }
+
+    /// Does anything wait for T?
+    pub fn is_waiting(&self) -> bool {
+        !self.batches.is_empty()
+    }
+
+    /// Put these pages into quarantine, those that are Resident, and have the clients zap them; `layout`, under which
+    /// they were picked, is released before that. Returns how many.
+    ///
+    /// # Errors
+    /// The kernel does not register memory, or a client cannot be asked. Then none of them is in quarantine.
+    pub fn put(
+        &mut self,
+        layout: RwLockReadGuard<'_, ()>,
+        picked: impl Iterator<Item = (Guess, ColdRun)>,
+    ) -> std::io::Result<u64> {
+        let vm = self.vm.clone();
+        let (views, generation) = (vm.views(), vm.generation());
+        let ticket = vm.ticket();
+        let marked = self.mark(picked, ticket)?;
+        let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
+        vm.stats().add(Counter::Zapped, pages);
+        // Not held while clients zap: a discard that one of them waits for may need it exclusively. Whatever changes
+        // meanwhile (a view, a hold, an unplug), `due` sees before any of these pages is evicted.
+        drop(layout);
+        // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
+        for (_, run) in &marked {
+            if let Some(region) = vm.region(run.region) {
+                region.units().disturb(run.pages, std::thread::yield_now);
+            }
+        }
+        if marked.is_empty() {
+            return Ok(0);
+        }
+        let mut zapping = Zapping { ticket, generation, runs: marked, asked: Vec::new() };
+        for view in views {
+            let ranges: Vec<Range> = zapping
+                .runs
+                .iter()
+                .filter_map(|(_, run)| Some((view.base(run.region)? + run.pages.start().offset(), run.pages.bytes().0)))
+                .collect();
+            match view.peer().clone().begin_zap(&ranges) {
+                Ok(zap) => zapping.asked.push((view, zap)),
+                Err(error) => {
+                    vm.stats().add(Counter::Failed, pages);
+                    self.unmark(&zapping.runs, ticket);
+                    return Err(error);
+                }
+            }
+        }
+        self.zapping = Some(zapping);
+        Ok(pages)
+    }
+
+    /// These pages say Quarantine with this ticket, those that were Resident. Called under the lock of `layout`.
+    fn mark(
+        &self,
+        picked: impl Iterator<Item = (Guess, ColdRun)>,
+        ticket: Ticket,
+    ) -> std::io::Result<Vec<(Guess, ColdRun)>> {
+        let vm = &self.vm;
+        let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
+        for (guess, run) in picked {
+            let Some(region) = vm.region(run.region) else { continue };
+            // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
+            match vm.register_or_keep(&region, run.pages) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(error) => {
+                    self.unmark(&marked, ticket);
+                    return Err(error);
+                }
+            }
+            let count = region.granule_pages();
+            for page in region.granules(run.pages) {
+                if !quarantine(region.granule(page).cell(), ticket) {
+                    continue;
+                }
+                match marked.last_mut() {
+                    Some((same, last)) if *same == guess && last.region == run.region && last.pages.end() == page => {
+                        last.pages = PageRange::of(last.pages.start(), last.pages.count() + count);
+                    }
+                    _ => marked.push((guess, ColdRun { region: run.region, pages: PageRange::of(page, count) })),
+                }
+                vm.ledger().moved(State::Resident, State::Quarantine, count);
+            }
+        }
+        Ok(marked)
+    }
+
+    /// Where all clients have answered, the pages wait for T from now on.
+    ///
+    /// # Errors
+    /// A client has not zapped. None of these pages is in quarantine any more.
+    pub fn take_answers(&mut self, now: Instant) -> std::io::Result<()> {
+        let vm = self.vm.clone();
+        let Some(mut zapping) = self.zapping.take() else { return Ok(()) };
+        let ticket = zapping.ticket;
+        while let Some((view, zap)) = zapping.asked.last_mut() {
+            match zap.poll(now) {
+                Ok(None) => {
+                    self.zapping = Some(zapping);
+                    return Ok(());
+                }
+                Ok(Some(kept)) => {
+                    for (region, run) in vm.keep_parts(view, &kept) {
+                        let released = release(run, ticket, |page| region.granule(page));
+                        vm.stats().add(Counter::Failed, released);
+                        vm.ledger().moved(State::Quarantine, State::Resident, released);
+                    }
+                    zapping.asked.pop();
+                }
+                Err(error) => {
+                    let pages = zapping.runs.iter().map(|(_, run)| run.pages.count()).sum();
+                    vm.stats().add(Counter::Failed, pages);
+                    self.unmark(&zapping.runs, ticket);
+                    return Err(error);
+                }
+            }
+        }
+        let Zapping { generation, mut runs, .. } = zapping;
+        // Popped from the back: keep the coldest last.
+        runs.reverse();
+        // Not when the clients said so, which was earlier.
+        self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs });
+        Ok(())
+    }
+
+    /// Take the next run off its batch that was zapped `wait` ago; `whole`: all of a unit as one, if it is there.
+    /// Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] count from the moment they have
+    /// had it.
+    pub fn due(&mut self, wait: Duration, whole: bool, now: Instant) -> Option<Due> {
+        let vm = self.vm.clone();
+        loop {
+            let batch = self.batches.front_mut()?;
+            if batch.generation != vm.generation() {
+                // A view was added: these pages are not zapped there.
+                let batch = self.batches.pop_front().expect("looked at above");
+                self.unmark(&batch.runs, batch.ticket);
+                continue;
+            }
+            let in_quarantine = now.saturating_duration_since(batch.zapped_at);
+            if vm.held().is_some() || in_quarantine < wait {
+                return None;
+            }
+            let Some((guess, cold)) = batch.runs.pop() else {
+                self.batches.pop_front();
+                continue;
+            };
+            let Some(region) = vm.region(cold.region).filter(|region| !region.is_removed()) else { continue };
+            // Whole 2 MiB go as one extent where the quarantine is not shortened: one punch, and a huge page is not
+            // split.
+            let start = cold.pages.start();
+            let whole = whole && start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT;
+            let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
+            // Never across the end of a unit.
+            let unit_end = PageIdx::first_of_unit(start.unit() + 1);
+            let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
+            let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };
+            if !rest.pages.is_empty() {
+                batch.runs.push((guess, rest));
+            }
+            return Some(Due { ticket: batch.ticket, guess, region, run });
+        }
+    }
+
+    /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
+    fn unmark(&self, runs: &[(Guess, ColdRun)], ticket: Ticket) {
+        for (_, run) in runs {
+            if let Some(region) = self.vm.region(run.region) {
+                let released = release(run.pages, ticket, |page| region.granule(page));
+                self.vm.ledger().moved(State::Quarantine, State::Resident, released);
+            }
+        }
+    }
+
+    /// Take everything out of quarantine.
+    pub fn release_all(&mut self) {
+        for batch in std::mem::take(&mut self.batches) {
+            self.unmark(&batch.runs, batch.ticket);
+        }
+        // Whatever clients answer to these is ignored.
+        if let Some(zapping) = self.zapping.take() {
+            self.unmark(&zapping.runs, zapping.ticket);
+        }
+    }
+
+    /// After a failure in the middle of a batch, or a panic of the worker: nothing is on its way out any more.
+    ///
+    /// # Errors
+    /// The state file cannot be read.
+    pub fn forget(&mut self) -> Result<(), StateError> {
+        let _layout = self.vm.layout();
+        self.batches.clear();
+        self.zapping = None;
+        for (region, record) in self.vm.regions().iter().zip(self.vm.state.regions()) {
+            let written = self.vm.state.written_words(&record)?.into_iter();
+            for page in written.flat_map(|pages| region.granules(pages)) {
+                let cell = region.granule(page).cell();
+                let word = cell.load();
+                // Not what a discard holds: that counts it itself, a moment from now.
+                if matches!(word.state(), State::Quarantine | State::Evicting) && !word.is_locked() {
+                    cell.swap(word, Word::new(State::Resident, word.age()));
+                }
+            }
+        }
+        self.vm.stats().set(Counter::Quarantined, 0);
+        Ok(())
+    }
+}
