@@ -61,7 +61,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_key_says_its_page_and_a_chunk_is_one_slot(vm: [u8; 16], number: u32, page in 0u64..1 << 40, bits in 0..=Handle::MAX) {
+        fn a_key_says_its_page_and_a_chunk_is_one_slot(
+            vm: [u8; 16],
+            number: u32,
+            page in 0u64..1 << 40,
+            bits in 0..=Handle::MAX,
+        ) {
             let page = RegionKey { vm: VmId(vm), number }.page(PageIdx(page));
             let generation = Handle::new(bits).expect("40 bits");
             let bytes = key(page, generation);

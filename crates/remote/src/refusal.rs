@@ -114,7 +114,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_error_panics_and_an_address_reads_back(error: String, near in "(MOVED|ASK) ?[0-9]{0,6} ?[a-z:0-9]{0,12}") {
+        fn no_error_panics_and_an_address_reads_back(
+            error: String,
+            near in "(MOVED|ASK) ?[0-9]{0,6} ?[a-z:0-9]{0,12}",
+        ) {
             let asked = addr("[::2]:1");
             Refusal::of(&error, &asked);
             if let Refusal::Moved(at) | Refusal::Ask(at) = Refusal::of(&near, &asked) {

@@ -293,7 +293,8 @@ mod tests {
             let (reply, end) = parse(bytes, 0).expect("a reply").expect("all of it");
             prop_assert_eq!(end, bytes.len());
             let replies = Replies::new(bytes, vec![reply]);
-            let back: Vec<_> = replies.get(0).array().expect("an array").map(|word| word.bytes().expect("a word")).collect();
+            let back = replies.get(0).array().expect("an array").map(|word| word.bytes().expect("a word"));
+            let back: Vec<_> = back.collect();
             prop_assert_eq!(back, words);
         }
     }

@@ -15,8 +15,8 @@
 //!
 //! *Leftovers.* What a dead engine had put and nobody names is found by a sweep of the VM's keys, after `recover`, in
 //! steps, by whoever calls `tidy`: a key with a generation of before, which no word named then, is nobody's. A mark for
-//! each chunk, in shared memory, would say where to look. But pages are freed in all chunks all the time, so it would be
-//! set nearly everywhere; it would have to be cleared when all words that the chunk's copies ever had are known to
+//! each chunk, in shared memory, would say where to look. But pages are freed in all chunks all the time, so it would
+//! be set nearly everywhere; it would have to be cleared when all words that the chunk's copies ever had are known to
 //! agree, which no store is told; and it would not find what a dead engine's connections bring later.
 
 use std::collections::{HashMap, HashSet};

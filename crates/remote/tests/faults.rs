@@ -207,8 +207,8 @@ fn played(say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Clus
 fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
     let map = |port: u16| {
         let text = format!(
-            "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n$2\r\nip\r\n\
-             $9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
+            "*1\r\n*4\r\n$5\r\nslots\r\n*2\r\n:0\r\n:16383\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n\
+             $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
         );
         text.into_bytes()
     };

@@ -8,8 +8,8 @@
 //!
 //! [`RamStore`] is the compressed RAM store, [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the
 //! plainest store that is right, [`FaultyStore`] makes any store fail on command, [`conformance`] is what every store
-//! must pass, [`pages`] makes pages of known content. [`blob`] is for stores on other machines, which are crates of their
-//! own.
+//! must pass, [`pages`] makes pages of known content. [`blob`] is for stores on other machines, which are crates of
+//! their own.
 
 mod alloc;
 mod arena;
