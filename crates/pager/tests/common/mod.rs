@@ -545,7 +545,7 @@ pub fn mapped_at(hva: Hva, len: Bytes) -> [(Span, u32); 1] {
     [(Span { hva, len }, 0)]
 }
 
-fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
+pub fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
     while let Ok(Some(received)) = scm::receive(socket.as_fd()) {
         let Ok(EngineToClient::Zap { seq, ranges }) = wire::decode(&received.bytes) else { continue };
         for (start, len) in ranges {
