@@ -10,8 +10,8 @@ use ballast_base::wire::{Span, StoreFiles, VmId};
 use serde::{Deserialize, Serialize};
 
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
-/// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse. Version 9:
-/// two engines of one VM.
+/// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
+/// Version 9: two engines of one VM.
 pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;

@@ -24,6 +24,7 @@ mod fence;
 mod keeper;
 mod lost;
 mod making;
+mod moving;
 mod options;
 mod regions;
 mod run;

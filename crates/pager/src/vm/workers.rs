@@ -170,7 +170,7 @@ impl Vm {
         self.life.wait_for_faults();
     }
 
-    /// End all that is done for the VM but the serving of faults, for good: another engine is to do the same beside
+    /// End all that is done for the VM but the serving of faults, permanently: another engine is to do the same beside
     /// this one. Blocks until nothing is on its way out of memory any more.
     ///
     /// What a fault waits for and only a task could do (a page on a disk) is left to that engine, which wakes all

@@ -1,0 +1,173 @@
+//! How VMs go from the engine that serves to the one that is to follow it, and back if that fails.
+//!
+//! Before: the new engine could serve all VMs, and the old one decides nothing any more (`upgrade`). After: each VM is
+//! with the new engine; or all are with the old one again. The steps of a VM are in `stage`.
+//! Threads: the keeper's one. Nothing here waits.
+//! Promise: a VM's state file names every engine that may have it, before that can have heard of it.
+
+use std::time::Instant;
+
+use ballast_base::wire::VmId;
+use ballast_handover::orders::{BESIDE, Order};
+use ballast_sys::clock;
+
+use crate::keeper::Keeper;
+use crate::regions::{At, VmEntry};
+use crate::stage::Stage;
+use crate::upgrading::Asked;
+use crate::waiting::UNASKED;
+
+/// VMs that move at once. Each waits for the others of its group, so not many; nor one, which may wait for its VMM.
+const AT_ONCE: usize = 4;
+
+impl Keeper {
+    /// Have some more VMs closed, so that they can move; when none is left, the new engine serves.
+    pub(crate) fn move_some(&mut self) {
+        let Some(upgrade) = &self.upgrade else { return };
+        let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
+        let busy = upgrade.opening.len() + self.vms.iter().filter(moving).count();
+        let know_two = [self.engine.as_ref(), Some(&upgrade.next)];
+        let know_two = know_two.into_iter().all(|engine| engine.is_some_and(|engine| engine.version >= BESIDE));
+        let stay = self.vms.iter().filter(|vm| vm.at == At::Engine && vm.is_handed_over()).map(|vm| vm.state.id());
+        let next: Vec<_> = stay.take(AT_ONCE.saturating_sub(busy)).collect();
+        if next.is_empty() && busy == 0 && (upgrade.stage == Stage::Moving || upgrade.serves) {
+            return self.upgrade_goes_on();
+        }
+        for vm in next {
+            if !know_two {
+                self.part(vm);
+                continue;
+            }
+            let seq = self.ask(Asked::ServeFaults(vm));
+            if let Some(entry) = self.entry(vm) {
+                entry.at = At::Resting(seq);
+            }
+            self.order(&Order::ServeFaults { seq, vm }, &[]);
+        }
+    }
+
+    /// Have the old engine close this VM before the new one opens it.
+    fn part(&mut self, vm: VmId) {
+        let seq = self.ask(Asked::Part(vm));
+        if let Some(entry) = self.entry(vm) {
+            entry.at = At::Parting(Instant::now(), seq);
+        }
+        self.order(&Order::HandOver { seq, vm }, &[]);
+    }
+
+    /// The old engine is done with this VM: the new one gets it.
+    pub(crate) fn move_on(&mut self, vm: VmId, seq: u64) {
+        let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) else { return };
+        // It may have gone and come back meanwhile.
+        let since = match entry.at {
+            At::Parting(since, by) if by == seq => since,
+            _ => return,
+        };
+        entry.at = At::Next;
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.opening.insert(vm, since);
+        }
+        self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
+        let seq = self.ask(Asked::Opened(vm));
+        self.order_next(&Order::Tell { seq, vm }, &[]);
+    }
+
+    /// The old engine does nothing for this VM but serve its faults: the new one does so, too. Or it cannot.
+    pub(crate) fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
+        // It may have gone and come back meanwhile.
+        let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Resting(seq)) else { return };
+        if let Err(why) = result {
+            tracing::info!("VM {} is served by no engine while it moves: {why}", entry.state.name());
+            entry.at = At::Engine;
+            return self.part(vm);
+        }
+        entry.at = At::Both;
+        self.hand_over(vm, None);
+        let seq = self.ask(Asked::Opened(vm));
+        self.order_next(&Order::Tell { seq, vm }, &[]);
+    }
+
+    /// The new engine has opened this VM, or could not.
+    pub(crate) fn opened_by_next(&mut self, vm: VmId, result: &Result<(), String>) {
+        let entry = self.vms.iter().find(|entry| entry.state.id() == vm);
+        let name = self.called(vm);
+        let Some(upgrade) = &mut self.upgrade else { return };
+        let since = upgrade.opening.remove(&vm);
+        // A VM that is gone meanwhile was closed in turn.
+        let Some(entry) = entry else { return };
+        let is_complete = !upgrade.incomplete.contains(&vm);
+        match result {
+            Err(why) if is_complete => return self.upgrade_fails(&format!("it could not serve {name}: {why}")),
+            // What it says is not all there is to go by.
+            Ok(()) if !entry.is_opened_since_named() => {
+                return self.upgrade_fails(&format!("it said that it serves {name}, and has not opened it"));
+            }
+            _ => {}
+        }
+        if entry.at == At::Both {
+            return self.leave_to_next(vm);
+        }
+        upgrade.shown.moved += 1;
+        let gap = since.map_or(0, |since| since.elapsed().as_micros() as u64);
+        upgrade.shown.longest_gap_us = upgrade.shown.longest_gap_us.max(gap);
+        self.show_upgrade();
+    }
+
+    /// The new engine serves this VM as well: the old one closes it.
+    pub(crate) fn leave_to_next(&mut self, vm: VmId) {
+        let seq = self.ask(Asked::Leave(vm));
+        if let Some(engine) = &mut self.engine {
+            engine.give(&Order::HandOver { seq, vm }, &[]);
+        }
+    }
+
+    /// The old engine has closed a VM that the new one serves.
+    pub(crate) fn left_to_next(&mut self, vm: VmId) {
+        if let Some(closing) = self.closing.iter().find(|closing| closing.entry.state.id() == vm) {
+            closing.entry.state.has_left();
+        }
+        let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Both) else { return };
+        entry.at = At::Next;
+        entry.state.has_left();
+        self.order_next(&Order::Alone { vm }, &[]);
+        self.order_pending(vm);
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.shown.moved += 1;
+        }
+        self.show_upgrade();
+    }
+
+    /// The old engine gets again what the new one had, and what it was about to part with.
+    pub(crate) fn take_back(&mut self) {
+        let (mut back, mut open) = (Vec::new(), Vec::new());
+        for entry in &mut self.vms {
+            let since = match entry.at {
+                At::Engine => continue,
+                At::Parting(since, _) => since,
+                At::Next => Instant::now(),
+                At::Resting(_) | At::Both => {
+                    open.push(entry.state.id());
+                    Instant::now()
+                }
+            };
+            entry.at = At::Engine;
+            back.push((entry.state.id(), since));
+        }
+        for closing in self.closing.iter_mut().filter(|closing| closing.entry.at == At::Next) {
+            closing.entry.at = At::Engine;
+            closing.take_back();
+        }
+        for vm in open {
+            // It does nothing for it but serve faults, and cannot do more again: it closes it, and opens it anew.
+            self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
+        }
+        for (vm, since) in back {
+            self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
+        }
+        self.tend_fences();
+    }
+
+    fn entry(&mut self, vm: VmId) -> Option<&mut VmEntry> {
+        self.vms.iter_mut().find(|entry| entry.state.id() == vm)
+    }
+}
