@@ -63,13 +63,12 @@ fn progress(now: &UpgradeStat) -> String {
 
 fn result(now: &UpgradeStat) -> String {
     let also = if now.message.is_empty() { String::new() } else { format!(" ({})", now.message) };
-    format!(
-        "an engine of {} serves {} VMs, after {:.0} ms; each was without an engine for {:.1} ms at most{also}\n",
-        now.program,
-        now.moved,
-        now.took_us as f64 / 1e3,
-        now.longest_gap_us as f64 / 1e3
-    )
+    let served = match now.longest_gap_us {
+        0 => "served at every moment".into(),
+        gap_us => format!("without an engine for {:.1} ms at most", gap_us as f64 / 1e3),
+    };
+    let (program, moved, took_ms) = (&now.program, now.moved, now.took_us as f64 / 1e3);
+    format!("an engine of {program} serves {moved} VMs, after {took_ms:.0} ms; each was {served}{also}\n")
 }
 
 #[cfg(test)]
@@ -87,5 +86,7 @@ mod tests {
         };
         let said = "an engine of /p serves 3 VMs, after 82 ms; each was without an engine for 4.2 ms at most\n";
         assert_eq!(result(&now), said);
+        let said = "an engine of /p serves 3 VMs, after 82 ms; each was served at every moment\n";
+        assert_eq!(result(&UpgradeStat { longest_gap_us: 0, ..now }), said);
     }
 }

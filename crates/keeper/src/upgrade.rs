@@ -387,11 +387,13 @@ impl Keeper {
         self.last_upgrade.stage = Shown::Done;
         let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = &self.last_upgrade;
         let (took_ms, gap_ms) = (*took_us as f64 / 1e3, *longest_gap_us as f64 / 1e3);
+        let served = match longest_gap_us {
+            0 => "served at every moment".into(),
+            _ => format!("unserved for {gap_ms:.1} ms at most"),
+        };
         let also = if message.is_empty() { String::new() } else { format!("; {message}") };
-        let message = format!(
-            "an engine of {program} follows, after {took_ms:.0} ms; {moved} VMs moved, each unserved for \
-             {gap_ms:.1} ms at most{also}"
-        );
+        let message =
+            format!("an engine of {program} follows, after {took_ms:.0} ms; {moved} VMs moved, each {served}{also}");
         tracing::info!("{message}");
         self.show_upgrade();
         self.host_note("upgraded", message);
