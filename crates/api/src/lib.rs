@@ -19,8 +19,9 @@ pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, Hea
 pub use openapi::{document, document_json};
 pub use problem::Problem;
 pub use types::{
-    Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RestoreStages,
-    Stall, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmClass, VmPatch, VmStat, VmStatus,
+    Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RemoteFinding,
+    RemoteNode, RemoteStat, RestoreStages, Stall, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmClass,
+    VmPatch, VmStat, VmStatus,
 };
 
 /// Where the daemon listens unless told otherwise.

@@ -92,6 +92,9 @@ pub struct VmStat {
     pub registered_bytes: u64,
     /// What the far pages in RAM really occupy there.
     pub store_bytes: u64,
+    /// Part of far: in the remote store, on other machines.
+    #[serde(default)]
+    pub far_remote_bytes: u64,
     /// What the far pages in the file store occupy on disk.
     pub file_bytes: u64,
     /// Faults by kind, since attach.
@@ -132,7 +135,7 @@ pub struct FaultCounts {
     /// Pages of 4 KiB that those restored: more than faults where 2 MiB is paged as one.
     #[serde(default)]
     pub restored_pages: u64,
-    /// Part of restore: read from the file store.
+    /// Part of restore: read from the file store or the remote store.
     pub file: u64,
     /// Was known to be zero.
     pub zero: u64,
@@ -179,7 +182,7 @@ pub struct ReclaimCounts {
     pub failed_pages: u64,
     /// Restored before they were touched, by clustered prefetch or by sequential readahead.
     pub prefetched_pages: u64,
-    /// Moved from RAM to the file store.
+    /// Moved from RAM to the file store or the remote store.
     pub spilled_pages: u64,
     /// Units of 2 MiB mapped huge again after reclaim had torn them.
     pub coalesced_units: u64,
@@ -259,6 +262,45 @@ pub struct RegionStat {
     pub guest_ranges: Vec<GuestRange>,
 }
 
+/// The remote store: a cluster that far pages may go to.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteStat {
+    /// What far pages of this host's VMs occupy there, estimated from the size of those that were put.
+    pub used_bytes: u64,
+    /// Most they may occupy.
+    pub budget_bytes: u64,
+    /// Guest memory that is there. Sum over VMs.
+    pub far_bytes: u64,
+    /// Its nodes, as far as this engine has asked them.
+    pub nodes: Vec<RemoteNode>,
+    /// What is wrong with its settings, the serious first.
+    pub findings: Vec<RemoteFinding>,
+}
+
+/// A node of the remote store, since the engine began.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteNode {
+    /// Host and port.
+    pub addr: String,
+    /// Requests that it answered.
+    pub requests: u64,
+    /// Requests that came to nothing.
+    pub errors: u64,
+    /// Half of the requests took no longer than this, in microseconds, to a power of two.
+    pub p50_us: u64,
+    /// 99 of 100 took no longer.
+    pub p99_us: u64,
+}
+
+/// A setting of the remote store that is not as it should be.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteFinding {
+    /// Pages may be lost by it, or cannot be stored; else it is good to know.
+    pub serious: bool,
+    /// What, where, and what would be right.
+    pub text: String,
+}
+
 /// The host and Ballast itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HostStat {
@@ -296,6 +338,9 @@ pub struct HostStat {
     pub far_bytes: u64,
     /// Part of far: on disk. Sum over VMs.
     pub far_file_bytes: u64,
+    /// The remote store; null if none is set.
+    #[serde(default)]
+    pub remote: Option<RemoteStat>,
     /// Sum over VMs.
     pub zero_bytes: u64,
     /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.

@@ -89,6 +89,8 @@ pub enum GetOutcome {
 pub const RAM_STORE: u8 = 1;
 /// Number of the store in a file: where pages go that have been far for long.
 pub const FILE_STORE: u8 = 2;
+/// Number of the store in a cluster of other machines: where they go if there is no file, or it is full.
+pub const REMOTE_STORE: u8 = 3;
 
 /// Numbers of stores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -64,7 +64,11 @@ pub enum Command {
     /// Show recent events, oldest first
     Events,
     /// Check what this kernel can do; needs no daemon
-    Doctor,
+    Doctor {
+        /// The settings of the remote store's servers instead; asks the daemon
+        #[arg(long)]
+        store: bool,
+    },
     /// Show the main job on two real VMs (needs ballast-bench, QEMU and the guest image of `make demo`)
     #[command(disable_help_flag = true)]
     Demo(crate::lab::LabArgs),

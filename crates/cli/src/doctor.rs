@@ -1,8 +1,10 @@
-//! `ballast doctor`: what this kernel can do for Ballast, tried on the spot. Needs no daemon.
+//! `ballast doctor`: what this kernel can do for Ballast, tried on the spot. Needs no daemon. `--store`: what the
+//! daemon found wrong with the remote store.
 
 use std::fmt::Write;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use ballast_api::{HostStat, RemoteFinding};
 use ballast_sys::probe::{self, Feature, Presence};
 use serde::Serialize;
 
@@ -48,6 +50,24 @@ pub fn run(json: bool) -> Result<Exit> {
         show::json(&report)?
     } else {
         show::print(&describe(&report))?
+    }
+    Ok(if ok { Exit::Ok } else { Exit::Failure })
+}
+
+/// Print what the engine found wrong with the remote store, and say by the exit code whether pages may be lost.
+pub fn store(host: &HostStat, json: bool) -> Result<Exit> {
+    let remote = host.remote.as_ref().context("No remote store is set: see [remote] in ballastd.toml")?;
+    let ok = !remote.findings.iter().any(|finding| finding.serious);
+    if json {
+        show::json(&remote.findings)?;
+    } else {
+        let line =
+            |finding: &RemoteFinding| format!("{} {}\n", if finding.serious { "WRONG" } else { "note " }, finding.text);
+        let nodes = remote.nodes.len();
+        let verdict =
+            if ok { "nothing that would lose pages was found" } else { "pages may be lost, or are not stored" };
+        let text: String = remote.findings.iter().map(line).collect();
+        show::print(&format!("{text}{nodes} nodes: {verdict}\n"))?;
     }
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }

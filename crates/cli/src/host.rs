@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use anyhow::Result;
-use ballast_api::{Client, Event, HostStat};
+use ballast_api::{Client, Event, HostStat, RemoteNode};
 
 use crate::show;
 
@@ -40,6 +40,22 @@ fn describe(host: &HostStat) -> String {
         let used = show::percent(host.file_bytes, host.file_budget_bytes);
         let (bytes, budget, far) = (size(host.file_bytes), size(host.file_budget_bytes), size(host.far_file_bytes));
         let _ = writeln!(text, "disk    {bytes} of {budget} used ({used}); {far} of the far pages are there");
+    }
+    if let Some(remote) = &host.remote {
+        let used = show::percent(remote.used_bytes, remote.budget_bytes);
+        let (bytes, budget, far) = (size(remote.used_bytes), size(remote.budget_bytes), size(remote.far_bytes));
+        let _ = writeln!(text, "remote  {bytes} of {budget} used ({used}); {far} of the far pages are there");
+        for node in &remote.nodes {
+            let RemoteNode { addr, requests, errors, p50_us, p99_us } = node;
+            let _ = writeln!(
+                text,
+                "        {addr}: {requests} requests, p50 {p50_us} us, p99 {p99_us} us; {errors} failed"
+            );
+        }
+        let serious = remote.findings.iter().filter(|finding| finding.serious).count();
+        if serious > 0 {
+            let _ = writeln!(text, "        {serious} settings would lose pages: see `ballast doctor --store`");
+        }
     }
     let state = host.state.map_or(String::new(), |_| {
         format!("; the host is {}", crate::policy::host_state(host.state, host.exhaustion_ms))

@@ -256,6 +256,9 @@ fn memory(vm: &VmStat) -> String {
         if *name == "far" && vm.far_file_bytes > 0 {
             row("  on disk", vm.far_file_bytes, "part of far");
         }
+        if *name == "far" && vm.far_remote_bytes > 0 {
+            row("  remote", vm.far_remote_bytes, "part of far");
+        }
     }
     row("size", vm.size_bytes, "");
     let mut text = show::lines(&table);
@@ -269,7 +272,7 @@ fn memory(vm: &VmStat) -> String {
     let ratio = if vm.store_bytes == 0 {
         0.0
     } else {
-        vm.far_bytes.saturating_sub(vm.far_file_bytes) as f64 / vm.store_bytes as f64
+        vm.far_bytes.saturating_sub(vm.far_file_bytes + vm.far_remote_bytes) as f64 / vm.store_bytes as f64
     };
     let _ = writeln!(
         text,

@@ -10,22 +10,25 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::Context;
 use ballast_api::{
     DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, GuestRange, HostStat, Latency, PlanRequest, PolicyPatch,
-    PolicyStat, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat, VmPatch,
-    VmStat, VmStatus,
+    PolicyStat, Psi, ReclaimCounts, RegionStat, RemoteFinding, RemoteNode, RemoteStat, RestoreStages, Stall, Track,
+    UpgradeStat, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
 };
-use ballast_base::store::FILE_STORE;
+use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::wire;
 use ballast_base::{Bytes, PageCount};
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, MemoryBreakdown, Vm};
 use ballast_policy::{Kind, Plan, Snapshot};
+use ballast_remote::check::Finding;
+use ballast_remote::{Addr, NodeFigures};
 use ballast_store::Store;
 use ballast_sys::{meminfo, scm};
 
 use crate::engine::governor::{Governor, operator};
 use crate::engine::host::Host;
 use crate::engine::huge_pages::HugePages;
+use crate::engine::remote::Remote;
 use crate::engine::served::{KEPT, SMALLEST_LIMIT, Served};
 use crate::http::{self, Backend, ChangeError, Histogram};
 use crate::tracking;
@@ -216,6 +219,7 @@ impl Backend for Shown {
             resident_bytes: sum(|vm| vm.resident_bytes),
             far_bytes: far,
             far_file_bytes: sum(|vm| vm.far_file_bytes),
+            remote: self.host.remote.as_ref().map(|remote| remote_stat(remote, sum(|vm| vm.far_remote_bytes))),
             zero_bytes: zero,
             saved_bytes: (far + zero).saturating_sub(self.host.budget.used().0),
             policy: brief.policy,
@@ -256,13 +260,29 @@ fn bounds(histogram: &stats::Histogram, between: std::ops::Range<u64>) -> Histog
     Histogram { buckets, count: histogram.count(), sum_s: histogram.sum_ns as f64 / 1e9 }
 }
 
+fn remote_stat(remote: &Remote, far_bytes: u64) -> RemoteStat {
+    let node = |(addr, figures): (Addr, NodeFigures)| {
+        let NodeFigures { requests, errors, p50_us, p99_us } = figures;
+        RemoteNode { addr: addr.to_string(), requests, errors, p50_us, p99_us }
+    };
+    let finding = |Finding { serious, text }| RemoteFinding { serious, text };
+    RemoteStat {
+        used_bytes: remote.budget.used().0,
+        budget_bytes: remote.budget.limit().0,
+        far_bytes,
+        nodes: remote.cluster.figures().into_iter().map(node).collect(),
+        findings: remote.findings().into_iter().map(finding).collect(),
+    }
+}
+
 fn stat(served: &Served) -> VmStat {
     let vm = &served.vm;
     let stats = vm.stats();
     let bytes = |counter| PageCount(stats.get(counter)).bytes().0;
     let memory = vm.memory_breakdown();
     let detail = served.store.usage_detail();
-    let file = vm.stores.get(FILE_STORE).map(|file| file.store.usage()).unwrap_or_default();
+    let usage = |number| vm.stores.get(number).map(|tier| tier.store.usage()).unwrap_or_default();
+    let (file, remote) = (usage(FILE_STORE), usage(REMOTE_STORE));
     vm.pressure.sample(vm.stats(), Instant::now());
     let averages = vm.pressure.averages();
     let settings = operator::read(vm.state.settings());
@@ -295,6 +315,7 @@ fn stat(served: &Served) -> VmStat {
         far_bytes: memory.far.0,
         // A page on its way has a copy that does not count yet.
         far_file_bytes: PageCount(file.pages).bytes().0.min(memory.far.0),
+        far_remote_bytes: PageCount(remote.pages).bytes().0.min(memory.far.0),
         zero_bytes: memory.zero.0,
         untouched_bytes: memory.untouched.0,
         poisoned_bytes: memory.poisoned.0,

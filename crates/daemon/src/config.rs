@@ -9,6 +9,7 @@ use anyhow::{Context, ensure};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
 use ballast_policy::{Kind, Params, Setup};
+use ballast_remote::Addr;
 use ballast_sys::meminfo;
 use serde::{Deserialize, Serialize};
 
@@ -47,6 +48,9 @@ pub struct Config {
     /// A file store for pages that have been far for long; without it they stay in the compressed store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spill: Option<Spill>,
+    /// A cluster on other machines for such pages, if there is no file or it is full.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote: Option<Remote>,
     /// When VMs are tracked.
     pub heat: Tracking,
     /// Who decides how much memory each VM may have.
@@ -114,6 +118,33 @@ pub struct Spill {
     pub writes_per_day: Option<Bytes>,
 }
 
+/// A Valkey or Redis cluster that pages go to.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Remote {
+    /// Some of its nodes, `HOST:PORT`; they know the others.
+    pub nodes: Vec<String>,
+    /// Who we are to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// A file whose first line is the password.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub password_file: Option<PathBuf>,
+    /// Replicas that must have a page before it leaves this host.
+    #[serde(default = "one")]
+    pub replicas: u32,
+    /// Most memory of the cluster that all VMs of this host together may use.
+    #[serde(with = "size")]
+    pub budget: Option<Bytes>,
+    /// How long a page is in the compressed store before it goes, at least, in seconds.
+    #[serde(default = "five_minutes")]
+    pub after_s: u64,
+}
+
+const fn one() -> u32 {
+    1
+}
+
 const fn five_minutes() -> u64 {
     300
 }
@@ -131,6 +162,7 @@ impl Default for Config {
             reader_gid: None,
             attach_gid: None,
             spill: None,
+            remote: None,
             heat: Tracking::default(),
             policy: Policy::default(),
         }
@@ -157,7 +189,8 @@ impl Config {
         );
         self.heat.validate()?;
         self.policy.setup().check().map_err(|why| anyhow::anyhow!("policy: {why}"))?;
-        self.spill.as_ref().map_or(Ok(()), Spill::validate)
+        self.spill.as_ref().map_or(Ok(()), Spill::validate)?;
+        self.remote.as_ref().map_or(Ok(()), Remote::validate)
     }
 
     /// The effective values, as a file that says the same.
@@ -195,6 +228,31 @@ impl Spill {
     }
 
     /// The disk budget.
+    pub fn budget(&self) -> Bytes {
+        self.budget.unwrap_or(Bytes(0))
+    }
+}
+
+impl Remote {
+    fn validate(&self) -> anyhow::Result<()> {
+        ensure!(!self.nodes.is_empty(), "remote.nodes must name a node at least, as \"HOST:PORT\"");
+        for node in &self.nodes {
+            ensure!(Addr::parse(node).is_some(), "remote.nodes: {node:?} is not \"HOST:PORT\"");
+        }
+        ensure!((1..=5).contains(&self.replicas), "remote.replicas = {} is out of range: 1 to 5", self.replicas);
+        let file = self.password_file.as_ref();
+        ensure!(file.is_none_or(|file| file.is_absolute()), "remote.password_file {file:?} must be an absolute path");
+        ensure!(self.user.is_none() || file.is_some(), "remote.user needs remote.password_file");
+        ensure!(self.budget() >= Bytes(MIB), "remote.budget = {} is out of range: 1 MiB at least", self.budget());
+        ensure!(
+            (1..=7 * 24 * 3600).contains(&self.after_s),
+            "remote.after_s = {} is out of range: 1 to 604800",
+            self.after_s
+        );
+        Ok(())
+    }
+
+    /// What may be used of the cluster.
     pub fn budget(&self) -> Bytes {
         self.budget.unwrap_or(Bytes(0))
     }
@@ -267,6 +325,12 @@ mod tests {
             ("[spill]\ndir = \"/x\"", "budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1M\"", "spill.budget"),
             ("[spill]\ndir = \"/x\"\nbudget = \"1G\"\nafter_s = 0", "spill.after_s"),
+            ("[remote]\nnodes = []\nbudget = \"1G\"", "remote.nodes"),
+            ("[remote]\nnodes = [\"a\"]\nbudget = \"1G\"", "HOST:PORT"),
+            ("[remote]\nnodes = [\"a:1\"]", "budget"),
+            ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\nreplicas = 0", "remote.replicas"),
+            ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\nuser = \"x\"", "password_file"),
+            ("[remote]\nnodes = [\"a:1\"]\nbudget = \"1G\"\npassword_file = \"x\"", "password_file"),
             ("[policy]\nname = \"best\"", "best"),
             ("[policy]\ntick_ms = 1", "tick"),
             ("[policy]\nthreshold = 0.0", "threshold"),

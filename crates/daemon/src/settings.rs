@@ -32,6 +32,25 @@ pub struct Settings {
     pub heat: Tracking,
     /// The control loop.
     pub policy: Setup,
+    /// A cluster that pages go to.
+    pub remote: Option<Remoting>,
+}
+
+/// How pages go to a cluster.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Remoting {
+    /// Some of its nodes.
+    pub nodes: Vec<String>,
+    /// Who we are to it.
+    pub user: Option<String>,
+    /// A file with the password.
+    pub password_file: Option<String>,
+    /// Replicas that must have a page.
+    pub replicas: u32,
+    /// Most memory of the cluster.
+    pub budget: Bytes,
+    /// How long a page is far before it goes, at least.
+    pub after_s: u64,
 }
 
 /// How pages go to file stores.
@@ -63,6 +82,14 @@ impl Settings {
                 writes_per_day: spill.writes_per_day.unwrap_or_default(),
             }),
             policy: config.policy.setup(),
+            remote: config.remote.as_ref().map(|remote| Remoting {
+                nodes: remote.nodes.clone(),
+                user: remote.user.clone(),
+                password_file: remote.password_file.as_ref().map(|file| file.to_string_lossy().into_owned()),
+                replicas: remote.replicas,
+                budget: remote.budget(),
+                after_s: remote.after_s,
+            }),
         }
     }
 }
@@ -81,7 +108,7 @@ pub fn for_keeper(config: &Config) -> Options {
 }
 
 impl Message for Settings {
-    const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
 }
 
 #[cfg(test)]
@@ -102,9 +129,21 @@ mod tests {
             spill: Some(Spilling { dir: "/d".into(), budget: Bytes(7), after_s: 8, writes_per_day: Bytes(9) }),
             heat: Tracking { track: Track::Auto, cost_percent: 0.5, fine_cycles: true, fair: false },
             policy: Setup { policy: Kind::Gain, tick_ms: 1, budget_bytes: Some(2), params },
+            remote: Some(Remoting {
+                nodes: vec!["n".into()],
+                user: None,
+                password_file: Some("/p".into()),
+                replicas: 1,
+                budget: Bytes(2),
+                after_s: 3,
+            }),
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
-        let expected = (1, "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04");
-        assert_eq!((Settings::FORMAT.version, said.as_str()), expected, "raise FORMAT, and put what is said now here");
+        let expected = (
+            2,
+            "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04".to_owned()
+                + "0101016e0001022f70010203",
+        );
+        assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
     }
 }

@@ -8,9 +8,10 @@
 //! slots move.
 //!
 //! [`RemoteStore`] is the store of one VM in a [`Cluster`], which all VMs of a process share. A VM has a lease there
-//! ([`lease`]).
+//! ([`lease`]). [`check`] knows which settings of servers lose pages.
 #![forbid(unsafe_code)]
 
+pub mod check;
 mod cluster;
 pub mod lease;
 mod link;

@@ -8,24 +8,19 @@
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::refusal::Addr;
 use crate::resp::{Commands, REPLY_MAX, Replies, parse};
 
 /// Who we are to the servers.
-#[derive(Clone, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
     /// Name of the user; without one it is the server's default user.
     pub user: Option<String>,
-    /// Its password.
-    pub password: Option<String>,
-}
-
-impl std::fmt::Debug for Access {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Access").field("user", &self.user).finish_non_exhaustive()
-    }
+    /// A file whose first line is its password. It is read for each connection, so that it may be changed.
+    pub password_file: Option<PathBuf>,
 }
 
 /// See above.
@@ -56,7 +51,10 @@ impl Link {
         let stream = found?;
         stream.set_nodelay(true)?;
         let mut link = Self { stream, timeout: Duration::ZERO, buffer: Vec::new() };
-        let Some(password) = access.password.as_deref().map(str::as_bytes) else { return Ok(link) };
+        let Some(file) = &access.password_file else { return Ok(link) };
+        let text = std::fs::read_to_string(file)
+            .map_err(|error| io::Error::new(error.kind(), format!("reading {}: {error}", file.display())))?;
+        let password = text.lines().next().unwrap_or_default().as_bytes();
         let words = access.user.as_deref().map(|user| [b"AUTH", user.as_bytes(), password]);
         let login = words.map_or_else(|| Commands::one(&[b"AUTH", password]), |words| Commands::one(&words));
         match link.ask(&login, until)?.get(0).error() {

@@ -73,8 +73,14 @@ impl RemoteBudget {
         pages.saturating_mul(mean)
     }
 
-    fn used(&self) -> u64 {
-        self.bytes(self.pages.load(Relaxed))
+    /// What all that is put now occupies, as far as is known.
+    pub fn used(&self) -> Bytes {
+        Bytes(self.bytes(self.pages.load(Relaxed)))
+    }
+
+    /// The most it may be.
+    pub fn limit(&self) -> Bytes {
+        self.limit
     }
 }
 
@@ -398,7 +404,7 @@ impl Store for RemoteStore {
     }
 
     fn is_short(&self) -> bool {
-        self.budget.used() > self.budget.limit.0 - self.budget.limit.0 / 16
+        self.budget.used().0 > self.budget.limit.0 - self.budget.limit.0 / 16
     }
 
     fn usage(&self) -> StoreUsage {

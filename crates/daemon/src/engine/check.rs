@@ -8,7 +8,7 @@
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, ensure};
-use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_base::wire::{StoreFiles, VmId};
 use ballast_handover::arena;
 use ballast_handover::state_file::StateFile;
@@ -45,6 +45,7 @@ impl Engine {
         }
         let mut numbers = vec![RAM_STORE];
         numbers.extend(file.map(|_| FILE_STORE));
+        numbers.extend(self.host.remote.as_ref().map(|_| REMOTE_STORE));
         let seen = inspect(&state, &numbers)?;
         let Inspected { words, far, moving } = seen;
         tracing::info!(vm = state.name(), words, far, moving, "looked through: this engine could serve it");

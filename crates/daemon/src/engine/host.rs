@@ -10,6 +10,7 @@ use ballast_handover::orders::Begin;
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
+use super::remote::Remote;
 use super::served::Served;
 use super::upgrades::Upgrades;
 use crate::events::Events;
@@ -30,6 +31,8 @@ pub struct Host {
     pub budget: Arc<Budget>,
     /// Who pays for those on disk.
     pub file_budget: Arc<Budget>,
+    /// The cluster they may go to.
+    pub remote: Option<Remote>,
     /// Whether it can be known who holds a page.
     pub pins: Arc<Pins>,
     /// The last upgrade.

@@ -31,6 +31,7 @@ use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
 use governor::Governor;
 use host::Host;
+use remote::Remote;
 use shared::{Engine, Overdue};
 use workers::Workers;
 
@@ -43,6 +44,7 @@ pub mod late;
 mod make;
 mod memory;
 mod pin_check;
+pub mod remote;
 pub mod served;
 mod shared;
 pub mod stuck;
@@ -92,6 +94,7 @@ pub fn run() -> anyhow::Result<()> {
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
+        remote: settings.remote.as_ref().map(|remote| Remote::begin(remote, events.clone())).transpose()?,
         begin,
         settings,
         vms: RwLock::default(),

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use ballast_base::Bytes;
-use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_base::wire::{self, StoreFiles, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
@@ -208,14 +208,11 @@ impl Engine {
             true => state.open_beside(pid, start),
             false => state.take_over(pid, start, LOST).context("Taking the state file over")?,
         };
-        let options = RamOptions {
-            codec: match self.settings().compression {
-                Compression::Lz4 => Codec::Lz4,
-                Compression::Zstd => Codec::Zstd { level: 1 },
-            },
-            punch_later: true,
-            ..RamOptions::new(self.host.budget.clone())
+        let codec = match self.settings().compression {
+            Compression::Lz4 => Codec::Lz4,
+            Compression::Zstd => Codec::Zstd { level: 1 },
         };
+        let options = RamOptions { codec, punch_later: true, ..RamOptions::new(self.host.budget.clone()) };
         let store = Arc::new(RamStore::open(arena, options).context("Opening the arena")?);
         let events = self.events.clone();
         let name = state.name();
@@ -226,18 +223,15 @@ impl Engine {
         let late = has_file.then(|| Arc::new(LateStore::new()));
         let tuning = Tuning {
             quarantine: Duration::from_millis(self.settings().quarantine_ms),
-            spill_after: self
-                .settings()
-                .spill
-                .as_ref()
-                .filter(|_| has_file)
-                .map(|spill| Duration::from_secs(spill.after_s)),
+            spill_after: self.spill_after(has_file),
             track: tracking::to_pager(self.settings().heat.track),
             heat: self.settings().heat.settings(),
             ..Tuning::default()
         };
         let mut tiers = vec![Tier::near(RAM_STORE, "RAM store", store.clone())];
         tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
+        let remote = self.host.remote.as_ref().map(|remote| remote.store(id, codec));
+        tiers.extend(remote.map(|remote| Tier::slow(REMOTE_STORE, "remote store", remote)));
         let vm = Arc::new(Vm::new(state, epoch, Stores::new(tiers), tuning, report).with_pins(self.host.pins.clone()));
         vm.set_shares(operator::read(vm.state.settings()).effective_shares());
         let _unlists = Unlists(&vm);
@@ -282,6 +276,13 @@ impl Engine {
             self.events.add(Some(name.clone()), "attached", format!("VM {name} ({id}) is attached"));
         }
         Ok(())
+    }
+
+    /// How long a page is far before it goes on; nothing if there is nowhere to go.
+    fn spill_after(&self, has_file: bool) -> Option<Duration> {
+        let file = self.settings().spill.as_ref().filter(|_| has_file).map(|spill| spill.after_s);
+        let after = file.or_else(|| Some(self.settings().remote.as_ref()?.after_s));
+        after.map(Duration::from_secs)
     }
 
     /// What a VM's file store is opened with.

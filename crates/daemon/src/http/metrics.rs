@@ -1,12 +1,13 @@
 //! The metrics page: Prometheus text format 0.0.4, written anew for each scrape.
 //!
 //! Before: the backend's figures. After: Prometheus; `docs/metrics.md` lists every name.
-//! Units: base units only (bytes, seconds). Promise: labels are bounded (VM names and fixed words), every metric has a
-//! help text, and the names here are those of the table, which a test compares with the documentation.
+//! Units: base units only (bytes, seconds). Promise: labels are bounded (names of VMs and nodes, and fixed words),
+//! every metric has a help text, and the names here are those of the table, which a test compares with the
+//! documentation.
 
 use std::fmt::{self, Write};
 
-use ballast_api::{HostStat, VmHeat, VmStat, VmStatus};
+use ballast_api::{HostStat, RemoteNode, VmHeat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
@@ -61,6 +62,11 @@ fn by(label: &'static str, values: &[(&str, u64)]) -> Vec<Sample> {
     values.iter().map(|(word, value)| (vec![(label, (*word).to_owned())], *value as f64)).collect()
 }
 
+fn by_node(host: &HostStat, value: fn(&RemoteNode) -> f64) -> Vec<Sample> {
+    let nodes = host.remote.iter().flat_map(|remote| &remote.nodes);
+    nodes.map(|node| (vec![("node", node.addr.clone())], value(node))).collect()
+}
+
 fn pages(count: u64) -> u64 {
     count.saturating_mul(PAGE_SIZE as u64)
 }
@@ -96,6 +102,21 @@ pub(super) const HOST: &[Metric<HostSamples>] = &[
     }),
     metric("ballast_file_used_bytes", Kind::Gauge, "What far pages occupy on disk.", |host| one(host.file_bytes)),
     metric("ballast_file_budget_bytes", Kind::Gauge, "Most they may occupy there.", |host| one(host.file_budget_bytes)),
+    metric("ballast_remote_used_bytes", Kind::Gauge, "What far pages occupy on other machines.", |host| {
+        host.remote.iter().map(|remote| (Vec::new(), remote.used_bytes as f64)).collect()
+    }),
+    metric("ballast_remote_budget_bytes", Kind::Gauge, "Most they may occupy there.", |host| {
+        host.remote.iter().map(|remote| (Vec::new(), remote.budget_bytes as f64)).collect()
+    }),
+    metric("ballast_remote_requests_total", Kind::Counter, "Requests to a node that it answered.", |host| {
+        by_node(host, |node| node.requests as f64)
+    }),
+    metric("ballast_remote_errors_total", Kind::Counter, "Requests to a node that came to nothing.", |host| {
+        by_node(host, |node| node.errors as f64)
+    }),
+    metric("ballast_remote_p99_seconds", Kind::Gauge, "99 of 100 requests to a node took no longer.", |host| {
+        by_node(host, |node| node.p99_us as f64 / 1e6)
+    }),
     metric("ballast_vms", Kind::Gauge, "VMs attached.", |host| one(u64::from(host.vms))),
     metric("ballast_policy_info", Kind::Gauge, "Always 1; the label names the policy in force.", |host| {
         vec![(vec![("policy", host.policy.to_string())], 1.0)]
@@ -160,6 +181,12 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     }),
     metric("ballast_vm_store_bytes", Kind::Gauge, "What the VM's far pages occupy in RAM.", |vm| one(vm.store_bytes)),
     metric("ballast_vm_far_file_bytes", Kind::Gauge, "Part of far: on disk.", |vm| one(vm.far_file_bytes)),
+    metric(
+        "ballast_vm_far_remote_bytes",
+        Kind::Gauge,
+        "Part of far: on other machines.",
+        |vm| one(vm.far_remote_bytes),
+    ),
     metric("ballast_vm_file_bytes", Kind::Gauge, "What the VM's far pages occupy on disk.", |vm| one(vm.file_bytes)),
     metric("ballast_vm_file_faults_total", Kind::Counter, "Part of the restore faults: read from disk.", |vm| {
         one(vm.faults.file)

@@ -78,7 +78,9 @@ fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
     let far_in_ram = sum(|vm| vm.far_bytes);
     let (used, room) = (host.budget.used().0, host.budget.limit().0);
     let ratio = if used == 0 { 1.0 } else { (far_in_ram as f64 / used as f64).clamp(1.0, BEST_RATIO) };
-    let far_capacity_bytes = ((room as f64 * ratio) as u64).saturating_add(host.file_budget.limit().0);
+    let remote = host.remote.as_ref().map_or(0, |remote| remote.budget.limit().0);
+    let far_capacity_bytes =
+        ((room as f64 * ratio) as u64).saturating_add(host.file_budget.limit().0).saturating_add(remote);
     HostSample { budget_bytes, free_bytes, min_free_bytes, far_capacity_bytes, smallest_bytes: SMALLEST_LIMIT.0 }
 }
 

@@ -1,0 +1,146 @@
+//! Remote: the cluster that far pages of all VMs may go to, and what is done for it beside the VMs' work.
+//!
+//! Before: the settings name a cluster. After: each VM has a store in it; pages of VMs that are gone, here or on hosts
+//! that died, are taken away; operators know of settings that would lose pages.
+//! Threads: one for all of that, which may wait for the network; whoever tells it something does not.
+//! Promise: a cluster that does not answer costs this thread time, and nobody else.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ballast_base::wire::VmId;
+use ballast_remote::check::{Finding, check};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease};
+use ballast_store::Codec;
+
+use crate::events::Events;
+use crate::settings::Remoting;
+
+/// How often the cluster's settings are looked at.
+const CHECK_EVERY: Duration = Duration::from_secs(60);
+/// How often all of its keys are, for VMs without a lease.
+const LOOK_EVERY: Duration = Duration::from_secs(3600);
+/// Pause before a VM's end is tried again.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// See above.
+#[derive(Debug)]
+pub struct Remote {
+    /// The cluster.
+    pub cluster: Arc<Cluster>,
+    /// What may be in it.
+    pub budget: Arc<RemoteBudget>,
+    ended: mpsc::Sender<VmId>,
+    findings: Arc<Mutex<Vec<Finding>>>,
+}
+
+impl Remote {
+    /// Use the cluster that these settings name. Nothing is waited for.
+    ///
+    /// # Errors
+    /// An address is none, or there is no thread to be had.
+    pub fn begin(settings: &Remoting, events: Arc<Events>) -> anyhow::Result<Self> {
+        let addr = |text: &String| Addr::parse(text).with_context(|| format!("remote.nodes: {text:?} is no address"));
+        let options = ClusterOptions {
+            nodes: settings.nodes.iter().map(addr).collect::<Result<_, _>>()?,
+            access: Access {
+                user: settings.user.clone(),
+                password_file: settings.password_file.clone().map(PathBuf::from),
+            },
+            replicas: settings.replicas,
+        };
+        let cluster = Arc::new(Cluster::new(options));
+        let (ended, its_ended) = mpsc::channel();
+        let findings = Arc::<Mutex<Vec<Finding>>>::default();
+        let keeper = Caretaker { cluster: cluster.clone(), events, findings: findings.clone(), ended: Vec::new() };
+        std::thread::Builder::new()
+            .name("remote".into())
+            .spawn(move || keeper.run(&its_ended))
+            .context("Starting a thread for the remote store")?;
+        Ok(Self { cluster, budget: RemoteBudget::new(settings.budget), ended, findings })
+    }
+
+    /// The store of a VM.
+    pub fn store(&self, vm: VmId, codec: Codec) -> Arc<RemoteStore> {
+        Arc::new(RemoteStore::new(vm, self.cluster.clone(), self.budget.clone(), codec, lease::LEASE))
+    }
+
+    /// This VM is gone and does not return: what it has in the cluster goes.
+    pub fn ended(&self, vm: VmId) {
+        // Without the thread its lease runs out.
+        let _ = self.ended.send(vm);
+    }
+
+    /// What is wrong with the cluster, as far as was seen.
+    pub fn findings(&self) -> Vec<Finding> {
+        self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The thread.
+struct Caretaker {
+    cluster: Arc<Cluster>,
+    events: Arc<Events>,
+    findings: Arc<Mutex<Vec<Finding>>>,
+    /// VMs that are gone and have keys still.
+    ended: Vec<VmId>,
+}
+
+impl Caretaker {
+    fn run(mut self, ended: &Receiver<VmId>) {
+        let mut leaseless = lease::Leaseless::default();
+        let (mut next_check, mut next_look) = (Instant::now(), Instant::now() + LOOK_EVERY);
+        loop {
+            let now = Instant::now();
+            if now >= next_check {
+                self.check();
+                next_check = now + CHECK_EVERY;
+            }
+            if now >= next_look {
+                self.look(&mut leaseless);
+                next_look = now + LOOK_EVERY;
+            }
+            let pause = if self.ended.is_empty() { CHECK_EVERY } else { RETRY };
+            match ended.recv_timeout(pause) {
+                Ok(vm) => self.ended.push(vm),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            self.ended.extend(ended.try_iter());
+            let cluster = &self.cluster;
+            self.ended.retain(|vm| match lease::end(cluster, *vm) {
+                Ok(pages) => {
+                    tracing::info!(%vm, pages, "took the pages of a VM that is gone from the remote store");
+                    false
+                }
+                Err(error) => {
+                    tracing::warn!(%vm, "Taking the pages of a VM that is gone from the remote store: {error}");
+                    true
+                }
+            });
+        }
+    }
+
+    /// Say what is new of what is wrong.
+    fn check(&self) {
+        let found = check(&self.cluster);
+        let before =
+            std::mem::replace(&mut *self.findings.lock().unwrap_or_else(PoisonError::into_inner), found.clone());
+        for finding in found.into_iter().filter(|finding| finding.serious && !before.contains(finding)) {
+            self.events.add(None, "remote-unsafe", format!("the remote store: {}", finding.text));
+        }
+    }
+
+    fn look(&self, leaseless: &mut lease::Leaseless) {
+        match leaseless.look(&self.cluster, lease::LEASE) {
+            Ok(gone) => gone.into_iter().for_each(|(vm, pages)| {
+                let text = format!("nobody has renewed the lease of VM {vm} for a day: its {pages} pages were removed");
+                self.events.add(None, "remote-swept", text);
+            }),
+            Err(error) => tracing::warn!("Looking for VMs without a lease in the remote store: {error}"),
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Check: settings of the servers that would lose pages, or keep them waiting.
+//!
+//! Before: an operator named a cluster. After: each setting that is wrong is known, by node, before it does harm.
+//! Threads: any; the calling one waits for each node. Units: findings.
+//! Promise: asks only. What a server does not let us see is said, too.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use crate::cluster::Cluster;
+use crate::refusal::Addr;
+use crate::resp::Commands;
+
+/// How long one node may take.
+const TIMEOUT: Duration = Duration::from_secs(1);
+
+/// One thing that is not as it should be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Finding {
+    /// Pages may be lost by it, or cannot be stored; else it is good to know.
+    pub serious: bool,
+    /// What, where, and what would be right.
+    pub text: String,
+}
+
+impl Finding {
+    fn new(serious: bool, text: String) -> Self {
+        Self { serious, text }
+    }
+}
+
+/// Settings of a server, by name.
+type Settings = Vec<(String, String)>;
+
+const ASKED: [&str; 6] = [
+    "maxmemory",
+    "maxmemory-policy",
+    "min-replicas-to-write",
+    "cluster-require-full-coverage",
+    "cluster-node-timeout",
+    "appendonly",
+];
+
+/// Look at every node. Serious findings come first.
+pub fn check(cluster: &Cluster) -> Vec<Finding> {
+    cluster.refresh();
+    let map = cluster.map();
+    let mut found = Vec::new();
+    if map.shards().next().is_none() {
+        let nodes = cluster.options().nodes.iter().map(Addr::to_string).collect::<Vec<_>>().join(", ");
+        found.push(Finding::new(true, format!("no node says who has which slot; asked: {nodes}")));
+    } else if map.uncovered() > 0 {
+        let text = format!("{} slots have no node: pages there wait", map.uncovered());
+        found.push(Finding::new(true, text));
+    }
+    let wanted = cluster.options().replicas;
+    for shard in map.shards() {
+        let Some(primary) = &shard.primary else {
+            found.push(Finding::new(true, "a shard has no primary now: its pages wait".into()));
+            continue;
+        };
+        if shard.replicas.len() < wanted as usize {
+            let has = shard.replicas.len();
+            let text =
+                format!("{primary} has {has} replicas, and a page counts as stored with {wanted}: none is stored");
+            found.push(Finding::new(true, text));
+        }
+        for addr in [primary].into_iter().chain(&shard.replicas) {
+            match settings(cluster, addr) {
+                Ok(settings) => found.extend(judge(addr, &settings, wanted)),
+                Err(error) => found.push(Finding::new(false, format!("{addr} cannot be checked: {error}"))),
+            }
+        }
+    }
+    found.sort_by_key(|finding| !finding.serious);
+    found
+}
+
+fn settings(cluster: &Cluster, addr: &Addr) -> io::Result<Settings> {
+    let words: Vec<&[u8]> = [&b"CONFIG"[..], b"GET"].into_iter().chain(ASKED.map(str::as_bytes)).collect();
+    let until = Instant::now() + TIMEOUT;
+    cluster.with(addr, until, |link| {
+        let replies = link.ask(&Commands::one(&words), until)?;
+        let said = replies.get(0);
+        if let Some(error) = said.error() {
+            return Err(io::Error::other(error));
+        }
+        let words: Option<Vec<String>> = said.array().and_then(|words| words.map(|w| Some(w.text()?.into())).collect());
+        let words = words.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "its settings make no sense"))?;
+        Ok(words.as_chunks::<2>().0.iter().map(|[name, value]| (name.clone(), value.clone())).collect())
+    })
+}
+
+/// What is wrong with these.
+fn judge(addr: &Addr, settings: &Settings, replicas: u32) -> Vec<Finding> {
+    let value = |name: &str| settings.iter().find(|(known, _)| known == name).map_or("", |(_, value)| value.as_str());
+    let number = |name: &str| value(name).parse::<u64>().ok();
+    let mut found = Vec::new();
+    let mut say = |serious, text: String| found.push(Finding::new(serious, format!("{addr}: {text}")));
+    let policy = value("maxmemory-policy");
+    if !policy.is_empty() && policy != "noeviction" {
+        say(true, format!("maxmemory-policy is {policy}: it throws pages away when it is full; set noeviction"));
+    }
+    if number("maxmemory") == Some(0) {
+        say(false, "maxmemory is 0: it grows until the kernel kills it; set a limit".into());
+    }
+    if value("cluster-require-full-coverage") == "yes" {
+        let text = "cluster-require-full-coverage is yes: one dead shard stops all pages; set no";
+        say(false, text.into());
+    }
+    if number("min-replicas-to-write").is_some_and(|least| least < u64::from(replicas)) {
+        let text =
+            format!("min-replicas-to-write is below {replicas}: alone, it takes pages that do not count and go again");
+        say(false, text);
+    }
+    if value("appendonly") == "no" {
+        let after = number("cluster-node-timeout").unwrap_or(15_000) * 3 / 1000;
+        let text = format!(
+            "it keeps nothing on disk (appendonly no): restarted at once it empties its replica as well; restart it \
+             after {after} s (RestartSec), when another node has its slots"
+        );
+        say(false, text);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_trap_is_named_and_right_settings_say_nothing() {
+        let addr = Addr { host: "a".into(), port: 1 };
+        let right = [
+            ("maxmemory", "1000"),
+            ("maxmemory-policy", "noeviction"),
+            ("min-replicas-to-write", "1"),
+            ("cluster-require-full-coverage", "no"),
+            ("cluster-node-timeout", "5000"),
+            ("appendonly", "yes"),
+        ];
+        let with = |name: &str, value: &str| -> Settings {
+            let set =
+                |(known, right): (&str, &str)| (known.to_owned(), if known == name { value } else { right }.to_owned());
+            right.map(set).to_vec()
+        };
+        assert_eq!(judge(&addr, &with("", ""), 1), []);
+        for (name, value, serious, says) in [
+            ("maxmemory-policy", "allkeys-lru", true, "set noeviction"),
+            ("maxmemory", "0", false, "maxmemory is 0"),
+            ("cluster-require-full-coverage", "yes", false, "set no"),
+            ("min-replicas-to-write", "0", false, "below 1"),
+            ("appendonly", "no", false, "after 15 s"),
+        ] {
+            let found = judge(&addr, &with(name, value), 1);
+            let [finding] = &found[..] else { panic!("{name}: {found:?}") };
+            assert_eq!(finding.serious, serious, "{finding:?}");
+            assert!(finding.text.contains(says), "{finding:?}");
+        }
+        assert_eq!(judge(&addr, &Settings::new(), 1), [], "what is not said is not known");
+    }
+}
