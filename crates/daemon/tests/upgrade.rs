@@ -6,6 +6,7 @@
 mod common;
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
 use ballast_base::Bytes;
@@ -13,6 +14,7 @@ use ballast_store::{Budget, FileOptions, FileStore};
 use rustix::process::Signal;
 
 use common::guest::Guest;
+use common::raw::{Ram, no_uffd};
 use common::{BUSY, Daemon, QUICK, moment, until};
 
 /// The same, with a policy that decides all the time.
@@ -90,6 +92,37 @@ fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_r
         assert!(events.iter().any(|event| event.kind == "attached"), "{events:?}");
     }
     guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn a_discard_that_meets_an_upgrade_is_carried_out_and_not_refused() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let ram = Ram::new(4096);
+    let client = ram.vm(&daemon, "discards").attach().expect("attached");
+    let (span, stop) = (ram.info().span, AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let discarding = scope.spawn(|| {
+            let mut count = 0;
+            while !stop.load(Ordering::Relaxed) {
+                ram.mark();
+                client.discard(&[(span.hva, span.len.0)]).expect("no discard is refused");
+                assert!((0..4096).all(|page| !ram.is_marked(page)), "what was discarded is there");
+                count += 1;
+            }
+            count
+        });
+        for round in 0..upgrades() {
+            std::thread::sleep(moment(round));
+            begin(&daemon, &if round % 2 == 0 { next_build() } else { this_build() });
+            let now = ended(&daemon);
+            assert_eq!(now.stage, UpgradeStage::Done, "{now:?}\n{}", daemon.log());
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(discarding.join().expect("all discarded") > 0);
+    });
 }
 
 #[test]

@@ -80,10 +80,17 @@ impl DiscardWorker {
     /// Carry out one; returns when to look for another.
     pub fn run(&mut self, _now: Instant) -> Next {
         let vm = &self.vm;
-        let Some(Asked { view, seq, ranges, then }) = vm.mail.discards.pop() else {
-            return if vm.is_stopping() { Next::Done } else { Next::Idle };
-        };
-        let error = vm.discard(&view, &ranges).err().map(|error| error.to_string());
+        if vm.is_stopping() {
+            // Not answered: whoever asked asks again, and the next engine carries it out.
+            while vm.mail.discards.pop().is_some() {}
+            return Next::Done;
+        }
+        let Some(Asked { view, seq, ranges, then }) = vm.mail.discards.pop() else { return Next::Idle };
+        let discarded = vm.discard(&view, &ranges);
+        if vm.is_stopping() && discarded.is_err() {
+            return Next::Again;
+        }
+        let error = discarded.err().map(|error| error.to_string());
         self.failed += u64::from(error.is_some());
         // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on shall not push other events out.
         if let Some(error) = &error
