@@ -18,6 +18,7 @@ mod balance;
 mod cgroup;
 mod cpu;
 mod density;
+mod far;
 mod fault_workers;
 mod guard;
 mod guest;
@@ -102,7 +103,9 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let (settings, swap) = match options.which {
-        Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => (String::new(), KernelSwap::None),
+        Which::Far | Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => {
+            (String::new(), KernelSwap::None)
+        }
         Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
         _ => (String::new(), KernelSwap::Zram),
     };
@@ -116,6 +119,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Density => density::run(&mut bench, &mut each),
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
+        Which::Far => far::run(&mut bench, &mut each),
         Which::Spill => spill::run(&mut bench, &mut each),
         Which::Huge => huge::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),

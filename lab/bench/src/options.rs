@@ -24,6 +24,8 @@ pub enum Which {
     Storm,
     /// How fast far pages go to a disk, and how long a touch of one there takes.
     Spill,
+    /// Far pages on other machines beside those in RAM and on a disk, and beside bare connections.
+    Far,
     /// What a guest on 2 MiB pages gains and loses against 4 KiB.
     Huge,
     /// How eight VMs fare in less memory than they want, by policy and by the kernel.
@@ -51,6 +53,7 @@ impl Which {
             Self::Idle => "idle",
             Self::Storm => "storm",
             Self::Spill => "spill",
+            Self::Far => "far",
             Self::Huge => "huge",
             Self::Balance => "balance",
             Self::Track => "track",

@@ -225,6 +225,28 @@ fn spill_has_the_rate_to_the_disk_and_the_time_back_and_leaves_no_swap_file() {
 }
 
 #[test]
+fn far_has_the_cluster_beside_ram_disk_and_bare_connections() {
+    if no_bench() || missing("valkey", ballast_testvm::valkey::valkey_missing()) {
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    if let Err(error) = ballast_sys::direct::create_unnamed(dir.path(), ballast_base::Bytes(4096)) {
+        return skip("o_direct", error);
+    }
+    let rows = rows(&["far", "--dir", dir.path().to_str().expect("a plain path")]);
+    assert_eq!(rows.len(), 2);
+    for row in &rows {
+        for name in ["ram", "file", "far", "bare"] {
+            for figure in ["get_us_p50", "get_us_p99", "run64_us_per_page", "spill_pages_per_s"] {
+                assert_figure(row, &format!("{name}_{figure}"));
+            }
+        }
+        ["far_restore_us_p50", "ratio_far_get", "ratio_far_spill"].iter().for_each(|key| assert_figure(row, key));
+        assert_eq!(row["far_wrong_bytes"], 0.0);
+    }
+}
+
+#[test]
 fn scale_has_two_vms_ten_vms_two_fault_workers_and_the_memory_of_the_engine() {
     if no_bench() {
         return;

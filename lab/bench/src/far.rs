@@ -1,0 +1,287 @@
+//! Far pages on other machines beside those in RAM and on a disk: one page, a run, a touch by a guest, and the way out.
+//!
+//! Before: six servers on loopback, three of them replicas; stores of each kind; the daemon with the same servers.
+//! After: percentiles of single reads, times of runs, pages per second to the cluster, each beside a bare connection
+//! that asks the same servers for values of the same size. Units: microseconds; pages per second.
+//! Promise: every page that is read is compared. All of it shares this machine's CPUs: there is no network, and no
+//! server has a CPU of its own.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use ballast_base::units::{GIB, MIB};
+use ballast_base::wire::VmId;
+use ballast_base::{Bytes, PAGE_SIZE, PageIdx};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, RemoteBudget, RemoteStore, lease, slot_of};
+use ballast_store::{
+    Budget, Codec, FileOptions, FileStore, GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RamOptions, RamStore,
+    RegionKey, Store, blob,
+};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
+
+use crate::order::{Data, GuestKind, Pace};
+use crate::report::Row;
+use crate::rig::Bench;
+use crate::stats::{Summary, shuffle};
+use crate::subject::{Subject, Way, out, touch};
+
+/// The headline figures.
+const KEYS: [&str; 4] = ["far_get_us_p50", "far_restore_us_p50", "far_spill_pages_per_s", "far_wrong_bytes"];
+const REGION: RegionKey = RegionKey { vm: VmId([0x42; 16]), number: 0 };
+/// Pages of a chunk, which go out as one.
+const CHUNK: usize = 512;
+/// Pages of a run that is read as one.
+const RUN: usize = 64;
+/// How long all of a guest's pages may take to the cluster.
+const TIMEOUT: Duration = Duration::from_secs(120);
+const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
+
+/// What was measured of one store, or of a bare connection.
+#[derive(Default)]
+struct Series {
+    single: Vec<Summary>,
+    /// Microseconds a page, in runs.
+    run: Vec<f64>,
+    /// Pages a second on their way out.
+    out: Vec<f64>,
+}
+
+impl Series {
+    fn of(&self, figure: impl Fn(&Summary) -> f64) -> Vec<f64> {
+        self.single.iter().map(figure).collect()
+    }
+}
+
+/// The pages of this data.
+fn pages(data: Data, count: usize) -> Vec<PageBytes> {
+    (0..count as u64).map(|page| data.page(page)).collect()
+}
+
+fn key(page: usize) -> PageKey {
+    REGION.page(PageIdx(page as u64))
+}
+
+/// Put all, read each in random order, read runs, and free all.
+fn stored(store: &dyn Store, content: &[PageBytes], seed: u64, series: &mut Series) -> Result<()> {
+    let (begun, mut outcomes) = (Instant::now(), Vec::with_capacity(content.len()));
+    for (number, chunk) in content.chunks(CHUNK).enumerate() {
+        store.put_run(key(number * CHUNK), chunk, &mut outcomes);
+    }
+    series.out.push(content.len() as f64 / begun.elapsed().as_secs_f64());
+    let handle = |outcome: &PutOutcome| match outcome {
+        PutOutcome::Stored(handle) => Ok(*handle),
+        other => Err(anyhow::anyhow!("a put came to {other:?}: {:?}", store.last_refusal())),
+    };
+    let handles: Vec<Handle> = outcomes.iter().map(handle).collect::<Result<_>>()?;
+    let mut order: Vec<usize> = (0..content.len()).collect();
+    shuffle(&mut order, seed);
+    let (mut times, mut bytes) = (Vec::with_capacity(order.len()), [0; PAGE_SIZE]);
+    for page in order {
+        let begun = Instant::now();
+        let outcome = store.get(key(page), handles[page], &mut bytes);
+        times.push(u32::try_from(begun.elapsed().as_nanos()).unwrap_or(u32::MAX));
+        ensure!(outcome == GetOutcome::Found && bytes == content[page], "WRONG DATA: page {page}, {outcome:?}");
+    }
+    series.single.push(Summary::of(&mut times));
+    let (mut taken, mut run, mut outcomes) = (Duration::ZERO, vec![[0; PAGE_SIZE]; RUN], Vec::new());
+    for (number, content) in content.chunks_exact(RUN).enumerate() {
+        let (first, begun) = (number * RUN, Instant::now());
+        outcomes.clear();
+        store.get_run(key(first), &handles[first..first + RUN], &mut run, &mut outcomes);
+        taken += begun.elapsed();
+        ensure!(outcomes.iter().all(|o| *o == GetOutcome::Found) && run == content, "WRONG DATA in the run at {first}");
+    }
+    series.run.push(taken.as_secs_f64() * 1e6 / content.len() as f64);
+    handles.iter().enumerate().for_each(|(page, handle)| store.free(key(page), *handle));
+    store.tidy();
+    Ok(())
+}
+
+/// A connection that does nothing but ask.
+struct Bare {
+    streams: Vec<TcpStream>,
+    buffer: Vec<u8>,
+}
+
+impl Bare {
+    fn connect(valkey: &Valkey) -> Result<Self> {
+        let connect = |node| -> Result<TcpStream> {
+            let stream = TcpStream::connect(valkey.addr(node)).context("Connecting to a server")?;
+            stream.set_nodelay(true)?;
+            Ok(stream)
+        };
+        Ok(Self { streams: (0..3).map(connect).collect::<Result<_>>()?, buffer: vec![0; 8 << 20] })
+    }
+
+    /// Send this and read a number of bytes.
+    fn ask(&mut self, node: usize, ask: &[u8], bytes: usize) -> Result<&[u8]> {
+        self.streams[node].write_all(ask)?;
+        self.streams[node].read_exact(&mut self.buffer[..bytes])?;
+        Ok(&self.buffer[..bytes])
+    }
+}
+
+fn command(words: &[&[u8]]) -> Vec<u8> {
+    let mut bytes = format!("*{}\r\n", words.len()).into_bytes();
+    for word in words {
+        bytes.extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
+        bytes.extend_from_slice(word);
+        bytes.extend_from_slice(b"\r\n");
+    }
+    bytes
+}
+
+/// The same with bare connections: values of the same size, in the same chunks, at the same nodes.
+fn bare(valkey: &Valkey, content: &[PageBytes], seed: u64, series: &mut Series) -> Result<()> {
+    let mut bare = Bare::connect(valkey)?;
+    let names: Vec<Vec<u8>> =
+        (0..content.len()).map(|page| format!("x{{{:x}}}{:x}", page / CHUNK, page % CHUNK).into_bytes()).collect();
+    let owners: Vec<usize> = names
+        .iter()
+        .step_by(CHUNK)
+        .map(|name| valkey.owner(slot_of(name)).context("No owner"))
+        .collect::<Result<_>>()?;
+    let handle = Handle::new(1).context("A handle")?;
+    let blob = |(page, bytes): (usize, &PageBytes)| {
+        let mut sealed = Vec::new();
+        blob::seal(key(page), handle, bytes, Codec::Lz4, &mut sealed);
+        sealed
+    };
+    let blobs: Vec<Vec<u8>> = content.iter().enumerate().map(blob).collect();
+    let wait = command(&[b"WAIT", b"1", b"5000"]);
+    let writes: Vec<Vec<u8>> = (0..content.len() / CHUNK)
+        .map(|chunk| {
+            let pairs = (chunk * CHUNK..(chunk + 1) * CHUNK).flat_map(|page| [&names[page][..], &blobs[page]]);
+            [command(&[&b"MSET"[..]].into_iter().chain(pairs).collect::<Vec<_>>()), wait.clone()].concat()
+        })
+        .collect();
+    let begun = Instant::now();
+    for (write, owner) in writes.iter().zip(&owners) {
+        let said = bare.ask(*owner, write, b"+OK\r\n:1\r\n".len())?;
+        ensure!(said == b"+OK\r\n:1\r\n", "a server says {:?}", String::from_utf8_lossy(said));
+    }
+    series.out.push(content.len() as f64 / begun.elapsed().as_secs_f64());
+    let mut order: Vec<usize> = (0..content.len()).collect();
+    shuffle(&mut order, seed);
+    let asks: Vec<Vec<u8>> = names.iter().map(|name| command(&[b"GET", name])).collect();
+    let answer = |page: usize| format!("${}\r\n", blobs[page].len()).len() + blobs[page].len() + 2;
+    let mut times = Vec::with_capacity(order.len());
+    for page in order {
+        let begun = Instant::now();
+        let said = bare.ask(owners[page / CHUNK], &asks[page], answer(page))?;
+        times.push(u32::try_from(begun.elapsed().as_nanos()).unwrap_or(u32::MAX));
+        ensure!(said[said.len() - 2 - blobs[page].len()..said.len() - 2] == blobs[page], "WRONG DATA: page {page}");
+    }
+    series.single.push(Summary::of(&mut times));
+    let mut taken = Duration::ZERO;
+    for (number, run) in names.chunks_exact(RUN).enumerate() {
+        let ask = command(&[&b"MGET"[..]].into_iter().chain(run.iter().map(Vec::as_slice)).collect::<Vec<_>>());
+        let first = number * RUN;
+        let bytes = format!("*{RUN}\r\n").len() + (first..first + RUN).map(answer).sum::<usize>();
+        let begun = Instant::now();
+        bare.ask(owners[first / CHUNK], &ask, bytes)?;
+        taken += begun.elapsed();
+    }
+    series.run.push(taken.as_secs_f64() * 1e6 / content.len() as f64);
+    for (chunk, owner) in names.chunks(CHUNK).zip(&owners) {
+        let words: Vec<&[u8]> = [&b"UNLINK"[..]].into_iter().chain(chunk.iter().map(Vec::as_slice)).collect();
+        bare.ask(*owner, &command(&words), format!(":{}\r\n", chunk.len()).len())?;
+    }
+    Ok(())
+}
+
+/// A guest's touches of pages that are in the cluster alone.
+fn restored(bench: &mut Bench, subject: &mut Subject, seed: u64) -> Result<Summary> {
+    out(bench, &mut [&mut *subject])?;
+    let begun = Instant::now();
+    loop {
+        let stat = bench.daemon.api().vm(subject.name())?;
+        if stat.far_bytes > 0 && stat.far_remote_bytes >= stat.far_bytes {
+            break;
+        }
+        let (there, far) = (stat.far_remote_bytes, stat.far_bytes);
+        ensure!(begun.elapsed() < TIMEOUT, "after {TIMEOUT:?} {there} of {far} far bytes are in the cluster");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(touch(&mut [subject], seed, PINNED)?[0].summary)
+}
+
+fn cluster(valkey: &Valkey) -> Result<Arc<Cluster>> {
+    let nodes = vec![Addr::parse(&valkey.addr(0)).context("An address")?];
+    Ok(Arc::new(Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas: 1 })))
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let missing = valkey_missing().or_else(|| {
+        let other = !bench.options.is(GuestKind::Native);
+        other.then(|| "the network is what is measured, and it is the same for all guests (--guest native)".into())
+    });
+    if let Some(why) = missing {
+        let mut row = bench.row("pages on other machines");
+        row.because(&why);
+        KEYS.iter().for_each(|key| row.figure(key, &[]));
+        return each(row);
+    }
+    let valkey = Valkey::start(Layout { maxmemory: Bytes(GIB), ..Layout::default() }).context("Starting a cluster")?;
+    let (count, repetitions) = if bench.options.quick { (4096, 2) } else { (16_384, 5) };
+    let settings = format!("[remote]\nnodes = [\"{}\"]\nbudget = \"1G\"\nafter_s = 1\n", valkey.addr(0));
+    bench.with_settings(&settings, |bench| {
+        for data in bench.options.data() {
+            let mut row = bench.row(data.name());
+            row.fact("data", data.name());
+            row.fact("pages", count as u64);
+            row.fact("repetitions", repetitions);
+            measure(bench, &valkey, data, (count, repetitions), &mut row)?;
+            each(row)?;
+        }
+        Ok(())
+    })
+}
+
+fn measure(bench: &mut Bench, valkey: &Valkey, data: Data, (count, rounds): (usize, u64), row: &mut Row) -> Result<()> {
+    let content = pages(data, count);
+    let budget = Budget::new(Bytes(GIB));
+    let (ram, _arena) = RamStore::create(RamOptions::new(budget.clone())).context("A store in RAM")?;
+    let file = FileStore::create(&bench.options.dir, FileOptions::new(budget)).context("A store on the disk")?;
+    let remote = RemoteBudget::new(Bytes(GIB));
+    let remote = RemoteStore::new(REGION.vm, cluster(valkey)?, remote, Codec::Lz4, lease::LEASE);
+    let stores: [(&str, &dyn Store); 3] = [("ram", &ram), ("file", &file.0), ("far", &remote)];
+    let mut subjects = bench.subjects(&[Way::Ballast], count as u64, data, row)?;
+    let mut series: [Series; 4] = Default::default();
+    let mut touched = Vec::new();
+    for round in bench.progress.over("round", 0..=rounds) {
+        // Round 0 warms up.
+        let mut warm_up: [Series; 4] = Default::default();
+        let of = if round == 0 { &mut warm_up } else { &mut series };
+        for ((_, store), of) in stores.iter().zip(of.iter_mut()) {
+            stored(*store, &content, round, of)?;
+        }
+        bare(valkey, &content, round, &mut of[3])?;
+        let summary = restored(bench, &mut subjects[0], round)?;
+        if round > 0 {
+            touched.push(summary);
+        }
+    }
+    // Fails if a byte is wrong.
+    subjects.iter_mut().try_for_each(Subject::verify)?;
+    row.figure("far_wrong_bytes", &[0.0]);
+    for (name, series) in ["ram", "file", "far", "bare"].iter().zip(&series) {
+        row.figure(&format!("{name}_get_us_p50"), &series.of(|s| s.p50_us));
+        row.figure(&format!("{name}_get_us_p99"), &series.of(|s| s.p99_us));
+        row.figure(&format!("{name}_run64_us_per_page"), &series.run);
+        row.figure(&format!("{name}_spill_pages_per_s"), &series.out);
+    }
+    let [_, _, far, bare] = &series;
+    let of = |figure: fn(&Summary) -> f64| -> Vec<f64> { touched.iter().map(figure).collect() };
+    row.figure("far_restore_us_p50", &of(|s| s.p50_us));
+    row.figure("far_restore_us_p99", &of(|s| s.p99_us));
+    row.ratio("ratio_far_get", &far.of(|s| s.p50_us), &bare.of(|s| s.p50_us));
+    row.ratio("ratio_far_restore", &of(|s| s.p50_us), &bare.of(|s| s.p50_us));
+    row.ratio("ratio_far_run64", &far.run, &bare.run);
+    row.ratio("ratio_far_spill", &far.out, &bare.out);
+    row.fact("data_mib", (count * PAGE_SIZE) as u64 / MIB);
+    Ok(())
+}
