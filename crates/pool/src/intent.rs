@@ -10,7 +10,7 @@
 //! |---|---|
 //! | prepare a slot | its entries and the slot are cleared: nothing was handed out yet |
 //! | apply a slot | its slices are taken, their bricks get its domain, pages of 1 GiB it has a part of are demoted |
-//! | release a slot | its slices become dirty, then its entries and the slot are cleared |
+//! | release a slot | its slices, and the rest of bricks that it leaves, become dirty; then its entries are cleared |
 //! | a move of an extent | every slice of which the truth table has that move makes it, then its frames are settled |
 
 use crate::damage::Damage;
@@ -190,6 +190,8 @@ fn settle<W: Words>(table: &mut Table<W>, frame: FrameIdx, changed: Extent) {
     while at.0 < changed.within(frame).end() {
         let brick = table.brick(at);
         if table.owner(at).is_some() && !table.is_brick_used(brick) {
+            // Its VMs had the whole file, so they could write to what they did not use as well.
+            brick.each().for_each(|at| table.step(at, Move::Expose));
             table.set_owner(at, None);
         }
         at = SliceIdx(brick.end());

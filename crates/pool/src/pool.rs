@@ -6,6 +6,8 @@
 //! finds nothing. The state comes first: memory is mapped, punched or given to the host after the operation has
 //! returned, and whoever opens the pool after a death makes the memory what the state says.
 
+use std::collections::BTreeSet;
+
 use crate::check;
 use crate::damage::Damage;
 use crate::index::Index;
@@ -66,6 +68,8 @@ pub struct Pool<W> {
     table: Table<W>,
     index: Index,
     run: ZeroRun,
+    /// Slices that workers have, and that a VM which is gone may have written since: it had the file.
+    exposed: BTreeSet<SliceIdx>,
 }
 
 impl<W: Words> Pool<W> {
@@ -101,7 +105,7 @@ impl<W: Words> Pool<W> {
         }
         check::all(&table)?;
         let index = Index::new(&table);
-        Ok((Self { table, index, run: ZeroRun::next() }, redone))
+        Ok((Self { table, index, run: ZeroRun::next(), exposed: BTreeSet::new() }, redone))
     }
 
     /// The words again.
@@ -156,7 +160,7 @@ impl<W: Words> Pool<W> {
     }
 
     /// The VM is gone, with every mapping and descriptor of its files. Its memory is dirty, or out of service where it
-    /// failed. Returns where it was.
+    /// failed; so is what nobody used of bricks that no VM has any more. Returns where it was.
     ///
     /// # Errors
     /// If there is no such VM.
@@ -164,6 +168,12 @@ impl<W: Words> Pool<W> {
         let segments = self.segments(vm).ok_or_else(|| Invalid(format!("Releasing VM {}: it has no memory", vm.0)))?;
         if let Some(gone) = self.index.remove(&self.table, vm) {
             intent::run(&mut self.table, Intent::Release(gone.slot));
+        }
+        for brick in segments.iter().flat_map(|segment| self.bricks(segment.extent)).collect::<Vec<_>>() {
+            if self.table.owner(brick.start).is_none() {
+                let is_at_work = |at: &SliceIdx| self.table.state(*at) == SliceState::Free(Content::Zeroing);
+                self.exposed.extend(brick.each().filter(is_at_work));
+            }
         }
         Ok(segments)
     }
@@ -198,9 +208,17 @@ impl<W: Words> Pool<W> {
 
     /// Take slices from a worker of this run. One of another run has none: what it had is dirty, or somebody else's.
     fn end_zeroing(&mut self, by: Move, extent: Extent, run: ZeroRun) {
-        if run == self.run {
+        if run != self.run {
+            return;
+        }
+        let was_exposed = |at: &SliceIdx| self.exposed.contains(at);
+        let all: Vec<SliceIdx> = extent.each().collect();
+        for part in all.chunk_by(|one, next| was_exposed(one) == was_exposed(next)) {
+            let by = if by == Move::Clean && was_exposed(&part[0]) { Move::Stop } else { by };
+            let extent = Extent { start: part[0], slices: part.len() as u32 };
             intent::run(&mut self.table, Intent::Range { by, class: None, extent });
         }
+        all.iter().for_each(|at| drop(self.exposed.remove(at)));
     }
 
     /// Lend up to this number of slices of a node to the host, and say which. They are those that rules 2 and 3 of the

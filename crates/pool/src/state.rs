@@ -7,17 +7,17 @@
 //!
 //! The seven states are those of Vmem, 4.2.1. Here a free slice says what is in it as well.
 //!
-//! | from \ move | Reserve | Begin | Stop | Clean | Fail | Take | Release | Poison | Lend | TakeBack | Retire |
-//! |---|---|---|---|---|---|---|---|---|---|---|---|
-//! | hole | free, dirty | | | | | | | | | | |
-//! | free, dirty | | zeroing | | | | | | mce | borrow | | |
-//! | free, zeroing | | | dirty | zeroed | error | | | mce | | | |
-//! | free, zeroed | | | | | | used | | mce | borrow | | |
-//! | used | | | | | | | free, dirty | mce_used | | | |
-//! | mce_used | | | | | | | mce | | | | |
-//! | borrow | | | | | | | | | | free, dirty | hole |
-//! | error | | | | | | | | | | | hole |
-//! | mce | | | | | | | | | | | |
+//! | from \ move | Reserve | Begin | Stop | Clean | Fail | Take | Release | Poison | Lend | TakeBack | Retire | Expose |
+//! |---|---|---|---|---|---|---|---|---|---|---|---|---|
+//! | hole | free, dirty | | | | | | | | | | | |
+//! | free, dirty | | zeroing | | | | | | mce | borrow | | | |
+//! | free, zeroing | | | dirty | zeroed | error | | | mce | | | | |
+//! | free, zeroed | | | | | | used | | mce | borrow | | | dirty |
+//! | used | | | | | | | free, dirty | mce_used | | | | |
+//! | mce_used | | | | | | | mce | | | | | |
+//! | borrow | | | | | | | | | | free, dirty | hole | |
+//! | error | | | | | | | | | | | hole | |
+//! | mce | | | | | | | | | | | | |
 
 /// What is in a slice that nobody uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -74,11 +74,13 @@ pub enum Move {
     TakeBack,
     /// The pool forgets it.
     Retire,
+    /// A VM that has gone could write there: it had a slice of the same file.
+    Expose,
 }
 
 impl Move {
     /// Every move.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Reserve,
         Self::Begin,
         Self::Stop,
@@ -90,6 +92,7 @@ impl Move {
         Self::Lend,
         Self::TakeBack,
         Self::Retire,
+        Self::Expose,
     ];
 }
 
@@ -123,7 +126,7 @@ impl SliceState {
             (Self::MceUsed, Move::Release) | (Self::Free(_), Move::Poison) => Self::Mce,
             (Self::Used, Move::Poison) => Self::MceUsed,
             (Self::Free(Content::Dirty | Content::Zeroed), Move::Lend) => Self::Borrow,
-            (Self::Borrow, Move::TakeBack) => DIRTY,
+            (Self::Borrow, Move::TakeBack) | (Self::Free(Content::Zeroed), Move::Expose) => DIRTY,
             (Self::Borrow | Self::Error, Move::Retire) => Self::Hole,
             _ => return None,
         })

@@ -88,6 +88,11 @@ impl Model {
         owner.map(|id| self.vms[&id].0)
     }
 
+    fn brick(&self, at: u32) -> std::ops::Range<u32> {
+        let start = at / self.brick * self.brick;
+        start..start + self.brick
+    }
+
     fn set(&mut self, at: u32, state: SliceState, owner: Option<u64>) {
         self.states[at as usize] = state;
         self.owners[at as usize] = owner;
@@ -172,6 +177,8 @@ struct Pair {
     pool: Pool<Vec<u64>>,
     model: Model,
     working: Vec<Dirty>,
+    /// Of those, what a VM that is gone could write.
+    exposed: BTreeSet<u32>,
 }
 
 impl Pair {
@@ -181,7 +188,7 @@ impl Pair {
         let slices = 6 * FRAME_SLICES as usize;
         let (states, owners) = (vec![SliceState::Hole; slices], vec![None; slices]);
         let model = Model { states, owners, classes: vec![None; 6], vms: BTreeMap::new(), brick };
-        Self { pool, model, working: Vec::new() }
+        Self { pool, model, working: Vec::new(), exposed: BTreeSet::new() }
     }
 
     fn apply(&mut self, op: &Op) -> Result<(), TestCaseError> {
@@ -276,9 +283,19 @@ impl Pair {
         };
         let segments = self.pool.release(vm(id)).expect("it is there");
         prop_assert_eq!(segments.iter().map(|segment| segment.extent.slices).sum::<u32>(), slices.len() as u32);
-        for at in slices {
-            let is_bad = self.model.states[at as usize] == SliceState::MceUsed;
-            self.model.set(at, if is_bad { SliceState::Mce } else { SliceState::Free(Content::Dirty) }, None);
+        for at in &slices {
+            let is_bad = self.model.states[*at as usize] == SliceState::MceUsed;
+            self.model.set(*at, if is_bad { SliceState::Mce } else { SliceState::Free(Content::Dirty) }, None);
+        }
+        // It could write to all of these files.
+        for at in slices.into_iter().filter(|at| self.model.domain(*at).is_none()).collect::<Vec<_>>() {
+            for at in self.model.brick(at) {
+                match self.model.states[at as usize] {
+                    SliceState::Free(Content::Zeroed) => self.model.set(at, SliceState::Free(Content::Dirty), None),
+                    SliceState::Free(Content::Zeroing) => drop(self.exposed.insert(at)),
+                    _ => {}
+                }
+            }
         }
         Ok(())
     }
@@ -288,8 +305,9 @@ impl Pair {
         if fate == 7 {
             for dirty in self.working.drain(..) {
                 for at in dirty.extent().each().map(|at| at.0) {
+                    let content = if self.exposed.remove(&at) { Content::Dirty } else { Content::Zeroed };
                     if self.model.states[at as usize] == SliceState::Free(Content::Zeroing) {
-                        self.model.set(at, SliceState::Free(Content::Zeroed), None);
+                        self.model.set(at, SliceState::Free(content), None);
                     }
                 }
                 self.pool.clean(dirty.zero(|_| Ok::<_, ()>(())).expect("zeroed"));
@@ -516,6 +534,30 @@ fn a_released_slice_is_nobodys_before_it_was_zeroed() {
     assert!(pool.allocate(&request(1, Mode::Slices, 1)).is_err(), "the worker has not zeroed it");
     zero_all(&mut pool);
     pool.allocate(&request(1, Mode::Slices, 512)).expect("all of it");
+}
+
+#[test]
+fn what_a_vm_could_write_beside_its_slices_is_zeroed_before_another_one_gets_it() {
+    let mut pool = ready(1, Class::Huge);
+    // A brick of the second VM's domain, of which it has one slice.
+    pool.allocate(&request(0, Mode::Slices, 1)).expect("one");
+    pool.release(vm(0)).expect("release");
+    let stats = pool.stats(NodeIdx(0)).expect("a node");
+    let brick = pool.layout().brick_slices();
+    assert_eq!((stats.dirty, stats.ready), (brick, 512 - brick), "it had the whole file");
+    // A worker has cleaned a slice, and a VM with another slice of the file writes behind it.
+    let most = pool_dirty(&mut pool, brick - 2);
+    pool.clean(most);
+    let first = pool_dirty(&mut pool, 1);
+    pool.allocate(&request(1, Mode::Slices, 1)).expect("one");
+    pool.release(vm(1)).expect("release");
+    pool.clean(first);
+    let stats = pool.stats(NodeIdx(0)).expect("a node");
+    assert_eq!((stats.dirty, stats.ready, stats.zeroing), (brick, 512 - brick, 0), "what the worker did is void");
+}
+
+fn pool_dirty(pool: &mut Pool<Vec<u64>>, most: u32) -> ballast_pool::Zeroed {
+    pool.next_dirty(most).expect("dirty").zero(|_| Ok::<_, ()>(())).expect("zeroed")
 }
 
 #[test]
