@@ -21,8 +21,8 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem, Track,
-    UpgradeRequest, UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
+    DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat,
+    PoolRequest, PoolStat, Problem, Track, UpgradeRequest, UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
 };
 
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -187,6 +187,21 @@ impl Client {
     /// Have an engine of this program follow, or of the one that engines are started from. Returns how that stands.
     pub fn begin_upgrade(&self, request: &UpgradeRequest) -> Result<UpgradeStat, ClientError> {
         self.json(Method::PUT, "/v1/upgrade", body(request))
+    }
+
+    /// The pool of VM memory.
+    pub fn pool(&self) -> Result<PoolStat, ClientError> {
+        self.get("/v1/pool")
+    }
+
+    /// Reserve memory of the host for VMs. Returns the pool after the change.
+    pub fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, ClientError> {
+        self.json(Method::PUT, "/v1/pool", body(request))
+    }
+
+    /// Lend some of it to the host, or take it back. Returns the pool after the change.
+    pub fn lend_pool(&self, request: &LendRequest) -> Result<PoolStat, ClientError> {
+        self.json(Method::PUT, "/v1/pool/lent", body(request))
     }
 
     /// The host and Ballast itself.

@@ -9,6 +9,7 @@ mod client;
 mod control;
 mod heat;
 mod openapi;
+mod pool;
 mod problem;
 mod types;
 
@@ -17,6 +18,7 @@ pub use client::{Client, ClientError};
 pub use control::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
 pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
 pub use openapi::{document, document_json};
+pub use pool::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{
     Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RemoteFinding,

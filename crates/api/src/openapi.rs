@@ -13,8 +13,9 @@ use utoipa::{OpenApi, ToSchema};
 use ballast_policy::{Plan, Snapshot};
 
 use crate::{
-    DecisionRecord, Event, HeatPatch, HostStat, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat, Problem,
-    UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmHeat, VmPatch, VmStat,
+    DecisionRecord, Event, HeatPatch, HostStat, LendRequest, LimitsPatch, PlanRequest, PolicyPatch, PolicyStat,
+    PoolNode, PoolRequest, PoolStat, PoolVm, Problem, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmHeat,
+    VmPatch, VmStat,
 };
 
 #[derive(OpenApi)]
@@ -36,6 +37,11 @@ use crate::{
     UpgradeRequest,
     UpgradeStage,
     UpgradeStat,
+    PoolStat,
+    PoolNode,
+    PoolVm,
+    PoolRequest,
+    LendRequest,
     Problem
 )))]
 struct Schemas;
@@ -224,6 +230,31 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
                 &[refused[0], refused[2], ("422", "It cannot be, for example while another one is under way")],
             )
             .request_body(body("UpgradeRequest"))
+            .build(),
+        ),
+        ("/v1/pool", Get, operation("getPool", "The pool of VM memory", Answer::One("PoolStat"), &[]).build()),
+        (
+            "/v1/pool",
+            Put,
+            operation(
+                "reservePool",
+                "Reserve memory of the host for VMs, up to this much in all; notes say why it is not more",
+                Answer::One("PoolStat"),
+                &[refused[0], refused[2], ("422", "It cannot be, for example there is no such node")],
+            )
+            .request_body(body("PoolRequest"))
+            .build(),
+        ),
+        (
+            "/v1/pool/lent",
+            Put,
+            operation(
+                "lendPool",
+                "Lend so much of the pool to the host in all, or take it back",
+                Answer::One("PoolStat"),
+                &[refused[0], refused[2], ("422", "It cannot be, for example there is no pool")],
+            )
+            .request_body(body("LendRequest"))
             .build(),
         ),
         ("/v1/host", Get, operation("getHost", "The host and Ballast itself", Answer::One("HostStat"), &[]).build()),

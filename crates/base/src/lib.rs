@@ -34,6 +34,7 @@ pub mod extent;
 pub mod fill;
 pub mod format;
 pub mod guest;
+pub mod pool;
 pub mod range;
 pub mod store;
 pub mod units;

@@ -41,6 +41,9 @@ pub enum Command {
     /// Show who decides how much memory each VM may have, or change it
     #[command(subcommand)]
     Policy(PolicyCommand),
+    /// Show memory that is reserved for VMs; reserve, lend and take back
+    #[command(subcommand)]
+    Pool(crate::pool::PoolCommand),
     /// Show what the policy, or another one, would change now; does nothing
     Plan {
         /// Another policy: fixed, ratio, maestro, pressure or gain

@@ -13,6 +13,7 @@ mod host;
 mod lab;
 mod names;
 mod policy;
+mod pool;
 mod run;
 mod show;
 mod top;
@@ -45,6 +46,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Command::Vm(command) => vm::run(&client()?, &command, cli.json)?,
         Command::Top(args) => top::run(client()?, args, cli.json)?,
         Command::Policy(command) => policy::run(&client()?, &command, cli.json)?,
+        Command::Pool(command) => pool::run(&client()?, &command, cli.json)?,
         Command::Plan { policy } => policy::plan(&client()?, policy, cli.json)?,
         Command::Explain(args) => policy::explain(&client()?, &args, cli.json)?,
         Command::Record(args) => policy::record(&client()?, &args)?,

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
 use ballast_api::{
-    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, PolicyPatch, PolicyStat, RegionStat, Track,
-    UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
+    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, LendRequest, PolicyPatch, PolicyStat, PoolNode,
+    PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
-use ballast_daemon::http::{Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Upgrades, serve};
+use ballast_daemon::http::{Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Pooling, Upgrades, serve};
 use ballast_heat::record::{Frame, Line, Recorded, Recording};
 use ballast_heat::scripted::Scripted;
 use ballast_heat::source::{AccessSource, Cost, Seen, UnitId};
@@ -150,6 +150,36 @@ fn canned_decision() -> Decision {
         limit_bytes: Some(GIB),
         before_bytes: Some(2 * GIB),
         reasons: vec![Reason::Scarce { most_bytes: 4 * GIB, budget_bytes: 3 * GIB }],
+    }
+}
+
+impl Pooling for Canned {
+    fn pool(&self) -> PoolStat {
+        let node = PoolNode {
+            reserved_bytes: 6 * GIB,
+            ready_bytes: GIB,
+            ready_gib_bytes: GIB,
+            used_bytes: 4 * GIB,
+            fenced_bytes: GIB,
+            map: "UUUu-z".into(),
+            ..PoolNode::default()
+        };
+        let vms = vec![PoolVm { name: "web-1".into(), bytes: 4 * GIB, extents: 1 }];
+        let notes = vec!["every node gives 6 GiB".into()];
+        PoolStat { file_bytes: GIB, nodes: vec![node], vms, notes, metadata_bytes: 4096, ..PoolStat::default() }
+    }
+
+    fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, String> {
+        match request.node {
+            Some(node) => Err(format!("there is no node {node}; the host has [0]")),
+            None => Ok(self.pool()),
+        }
+    }
+
+    fn lend_pool(&self, request: &LendRequest) -> Result<PoolStat, String> {
+        let mut pool = self.pool();
+        pool.nodes[0].lent_bytes = request.bytes;
+        Ok(pool)
     }
 }
 
@@ -421,6 +451,24 @@ fn an_error_is_one_line_with_advice_and_its_own_exit_code() {
         assert!(err.contains(text), "{args:?} said {err:?}");
         assert!(*code == 2 || err.lines().count() == 1, "{args:?} said {err:?}");
     }
+}
+
+#[test]
+fn the_pool_is_shown_with_its_map_and_what_could_not_be_done_is_said_beside_it() {
+    let daemon = daemon();
+    let (code, out, err) = ballast(&daemon.socket, &["pool", "show"]);
+    assert_eq!((code, err.as_str()), (0, "ballast: every node gives 6 GiB\n"), "{out}");
+    for line in ["node 0, 1 GiB a letter", "  UUUu-z\n", "VM web-1: 4 GiB in 1 piece\n", "own state: 4 KiB"] {
+        assert!(out.contains(line), "{line} is not in {out}");
+    }
+    let json = |args: &[&str]| ballast(&daemon.socket, args).1;
+    assert!(json(&["pool", "lend", "2G", "--json"]).contains("\"lent_bytes\": 2147483648"));
+    assert!(json(&["pool", "take-back", "--json"]).contains("\"lent_bytes\": 0"));
+    assert!(json(&["pool", "reserve", "80%", "--file-size", "64M"]).contains("RESERVED"));
+    let (code, out, err) = ballast(&daemon.socket, &["pool", "reserve", "4G", "--node", "3"]);
+    assert_eq!((code, out.as_str()), (1, ""));
+    assert!(err.contains("there is no node 3; the host has [0]"), "{err}");
+    assert_eq!(ballast(&daemon.socket, &["pool", "reserve", "101%"]).0, 2);
 }
 
 #[test]

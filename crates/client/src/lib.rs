@@ -32,6 +32,7 @@ mod fault_workers;
 pub mod ffi;
 mod link;
 mod lock;
+pub mod pool;
 mod ram;
 mod regions;
 mod service;

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, GuestRange, HostStat, Latency, PlanRequest, PolicyPatch,
-    PolicyStat, Psi, ReclaimCounts, RegionStat, RemoteFinding, RemoteNode, RemoteStat, RestoreStages, Stall, Track,
-    UpgradeStat, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
+    DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, GuestRange, HostStat, Latency, LendRequest, PlanRequest,
+    PolicyPatch, PolicyStat, PoolRequest, PoolStat, Psi, ReclaimCounts, RegionStat, RemoteFinding, RemoteNode,
+    RemoteStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::wire;
@@ -110,6 +110,20 @@ impl http::Upgrades for Shown {
         self.host
             .upgrades
             .begin(program, |report| scm::send(&*self.keeper, &wire::encode(report), &[]).context("Asking the keeper"))
+    }
+}
+
+impl http::Pooling for Shown {
+    fn pool(&self) -> PoolStat {
+        self.host.pool.stat()
+    }
+
+    fn reserve_pool(&self, request: &PoolRequest) -> Result<PoolStat, String> {
+        self.host.pool.reserve(request)
+    }
+
+    fn lend_pool(&self, request: &LendRequest) -> Result<PoolStat, String> {
+        self.host.pool.lend(request)
     }
 }
 

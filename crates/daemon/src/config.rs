@@ -208,6 +208,11 @@ impl Config {
         self.runtime_dir.join("attach.sock")
     }
 
+    /// Where VMMs ask for memory of the pool.
+    pub fn pool_socket(&self) -> PathBuf {
+        self.runtime_dir.join("pool.sock")
+    }
+
     /// Where operators ask.
     pub fn api_socket(&self) -> PathBuf {
         self.runtime_dir.join("api.sock")

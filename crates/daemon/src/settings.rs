@@ -34,6 +34,8 @@ pub struct Settings {
     pub policy: Setup,
     /// A cluster that pages go to.
     pub remote: Option<Remoting>,
+    /// The pool; none, if the keeper is older than it.
+    pub pool: Option<Pooling>,
 }
 
 /// How pages go to a cluster.
@@ -51,6 +53,17 @@ pub struct Remoting {
     pub budget: Bytes,
     /// How long a page is far before it goes, at least.
     pub after_s: u64,
+}
+
+/// Where the pool is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pooling {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// Where VMMs ask for memory.
+    pub socket: PathBuf,
+    /// Members of this group may, beside root.
+    pub gid: Option<u32>,
 }
 
 /// How pages go to file stores.
@@ -90,6 +103,11 @@ impl Settings {
                 budget: remote.budget(),
                 after_s: remote.after_s,
             }),
+            pool: Some(Pooling {
+                dir: config.runtime_dir.join("pool"),
+                socket: config.pool_socket(),
+                gid: config.attach_gid,
+            }),
         }
     }
 }
@@ -108,7 +126,7 @@ pub fn for_keeper(config: &Config) -> Options {
 }
 
 impl Message for Settings {
-    const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 3, least_reader: 1, oldest: 1 };
 }
 
 #[cfg(test)]
@@ -137,12 +155,14 @@ mod tests {
                 budget: Bytes(2),
                 after_s: 3,
             }),
+            pool: Some(Pooling { dir: "/p".into(), socket: "/s".into(), gid: Some(3) }),
         };
         let said: String = encode(&settings)[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let expected = (
-            2,
+            3,
             "040005010601022f6407080900000000000000e03f01000501010203000000000000e03f04".to_owned()
-                + "0101016e0001022f70010203",
+                + "0101016e0001022f70010203"
+                + "01022f70022f730103",
         );
         assert_eq!((Settings::FORMAT.version, said), expected, "raise FORMAT, and put what is said now here");
     }

@@ -39,4 +39,4 @@ mod upgrading;
 mod waiting;
 
 pub use options::Options;
-pub use run::run;
+pub use run::{listen, run};

@@ -63,9 +63,9 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// Listen here. Who looks finds a socket at any moment, the last one's or this one, and nobody finds it before its mode
-/// is right: it takes the place of the last one when it is ready.
-pub(crate) fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
+/// Listen here, without blocking. Who looks finds a socket at any moment, the last one's or this one, and nobody finds
+/// it before its mode is right: it takes the place of the last one when it is ready.
+pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
     let bind = || -> std::io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, socket_with};
         let new = path.with_extension("new");

@@ -218,7 +218,9 @@ impl<W: Words> Pool<W> {
             let extent = Extent { start: part[0], slices: part.len() as u32 };
             intent::run(&mut self.table, Intent::Range { by, class: None, extent });
         }
-        all.iter().for_each(|at| drop(self.exposed.remove(at)));
+        for at in &all {
+            self.exposed.remove(at);
+        }
     }
 
     /// Lend up to this number of slices of a node to the host, and say which. They are those that rules 2 and 3 of the

@@ -11,6 +11,7 @@ pub mod btf;
 pub mod clock;
 pub mod direct;
 pub mod file_ranges;
+pub mod huge_files;
 pub mod hugetlb;
 pub mod kcmp;
 pub mod mapping;

@@ -9,7 +9,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates of the product, and what none of them may reach in any number of steps.
-const FORBIDDEN: [(&[&str], &[&str]); 12] = [
+const FORBIDDEN: [(&[&str], &[&str]); 13] = [
     (&["ballast-cli"], &["kvm-ioctls", "kvm-bindings", "redis", "ballast-daemon", "ballast-pager", "ballast-client"]),
     // The moves of one page, and their model: no kernel, no store, no thread.
     (&["ballast-page"], &["ballast-sys", "ballast-store", "ballast-heat", "ballast-pager", "libc", "rustix"]),
@@ -27,6 +27,8 @@ const FORBIDDEN: [(&[&str], &[&str]); 12] = [
         &["ballast-pool"],
         &["ballast-sys", "ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "libc"],
     ),
+    // Its memory: files, and no VM.
+    (&["ballast-reserve"], &["ballast-store", "ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     (&["ballast-store"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy"]),
     // Servers are spoken to by its own code, with deadlines and bounds of its own.
     (&["ballast-remote"], &["ballast-heat", "ballast-page", "ballast-pager", "ballast-policy", "redis", "tokio"]),

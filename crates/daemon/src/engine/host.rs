@@ -10,6 +10,7 @@ use ballast_handover::orders::Begin;
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
+use super::pool::Room;
 use super::remote::Remote;
 use super::served::Served;
 use super::upgrades::Upgrades;
@@ -37,6 +38,8 @@ pub struct Host {
     pub pins: Arc<Pins>,
     /// The last upgrade.
     pub upgrades: Upgrades,
+    /// Memory for VMs.
+    pub pool: Arc<Room>,
 }
 
 impl Host {

@@ -44,6 +44,7 @@ pub mod late;
 mod make;
 mod memory;
 mod pin_check;
+pub mod pool;
 pub mod remote;
 pub mod served;
 mod shared;
@@ -91,6 +92,7 @@ pub fn run() -> anyhow::Result<()> {
         }
     };
     let governor = Arc::new(Governor::new(settings.policy, keep));
+    let pool = pool::Room::start(settings.pool.clone(), events.clone()).context("Starting the pool")?;
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
@@ -101,6 +103,7 @@ pub fn run() -> anyhow::Result<()> {
         events: events.clone(),
         pins: Arc::default(),
         upgrades: upgrades::Upgrades::default(),
+        pool,
     });
     let api = api.try_clone().context("Duplicating a descriptor")?;
     let watch = foreign_mappers::start(host.clone())?;

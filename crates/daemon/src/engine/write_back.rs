@@ -155,6 +155,8 @@ impl Engine {
         let linked: Vec<_> = regions
             .iter()
             .filter(|region| region.files().iter().any(|file| file.links().is_ok_and(|links| links > 0)))
+            // The pool's files have names, which nobody but the pool comes to, and that zeroes them.
+            .filter(|region| !region.files().iter().all(|file| self.host.pool.has(file.id)))
             .collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
         let ours = HashSet::from([self.me.pid, self.host.begin.keeper_pid]);

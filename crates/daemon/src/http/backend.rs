@@ -4,12 +4,13 @@
 //! Threads: any; every call runs on a blocking thread.
 
 use ballast_api::{
-    DecisionRecord, Event, HostStat, PlanRequest, PolicyPatch, PolicyStat, Track, UpgradeStat, VmHeat, VmPatch, VmStat,
+    DecisionRecord, Event, HostStat, LendRequest, PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Track,
+    UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_policy::{Kind, Plan, Snapshot};
 
 /// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
-pub trait Backend: Governing + Upgrades + Send + Sync + 'static {
+pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
     /// Every VM, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
     /// The VM of that name.
@@ -94,5 +95,21 @@ pub trait Upgrades {
     /// Begin one to this program, or to the one that engines are started from. Returns how it stands.
     fn begin_upgrade(&self, _program: Option<String>) -> Result<UpgradeStat, String> {
         Err("nobody starts engines here".into())
+    }
+}
+
+/// What the API shows and changes of the pool. A backend without one says so.
+pub trait Pooling {
+    /// The pool.
+    fn pool(&self) -> PoolStat {
+        PoolStat::default()
+    }
+    /// Reserve memory for it. Returns the pool after the change.
+    fn reserve_pool(&self, _request: &PoolRequest) -> Result<PoolStat, String> {
+        Err("there is no pool here".into())
+    }
+    /// Lend some of it, or take it back. Returns the pool after the change.
+    fn lend_pool(&self, _request: &LendRequest) -> Result<PoolStat, String> {
+        Err("there is no pool here".into())
     }
 }

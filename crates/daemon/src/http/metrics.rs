@@ -7,7 +7,7 @@
 
 use std::fmt::{self, Write};
 
-use ballast_api::{HostStat, RemoteNode, VmHeat, VmStat, VmStatus};
+use ballast_api::{HostStat, PoolNode, RemoteNode, VmHeat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
@@ -40,6 +40,8 @@ type HostSamples = fn(&HostStat) -> Vec<Sample>;
 /// A metric of a VM; every sample also gets the label `domain`.
 type VmSamples = fn(&VmStat) -> Vec<Sample>;
 
+/// A metric of a node of the pool; every sample also gets the label `node`.
+type PoolSamples = fn(&PoolNode) -> Vec<Sample>;
 /// A metric of a VM's heat, while somebody tracks it; every sample also gets the label `domain`.
 type HeatSamples = fn(&VmHeat) -> Vec<Sample>;
 
@@ -137,6 +139,24 @@ pub(super) const HOST: &[Metric<HostSamples>] = &[
     }),
     metric("ballast_host_schedulable_bytes", Kind::Gauge, "The part of it that may still be reserved.", |host| {
         one(host.schedulable_bytes)
+    }),
+];
+
+pub(super) const POOL: &[Metric<PoolSamples>] = &[
+    metric("ballast_pool_reserved_bytes", Kind::Gauge, "Memory of the pool.", |node| one(node.reserved_bytes)),
+    metric("ballast_pool_memory_bytes", Kind::Gauge, "The pool by what can be done with it.", |node| {
+        let states = [
+            ("ready", node.ready_bytes),
+            ("used", node.used_bytes),
+            ("fenced", node.fenced_bytes),
+            ("dirty", node.dirty_bytes),
+            ("lent", node.lent_bytes),
+            ("failed", node.failed_bytes),
+        ];
+        by("state", &states)
+    }),
+    metric("ballast_pool_ready_gib_bytes", Kind::Gauge, "Part of what is ready: in whole aligned GiB.", |node| {
+        one(node.ready_gib_bytes)
     }),
 ];
 
@@ -306,6 +326,16 @@ pub(super) fn page(backend: &dyn Backend) -> String {
         page.head(metric);
         for (labels, value) in (metric.samples)(&host) {
             page.sample(metric.name, &labels, value);
+        }
+    }
+    let pool = backend.pool();
+    for metric in POOL {
+        page.head(metric);
+        for node in &pool.nodes {
+            for (mut labels, value) in (metric.samples)(node) {
+                labels.insert(0, ("node", node.numa.to_string()));
+                page.sample(metric.name, &labels, value);
+            }
         }
     }
     for metric in VM {

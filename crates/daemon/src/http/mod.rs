@@ -10,6 +10,7 @@ mod control;
 mod gate;
 mod metrics;
 mod peer;
+mod pool;
 mod request;
 mod routes;
 mod upgrade;
@@ -24,7 +25,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use gate::Inside;
 
-pub use backend::{Backend, ChangeError, Governing, Histogram, Upgrades};
+pub use backend::{Backend, ChangeError, Governing, Histogram, Pooling, Upgrades};
 pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 

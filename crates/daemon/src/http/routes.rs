@@ -18,7 +18,7 @@ use ballast_api::{DEFAULT_CELLS, HeatPatch, LimitsPatch, MAX_CELLS, Problem, VmC
 use super::backend::{Backend, ChangeError};
 use super::peer::Access;
 use super::request::{Answer, Connection, Refusal, ask, bad_request, invalid, json, no_such_vm, parse, read_body};
-use super::{control, metrics, upgrade};
+use super::{control, metrics, pool, upgrade};
 
 pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Duration) -> Router {
     let state = Connection { backend, access, body_time };
@@ -30,6 +30,7 @@ pub(super) fn router(backend: Arc<dyn Backend>, access: Access, body_time: Durat
         .route("/v1/vms/{name}/heat/cycles", get(heat_cycles))
         .merge(control::routes())
         .merge(upgrade::routes())
+        .merge(pool::routes())
         .route("/v1/host", get(host))
         .route("/v1/events", get(events))
         .route("/v1/openapi.json", get(openapi))

@@ -85,6 +85,7 @@ impl Backend for Canned {
 
 impl Governing for Canned {}
 impl Upgrades for Canned {}
+impl Pooling for Canned {}
 
 struct Server {
     _directory: tempfile::TempDir,
@@ -372,6 +373,7 @@ fn the_metrics_page_is_well_formed_and_sums_to_the_size() {
     assert_eq!(value("ballast_vm_status{domain=\"web\",status=\"halted\"}"), 0.0);
     assert!(!page.contains("ballast_vm_limit_bytes{"), "a limit is shown where there is none");
     let names = metrics::HOST.iter().map(|metric| metric.name).chain(metrics::VM.iter().map(|metric| metric.name));
+    let names = names.chain(metrics::POOL.iter().map(|metric| metric.name));
     let names = names.chain(metrics::HEAT.iter().map(|metric| metric.name));
     for name in names.chain([metrics::FAULT_DURATION.name, metrics::RESTORE_STAGE.name]) {
         assert!(page.contains(&format!("# HELP {name} ")) && page.contains(&format!("# TYPE {name} ")), "{name}");
@@ -387,6 +389,7 @@ fn every_metric_is_documented_with_its_type_and_unit() {
     let document = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md"));
     let ours = (metrics::HOST.iter().map(|metric| (metric.name, metric.kind)))
         .chain(metrics::VM.iter().map(|metric| (metric.name, metric.kind)))
+        .chain(metrics::POOL.iter().map(|metric| (metric.name, metric.kind)))
         .chain(metrics::HEAT.iter().map(|metric| (metric.name, metric.kind)))
         .chain([&metrics::FAULT_DURATION, &metrics::RESTORE_STAGE].map(|metric| (metric.name, metric.kind)));
     let mut rows = 0;

@@ -1,0 +1,154 @@
+//! `ballast pool`: memory that is reserved for VMs.
+//!
+//! Before: an operator has a host. After: memory is reserved, lent or shown.
+//! Promise: each change says how much there is to be, so it may be typed again; what could not be done is said on
+//! standard error, and the exit code is 1 if nothing was.
+
+use std::fmt::Write;
+use std::str::FromStr;
+
+use anyhow::Result;
+use ballast_api::{Client, LendRequest, PoolRequest, PoolStat};
+use ballast_base::Bytes;
+use clap::Subcommand;
+
+use crate::show;
+
+/// What can be done with the pool.
+#[derive(Debug, Subcommand)]
+pub enum PoolCommand {
+    /// Show it: what each node has, a map of its files, and which VMs have memory of it
+    Show,
+    /// Reserve huge pages of the host for VMs, up to this much in all
+    Reserve {
+        /// A size with its unit, such as 64G, or a part of the host's memory, such as 80%
+        #[arg(value_name = "SIZE|PERCENT%")]
+        size: Part,
+        /// Of this node alone, instead of as much of each
+        #[arg(long)]
+        node: Option<u32>,
+        /// Size of the pool's files, of which a VM has up to 32 for itself; fixed once there is a pool
+        #[arg(long, value_name = "BYTES")]
+        file_size: Option<Bytes>,
+    },
+    /// Lend unused memory of the pool to the host, so much in all
+    Lend {
+        /// The size with its unit
+        size: Bytes,
+        /// Of this node alone, instead of as much of each
+        #[arg(long)]
+        node: Option<u32>,
+    },
+    /// Take back all that is lent
+    TakeBack {
+        /// Of this node alone
+        #[arg(long)]
+        node: Option<u32>,
+    },
+}
+
+/// So much memory, or a part of all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    Bytes(Bytes),
+    Percent(u8),
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_suffix('%').map(|number| number.parse()) {
+            Some(Ok(percent @ 1..=100)) => Ok(Self::Percent(percent)),
+            Some(_) => Err("write 1% to 100%".into()),
+            None => {
+                text.parse().map(Self::Bytes).map_err(|error: ballast_base::units::ParseBytesError| error.to_string())
+            }
+        }
+    }
+}
+
+/// Do it.
+pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
+    let pool = match command {
+        PoolCommand::Show => client.pool()?,
+        PoolCommand::Reserve { size, node, file_size } => {
+            let (bytes, percent) = match size {
+                Part::Bytes(bytes) => (Some(bytes.0), None),
+                Part::Percent(percent) => (None, Some(*percent)),
+            };
+            let file_bytes = file_size.map(|size| size.0);
+            client.reserve_pool(&PoolRequest { bytes, percent, node: *node, file_bytes })?
+        }
+        PoolCommand::Lend { size, node } => client.lend_pool(&LendRequest { bytes: size.0, node: *node })?,
+        PoolCommand::TakeBack { node } => client.lend_pool(&LendRequest { bytes: 0, node: *node })?,
+    };
+    for note in &pool.notes {
+        eprintln!("ballast: {note}");
+    }
+    if json { show::json(&pool) } else { Ok(show::print(&describe(&pool))?) }
+}
+
+fn describe(pool: &PoolStat) -> String {
+    if pool.nodes.is_empty() {
+        return "nothing is reserved for VMs\n".into();
+    }
+    let headers = ["NODE", ">RESERVED", ">READY", ">IN WHOLE GIB", ">USED", ">FENCED", ">TO ZERO", ">LENT", ">FAILED"];
+    let mut table = show::table(&headers);
+    for node in &pool.nodes {
+        let sizes = [
+            node.reserved_bytes,
+            node.ready_bytes,
+            node.ready_gib_bytes,
+            node.used_bytes,
+            node.fenced_bytes,
+            node.dirty_bytes,
+            node.lent_bytes,
+            node.failed_bytes,
+        ];
+        table.add_row(std::iter::once(node.numa.to_string()).chain(sizes.map(show::size)));
+    }
+    let mut text = show::lines(&table);
+    for node in &pool.nodes {
+        let file = show::size(pool.file_bytes);
+        // Writing to a String has no way to fail.
+        let _ = writeln!(
+            text,
+            "\nnode {}, {file} a letter (U u a VM's, - free, z to be zeroed, l lent, . not reserved):",
+            node.numa
+        );
+        for line in node.map.as_bytes().chunks(64) {
+            let _ = writeln!(text, "  {}", String::from_utf8_lossy(line));
+        }
+    }
+    if !pool.vms.is_empty() {
+        text.push('\n');
+    }
+    for vm in &pool.vms {
+        let pieces = if vm.extents == 1 { "piece" } else { "pieces" };
+        let _ = writeln!(text, "VM {}: {} in {} {pieces}", vm.name, show::size(vm.bytes), vm.extents);
+    }
+    if pool.waiting_bytes > 0 {
+        let _ = writeln!(text, "{} cannot be zeroed yet: somebody holds the pages", show::size(pool.waiting_bytes));
+    }
+    let _ = write!(text, "\nthe pool's own state: {}", show::size(pool.metadata_bytes));
+    if pool.vmemmap_freed_bytes > 0 {
+        let _ = write!(text, "; the kernel has freed {} of struct pages", show::size(pool.vmemmap_freed_bytes));
+    }
+    text.push('\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_of_the_host_is_a_size_or_percents() {
+        assert_eq!("80%".parse(), Ok(Part::Percent(80)));
+        assert_eq!("4G".parse(), Ok(Part::Bytes(Bytes(4 << 30))));
+        for wrong in ["0%", "101%", "-1%", "%", "80", "x%"] {
+            assert!(wrong.parse::<Part>().is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The engine's part of the pool: one engine has it at a time, zeroes what VMs leave, and gives VMs memory.
+//!
+//! Before: the keeper said where it is. After: the API shows and changes it, and VMMs that connect to its socket get
+//! files (`ballast-reserve` says how).
+//! Threads: one that takes the pool, looks for VMs that are gone, and zeroes; one that listens, and one for each VMM
+//! that asks, which may wait until enough is zeroed.
+//! Promise: an engine that died left a pool that this one finds as it was. Nothing here touches guest memory, and no
+//! other part of the engine waits for it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use ballast_api::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
+use ballast_base::pool::{Given, Pages, Take};
+use ballast_base::{Bytes, wire};
+use ballast_pool::{Mode, Refused};
+use ballast_reserve::{Error, Grant, Host, Reserve, Want};
+use ballast_sys::memfd::FileId;
+use ballast_sys::scm;
+
+use crate::events::Events;
+use crate::settings::Pooling;
+
+/// How often it is looked whether VMs are gone.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// How often slices are tried again whose pages somebody holds.
+const AGAIN_EVERY: Duration = Duration::from_secs(1);
+/// How long a VM waits for memory that is to be zeroed.
+const ZEROED_WITHIN: Duration = Duration::from_secs(30);
+/// How long a VMM may take to say what it wants.
+const ASKS_WITHIN: Duration = Duration::from_secs(5);
+/// VMMs that ask at once.
+const MOST_ASKING: usize = 64;
+
+/// See the file's head.
+#[derive(Debug)]
+pub struct Room {
+    place: Option<Pooling>,
+    state: Mutex<State>,
+    /// Notified when slices become dirty or zeroed.
+    changed: Condvar,
+    asking: AtomicUsize,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Why this engine has not got it.
+    Without(String),
+    Ours(Box<Reserve>),
+}
+
+impl Room {
+    /// Begin to take the pool.
+    pub fn start(place: Option<Pooling>, events: Arc<Events>) -> io::Result<Arc<Self>> {
+        let why = if place.is_some() { "it is being opened" } else { "the keeper is older than the pool" };
+        let (state, changed) = (Mutex::new(State::Without(why.into())), Condvar::new());
+        let room = Arc::new(Self { place, state, changed, asking: AtomicUsize::new(0) });
+        if room.place.is_some() {
+            let room = room.clone();
+            std::thread::Builder::new().name("pool".into()).spawn(move || room.work(&events))?;
+        }
+        Ok(room)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // What panicked in the middle of a change left the state as a death would.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Take the pool from whoever had it, and tend it.
+    fn work(self: &Arc<Self>, events: &Events) {
+        let Some(place) = &self.place else { return };
+        let mut said = String::new();
+        let reserve = loop {
+            match Reserve::open(&place.dir, Host::default()) {
+                Ok(reserve) => break reserve,
+                Err(error) => {
+                    let why = error.to_string();
+                    if why != said && !matches!(error, Error::Taken(_)) {
+                        events.add(None, "pool-unavailable", format!("the pool cannot be used: {why}"));
+                    }
+                    *self.lock() = State::Without(why.clone());
+                    said = why;
+                    // An engine that this one follows has it until it ends.
+                    std::thread::sleep(LOOK_EVERY);
+                }
+            }
+        };
+        *self.lock() = State::Ours(Box::new(reserve));
+        if let Err(error) = self.listen(place) {
+            events.add(None, "pool-unavailable", format!("VMs get no memory of the pool: {error:#}"));
+        }
+        let (mut looked, mut again) = (None::<Instant>, Instant::now());
+        loop {
+            if let Err(error) = self.round(&mut looked, &mut again)
+                && said != error.to_string()
+            {
+                said = error.to_string();
+                events.add(None, "pool-unavailable", format!("tending the pool: {said}"));
+            }
+        }
+    }
+
+    /// Look for VMs that are gone, if it is time, and zero one slice, or wait.
+    fn round(&self, looked: &mut Option<Instant>, again: &mut Instant) -> Result<(), Error> {
+        let mut state = self.lock();
+        let State::Ours(reserve) = &mut *state else { return Ok(()) };
+        if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
+            *looked = Some(Instant::now());
+            reserve.tend()?;
+        }
+        let mut jobs = Vec::new();
+        if again.elapsed() >= AGAIN_EVERY {
+            *again = Instant::now();
+            jobs = reserve.jobs_again()?;
+        }
+        jobs.extend(reserve.next_job()?);
+        if jobs.is_empty() {
+            drop(self.changed.wait_timeout(state, LOOK_EVERY));
+            return Ok(());
+        }
+        drop(state);
+        for job in jobs {
+            let done = job.run();
+            if let State::Ours(reserve) = &mut *self.lock() {
+                reserve.finish(done);
+            }
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Let VMMs ask, where this engine's predecessor let them.
+    fn listen(self: &Arc<Self>, place: &Pooling) -> anyhow::Result<()> {
+        let socket = ballast_keeper::listen(&place.socket, rustix::net::SocketType::SEQPACKET, place.gid)?;
+        rustix::io::ioctl_fionbio(&socket, false).context("Preparing the pool's socket")?;
+        let room = self.clone();
+        std::thread::Builder::new().name("pool-socket".into()).spawn(move || {
+            loop {
+                match rustix::net::accept_with(&socket, rustix::net::SocketFlags::CLOEXEC) {
+                    Ok(client) => room.serve(client),
+                    Err(error) => {
+                        tracing::warn!("Accepting a VMM at the pool's socket: {error}");
+                        std::thread::sleep(LOOK_EVERY);
+                    }
+                }
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Answer one VMM on a thread of its own.
+    fn serve(self: &Arc<Self>, client: OwnedFd) {
+        if self.asking.fetch_add(1, Ordering::Relaxed) >= MOST_ASKING {
+            self.asking.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
+        let room = self.clone();
+        let started = std::thread::Builder::new().name("pool-vmm".into()).spawn(move || {
+            if let Err(error) = room.answer(&client) {
+                tracing::warn!("Answering a VMM at the pool's socket: {error:#}");
+            }
+            room.asking.fetch_sub(1, Ordering::Relaxed);
+        });
+        if started.is_err() {
+            self.asking.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn answer(&self, client: &OwnedFd) -> anyhow::Result<()> {
+        use rustix::net::sockopt::{Timeout, set_socket_timeout};
+        for which in [Timeout::Recv, Timeout::Send] {
+            set_socket_timeout(client, which, Some(ASKS_WITHIN)).context("Preparing a socket")?;
+        }
+        let Some(received) = scm::receive(client).context("Receiving a request")? else { return Ok(()) };
+        let take = wire::decode::<Take>(&received.bytes).context("Understanding a request")?;
+        let (given, files) =
+            match wire::check_name(&take.name).map_err(anyhow::Error::msg).and_then(|()| self.take(&take)) {
+                Ok(grant) => (Given::Memory(grant.extents), grant.files),
+                Err(error) => (Given::Refused(format!("{error:#}")), Vec::new()),
+            };
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        // If nobody takes it, the files are nobody's, and the memory comes back.
+        scm::send(client, &wire::encode(&given), &fds).context("Sending a VM its memory")
+    }
+
+    /// Take memory for a VM; if it is there but dirty, wait until it is zeroed.
+    fn take(&self, take: &Take) -> anyhow::Result<Grant> {
+        let mode = match take.pages {
+            Pages::Slices => Mode::Slices,
+            Pages::Mix => Mode::Mix,
+            Pages::Gib => Mode::Gib,
+        };
+        let begun = Instant::now();
+        let mut state = self.lock();
+        loop {
+            let State::Ours(reserve) = &mut *state else { bail!("this engine has not got the pool yet") };
+            // Somebody may have gone since the last look.
+            let error = match reserve.grant(&take.name, take.size, mode, take.node) {
+                Ok(grant) => return Ok(grant),
+                Err(error) => error,
+            };
+            let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }));
+            let is_coming = is_short && (reserve.tend()? > 0 || reserve.is_zeroing());
+            if !is_coming || begun.elapsed() > ZEROED_WITHIN {
+                return Err(error.into());
+            }
+            self.changed.notify_all();
+            state = self.changed.wait_timeout(state, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// The pool as it is.
+    pub fn stat(&self) -> PoolStat {
+        match &*self.lock() {
+            State::Ours(reserve) => stat(reserve),
+            State::Without(why) => PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
+        }
+    }
+
+    /// Have more of the host.
+    pub fn reserve(&self, request: &PoolRequest) -> Result<PoolStat, String> {
+        let want = match (request.bytes, request.percent) {
+            (Some(bytes), None) => Want::Bytes(Bytes(bytes)),
+            (None, Some(percent @ 1..=100)) => Want::Percent(percent),
+            (None, Some(percent)) => return Err(format!("{percent} percent; 1 to 100 can be")),
+            _ => return Err("either bytes or percent must be there".into()),
+        };
+        self.change(|reserve| reserve.grow(want, request.node, request.file_bytes.map(Bytes)))
+    }
+
+    /// Lend, or take back.
+    pub fn lend(&self, request: &LendRequest) -> Result<PoolStat, String> {
+        self.change(|reserve| reserve.lend(Bytes(request.bytes), request.node))
+    }
+
+    fn change(&self, what: impl FnOnce(&mut Reserve) -> Result<(), Error>) -> Result<PoolStat, String> {
+        let mut state = self.lock();
+        match &mut *state {
+            State::Ours(reserve) => {
+                what(reserve).map_err(|error| error.to_string())?;
+                self.changed.notify_all();
+                Ok(stat(reserve))
+            }
+            State::Without(why) => Err(format!("This engine has not got the pool: {why}")),
+        }
+    }
+
+    /// Is this one of its files?
+    pub fn has(&self, file: FileId) -> bool {
+        let Some(place) = &self.place else { return false };
+        let device = |path: &Path| std::fs::metadata(path).map(|entry| entry.dev()).ok();
+        let files = device(&place.dir.join(ballast_reserve::FILES));
+        // A folder that nothing is mounted on is of the same device as its parent.
+        files == Some(file.dev) && files != device(&place.dir)
+    }
+}
+
+fn stat(reserve: &Reserve) -> PoolStat {
+    let overview = reserve.overview();
+    let node = |node: ballast_reserve::Node| PoolNode {
+        numa: node.numa,
+        reserved_bytes: node.reserved.0,
+        ready_bytes: node.ready.0,
+        ready_gib_bytes: node.ready_aligned.0,
+        used_bytes: node.used.0,
+        fenced_bytes: node.fenced.0,
+        dirty_bytes: node.dirty.0,
+        lent_bytes: node.lent.0,
+        failed_bytes: node.failed.0,
+        map: node.map,
+    };
+    let vm = |vm: ballast_reserve::Tenant| PoolVm { name: vm.name, bytes: vm.size.0, extents: vm.extents };
+    PoolStat {
+        file_bytes: overview.brick.0,
+        nodes: overview.nodes.into_iter().map(node).collect(),
+        vms: overview.tenants.into_iter().map(vm).collect(),
+        notes: overview.notes,
+        waiting_bytes: overview.waiting.0,
+        metadata_bytes: overview.metadata.0,
+        vmemmap_freed_bytes: overview.vmemmap_freed.0,
+    }
+}

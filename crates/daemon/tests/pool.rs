@@ -1,0 +1,257 @@
+//! The pool in a real daemon: what one VM leaves no other one finds, whoever is killed and when.
+//!
+//! A VM is this program again, as a test that does nothing unless it is told to be one: it takes memory, looks for what
+//! is not zero, and writes a secret into every page until it is killed.
+
+mod common;
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ballast_api::{LendRequest, PoolRequest, PoolStat};
+use ballast_base::pool::{Pages, Take};
+use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE};
+use ballast_client::Ram;
+use ballast_client::pool::take;
+use ballast_needs::skip;
+use ballast_reserve::{Host, Reserve};
+use ballast_sys::Mapping;
+
+use common::rng::Rng;
+use common::{Daemon, missing, until};
+
+const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
+const BE_A_VM: &str = "BALLAST_TEST_POOL_VM";
+/// Somebody else's memory was there.
+const FOUND: i32 = 77;
+
+/// A daemon with a pool; the host's huge pages are put back.
+struct Pooled {
+    daemon: Option<Daemon>,
+    dir: PathBuf,
+    before: u64,
+    _one: MutexGuard<'static, ()>,
+}
+
+/// One at a time: they share the kernel's number of huge pages.
+static ONE: Mutex<()> = Mutex::new(());
+
+impl Pooled {
+    /// Of this size in files of 16 MiB, zeroed; `None`, and said why, where there can be none.
+    fn start(mib: u64) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            skip("root", "only root mounts file systems and reserves huge pages");
+            return None;
+        }
+        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = match Host::default().pages(0) {
+            Ok(pages) => pages.total,
+            Err(error) => {
+                skip("hugetlb", error);
+                return None;
+            }
+        };
+        let daemon = Daemon::start("");
+        let dir = daemon.dir().to_owned();
+        let pooled = Self { daemon: Some(daemon), dir, before, _one: one };
+        let daemon = pooled.daemon();
+        until("the engine has the pool", || daemon.dir().join("pool.sock").exists());
+        let request = PoolRequest { bytes: Some(mib * MIB), file_bytes: Some(16 * MIB), ..PoolRequest::default() };
+        let pool = daemon.api.reserve_pool(&request).expect("reserve");
+        if pool.nodes[0].reserved_bytes < mib * MIB {
+            skip("memory", format!("{:?}", pool.notes));
+            return None;
+        }
+        Some(pooled)
+    }
+
+    fn daemon(&self) -> &Daemon {
+        self.daemon.as_ref().expect("it runs")
+    }
+
+    fn stat(&self) -> PoolStat {
+        self.daemon().api.pool().expect("the pool")
+    }
+
+    /// Wait until all of it is zeroed and nobody's.
+    fn settled(&self, mib: u64) {
+        until("all of the pool is ready", || {
+            self.stat().nodes.iter().map(|node| node.ready_bytes).sum::<u64>() == mib * MIB
+        });
+    }
+
+    fn vm(&self, name: &str, mib: u64) -> Child {
+        let mut command = Command::new(std::env::current_exe().expect("own program"));
+        command.args(["--exact", "a_vm_that_looks_for_what_others_left", "--nocapture"]);
+        command.env(BE_A_VM, format!("{name} {mib} {}", self.dir.join("pool.sock").display()));
+        command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("start")
+    }
+
+    /// Wait until a VM has looked through all of its memory, and found nothing.
+    fn searched(&self, vm: &mut Child, name: &str) {
+        until("the VM has looked through all of its memory", || {
+            let ended = vm.try_wait().expect("look").map(|status| status.code());
+            assert_eq!(ended, None, "a VM found another one's memory ({FOUND}), or got none");
+            self.dir.join(format!("{name}.searched")).exists()
+        });
+    }
+
+    /// Huge pages of the host beyond what it had.
+    fn pages(&self) -> u64 {
+        Host::default().pages(0).expect("pages").total - self.before
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        let mount = self.dir.join("pool").join(ballast_reserve::FILES);
+        if mount.exists() {
+            let _ = Command::new("umount").arg("--lazy").arg(mount).status();
+        }
+        drop(self.daemon.take());
+        if let Err(error) = Host::default().set_pages(0, self.before) {
+            eprintln!("Putting back the number of huge pages: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_vm_that_looks_for_what_others_left() {
+    let Ok(told) = std::env::var(BE_A_VM) else { return };
+    let [name, mib, socket] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{told}") };
+    let size = Bytes(mib.parse::<u64>().expect("a number") * MIB);
+    let wanted = Take { name: name.into(), size, pages: Pages::Slices, node: None };
+    let Ok(pieces) = take(Path::new(socket), &wanted) else { std::process::exit(0) };
+    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
+    let map = Mapping::shared_pieces(&places).expect("map");
+    for page in (0..map.len()).step_by(PAGE_SIZE) {
+        let words = map.words(page, PAGE_SIZE / 8);
+        if words.iter().any(|word| word.load(Ordering::Relaxed) != 0) {
+            std::process::exit(FOUND);
+        }
+        words.iter().for_each(|word| word.store(SECRET, Ordering::Relaxed));
+    }
+    std::fs::write(Path::new(socket).with_file_name(format!("{name}.searched")), "").expect("say so");
+    let _attached = name.starts_with("managed").then(|| {
+        let ram = Ram { hva: Hva(map.addr() as u64), extents: pieces, guest_address: None };
+        let builder = ballast_client::Client::builder().ram(ram).name(name);
+        builder.socket(Path::new(socket).with_file_name("attach.sock")).attach().expect("attach")
+    });
+    loop {
+        std::thread::sleep(Duration::from_secs(60));
+    }
+}
+
+#[test]
+fn a_managed_vm_pages_in_huge_pages_of_the_pool_and_what_was_far_of_it_is_not_written_back() {
+    let Some(pooled) = Pooled::start(64) else { return };
+    if missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err()) {
+        return;
+    }
+    let mut vm = pooled.vm("managed", 40);
+    let api = &pooled.daemon().api;
+    until("the VM is attached", || api.vm("managed").is_ok_and(|vm| vm.resident_bytes == 40 * MIB));
+    api.set_limit("managed", Some(20 * MIB)).expect("limit");
+    until("half of it is far", || api.vm("managed").is_ok_and(|vm| vm.far_bytes >= 20 * MIB));
+    vm.kill().expect("kill");
+    vm.wait().expect("reap");
+    pooled.settled(64);
+    let events = api.events().expect("events");
+    assert!(events.iter().all(|event| event.kind != "writing-back"), "{events:?}");
+    assert_eq!(pooled.pages(), 32);
+    let mut next = pooled.vm("next", 64);
+    pooled.searched(&mut next, "next");
+    next.kill().expect("kill");
+    next.wait().expect("reap");
+}
+
+#[test]
+fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what() {
+    let Some(pooled) = Pooled::start(64) else { return };
+    let mut vm = pooled.vm("first", 32);
+    until("the VM has its memory", || pooled.stat().vms.iter().any(|vm| vm.name == "first" && vm.bytes == 32 * MIB));
+    let old = pooled.daemon().kill_engine();
+    pooled.daemon().wait_for_engine_after(old);
+    until("the next engine has the pool", || pooled.stat().nodes.iter().any(|node| node.used_bytes == 32 * MIB));
+    assert_eq!(pooled.stat().vms[0].name, "first");
+    vm.kill().expect("kill");
+    vm.wait().expect("reap");
+    // One that asks for all of it waits until it is there.
+    let mut next = pooled.vm("next", 64);
+    pooled.searched(&mut next, "next");
+    next.kill().expect("kill");
+    next.wait().expect("reap");
+    pooled.settled(64);
+    assert_eq!(pooled.pages(), 32);
+    let lent = pooled.daemon().api.lend_pool(&LendRequest { bytes: 64 * MIB, node: None }).expect("lend");
+    assert_eq!((lent.nodes[0].lent_bytes, pooled.pages()), (64 * MIB, 0));
+    let said = pooled.daemon().api.lend_pool(&LendRequest { bytes: 0, node: Some(99) }).expect_err("no such node");
+    assert!(said.to_string().contains("the pool has no node 99"), "{said}");
+}
+
+#[test]
+fn whoever_is_killed_and_when_no_vm_finds_anothers_memory_and_no_page_is_lost() {
+    let Some(mut pooled) = Pooled::start(64) else { return };
+    let kills = std::env::var("BALLAST_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(40u32);
+    let mut rng = Rng::seeded("BALLAST_POOL_SEED");
+    let mut vms: Vec<Child> = Vec::new();
+    let end = |mut vm: Child| {
+        let _ = vm.kill();
+        let status = vm.wait().expect("reap");
+        assert_ne!(status.code(), Some(FOUND), "a VM found another one's memory");
+    };
+    for number in 0..kills {
+        // Some ask for more than is left, and wait for what another one leaves.
+        vms.push(pooled.vm(&format!("vm-{number}"), [2, 10, 16, 24, 40][rng.below(5)]));
+        std::thread::sleep(Duration::from_millis(rng.below(40) as u64));
+        match rng.below(6) {
+            0 => {
+                let old = pooled.daemon().kill_engine();
+                if rng.below(2) == 0 {
+                    pooled.daemon().wait_for_engine_after(old);
+                }
+            }
+            1 => {
+                let daemon = pooled.daemon.as_mut().expect("it runs");
+                if daemon.engine_pid().is_some() {
+                    daemon.kill_and_restart_keeper(rng.below(2) == 0);
+                }
+            }
+            2 | 3 => {
+                // Killed in the middle of it now and then: by the next round.
+                let api = ballast_api::Client::new(pooled.dir.join("api.sock")).expect("client");
+                let bytes = rng.below(40) as u64 * MIB;
+                std::thread::spawn(move || drop(api.lend_pool(&LendRequest { bytes, node: None })));
+            }
+            _ => {}
+        }
+        while vms.len() > 3 {
+            let which = rng.below(vms.len());
+            end(vms.swap_remove(which));
+        }
+    }
+    vms.into_iter().for_each(end);
+    until("all is taken back", || {
+        let taken = pooled.daemon().api.lend_pool(&LendRequest { bytes: 0, node: None });
+        taken.is_ok_and(|pool| pool.nodes.iter().any(|node| node.lent_bytes == 0))
+    });
+    pooled.settled(64);
+    assert_eq!((pooled.pages(), pooled.stat().vms.len()), (32, 0), "a page is lost, or one too many");
+    // With nobody there, it is as it must be.
+    let daemon = pooled.daemon.as_mut().expect("it runs");
+    let engine = daemon.engine_pid();
+    daemon.kill_keeper();
+    if let Some(engine) = engine {
+        common::kill(engine);
+    }
+    let mut opened = None;
+    until("the engine is gone", || {
+        opened = Reserve::open(&pooled.dir.join("pool"), Host::default()).ok();
+        opened.is_some()
+    });
+    opened.expect("opened").validate().expect("valid");
+}

@@ -1,0 +1,140 @@
+//! How much each node gives, so that all have as much for sale (Vmem, 4.1.1), and why it is not more.
+//!
+//! Before: somebody asks for a part of the host. After: `reserve` takes it from the kernel.
+//! Units: slices. Promise: pure; the host keeps its margin.
+
+use ballast_base::Bytes;
+use ballast_pool::SLICE_SIZE;
+
+use crate::host::Memory;
+
+/// How much of the host, of all nodes together or of the one that was named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// So much.
+    Bytes(Bytes),
+    /// This part of its memory.
+    Percent(u8),
+}
+
+/// A node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// What the host calls it.
+    pub numa: u32,
+    /// Slices that the pool has of it.
+    pub has: u32,
+    /// Its memory.
+    pub memory: Memory,
+}
+
+/// What is decided.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Shares {
+    /// Slices that each node gives beyond what the pool has, by what the host calls it.
+    pub more: Vec<(u32, u32)>,
+    /// Why it is not what was asked for.
+    pub notes: Vec<String>,
+}
+
+/// Memory that is left to the host.
+pub fn margin(total: Bytes) -> Bytes {
+    // As much as Vmem leaves to a host of 384 GB, and what a small one needs.
+    const LEAST: u64 = 512 << 20;
+    Bytes((total.0 / 64).max(LEAST))
+}
+
+/// Divide it. `available` is what the kernel says that programs could have of all nodes.
+pub fn divide(want: Want, rooms: &[Room], available: Bytes) -> Shares {
+    let count = rooms.len().max(1) as u64;
+    let total = Bytes(rooms.iter().map(|room| room.memory.total.0).sum());
+    let wanted = match want {
+        Want::Bytes(bytes) => bytes.0,
+        Want::Percent(percent) => total.0 / 100 * u64::from(percent.min(100)),
+    };
+    let each = slices(wanted.div_ceil(count).next_multiple_of(SLICE_SIZE));
+    let margin = margin(total);
+    let left = |spare: Bytes, margin: u64| slices(spare.0.saturating_sub(margin));
+    let could = |room: &Room| room.has + left(room.memory.spare, margin.0 / count);
+    let mut notes = Vec::new();
+    for room in rooms.iter().filter(|room| could(room) < each && room.has < each) {
+        notes.push(format!(
+            "node {} can give {} of the {} that are wanted of it: {} are free or can be freed, and {} stay with the \
+             host",
+            room.numa,
+            size(could(room)),
+            size(each),
+            room.memory.spare,
+            Bytes(margin.0 / count),
+        ));
+    }
+    let has: u32 = rooms.iter().map(|room| room.has).sum();
+    let all = (has + left(available, margin.0)) / count as u32;
+    if all < each {
+        notes.push(format!(
+            "all nodes together can give {}: the host has {available} to spare, and {margin} stay with it",
+            size(all * count as u32)
+        ));
+    }
+    let reach = rooms.iter().map(could).min().unwrap_or(0).min(each).min(all);
+    if rooms.iter().any(|room| could(room).min(each) > reach) {
+        notes.push(format!("every node gives {}, so that they stay balanced", size(reach)));
+    }
+    let more = rooms.iter().map(|room| (room.numa, reach.saturating_sub(room.has))).filter(|(_, more)| *more > 0);
+    Shares { more: more.collect(), notes }
+}
+
+fn slices(bytes: u64) -> u32 {
+    u32::try_from(bytes / SLICE_SIZE).unwrap_or(u32::MAX / 2)
+}
+
+fn size(slices: u32) -> Bytes {
+    ballast_pool::unit::slices_to_bytes(slices)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::GIB;
+    use proptest::prelude::*;
+
+    fn room(numa: u32, has: u32, spare_gib: u64) -> Room {
+        Room { numa, has, memory: Memory { total: Bytes(64 * GIB), spare: Bytes(spare_gib * GIB) } }
+    }
+
+    #[test]
+    fn nodes_give_as_much_as_the_one_that_has_least() {
+        let rooms = [room(0, 0, 11), room(1, 0, 41)];
+        let shares = divide(Want::Percent(80), &rooms, Bytes(52 * GIB));
+        // 1 GiB of each node, 1/64 of all, stays with the host.
+        assert_eq!(shares.more, [(0, 5120), (1, 5120)]);
+        assert!(shares.notes[0].contains("node 0 can give 10 GiB of the 51.2 GiB"), "{:?}", shares.notes);
+        assert!(shares.notes.last().expect("why").contains("every node gives 10 GiB"), "{:?}", shares.notes);
+    }
+
+    #[test]
+    fn what_is_there_counts_and_asking_twice_changes_nothing() {
+        let rooms = [room(0, 512, 20), room(1, 1024, 20)];
+        let shares = divide(Want::Bytes(Bytes(4 * GIB)), &rooms, Bytes(40 * GIB));
+        assert_eq!(shares, Shares { more: vec![(0, 512)], notes: vec![] });
+        let rooms = [room(0, 1024, 20), room(1, 1024, 20)];
+        assert_eq!(divide(Want::Bytes(Bytes(4 * GIB)), &rooms, Bytes(40 * GIB)), Shares::default());
+    }
+
+    proptest! {
+        #[test]
+        fn the_host_keeps_its_margin_and_nodes_are_balanced(
+            nodes in proptest::collection::vec(0u64..200, 1..8), available in 0u64..800, percent in 0u8..120,
+        ) {
+            let rooms: Vec<Room> = (0..).zip(&nodes).map(|(numa, spare)| room(numa, 0, *spare)).collect();
+            let total = Bytes(rooms.len() as u64 * 64 * GIB);
+            let shares = divide(Want::Percent(percent), &rooms, Bytes(available * GIB));
+            let taken: u64 = shares.more.iter().map(|(_, more)| u64::from(*more) * SLICE_SIZE).sum();
+            prop_assert!(taken == 0 || taken + margin(total).0 <= available * GIB);
+            prop_assert!(taken <= total.0);
+            prop_assert!(shares.more.windows(2).all(|two| two[0].1 == two[1].1));
+            let wanted = total.0 / 100 * u64::from(percent.min(100));
+            prop_assert!(taken >= wanted || !shares.notes.is_empty(), "{taken} of {wanted}, and no reason");
+        }
+    }
+}

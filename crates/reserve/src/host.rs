@@ -1,0 +1,213 @@
+//! What the kernel has of huge pages, for each node, and how much memory is left for others.
+//!
+//! Before: the kernel's files under `/sys` and `/proc`. After: numbers, and a number that is set.
+//! Threads: any. Units: pages of 2 MiB, or bytes where it says so. Promise: what was set is read again; the kernel
+//! gives what it can, without an error.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ballast_base::{Bytes, KIB};
+
+/// The kernel's files.
+#[derive(Clone, Debug)]
+pub struct Host {
+    root: PathBuf,
+}
+
+/// Huge pages of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pages {
+    /// All that are reserved. What the kernel took beyond these, until it is freed, is not among them.
+    pub total: u64,
+    /// Those in no file and no mapping.
+    pub free: u64,
+}
+
+/// Memory of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// All of it.
+    pub total: Bytes,
+    /// What is free, or would be free at once: pages of files on disks.
+    pub spare: Bytes,
+}
+
+const PAGES: &str = "hugepages/hugepages-2048kB";
+
+impl Default for Host {
+    fn default() -> Self {
+        Self::at(Path::new("/"))
+    }
+}
+
+impl Host {
+    /// With the kernel's files below this directory.
+    pub fn at(root: &Path) -> Self {
+        Self { root: root.into() }
+    }
+
+    fn node(&self, node: u32) -> PathBuf {
+        self.root.join(format!("sys/devices/system/node/node{node}"))
+    }
+
+    /// The nodes that have memory.
+    ///
+    /// # Errors
+    /// If the kernel does not say.
+    pub fn nodes(&self) -> io::Result<Vec<u32>> {
+        let text = read(&self.root.join("sys/devices/system/node/has_memory"))?;
+        ranges(text.trim()).ok_or_else(|| io::Error::other(format!("the kernel lists its nodes as {:?}", text.trim())))
+    }
+
+    /// Huge pages of a node.
+    ///
+    /// # Errors
+    /// If there is no such node, or the kernel has no huge pages of 2 MiB.
+    pub fn pages(&self, node: u32) -> io::Result<Pages> {
+        let number = |file: &str| number(&self.node(node).join(PAGES).join(file));
+        let total = number("nr_hugepages")?.saturating_sub(number("surplus_hugepages")?);
+        Ok(Pages { total, free: number("free_hugepages")? })
+    }
+
+    /// Have the kernel reserve this number of pages more, or less. Returns by how many they have changed.
+    ///
+    /// # Errors
+    /// If this process may not.
+    pub fn change_pages(&self, node: u32, by: i64) -> io::Result<i64> {
+        // Others who change the number do it under this lock.
+        let lock = std::fs::File::open(self.root.join("sys/kernel/mm").join(PAGES).join("nr_hugepages")).ok();
+        if let Some(lock) = &lock {
+            rustix::fs::flock(lock, rustix::fs::FlockOperation::LockExclusive)?;
+        }
+        let before = self.pages(node)?.total;
+        let now = self.set_pages(node, before.saturating_add_signed(by))?;
+        Ok(now as i64 - before as i64)
+    }
+
+    /// Have it reserve this number in all. Returns how many they are now.
+    ///
+    /// # Errors
+    /// If this process may not.
+    pub fn set_pages(&self, node: u32, total: u64) -> io::Result<u64> {
+        let file = self.node(node).join(PAGES).join("nr_hugepages");
+        std::fs::write(&file, total.to_string()).map_err(|error| named(&file, error))?;
+        Ok(self.pages(node)?.total)
+    }
+
+    /// Memory of a node.
+    ///
+    /// # Errors
+    /// If the kernel does not say.
+    pub fn memory(&self, node: u32) -> io::Result<Memory> {
+        let file = self.node(node).join("meminfo");
+        let text = read(&file)?;
+        let line = |key: &str| -> io::Result<u64> {
+            let fields = text.lines().map(|line| line.split_ascii_whitespace().skip(2).collect::<Vec<_>>());
+            let found =
+                fields.filter(|fields| fields.first() == Some(&key)).find_map(|fields| fields.get(1)?.parse().ok());
+            let kib: u64 = found.ok_or_else(|| io::Error::other(format!("{} has no {key}", file.display())))?;
+            Ok(kib * KIB)
+        };
+        let files = line("Active(file):")? + line("Inactive(file):")?;
+        Ok(Memory { total: Bytes(line("MemTotal:")?), spare: Bytes(line("MemFree:")? + files) })
+    }
+
+    /// What the kernel says that programs could have in all.
+    ///
+    /// # Errors
+    /// If it does not say.
+    pub fn available(&self) -> io::Result<Bytes> {
+        let file = self.root.join("proc/meminfo");
+        let text = read(&file)?;
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+        let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+        kib.map(|kib| Bytes(kib * KIB))
+            .ok_or_else(|| io::Error::other(format!("{} has no MemAvailable", file.display())))
+    }
+
+    /// Does the kernel free most of the `struct page`s of huge pages (HVO)?
+    pub fn frees_vmemmap(&self) -> bool {
+        read(&self.root.join("proc/sys/vm/hugetlb_optimize_vmemmap")).is_ok_and(|text| text.trim() == "1")
+    }
+}
+
+fn named(file: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", file.display()))
+}
+
+fn read(file: &Path) -> io::Result<String> {
+    std::fs::read_to_string(file).map_err(|error| named(file, error))
+}
+
+fn number(file: &Path) -> io::Result<u64> {
+    let text = read(file)?;
+    text.trim().parse().map_err(|_| io::Error::other(format!("{} is {:?}", file.display(), text.trim())))
+}
+
+/// `0-1,3` as numbers.
+fn ranges(text: &str) -> Option<Vec<u32>> {
+    let mut all = Vec::new();
+    for part in text.split(',').filter(|part| !part.is_empty()) {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        // A host has at most 1024 nodes.
+        all.extend(first..=last.min(first.saturating_add(1024)));
+    }
+    Some(all)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Write the files of a host with two nodes, 0 and 2, of 64 GiB each.
+    pub(crate) fn two_nodes(root: &Path, spare: [u64; 2]) -> Host {
+        let write = |file: &str, text: &str| {
+            let file = root.join(file);
+            std::fs::create_dir_all(file.parent().expect("a folder")).expect("make");
+            std::fs::write(file, text).expect("write");
+        };
+        write("sys/devices/system/node/has_memory", "0,2\n");
+        write("proc/meminfo", &format!("MemTotal: 1 kB\nMemAvailable:   {} kB\n", (spare[0] + spare[1]) / KIB));
+        for (node, spare) in [0, 2].into_iter().zip(spare) {
+            let dir = format!("sys/devices/system/node/node{node}");
+            let meminfo = format!(
+                "Node {node} MemTotal:       {} kB\nNode {node} MemFree: {} kB\nNode {node} Active(file): 0 kB\n\
+                 Node {node} Inactive(file): 0 kB\n",
+                64 << 20,
+                spare / KIB
+            );
+            write(&format!("{dir}/meminfo"), &meminfo);
+            for file in ["nr_hugepages", "free_hugepages", "surplus_hugepages"] {
+                write(&format!("{dir}/{PAGES}/{file}"), "0\n");
+            }
+        }
+        Host::at(root)
+    }
+
+    #[test]
+    fn nodes_and_their_memory_are_read_as_the_kernel_writes_them() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = two_nodes(dir.path(), [1 << 30, 3 << 30]);
+        assert_eq!(host.nodes().expect("nodes"), [0, 2]);
+        assert_eq!(host.memory(2).expect("memory"), Memory { total: Bytes(64 << 30), spare: Bytes(3 << 30) });
+        assert_eq!(host.available().expect("available"), Bytes(4 << 30));
+        assert_eq!(host.set_pages(2, 9).expect("set"), 9);
+        assert_eq!(host.change_pages(2, -2).expect("change"), -2);
+        assert_eq!(host.pages(2).expect("pages"), Pages { total: 7, free: 0 });
+        assert!(host.pages(1).expect_err("no node").to_string().contains("node1"));
+        assert_eq!(
+            (ranges("0-2,5"), ranges("0"), ranges(""), ranges("x")),
+            (Some(vec![0, 1, 2, 5]), Some(vec![0]), Some(vec![]), None)
+        );
+    }
+
+    #[test]
+    fn this_host_has_a_node_with_memory() {
+        let host = Host::default();
+        let nodes = host.nodes().expect("nodes");
+        let memory = host.memory(nodes[0]).expect("memory");
+        assert!(memory.spare < memory.total && host.available().expect("available") > Bytes(0));
+    }
+}

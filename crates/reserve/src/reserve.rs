@@ -1,0 +1,546 @@
+//! The pool with its memory: opened, grown, handed out, and taken again.
+//!
+//! Before: a directory in a tmpfs, and a [`Host`]. After: VMs have descriptors of bricks, the host what is left.
+//! Threads: the owner's one. Units: slices, and bytes where it says so.
+//! Promise: one owner at a time, by a lock that a dead process loses when the last of its threads is out of the
+//! kernel. A slice goes to a VM when the kernel has allocated its page, and comes back when nobody has its file.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::num::{NonZeroU32, NonZeroU64};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use ballast_base::extent::MAX_EXTENTS;
+use ballast_base::wire::MAX_FILES;
+use ballast_base::{Bytes, Extent as FileExtent};
+use ballast_pool::unit::slices_to_bytes;
+use ballast_pool::{
+    Class, Dirty, Domain, Extent, FRAME_SLICES, GuestIdx, Invalid, Kind, Layout, Mode, NodeIdx, NodeSpec, Part, Pool,
+    Refused, Request, SLICE_SIZE, Segment, SliceIdx, SliceState, VmId, request,
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::balance::{self, Room, Want};
+use crate::files::Files;
+use crate::host::Host;
+use crate::journal::{self, Journal, Others};
+use crate::refill::{Done, Job};
+use crate::shared::{self, Shared, StateError};
+
+/// The most VMs.
+const VMS: u32 = 4096;
+
+/// Why something was not done.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Another process has the pool.
+    #[error("another process has the pool in {0}")]
+    Taken(PathBuf),
+    /// The state cannot be used. Caused by a newer program, a bug, or memory that failed.
+    #[error("the state of the pool: {0}")]
+    State(#[from] StateError),
+    /// The kernel refused. Caused by the setting.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// There is too little, or it cannot be. Caused by whoever asks.
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    /// It cannot be. Caused by whoever asks.
+    #[error("{0}")]
+    Request(String),
+    /// A step that the state does not allow. A bug.
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+}
+
+pub(crate) trait During<T> {
+    fn during(self, what: &'static str) -> Result<T, Error>;
+}
+
+impl<T> During<T> for io::Result<T> {
+    fn during(self, what: &'static str) -> Result<T, Error> {
+        self.map_err(|source| Error::Io { what, source })
+    }
+}
+
+/// Memory for a VM.
+#[derive(Debug)]
+pub struct Grant {
+    /// By which number it is known.
+    pub vm: u64,
+    /// Where it is in these files, in the order of the VM's memory.
+    pub extents: Vec<FileExtent>,
+    /// The files; each is an opening of its own. When the last descriptor and mapping is gone, the memory returns.
+    pub files: Vec<OwnedFd>,
+}
+
+/// The pool.
+#[derive(Debug)]
+pub struct Reserve {
+    pub(crate) dir: PathBuf,
+    pub(crate) host: Host,
+    pub(crate) journal: Journal,
+    pub(crate) live: Option<Live>,
+    /// What the last change came to.
+    pub(crate) notes: Vec<String>,
+    _lock: File,
+}
+
+/// A pool that was reserved once.
+#[derive(Debug)]
+pub(crate) struct Live {
+    pub(crate) pool: Pool<Shared>,
+    pub(crate) files: Files,
+    pub(crate) names: BTreeMap<u64, String>,
+    /// Slices for which the kernel had no page: somebody holds theirs still.
+    pub(crate) waiting: Vec<Dirty>,
+}
+
+impl Reserve {
+    /// The pool of this directory, whether there is one yet or not. A change that was under way when the last owner
+    /// ended is undone or done.
+    ///
+    /// # Errors
+    /// If another process has it, or what is there cannot be used.
+    pub fn open(dir: &Path, host: Host) -> Result<Self, Error> {
+        const WHAT: &str = "Opening the pool's directory";
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).during(WHAT)?;
+        let lock = File::options().write(true).create(true).truncate(false).open(dir.join("lock")).during(WHAT)?;
+        match rustix::fs::fcntl_lock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS) => return Err(Error::Taken(dir.into())),
+            locked => locked.map_err(io::Error::from).during("Locking the pool's directory")?,
+        }
+        let live = shared::open(&dir.join("state"))?.map(|pool| Live::new(dir, pool)).transpose()?;
+        let journal = Journal::at(dir);
+        let mut reserve = Self { dir: dir.into(), host, journal, live, notes: Vec::new(), _lock: lock };
+        if reserve.live.is_some() && !reserve.is_of_these_files()? {
+            reserve.forget()?;
+        }
+        reserve.recover()?;
+        Ok(reserve)
+    }
+
+    /// Are the files those that the state is about? They go when the host starts again, or when their file system is
+    /// unmounted; the state may lie on a disk.
+    fn is_of_these_files(&self) -> Result<bool, Error> {
+        let origin: Option<Origin> =
+            journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
+        let boot = boot().during("Asking for the host's boot id")?;
+        Ok(origin.is_some_and(|origin| origin.boot == boot && self.dir.join(FILES).join(origin.mark).exists()))
+    }
+
+    /// Forget a pool whose files are gone: its pages are free, or a VM's that has them open still.
+    fn forget(&mut self) -> Result<(), Error> {
+        let origin: Option<Origin> =
+            journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
+        if origin.is_some_and(|origin| boot().is_ok_and(|boot| boot == origin.boot)) {
+            for numa in self.host.nodes().during("Asking for the host's nodes")? {
+                let less = -i64::from(self.has(numa));
+                self.host.change_pages(numa, less).during("Giving huge pages back")?;
+            }
+        }
+        self.live = None;
+        for file in ["journal.json", "names.json", "state", "origin.json"] {
+            match std::fs::remove_file(self.dir.join(file)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).during("Forgetting a pool")?,
+                _ => {}
+            }
+        }
+        self.notes = vec!["the files of the pool were gone, and it was forgotten: reserve it again".into()];
+        Ok(())
+    }
+
+    /// Make the memory what the state says.
+    fn recover(&mut self) -> Result<(), Error> {
+        let Some(others) = self.journal.pending().during("Reading the pool's journal")? else { return Ok(()) };
+        if let Some(live) = &mut self.live {
+            for number in live.files.numbers().during("Listing the pool's files")? {
+                live.empty(live.brick(number), |state| matches!(state, SliceState::Hole | SliceState::Borrow))?;
+            }
+        }
+        for (numa, count) in &others.0 {
+            let total = count + u64::from(self.has(*numa));
+            self.host.set_pages(*numa, total).during("Setting the number of huge pages")?;
+        }
+        self.end()
+    }
+
+    /// The pool may have so much of the host in the end. What it has more stays: lend it.
+    ///
+    /// `brick` is the size of a file if the pool is made now: a VM has up to [`MAX_FILES`] of them, each for itself.
+    ///
+    /// # Errors
+    /// If the kernel refuses, or there is no such node. That there is less than was wanted is said in the notes.
+    pub fn grow(&mut self, want: Want, node: Option<u32>, brick: Option<Bytes>) -> Result<(), Error> {
+        let nodes = self.host.nodes().during("Asking for the host's nodes")?;
+        if let Some(node) = node.filter(|node| !nodes.contains(node)) {
+            return Err(Error::Request(format!("there is no node {node}; the host has {nodes:?}")));
+        }
+        self.make(&nodes, brick)?;
+        let asked: Vec<u32> = nodes.into_iter().filter(|numa| node.is_none_or(|node| node == *numa)).collect();
+        let rooms = asked.iter().map(|numa| {
+            let memory = self.host.memory(*numa).during("Asking for a node's memory")?;
+            Ok(Room { numa: *numa, has: self.has(*numa), memory })
+        });
+        let rooms = rooms.collect::<Result<Vec<_>, Error>>()?;
+        let shares = balance::divide(want, &rooms, self.host.available().during("Asking for the host's memory")?);
+        self.notes = shares.notes;
+        self.begin()?;
+        for (numa, more) in shares.more {
+            self.add(numa, more)?;
+        }
+        self.end()
+    }
+
+    /// Make the pool, if there is none.
+    fn make(&mut self, nodes: &[u32], brick: Option<Bytes>) -> Result<(), Error> {
+        if let Some(live) = &self.live {
+            let is = slices_to_bytes(live.pool.layout().brick_slices());
+            return match brick.filter(|brick| *brick != is) {
+                Some(brick) => Err(Error::Request(format!("the pool's files have {is}; they cannot become {brick}"))),
+                None => Ok(()),
+            };
+        }
+        let spec = |numa: &u32| {
+            let memory = self.host.memory(*numa).during("Asking for a node's memory")?;
+            Ok(NodeSpec { numa: *numa, slices: (memory.total.0 / SLICE_SIZE) as u32 })
+        };
+        let specs = nodes.iter().map(spec).collect::<Result<Vec<_>, Error>>()?;
+        // A VM of all of the host fits into as many files as a VM may have, as far as files can be so large.
+        let all: u64 = specs.iter().map(|spec| u64::from(spec.slices)).sum();
+        let default = (all / MAX_FILES as u64).next_power_of_two().clamp(32, FRAME_SLICES.into());
+        let slices = brick.map_or(default, |brick| brick.0 / SLICE_SIZE);
+        if brick.is_some_and(|brick| !brick.0.is_multiple_of(SLICE_SIZE)) {
+            return Err(Error::Request("files of the pool are of 2 MiB to 1 GiB, a power of two".into()));
+        }
+        let layout = Layout::new(&specs, u32::try_from(slices).unwrap_or(u32::MAX), VMS);
+        let layout = layout.map_err(|error| Error::Request(error.to_string()))?;
+        const WHAT: &str = "Making the pool's file system (hugetlbfs)";
+        let files = self.dir.join(FILES);
+        Files::open(&files, slices_to_bytes(layout.brick_slices())).during(WHAT)?;
+        let mut mark = [0; 8];
+        rustix::rand::getrandom(&mut mark, rustix::rand::GetRandomFlags::empty())
+            .map_err(io::Error::from)
+            .during(WHAT)?;
+        let mark = format!("origin-{:016x}", u64::from_le_bytes(mark));
+        File::create(files.join(&mark)).during(WHAT)?;
+        let origin = Origin { boot: boot().during("Asking for the host's boot id")?, mark };
+        journal::store(&self.dir.join("origin.json"), &origin).during(WHAT)?;
+        self.live = Some(Live::new(&self.dir, shared::create(&self.dir.join("state"), &layout)?)?);
+        Ok(())
+    }
+
+    /// Have the kernel reserve more pages of a node, first for what was lent.
+    pub(crate) fn add(&mut self, numa: u32, more: u32) -> Result<(), Error> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let node = live.node(numa)?;
+        let got = self.host.change_pages(numa, more.into()).during("Reserving huge pages")?;
+        let got = got.clamp(0, more.into()) as u32;
+        if got < more {
+            let (got, more) = (slices_to_bytes(got), slices_to_bytes(more));
+            let why =
+                format!("node {numa}: the kernel found {got} in one piece each of 2 MiB, and {more} were asked for");
+            self.notes.push(why);
+        }
+        let mut left = got;
+        for (state, by) in [(SliceState::Borrow, Pool::take_back as Take), (SliceState::Hole, Pool::reserve as Take)] {
+            for extent in live.runs(node, state, left) {
+                by(&mut live.pool, extent, Class::Huge)?;
+                left -= extent.slices;
+            }
+        }
+        Ok(())
+    }
+
+    /// Slices that the pool has of a node.
+    pub(crate) fn has(&self, numa: u32) -> u32 {
+        let Some(live) = &self.live else { return 0 };
+        let stats = live.node(numa).ok().and_then(|node| live.pool.stats(node));
+        stats.map_or(0, |stats| stats.slices - stats.holes - stats.lent)
+    }
+
+    /// Note how many huge pages are not the pool's.
+    pub(crate) fn begin(&mut self) -> Result<(), Error> {
+        let nodes = self.host.nodes().during("Asking for the host's nodes")?;
+        let other = |numa: u32| {
+            let pages = self.host.pages(numa).during("Asking for huge pages")?;
+            Ok((numa, pages.total.saturating_sub(self.has(numa).into())))
+        };
+        let others = Others(nodes.into_iter().map(other).collect::<Result<_, Error>>()?);
+        self.journal.begin(&others).during("Writing the pool's journal")
+    }
+
+    /// The change is done.
+    pub(crate) fn end(&mut self) -> Result<(), Error> {
+        self.journal.end().during("Ending the pool's journal")
+    }
+
+    /// Give a VM memory, from this node, from one that has it all, or from all as evenly as it goes.
+    ///
+    /// # Errors
+    /// If there is too little that is zeroed, or it would be in too many pieces.
+    pub fn grant(&mut self, name: &str, size: Bytes, mode: Mode, node: Option<u32>) -> Result<Grant, Error> {
+        let names = self.dir.join("names.json");
+        let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
+        let slices = u32::try_from(size.0 / SLICE_SIZE).ok().filter(|_| size.0.is_multiple_of(SLICE_SIZE));
+        let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of 2 MiB")))?;
+        let parts = live.parts(slices, node)?;
+        let (id, domain) = live.new_vm().during("Asking for random numbers")?;
+        // The name first: a name without a VM is forgotten, a VM without a name would be nobody's.
+        live.names.insert(id.get(), name.to_owned());
+        journal::store(&names, &live.names).during("Writing who has what")?;
+        let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode, parts };
+        let given = live.pool.allocate(&request).map_err(Error::from).and_then(|grant| {
+            live.cut(&grant.segments).map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
+                // Nobody has seen it.
+                let _ = live.pool.release(VmId(id));
+            })
+        });
+        if given.is_err() {
+            live.names.remove(&id.get());
+            journal::store(&names, &live.names).during("Writing who has what")?;
+        }
+        given
+    }
+
+    /// Take the memory of VMs that are gone: nobody has their files. Returns how many VMs those were.
+    ///
+    /// # Errors
+    /// If the kernel cannot say who has a file.
+    pub fn tend(&mut self) -> Result<usize, Error> {
+        let Some(live) = &mut self.live else { return Ok(0) };
+        let vms: Vec<VmId> = live.pool.tenants().map(|tenant| tenant.vm).collect();
+        let mut gone = 0;
+        for vm in vms {
+            if !live.is_held(vm).during("Asking who has a file of the pool")? {
+                live.pool.release(vm)?;
+                live.names.remove(&vm.0.get());
+                gone += 1;
+            }
+        }
+        if gone > 0 {
+            journal::store(&self.dir.join("names.json"), &live.names).during("Writing who has what")?;
+        }
+        Ok(gone)
+    }
+
+    /// A slice to zero, for a worker.
+    ///
+    /// # Errors
+    /// If its file cannot be opened.
+    pub fn next_job(&mut self) -> Result<Option<Job>, Error> {
+        let Some(live) = &mut self.live else { return Ok(None) };
+        let Some(dirty) = live.pool.next_dirty(1) else { return Ok(None) };
+        live.job(dirty).map(Some)
+    }
+
+    /// Slices that found no page before, to be tried again.
+    ///
+    /// # Errors
+    /// If a file cannot be opened.
+    pub fn jobs_again(&mut self) -> Result<Vec<Job>, Error> {
+        let Some(live) = &mut self.live else { return Ok(Vec::new()) };
+        std::mem::take(&mut live.waiting).into_iter().map(|dirty| live.job(dirty)).collect()
+    }
+
+    /// A worker has tried. Returns whether the slice can be handed out.
+    pub fn finish(&mut self, done: Done) -> bool {
+        let Some(live) = &mut self.live else { return false };
+        match done.0 {
+            Ok(zeroed) => {
+                live.pool.clean(zeroed);
+                true
+            }
+            Err((dirty, error)) => {
+                tracing::debug!("Filling {} with zeros: {error}", dirty.extent());
+                live.waiting.push(dirty);
+                false
+            }
+        }
+    }
+
+    /// Are slices to be zeroed that could be now or soon?
+    pub fn is_zeroing(&self) -> bool {
+        let Some(live) = &self.live else { return false };
+        let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
+        stats.map(|stats| stats.dirty + stats.zeroing).sum::<u32>() > live.waiting.len() as u32
+    }
+
+    /// Check all of it.
+    ///
+    /// # Errors
+    /// The first thing that is wrong.
+    pub fn validate(&self) -> Result<(), ballast_pool::Damage> {
+        self.live.as_ref().map_or(Ok(()), |live| live.pool.validate())
+    }
+}
+
+/// Of which files a state is: the boot of the host, and the name of a file among them.
+#[derive(Debug, Serialize, Deserialize)]
+struct Origin {
+    boot: String,
+    mark: String,
+}
+
+fn boot() -> io::Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
+/// The folder of the files, which is a mount.
+pub const FILES: &str = "2M";
+
+/// A step by which slices become the pool's.
+type Take = fn(&mut Pool<Shared>, Extent, Class) -> Result<(), Invalid>;
+
+impl Live {
+    fn new(dir: &Path, pool: Pool<Shared>) -> Result<Self, Error> {
+        let brick = slices_to_bytes(pool.layout().brick_slices());
+        let files = Files::open(&dir.join(FILES), brick).during("Opening the pool's file system (hugetlbfs)")?;
+        let names = journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
+        Ok(Self { pool, files, names, waiting: Vec::new() })
+    }
+
+    /// The node that the host calls so.
+    pub(crate) fn node(&self, numa: u32) -> Result<NodeIdx, Error> {
+        let found = self.pool.layout().nodes().find(|(_, spec)| spec.numa == numa);
+        found.map(|(node, _)| node).ok_or_else(|| Error::Request(format!("the pool has no node {numa}")))
+    }
+
+    /// The slices of a brick.
+    pub(crate) fn brick(&self, number: u32) -> Extent {
+        let slices = self.pool.layout().brick_slices();
+        Extent { start: SliceIdx(number.saturating_mul(slices)), slices }
+    }
+
+    fn number(&self, at: SliceIdx) -> u32 {
+        at.0 / self.pool.layout().brick_slices()
+    }
+
+    fn offset(&self, at: SliceIdx) -> u64 {
+        u64::from(at.0 % self.pool.layout().brick_slices()) * SLICE_SIZE
+    }
+
+    /// Up to this number of slices of a node in this state, lowest first.
+    pub(crate) fn runs(&self, node: NodeIdx, state: SliceState, most: u32) -> Vec<Extent> {
+        let Some((first, spec)) = self.first_slices().nth(node.0.into()) else { return Vec::new() };
+        let is = |at: &SliceIdx| self.pool.state(*at) == state;
+        let found: Vec<SliceIdx> = (first..first + spec.slices).map(SliceIdx).filter(is).take(most as usize).collect();
+        let runs = found.chunk_by(|one, next| one.0 + 1 == next.0);
+        runs.map(|run| Extent { start: run[0], slices: run.len() as u32 }).collect()
+    }
+
+    /// Each node and its first slice.
+    pub(crate) fn first_slices(&self) -> impl Iterator<Item = (u32, NodeSpec)> {
+        self.pool.layout().nodes().scan(0, |first, (_, spec)| {
+            let here = *first;
+            *first += spec.slices.next_multiple_of(FRAME_SLICES);
+            Some((here, spec))
+        })
+    }
+
+    /// Give the pages of slices in one of these states back to the kernel.
+    pub(crate) fn empty(&mut self, brick: Extent, is: impl Fn(SliceState) -> bool) -> Result<(), Error> {
+        let file = self.files.get(self.number(brick.start)).during("Opening a file of the pool")?;
+        for at in brick.each().filter(|at| is(self.pool.state(*at))) {
+            ballast_sys::memfd::punch(&*file, self.offset(at), SLICE_SIZE).during("Giving huge pages back")?;
+        }
+        Ok(())
+    }
+
+    /// Where a VM's memory is to come from.
+    fn parts(&self, slices: u32, node: Option<u32>) -> Result<Vec<Part>, Error> {
+        let all = [(GuestIdx(0), slices)];
+        if let Some(numa) = node {
+            return Ok(request::on_one_node(&all, self.node(numa)?));
+        }
+        let ready = |node: &NodeIdx| self.pool.stats(*node).map_or(0, |stats| stats.ready - stats.fenced);
+        let nodes: Vec<NodeIdx> = self.pool.layout().nodes().map(|(node, _)| node).collect();
+        // The one that has least of those that have enough: the others stay for larger VMs.
+        let fits = nodes.iter().filter(|node| ready(node) >= slices).min_by_key(|node| ready(node));
+        Ok(match fits {
+            Some(node) => request::on_one_node(&all, *node),
+            None => request::balanced(&all, &nodes),
+        })
+    }
+
+    /// A number that no VM has, and a trust domain of its own.
+    fn new_vm(&self) -> io::Result<(NonZeroU64, Domain)> {
+        loop {
+            let mut bytes = [0; 8];
+            rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+            let id = u64::from_le_bytes(bytes);
+            if let (Some(id), Some(domain)) = (NonZeroU64::new(id), NonZeroU32::new(id as u32))
+                && self.pool.tenants().all(|tenant| tenant.vm.0 != id && tenant.domain.0 != domain)
+            {
+                return Ok((id, Domain(domain)));
+            }
+        }
+    }
+
+    /// Cut a VM's memory into pieces of files, and open those.
+    fn cut(&mut self, segments: &[Segment]) -> Result<(Vec<FileExtent>, Vec<OwnedFd>), Error> {
+        let mut numbers: Vec<u32> = Vec::new();
+        let mut extents = Vec::new();
+        for segment in segments {
+            for brick in self.pool.bricks(segment.extent) {
+                let start = SliceIdx(segment.extent.start.0.max(brick.start.0));
+                let len = slices_to_bytes(segment.extent.end().min(brick.end()) - start.0);
+                let number = self.number(start);
+                let file = numbers.iter().position(|other| *other == number).unwrap_or(numbers.len());
+                if file == numbers.len() {
+                    numbers.push(number);
+                }
+                extents.push(FileExtent { file: file as u16, offset: Bytes(self.offset(start)), len });
+            }
+        }
+        if numbers.len() > MAX_FILES || extents.len() > MAX_EXTENTS {
+            return Err(Error::Request(format!(
+                "its memory would be {} pieces of {} files of the pool; a VM has at most {MAX_EXTENTS} of {MAX_FILES}",
+                extents.len(),
+                numbers.len()
+            )));
+        }
+        let files = numbers.into_iter().map(|number| self.files.hand_out(number)).collect::<io::Result<_>>();
+        Ok((extents, files.during("Opening a file of the pool for a VM")?))
+    }
+
+    /// Has anybody a file of this VM?
+    fn is_held(&mut self, vm: VmId) -> io::Result<bool> {
+        let segments = self.pool.segments(vm).unwrap_or_default();
+        let bricks = segments.iter().flat_map(|segment| self.pool.bricks(segment.extent));
+        let mut numbers: Vec<u32> = bricks.map(|brick| self.number(brick.start)).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        for number in numbers {
+            if self.files.is_held(number)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn job(&mut self, dirty: Dirty) -> Result<Job, Error> {
+        let Extent { start, slices } = dirty.extent();
+        let node = self.first_slices().filter(|(first, _)| *first <= start.0).last().map(|(_, spec)| spec.numa);
+        let node = node.filter(|_| self.pool.layout().nodes().count() > 1);
+        let brick = slices_to_bytes(self.pool.layout().brick_slices());
+        match self.files.get(self.number(start)) {
+            Ok(file) => {
+                Ok(Job { dirty, file, brick, offset: self.offset(start), len: slices_to_bytes(slices).0, node })
+            }
+            Err(error) => {
+                self.waiting.push(dirty);
+                Err(error).during("Opening a file of the pool")
+            }
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! The pool's state in a file that is mapped.
+//!
+//! Before: `reserve` opens or makes the file. After: `ballast-pool` reads and writes its words.
+//! Threads: the owner's. Promise: what was stored is in the file at once, whenever this process dies.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use ballast_base::PAGE_SIZE;
+use ballast_pool::{Damage, Layout, Pool, Words};
+use ballast_sys::Mapping;
+
+/// See the file's head.
+#[derive(Debug)]
+pub struct Shared(Mapping);
+
+impl Words for Shared {
+    fn count(&self) -> usize {
+        self.0.len() / 8
+    }
+
+    fn load(&self, at: usize) -> u64 {
+        self.0.words(at * 8, 1)[0].load(Ordering::Acquire)
+    }
+
+    fn store(&mut self, at: usize, value: u64) {
+        self.0.words(at * 8, 1)[0].store(value, Ordering::Release);
+    }
+}
+
+/// Why there is no state to work with.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// The file cannot be opened, made or mapped.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// It is no state of a pool, or a damaged one.
+    #[error(transparent)]
+    Damage(#[from] Damage),
+}
+
+/// Make a state of holes. It has its name when it is whole.
+pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> {
+    let new = path.with_extension("new");
+    let file = File::options().read(true).write(true).create(true).truncate(true).open(&new)?;
+    let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
+    file.set_len(size as u64)?;
+    let pool = Pool::create(Shared(Mapping::shared(&file, 0, size)?), layout)?;
+    std::fs::rename(&new, path)?;
+    Ok(pool)
+}
+
+/// Open one; `None`: there is none.
+pub fn open(path: &Path) -> Result<Option<Pool<Shared>>, StateError> {
+    let file = match File::options().read(true).write(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    let size = file.metadata()?.len() as usize / PAGE_SIZE * PAGE_SIZE;
+    if size == 0 {
+        return Err(Damage::Header("the file is empty".into()).into());
+    }
+    Ok(Some(Pool::open(Shared(Mapping::shared(&file, 0, size)?))?.0))
+}

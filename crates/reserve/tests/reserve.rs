@@ -1,0 +1,254 @@
+//! A pool on real huge pages: what it reserves, hands out, takes again and lends, and what never leaves it.
+
+mod common;
+
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+
+use ballast_base::{Bytes, MIB, PAGE_SIZE};
+use ballast_pool::Mode;
+use ballast_reserve::{Grant, Reserve, Want};
+use ballast_sys::Mapping;
+
+use common::{Place, sum, zero_all};
+
+const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
+
+fn grant(reserve: &mut Reserve, name: &str, mib: u64) -> Grant {
+    reserve.grant(name, Bytes(mib * MIB), Mode::Slices, None).expect("granted")
+}
+
+/// Map it as a VMM would.
+fn map(grant: &Grant) -> Mapping {
+    let piece = |extent: &ballast_base::Extent| {
+        (grant.files[usize::from(extent.file)].as_fd(), extent.offset.0, extent.len.0 as usize)
+    };
+    Mapping::shared_pieces(&grant.extents.iter().map(piece).collect::<Vec<_>>()).expect("map")
+}
+
+/// Leave a secret in each page, and return how many words were not zero.
+fn search_and_mark(map: &Mapping) -> usize {
+    let mut found = 0;
+    for page in (0..map.len()).step_by(PAGE_SIZE) {
+        let words = map.words(page, PAGE_SIZE / 8);
+        found += words.iter().filter(|word| word.load(Ordering::Relaxed) != 0).count();
+        words[page / PAGE_SIZE % 512].store(SECRET, Ordering::Relaxed);
+    }
+    found
+}
+
+#[test]
+fn memory_is_reserved_handed_out_and_comes_back_zeroed_when_the_last_holder_is_gone() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(64, 16) else { return };
+    assert_eq!((place.pages(), sum(&reserve, |node| node.ready)), (32, 64 * MIB));
+    let first = grant(&mut reserve, "first", 40);
+    assert_eq!((first.files.len(), sum(&reserve, |node| node.used)), (3, 40 * MIB));
+    assert_eq!(sum(&reserve, |node| node.fenced), 8 * MIB, "the rest of its third file is nobody else's");
+    let ram = map(&first);
+    assert_eq!(search_and_mark(&ram), 0);
+    // It can reach the rest of its file, and so it does.
+    let rest = map(&Grant { extents: vec![whole_file(2)], ..first });
+    search_and_mark(&rest);
+    assert_eq!(reserve.tend().expect("tend"), 0, "it is mapped");
+    drop(ram);
+    assert_eq!(reserve.tend().expect("tend"), 0, "a file of it is mapped");
+    drop(rest);
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    assert_eq!(sum(&reserve, |node| node.dirty), 48 * MIB);
+    let said =
+        reserve.grant("next", Bytes(64 * MIB), Mode::Slices, None).expect_err("too little is zeroed").to_string();
+    assert!(said.contains("8 are ready for it (24 are to be zeroed"), "{said}");
+    zero_all(&mut reserve);
+    reserve.validate().expect("valid");
+    let next = grant(&mut reserve, "next", 64);
+    assert_eq!(search_and_mark(&map(&next)), 0, "somebody else's memory");
+    drop(next);
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    assert_eq!(place.pages(), 32, "no page was lost, and none is too many");
+}
+
+fn whole_file(file: u16) -> ballast_base::Extent {
+    ballast_base::Extent { file, offset: Bytes(0), len: Bytes(16 * MIB) }
+}
+
+#[test]
+fn an_owner_that_follows_finds_all_of_it_and_two_are_never() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    let held = grant(&mut reserve, "kept", 16);
+    let ram = map(&held);
+    search_and_mark(&ram);
+    drop(reserve);
+    let mut reserve = place.open();
+    reserve.validate().expect("valid");
+    assert_eq!(reserve.overview().tenants[0].name, "kept");
+    assert_eq!(reserve.tend().expect("tend"), 0);
+    assert_eq!(ram.words(0, 1)[0].load(Ordering::Relaxed), SECRET, "its memory is as it was");
+    drop((ram, held));
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    // A lock of one process lets the same process in; another one is refused.
+    let child = std::process::Command::new("flock").args(["--version"]).output();
+    if child.is_ok() {
+        let lock = place.dir().join("lock");
+        let script = "import fcntl,sys\nfcntl.lockf(open(sys.argv[1],'w'),fcntl.LOCK_EX|fcntl.LOCK_NB)";
+        let status = std::process::Command::new("python3").args(["-c", script]).arg(lock).output().expect("python3");
+        assert!(!status.status.success(), "another process got the lock");
+    }
+}
+
+#[test]
+fn what_is_lent_is_the_hosts_and_comes_back_zeroed() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(64, 16) else { return };
+    let held = grant(&mut reserve, "vm", 16);
+    search_and_mark(&map(&held));
+    reserve.lend(Bytes(32 * MIB), None).expect("lend");
+    assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (16, 32 * MIB));
+    reserve.lend(Bytes(64 * MIB), None).expect("lend");
+    assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (8, 48 * MIB), "a VM has the rest");
+    assert!(reserve.overview().notes[0].contains("48 MiB of 64 MiB are lent"), "{:?}", reserve.overview().notes);
+    reserve.validate().expect("valid");
+    reserve.lend(Bytes(8 * MIB), None).expect("take back");
+    assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (28, 8 * MIB));
+    // To grow is to take back first.
+    reserve.grow(Want::Bytes(Bytes(64 * MIB)), None, None).expect("grow");
+    assert_eq!((place.pages(), sum(&reserve, |node| node.lent)), (32, 0));
+    zero_all(&mut reserve);
+    let rest = grant(&mut reserve, "next", 48);
+    assert_eq!(search_and_mark(&map(&rest)), 0);
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn a_page_that_a_pipe_holds_is_given_to_nobody() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    let held = grant(&mut reserve, "spy", 32);
+    let ram = map(&held);
+    search_and_mark(&ram);
+    // The spy's page sits in a pipe that outlives its mapping and its descriptors.
+    let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
+    let page = rustix::pipe::IoSliceRaw::from_slice({
+        // SAFETY: a page of a mapping that lives until after the call, which takes its address and no byte of it.
+        unsafe { std::slice::from_raw_parts(ram.ptr(0, PAGE_SIZE), PAGE_SIZE) }
+    });
+    // SAFETY: the kernel takes a reference to the page; whatever it holds later is what this test is about.
+    let held_by_pipe = unsafe { rustix::pipe::vmsplice(&writer, &[page], rustix::pipe::SpliceFlags::empty()) };
+    assert_eq!(held_by_pipe.expect("vmsplice"), PAGE_SIZE);
+    drop((ram, held));
+    assert_eq!(reserve.tend().expect("tend"), 1, "the kernel says that nobody has the files");
+    zero_all(&mut reserve);
+    // The kernel has one page less, unless somebody else's became free.
+    let (ready, waiting) = (sum(&reserve, |node| node.ready), reserve.overview().waiting);
+    assert!(ready >= 30 * MIB && ready + waiting.0 == 32 * MIB, "{ready}, {waiting}");
+    let next = grant(&mut reserve, "next", ready / MIB);
+    let victim = map(&next);
+    assert_eq!(search_and_mark(&victim), 0);
+    let mut seen = [0; PAGE_SIZE];
+    let got = rustix::io::read(&reader, &mut seen).expect("read");
+    let word = u64::from_ne_bytes(seen[..8].try_into().expect("eight bytes"));
+    assert_eq!((got, word), (PAGE_SIZE, SECRET), "the spy sees its own page and no other");
+    drop((reader, writer));
+    for job in reserve.jobs_again().expect("jobs") {
+        let done = job.run();
+        assert!(reserve.finish(done), "the page is free now");
+    }
+    assert_eq!(reserve.overview().waiting, Bytes(0));
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn bad_requests_are_refused_by_name() {
+    let Some(place) = Place::new() else { return };
+    let mut reserve = place.open();
+    let said = |result: Result<Grant, ballast_reserve::Error>| result.expect_err("refused").to_string();
+    assert!(said(reserve.grant("vm", Bytes(MIB), Mode::Slices, None)).contains("nothing is reserved"));
+    drop(reserve);
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    assert!(said(reserve.grant("vm", Bytes(MIB), Mode::Slices, None)).contains("1 MiB is no multiple of 2 MiB"));
+    assert!(said(reserve.grant("vm", Bytes(2 * MIB), Mode::Slices, Some(77))).contains("no node 77"));
+    assert!(said(reserve.grant("vm", Bytes(2 * MIB), Mode::Gib, None)).contains("not whole GiB"));
+    let grown = reserve.grow(Want::Percent(1), Some(77), None).expect_err("no node").to_string();
+    assert!(grown.contains("there is no node 77"), "{grown}");
+    let grown = reserve.grow(Want::Percent(1), None, Some(Bytes(32 * MIB))).expect_err("no brick").to_string();
+    assert!(grown.contains("they cannot become 32 MiB"), "{grown}");
+    assert!(reserve.overview().tenants.is_empty());
+}
+
+/// The kernel's files of a host with two nodes; the second one has less to spare.
+fn two_nodes(root: &std::path::Path) -> ballast_reserve::Host {
+    let write = |file: &str, text: &str| {
+        let file = root.join(file);
+        std::fs::create_dir_all(file.parent().expect("a folder")).expect("make");
+        std::fs::write(file, text).expect("write");
+    };
+    write("sys/devices/system/node/has_memory", "0-1\n");
+    write("proc/meminfo", "MemAvailable: 12582912 kB\n");
+    for (node, free) in [(0, 8 << 20), (1, 3 << 20)] {
+        let dir = format!("sys/devices/system/node/node{node}");
+        let line = |key: &str, kib: u64| format!("Node {node} {key}: {kib} kB\n");
+        let all = [("MemTotal", 16 << 20), ("MemFree", free), ("Active(file)", 0), ("Inactive(file)", 1 << 20)];
+        write(&format!("{dir}/meminfo"), &all.map(|(key, kib)| line(key, kib)).concat());
+        for (file, count) in [("nr_hugepages", 5), ("free_hugepages", 5), ("surplus_hugepages", 0)] {
+            write(&format!("{dir}/hugepages/hugepages-2048kB/{file}"), &format!("{count}\n"));
+        }
+    }
+    ballast_reserve::Host::at(root)
+}
+
+#[test]
+fn two_nodes_give_as_much_each_and_keep_what_others_have() {
+    let Some(place) = Place::new() else { return };
+    let root = tempfile::tempdir().expect("a directory");
+    let host = two_nodes(root.path());
+    let mut reserve = Reserve::open(&place.dir(), host.clone()).expect("open");
+    reserve.grow(Want::Percent(80), None, Some(Bytes(1 << 30))).expect("grow");
+    let reserved =
+        |reserve: &Reserve| reserve.overview().nodes.iter().map(|node| node.reserved.0 >> 30).collect::<Vec<_>>();
+    let pages = || [0, 1].map(|node| host.pages(node).expect("pages").total);
+    let notes = reserve.overview().notes;
+    // 3 + 1 GiB of node 1, less half of the margin: 256 MiB.
+    assert_eq!((reserved(&reserve), pages()), (vec![3, 3], [1925, 1925]), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("node 1 can give 3.8 GiB of the 12.8 GiB")), "{notes:?}");
+    assert!(notes.last().is_some_and(|note| note.contains("balanced")), "{notes:?}");
+    reserve.lend(Bytes(1 << 30), Some(1)).expect("lend");
+    assert_eq!(pages(), [1925, 1413]);
+    reserve.grow(Want::Bytes(Bytes(6 << 30)), None, None).expect("grow");
+    assert_eq!(pages(), [1925, 1541], "what is short of 3 GiB, and no more");
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn a_change_whose_author_died_is_undone() {
+    let Some(place) = Place::new() else { return };
+    let Some(reserve) = place.pool(32, 16) else { return };
+    drop(reserve);
+    // It had noted that nothing of the host's pages is anybody else's, and set the number.
+    let host = ballast_reserve::Host::default();
+    let others = host.pages(0).expect("pages").total - 16;
+    std::fs::write(place.dir().join("journal.json"), format!("{{\"0\":{others}}}")).expect("write");
+    host.change_pages(0, 10).expect("change");
+    let reserve = place.open();
+    assert_eq!(place.pages(), 16, "the kernel keeps pages that nobody knows of");
+    reserve.validate().expect("valid");
+    assert!(!place.dir().join("journal.json").exists());
+}
+
+#[test]
+fn a_pool_whose_files_are_gone_is_forgotten_and_its_pages_are_the_hosts() {
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    let held = grant(&mut reserve, "vm", 16);
+    drop(reserve);
+    common::unmount(&place.dir().join("2M"));
+    let mut reserve = place.open();
+    assert_eq!((place.pages(), reserve.overview().nodes.len()), (0, 0), "{:?}", reserve.overview());
+    assert!(reserve.overview().notes[0].contains("were gone"));
+    reserve.grow(Want::Bytes(Bytes(32 * MIB)), None, None).expect("grow");
+    zero_all(&mut reserve);
+    let said = reserve.grant("huge", Bytes(32 * MIB), Mode::Slices, None).map(|grant| search_and_mark(&map(&grant)));
+    // While the VM of the old files lives, the kernel may count its pages as those of the new pool.
+    assert!(said.is_err() || said.is_ok_and(|found| found == 0));
+    drop(held);
+}
