@@ -7,7 +7,7 @@
 //!
 //! The seven states are those of Vmem, 4.2.1. Here a free slice says what is in it as well.
 //!
-//! | from \ move | Reserve | Begin | Stop | Clean | Fail | Take | Release | Poison | Lend | TakeBack | Retire | Expose |
+//! | from \ by | Reserve | Begin | Stop | Clean | Fail | Take | Release | Poison | Lend | TakeBack | Retire | Expose |
 //! |---|---|---|---|---|---|---|---|---|---|---|---|---|
 //! | hole | free, dirty | | | | | | | | | | | |
 //! | free, dirty | | zeroing | | | | | | mce | borrow | | | |
