@@ -11,12 +11,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use crate::source::{Ability, AccessSource, CycleReport};
+use crate::source::{Ability, AccessSource, CycleReport, Phase};
 use crate::tracker::{Settings, Step, Tracker};
 use crate::{Heat, Pages};
 
 /// How long a caller that only looks waits for the tracker. A pass over all units of 1 TiB takes about as long.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What a tracking worker is to do next.
+#[derive(Debug)]
+pub enum Turn {
+    /// Nothing for this time.
+    Rest(Duration),
+    /// Finish this cycle when its window is over.
+    Watch(Cycle),
+}
+
+/// A cycle that runs.
+#[derive(Debug)]
+pub struct Cycle {
+    phase: Phase,
+    planning: Duration,
+    /// How long it is to run.
+    pub window: Duration,
+}
 
 /// See above.
 #[derive(Debug)]
@@ -77,36 +95,41 @@ impl VmHeat {
         *self.source.lock().expect("no panic while held") = source;
     }
 
-    /// One step of the tracking worker: a cycle, or a pause. `wait` sleeps for a time and returns false if it was cut
-    /// short: then the cycle ends at once and its report is dropped, because less was touched than in a whole cycle.
-    pub fn turn(
-        &self,
-        source: &mut dyn AccessSource,
-        pages: &dyn Pages,
-        wait: &mut dyn FnMut(Duration) -> bool,
-    ) -> io::Result<()> {
-        // Not in the match: the lock would be held while we wait.
+    /// The next step of the tracking worker: a pause, or a cycle, which has begun.
+    ///
+    /// # Errors
+    /// The source could not begin the cycle: none runs.
+    pub fn begin(&self, source: &mut dyn AccessSource, pages: &dyn Pages) -> io::Result<Turn> {
+        // Not in the match: the lock would be held meanwhile.
         let planning = Instant::now();
         let step = self.lock().next(self.now(), pages);
         // To find what is in memory may cost more than the cycle, if it is in many pieces.
         let planning = planning.elapsed();
         match step {
-            Step::Rest(pause) => {
-                wait(pause);
-                Ok(())
-            }
-            Step::Watch { phase, watch, window } => {
-                let report = source.start(&watch).and_then(|()| {
-                    let whole = wait(window);
-                    let mut report = source.end()?;
-                    report.cost.cpu += planning;
-                    Ok(if whole { report } else { CycleReport { units: Vec::new(), ..report } })
-                });
-                let nothing = CycleReport::default();
-                self.lock().absorb(self.now(), phase, report.as_ref().unwrap_or(&nothing));
-                report.map(|_| ())
-            }
+            Step::Rest(pause) => Ok(Turn::Rest(pause)),
+            Step::Watch { phase, watch, window } => match source.start(&watch) {
+                Ok(()) => Ok(Turn::Watch(Cycle { phase, planning, window })),
+                Err(error) => {
+                    self.lock().absorb(self.now(), phase, &CycleReport::default());
+                    Err(error)
+                }
+            },
         }
+    }
+
+    /// A cycle is to end. `whole`: it ran for all of its window; else its report is dropped, because less was touched
+    /// than in a whole one.
+    ///
+    /// # Errors
+    /// The source could not tell what was touched. No cycle runs all the same.
+    pub fn finish(&self, source: &mut dyn AccessSource, cycle: Cycle, whole: bool) -> io::Result<()> {
+        let report = source.end().map(|mut report| {
+            report.cost.cpu += cycle.planning;
+            if whole { report } else { CycleReport { units: Vec::new(), ..report } }
+        });
+        let nothing = CycleReport::default();
+        self.lock().absorb(self.now(), cycle.phase, report.as_ref().unwrap_or(&nothing));
+        report.map(|_| ())
     }
 
     /// What the API shows, with a strip of this number of cells; nothing (no cycles) while it cannot be known.
@@ -172,9 +195,15 @@ mod tests {
         let turn = |source: &mut Scripted, whole: bool| {
             let before = coarse();
             loop {
-                let outcome = heat.turn(source, &Guest, &mut |time| {
-                    std::thread::sleep(time);
-                    whole
+                let outcome = heat.begin(source, &Guest).and_then(|turn| match turn {
+                    Turn::Rest(pause) => {
+                        std::thread::sleep(pause);
+                        Ok(())
+                    }
+                    Turn::Watch(cycle) => {
+                        std::thread::sleep(cycle.window);
+                        heat.finish(source, cycle, whole)
+                    }
                 });
                 if coarse() > before || outcome.is_err() {
                     return outcome;

@@ -29,7 +29,7 @@ fn a_thread_whose_memory_is_replaced_while_it_waits_goes_on_with_what_is_there()
     const PAGE: u64 = 77;
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     source.start(&coarse(2)).expect("start");
     // Where the kernel watches accesses nothing was zapped.
     rig.guest.zap(0, rig.guest.len()).expect("zap");
@@ -57,7 +57,7 @@ fn a_thread_whose_memory_is_replaced_while_it_waits_goes_on_with_what_is_there()
 fn a_thread_whose_fault_somebody_else_read_goes_on_and_operators_are_told() {
     let rig = Rig::new(RAM, AMPLE, QUICK);
     rig.fill_all();
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     // Page by page, so that no page is mapped along with others.
     let fine = vec![FineWatch { unit: unit(0), pages: PageMap::ALL }];
     source.start(&Watch { fine, ..Watch::default() }).expect("start");
@@ -108,7 +108,7 @@ fn a_guest_goes_on_while_its_memory_is_registered_and_given_back_in_turn() {
             release(&rig);
         });
         for _ in 0..TURNS {
-            let mut source = Scans::new(&rig.vm);
+            let mut source = Scans::new(rig.vm.clone());
             source.start(&coarse(2)).expect("start");
             rig.guest.zap(0, rig.guest.len()).expect("zap");
             drop(source);

@@ -43,7 +43,7 @@ fn rig(shards: usize) -> Option<Rig> {
 fn exactly_the_blocks_and_pages_that_were_touched_are_reported_and_no_fault_comes_to_us() {
     for shards in [1, 3] {
         let Some(rig) = rig(shards) else { return };
-        let mut source = Scans::new(&rig.vm);
+        let mut source = Scans::new(rig.vm.clone());
         let sample = pages((0..PAGES_PER_UNIT).step_by(16));
         for _ in 0..3 {
             let coarse = vec![unit(0), unit(1), unit(3), unit(7)];
@@ -81,7 +81,7 @@ fn exactly_the_blocks_and_pages_that_were_touched_are_reported_and_no_fault_come
 #[test]
 fn what_is_mapped_huge_is_watched_by_zaps_and_is_huge_afterwards() {
     let Some(rig) = rig(1).and_then(Rig::made_huge) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     source.start(&coarse(UNITS)).expect("start");
     assert!(rig.holds(3 * PAGES_PER_UNIT, 1));
     let seen = source.end().expect("end").units;
@@ -98,7 +98,7 @@ fn huge_pages_of_hugetlbfs_are_tracked_as_wholes_without_a_fault() {
     }
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     rig.fill_all();
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     // A sample of one: all of it is watched.
     let fine = vec![FineWatch { unit: unit(7), pages: pages([3, 400]) }];
     source.start(&Watch { coarse: (0..7).map(unit).collect(), fine }).expect("start");
@@ -120,7 +120,7 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
     let far: Vec<u64> =
         (0..rig.pages).filter(|page| rig.state_of(*page) != ballast_page::page_state::State::Resident).collect();
     assert!(!far.is_empty());
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     for of_cycle in [far.as_slice(), &[], &far[..1]] {
         source.start(&coarse(UNITS)).expect("start");
         assert!(of_cycle.iter().all(|page| rig.holds(*page, 1)));
@@ -139,7 +139,7 @@ fn pages_that_are_away_count_when_they_come_back_and_one_cycle_does_not_hide_fro
 #[test]
 fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_no_byte_and_no_cycle() {
     let Some(rig) = rig(1) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let watch = coarse(UNITS);
     source.start(&watch).expect("start");
     let (uffd, _) = Uffd::create(REQUIRED_FEATURES).expect("userfaultfd");
@@ -160,13 +160,13 @@ fn a_process_that_cannot_see_accesses_and_joins_in_the_middle_of_a_cycle_loses_n
 fn a_cycle_that_nobody_ends_leaves_every_byte_and_no_thread_that_waits() {
     // What an engine killed in the middle of a cycle leaves behind; its successor registers the RAM as it was.
     let Some(rig) = rig(1) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let watch = coarse(UNITS);
     source.start(&watch).expect("start");
     std::mem::forget(source);
     rig.check_bytes();
     rig.add_view();
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     source.start(&watch).expect("start");
     assert!(rig.holds(5 * PAGES_PER_UNIT, 1));
     assert!(source.end().expect("end").units.iter().all(|(unit, seen)| seen.touched() == (unit.unit == 5)));

@@ -134,7 +134,7 @@ fn units_on_both_sides_of_a_stripes_end_are_watched_and_mapped_huge_again() {
     let Some(rig) = Rig::sharded(ram, AMPLE, QUICK, 2).made_huge() else { return };
     let units = ram.0 / HUGE_SIZE as u64;
     let unit = |unit: u64| UnitId { region: 0, unit: unit as u32 };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     for touched in [vec![], vec![15, 16], vec![0, 14, 17, 31]] {
         source.start(&Watch { coarse: (0..units).map(unit).collect(), fine: Vec::new() }).expect("start");
         assert_eq!(rig.mapped_huge(), Bytes(0), "all of it is zapped");

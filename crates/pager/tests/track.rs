@@ -11,6 +11,7 @@ use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
 use ballast_page::page_state::{State, Word};
+use ballast_pager::run::pool::Pool;
 use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
@@ -49,7 +50,7 @@ fn pages_of(seen: &[(UnitId, Seen)]) -> Vec<(u64, PageMap)> {
 #[test]
 fn exactly_the_units_that_were_touched_are_reported_for_one_fault_each_and_all_are_huge_again() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     for of_cycle in [vec![], vec![0], vec![1, 2, 7], vec![], (0..UNITS).collect::<Vec<_>>()] {
         let before = rig.minor_faults();
         source.start(&all()).expect("start");
@@ -75,7 +76,7 @@ fn exactly_the_units_that_were_touched_are_reported_for_one_fault_each_and_all_a
 #[test]
 fn exactly_the_pages_that_were_touched_are_reported_and_the_units_are_huge_again() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let some = pages([0, 1, 2, 63, 64, 200, 511]);
     for _ in 0..3 {
         source.start(&fine(&[(1, PageMap::ALL), (2, PageMap::ALL), (6, PageMap::ALL)])).expect("start");
@@ -97,7 +98,7 @@ fn exactly_the_pages_that_were_touched_are_reported_and_the_units_are_huge_again
 fn units_that_are_touched_while_one_cycle_follows_another_are_all_huge_again() {
     const TURNS: u64 = 100;
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for thread in 0..2 {
@@ -124,7 +125,7 @@ fn units_that_are_touched_while_one_cycle_follows_another_are_all_huge_again() {
 #[test]
 fn of_a_sample_only_its_pages_cost_a_fault() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let sample = pages((0..PAGES_PER_UNIT).step_by(16));
     source.start(&fine(&[(4, sample)])).expect("start");
     let before = rig.minor_faults();
@@ -139,7 +140,7 @@ fn of_a_sample_only_its_pages_cost_a_fault() {
 fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
     let rig = Rig::zapped(RAM, AMPLE, QUICK);
     rig.fill_all();
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     for _ in 0..2 {
         source.start(&all()).expect("start");
         assert!((0..PAGES_PER_UNIT).all(|page| rig.holds(3 * PAGES_PER_UNIT + page, 1)));
@@ -168,7 +169,7 @@ fn base_pages_are_tracked_too_for_a_few_faults_a_unit() {
 fn huge_pages_of_hugetlbfs_are_tracked_as_wholes() {
     let Some(rig) = Rig::huge(RAM, AMPLE, QUICK, None) else { return };
     rig.fill_all();
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let mut watch = all();
     watch.fine = vec![FineWatch { unit: watch.coarse.pop().expect("the last"), pages: PageMap::ALL }];
     source.start(&watch).expect("start");
@@ -185,7 +186,7 @@ fn huge_pages_of_hugetlbfs_are_tracked_as_wholes() {
 #[test]
 fn a_unit_that_loses_pages_in_a_cycle_is_tracked_on_and_its_bytes_are_right() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     source.start(&all()).expect("start");
     let at = Hva(rig.guest.addr() as u64 + 2 * HUGE_SIZE as u64 + PAGE_SIZE as u64);
     rig.vm.discard(&rig.view, &[(at, PAGE_SIZE as u64)]).expect("discard");
@@ -213,7 +214,7 @@ fn what_reclaim_took_is_seen_touched_and_is_no_cost_of_watching() {
     };
     let far: Vec<u64> = (0..UNITS).filter_map(far_of).collect();
     assert!(!far.is_empty());
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     source.start(&all()).expect("start");
     assert!(far.iter().all(|page| rig.holds(*page, 1)));
     let report = source.end().expect("end");
@@ -226,7 +227,7 @@ fn what_reclaim_took_is_seen_touched_and_is_no_cost_of_watching() {
 fn a_cycle_that_nobody_ends_leaves_every_word_resident_and_every_byte() {
     // What an engine killed in the middle of a cycle leaves behind.
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     let mut watch = all();
     watch.fine = fine(&[(7, PageMap::ALL)]).fine;
     watch.coarse.pop();
@@ -240,7 +241,7 @@ fn a_cycle_that_nobody_ends_leaves_every_word_resident_and_every_byte() {
 #[test]
 fn a_cycle_whose_zaps_fail_is_undone() {
     let Some(rig) = Rig::coalesced(RAM, AMPLE, QUICK) else { return };
-    let mut source = Scans::new(&rig.vm);
+    let mut source = Scans::new(rig.vm.clone());
     rig.view.peer().disconnect();
     rig.break_client();
     assert!(source.start(&all()).is_err());
@@ -367,4 +368,22 @@ fn memory_that_reclaim_tore_is_huge_again_though_the_vm_is_tracked() {
     rig.check_bytes();
     until("all of it is mapped huge between two cycles", || rig.mapped_huge() == RAM);
     rig.check_bytes();
+}
+
+#[test]
+fn vms_that_are_tracked_keep_no_thread_each() {
+    const VMS: usize = 24;
+    let unit = Bytes(2 * MIB);
+    let rigs: Vec<_> = (0..VMS).map(|_| Rig::zapped(unit, Bytes(8 * MIB), Duration::from_millis(20))).collect();
+    for rig in &rigs {
+        rig.fill_all();
+        rig.vm.set_track(Track::On);
+    }
+    let cycles = || rigs.iter().map(|rig| rig.vm.heat.lock().cycles().0);
+    until("each was looked at", || cycles().all(|coarse| coarse > 2));
+    let pool = Pool::of_process();
+    until("they share threads", || pool.threads() < VMS / 2);
+    let before: Vec<_> = cycles().collect();
+    until("each is looked at again", || cycles().zip(&before).all(|(now, before)| now > *before));
+    rigs.iter().for_each(Rig::check_bytes);
 }

@@ -113,6 +113,8 @@ pub(crate) struct ReclaimWorker {
     pause: Duration,
     /// The last round found the VM at or below low.
     is_low: bool,
+    /// The VM was tracked after the last round.
+    was_tracked: bool,
     /// The last round ended although more pages could go.
     has_more: bool,
     /// Pages on their way to the store: 64 KiB, so that they are still in the CPU's cache when they are compressed.
@@ -149,6 +151,7 @@ impl ReclaimWorker {
             checked: 0,
             pause: IDLE,
             is_low: false,
+            was_tracked: false,
             has_more: false,
             buffer: Box::new([[0; PAGE_SIZE]; _]),
             vm,
@@ -182,6 +185,11 @@ impl ReclaimWorker {
                 STORE_REST
             }
         };
+        // A limit, a hold, and whether the VM is above its limit are seen here first.
+        let is_tracked = vm.is_tracked();
+        if std::mem::replace(&mut self.was_tracked, is_tracked) != is_tracked {
+            vm.mail.track.notify();
+        }
         // Only in a long pause: what restores have emptied is ready to hold what goes out next.
         if pause > DIRECT {
             vm.stores.first().store.tidy();

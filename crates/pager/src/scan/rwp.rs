@@ -38,8 +38,8 @@ pub(crate) const ABILITY: Ability = Ability { name: "rwp-scan", granularity: Gra
 
 /// See above.
 #[derive(Debug)]
-pub(crate) struct RwpScan<'a> {
-    vm: &'a Vm,
+pub(crate) struct RwpScan {
+    vm: Arc<Vm>,
     /// What the cycle that runs watches.
     runs: Vec<ProtectedRun>,
     /// What faults and prefetch had mapped before it.
@@ -129,9 +129,9 @@ fn blocks(touched: PageMap) -> u8 {
     touched.iter().fold(0, |blocks, page| blocks | 1 << (page / BLOCK))
 }
 
-impl<'a> RwpScan<'a> {
+impl RwpScan {
     /// For this VM. No cycle runs.
-    pub(crate) fn new(vm: &'a Vm) -> Self {
+    pub(crate) fn new(vm: Arc<Vm>) -> Self {
         Self { vm, runs: Vec::new(), mapped: 0 }
     }
 
@@ -201,7 +201,7 @@ impl<'a> RwpScan<'a> {
     }
 }
 
-impl Drop for RwpScan<'_> {
+impl Drop for RwpScan {
     /// Also when the worker panics in the middle of a cycle.
     fn drop(&mut self) {
         let mut runs = std::mem::take(&mut self.runs);

@@ -1,7 +1,7 @@
 //! Scans: what tracks a VM. Each chunk of its RAM is watched by the scan that suits it.
 //!
 //! Before: heat's tracker says which units to watch. After: which of them, or which of their pages, were touched.
-//! Threads: one tracking worker per VM. Units: 2 MiB, and pages. Promise: a unit is watched by one scan, and while a
+//! Threads: the VM's tracking worker. Units: 2 MiB, and pages. Promise: a unit is watched by one scan, and while a
 //! cycle runs no chunk is unregistered.
 //!
 //! | A chunk | is watched by |
@@ -14,6 +14,7 @@
 //! protected (seen on 7.3), so that its touch would be a fault for us as with a zap.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ballast_base::{PageIdx, PageRange};
@@ -29,28 +30,28 @@ use crate::vm::region::{Region, Registered};
 
 /// See above.
 #[derive(Debug)]
-pub struct Scans<'a> {
-    vm: &'a Vm,
-    zap: ZapScan<'a>,
-    rwp: RwpScan<'a>,
+pub struct Scans {
+    vm: Arc<Vm>,
+    zap: ZapScan,
+    rwp: RwpScan,
     /// Dropped after the scans, which end their cycles first.
-    running: Option<Cycle<'a>>,
+    running: Option<Cycle>,
     /// The kernel watched some units in the last cycle.
     is_rwp_used: bool,
 }
 
 /// A cycle that runs.
 #[derive(Debug)]
-struct Cycle<'a> {
+struct Cycle {
     /// CPU time of its start.
     cpu: Duration,
-    _registered: KeepRegistered<'a>,
+    _registered: KeepRegistered,
 }
 
-impl<'a> Scans<'a> {
+impl Scans {
     /// For this VM. No cycle runs.
-    pub fn new(vm: &'a Vm) -> Self {
-        Self { vm, zap: ZapScan::new(vm), rwp: RwpScan::new(vm), running: None, is_rwp_used: false }
+    pub fn new(vm: Arc<Vm>) -> Self {
+        Self { zap: ZapScan::new(vm.clone()), rwp: RwpScan::new(vm.clone()), vm, running: None, is_rwp_used: false }
     }
 
     /// Register the units of a watch, and give each to one of the scans.
@@ -84,7 +85,7 @@ impl<'a> Scans<'a> {
     }
 }
 
-impl AccessSource for Scans<'_> {
+impl AccessSource for Scans {
     fn ability(&self) -> Ability {
         if self.is_rwp_used { rwp::ABILITY } else { zap::ABILITY }
     }

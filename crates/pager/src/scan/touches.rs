@@ -4,6 +4,7 @@
 //! Threads: fault workers mark, the tracking worker reads; atomics only. Units: pages of a region; nanoseconds.
 //! Promise: marking never waits.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -30,9 +31,9 @@ pub(crate) struct Touches {
 
 /// While it lives, a cycle runs and no chunk is unregistered.
 #[derive(Debug)]
-pub(crate) struct KeepRegistered<'a>(&'a Touches);
+pub(crate) struct KeepRegistered(Arc<Touches>);
 
-impl Drop for KeepRegistered<'_> {
+impl Drop for KeepRegistered {
     fn drop(&mut self) {
         self.0.running.store(false, Ordering::Release);
     }
@@ -77,9 +78,9 @@ impl Touches {
     }
 
     /// A cycle runs until what this returns is dropped.
-    pub fn begin_cycle(&self) -> KeepRegistered<'_> {
+    pub fn begin_cycle(self: &Arc<Self>) -> KeepRegistered {
         self.running.store(true, Ordering::Release);
-        KeepRegistered(self)
+        KeepRegistered(self.clone())
     }
 
     /// Does a cycle run?

@@ -2,14 +2,15 @@
 //!
 //! Before: the VM has a limit, or tracking is on. After: `vm.heat` knows generations, ages and the working set, by
 //! which reclaim picks and which the API shows.
-//! Threads: one task per VM, which keeps a thread while the VM is tracked, at the pace of heat's budgets. Promise: no
-//! cycle runs while the VM is held or stopping; one that does is ended within [`LOOK`], and everything it zapped is
-//! mapped as it was.
+//! Threads: one task per VM, which runs at the beginning and at the end of each cycle, at the pace of heat's budgets.
+//! Promise: no cycle runs while the VM is held or stopping; one that does is ended as soon as the task, which is
+//! notified of that, gets a thread, and everything it zapped is mapped as it was.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ballast_heat::AccessSource;
+use ballast_heat::{AccessSource, Cycle, Turn};
 
 use super::source::Scans;
 use crate::run::pool::blocking;
@@ -17,63 +18,91 @@ use crate::run::queue::Next;
 use crate::vm::table::Table;
 use crate::vm::{Track, Vm};
 
-/// How often a cycle that runs is asked whether it still may.
-const LOOK: Duration = Duration::from_millis(20);
-/// How often a VM that is not tracked is asked whether it is now.
-const IDLE: Duration = Duration::from_millis(200);
+/// How often a VM that is not tracked is asked whether it is now. Whatever changes that notifies as well.
+const IDLE: Duration = Duration::from_secs(1);
 /// Pause after a cycle that failed: a VMM that does not answer, say.
 const FAILED: Duration = Duration::from_secs(5);
+
+/// What is kept while a VM is tracked.
+#[derive(Debug)]
+struct Tracking {
+    scans: Scans,
+    waits: Waits,
+    until: Instant,
+}
+
+/// What is waited for.
+#[derive(Debug)]
+enum Waits {
+    /// The next cycle.
+    Rest,
+    /// The end of this one.
+    Cycle(Cycle),
+}
 
 /// The tracking worker of a VM.
 #[derive(Debug)]
 pub(crate) struct TrackWorker {
     vm: Arc<Vm>,
     failures: u64,
+    /// Not there while the VM is not tracked.
+    tracking: Option<Tracking>,
 }
 
 impl TrackWorker {
     /// Of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
-        Self { vm, failures: 0 }
+        Self { vm, failures: 0, tracking: None }
     }
 
-    /// Track the VM for as long as it is to be tracked; returns when to look whether it is again.
+    /// Begin or finish a cycle, if it is time; returns when the next piece of work is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
-        if vm.is_tracked() && !vm.views().is_empty() {
-            // It sleeps nearly all the time.
-            blocking(|| self.track(&vm));
+        let is_tracked = vm.is_tracked() && !vm.views().is_empty();
+        if let Some(Tracking { until, .. }) = self.tracking
+            && is_tracked
+            && now < until
+        {
+            // Notified of something else.
+            return Next::At(until);
         }
-        vm.heat.set_source(None);
-        match vm.track() {
-            _ if vm.is_stopping() => Next::Done,
-            Track::Off => Next::Idle,
-            Track::On | Track::Auto => Next::about(now, IDLE),
+        let mut finished = Ok(());
+        let scans = match self.tracking.take() {
+            Some(Tracking { mut scans, waits: Waits::Cycle(cycle), .. }) => {
+                // The client may be waited for.
+                finished = blocking(|| vm.heat.finish(&mut scans, cycle, is_tracked));
+                Some(scans)
+            }
+            tracking => tracking.map(|tracking| tracking.scans),
+        };
+        if !is_tracked {
+            vm.heat.set_source(None);
+            return match vm.track() {
+                _ if vm.is_stopping() => Next::Done,
+                Track::Off => Next::Idle,
+                Track::On | Track::Auto => Next::about(now, IDLE),
+            };
         }
+        let mut scans = scans.unwrap_or_else(|| Scans::new(vm.clone()));
+        vm.heat.set_source(Some(scans.ability()));
+        let begun = finished.and_then(|()| blocking(|| vm.heat.begin(&mut scans, &Table::of(&vm))));
+        let begun = begun.unwrap_or_else(|error| self.failed(&error));
+        let now = Instant::now();
+        let (until, waits) = match begun {
+            Turn::Rest(pause) => (now + pause, Waits::Rest),
+            Turn::Watch(cycle) => (now + cycle.window, Waits::Cycle(cycle)),
+        };
+        self.tracking = Some(Tracking { scans, waits, until });
+        Next::At(until)
     }
 
-    fn track(&mut self, vm: &Vm) {
-        let mut source = Scans::new(vm);
-        while vm.is_tracked() && !vm.views().is_empty() {
-            vm.heat.set_source(Some(source.ability()));
-            let mut wait = |time: Duration| {
-                let end = Instant::now() + time;
-                loop {
-                    let left = end.saturating_duration_since(Instant::now());
-                    if left.is_zero() || !vm.is_tracked() {
-                        return vm.is_tracked();
-                    }
-                    vm.sleep(left.min(LOOK));
-                }
-            };
-            if let Err(error) = vm.heat.turn(&mut source, &Table::of(vm), &mut wait) {
-                self.failures += 1;
-                if self.failures.is_power_of_two() {
-                    let failures = self.failures;
-                    tracing::warn!(vm = vm.state.name(), failures, "Tracking what the guest touches: {error}");
-                }
-                vm.sleep(FAILED);
-            }
+    /// A cycle failed: what to do next.
+    fn failed(&mut self, error: &io::Error) -> Turn {
+        self.failures += 1;
+        if self.failures.is_power_of_two() {
+            let failures = self.failures;
+            tracing::warn!(vm = self.vm.state.name(), failures, "Tracking what the guest touches: {error}");
         }
+        Turn::Rest(FAILED)
     }
 }

@@ -40,8 +40,8 @@ pub(crate) const ABILITY: Ability = Ability { name: "zap-scan", granularity: Gra
 
 /// See above.
 #[derive(Debug)]
-pub(crate) struct ZapScan<'a> {
-    vm: &'a Vm,
+pub(crate) struct ZapScan {
+    vm: Arc<Vm>,
     /// What the cycle that runs watches.
     units: Vec<Watched>,
 }
@@ -93,9 +93,9 @@ impl Watched {
     }
 }
 
-impl<'a> ZapScan<'a> {
+impl ZapScan {
     /// For this VM. No cycle runs.
-    pub(crate) fn new(vm: &'a Vm) -> Self {
+    pub(crate) fn new(vm: Arc<Vm>) -> Self {
         Self { vm, units: Vec::new() }
     }
 
@@ -120,7 +120,7 @@ impl<'a> ZapScan<'a> {
     }
 
     fn begin(&self, units: &[Watched]) -> io::Result<()> {
-        let vm = self.vm;
+        let vm = &self.vm;
         let views = vm.views();
         vm.mail.touches.begin(units.iter().filter(|watched| watched.pages.is_some()).map(|watched| watched.id));
         for watched in units {
@@ -261,7 +261,7 @@ impl<'a> ZapScan<'a> {
     }
 }
 
-impl Drop for ZapScan<'_> {
+impl Drop for ZapScan {
     /// Also when the worker panics in the middle of a cycle.
     fn drop(&mut self) {
         self.finish(&self.units);

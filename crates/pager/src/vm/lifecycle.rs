@@ -2,11 +2,10 @@
 //! are to end.
 //!
 //! Before: the VM is open. After: all of them have ended. Threads: any.
-//! Promise: a thread that sleeps here is woken as soon as the VM is to stop.
+//! Promise: whoever waits here waits for visits that are under way, and for nothing else.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::run::listener::Watched;
 use crate::run::pool::Pool;
@@ -28,8 +27,6 @@ pub(crate) struct Lifecycle {
     is_stopping: AtomicBool,
     /// And faults are to be served no more.
     is_over: AtomicBool,
-    sleeping: Mutex<()>,
-    stopped: Condvar,
 }
 
 impl Lifecycle {
@@ -106,19 +103,8 @@ impl Lifecycle {
         self.is_stopping.load(Ordering::Acquire)
     }
 
-    /// Tasks are to end; those that sleep are woken.
+    /// Tasks are to end.
     pub fn stop_tasks(&self) {
         self.is_stopping.store(true, Ordering::Release);
-        // With the lock, so that no thread is between its check and its sleep.
-        drop(self.sleeping.lock().expect("no panic while held"));
-        self.stopped.notify_all();
-    }
-
-    /// Sleep this long, or until the VM is to stop; returns whether it goes on.
-    pub fn sleep(&self, time: Duration) -> bool {
-        let guard = self.sleeping.lock().expect("no panic while held");
-        let waited = self.stopped.wait_timeout_while(guard, time, |()| !self.is_stopping());
-        drop(waited.expect("no panic while held"));
-        !self.is_stopping()
     }
 }

@@ -3,6 +3,7 @@
 //! Before: a worker has something for another. After: that one finds it, or is notified.
 //! Threads: any. Promise: leaving a message never waits for its receiver.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::fault::prefetch_queue::PrefetchQueue;
@@ -32,7 +33,7 @@ const AWAKE: u64 = 0;
 /// | `discards` | clients | discard worker |
 #[derive(Debug, Default)]
 pub(crate) struct Mailboxes {
-    pub touches: Touches,
+    pub touches: Arc<Touches>,
     pub prefetch: PrefetchQueue,
     pub slow: SlowQueue,
     pub refaults: Refaults,

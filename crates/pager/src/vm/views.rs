@@ -77,6 +77,7 @@ impl Vm {
     pub fn remove_view(&self, pid: u32) {
         self.memory.remove_view(pid);
         self.forget_gone();
+        self.mail.track.notify();
         self.hold_for_peers(None);
     }
 
@@ -182,7 +183,7 @@ impl Vm {
     }
 
     /// A cycle of tracking begins: what is registered stays so until what this returns is dropped.
-    pub(crate) fn keep_registered(&self) -> KeepRegistered<'_> {
+    pub(crate) fn keep_registered(&self) -> KeepRegistered {
         let _one = self.memory.registering();
         self.mail.touches.begin_cycle()
     }

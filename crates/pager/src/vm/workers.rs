@@ -9,7 +9,7 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::Vm;
 use super::listened::{DiscardWorker, Listened};
@@ -197,10 +197,5 @@ impl Vm {
     /// Does its reclaim worker have nothing to do until the VM holds more or less? For tests.
     pub fn rests(&self) -> bool {
         self.mail.rested_at().is_some()
-    }
-
-    /// Sleep this long, or until the VM is stopped; returns whether it goes on.
-    pub(crate) fn sleep(&self, time: Duration) -> bool {
-        self.life.sleep(time)
     }
 }
