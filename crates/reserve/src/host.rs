@@ -66,8 +66,17 @@ impl Host {
     /// If there is no such node, or the kernel has no huge pages of 2 MiB.
     pub fn pages(&self, node: u32) -> io::Result<Pages> {
         let number = |file: &str| number(&self.node(node).join(PAGES).join(file));
-        let total = number("nr_hugepages")?.saturating_sub(number("surplus_hugepages")?);
-        Ok(Pages { total, free: number("free_hugepages")? })
+        // Two files: others may take a page beyond the reserved ones, or free it, between them.
+        let read = || Ok::<_, io::Error>((number("nr_hugepages")?, number("surplus_hugepages")?));
+        let mut last = read()?;
+        loop {
+            let now = read()?;
+            if now == last {
+                break;
+            }
+            last = now;
+        }
+        Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")? })
     }
 
     /// Have the kernel reserve this number of pages more, or less. Returns by how many they have changed.

@@ -405,7 +405,10 @@ impl Live {
     fn new(dir: &Path, pool: Pool<Shared>) -> Result<Self, Error> {
         let brick = slices_to_bytes(pool.layout().brick_slices());
         let files = Files::open(&dir.join(FILES), brick).during("Opening the pool's file system (hugetlbfs)")?;
-        let names = journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
+        let mut names: BTreeMap<u64, String> =
+            journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
+        // One whose author died before its VM had memory is nobody's.
+        names.retain(|id, _| pool.tenants().any(|tenant| tenant.vm.0.get() == *id));
         Ok(Self { pool, files, names, waiting: Vec::new() })
     }
 
