@@ -213,6 +213,7 @@ fn a_successor_that_stands_still_in_the_middle_is_ended_and_its_vms_go_back() {
     std::thread::sleep(moment(5));
     common::signal_process(next, Signal::STOP);
     // It may have been done already: then it is an engine that hangs, and is replaced.
+    until("it is ended", || !engines(&daemon).contains(&next));
     until("the guests are served", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
     assert_ne!(daemon.host().engine_pid, next);
     moves(&daemon, "one");

@@ -9,10 +9,14 @@
 //! Whose threads are in the list (`threads`) nobody can tell while there are two. So an engine that dies meanwhile must
 //! be gone entirely before another one may mend what it left.
 
+use std::sync::atomic::Ordering;
+
 use crate::state_file::{FORMAT, Field, StateFile};
 
 /// The first layout whose readers know that there may be two.
 const KNOWS_TWO: u16 = 5;
+/// Beside the pid of the engine that leaves: the other one serves every process of the VM.
+const FOLLOWED: u64 = 1 << 32;
 
 impl StateFile {
     /// Write down that this engine may open the VM beside the one that is named, which leaves. The keeper does, before
@@ -45,6 +49,18 @@ impl StateFile {
     /// Write down that this engine serves the VM beside another one; returns its epoch.
     pub fn open_beside(&self, pid: u32, start_time: u64) -> u64 {
         self.begin_epoch(pid, start_time)
+    }
+
+    /// The engine beside the one that leaves serves every process of the VM: should the keeper die now, it will do.
+    pub fn set_followed(&self) {
+        if self.leaving().is_some() {
+            self.words()[Field::LeavingPid as usize].fetch_or(FOLLOWED, Ordering::AcqRel);
+        }
+    }
+
+    /// Is it so?
+    pub fn is_followed(&self) -> bool {
+        self.leaving().is_some() && self.get(Field::LeavingPid) & FOLLOWED != 0
     }
 
     /// The engine that leaves has closed the VM: the other one has it alone.
@@ -87,8 +103,13 @@ mod tests {
         state.name_beside(12, 100);
         assert_eq!((state.engine(), state.leaving(), least()), (Some((12, 100)), Some((10, 99)), 5));
         assert_eq!(state.open_beside(12, 100), 2, "as many have opened it");
+        assert!(!state.is_followed());
+        state.set_followed();
+        assert_eq!((state.is_followed(), state.leaving()), (true, Some((10, 99))));
         state.has_left();
         assert_eq!((state.engine(), state.leaving(), least()), (Some((12, 100)), None, 3));
+        state.set_followed();
+        assert!(!state.is_followed(), "nobody leaves");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use ballast_base::Bytes;
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Order;
 use ballast_sys::file_ranges::FileRanges;
+use ballast_sys::process::Process;
 
 use crate::engine_child::open_order;
 use crate::fence::{self, Left};
@@ -28,7 +29,7 @@ impl Keeper {
         let Some(at) = self.vms.iter().position(|vm| vm.state.id() == id) else { return };
         let mut entry = self.vms.remove(at);
         let seq = self.seq();
-        let given = entry.is_handed_over();
+        let given = entry.is_handed_over() && entry.at != At::Both;
         match entry.at {
             // Its engine closes it as if it were to move; then it is opened there once more, for its end.
             At::Parting(..) => entry.at = At::Engine,
@@ -36,9 +37,11 @@ impl Keeper {
                 entry.at = At::Engine;
                 self.order(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
             }
+            // Both close it; then the one that is to follow opens it once more, for its end.
             At::Both => {
                 entry.at = At::Next;
                 self.leave_to_next(id);
+                self.order_next(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
             }
             At::Engine | At::Next => {}
         }
@@ -97,12 +100,17 @@ impl Keeper {
     /// wait.
     pub(crate) fn tend_closing(&mut self) -> bool {
         let ours = self.ours();
-        let is_free = |entry: &VmEntry| matches!(fence::end_for(&entry.state, ours.iter().copied()), Ok(Left::Nothing));
+        let is_free = |entry: &VmEntry, engine: Process| {
+            // Another one of ours is to close it before this one opens it.
+            let leaving = entry.state.leaving().map(|(pid, start)| Process { pid, start });
+            leaving.is_none_or(|leaving| leaving == engine || !ours.contains(&leaving))
+                && matches!(fence::end_for(&entry.state, ours.iter().copied()), Ok(Left::Nothing))
+        };
         let mut orders = Vec::new();
         for at in 0..self.closing.len() {
             let Some(engine) = self.engine_for(&self.closing[at].entry) else { return false };
             let closing = &mut self.closing[at];
-            if !closing.given && is_free(&closing.entry) {
+            if !closing.given && is_free(&closing.entry, engine) {
                 orders.push(open_order(&mut closing.entry, engine));
                 orders.push((Order::CloseVm { seq: closing.seq, vm: closing.entry.state.id() }, Vec::new()));
                 closing.given = true;

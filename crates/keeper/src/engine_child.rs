@@ -25,7 +25,7 @@ use crate::fence::{self, Left};
 use crate::keeper::{Keeper, SOON};
 use crate::regions::{At, Fenced, VmEntry};
 use crate::store_files::Files;
-use crate::waiting::{Closing, Making};
+use crate::waiting::{Closing, Making, UNASKED};
 
 /// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as
 /// long as the kernel likes.
@@ -203,7 +203,12 @@ impl Keeper {
             Ok(Left::Nothing) => vm.fenced = None,
             left => return self.wait_for(id, unserved_since_ns, left),
         }
+        // One of the two that had it is dead. The other one, which this is if it is ours, has served its faults so far.
+        let had_two = vm.at != At::Both && vm.state.leaving().is_some();
         let (order, fds) = open_order(vm, engine);
+        if had_two {
+            self.order(&Order::HandOver { seq: UNASKED, vm: id }, &[]);
+        }
         self.order(&order, &fds);
         let orders: Vec<_> = self.views_of(id).map(|(pid, view)| add_view(pid, view, unserved_since_ns)).collect();
         for (order, fds) in orders {

@@ -25,7 +25,8 @@ impl Keeper {
     pub(crate) fn move_some(&mut self) {
         let Some(upgrade) = &self.upgrade else { return };
         let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
-        let busy = upgrade.opening.len() + self.vms.iter().filter(moving).count();
+        let closing = self.closing.iter().filter(|closing| closing.entry.state.leaving().is_some()).count();
+        let busy = upgrade.opening.len() + self.vms.iter().filter(moving).count() + closing;
         let know_two = [self.engine.as_ref(), Some(&upgrade.next)];
         let know_two = know_two.into_iter().all(|engine| engine.is_some_and(|engine| engine.version >= BESIDE));
         let stay = self.vms.iter().filter(|vm| vm.at == At::Engine && vm.is_handed_over()).map(|vm| vm.state.id());
@@ -125,6 +126,7 @@ impl Keeper {
     pub(crate) fn left_to_next(&mut self, vm: VmId) {
         if let Some(closing) = self.closing.iter().find(|closing| closing.entry.state.id() == vm) {
             closing.entry.state.has_left();
+            self.tend_closing();
         }
         let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Both) else { return };
         entry.at = At::Next;
@@ -145,7 +147,9 @@ impl Keeper {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
                 At::Next => Instant::now(),
-                At::Resting(_) | At::Both => {
+                // It serves the faults of both kinds until it can open them anew (`hand_over`).
+                At::Both => Instant::now(),
+                At::Resting(_) => {
                     open.push(entry.state.id());
                     Instant::now()
                 }

@@ -35,7 +35,7 @@
 //! about to close, or serves the faults of and no more, it closes and opens again: it carries out the orders about a VM
 //! in turn.
 //! *Promote*: new is the keeper's engine from now on. What old had is recovered as after any engine's death; so is what
-//! both had, which new closes first: old may have died with pages locked.
+//! both had, which new closes first, when nothing is left of old: it may have died with pages locked.
 //! *Late* is counted in the keeper's own rounds: a keeper, or a host, that slept has waited for one round.
 
 use std::time::{Duration, Instant};

@@ -272,6 +272,7 @@ impl World {
                 me.done(seq, if lies || me.open.contains_key(&vm) { Ok(()) } else { Err("it is not open") });
             }
             Order::CloseVm { seq, vm } => {
+                assert_eq!(others.get(&vm), None, "VM {vm} is to end while another engine has it");
                 me.open.remove(&vm);
                 me.done(seq, Ok(()));
             }

@@ -24,7 +24,7 @@ use crate::regions::{At, VmEntry};
 use crate::stage::{Deadline, Happens, Stage, Then};
 use crate::store_files::Files;
 use crate::upgrading::{Asked, Leaving, Upgrade};
-use crate::waiting::{Making, UNASKED};
+use crate::waiting::Making;
 
 impl Keeper {
     /// An engine passed an operator's wish on.
@@ -343,14 +343,11 @@ impl Keeper {
     fn promote(&mut self) {
         let both: Vec<_> = self.vms.iter().filter(|vm| vm.at == At::Both).map(|vm| vm.state.id()).collect();
         self.put_in_place();
-        for vm in &both {
-            // What the dead one had locked must be mended, and nobody may serve the VM meanwhile.
-            self.order(&Order::HandOver { seq: UNASKED, vm: *vm }, &[]);
-        }
         let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
         let ours = self.engine.as_ref().map(|engine| engine.process);
         let named = |vm: &VmEntry| vm.state.engine() == ours.map(|process| (process.pid, process.start));
         let left: Vec<_> = self.vms.iter().filter(|vm| !named(vm)).map(|vm| vm.state.id()).collect();
+        // What both had the new one serves until it can open it anew: what the dead one had locked must be mended.
         for vm in left.into_iter().chain(both) {
             self.hand_over(vm, since);
         }
@@ -387,13 +384,12 @@ impl Keeper {
         self.last_upgrade.stage = Shown::Done;
         let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = &self.last_upgrade;
         let (took_ms, gap_ms) = (*took_us as f64 / 1e3, *longest_gap_us as f64 / 1e3);
-        let served = match longest_gap_us {
-            0 => "served at every moment".into(),
-            _ => format!("unserved for {gap_ms:.1} ms at most"),
+        let how = match (message.as_str(), longest_gap_us) {
+            ("", 0) => "each served at every moment".into(),
+            ("", _) => format!("each unserved for {gap_ms:.1} ms at most"),
+            (also, _) => also.to_owned(),
         };
-        let also = if message.is_empty() { String::new() } else { format!("; {message}") };
-        let message =
-            format!("an engine of {program} follows, after {took_ms:.0} ms; {moved} VMs moved, each {served}{also}");
+        let message = format!("an engine of {program} follows, after {took_ms:.0} ms; {moved} VMs moved; {how}");
         tracing::info!("{message}");
         self.show_upgrade();
         self.host_note("upgraded", message);

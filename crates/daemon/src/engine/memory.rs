@@ -72,7 +72,7 @@ fn say(served: &Served) -> bool {
 impl Engine {
     /// Open a VM anew whose words or tables were damaged.
     fn open_anew(&self, served: &Arc<Served>) {
-        if served.vm.state.leaving().is_some() {
+        if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
             // Nothing can be mended while another engine serves the VM's faults: the next one to open it does.
             let text = "the VM is looked through by the next engine: two have it at this moment";
             return served.vm.report("memory-error", text.into());

@@ -19,7 +19,8 @@ use anyhow::{Context, bail};
 use ballast_base::Bytes;
 use ballast_base::wire::{self, VmId};
 use ballast_handover::orders::{Order, Report};
-use ballast_pager::vm::Hold;
+use ballast_pager::vm::view::View;
+use ballast_pager::vm::{Hold, Vm};
 use ballast_store::Budget;
 use ballast_sys::priority::run_first;
 use ballast_sys::process::Process;
@@ -151,6 +152,11 @@ fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate
         });
     })?;
     Ok(())
+}
+
+/// Is this process gone? Where only faults are served, nobody listens to its client any more.
+fn is_gone(vm: &Vm, view: &View) -> bool {
+    view.peer().is_disconnected() || vm.is_stopping() && matches!(Process::find(view.pid), Ok(None))
 }
 
 /// Do this if no order to rest or to go on has come since the one of this number.
@@ -328,12 +334,12 @@ impl Orders {
     }
 
     /// The keeper is gone in the middle of an upgrade: what another engine serves beside this one is closed here. What
-    /// that has not opened yet is served on.
+    /// that does not serve is served on.
     fn leave_to_followers(&mut self) {
         let me = (self.engine.me.pid, self.engine.me.start);
         for served in self.engine.host.all() {
             let state = &served.vm.state;
-            if state.leaving() == Some(me) && state.epoch() > served.vm.epoch() {
+            if state.leaving() == Some(me) && state.is_followed() {
                 let (engine, id) = (self.engine.clone(), served.vm.state.id());
                 let given = self.workers().give_last(id, move || drop(engine.part_with_vm(id)));
                 if let Err(error) = given {
@@ -357,10 +363,10 @@ impl Orders {
         {
             tracing::error!("Answering the API: {error:#}");
         }
-        self.leave_to_followers();
         // Some may not be open yet. The next keeper knows of us from their state files.
         let mut done = self.workers().all_so_far();
         loop {
+            self.leave_to_followers();
             let is_over = done.is_over();
             let vms = host.all();
             if is_over && vms.is_empty() {
@@ -369,7 +375,7 @@ impl Orders {
             }
             for served in vms {
                 served.vm.hold(Hold::Orphaned, Some("ballastd is not running".into()));
-                if is_over && served.vm.views().iter().all(|view| view.peer().is_disconnected()) {
+                if is_over && served.vm.views().iter().all(|view| is_gone(&served.vm, view)) {
                     let id = served.vm.state.id();
                     if let Err(error) = self.close(id, None) {
                         tracing::error!("Closing VM {id}: {error}");

@@ -102,6 +102,9 @@ impl Engine {
                 self.done(seq, checked.map(drop).map_err(|error| io::Error::other(format!("{error:#}"))))
             }
             (Order::Tell { seq, .. }, Some(served)) => {
+                if served.unserved().is_none() {
+                    served.vm.state.set_followed();
+                }
                 self.done(seq, served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why))))
             }
             (Order::Tell { seq, .. }, None) => {
@@ -129,11 +132,7 @@ impl Engine {
                 self.done(seq, Ok(()))
             }
             (Order::ServeFaults { seq, .. }, _) => self.done(seq, serve_faults_only(served.as_deref())),
-            (Order::Alone { .. }, Some(served)) => {
-                // What the other one has freed is not charged any more.
-                served.vm.stores.first().store.usage();
-                served.vm.start().context("Starting its workers")
-            }
+            (Order::Alone { .. }, Some(served)) => self.alone(served),
             (Order::RemoveView { pid, .. }, Some(served)) => {
                 served.vm.remove_view(pid);
                 served.forget_pid(pid);
@@ -152,6 +151,14 @@ impl Engine {
             let error = error.context(format!("VM {id}"));
             self.failed(served.as_ref().map(|served| served.vm.state.name()), &what, &error);
         }
+    }
+
+    /// The engine that served this VM as well has closed it: do all the rest for it, too.
+    fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
+        // What that one has freed is not charged any more.
+        served.vm.stores.first().store.usage();
+        served.vm.start().context("Starting its workers")?;
+        self.watch.send(served.clone()).context("Asking the watch to look")
     }
 
     /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that
@@ -315,6 +322,10 @@ impl Engine {
             served.restore(Hold::Pinned, served.vm.held().unwrap_or_default(), |_| ())?;
         } else if served.vm.is_held_for(Hold::Kept) {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;
+        }
+        if served.vm.state.leaving().is_some() {
+            // That engine may map its RAM. The look is asked for when it is gone, and until then reclaim is held.
+            return Ok(());
         }
         self.watch.send(served.clone()).context("Asking the watch to look")
     }

@@ -66,8 +66,9 @@ impl Forgotten {
         }
         self.next = whole(now + self.interval);
         self.interval = (self.interval * 2).min(RARELY);
-        // A VM that was told to stop has a fault that cannot be answered, and said so.
-        if vm.halted().is_some() {
+        // A VM that was told to stop has a fault that cannot be answered, and said so. What another engine has in hand
+        // is not known here.
+        if vm.halted().is_some() || vm.state.leaving().is_some() {
             return;
         }
         // The number first. A fault that waits for a disk is counted until its thread was woken, so one too many at

@@ -203,11 +203,6 @@ impl Vm {
         Ticket::new(self.epoch, self.tickets.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Which opening of the VM this is: the number that [`StateFile::take_over`] returned.
-    pub fn epoch(&self) -> u64 {
-        self.epoch
-    }
-
     /// The regions; index is number.
     pub fn regions(&self) -> Vec<Arc<Region>> {
         self.memory.regions()
