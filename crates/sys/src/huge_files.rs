@@ -69,9 +69,12 @@ pub fn on_node(node: Option<u32>) -> io::Result<()> {
         let word = mask.get_mut(node as usize / 64).ok_or(io::ErrorKind::InvalidInput)?;
         *word = 1 << (node % 64);
     }
-    let (mode, bits) = if node.is_some() { (libc::MPOL_BIND, MOST + 1) } else { (libc::MPOL_DEFAULT, 0) };
-    // SAFETY: the mask has the bits that are announced, and is read for the length of the call.
-    let done = unsafe { libc::syscall(libc::SYS_set_mempolicy, mode, mask.as_ptr(), bits) };
+    let (mode, nodes, bits) = match node {
+        Some(_) => (libc::MPOL_BIND, mask.as_ptr(), MOST + 1),
+        None => (libc::MPOL_DEFAULT, std::ptr::null(), 0),
+    };
+    // SAFETY: the mask, if there is one, has the bits that are announced, and is read for the length of the call.
+    let done = unsafe { libc::syscall(libc::SYS_set_mempolicy, mode, nodes, bits) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -82,7 +85,10 @@ mod tests {
 
     #[test]
     fn a_file_that_somebody_maps_opens_or_sends_has_another_holder() {
-        let file = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        let made = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
+        // As a file that was opened by its name: the first descriptor of a memfd counts for none.
+        let file = memfd::reopen(made.as_fd(), true).expect("reopen");
+        drop(made);
         let is_ours = || is_only_holder(&file).expect("ask");
         assert!(is_ours());
         let own = Mapping::shared(&file, 0, 4096).expect("map");
