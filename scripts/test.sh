@@ -17,8 +17,8 @@ step() {
     echo "== $1"
     shift
     # Everything goes to the log as well, where skips are counted at the end.
-    # A step that hangs fails: the longest takes a few minutes.
-    timeout --kill-after=10 "${STEP_SECONDS:-1200}" "$@" 2>&1 | tee -a "$log"
+    # A step that hangs fails: the longest takes twelve minutes on two CPUs that do nothing else.
+    timeout --kill-after=10 "${STEP_SECONDS:-1800}" "$@" 2>&1 | tee -a "$log"
     echo "   ($((SECONDS - start)) s)"
 }
 
