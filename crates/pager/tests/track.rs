@@ -11,7 +11,6 @@ use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE, PAGES_PER_UNIT};
 use ballast_heat::source::FineWatch;
 use ballast_heat::{AccessSource, PageMap, Seen, UnitId, Watch};
 use ballast_page::page_state::{State, Word};
-use ballast_pager::run::pool::Pool;
 use ballast_pager::scan::source::Scans;
 use ballast_pager::vm::Hold;
 use ballast_pager::vm::stats::Counter;
@@ -368,22 +367,4 @@ fn memory_that_reclaim_tore_is_huge_again_though_the_vm_is_tracked() {
     rig.check_bytes();
     until("all of it is mapped huge between two cycles", || rig.mapped_huge() == RAM);
     rig.check_bytes();
-}
-
-#[test]
-fn vms_that_are_tracked_keep_no_thread_each() {
-    const VMS: usize = 24;
-    let unit = Bytes(2 * MIB);
-    let rigs: Vec<_> = (0..VMS).map(|_| Rig::zapped(unit, Bytes(8 * MIB), Duration::from_millis(20))).collect();
-    for rig in &rigs {
-        rig.fill_all();
-        rig.vm.set_track(Track::On);
-    }
-    let cycles = || rigs.iter().map(|rig| rig.vm.heat.lock().cycles().0);
-    until("each was looked at", || cycles().all(|coarse| coarse > 2));
-    let pool = Pool::of_process();
-    until("they share threads", || pool.threads() < VMS / 2);
-    let before: Vec<_> = cycles().collect();
-    until("each is looked at again", || cycles().zip(&before).all(|(now, before)| now > *before));
-    rigs.iter().for_each(Rig::check_bytes);
 }
