@@ -3,11 +3,10 @@
 //! Before: the keeper makes the files of a VM, and checks those that a client brings back. After: an engine maps them
 //! and serves the VM (`ballast-pager`); whoever comes next finds in them what must outlive it.
 //!
-//! [`state_file`] is the file of one VM: who it is, who serves it ([`threads`]; for a moment that may
-//! be two engines, `beside`), its regions ([`records`]), and the
-//! tables of its page-state words ([`table`]). What those words mean is `ballast-page`'s, which this crate does not
-//! know. [`arena`] is the head of a store's file, and which file on a disk an index belongs to; what is in it is
-//! `ballast-store`'s.
+//! [`state_file`] is the file of one VM: who it is, who serves it ([`threads`]; for a moment that may be two engines,
+//! `beside`), its regions ([`records`]), and the tables of its page-state words ([`table`]). What those words mean is
+//! `ballast-page`'s, which this crate does not know. [`arena`] is the head of a store's file, and which file on a disk
+//! an index belongs to; what is in it is `ballast-store`'s.
 //!
 //! [`orders`] are the messages between the two. Both also look at other processes: [`watch`] finds those that map a
 //! VM's RAM behind our back, [`sleep`] says over what a thread sleeps.

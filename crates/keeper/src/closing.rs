@@ -67,13 +67,12 @@ impl Keeper {
     /// Must a process that is, or comes back as, this VM wait with this RAM, and why? The RAM of any other VM may be
     /// on its way back into them until now.
     pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
-        let other = |closing: &&Closing| Some(closing.entry.state.id()) != vm;
-        let mut others = self.closing.iter().filter(other);
-        let two = |closing: &&Closing| Some(closing.entry.state.id()) == vm && closing.entry.state.leaving().is_some();
-        if let Some(closing) = self.closing.iter().find(two) {
+        let is_it = |closing: &&Closing| Some(closing.entry.state.id()) == vm;
+        let (own, others): (Vec<_>, Vec<_>) = self.closing.iter().partition(is_it);
+        if let Some(closing) = own.iter().find(|closing| closing.entry.state.leaving().is_some()) {
             return Some(format!("two engines have VM {:?} at this moment", closing.entry.state.name()));
         }
-        let of = others.find(|closing| closing.entry.has_any(ram))?;
+        let of = others.iter().find(|closing| closing.entry.has_any(ram))?;
         let name = of.entry.state.name();
         Some(format!("what was far of VM {name:?} is on its way back into its RAM file"))
     }

@@ -103,7 +103,7 @@ impl Keeper {
             self.order(&note, &[]);
         }
         self.order(&Order::Upgrading(self.last_upgrade.clone()), &[]);
-        let since = died.map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
+        let since = died.map(|(at, _)| clock::monotonic_ns_at(at));
         for vm in self.vms.iter().map(|vm| vm.state.id()).collect::<Vec<_>>() {
             self.hand_over(vm, since);
         }

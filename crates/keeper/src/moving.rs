@@ -21,7 +21,7 @@ use crate::waiting::UNASKED;
 const AT_ONCE: usize = 4;
 
 impl Keeper {
-    /// Have some more VMs closed, so that they can move; when none is left, the new engine serves.
+    /// Have the old engine let go of some more VMs, so that they can move; when none is left, the new engine serves.
     pub(crate) fn move_some(&mut self) {
         let Some(upgrade) = &self.upgrade else { return };
         let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
@@ -58,7 +58,7 @@ impl Keeper {
 
     /// The old engine is done with this VM: the new one gets it.
     pub(crate) fn move_on(&mut self, vm: VmId, seq: u64) {
-        let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) else { return };
+        let Some(entry) = self.entry(vm) else { return };
         // It may have gone and come back meanwhile.
         let since = match entry.at {
             At::Parting(since, by) if by == seq => since,
@@ -68,7 +68,12 @@ impl Keeper {
         if let Some(upgrade) = &mut self.upgrade {
             upgrade.opening.insert(vm, since);
         }
-        self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
+        self.give_to_next(vm, Some(since));
+    }
+
+    /// Have the new engine open a VM that is on its way to it. `since`: when the last one closed it.
+    fn give_to_next(&mut self, vm: VmId, since: Option<Instant>) {
+        self.hand_over(vm, since.map(clock::monotonic_ns_at));
         let seq = self.ask(Asked::Opened(vm));
         self.order_next(&Order::Tell { seq, vm }, &[]);
     }
@@ -83,9 +88,7 @@ impl Keeper {
             return self.part(vm);
         }
         entry.at = At::Both;
-        self.hand_over(vm, None);
-        let seq = self.ask(Asked::Opened(vm));
-        self.order_next(&Order::Tell { seq, vm }, &[]);
+        self.give_to_next(vm, None);
     }
 
     /// The new engine has opened this VM, or could not.
@@ -146,9 +149,8 @@ impl Keeper {
             let since = match entry.at {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
-                At::Next => Instant::now(),
-                // It serves the faults of both kinds until it can open them anew (`hand_over`).
-                At::Both => Instant::now(),
+                // What both have the old one serves until it can open it anew (`hand_over`).
+                At::Both | At::Next => Instant::now(),
                 At::Resting(_) => {
                     open.push(entry.state.id());
                     Instant::now()
@@ -166,7 +168,7 @@ impl Keeper {
             self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
         }
         for (vm, since) in back {
-            self.hand_over(vm, Some(clock::monotonic_ns() - since.elapsed().as_nanos() as u64));
+            self.hand_over(vm, Some(clock::monotonic_ns_at(since)));
         }
         self.tend_fences();
     }

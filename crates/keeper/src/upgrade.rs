@@ -343,7 +343,7 @@ impl Keeper {
     fn promote(&mut self) {
         let both: Vec<_> = self.vms.iter().filter(|vm| vm.at == At::Both).map(|vm| vm.state.id()).collect();
         self.put_in_place();
-        let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns() - at.elapsed().as_nanos() as u64);
+        let since = self.died.as_ref().map(|(at, _)| clock::monotonic_ns_at(*at));
         let ours = self.engine.as_ref().map(|engine| engine.process);
         let named = |vm: &VmEntry| vm.state.engine() == ours.map(|process| (process.pid, process.start));
         let left: Vec<_> = self.vms.iter().filter(|vm| !named(vm)).map(|vm| vm.state.id()).collect();

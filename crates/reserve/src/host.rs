@@ -8,6 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ballast_base::{Bytes, KIB};
+use ballast_sys::meminfo;
 
 /// The kernel's files.
 #[derive(Clone, Debug)]
@@ -129,9 +130,8 @@ impl Host {
     pub fn available(&self) -> io::Result<Bytes> {
         let file = self.root.join("proc/meminfo");
         let text = read(&file)?;
-        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-        let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
-        kib.map(|kib| Bytes(kib * KIB))
+        meminfo::number_in(&text, "MemAvailable")
+            .map(|kib| Bytes(kib * KIB))
             .ok_or_else(|| io::Error::other(format!("{} has no MemAvailable", file.display())))
     }
 

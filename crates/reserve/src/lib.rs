@@ -40,3 +40,4 @@ pub use host::Host;
 pub use overview::{Node, Overview, Tenant};
 pub use refill::{Done, Job};
 pub use reserve::{Error, FILES, Grant, Reserve};
+pub use shared::Shared;

@@ -16,6 +16,13 @@ use ballast_sys::Mapping;
 #[derive(Debug)]
 pub struct Shared(Mapping);
 
+impl Shared {
+    /// The words of this mapping.
+    pub fn new(mapping: Mapping) -> Self {
+        Self(mapping)
+    }
+}
+
 impl Words for Shared {
     fn count(&self) -> usize {
         self.0.len() / 8
@@ -47,7 +54,7 @@ pub fn create(path: &Path, layout: &Layout) -> Result<Pool<Shared>, StateError> 
     let file = File::options().read(true).write(true).create(true).truncate(true).open(&new)?;
     let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
     file.set_len(size as u64)?;
-    let pool = Pool::create(Shared(Mapping::shared(&file, 0, size)?), layout)?;
+    let pool = Pool::create(Shared::new(Mapping::shared(&file, 0, size)?), layout)?;
     std::fs::rename(&new, path)?;
     Ok(pool)
 }
@@ -62,5 +69,5 @@ pub fn open(path: &Path) -> Result<Option<Pool<Shared>>, StateError> {
     if size == 0 {
         return Err(Damage::Header("the file is empty".into()).into());
     }
-    Ok(Some(Pool::open(Shared(Mapping::shared(&file, 0, size)?))?.0))
+    Ok(Some(Pool::open(Shared::new(Mapping::shared(&file, 0, size)?))?.0))
 }

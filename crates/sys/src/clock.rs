@@ -4,7 +4,7 @@
 //! time, whatever else the CPU ran meanwhile.
 //! Threads: any; each asks of itself, and of processes. Units: time. Promise: never goes back.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -12,6 +12,11 @@ use rustix::time::{ClockId, clock_gettime};
 pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
+}
+
+/// The same for a moment that is over.
+pub fn monotonic_ns_at(moment: Instant) -> u64 {
+    monotonic_ns().saturating_sub(moment.elapsed().as_nanos() as u64)
 }
 
 /// CPU time that the calling thread has used.

@@ -5,7 +5,11 @@
 
 /// The number on the line of this key: KiB, or a count of huge pages.
 pub fn number(key: &str) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    number_in(&std::fs::read_to_string("/proc/meminfo").ok()?, key)
+}
+
+/// The same in a text like that file's.
+pub fn number_in(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     line.split_ascii_whitespace().next()?.parse().ok()
 }

@@ -49,7 +49,7 @@ const PAGES: [(&str, usize); 10] = [
     ("README.md", 900),
     ("docs/install.md", 1400),
     ("docs/operate.md", 2200),
-    ("docs/events.md", 1450),
+    ("docs/events.md", 1400),
     ("docs/cli.md", 1500),
     ("docs/api.md", 1500),
     ("docs/embed.md", 1500),

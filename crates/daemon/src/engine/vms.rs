@@ -68,12 +68,12 @@ pub(super) fn store_files(
     Ok((arena.context("the arena is missing")?, file))
 }
 
-/// Do nothing for this VM from now on but serve its faults. A page on a disk is no fault worker's, so a VM with a file
-/// store moves without that.
+/// Do nothing for this VM from now on but serve its faults. A page on a disk, or on another machine, is no fault
+/// worker's, so a VM with such a store moves without that.
 fn serve_faults_only(served: Option<&Served>) -> io::Result<()> {
     let served = served.ok_or_else(|| io::Error::other("it is not open"))?;
     if served.vm.stores.has_slow() {
-        return Err(io::Error::other("it has a file store"));
+        return Err(io::Error::other("it has a slow store"));
     }
     if let Some(why) = served.unserved() {
         return Err(io::Error::other(why));

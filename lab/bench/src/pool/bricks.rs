@@ -7,35 +7,18 @@
 //! [`Ram::check_and_mark`] looks whether it was.
 
 use std::num::{NonZeroU32, NonZeroU64};
-use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, bail, ensure};
 use ballast_base::{Bytes, PAGE_SIZE};
 use ballast_pool::request::on_one_node;
 use ballast_pool::{
     Class, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SLICE_SIZE,
-    SliceIdx, VmId, Words,
+    SliceIdx, VmId,
 };
+use ballast_reserve::Shared;
 use ballast_sys::{Mapping, memfd};
 use rustix::fd::OwnedFd;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-
-/// The pool's state in shared memory.
-pub(super) struct Shared(Mapping);
-
-impl Words for Shared {
-    fn count(&self) -> usize {
-        self.0.len() / 8
-    }
-
-    fn load(&self, at: usize) -> u64 {
-        self.0.words(at * 8, 1)[0].load(Ordering::Acquire)
-    }
-
-    fn store(&mut self, at: usize, value: u64) {
-        self.0.words(at * 8, 1)[0].store(value, Ordering::Release);
-    }
-}
 
 /// One file of the pool.
 struct Brick {
@@ -64,7 +47,7 @@ impl Bricks {
         let layout = Layout::new(&[NodeSpec { numa: 0, slices }], brick, 16)?;
         let size = (layout.words() * 8).next_multiple_of(PAGE_SIZE);
         let state = memfd::create("ballast-bench-pool", Bytes(size as u64)).context("Making the pool's state")?;
-        let words = Shared(Mapping::shared(&state, 0, size).context("Mapping the pool's state")?);
+        let words = Shared::new(Mapping::shared(&state, 0, size).context("Mapping the pool's state")?);
         let mut pool = Pool::create(words, &layout)?;
         let bytes = u64::from(brick) * SLICE_SIZE;
         let mut bricks = Vec::new();
