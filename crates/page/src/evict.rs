@@ -1,21 +1,20 @@
-//! Evict: quarantine, copy out, commit, punch. And discard, which is an eviction to nowhere.
+//! Evict: quarantine, copy out, commit, punch.
 //!
 //! Before: `reclaim` picked runs of pages that look cold. After: the host has the memory back and the words say Far or
 //! Zero; or the guest touched first and nothing happened.
-//! Threads: reclaim workers; discard comes from the client worker. Waits for the store, never for a fault.
+//! Threads: reclaim workers. Waits for the store, never for a fault.
 //! Promise: the copy is complete before the word says Far, the word says Far before the punch, and the punch happens
 //! under the page's lock (invariants 2 and 3). A fault waits for the punch of its run; for the copying as well if
 //! reclaim is forced ([`LockedFrom::Copy`]).
 
-use std::io;
-
-use ballast_base::store::{GetOutcome, PageBytes, PageKey, PutOutcome, RegionKey, Store, is_zero};
+use ballast_base::store::{PageBytes, PageKey, PutOutcome, RegionKey, Store, is_zero};
 use ballast_base::{PageIdx, PageRange};
 
 use crate::copies::{StoreOf, free_copies};
 use crate::granule::Granule;
-use crate::memory::{Backing, Holds, Punched, ReadOutcome};
+use crate::memory::{Backing, ReadOutcome};
 use crate::page_state::{Cell, Locked, State, Ticket, Word};
+use crate::punch::{Committed, Evicted, punch};
 
 /// When a page on its way out is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,32 +40,6 @@ impl StoreOf for To<'_> {
     fn store_of(&self, word: Word) -> Option<&dyn Store> {
         (word.store() == self.number).then_some(self.store)
     }
-}
-
-/// What became of a batch of pages that went through [`evict`].
-#[derive(Debug, Default)]
-pub struct Evicted {
-    /// Pages whose bytes are in the store now.
-    pub far: u64,
-    /// Pages found to be all zero.
-    pub zero: u64,
-    /// Pages the guest touched while they were copied.
-    pub aborted: u64,
-    /// Granules, by their first pages, that are pinned. They are Resident again, and were not read.
-    pub held: Vec<PageIdx>,
-    /// Pages the store would not take. They are Resident again.
-    pub refused: u64,
-    /// Pages the kernel would not let go: part of a huge page that is in use. They are Resident again.
-    pub stuck: u64,
-    /// True if the store had no room.
-    pub store_full: bool,
-    /// True if the store could not answer.
-    pub store_busy: bool,
-    /// Granules, by their first pages, that could not be read because memory failed. They are Resident again and
-    /// counted as refused.
-    pub unreadable: Vec<PageIdx>,
-    /// Why some pages could not be read or punched. They are Resident again and counted as refused.
-    pub failed: Option<io::Error>,
 }
 
 /// Resident to Quarantine. False if the page is in any other state or a worker works on it.
@@ -106,14 +79,41 @@ pub fn evict<'a>(
     from: LockedFrom,
 ) -> Evicted {
     let mut result = Evicted::default();
+    let mut claimed = claim(run, &granule_of, ticket, from);
+    // Only now, when no pin comes without being seen; and before anything is read, for what whoever let go
+    // of a page has written to it must be in the copy.
+    let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
+    let mut held = backing.held(&pages).into_iter().peekable();
+    claimed.retain_mut(|claim| {
+        let stays = held.next_if_eq(&claim.page);
+        if stays.is_some() && claim.give_back(granule_of(claim.page)) {
+            result.held.push(claim.page);
+        }
+        stays.is_none()
+    });
+    let copied = copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
+    // Only now, all at once: a thread that touches a page of the run waits for its punch, not for the copying of the
+    // others.
+    let mut committed = commit(region, claimed, &granule_of, copied, to, &mut result);
+    punch(&mut committed, backing, &to, &mut result);
+    result
+}
+
+/// Quarantine to Evicting: the granules of `run` that are still in Quarantine under `ticket`. The others were
+/// quarantine hits, which the fault has counted. From here on a touch is seen: it finds the lock, or the word changes
+/// and the commit fails.
+fn claim<'a>(
+    run: PageRange,
+    granule_of: &impl Fn(PageIdx) -> Granule<'a>,
+    ticket: Ticket,
+    from: LockedFrom,
+) -> Vec<Claim<'a>> {
     let size = granule_of(run.start()).pages();
-    // From here on a touch is seen: it finds the lock, or the word changes and the commit below fails.
-    let mut claimed: Vec<Claim<'a>> = Vec::with_capacity((run.count() / size) as usize);
+    let mut claimed = Vec::with_capacity((run.count() / size) as usize);
     for page in run.step_by(size) {
         let cell = granule_of(page).cell();
         let word = cell.load();
         let evicting = word.in_state(State::Evicting);
-        // Not in this quarantine any more: it was a quarantine hit, which the fault has counted.
         if word != Word::quarantine(ticket, word.age()) {
             continue;
         }
@@ -126,22 +126,21 @@ pub fn evict<'a>(
             }
         }
     }
-    // Only now, when no pin comes without being seen; and before anything is read, for what whoever let go
-    // of a page has written to it must be in the copy.
-    let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
-    let mut held = backing.held(&pages).into_iter().peekable();
-    claimed.retain_mut(|claim| {
-        let stays = held.next_if_eq(&claim.page);
-        if stays.is_some() && claim.give_back(granule_of(claim.page)) {
-            result.held.push(claim.page);
-        }
-        stays.is_none()
-    });
-    let Copied { words: copies, all_zero, unreadable } =
-        copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
-    // Only now, all at once: a thread that touches a page of the run waits for its punch, not for the copying of the
-    // others.
-    let mut committed: Vec<Committed<'a>> = Vec::with_capacity(claimed.len());
+    claimed
+}
+
+/// Evicting to Far or Zero, under the lock: the granules that were copied whole and that nobody touched meanwhile. The
+/// others keep their memory, and their copies are freed.
+fn commit<'a>(
+    region: RegionKey,
+    claimed: Vec<Claim<'a>>,
+    granule_of: &impl Fn(PageIdx) -> Granule<'a>,
+    Copied { words: copies, all_zero, unreadable }: Copied,
+    to: To<'_>,
+    result: &mut Evicted,
+) -> Vec<Committed<'a>> {
+    let size = claimed.first().map_or(1, |claim| granule_of(claim.page).pages());
+    let mut committed = Vec::with_capacity(claimed.len());
     for (index, mut claim) in claimed.into_iter().enumerate() {
         let page = claim.page;
         let (granule, key) = (granule_of(page), PageKey { region, page });
@@ -170,18 +169,7 @@ pub fn evict<'a>(
             None => result.aborted += size,
         }
     }
-    for group in committed.chunk_by_mut(|a, b| a.key.page.0 + size == b.key.page.0) {
-        let (first, pages) = (group[0].key.page, group.len() as u64 * size);
-        match backing.punch(PageRange::of(first, pages)) {
-            Ok(Punched::Stuck) => group.iter_mut().for_each(|one| expel(one, backing, &to, &mut result)),
-            Ok(Punched::Gone) => group.iter().for_each(|one| result.went(one)),
-            Err(error) => {
-                group.iter_mut().for_each(|one| keep(one, backing, &to, &mut result));
-                result.failed = Some(error);
-            }
-        }
-    }
-    result
+    committed
 }
 
 /// What came of copying.
@@ -285,168 +273,19 @@ impl Claim<'_> {
     }
 }
 
-impl Evicted {
-    /// A granule has gone whose word says so, or is as good as gone.
-    fn went(&mut self, one: &Committed<'_>) {
-        let pages = one.granule.pages();
-        match one.lock.word().state() {
-            State::Zero => self.zero += pages,
-            _ => self.far += pages,
-        }
-    }
-}
-
-/// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still
-/// has bytes, they are the page; if not, the copy is, and a touch has that put in the place of zeros.
-fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
-    if matches!(backing.holds(PageRange::of(one.key.page, one.granule.pages())), Ok(Holds::Bytes)) {
-        result.refused += one.granule.pages();
-        one.is_resident(stores);
-    } else {
-        result.went(one);
-    }
-}
-
-/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes
-/// come back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done
-/// now, it stays Far, and is brought back by its next fault.
-fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
-    let bring_back = || -> io::Result<bool> {
-        if backing.punch(PageRange::of(one.key.page, one.granule.pages()))? == Punched::Gone {
-            return Ok(false);
-        }
-        for (index, page) in (one.key.page.0..one.key.page.0 + one.granule.pages()).map(PageIdx).enumerate() {
-            let mut bytes: PageBytes = [0; _];
-            let word = if index == 0 { one.lock.word() } else { one.granule.word_of(index) };
-            if word.state() == State::Far {
-                let copy = stores
-                    .store_of(word)
-                    .map(|store| store.get(PageKey { page, ..one.key }, word.handle(), &mut bytes));
-                if copy != Some(GetOutcome::Found) {
-                    return Err(io::Error::other(format!(
-                        "the store does not give page {page} of region {}",
-                        one.key.region.number
-                    )));
-                }
-            }
-            backing.write(page, &bytes)?;
-        }
-        Ok(true)
-    };
-    match bring_back() {
-        Ok(true) => {
-            result.stuck += one.granule.pages();
-            one.is_resident(stores);
-        }
-        Ok(false) => result.went(one),
-        Err(error) => {
-            result.went(one);
-            result.failed = Some(error);
-        }
-    }
-}
-
-/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place,
-/// or memory that failed. If they will not go, the next fault on the page has them replaced.
-pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
-    let word = granule.cell().load();
-    if word.state() == State::Far
-        && !word.is_locked()
-        && let Some(_lock) = granule.cell().lock(word, word)
-        && matches!(backing.holds(PageRange::of(page, granule.pages()))?, Holds::Zeros | Holds::Failed)
-    {
-        backing.punch(PageRange::of(page, granule.pages()))?;
-    }
-    Ok(())
-}
-
-/// A granule whose word says Far or Zero, and which is about to be punched.
-struct Committed<'a> {
-    key: PageKey,
-    granule: Granule<'a>,
-    lock: Locked<'a>,
-}
-
-impl Committed<'_> {
-    /// It has not gone: its file holds its bytes, and its copy is not needed.
-    fn is_resident(&mut self, stores: &impl StoreOf) {
-        let word = self.lock.word();
-        self.lock.publish(Word::new(State::Resident, 0));
-        let rest = self.granule.take_rest();
-        free_copies(stores, self.key, std::iter::once(word).chain(rest));
-    }
-}
-
-/// What became of a run of pages that went through [`discard`].
-#[derive(Debug, Default)]
-pub struct Discarded {
-    /// How many of the pages given up had been in each state (by their granule's word), indexed by `State as usize`.
-    pub counts: [u64; State::COUNT],
-    /// Why a Poisoned page stays Poisoned, if one does.
-    pub not_healed: Option<io::Error>,
-}
-
-/// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros.
-///
-/// All locks of the run are held together for one punch. They are taken in ascending order, and no other worker waits
-/// for a lock while it holds one, so nothing can wait in a circle. `pause` is called while another worker works on a
-/// page, and may give up; `heal` for each page that was Poisoned, under its lock: the kernel's poison mark outlives the
-/// punch and must be replaced.
-///
-/// # Errors
-/// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.
-pub fn discard<'a>(
-    region: RegionKey,
-    run: PageRange,
-    granule_of: impl Fn(PageIdx) -> Granule<'a>,
-    backing: &impl Backing,
-    stores: &impl StoreOf,
-    pause: impl Fn() -> io::Result<()>,
-    heal: impl Fn(PageIdx) -> io::Result<()>,
-) -> io::Result<Discarded> {
-    let size = granule_of(run.start()).pages();
-    let mut locks = Vec::with_capacity((run.count() / size) as usize);
-    for page in run.step_by(size) {
-        let granule = granule_of(page);
-        locks.push(loop {
-            let word = granule.cell().load();
-            if !word.is_locked()
-                && let Some(lock) = granule.cell().lock(word, word)
-            {
-                break (page, granule, lock);
-            }
-            pause()?;
-        });
-    }
-    backing.punch(run)?;
-    let mut done = Discarded::default();
-    for (first, granule, mut lock) in locks {
-        let word = lock.word();
-        if word.state() == State::Poisoned
-            && let Err(error) = heal(first)
-        {
-            done.not_healed = Some(error);
-            continue;
-        }
-        lock.publish(Word::INITIAL);
-        let rest = granule.take_rest();
-        drop(lock);
-        done.counts[word.state() as usize] += size;
-        free_copies(stores, PageKey { region, page: first }, std::iter::once(word).chain(rest));
-    }
-    Ok(done)
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use std::cell::RefCell;
+    use std::io;
     use std::sync::atomic::AtomicU64;
 
     use ballast_base::Bytes;
+    use ballast_base::store::GetOutcome;
     use ballast_base::wire::VmId;
     use ballast_store::NullStore;
 
     use super::*;
+    use crate::memory::{Holds, Punched};
 
     const REGION: RegionKey = RegionKey { vm: VmId([0; 16]), number: 0 };
 

@@ -5,12 +5,14 @@
 //! Promise: a word only moves as the table in [`page_state`] says.
 
 pub mod copies;
+pub mod discard;
 pub mod evict;
 pub mod fault;
 pub mod granule;
 pub mod memory;
 pub mod outcome;
 pub mod page_state;
+pub mod punch;
 pub mod shift;
 pub mod sync;
 pub mod unit;

@@ -19,7 +19,8 @@ use ballast_base::store::{
 use ballast_base::wire::VmId;
 use ballast_base::{PageIdx, PageRange};
 use ballast_page::copies::{StoreOf, store_number};
-use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine};
+use ballast_page::discard::discard;
+use ballast_page::evict::{LockedFrom, To, evict, quarantine};
 use ballast_page::fault::{restore_run, serve};
 use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Mapped, Punched, ReadOutcome};

@@ -10,7 +10,8 @@ use ballast_base::store::{
 };
 use ballast_base::{PageIdx, PageRange};
 use ballast_page::copies::StoreOf;
-use ballast_page::evict::{LockedFrom, To, discard, evict, quarantine, release};
+use ballast_page::discard::discard;
+use ballast_page::evict::{LockedFrom, To, evict, quarantine, release};
 use ballast_page::fault::serve;
 use ballast_page::granule::Granule;
 use ballast_page::memory::{Backing, Holds, Mapped, Punched, ReadOutcome};

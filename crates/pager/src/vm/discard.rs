@@ -14,7 +14,7 @@ use super::Vm;
 use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
-use ballast_page::evict::discard;
+use ballast_page::discard::discard;
 use ballast_page::memory::Mapped;
 
 impl Vm {

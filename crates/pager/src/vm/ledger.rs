@@ -15,9 +15,10 @@ use super::Vm;
 use crate::reclaim::interval;
 use crate::vm::region::Region;
 use crate::vm::stats::{Counter, Latency};
-use ballast_page::evict::{Discarded, Evicted};
+use ballast_page::discard::Discarded;
 use ballast_page::outcome::{Move, Outcome, Served};
 use ballast_page::page_state::State;
+use ballast_page::punch::Evicted;
 
 /// The gauge that counts pages in this state.
 fn gauge(state: State) -> Option<Counter> {

@@ -14,10 +14,10 @@ use ballast_sys::uffd::FaultKind;
 use super::{Hold, Vm};
 use crate::vm::region::Region;
 use crate::vm::view::View;
-use ballast_page::evict::punch_left;
 use ballast_page::fault::serve;
 use ballast_page::outcome::Served;
 use ballast_page::page_state::{State, Word};
+use ballast_page::punch::punch_left;
 
 /// Pages that are brought back before a thread that adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;

@@ -1,0 +1,150 @@
+//! The last step of an eviction: the memory of pages whose words say Far or Zero goes back to the host.
+//!
+//! Before: `evict` has copied the pages and committed their words. After: the host has the memory; or the kernel would
+//! not let it go, and the pages are Resident again.
+//! Threads: reclaim workers, and who takes an engine's VMs over. Units: pages of a region.
+//! Promise: each page is locked while it is punched. A punch that fails, before it freed anything or after, costs no
+//! byte: where the file still has the page's bytes they are the page, and where not, its copy is.
+
+use std::io;
+
+use ballast_base::store::{GetOutcome, PageBytes, PageKey};
+use ballast_base::{PageIdx, PageRange};
+
+use crate::copies::{StoreOf, free_copies};
+use crate::granule::Granule;
+use crate::memory::{Backing, Holds, Punched};
+use crate::page_state::{Locked, State, Word};
+
+/// What became of a batch of pages that went through `evict`.
+#[derive(Debug, Default)]
+pub struct Evicted {
+    /// Pages whose bytes are in the store now.
+    pub far: u64,
+    /// Pages found to be all zero.
+    pub zero: u64,
+    /// Pages the guest touched while they were copied.
+    pub aborted: u64,
+    /// Granules, by their first pages, that are pinned. They are Resident again, and were not read.
+    pub held: Vec<PageIdx>,
+    /// Pages the store would not take. They are Resident again.
+    pub refused: u64,
+    /// Pages the kernel would not let go: part of a huge page that is in use. They are Resident again.
+    pub stuck: u64,
+    /// True if the store had no room.
+    pub store_full: bool,
+    /// True if the store could not answer.
+    pub store_busy: bool,
+    /// Granules, by their first pages, that could not be read because memory failed. They are Resident again and
+    /// counted as refused.
+    pub unreadable: Vec<PageIdx>,
+    /// Why some pages could not be read or punched. They are Resident again and counted as refused.
+    pub failed: Option<io::Error>,
+}
+
+impl Evicted {
+    /// A granule has gone whose word says so, or is as good as gone.
+    fn went(&mut self, one: &Committed<'_>) {
+        let pages = one.granule.pages();
+        match one.lock.word().state() {
+            State::Zero => self.zero += pages,
+            _ => self.far += pages,
+        }
+    }
+}
+
+/// A granule whose word says Far or Zero, and which is about to be punched.
+pub(crate) struct Committed<'a> {
+    pub(crate) key: PageKey,
+    pub(crate) granule: Granule<'a>,
+    pub(crate) lock: Locked<'a>,
+}
+
+impl Committed<'_> {
+    /// It has not gone: its file holds its bytes, and its copy is not needed.
+    fn is_resident(&mut self, stores: &impl StoreOf) {
+        let word = self.lock.word();
+        self.lock.publish(Word::new(State::Resident, 0));
+        let rest = self.granule.take_rest();
+        free_copies(stores, self.key, std::iter::once(word).chain(rest));
+    }
+}
+
+/// Punch the memory of granules whose words say Far or Zero, a run at a time. They are in ascending order.
+pub(crate) fn punch(all: &mut [Committed<'_>], backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
+    for run in all.chunk_by_mut(|one, next| one.key.page.0 + one.granule.pages() == next.key.page.0) {
+        let pages = run.iter().map(|one| one.granule.pages()).sum();
+        match backing.punch(PageRange::of(run[0].key.page, pages)) {
+            Ok(Punched::Stuck) => run.iter_mut().for_each(|one| expel(one, backing, stores, result)),
+            Ok(Punched::Gone) => run.iter().for_each(|one| result.went(one)),
+            Err(error) => {
+                run.iter_mut().for_each(|one| keep(one, backing, stores, result));
+                result.failed = Some(error);
+            }
+        }
+    }
+}
+
+/// The kernel would not punch a granule, which may have happened before it freed anything, or after. If its file still
+/// has bytes, they are the page; if not, the copy is, and a touch has that put in the place of zeros.
+fn keep(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
+    if matches!(backing.holds(PageRange::of(one.key.page, one.granule.pages())), Ok(Holds::Bytes)) {
+        result.refused += one.granule.pages();
+        one.is_resident(stores);
+    } else {
+        result.went(one);
+    }
+}
+
+/// Punch a granule that may be in the file still, filled with zeros by an earlier punch. If it will not go, its bytes
+/// come back from the copy before anybody sees the page: it is locked and nobody has it mapped. If that cannot be done
+/// now, it stays Far, and is brought back by its next fault.
+fn expel(one: &mut Committed<'_>, backing: &impl Backing, stores: &impl StoreOf, result: &mut Evicted) {
+    let bring_back = || -> io::Result<bool> {
+        if backing.punch(PageRange::of(one.key.page, one.granule.pages()))? == Punched::Gone {
+            return Ok(false);
+        }
+        for (index, page) in (one.key.page.0..one.key.page.0 + one.granule.pages()).map(PageIdx).enumerate() {
+            let mut bytes: PageBytes = [0; _];
+            let word = if index == 0 { one.lock.word() } else { one.granule.word_of(index) };
+            if word.state() == State::Far {
+                let copy = stores
+                    .store_of(word)
+                    .map(|store| store.get(PageKey { page, ..one.key }, word.handle(), &mut bytes));
+                if copy != Some(GetOutcome::Found) {
+                    return Err(io::Error::other(format!(
+                        "the store does not give page {page} of region {}",
+                        one.key.region.number
+                    )));
+                }
+            }
+            backing.write(page, &bytes)?;
+        }
+        Ok(true)
+    };
+    match bring_back() {
+        Ok(true) => {
+            result.stuck += one.granule.pages();
+            one.is_resident(stores);
+        }
+        Ok(false) => result.went(one),
+        Err(error) => {
+            result.went(one);
+            result.failed = Some(error);
+        }
+    }
+}
+
+/// Finish what an engine that died had begun: the page's word says Far, and its file may still hold zeros in its place,
+/// or memory that failed. If they will not go, the next fault on the page has them replaced.
+pub fn punch_left(page: PageIdx, granule: Granule<'_>, backing: &impl Backing) -> io::Result<()> {
+    let word = granule.cell().load();
+    if word.state() == State::Far
+        && !word.is_locked()
+        && let Some(_lock) = granule.cell().lock(word, word)
+        && matches!(backing.holds(PageRange::of(page, granule.pages()))?, Holds::Zeros | Holds::Failed)
+    {
+        backing.punch(PageRange::of(page, granule.pages()))?;
+    }
+    Ok(())
+}
