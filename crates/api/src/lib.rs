@@ -21,9 +21,9 @@ pub use openapi::{document, document_json};
 pub use pool::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{
-    Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RemoteFinding,
-    RemoteNode, RemoteStat, RestoreStages, Stall, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange, VmClass,
-    VmPatch, VmStat, VmStatus,
+    EngineTime, Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat,
+    RemoteFinding, RemoteNode, RemoteStat, RestoreStages, Stall, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange,
+    VmClass, VmPatch, VmStat, VmStatus,
 };
 
 /// Where the daemon listens unless told otherwise.

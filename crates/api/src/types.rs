@@ -110,8 +110,20 @@ pub struct VmStat {
     pub fault_latency: Latency,
     /// Time guest threads waited for Ballast, in the form of Linux pressure stall information.
     pub stall: Stall,
+    /// What the engine's threads spent on this VM.
+    #[serde(default)]
+    pub engine_time: EngineTime,
     /// The same sums per RAM region.
     pub regions: Vec<RegionStat>,
+}
+
+/// What the engine's threads spent on a VM, since attach. Between VMs whose work waits, they are divided by shares.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct EngineTime {
+    /// Time of fault workers on its faults.
+    pub faults_us: u64,
+    /// CPU time of its other work: reclaim, prefetch, scans, spill, reads from slow stores, discards.
+    pub tasks_us: u64,
 }
 
 /// A part of a region, and where the guest sees it.

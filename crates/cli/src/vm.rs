@@ -340,7 +340,9 @@ fn faults_and_reclaim(vm: &VmStat) -> String {
     };
     row("restore", &vm.restore_latency);
     row("all faults", &vm.fault_latency);
-    text + &show::lines(&table)
+    let [faults, tasks] = [vm.engine_time.faults_us, vm.engine_time.tasks_us].map(|micros| micros as f64 / 1e6);
+    let spent = format!("ENGINE TIME: {faults:.1} s on faults, {tasks:.1} s of CPU on reclaim and the like\n");
+    text + &show::lines(&table) + &spent
 }
 
 fn psi(name: &str, psi: &Psi) -> String {

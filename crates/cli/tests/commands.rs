@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use ballast_api::policy::{Action, Decision, HostState, Kind, Plan, Reason, Snapshot, VmSample};
 use ballast_api::{
-    Client, DecisionRecord, Event, FaultCounts, HostStat, Latency, LendRequest, PolicyPatch, PolicyStat, PoolNode,
-    PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
+    Client, DecisionRecord, EngineTime, Event, FaultCounts, HostStat, Latency, LendRequest, PolicyPatch, PolicyStat,
+    PoolNode, PoolRequest, PoolStat, PoolVm, RegionStat, Track, UpgradeStage, UpgradeStat, VmHeat, VmPatch, VmStat,
 };
 use ballast_base::{GIB, MIB};
 use ballast_daemon::http::{Backend, ChangeError, Gate, Governing, Histogram, PeerPolicy, Pooling, Upgrades, serve};
@@ -58,6 +58,7 @@ fn canned_vms() -> Vec<VmStat> {
             throttled_us: 1_260_000,
         },
         restore_latency: Latency { count: 1_234_567, p50_us: 4.25, p90_us: 9.0, p99_us: 38.1, max_us: 412.0 },
+        engine_time: EngineTime { faults_us: 12_340_000, tasks_us: 560_000 },
         regions: vec![region(0, 500 * MIB), region(1, 400 * MIB)],
         ..VmStat::default()
     };
@@ -289,6 +290,7 @@ fn vm_stat_shows_on_one_screen_that_the_parts_make_the_size() {
         "FAULTS 1,236,080: minor 1,500  restore 1,234,567  zero 10  fresh 3  \
          (from disk: 7; put back and served later: 1)",
         "  throttled: 42 waited 1.3 s for reclaim",
+        "ENGINE TIME: 12.3 s on faults, 0.6 s of CPU on reclaim and the like",
         "some avg10=0.00 avg60=0.00 avg300=0.00 total=0",
     ];
     for line in expected {

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    DEFAULT_CELLS, DecisionRecord, Event, FaultCounts, GuestRange, HostStat, Latency, LendRequest, PlanRequest,
-    PolicyPatch, PolicyStat, PoolRequest, PoolStat, Psi, ReclaimCounts, RegionStat, RemoteFinding, RemoteNode,
-    RemoteStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
+    DEFAULT_CELLS, DecisionRecord, EngineTime, Event, FaultCounts, GuestRange, HostStat, Latency, LendRequest,
+    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Psi, ReclaimCounts, RegionStat, RemoteFinding,
+    RemoteNode, RemoteStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::wire;
@@ -374,6 +374,10 @@ fn stat(served: &Served) -> VmStat {
         stall: Stall {
             some: psi(averages[0], stats.get(Counter::StallSomeNs)),
             full: psi(averages[1], stats.get(Counter::StallFullNs)),
+        },
+        engine_time: EngineTime {
+            faults_us: stats.get(Counter::FaultWorkNs) / 1000,
+            tasks_us: stats.get(Counter::TaskCpuNs) / 1000,
         },
         regions: regions(vm, memory),
     }

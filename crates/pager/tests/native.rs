@@ -78,6 +78,19 @@ fn a_guest_that_writes_all_the_time_reads_what_it_wrote() {
 }
 
 #[test]
+fn what_the_engine_does_for_a_vm_is_booked_to_it() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    let faults = rig.vm.stats().get(Counter::FaultWorkNs);
+    assert!(faults > 0, "its pages were touched");
+    rig.squeeze(LIMIT);
+    // A task books when its piece of work is over.
+    until("reclaim is booked", || rig.vm.stats().get(Counter::TaskCpuNs) > 0);
+    assert!((0..rig.pages).all(|page| rig.holds(page, 1)), "a byte was lost");
+    until("restores are booked", || rig.vm.stats().get(Counter::FaultWorkNs) > faults);
+}
+
+#[test]
 fn a_full_store_stops_reclaim_with_an_event_and_loses_nothing() {
     let rig = Rig::new(RAM, Bytes(2 * MIB), QUICK);
     rig.fill_all();

@@ -226,6 +226,15 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
     metric("ballast_vm_throttled_seconds_total", Kind::Counter, "How long they waited for it.", |vm| {
         vec![(Vec::new(), vm.faults.throttled_us as f64 / 1e6)]
     }),
+    metric(
+        "ballast_vm_engine_seconds_total",
+        Kind::Counter,
+        "Time of the engine's threads on the VM, by work.",
+        |vm| {
+            let seconds = |kind: &str, micros: u64| (vec![("kind", kind.to_owned())], micros as f64 / 1e6);
+            vec![seconds("faults", vm.engine_time.faults_us), seconds("tasks", vm.engine_time.tasks_us)]
+        },
+    ),
     metric("ballast_vm_faults_total", Kind::Counter, "Faults served, by what the page was.", |vm| {
         let faults = &vm.faults;
         let kinds =

@@ -102,47 +102,9 @@ struct Round {
 
 impl Serve for FaultServer {
     fn serve(&mut self, now: Instant, until: Instant) -> After {
-        let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
-        let _listed = vm.state.list_thread();
-        if vm.is_over() || view.is_closed() {
-            return After::next(Next::Done);
-        }
-        self.waiter.ends();
-        if let Err(error) = shard.uffd().read_faults(&mut self.read) {
-            // The address space is gone: so are its threads.
-            tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
-            return After::next(Next::Done);
-        }
-        let newest = self.read.last().map(|fault| fault.thread);
-        let is_full = self.read.len() == READ_AT_ONCE;
-        if newest.is_some() || self.pending.is_empty() && now < self.forgotten.due() {
-            // Also where there is none: somebody else may have read it.
-            self.forgotten.seen(now);
-        }
-        if newest.is_some() {
-            let pending = self.read.drain(..).map(|fault| PendingFault { fault, since: now, throttled: false });
-            self.pending.extend(pending);
-        }
-        let mut after = After::next(Next::At(self.forgotten.due()));
-        if !self.pending.is_empty() {
-            self.update_stall();
-            let round = self.serve_round(until);
-            after = self.after(&round, now);
-            self.update_stall();
-            self.report_long_waits(now);
-        }
-        if is_full {
-            after = After::next(Next::Again);
-        }
-        // Last: no fault waits for these.
-        if now >= self.forgotten.due() {
-            self.forgotten.check(&vm, &view, shard.uffd(), self.pending.len(), now);
-            if self.pending.is_empty() && !is_full {
-                after.next = Next::At(self.forgotten.due());
-            }
-        }
-        let placement = newest.map_or(Placement::Stay, |thread| self.follow.faulted(thread, now));
-        After { placement, shares: vm.shares(), ..after }
+        let after = self.visit(now, until);
+        self.vm.stats().add(Counter::FaultWorkNs, now.elapsed().as_nanos() as u64);
+        after
     }
 
     fn panicked(&mut self, times: u32) -> bool {
@@ -190,6 +152,51 @@ impl FaultServer {
             short_of: u64::MAX,
             failed: 0,
         }
+    }
+
+    /// Read what there is, and serve it.
+    fn visit(&mut self, now: Instant, until: Instant) -> After {
+        let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
+        let _listed = vm.state.list_thread();
+        if vm.is_over() || view.is_closed() {
+            return After::next(Next::Done);
+        }
+        self.waiter.ends();
+        if let Err(error) = shard.uffd().read_faults(&mut self.read) {
+            // The address space is gone: so are its threads.
+            tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
+            return After::next(Next::Done);
+        }
+        let newest = self.read.last().map(|fault| fault.thread);
+        let is_full = self.read.len() == READ_AT_ONCE;
+        if newest.is_some() || self.pending.is_empty() && now < self.forgotten.due() {
+            // Also where there is none: somebody else may have read it.
+            self.forgotten.seen(now);
+        }
+        if newest.is_some() {
+            let pending = self.read.drain(..).map(|fault| PendingFault { fault, since: now, throttled: false });
+            self.pending.extend(pending);
+        }
+        let mut after = After::next(Next::At(self.forgotten.due()));
+        if !self.pending.is_empty() {
+            self.update_stall();
+            let round = self.serve_round(until);
+            after = self.after(&round, now);
+            self.update_stall();
+            self.report_long_waits(now);
+        }
+        if is_full {
+            after = After::next(Next::Again);
+        }
+        // Last: no fault waits for these.
+        if now >= self.forgotten.due() {
+            self.forgotten.check(&vm, &view, shard.uffd(), self.pending.len(), now);
+            if self.pending.is_empty() && !is_full {
+                after.next = Next::At(self.forgotten.due());
+            }
+        }
+        let placement = newest.map_or(Placement::Stay, |thread| self.follow.faulted(thread, now));
+        After { placement, shares: vm.shares(), ..after }
     }
 
     /// When to be visited again after a round that began at `now`.

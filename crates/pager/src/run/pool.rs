@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use ballast_sys::priority;
 
-use super::queue::{GroupId, Next, Queue, TaskId};
+use super::queue::{GroupId, Next, Queue, TaskId, USUAL_SHARES, charge};
 
 /// How often the watchdog looks while tasks run, and how long one must have run to be looked at.
 const TICK: Duration = Duration::from_millis(20);
@@ -37,6 +37,11 @@ const LINGER: Duration = Duration::from_secs(1);
 pub trait Task: Send {
     /// Do a piece of it.
     fn run(&mut self, now: Instant) -> Next;
+
+    /// The weight of its group: the usual shares are charged for what it ran.
+    fn shares(&self) -> u32 {
+        USUAL_SHARES
+    }
 }
 
 impl<F: FnMut(Instant) -> Next + Send> Task for F {
@@ -356,7 +361,7 @@ impl Pool {
                 tracing::error!("the task {name} panicked");
                 Next::Done
             });
-            let spent = now.elapsed();
+            let spent = charge(now.elapsed(), task.shares());
             // What it leaves behind may take as long as a run.
             let task = (next != Next::Done).then_some(task);
             inner = self.lock();

@@ -21,6 +21,17 @@ pub const QUANTUM: Duration = Duration::from_millis(1);
 /// A group owes at most this many quanta: a task that ran for long in one go does not wait for ever.
 const MOST_DEBT: i64 = 16;
 
+/// Shares by which nothing is changed, and those beyond which nothing more is: so a turn is of four quanta at most, and
+/// whoever has the fewest shares has a quarter of the usual turn.
+pub const USUAL_SHARES: u32 = 1000;
+const FEWEST_SHARES: u32 = 250;
+const MOST_SHARES: u32 = 4000;
+
+/// What a group with these shares is charged for a run that took so long.
+pub fn charge(spent: Duration, shares: u32) -> Duration {
+    spent * USUAL_SHARES / shares.clamp(FEWEST_SHARES, MOST_SHARES)
+}
+
 /// When a task runs again. If it is notified, in any case at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -256,7 +267,7 @@ impl Queue {
         }
     }
 
-    /// A task ran for this long.
+    /// A task ran, and is charged this much.
     pub fn ran(&mut self, id: TaskId, spent: Duration, next: Next) {
         let task = self.tasks.get_mut(&id).expect("it ran");
         let group = task.group;

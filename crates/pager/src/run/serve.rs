@@ -7,17 +7,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::queue::Next;
+use super::queue::{Next, USUAL_SHARES, charge};
 
 /// What a group (a VM) is visited for each time its turn comes, and how long one visit may go on with new things: some
 /// ten faults.
 pub const BATCH: Duration = Duration::from_micros(100);
-
-/// Shares by which nothing is changed, and those beyond which nothing more is: so a turn is of four batches at most,
-/// and whoever has the fewest shares has a quarter of the usual turn.
-const USUAL_SHARES: u32 = 1000;
-const FEWEST_SHARES: u32 = 250;
-const MOST_SHARES: u32 = 4000;
 
 /// Who serves a descriptor.
 pub trait Serve: Send {
@@ -64,6 +58,6 @@ impl After {
 
     /// What is charged for a visit that took so long.
     pub fn charge(&self, spent: Duration) -> Duration {
-        spent * USUAL_SHARES / self.shares.clamp(FEWEST_SHARES, MOST_SHARES)
+        charge(spent, self.shares)
     }
 }

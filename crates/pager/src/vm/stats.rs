@@ -80,8 +80,12 @@ pub enum Counter {
     RestoredPages,
     /// The same of faults on zero pages.
     ZeroedPages,
+    /// Time that fault workers spent on its faults, nanoseconds by the clock on the wall: a visit hardly ever sleeps.
+    FaultWorkNs,
+    /// CPU time that its tasks took, nanoseconds.
+    TaskCpuNs,
 }
-const _: () = assert!((Counter::ZeroedPages as usize) < COUNTERS);
+const _: () = assert!((Counter::TaskCpuNs as usize) < COUNTERS);
 
 /// Which histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

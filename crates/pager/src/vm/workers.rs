@@ -11,18 +11,21 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+use ballast_sys::clock::cpu_time;
+
 use super::Vm;
 use super::listened::{DiscardWorker, Listened};
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
 use crate::run::listener::Listener;
-use crate::run::pool::Notifier;
+use crate::run::pool::{Notifier, Task};
 use crate::run::queue::Next;
 use crate::scan::coalesce::CoalesceWorker;
 use crate::scan::worker::TrackWorker;
 use crate::tier::slow::SlowWorker;
 use crate::tier::spill::SpillWorker;
+use crate::vm::stats::Counter;
 use crate::vm::view::View;
 
 /// Whose faults a worker serves: those of nobody, of one process, or of all of them.
@@ -31,6 +34,26 @@ pub(crate) enum Serves<'a> {
     Nobody,
     View(&'a View),
     All,
+}
+
+/// A task whose CPU time is the VM's, and which runs by its shares.
+struct VmTask<F> {
+    vm: Arc<Vm>,
+    run: F,
+}
+
+impl<F: FnMut(Instant) -> Next + Send> Task for VmTask<F> {
+    fn run(&mut self, now: Instant) -> Next {
+        let before = cpu_time();
+        let next = (self.run)(now);
+        let spent = cpu_time().saturating_sub(before);
+        self.vm.stats().add(Counter::TaskCpuNs, spent.as_nanos() as u64);
+        next
+    }
+
+    fn shares(&self) -> u32 {
+        self.vm.shares()
+    }
 }
 
 /// Panics of a worker after which it stays down.
@@ -85,7 +108,7 @@ impl Vm {
     ) -> io::Result<()> {
         let vm = self.clone();
         let (mut worker, mut panics) = (None, 0);
-        let task = move |now: Instant| {
+        let run = move |now: Instant| {
             let _listed = vm.state.list_thread();
             let piece = || {
                 let next = run(worker.get_or_insert_with(|| make(vm.clone())), now);
@@ -104,7 +127,7 @@ impl Vm {
             if vm.panicked(kind, serves, panics) { Next::Again } else { Next::Done }
         };
         let (pool, group) = self.life.pool();
-        let handle = pool.add(group, &format!("{kind}/{}", self.state.name()), task)?;
+        let handle = pool.add(group, &format!("{kind}/{}", self.state.name()), VmTask { vm: self.clone(), run })?;
         if let Some(notifier) = notifier {
             notifier.connect(handle);
         }
