@@ -423,6 +423,12 @@ pub struct UpgradeStat {
     pub longest_gap_us: u64,
     /// Why it failed; empty otherwise.
     pub message: String,
+    /// Whether the keeper is the new program's, too; null before that is known.
+    #[serde(default)]
+    pub keeper_replaced: Option<bool>,
+    /// Why it is not; empty otherwise.
+    #[serde(default)]
+    pub keeper_message: String,
 }
 
 /// Something worth telling an operator.

@@ -1,4 +1,4 @@
-//! `ballast upgrade`: another engine follows the one that serves.
+//! `ballast upgrade`: another engine follows the one that serves, and the keeper becomes its program.
 //!
 //! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the one that served goes on and it
 //! is said why.
@@ -68,7 +68,12 @@ fn result(now: &UpgradeStat) -> String {
         gap_us => format!("without an engine for {:.1} ms at most", gap_us as f64 / 1e3),
     };
     let (program, moved, took_ms) = (&now.program, now.moved, now.took_us as f64 / 1e3);
-    format!("an engine of {program} serves {moved} VMs, after {took_ms:.0} ms; each was {served}{also}\n")
+    let keeper = match now.keeper_replaced {
+        Some(true) => "\nthe keeper was replaced, too".into(),
+        Some(false) => format!("\nthe keeper was not replaced: {}", now.keeper_message),
+        None => String::new(),
+    };
+    format!("an engine of {program} serves {moved} VMs, after {took_ms:.0} ms; each was {served}{also}{keeper}\n")
 }
 
 #[cfg(test)]
@@ -87,6 +92,12 @@ mod tests {
         let said = "an engine of /p serves 3 VMs, after 82 ms; each was without an engine for 4.2 ms at most\n";
         assert_eq!(result(&now), said);
         let said = "an engine of /p serves 3 VMs, after 82 ms; each was served at every moment\n";
-        assert_eq!(result(&UpgradeStat { longest_gap_us: 0, ..now }), said);
+        let now = UpgradeStat { longest_gap_us: 0, ..now };
+        assert_eq!(result(&now), said);
+        let replaced = result(&UpgradeStat { keeper_replaced: Some(true), ..now.clone() });
+        assert!(replaced.ends_with("\nthe keeper was replaced, too\n"), "{replaced}");
+        let (keeper_replaced, keeper_message) = (Some(false), "too old".into());
+        let stays = result(&UpgradeStat { keeper_replaced, keeper_message, ..now });
+        assert!(stays.ends_with("\nthe keeper was not replaced: too old\n"), "{stays}");
     }
 }

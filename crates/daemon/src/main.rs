@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use ballast_daemon::config::Config;
+use ballast_keeper::Follow;
 use clap::{Parser, Subcommand};
 
 #[derive(Parser)]
@@ -24,6 +25,21 @@ enum Role {
     /// Started by the keeper with a socket as standard input
     #[command(hide = true)]
     Engine,
+    /// Started by the keeper: could this program be the keeper?
+    #[command(hide = true)]
+    CheckKeeper,
+    /// What the keeper becomes in an upgrade
+    #[command(hide = true)]
+    Keeper {
+        /// The descriptor that says what it holds
+        kept: i32,
+        /// What to become if this program cannot be the keeper
+        #[arg(long)]
+        back: Option<PathBuf>,
+        /// Why this program is the keeper again
+        #[arg(long)]
+        because: Option<String>,
+    },
     /// Check the configuration, print the effective values, and exit
     Check,
 }
@@ -52,6 +68,8 @@ fn run(args: Args) -> anyhow::Result<()> {
     match args.role {
         None => ballast_keeper::run(ballast_daemon::settings::for_keeper(&config)),
         Some(Role::Engine) => ballast_daemon::engine::run(),
+        Some(Role::CheckKeeper) => ballast_keeper::check(),
+        Some(Role::Keeper { kept, back, because }) => ballast_keeper::follow(&Follow { kept, back, because }),
         Some(Role::Check) => {
             print!("{}", config.to_toml()?);
             Ok(())

@@ -8,13 +8,15 @@
 //! `ballast-page`'s, which this crate does not know. [`arena`] is the head of a store's file, and which file on a disk
 //! an index belongs to; what is in it is `ballast-store`'s.
 //!
-//! [`orders`] are the messages between the two. Both also look at other processes: [`watch`] finds those that map a
-//! VM's RAM behind our back, [`sleep`] says over what a thread sleeps.
+//! [`kept`] is all that a keeper holds, for the program that takes its place in the same process.
+//! [`orders`] are the messages between keeper and engine. Both also look at other processes: [`watch`]
+//! finds those that map a VM's RAM behind our back, [`sleep`] says over what a thread sleeps.
 #![forbid(unsafe_code)]
 
 pub mod arena;
 mod beside;
 mod guest;
+pub mod kept;
 mod listed;
 mod maps;
 mod operator;

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
-/// Version 9: two engines of one VM.
-pub const FORMAT: Format = Format { version: 9, least_reader: 7, oldest: 7 };
+/// Version 9: two engines of one VM. Version 10: whether the keeper was replaced.
+pub const FORMAT: Format = Format { version: 10, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
 /// The first version of an engine that may serve a VM beside another one.
@@ -52,6 +52,8 @@ pub struct Upgrading {
     pub longest_gap_us: u64,
     /// Why it failed, or what else there is to say.
     pub message: String,
+    /// Whether the keeper was replaced, too, or why not; nothing before that is known.
+    pub keeper: Option<Result<(), String>>,
 }
 
 /// Where an upgrade is.
@@ -375,6 +377,9 @@ mod tests {
         let (vmm, pinned) = ("q".into(), Some("p".into()));
         let open = Order::OpenVm { vm, vmm, pinned, may_pin: true, stores, files: 5, beside: true };
         let add = Order::AddView { vm, pid: 1, uffd_features: 2, spans: vec![(span, 3)], unserved_since_ns: Some(4) };
+        let keeper = Some(Err("k".into()));
+        let (program, message) = ("p".into(), "m".into());
+        let upgrading = Upgrading { number: 1, program, message, keeper, ..Upgrading::default() };
         let orders = [
             Order::Begin(begin),
             open,
@@ -397,7 +402,7 @@ mod tests {
             Order::Tell { seq: 1, vm },
             Order::Leave,
             Order::Past(vec![7]),
-            Order::Upgrading(Upgrading { number: 1, program: "p".into(), message: "m".into(), ..Upgrading::default() }),
+            Order::Upgrading(upgrading),
             Order::Asked { ask: 1, result: Err("e".into()) },
             Order::ServeFaults { seq: 1, vm },
             Order::Alone { vm },
@@ -420,7 +425,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (9, SAID.to_owned()),
+            (10, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -442,7 +447,7 @@ mod tests {
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
         0e01070707070707070707070707070707070002 0f01 10 110107070707070707070707070707070707 \
-        120107070707070707070707070707070707 13 140107 15010170000000000000016d 1601010165 \
+        120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b 1601010165 \
         170107070707070707070707070707070707 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \
         040106 050172 060107 07010170";

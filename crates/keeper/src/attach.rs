@@ -243,7 +243,7 @@ impl Keeper {
                 format!("VM {name} ({}) is called {free} from now on: another VM took its name meanwhile", state.id()),
             );
         }
-        let mut entry = VmEntry::new(state, stores, attach, uid, &self.closer)?;
+        let mut entry = VmEntry::new(state, stores, attach.vmm.clone(), uid, &self.closer)?;
         entry.at = at;
         Ok(entry)
     }

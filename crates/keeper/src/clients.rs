@@ -88,7 +88,7 @@ impl Keeper {
 
     /// Is it time to take connections?
     pub(crate) fn accepts(&self) -> bool {
-        self.accept_again.is_none_or(|at| Instant::now() >= at)
+        !self.is_hushed() && self.accept_again.is_none_or(|at| Instant::now() >= at)
     }
 
     pub(crate) fn accept(&mut self, listener: BorrowedFd<'_>) {

@@ -73,6 +73,12 @@ impl Closer {
         state.closing.values().filter(|(whose, since)| *whose == uid && since.elapsed() >= hangs_after).count()
     }
 
+    /// How many threads there are, if none of them has anything to do.
+    pub fn idle(&self) -> Option<usize> {
+        let state = self.state();
+        (state.waiting.is_empty() && state.closing.is_empty()).then_some(state.threads as usize)
+    }
+
     fn add_thread(self: &Arc<Self>, state: &mut State) {
         let (closer, number) = (self.clone(), state.next_thread);
         match std::thread::Builder::new().name("close".into()).spawn(move || closer.work(number)) {

@@ -103,6 +103,22 @@ pub struct Engine {
 }
 
 impl Engine {
+    /// One that has just been started.
+    pub fn new(child: Child, process: Process, socket: OwnedFd) -> Self {
+        Self {
+            child,
+            process,
+            socket,
+            pulse: Pulse::new(Instant::now()),
+            orders: VecDeque::new(),
+            starved: false,
+            killed: None,
+            begun: Instant::now(),
+            told_to_serve: false,
+            version: 0,
+        }
+    }
+
     /// What to wait for on its socket.
     pub fn interest(&self) -> PollFlags {
         if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
@@ -159,18 +175,7 @@ pub(crate) fn spawn(starter: &mut Starter, program: &Path) -> anyhow::Result<Eng
             return Err(error);
         }
     };
-    Ok(Engine {
-        child,
-        process,
-        socket: ours,
-        pulse: Pulse::new(Instant::now()),
-        orders: VecDeque::new(),
-        starved: false,
-        killed: None,
-        begun: Instant::now(),
-        told_to_serve: false,
-        version: 0,
-    })
+    Ok(Engine::new(child, process, ours))
 }
 
 #[cfg(test)]

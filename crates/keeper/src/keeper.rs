@@ -4,7 +4,7 @@
 //! Threads: the keeper's one.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,14 +17,24 @@ use crate::closer::{Closer, SentFd};
 use crate::engine::Engine;
 use crate::options::Options;
 use crate::regions::VmEntry;
+use crate::replacing::Replacing;
 use crate::upgrading::{Leaving, Upgrade};
 use crate::waiting::{Asked, Closing, Making};
 
 /// How long to wait at most while something must be looked at without anybody saying when.
 pub(crate) const SOON: Duration = Duration::from_millis(20);
 
+/// What makes a process the one keeper of its directory.
+pub(crate) struct Standing {
+    /// The number of the file with the lock. It is open until the process ends: closed once, the lock is gone.
+    pub lock: RawFd,
+    pub attach: Arc<OwnedFd>,
+}
+
 /// See above.
 pub(crate) struct Keeper {
+    /// `None` before it listens.
+    pub(crate) standing: Option<Standing>,
     pub(crate) file_stores: bool,
     /// What engines are to begin with: what the program was started with until an operator changed it.
     pub(crate) settings: Vec<u8>,
@@ -41,13 +51,15 @@ pub(crate) struct Keeper {
     pub(crate) upgrade: Option<Upgrade>,
     /// How the last upgrade stands.
     pub(crate) last_upgrade: Upgrading,
+    /// This process is about to become another program.
+    pub(crate) replacing: Option<Replacing>,
     /// What engines were started from before the last upgrade, until the new one has served once.
     pub(crate) last_program: Option<PathBuf>,
     /// Engines that were followed and have not ended.
     pub(crate) leaving: Vec<Leaving>,
     /// Attaches that wait for their stores.
     pub(crate) making: Vec<Making>,
-    /// Engines that died and have not been reaped: the kernel may keep threads of them.
+    /// Children that died and have not been reaped: the kernel may keep threads of them.
     pub(crate) zombies: Vec<Child>,
     /// Readable when an engine of an earlier keeper, which was killed, is gone.
     pub(crate) dying: Vec<OwnedFd>,
@@ -76,6 +88,7 @@ impl Keeper {
     pub(crate) fn new(options: Options, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
         let closer = Closer::new();
         Self {
+            standing: None,
             since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             settings: options.engine,
             file_stores: options.file_stores,
@@ -87,6 +100,7 @@ impl Keeper {
             engine: None,
             upgrade: None,
             last_upgrade: Upgrading::default(),
+            replacing: None,
             last_program: None,
             leaving: Vec::new(),
             making: Vec::new(),

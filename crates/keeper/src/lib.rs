@@ -9,11 +9,13 @@
 //! [`run`](mod@run) is the loop over what [`keeper`] holds. [`clients`] listens to VMMs; [`attach`] makes VMs of them,
 //! with [`admit`], [`store_files`], [`regions`] and [`lost`]; [`closing`] sees them off; [`engine_child`] has the
 //! engine; [`fence`] knows when an engine that died can do no more to a VM; [`upgrade`] has another one follow while
-//! the first serves, in the stages of [`stage`].
+//! the first serves, in the stages of [`stage`]; then [`replace`] has this process become that program, too, which
+//! makes its keeper of what is [`kept`].
 #![forbid(unsafe_code)]
 
 mod admit;
 mod attach;
+mod checker;
 mod client;
 mod clients;
 mod closer;
@@ -22,11 +24,14 @@ mod engine;
 mod engine_child;
 mod fence;
 mod keeper;
+mod kept;
 mod lost;
 mod making;
 mod moving;
 mod options;
 mod regions;
+mod replace;
+mod replacing;
 mod run;
 mod stage;
 mod store_files;
@@ -38,5 +43,7 @@ mod upgrade;
 mod upgrading;
 mod waiting;
 
+pub use checker::check;
 pub use options::Options;
-pub use run::{listen, run};
+pub use replace::Follow;
+pub use run::{follow, listen, run};

@@ -89,14 +89,15 @@ impl VmEntry {
         // The engine lays it out: a VM can attach while there is none.
         let arena = arena::create().map_err(|error| format!("Making the store's file: {error}"))?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
-        Self::new(state, vec![Files::ram(SentFd::new(arena, uid, closer.clone()))], attach, uid, closer)
+        let arena = Files::ram(SentFd::new(arena, uid, closer.clone()));
+        Self::new(state, vec![arena], attach.vmm.clone(), uid, closer)
     }
 
     /// A VM of these files.
     pub fn new(
         state: StateFile,
         stores: Vec<Files>,
-        attach: &Attach,
+        vmm: String,
         uid: u32,
         closer: &Arc<Closer>,
     ) -> Result<Self, String> {
@@ -108,7 +109,7 @@ impl VmEntry {
             file: Arc::new(SentFd::new(duplicate, uid, closer.clone())),
             stores,
             uid,
-            vmm: attach.vmm.clone(),
+            vmm,
             pinned: None,
             may_pin: false,
             search: None,

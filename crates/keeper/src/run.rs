@@ -1,23 +1,26 @@
 //! The keeper's loop: what it listens to, and what it looks at between.
 //!
-//! Before: `ballastd` is started. After: it is killed.
+//! Before: `ballastd` is started, or another program became it. After: it is killed, or becomes another program.
 //! Threads: the keeper's one, which waits in `poll` for clients, the engine's answers and the engine's death.
 //! Promise: no two keepers have one runtime directory. Nothing that the loop calls waits for anybody.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ballast_sys::memory_error;
+use ballast_sys::priority::run_beside;
 use ballast_sys::spawn::Starter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::client;
 use crate::closer;
 use crate::engine::{PING_EVERY, Who};
-use crate::keeper::{Keeper, SOON};
+use crate::keeper::{Keeper, SOON, Standing};
 use crate::options::Options;
+use crate::replace::{self, Follow};
 
 /// Run until killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
@@ -25,14 +28,28 @@ pub fn run(options: Options) -> anyhow::Result<()> {
     let starter = Starter::new().context("Opening /dev/null")?;
     std::fs::create_dir_all(&options.runtime_dir)
         .with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
-    let _lock = lock(&options.runtime_dir.join("keeper.lock"))?;
+    // Never closed: with it would go the lock.
+    let lock = lock(&options.runtime_dir.join("keeper.lock"))?.into_raw_fd();
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
     let attach = listen(&options.attach_socket, rustix::net::SocketType::SEQPACKET, options.attach_gid)?;
     let api = listen(&options.api_socket, rustix::net::SocketType::STREAM, options.reader_gid)?;
     let program = std::env::current_exe().context("Finding this program's own file")?;
     tracing::info!(attach = %options.attach_socket.display(), api = %options.api_socket.display(), "ready");
-    Keeper::new(options, program, starter, api).serve(&attach, &errors_seen)
+    let mut keeper = Keeper::new(options, program, starter, api);
+    keeper.standing = Some(Standing { lock, attach: Arc::new(attach) });
+    keeper.serve(&errors_seen)
+}
+
+/// Go on where the program before this one was: in this process, and with what it held. Run until killed.
+pub fn follow(follow: &Follow) -> anyhow::Result<()> {
+    // It has the number that the last one had: that is closed, and all others are larger.
+    let starter = Starter::new().context("Opening /dev/null")?;
+    raise_descriptor_limit();
+    let errors_seen = memory_error::install().context("Preparing for memory errors")?;
+    let keeper = replace::follow(follow, starter)?;
+    run_beside();
+    keeper.serve(&errors_seen)
 }
 
 /// One keeper at a time: two would fight for the sockets. The lock is one that goes with the descriptor table, at once:
@@ -89,7 +106,8 @@ pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> a
 }
 
 impl Keeper {
-    fn serve(mut self, attach: &OwnedFd, errors_seen: &OwnedFd) -> anyhow::Result<()> {
+    fn serve(mut self, errors_seen: &OwnedFd) -> anyhow::Result<()> {
+        let attach = self.standing.as_ref().context("Nobody listens")?.attach.clone();
         loop {
             self.keep_engine();
             self.tend_clients(Instant::now());
@@ -99,9 +117,10 @@ impl Keeper {
             let fences = self.tend_fences();
             self.tend_making();
             let upgrade = self.tend_upgrade();
-            let soonest = fences.into_iter().chain(upgrade).min();
+            let replacing = self.tend_replacing();
+            let soonest = fences.into_iter().chain(upgrade).chain(replacing).min();
             let pause = if self.engine.is_none() || is_searching { SOON } else { soonest.unwrap_or(PING_EVERY) };
-            self.turn(attach, pause)?;
+            self.turn(&attach, pause)?;
         }
     }
 
@@ -120,8 +139,10 @@ impl Keeper {
 
     /// Wait for one round of events, at most so long, and handle them.
     fn turn(&mut self, attach: &OwnedFd, pause: Duration) -> anyhow::Result<()> {
+        let is_heard = !self.is_hushed();
+        let interests = client::interests(&self.clients).filter(|_| is_heard);
         let (keys, others): (Vec<u64>, Vec<_>) =
-            client::interests(&self.clients).map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags))).unzip();
+            interests.map(|(key, fd, flags)| (key, PollFd::from_borrowed_fd(fd, flags))).unzip();
         let accepting = if self.accepts() { PollFlags::IN } else { PollFlags::empty() };
         let mut fds = vec![PollFd::new(attach, accepting)];
         let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &upgrade.next);

@@ -36,6 +36,11 @@ impl Files {
         Self { store: FILE_STORE, files: files.into_iter().map(Arc::new).collect() }
     }
 
+    /// Of the store with this number, as a keeper held them.
+    pub fn of(store: u8, files: Vec<Arc<SentFd>>) -> Self {
+        Self { store, files }
+    }
+
     /// What a client brings back of these stores, opened anew for writing.
     ///
     /// # Errors

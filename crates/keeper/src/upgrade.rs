@@ -99,6 +99,12 @@ impl Keeper {
             }
             return Err(format!("the upgrade to {under_way} is under way"));
         }
+        if let Some(replacing) = &self.replacing {
+            return match replacing.program == program {
+                true => Ok(()),
+                false => Err("the keeper is about to be replaced: try again".into()),
+            };
+        }
         let serving = self.engine.as_ref().is_some_and(|engine| engine.pulse.starting.is_none());
         if !serving || self.vms.iter().any(|vm| vm.fenced.is_some()) {
             return Err("the engine that serves has only just begun, or waits for a VM: try again later".into());
@@ -380,8 +386,8 @@ impl Keeper {
         old
     }
 
+    /// The engine has followed. The keeper is next.
     fn upgrade_is_done(&mut self) {
-        self.last_upgrade.stage = Shown::Done;
         let Upgrading { program, moved, took_us, longest_gap_us, message, .. } = &self.last_upgrade;
         let (took_ms, gap_ms) = (*took_us as f64 / 1e3, *longest_gap_us as f64 / 1e3);
         let how = match (message.as_str(), longest_gap_us) {
@@ -393,9 +399,10 @@ impl Keeper {
         tracing::info!("{message}");
         self.show_upgrade();
         self.host_note("upgraded", message);
+        self.begin_replacing(self.program.clone());
     }
 
-    fn host_note(&mut self, kind: &str, message: String) {
+    pub(crate) fn host_note(&mut self, kind: &str, message: String) {
         let note = Order::Note { vm: None, kind: kind.into(), message };
         if self.engine.is_some() {
             self.order(&note, &[]);

@@ -10,6 +10,7 @@ pub mod bpf;
 pub mod btf;
 pub mod clock;
 pub mod direct;
+pub mod exec;
 pub mod file_ranges;
 pub mod huge_files;
 pub mod hugetlb;

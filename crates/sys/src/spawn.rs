@@ -30,6 +30,16 @@ pub struct Child {
 }
 
 impl Child {
+    /// A child of this process that the program before an exec started, by its pid and pidfd.
+    ///
+    /// # Errors
+    /// That is no pid.
+    pub fn known(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no pid"))?;
+        Ok(Self { pid, pidfd })
+    }
+
     /// Its process id.
     pub fn id(&self) -> u32 {
         self.pid.as_raw_nonzero().get() as u32

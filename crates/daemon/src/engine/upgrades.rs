@@ -64,6 +64,8 @@ impl Upgrades {
             took_us: now.took_us,
             longest_gap_us: now.longest_gap_us,
             message: now.message,
+            keeper_replaced: now.keeper.as_ref().map(Result::is_ok),
+            keeper_message: now.keeper.and_then(Result::err).unwrap_or_default(),
         }
     }
 

@@ -91,6 +91,11 @@ impl Daemon {
         self.keeper.wait().expect("reap the keeper");
     }
 
+    /// Wait until the keeper has died by itself.
+    pub fn wait_for_keeper_to_die(&mut self) {
+        until("the keeper dies", || self.keeper.try_wait().expect("reap the keeper").is_some());
+    }
+
     /// Stop the keeper, or let it go on.
     pub fn signal_keeper(&self, signal: Signal) {
         signal_process(self.keeper.id(), signal);

@@ -1,0 +1,210 @@
+//! The keeper becomes another program in the same process: forth and back, with programs that refuse, die or go back,
+//! and with clients that come and go all the time. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default
+//! 12), `BALLAST_NEXT` names the `ballastd` of another build (`scripts/next-build.sh`).
+
+mod common;
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ballast_api::{UpgradeRequest, UpgradeStage, UpgradeStat};
+use ballast_base::wire::KeeperToClient;
+
+use common::guest::Guest;
+use common::raw::{Ram, RawClient, no_uffd};
+use common::{BUSY, Daemon, QUICK, moment, until};
+
+fn upgrades() -> u32 {
+    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
+}
+
+fn this_build() -> PathBuf {
+    PathBuf::from(env!("CARGO_BIN_EXE_ballastd"))
+}
+
+/// Another file than this build's in any case.
+fn next_build(daemon: &Daemon) -> PathBuf {
+    let from = std::env::var_os("BALLAST_NEXT").map_or_else(this_build, PathBuf::from);
+    let to = daemon.dir().join("ballastd-next");
+    std::fs::copy(from, &to).expect("a copy");
+    to
+}
+
+/// Upgrade to this program, to the end.
+fn upgrade(daemon: &Daemon, program: &Path) -> UpgradeStat {
+    let program = Some(program.display().to_string());
+    daemon.api.begin_upgrade(&UpgradeRequest { program }).unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+    let mut last = UpgradeStat::default();
+    until("the upgrade ends", || {
+        last = daemon.api.upgrade().unwrap_or_else(|error| panic!("{error}\n{}", daemon.log()));
+        matches!(last.stage, UpgradeStage::Done | UpgradeStage::Failed)
+    });
+    assert_eq!(last.stage, UpgradeStage::Done, "{last:?}\n{}", daemon.log());
+    last
+}
+
+/// The program that the keeper is.
+fn keeper_is(daemon: &Daemon) -> PathBuf {
+    std::fs::read_link(format!("/proc/{}/exe", daemon.keeper_pid())).expect("it runs")
+}
+
+fn moves(daemon: &Daemon, name: &str) {
+    let before = daemon.vm(name);
+    until("pages go out and come back", || {
+        let vm = daemon.vm(name);
+        vm.reclaim.evicted_pages > before.reclaim.evicted_pages && vm.faults.restore > before.faults.restore
+    });
+}
+
+/// A program that is `ballastd`, but for what this shell script does first.
+fn script(daemon: &Daemon, name: &str, text: &str) -> PathBuf {
+    let path = daemon.dir().join(name);
+    let real = this_build();
+    std::fs::write(&path, format!("#!/bin/sh\nreal={}\n{text}\nexec $real \"$@\"\n", real.display())).expect("write");
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("a program");
+    path
+}
+
+#[test]
+fn the_keeper_becomes_another_program_and_back_with_its_vms_its_pid_and_its_lock() {
+    let mut daemon = Daemon::start(QUICK);
+    let next = next_build(&daemon);
+    let mut guests = vec![Guest::start(&daemon, "first", BUSY)];
+    let pid = daemon.keeper_pid();
+    for round in 0..upgrades() {
+        let program = if round % 2 == 0 { next.clone() } else { this_build() };
+        std::thread::sleep(moment(round));
+        let now = upgrade(&daemon, &program);
+        assert_eq!((now.keeper_replaced, now.keeper_message.as_str()), (Some(true), ""), "{}", daemon.log());
+        assert_eq!(keeper_is(&daemon), program.canonicalize().expect("a path"));
+        let host = daemon.host();
+        assert_eq!((host.keeper_pid, host.engine_restarts), (pid, 0), "{}", daemon.log());
+        moves(&daemon, "first");
+        if round == 0 {
+            // What one keeper took in and the next one sees off.
+            guests.push(Guest::start(&daemon, "second", BUSY));
+        }
+    }
+    let second = Command::new(this_build())
+        .arg("--runtime-dir")
+        .arg(daemon.dir())
+        .output()
+        .expect("a second keeper, which ends by itself");
+    let said = String::from_utf8_lossy(&second.stderr);
+    assert!(!second.status.success() && said.contains("is another ballastd running?"), "{said}");
+    assert!(daemon.api.events().expect("events").iter().any(|event| event.kind == "keeper-upgraded"));
+
+    // It sees its engine die, and its VMs end; and it can itself be followed by one that is started.
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    moves(&daemon, "first");
+    drop(guests.pop().map(Guest::finish));
+    until("the VM is gone", || daemon.api.vms().is_ok_and(|vms| vms.len() == 1));
+    daemon.kill_and_restart_keeper(false);
+    until("its VM is back", || daemon.api.vm("first").is_ok());
+    moves(&daemon, "first");
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn a_program_that_could_not_be_the_keeper_serves_and_the_keeper_stays() {
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let ends = script(&daemon, "ends", "[ $1 = check-keeper ] && exit 3");
+    let is = keeper_is(&daemon);
+    let now = upgrade(&daemon, &ends);
+    let why = (now.keeper_replaced, now.keeper_message.as_str());
+    assert_eq!(why, (Some(false), "it ended; its reason is in the log"), "{}", daemon.log());
+    // It could, and then it is not there any more when the exec comes.
+    let vanishes = script(&daemon, "vanishes", "[ $1 = check-keeper ] && rm $0");
+    let now = upgrade(&daemon, &vanishes);
+    assert_eq!(now.keeper_replaced, Some(false));
+    assert!(now.keeper_message.contains("Becoming"), "{now:?}");
+    assert_eq!(keeper_is(&daemon), is);
+    // And it goes on: descriptors that were to be kept are closed by the next exec as before.
+    moves(&daemon, "victim");
+    assert_eq!(upgrade(&daemon, &this_build()).keeper_replaced, Some(true), "{}", daemon.log());
+    moves(&daemon, "victim");
+    guest.finish();
+}
+
+#[test]
+fn a_program_that_cannot_be_the_keeper_after_all_becomes_the_last_one_again() {
+    let daemon = Daemon::start(QUICK);
+    let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
+    let (is, pid) = (keeper_is(&daemon), daemon.host().keeper_pid);
+    // It is handed a descriptor that says nothing; what it goes back to gets the one that says all.
+    let back = script(&daemon, "back", "[ $1 = keeper ] && exec $real keeper $KEPT --because \"$4\"");
+    let text = format!("[ $1 = keeper ] && KEPT=$2 exec $real keeper 0 --back {}", back.display());
+    let fails = script(&daemon, "fails", &text);
+    let now = upgrade(&daemon, &fails);
+    assert_eq!(now.keeper_replaced, Some(false), "{}", daemon.log());
+    assert!(now.keeper_message.contains("Reading what the keeper held"), "{now:?}");
+    assert_eq!((keeper_is(&daemon), daemon.host().keeper_pid), (is, pid));
+    assert_eq!(daemon.host().engine_restarts, 0);
+    assert!(daemon.api.events().expect("events").iter().any(|event| event.kind == "keeper-stays"));
+    moves(&daemon, "one");
+    assert_eq!(upgrade(&daemon, &this_build()).keeper_replaced, Some(true), "{}", daemon.log());
+    moves(&daemon, "two");
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn a_program_that_dies_as_the_keeper_leaves_its_vms_to_the_next_one() {
+    let mut daemon = Daemon::start(QUICK);
+    let guests = ["one", "two"].map(|name| Guest::start(&daemon, name, BUSY));
+    let dies = script(&daemon, "dies", "[ $1 = keeper ] && kill -9 $$");
+    for _ in 0..upgrades().div_ceil(4) {
+        let program = Some(dies.display().to_string());
+        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("begun");
+        // The engine serves on.
+        daemon.wait_for_keeper_to_die();
+        assert_eq!(daemon.api.vms().expect("the orphan answers").len(), 2, "{}", daemon.log());
+        daemon.restart_keeper();
+        until("its engine answers", || daemon.api.host().is_ok_and(|host| host.keeper_pid == daemon.keeper_pid()));
+        until("all guests are back", || daemon.api.vms().is_ok_and(|vms| vms.len() == 2));
+        moves(&daemon, "one");
+        moves(&daemon, "two");
+    }
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn clients_that_come_and_go_all_the_time_keep_neither_engine_nor_keeper_from_being_replaced() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let next = next_build(&daemon);
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let come = |name: &'static str| {
+            let (daemon, stop) = (&daemon, &stop);
+            scope.spawn(move || {
+                let mut came = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    let ram = Ram::new(64);
+                    let mut client = RawClient::new(&daemon.attach_socket(), &format!("{name}-{came}"));
+                    let answer = client.attach(&[&ram]);
+                    assert!(matches!(answer, Some(KeeperToClient::Attached { .. })), "{answer:?}\n{}", daemon.log());
+                    came += 1;
+                }
+                came
+            })
+        };
+        let coming = ["a", "b", "c"].map(come);
+        for round in 0..upgrades() {
+            let now = upgrade(&daemon, if round % 2 == 0 { &next } else { Path::new(env!("CARGO_BIN_EXE_ballastd")) });
+            assert_eq!(now.keeper_replaced, Some(true), "{}\n{}", now.keeper_message, daemon.log());
+        }
+        stop.store(true, Ordering::Relaxed);
+        for coming in coming {
+            assert!(coming.join().expect("every attach succeeds") > 0);
+        }
+    });
+    moves(&daemon, "victim");
+    guest.finish();
+}

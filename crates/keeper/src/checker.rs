@@ -1,0 +1,102 @@
+//! Could a program be the keeper? It is asked in a process of its own before this one becomes it.
+//!
+//! Before: an engine of the program serves. After: the program has read what this keeper would leave it, and the state
+//! file of every VM, and has said whether it could go on with that.
+//! Threads: the keeper's one; nothing here waits on its side.
+//! Promise: the program that is asked has read-only copies of what is written down, duplicates of the state files, and
+//! nothing else. Whatever it does, this keeper goes on.
+
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::Context;
+use ballast_base::wire;
+use ballast_handover::kept::Kept;
+use ballast_handover::orders::Report;
+use ballast_handover::state_file::StateFile;
+use ballast_sys::scm;
+use ballast_sys::spawn::{Child, Starter};
+use rustix::net::Shutdown;
+use rustix::process::{Signal, pidfd_send_signal};
+
+use crate::stage::Deadline;
+
+/// What the program is called with.
+const ROLE: &str = "check-keeper";
+
+/// A program that has been asked.
+pub(crate) struct Checker {
+    child: Child,
+    socket: OwnedFd,
+    pub deadline: Deadline,
+}
+
+impl Checker {
+    /// Ask this program whether it could be the keeper of these VMs.
+    pub fn ask<'a>(
+        starter: &mut Starter,
+        program: &Path,
+        kept: &Kept,
+        states: impl Iterator<Item = &'a StateFile>,
+    ) -> anyhow::Result<Self> {
+        let (socket, theirs) = scm::pair().context("Making a socket")?;
+        rustix::io::ioctl_fionbio(&socket, true).context("Making a socket non-blocking")?;
+        let kept = kept.write().context("Writing down what the keeper holds")?;
+        scm::send(&socket, b"kept", &[kept.as_fd()]).context("Showing it what the keeper holds")?;
+        // The socket's queue has room for a hundred messages and more.
+        for some in states.map(StateFile::fd).collect::<Vec<_>>().chunks(scm::MAX_FDS) {
+            scm::send(&socket, b"states", some).context("Showing it the state files")?;
+        }
+        rustix::net::shutdown(&socket, Shutdown::Write).context("Showing it the state files")?;
+        let child = starter.start(program, &[ROLE], theirs.as_fd());
+        let child = child.with_context(|| format!("Running {}", program.display()))?;
+        Ok(Self { child, socket, deadline: Deadline::new(Instant::now()) })
+    }
+
+    /// What it says, once it says it.
+    pub fn answer(&self) -> Option<Result<(), String>> {
+        match scm::receive(&self.socket) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+            Ok(Some(received)) => Some(match wire::decode::<Report>(&received.bytes) {
+                Ok(Report::Done { result, .. }) => result,
+                Ok(_) => Err("it answers something else".into()),
+                Err(error) => Err(error.to_string()),
+            }),
+            Ok(None) | Err(_) => Some(Err("it ended; its reason is in the log".into())),
+        }
+    }
+
+    /// It is not needed any more. Returns what to reap.
+    pub fn end(self) -> Child {
+        let _ = pidfd_send_signal(self.child.pidfd(), Signal::KILL);
+        self.child
+    }
+}
+
+/// What the program that is asked does: its standard input has what the keeper holds, and takes the answer.
+pub fn check() -> anyhow::Result<()> {
+    let stdin = io::stdin();
+    let result = look(&stdin).map_err(|error| format!("{error:#}"));
+    let answer = wire::encode(&Report::Done { seq: 0, result });
+    scm::send(&stdin, &answer, &[]).context("Answering the keeper")
+}
+
+fn look(keeper: impl AsFd) -> anyhow::Result<()> {
+    let (mut kept, mut states) = (None, 0);
+    while let Some(received) = scm::receive(&keeper).context("Listening to the keeper")? {
+        for fd in received.fds {
+            if kept.is_none() {
+                kept = Some(Kept::read(&fd).context("Reading what the keeper holds")?);
+            } else {
+                StateFile::open(fd)?;
+                states += 1;
+            }
+        }
+    }
+    let kept = kept.context("The keeper has said nothing")?;
+    let vms = kept.vms.len() + kept.closing.len();
+    anyhow::ensure!(states == vms, "{states} state files came with {vms} VMs");
+    Ok(())
+}

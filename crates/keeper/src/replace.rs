@@ -1,0 +1,244 @@
+//! The keeper becomes another program, in the same process: the pid, the children, the sockets and the lock stay.
+//!
+//! Before: the engine of an upgrade serves all VMs. After: this process runs the upgrade's program, with the same VMs,
+//! clients and engine; or the keeper is what it was, and operators are told why.
+//! Threads: the keeper's one. An exec ends all others, and waits for one that is in a call that cannot be interrupted;
+//! so there is none but idle ones when it begins.
+//! Promise: nothing waits in this keeper that is not written down. A message that a client or the engine has sent is in
+//! its socket, whole, until the program that follows reads it.
+//!
+//! | Step | Goes on when | Otherwise |
+//! |---|---|---|
+//! | Checking: `PROGRAM check-keeper` reads what this keeper would leave and all state files | it says yes | stays |
+//! | Waiting: engine, VMs and attaches come to rest; clients are not heard when only these are left | they have | stays |
+//! | Exec: descriptors are kept open, everything is written down | the program runs | the exec fails: stays |
+//! | Following: the new program makes a keeper of it ([`Keeper::of`]) | it is made | it becomes the last program again |
+//! | Serving: duplicates in hand, it closes what it was handed | | |
+//!
+//! | Dies in | What follows |
+//! |---|---|
+//! | Checking, Waiting: the program that is asked | stays |
+//! | the same: the engine | its successor is started from the new program, as after any engine's death; then on |
+//! | Exec, Following, Serving: this process | as for any keeper: the engine serves on, clients come to the next one |
+//! | Following: the engine | the keeper that is made finds its pidfd readable |
+//! | the same: a client | the keeper that is made finds the end of its connection |
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ballast_handover::kept::{Kept, Number};
+use ballast_handover::orders::Stage as Shown;
+use ballast_sys::exec::{become_program, close_kept, duplicate, keep};
+use ballast_sys::spawn::Starter;
+
+use crate::checker::Checker;
+use crate::keeper::{Keeper, SOON};
+use crate::regions::{At, VmEntry};
+use crate::replacing::{Replacing, Step};
+use crate::stage::Deadline;
+
+/// How long a program may take to say that it could be the keeper.
+const CHECK_WITHIN: Duration = Duration::from_secs(10);
+/// How long something may be in the way. An engine that leaves has 5 s, as has an attach that waits for its file store.
+/// Shorter than a client's time to attach: it may not be heard meanwhile.
+const WAIT_WITHIN: Duration = Duration::from_secs(8);
+
+/// How a program is told that it is the keeper: the number of the descriptor that says all, and what to become if it
+/// cannot be; or why it is the keeper again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Follow {
+    /// A file that [`Kept`] wrote.
+    pub kept: Number,
+    /// The program before it.
+    pub back: Option<PathBuf>,
+    /// Why that is what it is.
+    pub because: Option<String>,
+}
+
+impl Keeper {
+    /// The engine of this program serves: the keeper is to follow it.
+    pub(crate) fn begin_replacing(&mut self, program: PathBuf) {
+        let kept = match self.kept() {
+            Some(kept) => kept,
+            None => return self.stays("the engine ended"),
+        };
+        let closing = self.closing.iter().map(|closing| &closing.entry);
+        let states = self.vms.iter().chain(closing).map(|vm| &vm.state);
+        match Checker::ask(&mut self.starter, &program, &kept, states) {
+            Ok(checker) => self.replacing = Some(Replacing { program, step: Step::Checking(checker) }),
+            Err(error) => self.stays(&format!("{error:#}")),
+        }
+    }
+
+    /// See that it goes on. Returns how soon to look again.
+    pub(crate) fn tend_replacing(&mut self) -> Option<Duration> {
+        let now = Instant::now();
+        let replacing = self.replacing.as_mut()?;
+        if let Step::Checking(checker) = &mut replacing.step {
+            let is_late = checker.deadline.is_over(now, CHECK_WITHIN);
+            match checker.answer() {
+                Some(Ok(())) => self.checked(),
+                Some(Err(why)) => self.stays(&why),
+                None if is_late => self.stays("it did not say in time that it could"),
+                None => {}
+            }
+        }
+        let in_the_way = self.in_the_way();
+        let Some(Replacing { program, step: Step::Waiting(deadline) }) = &mut self.replacing else {
+            return self.replacing.as_ref().map(|_| SOON);
+        };
+        match in_the_way {
+            Some(why) if deadline.is_over(now, WAIT_WITHIN) => self.stays(&why),
+            Some(_) => {}
+            None => {
+                let program = program.clone();
+                let error = self.become_keeper(&program);
+                self.stays(&format!("{error:#}"));
+            }
+        }
+        self.replacing.as_ref().map(|_| SOON)
+    }
+
+    fn checked(&mut self) {
+        let Some(Replacing { program, step }) = self.replacing.take() else { return };
+        if let Step::Checking(checker) = step {
+            self.zombies.push(checker.end());
+        }
+        self.replacing = Some(Replacing { program, step: Step::Waiting(Deadline::new(Instant::now())) });
+    }
+
+    /// Are clients not heard, because what they ask for would be in the way?
+    pub(crate) fn is_hushed(&self) -> bool {
+        let waits = self.replacing.as_ref().is_some_and(|replacing| matches!(replacing.step, Step::Waiting(_)));
+        waits && self.engine_in_the_way().is_none()
+    }
+
+    /// What has nothing to do with clients.
+    fn engine_in_the_way(&self) -> Option<String> {
+        let is_at_rest = |vm: &VmEntry| vm.fenced.is_none() && vm.search.is_none() && vm.at == At::Engine;
+        let serves = self.engine.as_ref().is_some_and(|engine| engine.pulse.starting.is_none() && engine.told_to_serve);
+        let closing = self.closing.iter().map(|closing| &closing.entry);
+        let unrest = self.vms.iter().chain(closing).find(|vm| !is_at_rest(vm));
+        if !serves {
+            Some("no engine serves".into())
+        } else if self.upgrade.is_some() {
+            Some("VMs move".into())
+        } else if !self.leaving.is_empty() {
+            Some("the engine that was followed does not end".into())
+        } else {
+            unrest.map(|vm| format!("VM {} waits for the end of an engine, or for a process of it", vm.state.name()))
+        }
+    }
+
+    /// Why this process cannot become another program now.
+    fn in_the_way(&self) -> Option<String> {
+        if let Some(why) = self.engine_in_the_way() {
+            return Some(why);
+        }
+        if !self.making.is_empty() {
+            return Some("a VM that attaches waits for its file store".into());
+        }
+        if self.engine.as_ref().is_some_and(|engine| !engine.orders.is_empty()) {
+            return Some("the engine does not take its orders".into());
+        }
+        // An exec would wait for them, and nobody would keep anything meanwhile.
+        let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
+        if self.closer.idle() != Some(threads.saturating_sub(1)) {
+            return Some("a descriptor that a client sent is being closed, or processes are being looked at".into());
+        }
+        None
+    }
+
+    /// Exec. Returns why that failed.
+    fn become_keeper(&mut self, program: &Path) -> anyhow::Error {
+        let exec = || -> anyhow::Result<()> {
+            let kept = self.kept().context("There is no engine")?;
+            let file = kept.write().context("Writing down what the keeper holds")?;
+            // By now another file may have this one's name.
+            let own = File::open("/proc/self/exe").context("Opening this program's own file")?;
+            let numbers = [kept.numbers(), vec![file.as_raw_fd(), own.as_raw_fd()]].concat();
+            let keep_all = |stays| numbers.iter().try_for_each(|number| keep(*number, stays));
+            let error = keep_all(true).err().unwrap_or_else(|| {
+                tracing::info!(program = %program.display(), "the keeper becomes another program");
+                let back = format!("/proc/self/fd/{}", own.as_raw_fd());
+                let follow = Follow { kept: file.as_raw_fd(), back: Some(back.into()), because: None };
+                become_follower(program.as_os_str(), &follow)
+            });
+            keep_all(false).context("Closing descriptors at the next exec")?;
+            Err(error).with_context(|| format!("Becoming {}", program.display()))
+        };
+        exec().err().unwrap_or_else(|| anyhow::anyhow!("the exec has returned"))
+    }
+
+    /// It does not come to that.
+    fn stays(&mut self, why: &str) {
+        if let Some(Replacing { step: Step::Checking(checker), .. }) = self.replacing.take() {
+            self.zombies.push(checker.end());
+        }
+        self.replaced(Err(why.to_owned()));
+    }
+
+    /// The end of an upgrade.
+    pub(crate) fn replaced(&mut self, result: Result<(), String>) {
+        let program = &self.last_upgrade.program;
+        let message = match &result {
+            Ok(()) => format!("the keeper is {program} from now on"),
+            Err(why) => format!("the keeper is not {program}, and stays what it was: {why}"),
+        };
+        tracing::info!("{message}");
+        let kind = if result.is_ok() { "keeper-upgraded" } else { "keeper-stays" };
+        self.last_upgrade.keeper = Some(result);
+        self.last_upgrade.stage = Shown::Done;
+        self.show_upgrade();
+        self.host_note(kind, message);
+    }
+}
+
+/// Become a program that is to be the keeper. Returns why that failed.
+fn become_follower(program: &OsStr, Follow { kept, back, because }: &Follow) -> std::io::Error {
+    let mut args: Vec<OsString> = vec!["keeper".into(), kept.to_string().into()];
+    for (name, value) in
+        [("--back", back.as_ref().map(|path| path.as_os_str())), ("--because", because.as_ref().map(OsStr::new))]
+    {
+        args.extend(value.into_iter().flat_map(|value| [name.into(), value.to_owned()]));
+    }
+    become_program(program, &args.iter().map(OsString::as_os_str).collect::<Vec<_>>())
+}
+
+/// The keeper that the program before this one was, in this one. If that cannot be, become that program again.
+///
+/// # Errors
+/// It cannot be, and there is no program to become.
+pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper> {
+    let made = duplicate(follow.kept).context("Taking over what the keeper held").and_then(|file| {
+        let kept = Kept::read(&file).context("Reading what the keeper held")?;
+        let own = match &follow.because {
+            // It was started by another name.
+            Some(_) => PathBuf::from(<OsString as std::os::unix::ffi::OsStringExt>::from_vec(kept.own_program.clone())),
+            None => std::env::current_exe().context("Finding this program's own file")?,
+        };
+        Ok((Keeper::of(&kept, own, starter)?, kept))
+    });
+    let (mut keeper, kept) = match made {
+        Ok(made) => made,
+        Err(error) => return Err(go_back(follow, error)),
+    };
+    // Not one of these is lost yet. The lock's must never be closed, because the lock would go with it.
+    keep(kept.lock, false).context("Taking over the lock")?;
+    close_kept().context("Closing what is not needed twice")?;
+    keeper.replaced(follow.because.clone().map_or(Ok(()), Err));
+    Ok(keeper)
+}
+
+/// Become the program before this one. Returns why that failed, or is not to be had.
+fn go_back(Follow { kept, back, .. }: &Follow, error: anyhow::Error) -> anyhow::Error {
+    let Some(back) = back else { return error };
+    tracing::error!("this program cannot be the keeper: {error:#}; going back to the last one");
+    let again = Follow { kept: *kept, back: None, because: Some(format!("{error:#}")) };
+    let failed = become_follower(back.as_os_str(), &again);
+    error.context(format!("Becoming the last keeper again: {failed}"))
+}
