@@ -263,6 +263,17 @@ pub enum Order {
 }
 
 impl Order {
+    /// Give what a client waits for another number.
+    pub fn number(&mut self, number: u64) {
+        if let Self::RemoveRegion { seq, .. }
+        | Self::Pin { seq, .. }
+        | Self::MayPin { seq, .. }
+        | Self::Reach { seq, .. } = self
+        {
+            *seq = number;
+        }
+    }
+
     /// The VM it is about, if it is about one that the engine may have open.
     pub fn vm(&self) -> Option<VmId> {
         match self {

@@ -196,7 +196,9 @@ impl Keeper {
         if self.has_name(&attach.name) {
             return Err(format!("a VM named {:?} is attached already", attach.name));
         }
-        VmEntry::create(attach, uid, &self.closer)
+        let mut entry = VmEntry::create(attach, uid, &self.closer)?;
+        entry.at = self.at_for_new();
+        Ok(entry)
     }
 
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be

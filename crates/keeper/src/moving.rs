@@ -159,6 +159,9 @@ impl Keeper {
             entry.at = At::Engine;
             back.push((entry.state.id(), since));
         }
+        for (vm, _) in &back {
+            self.ask_anew(*vm);
+        }
         for closing in self.closing.iter_mut().filter(|closing| closing.entry.at == At::Next) {
             closing.entry.at = At::Engine;
             closing.take_back();
@@ -171,6 +174,17 @@ impl Keeper {
             self.hand_over(vm, Some(clock::monotonic_ns_at(since)));
         }
         self.tend_fences();
+    }
+
+    /// What clients wait for of this VM has new numbers: under the old ones an engine may yet say that it broke it off.
+    fn ask_anew(&mut self, vm: VmId) {
+        let asked = self.pending.iter().filter(|(_, asked)| asked.order.vm() == Some(vm));
+        for seq in asked.map(|(seq, _)| *seq).collect::<Vec<_>>() {
+            let Some(mut asked) = self.pending.remove(&seq) else { continue };
+            let seq = self.seq();
+            asked.order.number(seq);
+            self.pending.insert(seq, asked);
+        }
     }
 
     fn entry(&mut self, vm: VmId) -> Option<&mut VmEntry> {

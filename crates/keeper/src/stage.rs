@@ -21,7 +21,8 @@
 //! | new refuses, dies, is late | failed | return | return | return | (dead already) |
 //! | old is late | - | return | return | - | failed: its silence ends it as always |
 //! | old dies | failed; new ends; start old's program | the same | promote | promote | failed; start old's program |
-//! | a VM comes | old has it, unchecked | old | old, then moved | old, then moved | old |
+//! | a VM comes | old has it, unchecked | old | new has it | new | old |
+//! | a VM comes back whose connection was cut | old | old | who had it; old: then moved | the same | old |
 //! | a VM goes | its engine closes it | the same | the same, in turn | new | old |
 //! | the keeper dies | new ends: it has no VM | the same | each serves what it has | new serves | old serves |
 //!

@@ -19,9 +19,10 @@ use crate::engine::{Engine, Who};
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::options::Options;
-use crate::regions::{At, VmEntry};
+use crate::regions::At;
 use crate::stage::Stage;
 use crate::tests::attach_as;
+use crate::waiting::{Answer, Asked};
 
 const LOST: Lost = Lost { flags: 0, word: 0 };
 
@@ -148,7 +149,7 @@ impl World {
 
     fn attach(&mut self, number: usize) -> VmId {
         let attach = attach_as(&format!("vm-{number}"), None);
-        let entry = VmEntry::create(&attach, 0, &self.keeper.closer).expect("state and arena");
+        let entry = self.keeper.create(&attach, 0).expect("state and arena");
         let id = entry.state.id();
         self.keeper.vms.push(entry);
         self.keeper.hand_over(id, None);
@@ -397,6 +398,60 @@ fn an_engine_that_says_nothing_is_not_waited_for_for_ever() {
     let now = &world.keeper.last_upgrade;
     assert!(now.stage == Shown::Failed && now.message.contains("in time"), "{now:?}");
     assert_eq!(world.check_end(), first);
+}
+
+#[test]
+fn vms_that_come_all_the_time_do_not_keep_an_upgrade_from_its_end() {
+    let mut world = World::new(2);
+    world.begin();
+    let (mut came, mut turns) = (0, 0);
+    while world.keeper.upgrade.is_some() {
+        came += 1;
+        world.attach(10 + came);
+        world.keeper_turns();
+        for at in 0..world.played.len() {
+            world.act(at, Manners::Good);
+        }
+        turns += 1;
+        assert!(turns < 300, "no end: {:?}", world.keeper.last_upgrade);
+    }
+    world.act_all(Manners::Good);
+    assert_eq!(world.keeper.last_upgrade.stage, Shown::Done);
+    world.check_end();
+}
+
+#[test]
+fn what_a_client_waits_for_is_asked_anew_when_the_move_that_broke_it_off_fails() {
+    let mut world = World::new(1);
+    world.begin();
+    while !matches!(world.keeper.vms[0].at, At::Resting(_)) {
+        world.keeper_turns();
+        for at in 0..world.played.len() {
+            if !matches!(world.keeper.vms[0].at, At::Resting(_)) {
+                world.act(at, Manners::Good);
+            }
+        }
+    }
+    let (seq, vm) = (world.keeper.seq(), world.keeper.vms[0].state.id());
+    let order = Order::Pin { seq, vm, reason: "test".into() };
+    world.keeper.pending.insert(seq, Asked { client: 1, order, answer: Answer::Ok });
+    world.kill(1);
+    while world.keeper.upgrade.is_some() {
+        world.keeper_turns();
+    }
+    world.played[0].done(seq, Err("it is on its way to another engine"));
+    world.keeper_turns();
+    let asked: Vec<u64> = world.keeper.pending.keys().copied().collect();
+    let [again] = asked[..] else { panic!("it was refused") };
+    assert_ne!(again, seq);
+    world.played[0].listen();
+    let is_asked = |(order, _): &(Order, _)| matches!(order, Order::Pin { seq, .. } if *seq == again);
+    assert!(world.played[0].orders.iter().any(is_asked), "the engine was not asked again");
+    world.played[0].done(again, Ok(()));
+    world.keeper_turns();
+    assert!(world.keeper.pending.is_empty());
+    world.act_all(Manners::Good);
+    world.check_end();
 }
 
 #[test]

@@ -62,6 +62,12 @@ impl Keeper {
         self.upgrade.as_ref().is_some_and(|upgrade| matches!(upgrade.stage, Stage::Moving | Stage::Serving))
     }
 
+    /// Which engine gets a VM that nobody has seen before: once VMs move, the one that is to follow. A user whose VMs
+    /// come all the time would else keep the upgrade from its end.
+    pub(crate) fn at_for_new(&self) -> At {
+        if self.tells_next() { At::Next } else { At::Engine }
+    }
+
     /// The engine that is to follow is dead.
     pub(crate) fn next_died(&mut self) {
         // It may have said why.
@@ -233,7 +239,7 @@ impl Keeper {
                     self.upgrade_goes_on();
                 }
             }
-            // A VM may attach at any time. It comes to the old engine, and moves.
+            // A VM that comes back may come to the old engine, and moves.
             Stage::Moving | Stage::Serving => self.move_some(),
             Stage::Returning => {
                 if self.vms.iter().all(|vm| vm.fenced.is_none()) {
