@@ -69,6 +69,11 @@ impl Format {
         Ok(())
     }
 
+    /// The same, of a message of this build.
+    const fn of_message(self) -> Self {
+        Self { version: self.version + cfg!(feature = "next-format") as u16, ..self }
+    }
+
     /// What a file that said this says from now on, because this program writes to it as well.
     pub const fn raise(&self, theirs: Stamp) -> Stamp {
         const fn larger(a: u16, b: u16) -> u16 {
@@ -100,6 +105,16 @@ impl Stamp {
 pub const MAGIC: [u8; 4] = *b"BLST";
 /// Magic, version and least reader, in little-endian bytes.
 pub const HEADER: usize = MAGIC.len() + 4;
+/// What a build that tests use as the next version adds to every message: one more field at its end.
+#[cfg(feature = "next-format")]
+type Added = u8;
+#[cfg(not(feature = "next-format"))]
+type Added = ();
+#[cfg(feature = "next-format")]
+const ADDED: Added = 7;
+#[cfg(not(feature = "next-format"))]
+const ADDED: Added = ();
+
 /// Zeros that stand for the fields an older writer did not know: no message has this many bytes of new fields.
 const UNKNOWN_FIELDS: usize = 256;
 
@@ -135,10 +150,10 @@ pub enum WireError {
 pub fn encode<T: Message>(message: &T) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(256);
     bytes.extend_from_slice(&MAGIC);
-    bytes.extend_from_slice(&T::FORMAT.version.to_le_bytes());
+    bytes.extend_from_slice(&T::FORMAT.of_message().version.to_le_bytes());
     bytes.extend_from_slice(&message.least_reader().to_le_bytes());
     // Serialising our own plain data types into a growing buffer has no way to fail.
-    postcard::to_extend(message, bytes).expect("messages serialise")
+    postcard::to_extend(&(message, ADDED), bytes).expect("messages serialise")
 }
 
 /// The version of the program that wrote this message, if it is one.
@@ -156,18 +171,19 @@ pub fn decode<T: Message>(bytes: &[u8]) -> Result<T, WireError> {
     }
     let half = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);
     let theirs = Stamp { version: half(4), least_reader: half(6) };
-    T::FORMAT.check(theirs).map_err(WireError::Version)?;
+    let ours = T::FORMAT.of_message();
+    ours.check(theirs).map_err(WireError::Version)?;
     let refused = WireError::Body { len: body.len() };
-    if theirs.version < T::FORMAT.version {
+    if theirs.version < ours.version {
         let padded = [body, &[0; UNKNOWN_FIELDS]].concat();
-        return match postcard::take_from_bytes(&padded) {
+        return match postcard::take_from_bytes::<(T, Added)>(&padded) {
             // All that the writer said was read, and nothing after the zeros that stand for what it did not know.
-            Ok((message, left)) if left.len() <= UNKNOWN_FIELDS => Ok(message),
+            Ok(((message, _), left)) if left.len() <= UNKNOWN_FIELDS => Ok(message),
             _ => Err(refused),
         };
     }
-    match postcard::take_from_bytes(body) {
-        Ok((message, left)) if left.is_empty() || theirs.version > T::FORMAT.version => Ok(message),
+    match postcard::take_from_bytes::<(T, Added)>(body) {
+        Ok(((message, _), left)) if left.is_empty() || theirs.version > ours.version => Ok(message),
         _ => Err(refused),
     }
 }

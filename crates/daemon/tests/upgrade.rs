@@ -95,6 +95,41 @@ fn engines_that_follow_each_other_forth_and_back_lose_no_byte_and_answer_every_r
 }
 
 #[test]
+fn a_client_of_either_build_is_served_by_engine_and_keeper_of_the_other() {
+    let next = std::env::var_os("BALLAST_NEXT").map(PathBuf::from);
+    if common::missing("next-build", next.is_none().then_some("BALLAST_NEXT names no ballastd of another build")) {
+        return;
+    }
+    let next = next.expect("seen above");
+    let mut daemon = Daemon::start(QUICK);
+    let builds = [this_build(), next];
+    let mut guests = Vec::new();
+    for round in 0..upgrades().min(8) {
+        // Engine and keeper are of one build; of each a client attaches, beside those that are there.
+        for (build, name) in builds.iter().zip(["old", "new"]).filter(|_| round < 2) {
+            let name = format!("{name}-{round}");
+            guests.push(Guest::start_beside(build, &daemon, &name, BUSY, &[]));
+        }
+        for name in ["old-0", "new-0"] {
+            moves(&daemon, name);
+        }
+        begin(&daemon, &builds[(round as usize + 1) % 2]);
+        let now = ended(&daemon);
+        assert_eq!((now.stage, now.keeper_replaced), (UpgradeStage::Done, Some(true)), "{now:?}\n{}", daemon.log());
+        assert_eq!(now.longest_gap_us, 0, "a VM was without an engine\n{}", daemon.log());
+        for name in ["old-0", "new-0"] {
+            moves(&daemon, name);
+        }
+        if round % 4 == 2 {
+            // They come to a keeper of this build, with what the other one's keeper gave them.
+            daemon.kill_and_restart_keeper(round % 8 == 2);
+            until("all guests are back", || daemon.api.vms().is_ok_and(|vms| vms.len() == guests.len()));
+        }
+    }
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
 fn a_discard_that_meets_an_upgrade_is_carried_out_and_not_refused() {
     if no_uffd() {
         return;

@@ -10,9 +10,9 @@
 //! | Step | Goes on when | Otherwise |
 //! |---|---|---|
 //! | Checking: `PROGRAM check-keeper` reads what this keeper would leave and all state files | it says yes | stays |
-//! | Waiting: engine, VMs and attaches come to rest; clients are not heard when only these are left | they have | stays |
-//! | Exec: descriptors are kept open, everything is written down | the program runs | the exec fails: stays |
-//! | Following: the new program makes a keeper of it ([`Keeper::of`]) | it is made | it becomes the last program again |
+//! | Waiting: engine, VMs, attaches come to rest; clients are not heard when only these are left | they have | stays |
+//! | Exec: descriptors are kept open, all is written down | the program runs | the exec fails: stays |
+//! | Following: the new program makes a keeper of it ([`Keeper::of`]) | it is made | becomes the last program again |
 //! | Serving: duplicates in hand, it closes what it was handed | | |
 //!
 //! | Dies in | What follows |

@@ -2,7 +2,7 @@
 //! data until it is told to stop, then verifies every byte.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use super::{Daemon, soak, until};
@@ -29,7 +29,12 @@ impl Guest {
 
     /// The same with these environment variables.
     pub fn start_with(daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
-        let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast-testvm");
+        Self::start_beside(Path::new(env!("CARGO_BIN_EXE_ballastd")), daemon, name, args, variables)
+    }
+
+    /// The same of the build with this `ballastd`.
+    pub fn start_beside(ballastd: &Path, daemon: &Daemon, name: &str, args: &str, variables: &[(&str, &str)]) -> Self {
+        let program = ballastd.with_file_name("ballast-testvm");
         assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
         let child = Command::new(program)
             .args(args.split_ascii_whitespace())
