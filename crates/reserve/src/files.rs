@@ -2,7 +2,8 @@
 //!
 //! Before: the state says which brick is whose. After: descriptors, pages taken out of files and put into them.
 //! Threads: the owner's; [`refill`] a worker's. Units: bytes; bricks by their number.
-//! Promise: each descriptor that leaves is an opening of its own, so that the kernel can say when the last is gone.
+//! Promise: each descriptor that leaves is an opening of its own, so that the kernel can say when the last is gone. A
+//! file that a VM had is never another VM's.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -37,7 +38,7 @@ impl Files {
     /// A brick, which is made if it is not there.
     pub fn get(&mut self, number: u32) -> io::Result<Arc<OwnedFd>> {
         let Entry::Vacant(place) = self.open.entry(number) else { return Ok(self.open[&number].clone()) };
-        let path = self.dir.join(format!("brick-{number}"));
+        let path = path(&self.dir, number);
         let file =
             std::fs::File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
         file.set_len(self.brick.0)?;
@@ -54,12 +55,25 @@ impl Files {
         Ok(!huge_files::is_only_holder(&*self.get(number)?)?)
     }
 
+    /// Put a new file in the place of a brick that nobody has, one of holes. A descriptor that only names the old one
+    /// (`O_PATH`) counts for none, and whoever kept one could open it again.
+    pub fn replace(&mut self, number: u32) -> io::Result<()> {
+        // Its pages go now, also those beyond its size, whoever names it.
+        rustix::fs::ftruncate(&*self.get(number)?, 0)?;
+        self.open.remove(&number);
+        std::fs::remove_file(path(&self.dir, number))
+    }
+
     /// The bricks that there are.
     pub fn numbers(&self) -> io::Result<Vec<u32>> {
         let names = std::fs::read_dir(&self.dir)?.map(|entry| Ok(entry?.file_name()));
         let names = names.collect::<io::Result<Vec<_>>>()?;
         Ok(names.iter().filter_map(|name| name.to_str()?.strip_prefix("brick-")?.parse().ok()).collect())
     }
+}
+
+fn path(dir: &Path, number: u32) -> PathBuf {
+    dir.join(format!("brick-{number}"))
 }
 
 /// Put other pages, which are zero, in the place of what is there, from this node.

@@ -7,7 +7,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use ballast_base::{Bytes, KIB};
+use ballast_base::{Bytes, HUGE_SIZE, KIB};
 use ballast_sys::meminfo;
 
 /// The kernel's files.
@@ -23,6 +23,8 @@ pub struct Pages {
     pub total: u64,
     /// Those in no file and no mapping.
     pub free: u64,
+    /// Those beyond the reserved ones, which go when they are freed.
+    pub surplus: u64,
 }
 
 /// Memory of a node.
@@ -66,8 +68,11 @@ impl Host {
     /// # Errors
     /// If there is no such node, or the kernel has no huge pages of 2 MiB.
     pub fn pages(&self, node: u32) -> io::Result<Pages> {
+        if let Some(pages) = self.pages_at_once(node)? {
+            return Ok(pages);
+        }
         let number = |file: &str| number(&self.node(node).join(PAGES).join(file));
-        // Two files: others may take a page beyond the reserved ones, or free it, between them.
+        // Two files: others may take a page beyond the reserved ones, or free it, between them, and again.
         let read = || Ok::<_, io::Error>((number("nr_hugepages")?, number("surplus_hugepages")?));
         let mut last = read()?;
         loop {
@@ -77,7 +82,22 @@ impl Host {
             }
             last = now;
         }
-        Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")? })
+        Ok(Pages { total: last.0.saturating_sub(last.1), free: number("free_hugepages")?, surplus: last.1 })
+    }
+
+    /// The same from one file, which the kernel writes at one moment; it has them there if 2 MiB is its default size of
+    /// huge pages.
+    fn pages_at_once(&self, node: u32) -> io::Result<Option<Pages>> {
+        let text = read(&self.root.join("proc/meminfo"))?;
+        if meminfo::number_in(&text, "Hugepagesize") != Some(HUGE_SIZE as u64 / KIB) {
+            return Ok(None);
+        }
+        let text = read(&self.node(node).join("meminfo"))?;
+        let line = |key| line(&text, key);
+        Ok(match (line("HugePages_Total:"), line("HugePages_Surp:"), line("HugePages_Free:")) {
+            (Some(all), Some(surplus), Some(free)) => Some(Pages { total: all.saturating_sub(surplus), free, surplus }),
+            _ => None,
+        })
     }
 
     /// Have the kernel reserve this number of pages more, or less. Returns by how many they have changed.
@@ -85,14 +105,19 @@ impl Host {
     /// # Errors
     /// If this process may not.
     pub fn change_pages(&self, node: u32, by: i64) -> io::Result<i64> {
-        // Others who change the number do it under this lock.
+        let _lock = self.lock()?;
+        let before = self.pages(node)?.total;
+        let now = self.write_pages(node, before.saturating_add_signed(by))?;
+        Ok(now as i64 - before as i64)
+    }
+
+    /// Others who change the number do it under this lock.
+    fn lock(&self) -> io::Result<Option<std::fs::File>> {
         let lock = std::fs::File::open(self.root.join("sys/kernel/mm").join(PAGES).join("nr_hugepages")).ok();
         if let Some(lock) = &lock {
             rustix::fs::flock(lock, rustix::fs::FlockOperation::LockExclusive)?;
         }
-        let before = self.pages(node)?.total;
-        let now = self.set_pages(node, before.saturating_add_signed(by))?;
-        Ok(now as i64 - before as i64)
+        Ok(lock)
     }
 
     /// Have it reserve this number in all. Returns how many they are now.
@@ -100,6 +125,11 @@ impl Host {
     /// # Errors
     /// If this process may not.
     pub fn set_pages(&self, node: u32, total: u64) -> io::Result<u64> {
+        let _lock = self.lock()?;
+        self.write_pages(node, total)
+    }
+
+    fn write_pages(&self, node: u32, total: u64) -> io::Result<u64> {
         let file = self.node(node).join(PAGES).join("nr_hugepages");
         std::fs::write(&file, total.to_string()).map_err(|error| named(&file, error))?;
         Ok(self.pages(node)?.total)
@@ -113,11 +143,8 @@ impl Host {
         let file = self.node(node).join("meminfo");
         let text = read(&file)?;
         let line = |key: &str| -> io::Result<u64> {
-            let fields = text.lines().map(|line| line.split_ascii_whitespace().skip(2).collect::<Vec<_>>());
-            let found =
-                fields.filter(|fields| fields.first() == Some(&key)).find_map(|fields| fields.get(1)?.parse().ok());
-            let kib: u64 = found.ok_or_else(|| io::Error::other(format!("{} has no {key}", file.display())))?;
-            Ok(kib * KIB)
+            let kib = line(&text, key);
+            Ok(kib.ok_or_else(|| io::Error::other(format!("{} has no {key}", file.display())))? * KIB)
         };
         let files = line("Active(file):")? + line("Inactive(file):")?;
         Ok(Memory { total: Bytes(line("MemTotal:")?), spare: Bytes(line("MemFree:")? + files) })
@@ -147,6 +174,12 @@ fn named(file: &Path, error: io::Error) -> io::Error {
 
 fn read(file: &Path) -> io::Result<String> {
     std::fs::read_to_string(file).map_err(|error| named(file, error))
+}
+
+/// The number of a line of a node's `meminfo`.
+fn line(text: &str, key: &str) -> Option<u64> {
+    let fields = text.lines().map(|line| line.split_ascii_whitespace().skip(2).collect::<Vec<_>>());
+    fields.filter(|fields| fields.first() == Some(&key)).find_map(|fields| fields.get(1)?.parse().ok())
 }
 
 fn number(file: &Path) -> io::Result<u64> {
@@ -204,12 +237,34 @@ pub(crate) mod tests {
         assert_eq!(host.available().expect("available"), Bytes(4 << 30));
         assert_eq!(host.set_pages(2, 9).expect("set"), 9);
         assert_eq!(host.change_pages(2, -2).expect("change"), -2);
-        assert_eq!(host.pages(2).expect("pages"), Pages { total: 7, free: 0 });
+        assert_eq!(host.pages(2).expect("pages"), Pages { total: 7, free: 0, surplus: 0 });
         assert!(host.pages(1).expect_err("no node").to_string().contains("node1"));
         assert_eq!(
             (ranges("0-2,5"), ranges("0"), ranges(""), ranges("x")),
             (Some(vec![0, 1, 2, 5]), Some(vec![0]), Some(vec![]), None)
         );
+    }
+
+    #[test]
+    fn pages_beyond_the_reserved_ones_are_told_apart_at_one_moment() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let host = two_nodes(dir.path(), [1 << 30, 3 << 30]);
+        let add = |file: &str, text: &str| {
+            let file = dir.path().join(file);
+            let before = std::fs::read_to_string(&file).expect("read");
+            std::fs::write(&file, before + text).expect("write");
+        };
+        let node = "sys/devices/system/node/node2";
+        add(
+            &format!("{node}/meminfo"),
+            "Node 2 HugePages_Total:    33\nNode 2 HugePages_Free:      3\nNode 2 HugePages_Surp:      1\n",
+        );
+        // As one who reads these two files finds them if the page went between them.
+        std::fs::write(dir.path().join(format!("{node}/{PAGES}/nr_hugepages")), "33\n").expect("write");
+        assert_eq!(host.pages(2).expect("pages").total, 33);
+        add("proc/meminfo", "Hugepagesize:       2048 kB\n");
+        assert_eq!(host.pages(2).expect("pages"), Pages { total: 32, free: 3, surplus: 1 });
+        assert_eq!(host.pages(0).expect("pages"), Pages { total: 0, free: 0, surplus: 0 }, "from files of its own");
     }
 
     #[test]

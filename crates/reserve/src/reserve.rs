@@ -144,12 +144,12 @@ impl Reserve {
             journal::load(&self.dir.join("origin.json")).during("Reading the pool's origin")?;
         if origin.is_some_and(|origin| boot().is_ok_and(|boot| boot == origin.boot)) {
             for numa in self.host.nodes().during("Asking for the host's nodes")? {
-                let less = -i64::from(self.has(numa));
+                let less = -i64::from(self.has(numa)) - self.owes(numa)? as i64;
                 self.host.change_pages(numa, less).during("Giving huge pages back")?;
             }
         }
         self.live = None;
-        for file in ["journal.json", "names.json", "state", "origin.json"] {
+        for file in ["journal.json", "owed.json", "names.json", "state", "origin.json"] {
             match std::fs::remove_file(self.dir.join(file)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).during("Forgetting a pool")?,
                 _ => {}
@@ -171,6 +171,7 @@ impl Reserve {
             let total = count + u64::from(self.has(*numa));
             self.host.set_pages(*numa, total).during("Setting the number of huge pages")?;
         }
+        self.owe_nothing()?;
         self.end()
     }
 
@@ -241,10 +242,17 @@ impl Reserve {
 
     /// Have the kernel reserve more pages of a node, first for what was lent.
     pub(crate) fn add(&mut self, numa: u32, more: u32) -> Result<(), Error> {
-        let Some(live) = &mut self.live else { return Ok(()) };
+        let Some(live) = &self.live else { return Ok(()) };
         let node = live.node(numa)?;
-        let got = self.host.change_pages(numa, more.into()).during("Reserving huge pages")?;
-        let got = got.clamp(0, more.into()) as u32;
+        // The kernel takes those first that others have beyond the reserved ones, and they are no use to the pool.
+        let others = self.host.pages(numa).during("Asking for huge pages")?.surplus;
+        let grown = self.host.change_pages(numa, i64::from(more) + others as i64).during("Reserving huge pages")?;
+        let taken = (grown.max(0) as u64).min(others);
+        if taken > 0 {
+            self.owe(numa, taken as i64)?;
+        }
+        let got = (grown - taken as i64).clamp(0, more.into()) as u32;
+        let Some(live) = &mut self.live else { return Ok(()) };
         if got < more {
             let (got, more) = (slices_to_bytes(got), slices_to_bytes(more));
             let why =
@@ -273,7 +281,7 @@ impl Reserve {
         let nodes = self.host.nodes().during("Asking for the host's nodes")?;
         let other = |numa: u32| {
             let pages = self.host.pages(numa).during("Asking for huge pages")?;
-            Ok((numa, pages.total.saturating_sub(self.has(numa).into())))
+            Ok((numa, pages.total.saturating_sub(u64::from(self.has(numa)) + self.owes(numa)?)))
         };
         let others = Others(nodes.into_iter().map(other).collect::<Result<_, Error>>()?);
         self.journal.begin(&others).during("Writing the pool's journal")
@@ -322,6 +330,10 @@ impl Reserve {
         let mut gone = 0;
         for vm in vms {
             if !live.is_held(vm).during("Asking who has a file of the pool")? {
+                // Files first: if this process dies in between, the VM is gone all the same, and so are its pages.
+                for number in live.numbers(vm) {
+                    live.files.replace(number).during("Replacing a file of the pool that a VM had")?;
+                }
                 live.pool.release(vm)?;
                 live.names.remove(&vm.0.get());
                 gone += 1;
@@ -330,6 +342,7 @@ impl Reserve {
         if gone > 0 {
             journal::store(&self.dir.join("names.json"), &live.names).during("Writing who has what")?;
         }
+        self.give_back()?;
         Ok(gone)
     }
 
@@ -343,13 +356,10 @@ impl Reserve {
         live.job(dirty).map(Some)
     }
 
-    /// Slices that found no page before, to be tried again.
-    ///
-    /// # Errors
-    /// If a file cannot be opened.
-    pub fn jobs_again(&mut self) -> Result<Vec<Job>, Error> {
-        let Some(live) = &mut self.live else { return Ok(Vec::new()) };
-        std::mem::take(&mut live.waiting).into_iter().map(|dirty| live.job(dirty)).collect()
+    /// Slices that found no page before, to be tried again. Those whose file cannot be opened wait on.
+    pub fn jobs_again(&mut self) -> Vec<Job> {
+        let Some(live) = &mut self.live else { return Vec::new() };
+        std::mem::take(&mut live.waiting).into_iter().filter_map(|dirty| live.job(dirty).ok()).collect()
     }
 
     /// A worker has tried. Returns whether the slice can be handed out.
@@ -516,14 +526,19 @@ impl Live {
         Ok((extents, files.during("Opening a file of the pool for a VM")?))
     }
 
-    /// Has anybody a file of this VM?
-    fn is_held(&mut self, vm: VmId) -> io::Result<bool> {
+    /// The files of a VM.
+    fn numbers(&self, vm: VmId) -> Vec<u32> {
         let segments = self.pool.segments(vm).unwrap_or_default();
         let bricks = segments.iter().flat_map(|segment| self.pool.bricks(segment.extent));
         let mut numbers: Vec<u32> = bricks.map(|brick| self.number(brick.start)).collect();
         numbers.sort_unstable();
         numbers.dedup();
-        for number in numbers {
+        numbers
+    }
+
+    /// Has anybody a file of this VM?
+    fn is_held(&mut self, vm: VmId) -> io::Result<bool> {
+        for number in self.numbers(vm) {
             if self.files.is_held(number)? {
                 return Ok(true);
             }

@@ -2,10 +2,10 @@
 
 mod common;
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::Ordering;
 
-use ballast_base::{Bytes, MIB, PAGE_SIZE};
+use ballast_base::{Bytes, HUGE_SIZE, MIB, PAGE_SIZE};
 use ballast_pool::Mode;
 use ballast_reserve::{Grant, Reserve, Want};
 use ballast_sys::Mapping;
@@ -150,11 +150,42 @@ fn a_page_that_a_pipe_holds_is_given_to_nobody() {
     let word = u64::from_ne_bytes(seen[..8].try_into().expect("eight bytes"));
     assert_eq!((got, word), (PAGE_SIZE, SECRET), "the spy sees its own page and no other");
     drop((reader, writer));
-    for job in reserve.jobs_again().expect("jobs") {
+    for job in reserve.jobs_again() {
         let done = job.run();
         assert!(reserve.finish(done), "the page is free now");
     }
     assert_eq!(reserve.overview().waiting, Bytes(0));
+    reserve.validate().expect("valid");
+}
+
+#[test]
+fn who_kept_only_the_name_of_a_file_finds_nothing_of_its_next_owner_there() {
+    use rustix::fs::{Mode as Rights, OFlags, open};
+    let Some(place) = Place::new() else { return };
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    let held = grant(&mut reserve, "spy", 32);
+    search_and_mark(&map(&held));
+    let name = |file: &std::os::fd::OwnedFd| {
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        open(path, OFlags::PATH | OFlags::CLOEXEC, Rights::empty()).expect("its place")
+    };
+    let names: Vec<_> = held.files.iter().map(name).collect();
+    drop(held);
+    assert_eq!(reserve.tend().expect("tend"), 1, "a name is no opening");
+    zero_all(&mut reserve);
+    let next = grant(&mut reserve, "next", 32);
+    let victim = map(&next);
+    assert_eq!(search_and_mark(&victim), 0);
+    for name in &names {
+        let Ok(file) = ballast_sys::memfd::reopen(name.as_fd(), true) else { continue };
+        // Nobody has set its size since; whatever it is, there is nothing in it.
+        let size = ballast_sys::memfd::size(&file).expect("stat");
+        assert_eq!(ballast_sys::memfd::resident(&file).expect("stat").bytes(), Bytes(0), "{size}: the next owner's");
+    }
+    drop((victim, next, names));
+    assert_eq!(reserve.tend().expect("tend"), 1);
+    zero_all(&mut reserve);
+    assert_eq!((place.pages(), sum(&reserve, |node| node.ready)), (16, 32 * MIB));
     reserve.validate().expect("valid");
 }
 
@@ -233,6 +264,41 @@ fn a_change_whose_author_died_is_undone() {
     assert_eq!(place.pages(), 16, "the kernel keeps pages that nobody knows of");
     reserve.validate().expect("valid");
     assert!(!place.dir().join("journal.json").exists());
+}
+
+#[test]
+fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leaves_those_what_they_are() {
+    const OTHERS: u64 = 4;
+    let Some(place) = Place::new() else { return };
+    let host = ballast_reserve::Host::default();
+    let others = ballast_sys::hugetlb::PoolLoan::new(OTHERS).and_then(|loan| {
+        let file = ballast_sys::memfd::create_huge("ballast-others", Bytes(OTHERS * HUGE_SIZE as u64))?;
+        let map = Mapping::shared(&file, 0, OTHERS as usize * HUGE_SIZE)?;
+        map.populate(0, map.len())?;
+        // From here on nobody gets more of these: the pool has its own pages, or none.
+        drop(loan);
+        Ok(map)
+    });
+    let Ok(others) = others.inspect_err(|why| ballast_needs::skip("hugetlb", why)) else { return };
+    let before = host.pages(0).expect("pages");
+    let Some(mut reserve) = place.pool(32, 16) else { return };
+    assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB, "it waits for pages that others have");
+    assert_eq!(host.pages(0).expect("pages").total, before.total + 16 + before.surplus, "all count as reserved");
+    assert_eq!(reserve.tend().expect("tend"), 0);
+    let now = host.pages(0).expect("pages");
+    assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus), "they are what they were");
+    // Whose owner dies before that: the next one knows.
+    reserve.lend(Bytes(16 * MIB), None).expect("lend");
+    reserve.lend(Bytes(0), None).expect("take back");
+    drop(reserve);
+    let mut reserve = place.open();
+    zero_all(&mut reserve);
+    assert_eq!(sum(&reserve, |node| node.ready), 32 * MIB);
+    reserve.tend().expect("tend");
+    drop(others);
+    let now = host.pages(0).expect("pages");
+    assert_eq!((now.total, now.surplus), (before.total + 16, before.surplus - OTHERS), "no page is kept for nobody");
+    reserve.validate().expect("valid");
 }
 
 #[test]

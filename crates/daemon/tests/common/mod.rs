@@ -4,6 +4,7 @@
 
 pub mod guest;
 pub mod parking;
+pub mod pooled;
 pub mod raw;
 pub mod rng;
 pub mod soak;

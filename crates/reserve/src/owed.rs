@@ -1,0 +1,86 @@
+//! Huge pages of others that the kernel counts as reserved ones since the pool grew, until it counts them no more.
+//!
+//! A program may use huge pages beyond the reserved ones (`nr_overcommit_hugepages`). When more are reserved, the kernel
+//! first calls those reserved, and allocates only the rest. So the pool asks for as many more, and *owes* them: when its
+//! own pages are in its files, or enough are free, the number goes down again. The kernel then frees pages that nobody
+//! uses, and calls the others what they were.
+//!
+//! Before: `reserve` grows. After: the kernel's number is what others had and what the pool has.
+//! Threads: the owner's. Units: pages of 2 MiB.
+//! Promise: a page that the pool or its VMs still want is not given away. If the owner dies over it, the journal has the
+//! right number, and nothing is owed any more.
+
+use std::collections::BTreeMap;
+
+use ballast_pool::SLICE_SIZE;
+use ballast_sys::memfd;
+
+use crate::journal;
+use crate::reserve::{During, Error, Reserve};
+
+const FILE: &str = "owed.json";
+
+impl Reserve {
+    /// What is owed, by what the host calls a node.
+    fn owed(&self) -> Result<BTreeMap<u32, u64>, Error> {
+        Ok(journal::load(&self.dir.join(FILE)).during("Reading what the pool owes")?.unwrap_or_default())
+    }
+
+    /// What is owed of a node.
+    pub(crate) fn owes(&self, numa: u32) -> Result<u64, Error> {
+        Ok(self.owed()?.remove(&numa).unwrap_or_default())
+    }
+
+    /// So many more are owed, or fewer.
+    pub(crate) fn owe(&self, numa: u32, by: i64) -> Result<(), Error> {
+        let mut owed = self.owed()?;
+        let now = owed.remove(&numa).unwrap_or_default().saturating_add_signed(by);
+        if now > 0 {
+            owed.insert(numa, now);
+        }
+        if owed.is_empty() {
+            return self.owe_nothing();
+        }
+        journal::store(&self.dir.join(FILE), &owed).during("Writing what the pool owes")
+    }
+
+    /// The kernel's number is right.
+    pub(crate) fn owe_nothing(&self) -> Result<(), Error> {
+        match std::fs::remove_file(self.dir.join(FILE)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).during("Forgetting what is owed"),
+            _ => Ok(()),
+        }
+    }
+
+    /// Give back what can be.
+    pub(crate) fn give_back(&mut self) -> Result<(), Error> {
+        for (numa, owed) in self.owed()? {
+            let missing = u64::from(self.has(numa)).saturating_sub(self.in_files(numa)?);
+            let free = self.host.pages(numa).during("Asking for huge pages")?.free;
+            let back = if missing == 0 { owed } else { owed.min(free.saturating_sub(missing)) };
+            if back > 0 {
+                self.begin()?;
+                self.host.change_pages(numa, -(back as i64)).during("Giving huge pages back")?;
+                self.owe(numa, -(back as i64))?;
+                self.end()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages of a node that are in the pool's files.
+    fn in_files(&mut self, numa: u32) -> Result<u64, Error> {
+        let Some(live) = &mut self.live else { return Ok(0) };
+        let brick = live.pool.layout().brick_slices();
+        let here = live.first_slices().find(|(_, spec)| spec.numa == numa);
+        let Some((first, spec)) = here else { return Ok(0) };
+        let mut pages = 0;
+        for number in live.files.numbers().during("Listing the pool's files")? {
+            if (first..first + spec.slices).contains(&number.saturating_mul(brick)) {
+                let file = live.files.get(number).during("Opening a file of the pool")?;
+                pages += memfd::resident(&*file).during("Looking at a file of the pool")?.bytes().0 / SLICE_SIZE;
+            }
+        }
+        Ok(pages)
+    }
+}
