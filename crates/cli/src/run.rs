@@ -16,10 +16,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::Bytes;
+use ballast_base::pool::Pages;
 use ballast_base::wire::check_name;
 use ballast_sys::memfd;
 
-use command_line::{Edit, inspect};
+use command_line::{Backing, Edit, inspect};
 use monitor::Monitor;
 
 /// Start a VMM under Ballast, in place of this process.
@@ -35,6 +36,9 @@ pub struct RunArgs {
     /// Add the QEMU flags that make guest RAM a shared memfd, if they are missing
     #[arg(long)]
     add_memory_backend: bool,
+    /// Take guest RAM from the pool, in pages of 2 MiB: 2M, or mix, which has whole GiB first. QEMU only
+    #[arg(long, value_name = "2M|mix|1G", conflicts_with_all = ["optional", "add_memory_backend"])]
+    pool: Option<Pages>,
     /// Run unmanaged, with a warning, if the keeper does not answer
     #[arg(long)]
     optional: bool,
@@ -53,7 +57,12 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     let (mut name, mut monitor) = (args.name, None);
     if is_qemu(program) {
         let words: Vec<String> = rest.iter().map(|word| word.to_string_lossy().into_owned()).collect();
-        let plan = inspect(&words, args.add_memory_backend, &is_ram_file).map_err(|reason| anyhow!(reason))?;
+        let backing = match (args.pool, args.add_memory_backend) {
+            (Some(_), _) => Backing::Pool,
+            (None, true) => Backing::Memfd,
+            (None, false) => Backing::AsGiven,
+        };
+        let plan = inspect(&words, backing, &is_ram_file).map_err(|reason| anyhow!(reason))?;
         for note in &plan.notes {
             eprintln!("ballast: {note}");
         }
@@ -65,6 +74,8 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         }
         name = name.or(plan.name);
         monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
+    } else if args.pool.is_some() {
+        bail!("--pool is for QEMU; another VMM takes memory of the pool by the client library");
     }
     let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
     check_name(&name).map_err(|reason| anyhow!(reason))?;
@@ -86,6 +97,14 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
     match args.limit {
         Some(limit) => command.env("BALLAST_LIMIT", limit.0.to_string()),
         None => command.env_remove("BALLAST_LIMIT"),
+    };
+    match args.pool {
+        Some(pages) => {
+            // The pool's socket is beside the keeper's.
+            let socket = args.attach_socket.with_file_name("pool.sock");
+            command.env("BALLAST_POOL", pages.to_string()).env("BALLAST_POOL_SOCKET", socket)
+        }
+        None => command.env_remove("BALLAST_POOL"),
     };
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
 }

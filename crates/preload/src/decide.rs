@@ -5,16 +5,16 @@
 //! Promise: every function here returns in bounded time except a discard an engine has taken (see `ballast_client`).
 
 use std::ffi::{c_int, c_void};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ballast_base::{Bytes, HUGE_SIZE, Hva, PAGE_SIZE};
-use ballast_client::{Client, DiscardError, chain, visit};
-use ballast_sys::memfd;
+use ballast_client::{Client, DiscardError, Ram, Range, chain, visit};
+use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
-use crate::guest;
+use crate::{guest, pool};
 
 /// No RAM seen yet.
 const WAITING: u8 = 0;
@@ -90,6 +90,18 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     let (Ok(fd), Ok(file)) = (fd.try_clone_to_owned(), memfd::file_id(fd)) else { return };
     let len = len.next_multiple_of(PAGE_SIZE) as u64;
     let (hva, len, offset) = (Hva(addr as u64), Bytes(len), Bytes(offset as u64));
+    let is_there = |client: &Client| !client.of_file(file, offset.0, len.0).is_empty();
+    manage(Ram::one(fd, hva, len, offset), flags, is_there);
+}
+
+/// The same of memory that the pool gave, and that is mapped nowhere else.
+pub fn new_ram_of_pool(ram: Ram, flags: c_int) {
+    let _quiet = visit::enter();
+    manage(ram, flags, |_| false);
+}
+
+fn manage(ram: Ram, flags: c_int, is_there: impl FnOnce(&Client) -> bool) {
+    let (hva, len) = (ram.hva, Bytes(ram.extents.iter().map(|extent| extent.len.0).sum()));
     if flags & libc::MAP_LOCKED != 0 || LOCKS_ALL.load(Ordering::Relaxed) {
         *EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner) = Some(LOCKED);
     }
@@ -97,11 +109,11 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     let _one = ATTACHING.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(client) = CLIENT.get() else {
         if MODE.load(Ordering::Acquire) == WAITING {
-            attach(fd, hva, len, offset);
+            attach(ram);
         }
         return;
     };
-    if !client.of_file(file, offset.0, len.0).is_empty() {
+    if is_there(client) {
         // Touches through the other mapping raise no faults we serve, so nothing may be taken from either.
         pin_or_die(client, "the VMM maps the same RAM twice");
         return;
@@ -109,18 +121,27 @@ pub fn new_ram(addr: *mut c_void, len: usize, flags: c_int, fd: c_int, offset: i
     if flags & libc::MAP_LOCKED != 0 {
         pin_or_die(client, LOCKED);
     }
-    if let Err(error) = client.add_region(fd, hva, len, offset) {
+    if let Err(error) = client.add_ram(ram) {
         announce(format_args!("RAM of {len} at {hva} is not managed: {error}"));
     }
     guest::changed();
 }
 
-fn attach(fd: OwnedFd, hva: Hva, len: Bytes, offset: Bytes) {
+/// The guest cannot have its RAM: stop, if there is no guest yet.
+pub fn stop_if_starting() {
+    if MODE.load(Ordering::Acquire) == WAITING {
+        announce("stopping before the guest starts");
+        // SAFETY: ends the process without running exit handlers of a VMM that is half started.
+        unsafe { libc::_exit(1) };
+    }
+}
+
+fn attach(ram: Ram) {
     let text = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let required = text("BALLAST_REQUIRE").is_some_and(|value| value != "0");
     // A VMM that nobody taught of it promises nothing: direct I/O, vhost, and plain reads of some file systems write to
     // RAM past the page table.
-    let mut builder = Client::builder().region(fd, hva, len, offset).may_pin(true);
+    let mut builder = Client::builder().ram(ram).may_pin(true);
     if let Some(name) = text("BALLAST_VM_NAME") {
         builder = builder.name(name);
     }
@@ -178,6 +199,10 @@ fn client_or_note(note: impl FnOnce()) -> Option<&'static Client> {
 
 /// Pin for something the VMM is about to do. `Err` is the errno with which to refuse it.
 pub fn pin_before(reason: &'static str, restore: bool) -> Result<(), c_int> {
+    if restore && pool::is_used() {
+        announce(format_args!("{reason}: refused, because its RAM is the pool's, and not in the VMM's own file"));
+        return Err(libc::EOPNOTSUPP);
+    }
     let early = || {
         EARLY_PIN.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
     };
@@ -204,6 +229,10 @@ pub fn executing() -> Result<(), c_int> {
         return Ok(());
     }
     let Some(client) = client() else { return Ok(()) };
+    if pool::is_used() {
+        announce("the VMM may not execute another program: its RAM is the pool's, which it cannot hand on");
+        return Err(libc::EOPNOTSUPP);
+    }
     announce("the VMM executes another program: restoring all of its memory first");
     client.bring_back("the VMM executes another program").map_err(|error| {
         announce(format_args!("the VMM may not execute another program: not all of its memory was restored: {error}"));
@@ -259,7 +288,12 @@ pub fn removing(addr: *mut c_void, len: usize) -> Result<(), c_int> {
     discard(client, &ranges)
 }
 
-fn discard(client: &Client, ranges: &[ballast_client::Range]) -> Result<(), c_int> {
+/// The VMM is about to free these ranges.
+pub fn discarding(ranges: &[Range]) -> Result<(), c_int> {
+    client().map_or(Ok(()), |client| discard(client, ranges))
+}
+
+fn discard(client: &Client, ranges: &[Range]) -> Result<(), c_int> {
     client.discard(ranges).map_err(|error| {
         announce(&error);
         match error {
@@ -272,6 +306,7 @@ fn discard(client: &Client, ranges: &[ballast_client::Range]) -> Result<(), c_in
 
 /// Addresses are about to be unmapped or mapped over.
 pub fn unmapping(addr: *mut c_void, len: usize) {
+    pool::unmapping(addr, len);
     let Some(client) = client() else { return };
     let len = (len as u64).next_multiple_of(PAGE_SIZE as u64);
     if let Err(error) = client.unmapping(Hva(addr as u64), len) {
@@ -309,9 +344,32 @@ pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
 /// # Safety
 /// `message` is a valid `msghdr` for `sendmsg`, or null.
 pub unsafe fn carries_ram(message: *const libc::msghdr) -> bool {
+    let Some(client) = client() else { return false };
+    // SAFETY: the caller's promise.
+    unsafe { carries(message, |file| !client.of_file(file, 0, u64::MAX).is_empty()) }
+}
+
+/// Refuse a message that would give another process the file of which no page exists, as if it were guest RAM. `Err` is
+/// the errno.
+///
+/// # Safety
+/// As [`carries_ram`].
+pub unsafe fn keep_stand_ins(message: *const libc::msghdr) -> Result<(), c_int> {
+    // SAFETY: the caller's promise.
+    if visit::inside() || !pool::is_used() || !unsafe { carries(message, pool::has) } {
+        return Ok(());
+    }
+    announce("another process may not map the RAM of this VM: it is the pool's (vhost-user needs RAM of its own)");
+    Err(libc::EOPNOTSUPP)
+}
+
+/// Does this message carry a file like that?
+///
+/// # Safety
+/// As [`carries_ram`].
+unsafe fn carries(message: *const libc::msghdr, is: impl Fn(FileId) -> bool) -> bool {
     /// No message of the kernel's carries more descriptors than this, so a longer list is not one.
     const MOST: usize = 253;
-    let Some(client) = client() else { return false };
     // SAFETY: the caller's promise.
     let Some(header) = (unsafe { message.as_ref() }) else { return false };
     if header.msg_control.is_null() || header.msg_controllen == 0 {
@@ -333,9 +391,7 @@ pub unsafe fn carries_ram(message: *const libc::msghdr) -> bool {
                     if fd < 0 {
                         continue;
                     }
-                    if let Ok(file) = memfd::file_id(BorrowedFd::borrow_raw(fd))
-                        && !client.of_file(file, 0, u64::MAX).is_empty()
-                    {
+                    if memfd::file_id(BorrowedFd::borrow_raw(fd)).is_ok_and(&is) {
                         return true;
                     }
                 }

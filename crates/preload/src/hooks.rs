@@ -13,6 +13,7 @@ use libc::{msghdr, off_t, size_t, ssize_t};
 use crate::announce::announce;
 use crate::decide;
 use crate::next;
+use crate::pool;
 
 /// Run our part of a call; errno is afterwards what it was before.
 fn quietly<T>(fallback: T, body: impl FnOnce() -> T) -> T {
@@ -50,6 +51,20 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
     }
     if flags & libc::MAP_FIXED != 0 {
         quietly((), || decide::unmapping(addr, len));
+    }
+    if decide::looks_like_ram(len, prot, flags, fd) {
+        // A bug there must not have the VMM map what only stands in for RAM.
+        let fallback = pool::is_wanted().then_some(Err(libc::ENOMEM));
+        // SAFETY: the caller's promise.
+        let provided = quietly(fallback, || unsafe { pool::provide(addr, len, prot, flags, fd, offset) });
+        match provided {
+            Some(Ok(ram)) => {
+                quietly((), || decide::new_ram_of_pool(ram, flags));
+                return addr;
+            }
+            Some(Err(errno)) => return refuse(errno, libc::MAP_FAILED),
+            None => {}
+        }
     }
     // SAFETY: the caller's promise.
     let mapped = unsafe { next::mmap(addr, len, prot, flags, fd, offset) };
@@ -137,6 +152,9 @@ pub unsafe extern "C" fn mremap(
 /// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fallocate(fd: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int {
+    if let Some(done) = quietly(None, || pool::punching(fd, mode, offset, len)) {
+        return done.map_or_else(|errno| refuse(errno, -1), |()| 0);
+    }
     match quietly(Ok(()), || decide::punching(fd, mode, offset, len)) {
         // SAFETY: the caller's promise.
         Ok(()) => unsafe { next::fallocate(fd, mode, offset, len) },
@@ -156,6 +174,9 @@ pub unsafe extern "C" fn fallocate64(fd: c_int, mode: c_int, offset: off_t, len:
 /// As the C function, which returns the errno.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
+    if let Some(Err(errno)) = quietly(None, || pool::punching(fd, 0, offset, len)) {
+        return errno;
+    }
     match quietly(Ok(()), || decide::punching(fd, 0, offset, len)) {
         // SAFETY: the caller's promise.
         Ok(()) => unsafe { next::posix_fallocate(fd, offset, len) },
@@ -265,6 +286,8 @@ executes! {
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
     let sharing = || {
         // SAFETY: the caller's promise that `message` is valid.
+        unsafe { decide::keep_stand_ins(message) }?;
+        // SAFETY: as above.
         if unsafe { decide::carries_ram(message) } {
             decide::pin_before("another process maps the same RAM (vhost-user, or a passed RAM file)", true)
         } else {

@@ -25,6 +25,12 @@
 //!   its place (QEMU's `cpr-exec`). Every page is restored first, or the call fails with EAGAIN. A child's `exec` goes
 //!   through.
 //!
+//! # Memory of the pool
+//!
+//! With `BALLAST_POOL` a memfd of huge pages is never mapped: memory of the pool is, in its place (`pool`). Punching the
+//! memfd punches that. The memfd itself stays empty, so what would have others take it for RAM is refused: sending it,
+//! giving it to a device or a DMA buffer by its descriptor, and executing another program.
+//!
 //! # Memory that is pinned for a while
 //!
 //! Direct I/O, vhost, SCSI pass-through, and plain reads of some file systems (FUSE past the page cache, so virtiofs,
@@ -41,7 +47,8 @@
 //! # Environment
 //!
 //! `BALLAST_SOCKET`, `BALLAST_VM_NAME`, `BALLAST_LIMIT` (bytes), `BALLAST_FAULT_WORKERS` (1 to 8), `BALLAST_REQUIRE=1`
-//! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`).
+//! (no keeper: exit before the guest starts), `BALLAST_MONITOR` (two descriptors: `guest`), `BALLAST_POOL` and
+//! `BALLAST_POOL_SOCKET` (`pool`).
 //! The library takes itself out of `LD_PRELOAD` at start, so programs started by the VMM do not load it.
 
 mod announce;
@@ -50,4 +57,5 @@ mod guest;
 mod hooks;
 mod monitor;
 mod next;
+mod pool;
 mod start;

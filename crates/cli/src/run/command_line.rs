@@ -7,7 +7,18 @@
 use std::collections::BTreeMap;
 
 use ballast_base::wire::{MAX_NAME, check_name};
-use ballast_base::{Bytes, GIB, KIB, MIB};
+use ballast_base::{Bytes, GIB, HUGE_SIZE, KIB, MIB};
+
+/// What guest RAM is to be made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// What the command line says.
+    AsGiven,
+    /// A memfd, which is added where none is.
+    Memfd,
+    /// Memory of the pool: a memfd of huge pages stands in for it, and is added where none is.
+    Pool,
+}
 
 /// A change to the words of a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -160,7 +171,7 @@ fn megabytes(text: &str) -> Option<Bytes> {
 }
 
 /// Look at a QEMU command line (without the program). `Err` says why it cannot be managed and what to write instead.
-pub fn inspect(words: &[String], add: bool, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
+pub fn inspect(words: &[String], backing: Backing, is_ram_file: &dyn Fn(&str) -> bool) -> Result<Plan, String> {
     let options = options(words);
     let all = |name: &'static str| options.iter().filter(move |option| option.name == name);
     let mut plan = Plan { name: all("name").next_back().and_then(vm_name), ..Plan::default() };
@@ -177,6 +188,9 @@ pub fn inspect(words: &[String], add: bool, is_ram_file: &dyn Fn(&str) -> bool) 
     let used: Vec<&str> = backend.into_iter().chain(nodes.clone()).chain(devices).collect();
     for object in all("object").filter(|object| object.get("id").is_some_and(|id| used.contains(&id))) {
         check_backend(object, is_ram_file)?;
+        if backing == Backing::Pool {
+            check_stand_in(object)?;
+        }
     }
     if backend.is_some() || nodes.count() > 0 {
         return Ok(plan);
@@ -188,13 +202,11 @@ pub fn inspect(words: &[String], add: bool, is_ram_file: &dyn Fn(&str) -> bool) 
                     -object memory-backend-memfd,id=n0,size=SIZE,share=on -numa node,memdev=n0"
             .into());
     }
+    let wanted = wanted(&options, backing)?;
     if all("mem-path").next().is_some() {
-        return Err(
-            "`-mem-path` maps guest RAM privately. Leave it out, and add: ".to_owned() + &wanted(&options)?.shown()
-        );
+        return Err("`-mem-path` maps guest RAM privately. Leave it out, and add: ".to_owned() + &wanted.shown());
     }
-    let wanted = wanted(&options)?;
-    if !add {
+    if backing == Backing::AsGiven {
         return Err(format!(
             "guest RAM is private memory; Ballast needs a shared memfd. {}\n\
              or let `ballast run --add-memory-backend` do it",
@@ -227,7 +239,7 @@ impl Wanted {
     }
 }
 
-fn wanted(options: &[Opt]) -> Result<Wanted, String> {
+fn wanted(options: &[Opt], backing: Backing) -> Result<Wanted, String> {
     let memory = options.iter().rev().find(|option| option.name == "m");
     let size = match memory {
         None => Bytes(128 * MIB), // QEMU's own default
@@ -236,8 +248,12 @@ fn wanted(options: &[Opt]) -> Result<Wanted, String> {
             megabytes(text).ok_or_else(|| format!("`-m {}`: the size {text:?} is not understood", memory.text))?
         }
     };
+    if backing == Backing::Pool && !size.0.is_multiple_of(HUGE_SIZE as u64) {
+        return Err(format!("guest RAM of {size} is no multiple of 2 MiB, of which the pool's pages are"));
+    }
     let size = if size.0.is_multiple_of(MIB) { format!("{}M", size.0 / MIB) } else { size.0.to_string() };
-    let backend = format!("memory-backend-memfd,id=ballast-ram0,size={size},share=on");
+    let huge = if backing == Backing::Pool { ",hugetlb=on,hugetlbsize=2M" } else { "" };
+    let backend = format!("memory-backend-memfd,id=ballast-ram0,size={size},share=on{huge}");
     let object = format!("-object {backend}");
     let mut edits = vec![Edit::Append("-object".into()), Edit::Append(backend)];
     let machine = options.iter().find(|option| option.name == "machine" && !option.text.is_empty());
@@ -278,6 +294,20 @@ fn check_backend(object: &Opt, is_ram_file: &dyn Fn(&str) -> bool) -> Result<(),
         },
         "memory-backend-memfd" | "memory-backend-shm" => Ok(()),
         _ => wrong("it is not a shared memory file; write memory-backend-memfd,...,share=on"),
+    }
+}
+
+/// Can memory of the pool be mapped in the place of this backend?
+fn check_stand_in(object: &Opt) -> Result<(), String> {
+    let is_huge = object.is_on("hugetlb") && object.get("hugetlbsize").is_none_or(is_two_mib);
+    match object.head == "memory-backend-memfd" && is_huge {
+        true => Ok(()),
+        false => Err(format!(
+            "RAM backend {} ({}): memory of the pool takes the place of huge pages; write \
+             memory-backend-memfd,...,share=on,hugetlb=on,hugetlbsize=2M, or leave the backend out, and it is added",
+            object.get("id").unwrap_or_default(),
+            object.head
+        )),
     }
 }
 
@@ -340,8 +370,12 @@ mod tests {
     const SHARED: &str = "-object memory-backend-memfd,id=ram0,size=1G,share=on";
 
     fn look(line: &str, add: bool) -> Result<Plan, String> {
+        look_for(line, if add { Backing::Memfd } else { Backing::AsGiven })
+    }
+
+    fn look_for(line: &str, backing: Backing) -> Result<Plan, String> {
         let words: Vec<String> = line.split_ascii_whitespace().map(str::to_owned).collect();
-        inspect(&words, add, &|path| path.starts_with("/dev/shm"))
+        inspect(&words, backing, &|path| path.starts_with("/dev/shm"))
     }
 
     /// The command line after the edits.
@@ -412,6 +446,25 @@ mod tests {
     }
 
     #[test]
+    fn ram_of_the_pool_needs_a_backend_of_huge_pages_which_is_added_and_whole_ones() {
+        let plan = look_for("-m 1G d.img", Backing::Pool).expect("added");
+        let backend = "memory-backend-memfd,id=ballast-ram0,size=1024M,share=on,hugetlb=on,hugetlbsize=2M";
+        assert_eq!(plan.edits[1], Edit::Append(backend.into()));
+        let machine = "-machine q35,memory-backend=r -object memory-backend-";
+        for given in ["memfd,id=r,size=1G,share=on,hugetlb=on,hugetlbsize=2M", "memfd,id=r,size=1G,hugetlb=on"] {
+            assert_eq!(look_for(&format!("{machine}{given}"), Backing::Pool).expect(given), Plan::default());
+        }
+        for (line, why) in [
+            (format!("{machine}memfd,id=r,size=1G,share=on"), "hugetlb=on,hugetlbsize=2M"),
+            (format!("{machine}file,id=r,size=1G,share=on,mem-path=/dev/shm/a"), "takes the place of huge pages"),
+            ("-m 1025".into(), "no multiple of 2 MiB"),
+        ] {
+            let said = look_for(&line, Backing::Pool).expect_err(&line);
+            assert!(said.contains(why), "{line}: {said}");
+        }
+    }
+
+    #[test]
     fn backends_that_cannot_be_managed_are_named_with_the_reason() {
         let machine = "-machine q35,memory-backend=r";
         for (object, reason) in [
@@ -470,10 +523,10 @@ mod tests {
         // The value of -append is one word; its content must not be taken for options.
         let words = ["-append", "-device vhost-user-fs-pci", "-m", "1G", "-name", "guest=web,,1,debug-threads=on"];
         let words: Vec<String> = words.map(str::to_owned).to_vec();
-        let plan = inspect(&words, true, &|_| false).expect("fine");
+        let plan = inspect(&words, Backing::Memfd, &|_| false).expect("fine");
         assert_eq!(plan.name.as_deref(), Some("web-1"));
         let value = ["-append", "-mem-path", "-m", "1G"].map(str::to_owned).to_vec();
-        inspect(&value, true, &|_| false).expect("the value of -append is not an option");
+        inspect(&value, Backing::Memfd, &|_| false).expect("the value of -append is not an option");
         assert_eq!(
             look(&format!("-name web -machine memory-backend=ram0 {SHARED}"), false).expect("ok").name.as_deref(),
             Some("web")

@@ -1,0 +1,122 @@
+//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, gives memory back
+//! that its guest frees, and all of it returns zeroed when it is killed.
+//!
+//! Needs what `pool.rs` and `qemu.rs` need: root, huge pages, QEMU and the guest image.
+
+mod common;
+
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ballast_base::pool::{Pages, Take};
+use ballast_base::{Bytes, HUGE_SIZE, MIB};
+use ballast_client::pool::take;
+use ballast_sys::Mapping;
+use ballast_testvm::qemu::load::{Dataset, load, verify};
+use ballast_testvm::qemu::{Balloon, QEMU, QemuGuest, qemu_missing};
+
+use common::pooled::Pooled;
+use common::{kill, missing, until};
+
+/// What the pool has.
+const POOL: u64 = 320;
+/// What the guest has of it.
+const MEMORY: u64 = 256 * MIB;
+/// A boot under TCG beside a busy test run.
+const TIMEOUT: Duration = Duration::from_secs(180);
+
+/// `ballast run --pool 2M` as words before a QEMU command line.
+fn on_the_pool(pooled: &Pooled, name: &str) -> Vec<String> {
+    let program = PathBuf::from(env!("CARGO_BIN_EXE_ballastd")).with_file_name("ballast");
+    assert!(program.is_file(), "{} is not built: run `cargo build --workspace` first", program.display());
+    let (program, socket) = (program.display().to_string(), pooled.daemon().attach_socket().display().to_string());
+    [&program, "run", "--name", name, "--attach-socket", &socket, "--pool", "2M", "--"].map(str::to_owned).to_vec()
+}
+
+/// Bytes of the memfd that stands in for a QEMU's RAM.
+fn stand_in_bytes(pid: u32) -> u64 {
+    let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("QEMU runs").flatten().map(|entry| entry.path());
+    let is_stand_in = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memory-backend-memfd"))
+    };
+    let path = fds.into_iter().find(is_stand_in).expect("a memfd stands in for RAM");
+    std::fs::metadata(path).expect("stat").blocks() * 512
+}
+
+#[test]
+fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_zeroed_when_it_is_killed() {
+    if missing("qemu", qemu_missing())
+        || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
+    {
+        return;
+    }
+    let Some(pooled) = Pooled::start("quarantine_ms = 500\n", POOL) else { return };
+    let daemon = pooled.daemon();
+    let builder = QemuGuest::builder().memory(Bytes(MEMORY)).huge_pages().balloon(Balloon::FreePageReporting);
+    let mut guest = builder.name("pooled").prefix(on_the_pool(&pooled, "pooled")).spawn().expect("QEMU starts");
+    until("the VM is attached", || {
+        assert!(guest.exited().is_none(), "QEMU ended: {}", guest.stderr_log());
+        daemon.api.vm("pooled").is_ok()
+    });
+    let pool = pooled.stat();
+    assert_eq!(pool.vms.iter().map(|vm| (vm.name.as_str(), vm.bytes)).collect::<Vec<_>>(), [("pooled", MEMORY)]);
+    assert_eq!((daemon.vm("pooled").size_bytes, pool.nodes[0].used_bytes), (MEMORY, MEMORY));
+    guest.wait_ready(TIMEOUT).expect("the guest boots");
+    assert_eq!(stand_in_bytes(guest.pid()), 0, "nothing but the pool's memory is mapped");
+
+    let data = Dataset::new(3072, 16 << 10, 5);
+    load(guest.redis_addr(), &data).expect("Redis takes the data");
+    // What the guest does not need goes out of the pool's files, not of the memfd that QEMU punches.
+    until("the guest reports free pages", || daemon.vm("pooled").reclaim.discarded_pages > 0);
+    until("they are the host's", || daemon.vm("pooled").resident_bytes < MEMORY);
+    let limit = (daemon.vm("pooled").resident_bytes / 2).next_multiple_of(HUGE_SIZE as u64);
+    daemon.api.set_limit("pooled", Some(limit)).expect("set a limit");
+    until("resident is at the limit", || daemon.vm("pooled").resident_bytes <= limit);
+    let vm = daemon.vm("pooled");
+    assert!(vm.far_bytes > 0 && vm.far_bytes.is_multiple_of(HUGE_SIZE as u64), "{vm:?}");
+    let old = daemon.kill_engine();
+    daemon.wait_for_engine_after(old);
+    let read = verify(guest.redis_addr(), &data).expect("Redis answers");
+    assert_eq!((read.verified, read.wrong, read.missing), (data.keys(), 0, 0), "{read:?}\n{}", daemon.log());
+
+    kill(guest.pid());
+    until("QEMU is gone", || guest.exited().is_some());
+    until("the VM is gone", || pooled.stat().vms.is_empty());
+    pooled.settled(POOL);
+    assert_eq!(pooled.pages() * HUGE_SIZE as u64, POOL * MIB, "a page is lost, or one too many");
+    let wanted = Take { name: "next".into(), size: Bytes(POOL * MIB), pages: Pages::Slices, node: None };
+    let pieces = take(&pooled.dir.join("pool.sock"), &wanted).expect("all of it");
+    let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
+    let map = Mapping::shared_pieces(&places).expect("map");
+    let is_zero = map.words(0, map.len() / 8).iter().all(|word| word.load(Ordering::Relaxed) == 0);
+    assert!(is_zero, "somebody finds what the guest left");
+}
+
+#[test]
+fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
+    if missing("qemu", qemu_missing()) {
+        return;
+    }
+    let Some(pooled) = Pooled::start("", 64) else { return };
+    let said = |memory: &str| {
+        let words = on_the_pool(&pooled, "refused");
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).args([QEMU, "-nodefaults", "-display", "none", "-accel", "tcg", "-S", "-m", memory]);
+        let mut qemu = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("start");
+        let mut text = String::new();
+        qemu.stderr.take().expect("piped").read_to_string(&mut text).expect("read");
+        assert!(!qemu.wait().expect("reap").success(), "{text}");
+        text
+    };
+    let text = said("128M");
+    assert!(text.contains("RAM of 128 MiB from the pool") && text.contains("it wants 64 slices"), "{text}");
+    let text = said("63M");
+    assert!(text.contains("no multiple of 2 MiB"), "{text}");
+    until("nobody has memory", || pooled.stat().vms.is_empty());
+    pooled.settled(64);
+}

@@ -1,0 +1,182 @@
+//! RAM from the pool in the place of huge pages that QEMU would have for itself.
+//!
+//! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*. After: where QEMU maps it,
+//! parts of the pool's files are mapped, and no page of the stand-in ever exists. What QEMU does to the stand-in later is
+//! done to those, or refused.
+//! Threads: any VMM thread. Units: bytes; addresses of this process.
+//! Promise: the stand-in is never mapped and never leaves this process, so nobody takes its holes for guest RAM. Of the
+//! pool's files the client alone keeps descriptors, which go when a program is executed.
+
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use ballast_base::pool::{Pages, Take};
+use ballast_base::{Bytes, HUGE_SIZE, Hva};
+use ballast_client::{Ram, Range, pool, visit};
+use ballast_sys::memfd::{self, FileId};
+
+use crate::announce::announce;
+use crate::{decide, next};
+
+/// Of which pages RAM is to be (`2M`, `mix`, `1G`).
+pub const VARIABLE: &str = "BALLAST_POOL";
+/// Where it is asked for.
+pub const SOCKET: &str = "BALLAST_POOL_SOCKET";
+
+/// A part of a stand-in, and where the pool's memory for it is mapped.
+#[derive(Clone, Copy)]
+struct StandIn {
+    file: FileId,
+    offset: u64,
+    hva: u64,
+    len: u64,
+}
+
+static STAND_INS: Mutex<Vec<StandIn>> = Mutex::new(Vec::new());
+
+fn stand_ins() -> MutexGuard<'static, Vec<StandIn>> {
+    STAND_INS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What `ballast run` said of the pool, if RAM is to come from there.
+fn wanted() -> Option<&'static str> {
+    static WANTED: OnceLock<Option<String>> = OnceLock::new();
+    WANTED.get_or_init(|| std::env::var(VARIABLE).ok().filter(|value| !value.is_empty())).as_deref()
+}
+
+/// Is RAM to come from the pool?
+pub fn is_wanted() -> bool {
+    wanted().is_some()
+}
+
+/// The VMM is about to map this. If it is a stand-in, memory of the pool is mapped in its place; `None`: it is none. An
+/// error is the errno for the VMM, which has been told the reason.
+///
+/// # Safety
+/// As `mmap`.
+pub unsafe fn provide(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> Option<Result<Ram, c_int>> {
+    let pages = wanted()?;
+    let _quiet = visit::enter();
+    // SAFETY: borrowed for calls that only ask, and return EBADF if it is not open.
+    let file = unsafe { BorrowedFd::borrow_raw(fd) };
+    if memfd::ram_page(file).ok().flatten() != Some(Bytes(HUGE_SIZE as u64)) {
+        return None;
+    }
+    let file = memfd::file_id(file).ok()?;
+    let stand_in = StandIn { file, offset: offset as u64, hva: addr as u64, len: len as u64 };
+    let provided = if flags & libc::MAP_FIXED == 0 || !(addr as usize).is_multiple_of(HUGE_SIZE) {
+        Err("the VMM does not say where to map its RAM, or not on a 2 MiB border".into())
+    } else {
+        // SAFETY: the caller's promise: what is mapped there is replaced.
+        unsafe { map(stand_in, prot, flags, pages) }
+    };
+    Some(provided.map_err(|why: String| {
+        announce(format_args!("RAM of {} from the pool: {why}", Bytes(len as u64)));
+        decide::stop_if_starting();
+        libc::ENOMEM
+    }))
+}
+
+/// Take memory for a stand-in, and map it.
+///
+/// # Safety
+/// Whatever is mapped at its address may be replaced.
+unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: &str) -> Result<Ram, String> {
+    let pages: Pages = pages.parse().map_err(|why| format!("{VARIABLE}: {why}"))?;
+    let socket = std::env::var_os(SOCKET).map_or_else(|| PathBuf::from("/run/ballast/pool.sock"), PathBuf::from);
+    let name = std::env::var("BALLAST_VM_NAME").ok().filter(|name| !name.is_empty());
+    let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
+    let extents = pool::take(&socket, &Take { name, size: Bytes(place.len), pages, node: None });
+    let extents = extents.map_err(|error| error.to_string())?;
+    // Every page is there, so filling the page tables costs less than the faults would.
+    let flags = libc::MAP_SHARED
+        | libc::MAP_FIXED
+        | libc::MAP_NORESERVE
+        | libc::MAP_POPULATE
+        | flags & (libc::MAP_LOCKED | libc::MAP_NONBLOCK);
+    let mut at = place.hva;
+    for piece in &extents {
+        let (len, fd) = (piece.len.0 as usize, piece.fd.as_raw_fd());
+        // SAFETY: the caller's promise, for a part of the range.
+        let mapped = unsafe { next::mmap(at as *mut c_void, len, prot, flags, fd, piece.offset.0 as i64) };
+        if mapped == libc::MAP_FAILED {
+            return Err(format!("mapping {} of it: {}", piece.len, io::Error::last_os_error()));
+        }
+        at += piece.len.0;
+    }
+    stand_ins().push(place);
+    Ok(Ram { hva: Hva(place.hva), extents, guest_address: None })
+}
+
+/// Has this VM memory of the pool?
+pub fn is_used() -> bool {
+    !stand_ins().is_empty()
+}
+
+/// Is this file a stand-in?
+pub fn has(file: FileId) -> bool {
+    stand_ins().iter().any(|stand_in| stand_in.file == file)
+}
+
+/// The VMM frees, or fills, a piece of a file. If that is a stand-in, it is done here; `None`: it is none.
+pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Option<Result<(), c_int>> {
+    if fd < 0 || offset < 0 || len <= 0 || visit::inside() || !is_used() {
+        return None;
+    }
+    let quiet = visit::enter();
+    // SAFETY: borrowed for `fstat` only, which returns EBADF if it is not open.
+    let file = memfd::file_id(unsafe { BorrowedFd::borrow_raw(fd) }).ok().filter(|file| has(*file))?;
+    drop(quiet);
+    if mode & libc::FALLOC_FL_PUNCH_HOLE == 0 {
+        announce("refusing to fill guest RAM with fallocate: it is the pool's, and it is there");
+        return Some(Err(libc::EOPNOTSUPP));
+    }
+    let ranges = parts(&stand_ins(), file, offset as u64, len as u64);
+    Some(decide::discarding(&ranges).and_then(|()| ranges.iter().try_for_each(|range| remove(*range))))
+}
+
+/// Where this piece of a stand-in is mapped.
+fn parts(all: &[StandIn], file: FileId, offset: u64, len: u64) -> Vec<Range> {
+    let end = offset.saturating_add(len);
+    let part = |at: &StandIn| {
+        let (from, to) = (offset.max(at.offset), end.min(at.offset + at.len));
+        (from < to).then(|| (Hva(at.hva + (from - at.offset)), to - from))
+    };
+    all.iter().filter(|stand_in| stand_in.file == file).filter_map(part).collect()
+}
+
+/// Give pages of the pool's files back to the kernel.
+fn remove((hva, len): Range) -> Result<(), c_int> {
+    // SAFETY: the VMM says that nobody needs what is there; the next touch of these addresses finds zeros.
+    if unsafe { next::madvise(hva.0 as *mut c_void, len as usize, libc::MADV_REMOVE) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
+    }
+}
+
+/// These addresses are about to be unmapped or mapped over.
+pub fn unmapping(addr: *mut c_void, len: usize) {
+    let (from, to) = (addr as u64, (addr as u64).saturating_add(len as u64));
+    let mut all = stand_ins();
+    if all.iter().all(|at| to <= at.hva || at.hva + at.len <= from) {
+        return;
+    }
+    let rest = |at: &StandIn| {
+        let before = StandIn { len: from.saturating_sub(at.hva).min(at.len), ..*at };
+        let skip = to.saturating_sub(at.hva).min(at.len);
+        let after = StandIn { offset: at.offset + skip, hva: at.hva + skip, len: at.len - skip, ..*at };
+        if to <= at.hva || at.hva + at.len <= from { vec![*at] } else { vec![before, after] }
+    };
+    *all = all.iter().flat_map(rest).filter(|at| at.len > 0).collect();
+}
