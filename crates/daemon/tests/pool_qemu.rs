@@ -1,5 +1,5 @@
-//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, gives memory back
-//! that its guest frees, and all of it returns zeroed when it is killed.
+//! Unmodified QEMU with its RAM on the pool, by `ballast run --pool`: it boots, is paged in huge pages, gives memory
+//! back that its guest frees, and all of it returns zeroed when it is killed.
 //!
 //! Needs what `pool.rs` and `qemu.rs` need: root, huge pages, QEMU and the guest image.
 

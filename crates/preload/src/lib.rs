@@ -27,9 +27,9 @@
 //!
 //! # Memory of the pool
 //!
-//! With `BALLAST_POOL` a memfd of huge pages is never mapped: memory of the pool is, in its place (`pool`). Punching the
-//! memfd punches that. The memfd itself stays empty, so what would have others take it for RAM is refused: sending it,
-//! giving it to a device or a DMA buffer by its descriptor, and executing another program.
+//! With `BALLAST_POOL` a memfd of huge pages is never mapped: memory of the pool is, in its place (`pool`). Punching
+//! the memfd punches that. The memfd itself stays empty, so what would have others take it for RAM is refused: sending
+//! it, giving it to a device or a DMA buffer by its descriptor, and executing another program.
 //!
 //! # Memory that is pinned for a while
 //!

@@ -1,8 +1,8 @@
 //! RAM from the pool in the place of huge pages that QEMU would have for itself.
 //!
 //! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*. After: where QEMU maps it,
-//! parts of the pool's files are mapped, and no page of the stand-in ever exists. What QEMU does to the stand-in later is
-//! done to those, or refused.
+//! parts of the pool's files are mapped, and no page of the stand-in ever exists. What QEMU does to the stand-in later
+//! is done to those, or refused.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
 //! Promise: the stand-in is never mapped and never leaves this process, so nobody takes its holes for guest RAM. Of the
 //! pool's files the client alone keeps descriptors, which go when a program is executed.

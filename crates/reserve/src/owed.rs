@@ -1,14 +1,14 @@
 //! Huge pages of others that the kernel counts as reserved ones since the pool grew, until it counts them no more.
 //!
-//! A program may use huge pages beyond the reserved ones (`nr_overcommit_hugepages`). When more are reserved, the kernel
-//! first calls those reserved, and allocates only the rest. So the pool asks for as many more, and *owes* them: when its
-//! own pages are in its files, or enough are free, the number goes down again. The kernel then frees pages that nobody
-//! uses, and calls the others what they were.
+//! A program may use huge pages beyond the reserved ones (`nr_overcommit_hugepages`). When more are reserved, the
+//! kernel first calls those reserved, and allocates only the rest. So the pool asks for as many more, and *owes* them:
+//! when its own pages are in its files, or enough are free, the number goes down again. The kernel then frees pages
+//! that nobody uses, and calls the others what they were.
 //!
 //! Before: `reserve` grows. After: the kernel's number is what others had and what the pool has.
 //! Threads: the owner's. Units: pages of 2 MiB.
-//! Promise: a page that the pool or its VMs still want is not given away. If the owner dies over it, the journal has the
-//! right number, and nothing is owed any more.
+//! Promise: a page that the pool or its VMs still want is not given away. If the owner dies over it, the journal has
+//! the right number, and nothing is owed any more.
 
 use std::collections::BTreeMap;
 
