@@ -62,7 +62,10 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
                 quietly((), || decide::new_ram_of_pool(ram, flags));
                 return addr;
             }
-            Some(Err(errno)) => return refuse(errno, libc::MAP_FAILED),
+            Some(Err(errno)) => {
+                quietly((), decide::stop_if_starting);
+                return refuse(errno, libc::MAP_FAILED);
+            }
             None => {}
         }
     }
@@ -152,7 +155,7 @@ pub unsafe extern "C" fn mremap(
 /// As the C function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fallocate(fd: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int {
-    if let Some(done) = quietly(None, || pool::punching(fd, mode, offset, len)) {
+    if let Some(done) = quietly(None, || pool::punching(fd, mode, offset, len, decide::discarding)) {
         return done.map_or_else(|errno| refuse(errno, -1), |()| 0);
     }
     match quietly(Ok(()), || decide::punching(fd, mode, offset, len)) {
@@ -174,7 +177,7 @@ pub unsafe extern "C" fn fallocate64(fd: c_int, mode: c_int, offset: off_t, len:
 /// As the C function, which returns the errno.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_fallocate(fd: c_int, offset: off_t, len: off_t) -> c_int {
-    if let Some(Err(errno)) = quietly(None, || pool::punching(fd, 0, offset, len)) {
+    if let Some(Err(errno)) = quietly(None, || pool::punching(fd, 0, offset, len, decide::discarding)) {
         return errno;
     }
     match quietly(Ok(()), || decide::punching(fd, 0, offset, len)) {

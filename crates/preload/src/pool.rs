@@ -19,7 +19,7 @@ use ballast_client::{Ram, Range, pool, visit};
 use ballast_sys::memfd::{self, FileId};
 
 use crate::announce::announce;
-use crate::{decide, next};
+use crate::next;
 
 /// Of which pages RAM is to be (`2M`, `mix`, `1G`).
 pub const VARIABLE: &str = "BALLAST_POOL";
@@ -82,7 +82,6 @@ pub unsafe fn provide(
     };
     Some(provided.map_err(|why: String| {
         announce(format_args!("RAM of {} from the pool: {why}", Bytes(len as u64)));
-        decide::stop_if_starting();
         libc::ENOMEM
     }))
 }
@@ -128,8 +127,15 @@ pub fn has(file: FileId) -> bool {
     stand_ins().iter().any(|stand_in| stand_in.file == file)
 }
 
-/// The VMM frees, or fills, a piece of a file. If that is a stand-in, it is done here; `None`: it is none.
-pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Option<Result<(), c_int>> {
+/// The VMM frees, or fills, a piece of a file. If that is a stand-in, it is done here, after `discard` has told the
+/// engine; `None`: it is none.
+pub fn punching(
+    fd: c_int,
+    mode: c_int,
+    offset: i64,
+    len: i64,
+    discard: impl FnOnce(&[Range]) -> Result<(), c_int>,
+) -> Option<Result<(), c_int>> {
     if fd < 0 || offset < 0 || len <= 0 || visit::inside() || !is_used() {
         return None;
     }
@@ -142,7 +148,7 @@ pub fn punching(fd: c_int, mode: c_int, offset: i64, len: i64) -> Option<Result<
         return Some(Err(libc::EOPNOTSUPP));
     }
     let ranges = parts(&stand_ins(), file, offset as u64, len as u64);
-    Some(decide::discarding(&ranges).and_then(|()| ranges.iter().try_for_each(|range| remove(*range))))
+    Some(discard(&ranges).and_then(|()| ranges.iter().try_for_each(|range| remove(*range))))
 }
 
 /// Where this piece of a stand-in is mapped.
