@@ -31,7 +31,7 @@ impl Reserve {
         Ok(self.owed()?.remove(&numa).unwrap_or_default())
     }
 
-    /// So many more are owed, or fewer.
+    /// This number more is owed, or less.
     pub(crate) fn owe(&self, numa: u32, by: i64) -> Result<(), Error> {
         let mut owed = self.owed()?;
         let now = owed.remove(&numa).unwrap_or_default().saturating_add_signed(by);
