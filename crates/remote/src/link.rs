@@ -68,12 +68,28 @@ impl Link {
     /// # Errors
     /// The connection is broken, the deadline has passed, or what came is no reply.
     pub fn ask(&mut self, commands: &Commands, until: Instant) -> io::Result<Replies<'_>> {
+        self.send(commands, until)?;
+        self.receive(commands.count(), until)
+    }
+
+    /// Send commands whose replies are received later, all at once. They must be short: nobody reads them meanwhile.
+    ///
+    /// # Errors
+    /// The connection is broken, or the deadline has passed.
+    pub fn send(&mut self, commands: &Commands, until: Instant) -> io::Result<()> {
         self.set_timeout(left(until)?)?;
-        self.stream.write_all(commands.bytes())?;
+        self.stream.write_all(commands.bytes())
+    }
+
+    /// Read the replies to all that was sent, this many.
+    ///
+    /// # Errors
+    /// As of [`Link::ask`].
+    pub fn receive(&mut self, count: usize, until: Instant) -> io::Result<Replies<'_>> {
         self.buffer.clear();
-        let (mut replies, mut at, mut len) = (Vec::with_capacity(commands.count()), 0, 0);
+        let (mut replies, mut at, mut len) = (Vec::with_capacity(count), 0, 0);
         loop {
-            while replies.len() < commands.count() {
+            while replies.len() < count {
                 match parse(&self.buffer[..len], at) {
                     Ok(Some((reply, next))) => {
                         replies.push(reply);
@@ -83,7 +99,7 @@ impl Link {
                     Err(error) => return Err(io::Error::new(io::ErrorKind::InvalidData, error.to_string())),
                 }
             }
-            if replies.len() == commands.count() {
+            if replies.len() == count {
                 break;
             }
             if len >= REPLY_MAX {

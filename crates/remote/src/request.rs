@@ -5,8 +5,10 @@
 //! Promise: what is written counts only with an `OK` for each key and, on the same connection and after them, a `WAIT`
 //! that as many replicas have it as is asked for. Where that is not so, all keys may or may not be there.
 //!
-//! One command for all keys (`MGET`, `MSET`, `UNLINK`) is what is sent first. While a slot moves to another node, some
-//! keys are here and some there: then one command a key, and for those that are there, after `ASKING`, another round.
+//! One command for all keys (`MGET`, `MSET`, `UNLINK`) is what is sent first; values that are yet to be made go out as
+//! they are made, in several `MSET`, with one `WAIT` after the last ([`set_as_made`]). While a slot moves to another
+//! node, some keys are here and some there: then one command a key, and for those that are there, after `ASKING`,
+//! another round.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -16,13 +18,43 @@ use crate::refusal::{Addr, Refusal};
 use crate::resp::{Commands, Replies, Said};
 use crate::slot::slot_of;
 
+/// Values one after the other.
+#[derive(Clone, Debug, Default)]
+pub struct Values {
+    bytes: Vec<u8>,
+    ends: Vec<usize>,
+}
+
+impl Values {
+    /// One more, which is what this appends.
+    pub fn add(&mut self, append: impl FnOnce(&mut Vec<u8>)) {
+        append(&mut self.bytes);
+        self.ends.push(self.bytes.len());
+    }
+
+    /// How many.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Bytes of all of them.
+    pub fn bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// One of them.
+    fn get(&self, at: usize) -> &[u8] {
+        &self.bytes[at.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[at]]
+    }
+}
+
 /// What is wanted.
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
     /// The values.
     Get,
     /// These values kept, by as many replicas, too.
-    Set { values: &'a [&'a [u8]], replicas: u32 },
+    Set { values: &'a Values, replicas: u32 },
     /// The keys gone.
     Unlink,
 }
@@ -123,6 +155,72 @@ pub fn run(
     if rounds.is_empty() { Ok(()) } else { Err(failed("the nodes send us from one to the other".into(), unknown)) }
 }
 
+/// Keep values that are yet to be made: each call of `make` appends one or more, of the keys that follow, and they are
+/// on their way while it makes the next ones. One `WAIT` follows the last.
+pub fn set_as_made(
+    cluster: &Cluster,
+    replicas: u32,
+    keys: &[Vec<u8>],
+    timeout: impl Fn(Duration) -> Duration,
+    values: &mut Values,
+    make: &mut dyn FnMut(&mut Values),
+) -> Result<(), Failed> {
+    let Some(first) = keys.first() else { return Ok(()) };
+    let failed = |why: String| Failed { full: false, why, unknown: true };
+    let owner = cluster.owner(slot_of(first));
+    let at = owner.map_err(|error| Failed { unknown: false, ..failed(error.to_string()) })?;
+    let until = Instant::now() + timeout(cluster.node(&at).timeout());
+    let kept = cluster.with(&at, until, |link| {
+        let mut parts = 0;
+        while values.len() < keys.len() {
+            let from = values.len();
+            make(values);
+            let round = Round { at: at.clone(), keys: (from..values.len()).collect(), one_by_one: false, asking: false };
+            link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
+            parts += 1;
+        }
+        let left = until.saturating_duration_since(Instant::now()) / 2;
+        let mut wait = Commands::default();
+        add_wait(&mut wait, replicas, left);
+        link.send(&wait, until)?;
+        let replies = link.receive(parts + wait.count(), until)?;
+        let error = (0..parts).find_map(|part| {
+            let said = replies.get(part);
+            said.error().map_or_else(
+                || (said.text() != Some("OK")).then(|| senseless(&at)),
+                |error| Some(Refusal::of(&error, &at)),
+            )
+        });
+        Ok(error.map_or_else(|| check_wait(Verb::Set { values, replicas }, &at, &replies), Err))
+    });
+    match kept {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(Refusal::Full(why))) => Err(Failed { full: true, ..failed(why) }),
+        Ok(Err(Refusal::Busy(why))) => {
+            cluster.refresh();
+            Err(failed(why))
+        }
+        // The slot moves, or has moved. All values are made: from here on it is a request like others.
+        Ok(Err(Refusal::Moved(_) | Refusal::Ask(_) | Refusal::OneByOne)) => {
+            cluster.refresh();
+            run(cluster, Verb::Set { values, replicas }, keys, timeout, &mut |_, _| ())
+                .map_err(|error| Failed { unknown: true, ..error })
+        }
+        Err(error) => {
+            cluster.refresh();
+            Err(failed(broken(&at, &error)))
+        }
+    }
+}
+
+/// Ask whether as many replicas have what was written on this connection; nothing if none must.
+fn add_wait(commands: &mut Commands, replicas: u32, within: Duration) {
+    if replicas > 0 {
+        let ms = (within.as_millis() as u64).max(1).to_string();
+        commands.add(&[b"WAIT", replicas.to_string().as_bytes(), ms.as_bytes()]);
+    }
+}
+
 fn broken(at: &Addr, error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => format!("{at} does not answer in time"),
@@ -141,7 +239,7 @@ fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> 
     let words = |commands: &mut Commands, at: usize| {
         commands.word(&keys[at]);
         if let Verb::Set { values, .. } = verb {
-            commands.word(values[at]);
+            commands.word(values.get(at));
         }
     };
     let words_each = if matches!(verb, Verb::Set { .. }) { 2 } else { 1 };
@@ -158,11 +256,8 @@ fn commands(verb: Verb<'_>, keys: &[Vec<u8>], round: &Round, wait: Duration) -> 
         commands.word(one.as_bytes());
         words(&mut commands, *at);
     }
-    if let Verb::Set { replicas, .. } = verb
-        && replicas > 0
-    {
-        let ms = (wait.as_millis() as u64).max(1).to_string();
-        commands.add(&[b"WAIT", replicas.to_string().as_bytes(), ms.as_bytes()]);
+    if let Verb::Set { replicas, .. } = verb {
+        add_wait(&mut commands, replicas, wait);
     }
     commands
 }

@@ -35,7 +35,7 @@ use crate::cluster::Cluster;
 use crate::lease::Lease;
 use crate::loss::{self, Verdict};
 use crate::name::{self, CHUNK_PAGES};
-use crate::request::{self, Found, Verb};
+use crate::request::{self, Found, Values, Verb};
 use crate::sweep::{self, Scan, write_timeout};
 
 /// A generation's tick. 40 bits of it are 3.4 years of a host's uptime; then the store is full.
@@ -46,6 +46,8 @@ const KEY_BYTES: u64 = 128;
 const REST: Duration = Duration::from_secs(1);
 /// Pause after a read that failed, so that no CPU is kept busy by asking a node that is not there.
 const PAUSE: Duration = Duration::from_millis(5);
+/// Pages that go out together: a server keeps them while the next ones are compressed.
+const PART: usize = 64;
 /// How long one `tidy` sweeps.
 const SWEEP_SLICE: Duration = Duration::from_millis(20);
 
@@ -191,19 +193,19 @@ impl RemoteStore {
         };
         let keys: Vec<PageKey> =
             (first.page.0..).zip(pages).map(|(page, _)| first.region.page(PageIdx(page))).collect();
-        let (mut blobs, mut ends) = (Vec::with_capacity(pages.len() * PAGE_SIZE / 2), Vec::with_capacity(pages.len()));
-        for (key, bytes) in keys.iter().zip(pages) {
-            blob::seal(*key, generation, bytes, self.codec, &mut blobs);
-            ends.push(blobs.len());
-        }
-        let starts = [0].into_iter().chain(ends.iter().copied());
-        let values: Vec<&[u8]> = starts.zip(&ends).map(|(start, end)| &blobs[start..*end]).collect();
         let names: Vec<Vec<u8>> = keys.iter().map(|key| name::key(*key, generation)).collect();
-        let verb = Verb::Set { values: &values, replicas: self.cluster.options().replicas };
-        match request::run(&self.cluster, verb, &names, write_timeout, &mut |_, _| ()) {
+        let mut values = Values::default();
+        let mut make = |values: &mut Values| {
+            let from = values.len();
+            for (key, bytes) in keys.iter().zip(pages).skip(from).take(PART) {
+                values.add(|blobs| blob::seal(*key, generation, bytes, self.codec, blobs));
+            }
+        };
+        let replicas = self.cluster.options().replicas;
+        match request::set_as_made(&self.cluster, replicas, &names, write_timeout, &mut values, &mut make) {
             Ok(()) => {
                 self.budget.put_pages.fetch_add(count, Relaxed);
-                self.budget.put_bytes.fetch_add(blobs.len() as u64 + count * KEY_BYTES, Relaxed);
+                self.budget.put_bytes.fetch_add(values.bytes() as u64 + count * KEY_BYTES, Relaxed);
                 self.add_pages(count);
                 Ok(generation)
             }
