@@ -91,6 +91,8 @@ pub const RAM_STORE: u8 = 1;
 pub const FILE_STORE: u8 = 2;
 /// Number of the store in a cluster of other machines: where they go if there is no file, or it is full.
 pub const REMOTE_STORE: u8 = 3;
+/// Number of the store that a group of VMs shares: where their evicted pages go, in the place of the first.
+pub const GROUP_STORE: u8 = 4;
 
 /// Numbers of stores.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -22,7 +22,6 @@ use ballast_pager::vm::{Hold, MemoryBreakdown, Vm};
 use ballast_policy::{Kind, Plan, Snapshot};
 use ballast_remote::check::Finding;
 use ballast_remote::{Addr, NodeFigures};
-use ballast_store::Store;
 use ballast_sys::{meminfo, scm};
 
 use crate::engine::governor::{Governor, operator};
@@ -334,7 +333,7 @@ fn stat(served: &Served) -> VmStat {
         untouched_bytes: memory.untouched.0,
         poisoned_bytes: memory.poisoned.0,
         registered_bytes: stats.get(Counter::RegisteredBytes),
-        store_bytes: served.store.usage().bytes,
+        store_bytes: served.store_bytes(),
         file_bytes: file.bytes,
         faults: FaultCounts {
             minor: stats.get(Counter::FaultMinor),

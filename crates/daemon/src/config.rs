@@ -3,11 +3,13 @@
 //! Promise: an unknown key, a size without a unit or a value out of range is an error that names it; what was typed
 //! becomes what it means here and nowhere else.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use ballast_base::Bytes;
 use ballast_base::units::{GIB, MIB};
+use ballast_base::wire::check_name;
 use ballast_policy::{Kind, Params, Setup};
 use ballast_remote::Addr;
 use ballast_sys::meminfo;
@@ -51,6 +53,9 @@ pub struct Config {
     /// A cluster on other machines for such pages, if there is no file or it is full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<Remote>,
+    /// Groups of VMs that trust each other and have equal pages once: their members, by name.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub dedup: BTreeMap<String, Vec<String>>,
     /// When VMs are tracked.
     pub heat: Tracking,
     /// Who decides how much memory each VM may have.
@@ -163,6 +168,7 @@ impl Default for Config {
             attach_gid: None,
             spill: None,
             remote: None,
+            dedup: BTreeMap::new(),
             heat: Tracking::default(),
             policy: Policy::default(),
         }
@@ -187,6 +193,14 @@ impl Config {
             "quarantine_ms = {} is out of range: 1 to 60000",
             self.quarantine_ms
         );
+        for (group, members) in &self.dedup {
+            ensure!(!members.is_empty(), "dedup.{group} must name a VM at least");
+            for member in members {
+                // The name of a VM, or how names begin.
+                let name = member.strip_suffix('*').filter(|name| !name.is_empty()).unwrap_or(member);
+                check_name(name).map_err(|why| anyhow::anyhow!("dedup.{group}: {member:?}: {why}"))?;
+            }
+        }
         self.heat.validate()?;
         self.policy.setup().check().map_err(|why| anyhow::anyhow!("policy: {why}"))?;
         self.spill.as_ref().map_or(Ok(()), Spill::validate)?;

@@ -121,6 +121,7 @@ pub fn for_keeper(config: &Config) -> Options {
         attach_gid: config.attach_gid,
         reader_gid: config.reader_gid,
         file_stores: config.spill.is_some(),
+        groups: config.dedup.clone().into_iter().collect(),
         engine: encode(&Settings::of(config)),
     }
 }

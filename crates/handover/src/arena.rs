@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
-//!              store's own; reserved; counters from byte 1024
+//!              store's own; reserved; counters from byte 1024; members of a group from byte 2048
 //! 4096         slab table: one entry of 16 words per slab (state word, 15 bitmap words)
 //! slabs_start  slab 0, slab 1, ...   (the table rounded up to a whole slab)
 //! ```
@@ -19,10 +19,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ballast_base::format::{Format, Stamp};
+use ballast_base::wire::VmId;
 use ballast_base::{Bytes, PAGE_SIZE};
-use ballast_sys::Mapping;
 use ballast_sys::memfd::{self, FileId};
 use ballast_sys::memory_error::{Fill, Survival, Surviving};
+use ballast_sys::{Mapping, presence};
 
 /// The most slabs one arena can have (256 GiB): a handle has 22 bits for the slab.
 pub const MAX_SLABS: u32 = 1 << 22;
@@ -62,6 +63,13 @@ pub const SHARDS_START: usize = 1024;
 const _: () =
     assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= PAGE_SIZE && OWN_WORDS_START + OWN_WORDS <= HEADER_WORDS);
 
+/// Where the members of a group are written down: a word each, zero where there is none.
+pub const MEMBERS_START: usize = 2048;
+/// The most members there can be.
+pub const MEMBERS: usize = 256;
+const _: () =
+    assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= MEMBERS_START && MEMBERS_START + MEMBERS * 8 == PAGE_SIZE);
+
 /// What tells one kind of arena from another.
 #[derive(Debug)]
 pub struct Layout {
@@ -80,6 +88,14 @@ pub static RAM: Layout = Layout {
     name: "RAM store arena",
     magic: u64::from_le_bytes(*b"BALSTORE"),
     format: Format { version: 3, least_reader: 3, oldest: 3 },
+    slab_bytes: 64 * 1024,
+};
+
+/// A group's arena: as the RAM store's, but its checksums are those of bytes alone, and it says who its members are.
+pub static GROUP: Layout = Layout {
+    name: "group's arena",
+    magic: u64::from_le_bytes(*b"BALGROUP"),
+    format: Format { version: 1, least_reader: 1, oldest: 1 },
     slab_bytes: 64 * 1024,
 };
 
@@ -254,12 +270,26 @@ pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
     layout.check_header(&words, memfd::size(&fd)?.0).map(drop)
 }
 
-/// Is this an arena of a RAM store that this program can open, or one that was never laid out?
+/// What a member of a group is called in its arena: never 0.
+pub fn member(vm: VmId) -> u64 {
+    let [low, ..] = vm.0.as_chunks().0 else { return 1 };
+    u64::from_le_bytes(*low).max(1)
+}
+
+/// From now on this opening of a group's arena says that somebody has the words of this VM.
+///
+/// # Errors
+/// The kernel refuses.
+pub fn announce(group: impl AsFd, vm: VmId) -> io::Result<()> {
+    presence::announce(group, member(vm))
+}
+
+/// Is this an arena that this program can open, or one that was never laid out?
 ///
 /// # Errors
 /// If not, with the reason.
-pub fn check(fd: OwnedFd) -> io::Result<()> {
-    if is_new(&fd)? { Ok(()) } else { read(&RAM, &Arc::new(fd)).map(drop) }
+pub fn check(layout: &Layout, fd: OwnedFd) -> io::Result<()> {
+    if is_new(&fd)? { Ok(()) } else { read(layout, &Arc::new(fd)).map(drop) }
 }
 
 /// Which file an index belongs to: for whoever must know that a descriptor is this file before asking it anything.
@@ -280,7 +310,7 @@ mod tests {
     fn a_file_is_an_arena_once_it_has_its_full_size_and_before_that_it_holds_nothing() {
         let fd = create().expect("memfd");
         let is_new_and_good = |fd: &OwnedFd| {
-            check(fd.try_clone().expect("dup")).expect("an engine of ours can lay it out");
+            check(&RAM, fd.try_clone().expect("dup")).expect("an engine of ours can lay it out");
             inspect(&RAM, fd).expect("the same, with a look");
             is_new(fd).expect("stat")
         };
@@ -299,12 +329,12 @@ mod tests {
     fn a_file_of_another_kind_is_neither_new_nor_an_arena() {
         for size in [1, 100, 4097, 1 << 20] {
             let fd = memfd::create("ballast-test", Bytes(size)).expect("memfd");
-            check(fd).expect_err("it is none");
+            check(&RAM, fd).expect_err("it is none");
         }
         let fd = create().expect("memfd");
         format(&INDEX, &fd, 1).expect("formatted");
         assert!(inspect(&RAM, &fd).expect_err("an index").to_string().contains("magic"));
         inspect(&INDEX, &fd).expect("an index");
-        assert!(check(fd).expect_err("an index").to_string().contains("magic"));
+        assert!(check(&RAM, fd).expect_err("an index").to_string().contains("magic"));
     }
 }

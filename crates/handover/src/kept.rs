@@ -60,6 +60,8 @@ pub struct Kept {
     pub next_client: u64,
     /// The number of the next order.
     pub next_seq: u64,
+    /// Groups whose members have equal pages once, and patterns of their members' names.
+    pub groups: Vec<(String, Vec<String>)>,
 }
 
 /// An engine that serves.
@@ -147,7 +149,7 @@ pub struct KeptAsk {
 }
 
 impl Message for Kept {
-    const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
+    const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
 }
 
 impl Kept {
@@ -239,6 +241,7 @@ mod tests {
             pending: vec![KeptAsk { seq: 7, client: 3, order: vec![8], attaches: true }],
             next_client: 9,
             next_seq: 10,
+            groups: vec![("g".into(), vec!["m".into()])],
         }
     }
 
@@ -247,10 +250,11 @@ mod tests {
         let said: String = encode(&kept())[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect();
         let vm = "020101160202181a020001011c0f101101710101700112";
         let expected = (
-            1,
+            2,
             format!(
                 "080a0c022f70022f6f0101010203010405060e10090101120114{vm}01020128{vm}\
-                 01032c0405060107070707070707070707070707070707022e300332018020804001010703010801090a"
+                 01032c0405060107070707070707070707070707070707022e300332018020804001010703010801090a\
+                 01016701016d"
             ),
         );
         assert_eq!((Kept::FORMAT.version, said), expected, "raise FORMAT, and put what is written now here");
@@ -269,12 +273,12 @@ mod tests {
     #[test]
     fn what_is_no_such_file_or_too_new_is_refused_with_both_versions() {
         let mut bytes = encode(&kept());
-        bytes[4..8].copy_from_slice(&[3, 0, 2, 0]);
+        bytes[4..8].copy_from_slice(&[4, 0, 3, 0]);
         let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");
         let file = File::from(file);
         file.write_all_at(&bytes, 0).expect("written");
         let said = Kept::read(&file).expect_err("too new").to_string();
-        assert!(said.contains("version 3 and needs a reader of at least 2; this program has version 1"), "{said}");
+        assert!(said.contains("version 4 and needs a reader of at least 3; this program has version 2"), "{said}");
         let (reader, _writer) = io::pipe().expect("a pipe");
         Kept::read(&reader).expect_err("a pipe");
         Kept::read(memfd::create("ballast-test", Bytes(2 << 30)).expect("memfd")).expect_err("too long");

@@ -87,9 +87,9 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
     let files = fds.by_ref().take(usize::from(attach.files)).collect();
     let ram = check_ram(&attach.regions, files, attach.uffd_features)?;
     let resumed = match attach.resume {
-        Some(_) => {
+        Some(vm) => {
             let state = reopen_ours(fds.next().expect("counted above"), "state")?;
-            Some(Escrow { state, stores: Files::take_back(&attach.stores, &mut fds)? })
+            Some(Escrow { state, stores: Files::take_back(vm, &attach.stores, &mut fds)? })
         }
         None => None,
     };

@@ -7,12 +7,12 @@
 //! processes comes first; no engine has it before the one that may have been serving it is done with it.
 
 use std::collections::HashSet;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
 use ballast_base::Hva;
-use ballast_base::store::{FILE_STORE, RAM_STORE};
+use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE};
 use ballast_base::wire::{self, Attach, KeeperToClient, MAX_NAME, RegionInfo, Span, VmId};
 use ballast_handover::arena;
 use ballast_handover::orders::Order;
@@ -29,6 +29,7 @@ use crate::engine_child::add_view;
 use crate::fence;
 use crate::keeper::Keeper;
 use crate::lost::{Found, LONGEST_WAIT, Search};
+use crate::options::group_of;
 use crate::regions::{At, VmEntry};
 use crate::store_files::Files;
 use crate::waiting::{Answer, Made, UNASKED};
@@ -198,7 +199,26 @@ impl Keeper {
         }
         let mut entry = VmEntry::create(attach, uid, &self.closer)?;
         entry.at = self.at_for_new();
+        if let Some(group) = group_of(&self.groups, &attach.name) {
+            let arena = self.group_arena(group, uid)?;
+            entry.stores.push(Files::group(SentFd::new(arena, uid, self.closer.clone()), entry.state.id())?);
+        }
         Ok(entry)
+    }
+
+    /// An opening of its own of the arena that this user's VMs of a group have, or of a new one: whoever may attach may
+    /// give a VM any name, and shall see nobody else's memory by it.
+    fn group_arena(&self, group: &str, uid: u32) -> Result<OwnedFd, String> {
+        let say = |error: std::io::Error| format!("Opening the arena of group {group:?}: {error}");
+        let is_of = |vm: &&VmEntry| vm.uid == uid && group_of(&self.groups, &vm.state.name()) == Some(group);
+        let known = self.vms.iter().filter(is_of).find_map(|vm| vm.stores.iter().find_map(Files::group_arena));
+        if let Some(known) = known {
+            return memfd::reopen(known.as_fd(), true).map_err(say);
+        }
+        let made = arena::create().map_err(say)?;
+        rustix::fs::fchmod(&made, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| say(error.into()))?;
+        // The opening that made it is another one, which says of nobody that he is there.
+        memfd::reopen(made.as_fd(), true).map_err(say)
     }
 
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
@@ -216,9 +236,16 @@ impl Keeper {
             return Err("the state file is another VM's".into());
         }
         // What no engine of ours can open stays with the one that can. (An index was opened to find its file.)
-        for arena in stores.iter().filter(|files| files.store() == RAM_STORE).flat_map(Files::iter) {
-            let opened = arena.as_fd().try_clone_to_owned().and_then(arena::check);
-            opened.map_err(|error| error.to_string())?;
+        for files in &stores {
+            let layout = match files.store() {
+                RAM_STORE => &arena::RAM,
+                GROUP_STORE => &arena::GROUP,
+                _ => continue,
+            };
+            for arena in files.iter() {
+                let opened = arena.as_fd().try_clone_to_owned().and_then(|arena| arena::check(layout, arena));
+                opened.map_err(|error| error.to_string())?;
+            }
         }
         let named = state.engine().map(|(pid, start)| Process { pid, start });
         let leaving = state.leaving().map(|(pid, start)| Process { pid, start });

@@ -36,6 +36,7 @@ pub(crate) struct Keeper {
     /// `None` before it listens.
     pub(crate) standing: Option<Standing>,
     pub(crate) file_stores: bool,
+    pub(crate) groups: Vec<(String, Vec<String>)>,
     /// What engines are to begin with: what the program was started with until an operator changed it.
     pub(crate) settings: Vec<u8>,
     /// What engines are started from.
@@ -92,6 +93,7 @@ impl Keeper {
             since_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             settings: options.engine,
             file_stores: options.file_stores,
+            groups: options.groups,
             own_program: program.clone(),
             program,
             starter,

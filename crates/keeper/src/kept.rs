@@ -84,6 +84,7 @@ impl Keeper {
             pending: self.pending.iter().map(ask).collect(),
             next_client: self.next_client,
             next_seq: self.next_seq,
+            groups: self.groups.clone(),
         })
     }
 
@@ -93,7 +94,12 @@ impl Keeper {
     /// A descriptor is not open, or a file cannot be read by this program.
     pub(crate) fn of(kept: &Kept, own_program: PathBuf, starter: Starter) -> anyhow::Result<Self> {
         let fd = |number: Number| duplicate(number).with_context(|| format!("Taking over descriptor {number}"));
-        let options = Options { file_stores: kept.file_stores, engine: kept.settings.clone(), ..Options::default() };
+        let options = Options {
+            file_stores: kept.file_stores,
+            groups: kept.groups.clone(),
+            engine: kept.settings.clone(),
+            ..Options::default()
+        };
         let mut keeper = Self::new(options, own_program, starter, fd(kept.api)?);
         let closer = keeper.closer.clone();
         keeper.program = PathBuf::from(OsString::from_vec(kept.program.clone()));

@@ -17,6 +17,32 @@ pub struct Options {
     pub reader_gid: Option<u32>,
     /// A new VM is to have a file store, which the engine makes.
     pub file_stores: bool,
+    /// Groups whose members have equal pages once, and patterns of their members' names.
+    pub groups: Vec<(String, Vec<String>)>,
     /// What the first engine is to begin with.
     pub engine: Vec<u8>,
+}
+
+/// Which of these groups a VM of this name is in: the first with a pattern that is the name, or its beginning and `*`.
+pub(crate) fn group_of<'a>(groups: &'a [(String, Vec<String>)], name: &str) -> Option<&'a str> {
+    let fits = |pattern: &String| match pattern.strip_suffix('*') {
+        Some(beginning) => name.starts_with(beginning),
+        None => name == pattern,
+    };
+    groups.iter().find(|(_, patterns)| patterns.iter().any(fits)).map(|(group, _)| group.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vm_is_in_the_first_group_that_names_it() {
+        let group = |name: &str, patterns: &[&str]| (name.to_owned(), patterns.iter().map(|p| (*p).into()).collect());
+        let groups = [group("a", &["db", "web-*"]), group("b", &["web-1", "db-*", "d*b"])];
+        let of = |name| group_of(&groups, name);
+        assert_eq!([of("db"), of("web-"), of("web-1")], [Some("a"); 3]);
+        assert_eq!([of("db-1"), of("d*b")], [Some("b"); 2]);
+        assert_eq!([of("web"), of("dxb"), of("")], [None; 3]);
+    }
 }

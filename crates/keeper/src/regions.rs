@@ -273,7 +273,7 @@ impl VmEntry {
     pub fn escrow(&self) -> Result<Vec<OwnedFd>, String> {
         let mut reopened = vec![memfd::reopen(self.file.as_fd(), false)];
         for files in &self.stores {
-            match files.escrow() {
+            match files.escrow(self.state.id()) {
                 Ok(files) => reopened.extend(files.into_iter().map(Ok)),
                 Err(error) => reopened.push(Err(error)),
             }

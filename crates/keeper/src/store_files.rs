@@ -9,8 +9,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use ballast_base::store::{FILE_STORE, RAM_STORE};
-use ballast_base::wire::StoreFiles;
+use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE};
+use ballast_base::wire::{StoreFiles, VmId};
 use ballast_handover::arena;
 use ballast_sys::direct;
 use ballast_sys::memfd::{self, FileId};
@@ -18,7 +18,8 @@ use rustix::fs::{AtFlags, StatxFlags, fcntl_get_seals, fstat, makedev, statx};
 
 use crate::closer::SentFd;
 
-/// The files of one store: the arena of the RAM store; the place of the file store's file, and its index.
+/// The files of one store: the arena of the RAM store; the place of the file store's file, and its index; the arena of
+/// the VM's group, which other VMs have as well, in an opening that says that this VM is there.
 #[derive(Debug)]
 pub struct Files {
     store: u8,
@@ -41,11 +42,29 @@ impl Files {
         Self { store, files }
     }
 
-    /// What a client brings back of these stores, opened anew for writing.
+    /// Of the group store, for this VM: an opening of its own of the group's arena.
+    ///
+    /// # Errors
+    /// The kernel refuses, in words.
+    pub fn group(arena: SentFd, vm: VmId) -> Result<Self, String> {
+        arena::announce(&arena, vm).map_err(|error| format!("Announcing a member of a group: {error}"))?;
+        Ok(Self { store: GROUP_STORE, files: vec![Arc::new(arena)] })
+    }
+
+    /// The arena of the VM's group, if that is what these are.
+    pub fn group_arena(&self) -> Option<&Arc<SentFd>> {
+        self.files.first().filter(|_| self.store == GROUP_STORE)
+    }
+
+    /// What a client brings back of these stores of this VM, opened anew for writing.
     ///
     /// # Errors
     /// It is not what this client was given, in words.
-    pub fn take_back(stores: &[StoreFiles], fds: &mut impl Iterator<Item = SentFd>) -> Result<Vec<Self>, String> {
+    pub fn take_back(
+        vm: VmId,
+        stores: &[StoreFiles],
+        fds: &mut impl Iterator<Item = SentFd>,
+    ) -> Result<Vec<Self>, String> {
         let take_back = |StoreFiles { store, count }: &StoreFiles| {
             let mut files = fds.by_ref().take(usize::from(*count)).collect::<Vec<_>>().into_iter();
             match (*store, files.next(), files.next(), files.next()) {
@@ -54,7 +73,8 @@ impl Files {
                     let index = reopen_ours(index, "index")?;
                     Ok(Self::file([place_named(file, &index)?, index]))
                 }
-                (RAM_STORE | FILE_STORE, ..) => Err(format!("store {store} has not {count} files")),
+                (GROUP_STORE, Some(arena), None, None) => Self::group(reopen_ours(arena, "group's arena")?, vm),
+                (RAM_STORE | FILE_STORE | GROUP_STORE, ..) => Err(format!("store {store} has not {count} files")),
                 _ => {
                     Err(format!("this program has no store with the number {store}, of which files were brought back"))
                 }
@@ -84,12 +104,17 @@ impl Files {
         self.files.iter()
     }
 
-    /// The same once more, for a client to keep: read-only, and a place as a place.
-    pub fn escrow(&self) -> io::Result<Vec<OwnedFd>> {
+    /// The same once more, for a client of this VM to keep: read-only, and a place as a place.
+    pub fn escrow(&self, vm: VmId) -> io::Result<Vec<OwnedFd>> {
         match (self.store, self.files.as_slice()) {
             // To open the file might wait for its disk, and to close it then, too.
             (FILE_STORE, [file, index]) => {
                 Ok(vec![file.as_fd().try_clone_to_owned()?, memfd::reopen(index.as_fd(), false)?])
+            }
+            (GROUP_STORE, [arena]) => {
+                let opening = memfd::reopen(arena.as_fd(), false)?;
+                arena::announce(&opening, vm)?;
+                Ok(vec![opening])
             }
             (_, files) => files.iter().map(|file| memfd::reopen(file.as_fd(), false)).collect(),
         }

@@ -175,7 +175,8 @@ pub fn set_as_made(
         while values.len() < keys.len() {
             let from = values.len();
             make(values);
-            let round = Round { at: at.clone(), keys: (from..values.len()).collect(), one_by_one: false, asking: false };
+            let round =
+                Round { at: at.clone(), keys: (from..values.len()).collect(), one_by_one: false, asking: false };
             link.send(&commands(Verb::Set { values, replicas: 0 }, keys, &round, Duration::ZERO), until)?;
             parts += 1;
         }

@@ -22,8 +22,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use ballast_base::PAGE_SIZE;
 use ballast_base::format::Stamp;
 use ballast_handover::arena::{
-    self, ENTRY_BYTES, ENTRY_WORDS, HEADER_WORDS, Layout, OWN_WORDS, OWN_WORDS_START, SHARD_WORDS, SHARDS,
-    SHARDS_START, TABLE_START, WORD_FRESH, WORD_HELD, WORD_LAYOUT,
+    self, ENTRY_BYTES, ENTRY_WORDS, HEADER_WORDS, Layout, MEMBERS, MEMBERS_START, OWN_WORDS, OWN_WORDS_START,
+    SHARD_WORDS, SHARDS, SHARDS_START, TABLE_START, WORD_FRESH, WORD_HELD, WORD_LAYOUT,
 };
 use ballast_sys::direct::DirectFile;
 use ballast_sys::memory_error::{Fill, Losses, PageCopy, Survival, Surviving};
@@ -43,6 +43,10 @@ pub(crate) struct Shape {
 
 /// The RAM store's arena: the slabs hold the blobs.
 pub(crate) static RAM: Shape = Shape { layout: &arena::RAM, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
+
+/// A group's: the same with members.
+pub(crate) static GROUP: Shape =
+    Shape { layout: &arena::GROUP, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
 
 /// A mapped arena.
 #[derive(Debug)]
@@ -97,6 +101,9 @@ impl Arena {
         arena.header_was_lost.store(head.was_lost, Ordering::Release);
         for (word, copy) in head.words.iter().zip(arena.header_copy.words()) {
             copy.store(*word, Ordering::Release);
+        }
+        for (at, member) in arena.members().iter().enumerate() {
+            arena.copy_of_member(at).store(member.load(Ordering::Acquire), Ordering::Release);
         }
         Ok(arena)
     }
@@ -292,6 +299,29 @@ impl Arena {
     pub(crate) fn set_own_word(&self, word: usize, value: u64) {
         self.own_words()[word].store(value, Ordering::Release);
         self.header_copy.words()[OWN_WORDS_START + word].store(value, Ordering::Release);
+    }
+
+    /// Who is written down as a member of the group.
+    pub(crate) fn members(&self) -> &[AtomicU64] {
+        self.map.words(MEMBERS_START, MEMBERS)
+    }
+
+    fn copy_of_member(&self, at: usize) -> &AtomicU64 {
+        &self.header_copy.words()[MEMBERS_START / 8 + at]
+    }
+
+    /// Change a member's word from exactly `from`; false if it was something else.
+    pub(crate) fn set_member(&self, at: usize, from: u64, to: u64) -> bool {
+        let set = self.members()[at].compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if set {
+            self.copy_of_member(at).store(to, Ordering::Release);
+        }
+        set
+    }
+
+    /// Was its header lost when it was opened, and with it who its members are?
+    pub(crate) fn header_was_lost(&self) -> bool {
+        self.header_was_lost.load(Ordering::Acquire)
     }
 
     /// The counters of one shard; any number is good.

@@ -107,6 +107,11 @@ pub(crate) fn key_check(key: PageKey) -> u32 {
     mix(seed(key) ^ 0x5bd1_e995_9e37_79b9) as u32
 }
 
+/// The checksum of a page's bytes under a key, as its blob has it.
+pub(crate) fn checksum(key: PageKey, bytes: &PageBytes) -> u64 {
+    xxh3_64_with_seed(bytes, seed(key))
+}
+
 /// The 64-bit pattern that the whole page repeats, if it does.
 pub(crate) fn fill_pattern(bytes: &PageBytes) -> Option<u64> {
     const WORD: usize = 8;
@@ -169,7 +174,7 @@ impl Scratch {
 /// The header of a page that is kept as it is, the tag still 0.
 pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
     BlobHeader {
-        checksum: xxh3_64_with_seed(bytes, seed(key)),
+        checksum: checksum(key, bytes),
         key_check: key_check(key),
         len: PAGE_SIZE as u16,
         encoding: Encoding::Raw as u8,
@@ -190,7 +195,7 @@ pub(crate) fn seal<R>(
     codec: Codec,
     keep: impl FnOnce(BlobHeader, &[u8]) -> R,
 ) -> R {
-    let checksum = xxh3_64_with_seed(bytes, seed(key));
+    let checksum = checksum(key, bytes);
     let header = |encoding: Encoding, len: usize| BlobHeader {
         checksum,
         key_check: key_check(key),
@@ -240,7 +245,7 @@ pub(crate) fn open(key: PageKey, header: BlobHeader, out: &mut PageBytes, read: 
         }),
         _ => false,
     };
-    decoded && header.key_check == key_check(key) && xxh3_64_with_seed(out, seed(key)) == header.checksum
+    decoded && header.key_check == key_check(key) && checksum(key, out) == header.checksum
 }
 
 #[cfg(test)]

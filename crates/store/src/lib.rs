@@ -6,7 +6,8 @@
 //! Units: one object is one base page of 4096 bytes.
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 //!
-//! [`RamStore`] is the compressed RAM store, [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the
+//! [`RamStore`] is the compressed RAM store, a [`Group`] one in which VMs that trust each other keep equal pages once,
+//! [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the
 //! plainest store that is right, [`FaultyStore`] makes any store fail on command, [`conformance`] is what every store
 //! must pass, [`pages`] makes pages of known content. [`blob`] is for stores on other machines, which are crates of
 //! their own.
@@ -19,6 +20,7 @@ mod codec;
 pub mod conformance;
 mod faulty;
 mod file;
+mod group;
 mod handle;
 mod lz4;
 mod null;
@@ -29,6 +31,7 @@ mod unlz4;
 
 pub use faulty::{Calls, Faults, FaultyStore, PutFault};
 pub use file::{AREA_BYTES, DiskFault, DiskFaults, FileOptions, FileStore, FileUsage, Refusal};
+pub use group::{Group, GroupMember, GroupUsage};
 pub use null::NullStore;
 pub use ram::{Budget, Codec, Inconsistent, MAX_SLABS, RamOptions, RamStore, RamUsage};
 pub use slab::SLAB_BYTES;

@@ -121,7 +121,8 @@ impl RamStore {
         Ok(Self::on(arena, options))
     }
 
-    fn on(arena: Arena, options: RamOptions) -> Self {
+    /// On an arena of this or a like shape.
+    pub(crate) fn on(arena: Arena, options: RamOptions) -> Self {
         let to_punch_max = if options.punch_later { PUNCH_LATER_MAX } else { 0 };
         Self { allocator: Allocator::new(arena, options.budget, to_punch_max), codec: options.codec }
     }
@@ -176,6 +177,23 @@ impl RamStore {
             compressed_out_bytes: self.sum(Counter::CompressedOutBytes),
             punch_failures: self.allocator.punch_failures(),
         }
+    }
+
+    /// The checksum of the blob that a handle names, and the bytes of its slot; `None` if there is none.
+    pub(crate) fn look(&self, handle: Handle) -> Option<(u64, usize)> {
+        let Named::Blob { place, tag } = Named::by(handle) else { return None };
+        let (header, _, payload_max) = self.find(place, tag)?;
+        Some((header.checksum, payload_max + HEADER_BYTES))
+    }
+
+    /// What it is in.
+    pub(crate) fn arena(&self) -> &Arena {
+        self.allocator.arena()
+    }
+
+    /// The most that it may hold, with all that share its budget.
+    pub(crate) fn budget_limit(&self) -> Bytes {
+        self.allocator.budget_limit()
     }
 
     fn count(&self, counter: Counter, by: u64) {

@@ -38,6 +38,14 @@ impl Anon {
         }
     }
 
+    /// Let the kernel merge its pages with equal ones (KSM).
+    ///
+    /// # Errors
+    /// The kernel cannot.
+    pub fn mergeable(&self) -> io::Result<()> {
+        self.advise(Advice::LinuxMergeable)
+    }
+
     /// Bytes mapped.
     pub fn len(&self) -> usize {
         self.len
@@ -70,7 +78,7 @@ impl Anon {
     }
 
     fn advise(&self, advice: Advice) -> io::Result<()> {
-        // SAFETY: the whole of our own mapping; the advice used here (no huge pages, page out) changes no contents.
+        // SAFETY: the whole of our own mapping; the advice used here (no huge pages, merge, page out) changes no bytes.
         unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, advice) }.map_err(io::Error::from)
     }
 }

@@ -22,6 +22,7 @@ pub mod memory_error;
 pub mod peer;
 pub mod perf;
 pub mod pins;
+pub mod presence;
 pub mod priority;
 pub mod probe;
 pub mod process;

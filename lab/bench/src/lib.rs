@@ -47,6 +47,7 @@ mod rig;
 mod role;
 mod scale;
 mod setting;
+mod share;
 mod spill;
 mod stats;
 mod storm;
@@ -103,7 +104,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
     }
     let machine = machine::describe();
     let (settings, swap) = match options.which {
-        Which::Far | Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => {
+        Which::Far | Which::Share | Which::Idle | Which::Track | Which::Limit | Which::Pool | Which::Upgrade => {
             (String::new(), KernelSwap::None)
         }
         Which::Spill => (spill::settings(&options.dir), KernelSwap::File(spill::SWAP)),
@@ -120,6 +121,7 @@ pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -
         Which::Idle => idle::run(&mut bench, &mut each),
         Which::Storm => storm::run(&mut bench, &mut each),
         Which::Far => far::run(&mut bench, &mut each),
+        Which::Share => share::run(&mut bench, &mut each),
         Which::Spill => spill::run(&mut bench, &mut each),
         Which::Huge => huge::run(&mut bench, &mut each),
         Which::Balance => balance::run(&mut bench, &mut each),

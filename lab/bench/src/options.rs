@@ -26,6 +26,8 @@ pub enum Which {
     Spill,
     /// Far pages on other machines beside those in RAM and on a disk, and beside bare connections.
     Far,
+    /// What equal pages of several VMs save in a group, beside compression alone and KSM.
+    Share,
     /// What a guest on 2 MiB pages gains and loses against 4 KiB.
     Huge,
     /// How eight VMs fare in less memory than they want, by policy and by the kernel.
@@ -54,6 +56,7 @@ impl Which {
             Self::Storm => "storm",
             Self::Spill => "spill",
             Self::Far => "far",
+            Self::Share => "share",
             Self::Huge => "huge",
             Self::Balance => "balance",
             Self::Track => "track",

@@ -89,6 +89,8 @@ pub enum Data {
     HalfCompressible,
     /// Noise.
     Incompressible,
+    /// As the first; three pages of four are the same in all guests, and the rest is this guest's own.
+    Equal(u8),
 }
 
 impl Data {
@@ -97,6 +99,7 @@ impl Data {
         match self {
             Self::HalfCompressible => "half_compressible",
             Self::Incompressible => "incompressible",
+            Self::Equal(_) => "equal",
         }
     }
 
@@ -105,6 +108,8 @@ impl Data {
         match self {
             Self::HalfCompressible => ballast_store::pages::half_compressible(page),
             Self::Incompressible => ballast_store::pages::incompressible(page),
+            Self::Equal(_) if !page.is_multiple_of(4) => ballast_store::pages::half_compressible(page),
+            Self::Equal(guest) => ballast_store::pages::half_compressible(page | (u64::from(guest) + 1) << 40),
         }
     }
 }

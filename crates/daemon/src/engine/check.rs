@@ -8,14 +8,14 @@
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, ensure};
-use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
+use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_base::wire::{StoreFiles, VmId};
 use ballast_handover::arena;
 use ballast_handover::state_file::StateFile;
 use ballast_pager::vm::inspect::{Inspected, inspect};
 
 use super::shared::Engine;
-use super::vms::{ram_files, store_files};
+use super::vms::{Files, ram_files, store_files};
 
 impl Engine {
     /// See the file's head.
@@ -32,8 +32,11 @@ impl Engine {
         let mut fds = fds.into_iter();
         let state = StateFile::open(fds.next().context("the state file is missing")?)?;
         ensure!(state.id() == id, "the state file is that of VM {}", state.id());
-        let (ram_store, file) = store_files(stores, &mut fds)?;
-        arena::inspect(&arena::RAM, &ram_store)?;
+        let Files { arena, group, file } = store_files(stores, &mut fds)?;
+        arena::inspect(&arena::RAM, &arena)?;
+        if let Some(group) = &group {
+            arena::inspect(&arena::GROUP, group)?;
+        }
         if let Some([_, index]) = &file {
             // The file itself is on a disk, which may not answer; opening does not wait for it either.
             arena::inspect(&arena::INDEX, index)?;
@@ -45,6 +48,7 @@ impl Engine {
         }
         let mut numbers = vec![RAM_STORE];
         numbers.extend(file.map(|_| FILE_STORE));
+        numbers.extend(group.map(|_| GROUP_STORE));
         numbers.extend(self.host.remote.as_ref().map(|_| REMOTE_STORE));
         let seen = inspect(&state, &numbers)?;
         let Inspected { words, far, moving } = seen;

@@ -10,6 +10,7 @@ use ballast_handover::orders::Begin;
 use ballast_pager::reclaim::pinned::Pins;
 use ballast_store::Budget;
 
+use super::groups::Groups;
 use super::pool::Room;
 use super::remote::Remote;
 use super::served::Served;
@@ -32,6 +33,8 @@ pub struct Host {
     pub budget: Arc<Budget>,
     /// Who pays for those on disk.
     pub file_budget: Arc<Budget>,
+    /// Where VMs of a group have equal pages once.
+    pub groups: Groups,
     /// The cluster they may go to.
     pub remote: Option<Remote>,
     /// Whether it can be known who holds a page.

@@ -63,7 +63,9 @@ fn say(served: &Served) -> bool {
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
     let anew = !state.is_empty() || ram_damaged || file_damaged;
-    for what in state.into_iter().chain(ram).chain(file) {
+    // Nothing is to be done about a group's: what it costs, each member finds when it is touched.
+    let group = served.group.iter().flat_map(|member| member.group().losses());
+    for what in state.into_iter().chain(ram).chain(group).chain(file) {
         served.vm.report("memory-error", format!("memory of the host failed, and with it was lost: {what}"));
     }
     anew
@@ -114,7 +116,13 @@ impl Engine {
         let vm = Arc::new(vm);
         let _unlists = Unlists(&vm);
         vm.start().context("Starting its threads")?;
-        let served = Arc::new(Served::new(vm.clone(), last.store.clone(), last.file.clone(), last.vmm.clone()));
+        let served = Arc::new(Served::new(
+            vm.clone(),
+            last.store.clone(),
+            last.group.clone(),
+            last.file.clone(),
+            last.vmm.clone(),
+        ));
         served.take_after(last);
         for place in self.host.vms.write().expect("no panic while held").iter_mut() {
             if Arc::ptr_eq(place, last) {

@@ -31,6 +31,7 @@ use crate::events::Events;
 use crate::http::{self, Gate, PeerPolicy};
 use crate::settings::Settings;
 use governor::Governor;
+use groups::Groups;
 use host::Host;
 use remote::Remote;
 use shared::{Engine, Overdue};
@@ -39,6 +40,7 @@ use workers::Workers;
 mod check;
 pub mod foreign_mappers;
 pub mod governor;
+mod groups;
 pub mod host;
 pub mod huge_pages;
 pub mod late;
@@ -97,6 +99,7 @@ pub fn run() -> anyhow::Result<()> {
     let host = Arc::new(Host {
         budget: Budget::new(settings.store_budget),
         file_budget: Budget::new(settings.spill.as_ref().map_or(Bytes(0), |spill| spill.budget)),
+        groups: Groups::default(),
         remote: settings.remote.as_ref().map(|remote| Remote::begin(remote, events.clone())).transpose()?,
         begin,
         settings,

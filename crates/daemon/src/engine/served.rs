@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ballast_api::VmStat;
 use ballast_base::Bytes;
 use ballast_pager::vm::{Hold, Vm};
-use ballast_store::RamStore;
+use ballast_store::{GroupMember, RamStore, Store};
 
 use super::late;
 use super::workers::Jobs;
@@ -29,6 +29,8 @@ pub struct Served {
     pub vm: Arc<Vm>,
     /// Its store, for what only this kind knows.
     pub store: Arc<RamStore>,
+    /// Its part of its group's store, if it is in a group.
+    pub group: Option<Arc<GroupMember>>,
     /// Its file store, as far as it is open.
     pub file: late::File,
     /// The VMM program.
@@ -45,9 +47,20 @@ pub struct Served {
 
 impl Served {
     /// A VM without processes yet.
-    pub fn new(vm: Arc<Vm>, store: Arc<RamStore>, file: late::File, vmm: String) -> Self {
+    pub fn new(
+        vm: Arc<Vm>,
+        store: Arc<RamStore>,
+        group: Option<Arc<GroupMember>>,
+        file: late::File,
+        vmm: String,
+    ) -> Self {
         let (pids, unserved, looks_asked) = Default::default();
-        Self { vm, store, file, vmm, jobs: Jobs::default(), pids, unserved, looks_asked }
+        Self { vm, store, group, file, vmm, jobs: Jobs::default(), pids, unserved, looks_asked }
+    }
+
+    /// What its far pages occupy in RAM; of what its group has once, its share.
+    pub fn store_bytes(&self) -> u64 {
+        self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
 
     fn looks_asked(&self) -> std::sync::MutexGuard<'_, u64> {

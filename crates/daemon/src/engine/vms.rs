@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use ballast_base::Bytes;
-use ballast_base::store::{FILE_STORE, RAM_STORE, REMOTE_STORE};
+use ballast_base::store::{FILE_STORE, GROUP_STORE, RAM_STORE, REMOTE_STORE};
 use ballast_base::wire::{self, StoreFiles, VmId};
 use ballast_handover::orders::{Order, Report};
 use ballast_handover::state_file::StateFile;
@@ -51,29 +51,41 @@ pub(super) fn ram_files(fds: Vec<OwnedFd>, count: u8) -> anyhow::Result<Vec<RamF
     fds.into_iter().map(RamFile::new).collect::<io::Result<_>>().context("Looking at RAM files")
 }
 
-/// The files of the stores that came with an order: the arena, and file and index of the file store.
-pub(super) fn store_files(
-    stores: &[StoreFiles],
-    fds: &mut impl Iterator<Item = OwnedFd>,
-) -> anyhow::Result<(OwnedFd, Option<[OwnedFd; 2]>)> {
-    let (mut arena, mut file) = (None, None);
+/// The files of a VM's stores.
+pub(super) struct Files {
+    /// The arena of the RAM store.
+    pub arena: OwnedFd,
+    /// An opening of its own of its group's arena.
+    pub group: Option<OwnedFd>,
+    /// File and index of the file store.
+    pub file: Option<[OwnedFd; 2]>,
+}
+
+/// The files of the stores that came with an order.
+pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = OwnedFd>) -> anyhow::Result<Files> {
+    let (mut arena, mut group, mut file) = (None, None, None);
     for StoreFiles { store, count } in stores {
         let mut files = fds.by_ref().take(usize::from(*count));
         match (*store, files.next(), files.next(), files.next()) {
             (RAM_STORE, Some(only), None, None) => arena = Some(only),
             (FILE_STORE, Some(place), Some(index), None) => file = Some([place, index]),
+            (GROUP_STORE, Some(only), None, None) => group = Some(only),
             _ => bail!("{count} files came of store {store}, which this engine does not know like that"),
         }
     }
-    Ok((arena.context("the arena is missing")?, file))
+    Ok(Files { arena: arena.context("the arena is missing")?, group, file })
 }
 
 /// Do nothing for this VM from now on but serve its faults. A page on a disk, or on another machine, is no fault
-/// worker's, so a VM with such a store moves without that.
+/// worker's, so a VM with such a store moves without that. So does a member of a group: this engine may free what it
+/// alone named, and the next one would have other members name it, too.
 fn serve_faults_only(served: Option<&Served>) -> io::Result<()> {
     let served = served.ok_or_else(|| io::Error::other("it is not open"))?;
     if served.vm.stores.has_slow() {
         return Err(io::Error::other("it has a slow store"));
+    }
+    if served.group.is_some() {
+        return Err(io::Error::other("it shares pages with its group"));
     }
     if let Some(why) = served.unserved() {
         return Err(io::Error::other(why));
@@ -201,7 +213,7 @@ impl Engine {
     ) -> anyhow::Result<()> {
         let mut fds = fds.into_iter();
         let state = StateFile::open(fds.next().context("the state file is missing")?)?;
-        let (arena, file) = store_files(&stores, &mut fds)?;
+        let Files { arena, group, file } = store_files(&stores, &mut fds)?;
         let ram = ram_files(fds.collect(), files)?;
         let has_file = file.is_some();
         let Process { pid, start } = self.me;
@@ -220,12 +232,20 @@ impl Engine {
             Compression::Zstd => Codec::Zstd { level: 1 },
         };
         let options = RamOptions { codec, punch_later: true, ..RamOptions::new(self.host.budget.clone()) };
-        let store = Arc::new(RamStore::open(arena, options).context("Opening the arena")?);
+        let store = Arc::new(RamStore::open(arena, options.clone()).context("Opening the arena")?);
         let events = self.events.clone();
         let name = state.name();
         let report = {
             let name = name.clone();
             Arc::new(move |kind: &str, message| events.add(Some(name.clone()), kind, message))
+        };
+        let group = match group.map(|group| self.host.groups.join(group, id, options, epoch == 1)).transpose() {
+            Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+                // So it never was a member, and no word of it names that store.
+                self.events.add(Some(name.clone()), "group-unavailable", format!("VM {name} shares no pages: {error}"));
+                None
+            }
+            joined => joined.context("Opening the arena of its group")?.map(Arc::new),
         };
         let late = has_file.then(|| Arc::new(LateStore::new()));
         let tuning = Tuning {
@@ -235,7 +255,9 @@ impl Engine {
             heat: self.settings().heat.settings(),
             ..Tuning::default()
         };
-        let mut tiers = vec![Tier::near(RAM_STORE, "RAM store", store.clone())];
+        let mut tiers: Vec<_> =
+            group.iter().map(|group| Tier::near(GROUP_STORE, "group store", group.clone())).collect();
+        tiers.push(Tier::near(RAM_STORE, "RAM store", store.clone()));
         tiers.extend(late.clone().map(|late| Tier::slow(FILE_STORE, "file store", late)));
         let remote = self.host.remote.as_ref().map(|remote| remote.store(id, codec));
         tiers.extend(remote.map(|remote| Tier::slow(REMOTE_STORE, "remote store", remote)));
@@ -274,7 +296,7 @@ impl Engine {
         } else {
             vm.start()?;
         }
-        let served = Arc::new(Served::new(vm.clone(), store, late_file, vmm));
+        let served = Arc::new(Served::new(vm.clone(), store, group, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
         // What was found lost while it was opened is told now that it is known.
         memory_error::notify();
@@ -375,6 +397,9 @@ impl Engine {
             return Err(io::Error::other(self.why_unopened(id).unwrap_or_else(|| "it was not open".into())));
         };
         let _listed = served.vm.state.list_thread();
+        if let Some(group) = &served.group {
+            group.group().part();
+        }
         // As for the first store (`stop_vm`): a disk may be waited for here.
         for tier in served.vm.stores.slow() {
             blocking(|| served.vm.state.beside(|| tier.store.tidy()));

@@ -73,6 +73,9 @@ impl Engine {
             tracing::warn!(vm = vm.state.name(), "Giving back the memory of page-state words: {error}");
         }
         served.store.sweep(std::iter::empty());
+        if let Some(group) = &served.group {
+            group.end();
+        }
         if let Some(remote) = self.host.remote.as_ref().filter(|_| vm.state.is_given_up()) {
             remote.ended(vm.state.id());
         }

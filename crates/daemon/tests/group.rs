@@ -1,0 +1,87 @@
+//! VMs of a group: real keeper, engines and clients with equal content, killed in every order. Every byte of those that
+//! live is verified, and nothing stays of those that do not. Needs root (userfaultfd).
+
+mod common;
+
+use ballast_api::{UpgradeRequest, UpgradeStage};
+
+use common::guest::Guest;
+use common::{BUSY, Daemon, kill, moment, until};
+
+/// Pages move all the time. What the guests write is the same at first, and differs more and more.
+const SETTINGS: &str = "quarantine_ms = 5\n[dedup]\ntwins = [\"twin-*\"]\n";
+
+fn moves(daemon: &Daemon, name: &str) {
+    let mut first = None;
+    until("pages go out and come back", || {
+        let Ok(vm) = daemon.api.vm(name) else { return false };
+        let now = (vm.reclaim.evicted_pages, vm.faults.restored_pages);
+        let then = *first.get_or_insert(now);
+        now.0 > then.0 && now.1 > then.1
+    });
+}
+
+fn is_empty(daemon: &Daemon) {
+    until("nothing of them is left", || daemon.api.host().is_ok_and(|host| host.vms == 0 && host.store_bytes == 0));
+}
+
+#[test]
+fn engine_keeper_and_members_die_in_every_order_and_no_byte_of_another_is_lost() {
+    let mut daemon = Daemon::start(SETTINGS);
+    let [one, two] = ["twin-1", "twin-2"].map(|name| Guest::start(&daemon, name, BUSY));
+    for round in 0..12 {
+        let name = format!("twin-victim-{round}");
+        let victim = Guest::start(&daemon, &name, BUSY);
+        ["twin-1", "twin-2", &name].iter().for_each(|name| moves(&daemon, name));
+        std::thread::sleep(moment(round));
+        let engine = daemon.engine_pid().expect("an engine");
+        // The engine before the member, after it, with the keeper, without.
+        match round % 4 {
+            0 => kill(engine),
+            1 => {
+                kill(victim.pid());
+                kill(engine);
+            }
+            2 => {
+                daemon.kill_keeper();
+                kill(engine);
+                kill(victim.pid());
+            }
+            _ => {
+                daemon.kill_keeper();
+                std::thread::sleep(moment(round + 1));
+            }
+        }
+        if round % 4 >= 2 {
+            daemon.restart_keeper();
+        }
+        daemon.wait_for_engine_after(engine);
+        if round % 4 != 1 && round % 4 != 2 {
+            until("it is attached", || daemon.api.vm(&name).is_ok());
+            moves(&daemon, &name);
+        }
+        drop(victim);
+        until("the others are attached", || ["twin-1", "twin-2"].iter().all(|name| daemon.api.vm(name).is_ok()));
+    }
+    ["twin-1", "twin-2"].iter().for_each(|name| assert_eq!(daemon.vm(name).poisoned_bytes, 0));
+    one.finish();
+    two.finish();
+    is_empty(&daemon);
+}
+
+#[test]
+fn an_upgrade_moves_members_one_after_the_other_and_loses_none() {
+    let daemon = Daemon::start(SETTINGS);
+    let guests = ["twin-1", "twin-2", "twin-3"].map(|name| Guest::start(&daemon, name, BUSY));
+    for _ in 0..3 {
+        ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon, name));
+        let old = daemon.engine_pid().expect("an engine");
+        let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
+        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
+        until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
+        assert_ne!(daemon.engine_pid(), Some(old));
+    }
+    ["twin-1", "twin-2", "twin-3"].iter().for_each(|name| moves(&daemon, name));
+    guests.into_iter().for_each(|guest| drop(guest.finish()));
+    is_empty(&daemon);
+}

@@ -1,0 +1,526 @@
+//! The group store: equal pages of several VMs, once.
+//!
+//! Before: the evict side of a VM that is a member of a group hands over a page. After: its word names a blob that
+//! other words may name as well, of this VM or another; a touch restores a copy of the page's own.
+//! Threads: any; what is looked up is locked for a moment, and nothing is compressed or compared under a lock.
+//! Units: one object is one page; memory is charged in slabs of 64 KiB, to each member by its shares of the blobs.
+//! Promise: a blob stays as long as a word of any member may name it. `Found` means the bytes that were put under that
+//! key and handle: a member gets what its own pages name and nothing else. What one member's death or damage costs is
+//! its own.
+//!
+//! The blobs are in an arena like the RAM store's, with checksums of the bytes alone, seeded by the group. Such a
+//! checksum is also what a page on its way is looked up by; it decides nothing, because the bytes are compared then.
+//! Whose words name a blob is in this process's memory alone: which pages of each member name what, and how many that
+//! is for each blob. Both are made anew, by each engine, from the words of each member (`recover`), which come one
+//! member after the other. Until all have come, a blob that nobody here names may be named by one that has not.
+//!
+//! So the arena says who its members are, and the kernel says which of them are alive ([`presence`]): whoever has a
+//! member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the arena that says so.
+//! Nobody has to be told of a member's end.
+//!
+//! | Blob | References here | Words that name it | A put of equal bytes | Becomes free |
+//! |---|---|---|---|---|
+//! | known | n > 0 | n; fewer while a page goes, comes or its engine dies | one more reference | not now |
+//! | known | 0, somebody is missing | only those of the missing | one reference | when nobody is missing: swept |
+//! | known | 0, nobody is missing | none | | at once, by whoever took the last one |
+//! | not known | | those of the missing; or none: a dead engine's | is stored again | when nobody is missing: swept |
+//! | damaged | n > 0 | n: each is poisoned when it is touched | is stored again | its slot, by the next engine |
+//!
+//! | Member | Its references | Its word in the arena |
+//! |---|---|---|
+//! | comes, new | none yet | written before its first put |
+//! | comes, with words | what its words name, from `recover` on; until then it is missing | there |
+//! | is given to another engine | stay as they are: it goes on naming these blobs | there |
+//! | ends here ([`GroupMember::end`]) | dropped | taken away |
+//! | ended while no engine had it | never known | taken away when the kernel says that it is gone |
+//!
+//! *Two engines at once* (an upgrade) have different members of one arena. Neither frees what the other's members name:
+//! the old one keeps the references of those it gave away, and finds equal bytes only among blobs that it knows; for
+//! the new one those that have not come are missing. And a member is closed by one before the other opens it.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_handover::arena::member as word_of;
+use ballast_sys::{memfd, presence};
+
+use crate::arena::{self, Arena};
+use crate::codec;
+use crate::handle::{self, Named};
+use crate::ram::{RamOptions, RamStore};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store, StoreUsage};
+
+/// How often it is asked which of the missing are gone.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// References that a member's charge is worked out from; it is a sample if there are more.
+const SAMPLE: usize = 4096;
+/// In the place of a member's word: who the members were was lost with the arena's header.
+const UNKNOWN: u64 = u64::MAX;
+
+/// What a group holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupUsage {
+    /// Pages of all members here that name a blob.
+    pub references: u64,
+    /// Blobs.
+    pub blobs: u64,
+    /// Memory they occupy, in slabs.
+    pub bytes: u64,
+    /// Pages that were put and found there already, since this engine began.
+    pub equal_puts: u64,
+    /// Members whose words are yet to be read: until then nothing is freed.
+    pub missing: u64,
+}
+
+/// A group's arena, as one engine has it.
+#[derive(Debug)]
+pub struct Group {
+    ram: RamStore,
+    /// What all its blobs are sealed under.
+    key: PageKey,
+    /// An opening of its own, which says of nobody that he is there.
+    file: OwnedFd,
+    index: Mutex<Index>,
+    /// Held by whoever takes or frees slots; alone for a sweep.
+    using: RwLock<()>,
+    references: AtomicU64,
+    equal_puts: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Index {
+    /// The blobs, by their checksums.
+    by_content: HashMap<u64, Blob>,
+    /// References of blobs whose checksum another blob has there.
+    others: HashMap<Handle, u32>,
+    members: HashMap<VmId, Arc<Mutex<Pages>>>,
+    missing: HashSet<u64>,
+    asked: Option<Instant>,
+    /// Another engine has a member that was here.
+    parted: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Blob {
+    handle: Handle,
+    references: u32,
+}
+
+/// What a member's pages name.
+#[derive(Debug, Default)]
+struct Pages {
+    named: HashMap<u64, Handle>,
+    /// What pages name that name something already: one copy is on its way while another one is not freed yet.
+    more: Vec<(u64, Handle)>,
+}
+
+/// No thread leaves these half changed, so a poisoned lock is as good as any.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A page among all of a VM: regions have less than 2^36 pages.
+fn number_of(key: PageKey) -> u64 {
+    u64::from(key.region.number) << 36 | key.page.0
+}
+
+impl Pages {
+    fn add(&mut self, page: u64, handle: Handle) {
+        match self.named.entry(page) {
+            std::collections::hash_map::Entry::Vacant(place) => drop(place.insert(handle)),
+            std::collections::hash_map::Entry::Occupied(_) => self.more.push((page, handle)),
+        }
+    }
+
+    fn has(&self, page: u64, handle: Handle) -> bool {
+        self.named.get(&page) == Some(&handle) || self.more.contains(&(page, handle))
+    }
+
+    /// Take one away; false if there is none.
+    fn remove(&mut self, page: u64, handle: Handle) -> bool {
+        if self.named.get(&page) == Some(&handle) {
+            self.named.remove(&page);
+            return true;
+        }
+        let at = self.more.iter().position(|more| *more == (page, handle));
+        at.map(|at| self.more.swap_remove(at)).is_some()
+    }
+
+    fn handles(&self) -> impl Iterator<Item = Handle> {
+        self.named.values().copied().chain(self.more.iter().map(|(_, handle)| *handle))
+    }
+
+    fn len(&self) -> usize {
+        self.named.len() + self.more.len()
+    }
+}
+
+impl Index {
+    /// The references of a blob.
+    fn references(&mut self, handle: Handle, checksum: u64) -> Option<&mut u32> {
+        match self.by_content.get_mut(&checksum) {
+            Some(blob) if blob.handle == handle => Some(&mut blob.references),
+            _ => self.others.get_mut(&handle),
+        }
+    }
+
+    /// One more reference of a blob that is there.
+    fn add(&mut self, handle: Handle, checksum: u64) {
+        if let Some(references) = self.references(handle, checksum) {
+            *references += 1;
+        } else if let std::collections::hash_map::Entry::Vacant(place) = self.by_content.entry(checksum) {
+            place.insert(Blob { handle, references: 1 });
+        } else {
+            self.others.insert(handle, 1);
+        }
+    }
+
+    fn forget(&mut self, handle: Handle, checksum: u64) {
+        if self.others.remove(&handle).is_none() {
+            self.by_content.remove(&checksum);
+        }
+    }
+}
+
+impl Group {
+    /// The group of this arena, whose members are yet to come. A file that nobody has laid out yet becomes an empty
+    /// one.
+    ///
+    /// # Errors
+    /// It is no such arena, or has a layout that this program cannot read.
+    pub fn open(arena: impl AsFd, options: RamOptions) -> io::Result<Arc<Self>> {
+        let reopen = || memfd::reopen(arena.as_fd(), true);
+        let fd = reopen()?;
+        if ballast_handover::arena::is_new(&fd)? {
+            ballast_handover::arena::format(arena::GROUP.layout, &fd, options.max_slabs)?;
+        }
+        let id = memfd::file_id(&fd)?;
+        let opened = Arena::open(&arena::GROUP, fd)?;
+        if opened.header_was_lost() {
+            // Who they were, nobody knows: nothing that they may name is freed any more.
+            opened.set_member(0, 0, UNKNOWN);
+        }
+        let words = opened.members().iter().map(|word| word.load(Relaxed)).filter(|word| *word != 0);
+        let index = Index { missing: words.collect(), ..Index::default() };
+        let mut seed = [0; 16];
+        let [low, high] = [id.dev, id.ino].map(u64::to_le_bytes);
+        seed.iter_mut().zip(low.into_iter().chain(high)).for_each(|(seed, byte)| *seed = byte);
+        Ok(Arc::new(Self {
+            key: RegionKey { vm: VmId(seed), number: u32::MAX }.page(PageIdx(0)),
+            file: reopen()?,
+            ram: RamStore::on(opened, options),
+            index: Mutex::new(index),
+            using: RwLock::new(()),
+            references: AtomicU64::new(0),
+            equal_puts: AtomicU64::new(0),
+        }))
+    }
+
+    /// A member, with the opening of the arena that says so. One that is not `new` is missing until `recover` has told
+    /// what its words name.
+    ///
+    /// # Errors
+    /// There is no room for one more.
+    pub fn join(self: &Arc<Self>, vm: VmId, opening: OwnedFd, new: bool) -> io::Result<GroupMember> {
+        let (word, arena) = (word_of(vm), self.ram.arena());
+        let mut index = lock(&self.index);
+        let is_known = arena.members().iter().any(|other| other.load(Relaxed) == word);
+        if !is_known && !(0..arena.members().len()).any(|at| arena.set_member(at, 0, word)) {
+            return Err(io::Error::new(io::ErrorKind::StorageFull, "the group has no room for one more member"));
+        }
+        if new {
+            index.missing.remove(&word);
+        }
+        let pages = index.members.entry(vm).or_default().clone();
+        drop(index);
+        Ok(GroupMember { group: self.clone(), vm, pages, same_filled: AtomicU64::new(0), _opening: opening })
+    }
+
+    /// Another engine has, or is to have, a member that was here: see above.
+    pub fn part(&self) {
+        lock(&self.index).parted = true;
+    }
+
+    /// What it holds.
+    pub fn usage(&self) -> GroupUsage {
+        let detail = self.ram.usage_detail();
+        GroupUsage {
+            references: self.references.load(Relaxed),
+            blobs: detail.blob_pages,
+            bytes: detail.slabs * crate::SLAB_BYTES as u64,
+            equal_puts: self.equal_puts.load(Relaxed),
+            missing: lock(&self.index).missing.len() as u64,
+        }
+    }
+
+    /// What was lost of its arena that was not asked for yet, in words.
+    pub fn losses(&self) -> Vec<String> {
+        self.ram.losses().0
+    }
+
+    /// Check its counts. Only meaningful while nobody uses it and nobody is missing.
+    ///
+    /// # Errors
+    /// The first contradiction found.
+    pub fn validate(&self) -> Result<(), crate::Inconsistent> {
+        self.ram.validate()?;
+        let index = lock(&self.index);
+        let named: usize = index.members.values().map(|pages| lock(pages).len()).sum();
+        let references = index.by_content.values().map(|blob| blob.references).chain(index.others.values().copied());
+        let (blobs, counted) = references.fold((0, 0), |(blobs, sum), one| (blobs + 1, sum + u64::from(one)));
+        let (references, held) = (self.references.load(Relaxed), self.ram.usage_detail().blob_pages);
+        if (named as u64, counted, blobs) == (references, references, held) {
+            return Ok(());
+        }
+        Err(crate::Inconsistent(format!(
+            "{named} pages name blobs, {counted} and {references} are counted; {blobs} blobs are known of {held}"
+        )))
+    }
+
+    fn using(&self) -> std::sync::RwLockReadGuard<'_, ()> {
+        self.using.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keep a page, or take one more reference of a blob that has its bytes.
+    fn put(&self, bytes: &PageBytes) -> PutOutcome {
+        let _using = self.using();
+        let checksum = codec::checksum(self.key, bytes);
+        let known = {
+            let mut index = lock(&self.index);
+            let known = index.by_content.get_mut(&checksum).filter(|blob| blob.references < u32::MAX);
+            // From here on it stays, whatever else names it.
+            known.map(|blob| {
+                blob.references += 1;
+                blob.handle
+            })
+        };
+        if let Some(handle) = known {
+            self.references.fetch_add(1, Relaxed);
+            let mut kept: PageBytes = [0; PAGE_SIZE];
+            if self.ram.get(self.key, handle, &mut kept) == GetOutcome::Found && kept == *bytes {
+                self.equal_puts.fetch_add(1, Relaxed);
+                return PutOutcome::Stored(handle);
+            }
+            self.drop_reference(handle);
+        }
+        let outcome = self.ram.put(self.key, bytes);
+        if let PutOutcome::Stored(handle) = outcome {
+            lock(&self.index).add(handle, checksum);
+            self.references.fetch_add(1, Relaxed);
+        }
+        outcome
+    }
+
+    /// One page fewer names a blob. Called while slots may be freed.
+    fn drop_reference(&self, handle: Handle) {
+        let freed = {
+            let mut index = lock(&self.index);
+            // A blob whose header is damaged is not found: its references stay, and so does its slot.
+            let Some((checksum, _)) = self.ram.look(handle) else { return };
+            let Some(references) = index.references(handle, checksum) else { return };
+            *references = references.saturating_sub(1);
+            let freed = *references == 0 && index.missing.is_empty();
+            if freed {
+                index.forget(handle, checksum);
+            }
+            freed
+        };
+        self.references.fetch_sub(1, Relaxed);
+        if freed {
+            self.ram.free(self.key, handle);
+        }
+    }
+
+    /// A member's pages name these from now on, and nothing else. Returns how many of them are not there.
+    fn recover(&self, vm: VmId, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> (u64, u64) {
+        let (mut named, mut missing) = (Pages::default(), 0);
+        {
+            let _using = self.using();
+            for (key, handle) in live {
+                let mut index = lock(&self.index);
+                match self.ram.look(handle) {
+                    Some((checksum, _)) => {
+                        index.add(handle, checksum);
+                        self.references.fetch_add(1, Relaxed);
+                        named.add(number_of(key), handle);
+                    }
+                    None => missing += 1,
+                }
+            }
+            let kept = named.len() as u64;
+            let before = std::mem::replace(&mut *lock(pages), named);
+            before.handles().for_each(|handle| self.drop_reference(handle));
+            lock(&self.index).missing.remove(&word_of(vm));
+            if !lock(&self.index).missing.is_empty() {
+                return (kept, missing);
+            }
+        }
+        self.sweep();
+        (lock(pages).len() as u64, missing)
+    }
+
+    /// Free what nobody names, if everybody has come.
+    fn sweep(&self) {
+        let _alone = self.using.write().unwrap_or_else(PoisonError::into_inner);
+        let mut index = lock(&self.index);
+        if !index.missing.is_empty() || index.parted {
+            return;
+        }
+        index.by_content.retain(|_, blob| blob.references > 0);
+        index.others.retain(|_, references| *references > 0);
+        let live = index.by_content.values().map(|blob| blob.handle).chain(index.others.keys().copied());
+        self.ram.sweep(live);
+    }
+
+    /// Find out who of the missing is gone.
+    fn ask(&self) {
+        let mut index = lock(&self.index);
+        let now = Instant::now();
+        if index.missing.is_empty() || index.asked.is_some_and(|asked| now - asked < ASK_EVERY) {
+            return;
+        }
+        index.asked = Some(now);
+        // What cannot be asked is there.
+        let is_there = |word: &u64| *word == UNKNOWN || presence::is_present(&self.file, *word).unwrap_or(true);
+        let gone: Vec<u64> = index.missing.iter().copied().filter(|word| !is_there(word)).collect();
+        for word in &gone {
+            index.missing.remove(word);
+            self.strike(*word);
+        }
+        let all = index.missing.is_empty();
+        drop(index);
+        if all {
+            self.sweep();
+        }
+    }
+
+    /// It is no member any more.
+    fn strike(&self, word: u64) {
+        let arena = self.ram.arena();
+        for at in 0..arena.members().len() {
+            arena.set_member(at, word, 0);
+        }
+    }
+}
+
+/// The store of one member.
+#[derive(Debug)]
+pub struct GroupMember {
+    group: Arc<Group>,
+    vm: VmId,
+    pages: Arc<Mutex<Pages>>,
+    same_filled: AtomicU64,
+    /// As long as it is open, somebody here has the member's words.
+    _opening: OwnedFd,
+}
+
+impl GroupMember {
+    /// What it is a member of.
+    pub fn group(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// The VM is gone, and nothing of it comes back.
+    pub fn end(&self) {
+        let pages = std::mem::take(&mut *lock(&self.pages));
+        {
+            let _using = self.group.using();
+            pages.handles().for_each(|handle| self.group.drop_reference(handle));
+        }
+        let mut index = lock(&self.group.index);
+        index.members.remove(&self.vm);
+        index.missing.remove(&word_of(self.vm));
+        self.group.strike(word_of(self.vm));
+        drop(index);
+        self.group.ram.tidy();
+    }
+
+    /// Its share of the memory: of each blob, its slot divided by all who name it.
+    fn charge(&self) -> u64 {
+        let pages = lock(&self.pages);
+        let mut index = lock(&self.group.index);
+        let (mut bytes, mut seen) = (0.0, 0);
+        // In the order of a hash table, so in none.
+        for handle in pages.handles().take(SAMPLE) {
+            seen += 1;
+            let Some((checksum, slot)) = self.group.ram.look(handle) else { continue };
+            let references = index.references(handle, checksum).map_or(1, |references| (*references).max(1));
+            bytes += slot as f64 / f64::from(references);
+        }
+        if seen == 0 { 0 } else { (bytes / f64::from(seen) * pages.len() as f64) as u64 }
+    }
+}
+
+impl Store for GroupMember {
+    fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome {
+        let fill = codec::fill_pattern(bytes);
+        if let Some(handle) = fill.and_then(|pattern| handle::of_same_filled(key, pattern)) {
+            self.same_filled.fetch_add(1, Relaxed);
+            return PutOutcome::Stored(handle);
+        }
+        let outcome = self.group.put(bytes);
+        if let PutOutcome::Stored(handle) = outcome {
+            lock(&self.pages).add(number_of(key), handle);
+        }
+        outcome
+    }
+
+    fn get(&self, key: PageKey, handle: Handle, out: &mut PageBytes) -> GetOutcome {
+        if let Named::SameFilled(filled) = Named::by(handle) {
+            return filled.get(key, out);
+        }
+        if key.region.vm != self.vm || !lock(&self.pages).has(number_of(key), handle) {
+            return GetOutcome::Absent;
+        }
+        self.group.ram.get(self.group.key, handle, out)
+    }
+
+    fn free(&self, key: PageKey, handle: Handle) {
+        if let Named::SameFilled(filled) = Named::by(handle) {
+            if filled.may_be_of(key) {
+                let _ = self.same_filled.fetch_update(Relaxed, Relaxed, |count| count.checked_sub(1));
+            }
+            return;
+        }
+        if key.region.vm == self.vm && lock(&self.pages).remove(number_of(key), handle) {
+            let _using = self.group.using();
+            self.group.drop_reference(handle);
+        }
+    }
+
+    fn tidy(&self) {
+        self.group.ask();
+        self.group.ram.tidy();
+    }
+
+    fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
+        let mut same_filled = 0;
+        let mut blobs = live.filter(|(_, handle)| {
+            let is_blob = matches!(Named::by(*handle), Named::Blob { .. });
+            same_filled += u64::from(!is_blob);
+            is_blob
+        });
+        let (kept_blobs, missing) = self.group.recover(self.vm, &self.pages, &mut blobs);
+        self.same_filled.store(same_filled, Relaxed);
+        Ok(Recovered { kept_blobs, missing, same_filled, ..Recovered::default() })
+    }
+
+    fn takes_room(&self, handle: Handle) -> bool {
+        matches!(Named::by(handle), Named::Blob { .. })
+    }
+
+    fn is_short(&self) -> bool {
+        self.group.ram.is_short()
+    }
+
+    fn usage(&self) -> StoreUsage {
+        let pages = lock(&self.pages).len() as u64 + self.same_filled.load(Relaxed);
+        StoreUsage { pages, bytes: self.charge(), budget_bytes: self.group.ram.budget_limit().0 }
+    }
+}

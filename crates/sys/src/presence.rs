@@ -1,0 +1,79 @@
+//! Presence: who is there, as the kernel has it. A name is a byte's place in a file, and whoever is there has a lock on
+//! that byte, which lasts until the last descriptor of that opening of the file is closed.
+//!
+//! Before: somebody has an opening of its own of a file that others have, too. After: those others can ask whether
+//! anybody has it still, in whatever process, or on its way to one in a message.
+//! Threads: any. Units: a name is 64 bits, of which 62 count.
+//! Promise: nobody has to be alive to take a lock away. A lock that somebody else sets says that there is one who is
+//! gone, never that one is gone who is there.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// A lock for reading on a name's byte.
+fn lock_of(name: u64, kind: libc::c_int) -> libc::flock {
+    // SAFETY: it is a struct of numbers, for which zeros are values.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock.l_start = (name >> 2) as libc::off_t;
+    lock.l_len = 1;
+    lock
+}
+
+fn control(file: impl AsFd, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: the struct is valid for the length of the call, and these commands touch nothing else.
+    let done = unsafe { libc::fcntl(file.as_fd().as_raw_fd(), command, std::ptr::from_mut(lock)) };
+    if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// From now on this opening of the file says that `name` is there, whoever has a descriptor of it.
+///
+/// # Errors
+/// The file has no locks, or is not open for reading.
+pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
+    control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
+}
+
+/// Does any opening of the file but this one say that `name` is there?
+///
+/// # Errors
+/// The file has no locks.
+pub fn is_present(file: impl AsFd, name: u64) -> io::Result<bool> {
+    // Who could have all of the byte is alone.
+    let mut lock = lock_of(name, libc::F_WRLCK);
+    control(file, libc::F_OFD_GETLK, &mut lock)?;
+    Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memfd;
+    use ballast_base::Bytes;
+
+    #[test]
+    fn one_is_there_until_the_last_descriptor_of_its_opening_is_closed_wherever_that_is() {
+        let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");
+        let opened = |writable| memfd::reopen(file.as_fd(), writable).expect("reopen");
+        let (asks, one, other) = (opened(true), opened(false), opened(true));
+        let there = |name| is_present(&asks, name).expect("ask");
+        let (first, second) = (u64::MAX, 4);
+        announce(&one, first).expect("a descriptor for reading is enough");
+        announce(&other, second).expect("announce");
+        assert!(there(first) && there(second) && !there(8));
+        let (ours, theirs) = crate::scm::pair().expect("pair");
+        crate::scm::send(&ours, b"x", &[one.as_fd()]).expect("send");
+        drop(one);
+        assert!(there(first), "its descriptor is on its way");
+        drop(theirs);
+        assert!(!there(first) && there(second));
+        // The same name from another opening.
+        let again = opened(false);
+        announce(&again, second).expect("announce");
+        drop(other);
+        assert!(there(second));
+        drop(again);
+        assert!(!there(second));
+    }
+}

@@ -1,0 +1,171 @@
+//! Equal pages once: three guests that have three pages of four in common, all of them far, in a group and not; and
+//! twins of theirs in private memory that the kernel merges. So half of all pages are another one's, as in three real
+//! guests with the same data in Redis.
+//!
+//! Before: a bench without guests. After: what each way saves, its CPU time, and how soon pages come back.
+//! Units: MiB saved are of the memory that holds data, all of which is other than zeros; what the engine itself takes
+//! more is taken off. Promise: every page is verified, and KSM's settings are put back.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_base::PAGE_SIZE;
+use ballast_base::units::MIB;
+use ballast_sys::Anon;
+
+use crate::order::{Data, GuestKind, Pace};
+use crate::report::Row;
+use crate::rig::Bench;
+use crate::setting::Setting;
+use crate::subject::{Subject, Way, in_turn, out, touch};
+use crate::{cpu, setting};
+
+const GUESTS: u8 = 3;
+/// All guests of this bench.
+const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
+const KSM: &str = "/sys/kernel/mm/ksm";
+/// As quick as it goes: the CPU time of a page is what is asked.
+const KSM_SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
+/// A merge that takes longer has failed.
+const TIMEOUT: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// What was measured of one way.
+#[derive(Default)]
+struct Series {
+    saved_mib: Vec<f64>,
+    own_mib: Vec<f64>,
+    cpu_s: Vec<f64>,
+    restore_us: Vec<f64>,
+    back_per_s: Vec<f64>,
+}
+
+pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
+    let mut row = bench.row("three guests, three pages of four equal");
+    if !bench.options.is(GuestKind::Native) {
+        row.because("what guests hold is made by the bench (--guest native)");
+        row.figure("share_points_over_compression", &[]);
+        return each(row);
+    }
+    let (count, rounds) = if bench.options.quick { (4096, 2) } else { (16_384, 5) };
+    let data_mib = f64::from(GUESTS) * (count * PAGE_SIZE as u64) as f64 / MIB as f64;
+    row.fact("pages_per_guest", count);
+    row.fact("data_mib", data_mib as u64);
+    row.fact("repetitions", rounds);
+    let mut series: [Series; 3] = Default::default();
+    for round in bench.progress.over("round", 0..=rounds) {
+        // Round 0 warms up.
+        let mut warm_up: [Series; 3] = Default::default();
+        let of = if round == 0 { &mut warm_up } else { &mut series };
+        for (at, settings) in in_turn([(0, ""), (1, GROUP)], round) {
+            bench.with_settings(settings, |bench| far(bench, count, round, &mut of[at]))?;
+        }
+        if let Err(error) = merged(count, &mut of[2]) {
+            row.because(&format!("KSM: {error:#}"));
+        }
+    }
+    let [alone, group, ksm] = &series;
+    for (name, of) in [("compressed", alone), ("share", group)] {
+        row.figure(&format!("{name}_saved_mib"), &of.saved_mib);
+        row.figure(&format!("{name}_engine_mib"), &of.own_mib);
+        row.figure(&format!("{name}_cpu_s"), &of.cpu_s);
+        row.figure(&format!("{name}_restore_us_p50"), &of.restore_us);
+        row.figure(&format!("{name}_restore_pages_per_s"), &of.back_per_s);
+    }
+    let points = |of: &Series| {
+        let both = of.saved_mib.iter().zip(&alone.saved_mib);
+        both.map(|(saved, alone)| 100.0 * (saved - alone) / data_mib).collect::<Vec<_>>()
+    };
+    row.figure("share_points_over_compression", &points(group));
+    row.ratio("ratio_share_restore_pages_per_s", &group.back_per_s, &alone.back_per_s);
+    row.ratio("ratio_share_cpu", &group.cpu_s, &alone.cpu_s);
+    row.figure("ksm_saved_mib", &ksm.saved_mib);
+    row.figure("ksm_cpu_s", &ksm.cpu_s);
+    each(row)
+}
+
+/// Memory that is a process's own.
+fn own_mib(pid: u32) -> Result<f64> {
+    let path = format!("/proc/{pid}/status");
+    let text = setting::read(path.as_ref())?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse().ok());
+    kib.map(|kib: f64| kib / 1024.0).with_context(|| format!("{path} has no RssAnon"))
+}
+
+/// Guests whose pages all go out and come back.
+fn far(bench: &mut Bench, count: u64, seed: u64, series: &mut Series) -> Result<()> {
+    let new = |guest| Subject::new(bench, Way::Ballast, count, Data::Equal(guest));
+    let mut guests = (0..GUESTS).map(new).collect::<Result<Vec<_>>>()?;
+    let engine = bench.engine_pid()?;
+    let before = own_mib(engine)?;
+    let gone = out(bench, &mut guests.iter_mut().collect::<Vec<_>>())?;
+    let (host, own) = (bench.daemon.api().host()?, own_mib(engine)? - before);
+    series.saved_mib.push((host.far_bytes as f64 - host.store_bytes as f64) / MIB as f64 - own);
+    series.own_mib.push(own);
+    series.cpu_s.push(gone.cpu_us / 1e6);
+    let begun = Instant::now();
+    let touched = touch(&mut guests.iter_mut().collect::<Vec<_>>(), seed, Pace::ALL)?;
+    series.back_per_s.push(gone.pages as f64 / begun.elapsed().as_secs_f64());
+    let p50: f64 = touched.iter().map(|touched| touched.summary.p50_us).sum();
+    series.restore_us.push(p50 / f64::from(GUESTS));
+    guests.iter_mut().try_for_each(Subject::verify)
+}
+
+/// A number of KSM's.
+fn ksm(name: &str) -> Result<u64> {
+    let text = setting::read(format!("{KSM}/{name}").as_ref())?;
+    text.trim().parse().with_context(|| format!("{KSM}/{name} is {text:?}"))
+}
+
+/// The kernel's thread that merges.
+fn ksmd() -> Result<u32> {
+    let is_it = |pid: &u32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "ksmd\n");
+    let all = std::fs::read_dir("/proc").context("Reading /proc")?;
+    let pids = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.into_iter().find(is_it).context("there is no thread ksmd")
+}
+
+/// The same content in private memory of one process, merged until nothing more is.
+fn merged(count: u64, series: &mut Series) -> Result<()> {
+    ensure!(ksm("run")? == 0, "it runs already, for others");
+    let pid = ksmd()?;
+    let mut twins = Vec::new();
+    for guest in 0..GUESTS {
+        let twin = Anon::new(count as usize * PAGE_SIZE).context("Mapping memory")?;
+        for page in 0..count {
+            let bytes = Data::Equal(guest).page(page);
+            for (at, word) in bytes.as_chunks().0.iter().enumerate() {
+                let offset = page as usize * PAGE_SIZE + at * 8;
+                twin.word(offset).store(u64::from_le_bytes(*word), Relaxed);
+            }
+        }
+        twin.mergeable().context("Asking for a merge")?;
+        twins.push(twin);
+    }
+    let (cpu_before, begun) = (cpu::of_threads(pid, |_| true)?, Instant::now());
+    let set = KSM_SETTINGS.map(|(name, value)| Setting::change(format!("{KSM}/{name}"), value));
+    // In the order in which they were changed, but it stops first.
+    let set = set.into_iter().rev().collect::<Result<Vec<_>>>()?;
+    let (mut last, mut scans) = (0, ksm("full_scans")?);
+    loop {
+        std::thread::sleep(LOOK_EVERY);
+        let now = ksm("full_scans")?;
+        if now < scans + 2 {
+            ensure!(begun.elapsed() < TIMEOUT, "it has not come to an end in {TIMEOUT:?}");
+            continue;
+        }
+        let sharing = ksm("pages_sharing")?;
+        if sharing == last && sharing > 0 {
+            break;
+        }
+        if begun.elapsed() > TIMEOUT {
+            bail!("it goes on after {TIMEOUT:?}");
+        }
+        (last, scans) = (sharing, now);
+    }
+    series.saved_mib.push(last as f64 * PAGE_SIZE as f64 / MIB as f64);
+    series.cpu_s.push((cpu::of_threads(pid, |_| true)? - cpu_before) / 1e6);
+    drop(set);
+    Ok(())
+}
