@@ -22,7 +22,7 @@ const FILE: &str = "owed.json";
 
 impl Reserve {
     /// What is owed, by what the host calls a node.
-    fn owed(&self) -> Result<BTreeMap<u32, u64>, Error> {
+    pub(crate) fn owed(&self) -> Result<BTreeMap<u32, u64>, Error> {
         Ok(journal::load(&self.dir.join(FILE)).during("Reading what the pool owes")?.unwrap_or_default())
     }
 

@@ -346,6 +346,12 @@ impl Reserve {
         Ok(gone)
     }
 
+    /// Is there nothing to look for, to zero or to give back, until somebody asks for something?
+    pub fn is_at_rest(&self) -> bool {
+        let is_unused = |live: &Live| live.pool.tenants().next().is_none() && live.waiting.is_empty();
+        self.live.as_ref().is_none_or(is_unused) && !self.is_zeroing() && self.owed().is_ok_and(|owed| owed.is_empty())
+    }
+
     /// A slice to zero, for a worker.
     ///
     /// # Errors

@@ -272,8 +272,10 @@ fn a_pool_that_grows_beside_pages_beyond_the_reserved_ones_has_its_own_and_leave
     let Some(place) = Place::new() else { return };
     let host = ballast_reserve::Host::default();
     let others = ballast_sys::hugetlb::PoolLoan::new(OTHERS).and_then(|loan| {
-        let file = ballast_sys::memfd::create_huge("ballast-others", Bytes(OTHERS * HUGE_SIZE as u64))?;
-        let map = Mapping::shared(&file, 0, OTHERS as usize * HUGE_SIZE)?;
+        // They have the free ones, too, if the host had any.
+        let all = OTHERS + host.pages(0)?.free;
+        let file = ballast_sys::memfd::create_huge("ballast-others", Bytes(all * HUGE_SIZE as u64))?;
+        let map = Mapping::shared(&file, 0, all as usize * HUGE_SIZE)?;
         map.populate(0, map.len())?;
         // From here on nobody gets more of these: the pool has its own pages, or none.
         drop(loan);

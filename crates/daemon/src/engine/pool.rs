@@ -127,7 +127,11 @@ impl Room {
             Err(_) => {}
         }
         if jobs.is_empty() {
-            drop(self.changed.wait_timeout(state, LOOK_EVERY));
+            match reserve.is_at_rest() {
+                // Nobody has anything of it, and nothing is to be done: whoever changes that says so.
+                true => drop(self.changed.wait(state)),
+                false => drop(self.changed.wait_timeout(state, LOOK_EVERY)),
+            }
             return Ok(());
         }
         drop(state);
@@ -208,7 +212,11 @@ impl Room {
             let State::Ours(reserve) = &mut *state else { bail!("this engine has not got the pool yet") };
             // Somebody may have gone since the last look.
             let error = match reserve.grant(&take.name, take.size, mode, take.node) {
-                Ok(grant) => return Ok(grant),
+                Ok(grant) => {
+                    // Its end is to be looked for.
+                    self.changed.notify_all();
+                    return Ok(grant);
+                }
                 Err(error) => error,
             };
             let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }));
