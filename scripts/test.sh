@@ -27,7 +27,7 @@ step "build" cargo build --workspace --all-targets
 step "lints" cargo clippy --workspace --all-targets -- -D warnings
 step "unit, property, native, qemu and crash suites" cargo test --workspace --no-fail-fast -- --nocapture
 step "upgrades to another build and back" bash -c \
-    'BALLAST_NEXT=$(scripts/next-build.sh) cargo test --workspace --test upgrade --test upgrade_keeper -- --nocapture'
+    'BALLAST_NEXT=$(scripts/next-build.sh) cargo test --workspace --test "upgrade*" -- --nocapture'
 step "loom: the page-state model" env RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom \
     cargo test -p ballast-page --test loom
 if [ -e /dev/kvm ]; then

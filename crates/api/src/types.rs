@@ -421,6 +421,9 @@ pub struct UpgradeStat {
     pub took_us: u64,
     /// The longest time for which a VM was served by no engine, in microseconds.
     pub longest_gap_us: u64,
+    /// The longest time for which two engines had a VM, so that its faults were served and nothing was reclaimed.
+    #[serde(default)]
+    pub longest_switch_us: u64,
     /// Why it failed; empty otherwise.
     pub message: String,
     /// Whether the keeper is the new program's, too; null before that is known.

@@ -11,8 +11,9 @@ use serde::{Deserialize, Serialize};
 
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
-/// Version 9: two engines of one VM. Version 10: whether the keeper was replaced.
-pub const FORMAT: Format = Format { version: 10, least_reader: 7, oldest: 7 };
+/// Version 9: two engines of one VM. Version 10: whether the keeper was replaced. Version 11: how
+/// long VMs had two engines.
+pub const FORMAT: Format = Format { version: 11, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
 /// The first version of an engine that may serve a VM beside another one.
@@ -54,6 +55,8 @@ pub struct Upgrading {
     pub message: String,
     /// Whether the keeper was replaced, too, or why not; nothing before that is known.
     pub keeper: Option<Result<(), String>>,
+    /// The longest time for which two engines had a VM.
+    pub longest_switch_us: u64,
 }
 
 /// Where an upgrade is.
@@ -436,7 +439,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (10, SAID.to_owned()),
+            (11, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -458,7 +461,7 @@ mod tests {
         070107070707070707070707070707070707020103 080707070707070707070707070707070701 \
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
         0e01070707070707070707070707070707070002 0f01 10 110107070707070707070707070707070707 \
-        120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b 1601010165 \
+        120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b00 1601010165 \
         170107070707070707070707070707070707 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \
         040106 050172 060107 07010170";

@@ -88,6 +88,10 @@ impl Keeper {
             return self.part(vm);
         }
         entry.at = At::Both;
+        tracing::debug!(%vm, "two engines are to serve it");
+        if let Some(upgrade) = &mut self.upgrade {
+            upgrade.both.insert(vm, Instant::now());
+        }
         self.give_to_next(vm, None);
     }
 
@@ -109,6 +113,7 @@ impl Keeper {
             _ => {}
         }
         if entry.at == At::Both {
+            tracing::debug!(%vm, "two engines serve it");
             return self.leave_to_next(vm);
         }
         upgrade.shown.moved += 1;
@@ -134,10 +139,13 @@ impl Keeper {
         let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Both) else { return };
         entry.at = At::Next;
         entry.state.has_left();
+        tracing::debug!(%vm, "the one that left has closed it");
         self.order_next(&Order::Alone { vm }, &[]);
         self.order_pending(vm);
         if let Some(upgrade) = &mut self.upgrade {
             upgrade.shown.moved += 1;
+            let took_us = upgrade.both.remove(&vm).map_or(0, |since| since.elapsed().as_micros() as u64);
+            upgrade.shown.longest_switch_us = upgrade.shown.longest_switch_us.max(took_us);
         }
         self.show_upgrade();
     }

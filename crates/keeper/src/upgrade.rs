@@ -134,6 +134,7 @@ impl Keeper {
             settings: self.settings.clone(),
             asked: HashMap::new(),
             opening: HashMap::new(),
+            both: HashMap::new(),
             incomplete: Vec::new(),
             serves: false,
         });
@@ -282,6 +283,7 @@ impl Keeper {
         }
         match then {
             Then::Go(stage) => {
+                tracing::debug!(?stage, "the upgrade goes on");
                 upgrade.stage = stage;
                 match stage {
                     Stage::Checking => {}

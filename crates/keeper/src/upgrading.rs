@@ -28,6 +28,8 @@ pub(crate) struct Upgrade {
     pub asked: HashMap<u64, Asked>,
     /// VMs that the new engine opens, and since when nobody serves them.
     pub opening: HashMap<VmId, Instant>,
+    /// VMs that two engines serve, and since when.
+    pub both: HashMap<VmId, Instant>,
     /// VMs that were not served wherever they are mapped, by the old engine either.
     pub incomplete: Vec<VmId>,
     /// The new engine has said that it serves.

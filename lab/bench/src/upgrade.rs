@@ -78,6 +78,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     row.figure("steady_fault_us_longest", &steady.iter().map(us).collect::<Vec<_>>());
     row.figure("upgrade_fault_us_longest", &of(&|(turn, _)| us(turn)));
     row.figure("upgrade_gap_us", &of(&|(_, stat)| stat.longest_gap_us as f64));
+    row.figure("upgrade_switch_us", &of(&|(_, stat)| stat.longest_switch_us as f64));
     row.figure("upgrade_ms", &of(&|(_, stat)| stat.took_us as f64 / 1e3));
     row.fact("api_requests", asked.load(Relaxed));
     row.fact("failed_ops", failed.load(Relaxed));

@@ -63,6 +63,7 @@ impl Upgrades {
             moved: now.moved,
             took_us: now.took_us,
             longest_gap_us: now.longest_gap_us,
+            longest_switch_us: now.longest_switch_us,
             message: now.message,
             keeper_replaced: now.keeper.as_ref().map(Result::is_ok),
             keeper_message: now.keeper.and_then(Result::err).unwrap_or_default(),

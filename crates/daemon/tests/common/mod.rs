@@ -159,8 +159,11 @@ impl Drop for Daemon {
 fn spawn_keeper(dir: &Path, descriptors: Option<u32>) -> Child {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).expect("open the log");
     let limit = descriptors.map_or(String::new(), |most| format!("ulimit -n {most}; "));
+    // What an upgrade goes through, for tests that wait for it.
+    let told = std::env::var("BALLAST_LOG").unwrap_or_else(|_| "info,ballast_keeper=debug".into());
     // The shell becomes the keeper: it is this process's child all the same.
     Command::new("sh")
+        .env("BALLAST_LOG", told)
         .args(["-c", &format!("{limit}exec \"$@\""), "sh"])
         .arg(env!("CARGO_BIN_EXE_ballastd"))
         .arg("--config")

@@ -1,0 +1,210 @@
+//! Engine and keeper change while everything goes on at once: first touches, evictions, restores, spills, decisions of
+//! a policy, discards, attaches and ends of VMs. One round in two somebody is killed, at a stage that the log tells.
+//! Not one operation fails, and no byte is wrong. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default
+//! 12), `BALLAST_SEED` repeats a run, `BALLAST_NEXT` names the `ballastd` of another build (`scripts/next-build.sh`).
+
+mod common;
+
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ballast_api::{UpgradeRequest, UpgradeStage};
+use ballast_base::Bytes;
+use ballast_base::wire::KeeperToClient;
+use ballast_client::Client;
+use ballast_store::{Budget, FileOptions, FileStore};
+
+use common::guest::Guest;
+use common::raw::{Ram, RawClient, no_uffd};
+use common::rng::Rng;
+use common::{Daemon, kill, until};
+
+const POLICY: &str = "quarantine_ms = 5\n[policy]\nname = \"gain\"\ntick_ms = 100\n";
+/// Pages of the VM that this process is.
+const PAGES: u64 = 2048;
+
+/// What the log says when an upgrade has come so far. Not each is said in each upgrade.
+const STAGES: [&str; 8] = [
+    "an engine that is to follow is started",
+    "the upgrade goes on stage=Resting",
+    "the upgrade goes on stage=Moving",
+    "two engines are to serve it",
+    "two engines serve it",
+    "the one that left has closed it",
+    "the upgrade goes on stage=Serving",
+    "the keeper becomes another program",
+];
+
+#[derive(Clone, Copy, Debug)]
+enum Victim {
+    Old,
+    Next,
+    Both,
+    Keeper,
+}
+
+fn upgrades() -> u32 {
+    std::env::var("BALLAST_UPGRADES").ok().and_then(|count| count.parse().ok()).unwrap_or(12)
+}
+
+fn programs() -> [PathBuf; 2] {
+    let this = PathBuf::from(env!("CARGO_BIN_EXE_ballastd"));
+    [std::env::var_os("BALLAST_NEXT").map_or_else(|| this.clone(), PathBuf::from), this]
+}
+
+/// The log from here on.
+struct Tail(std::fs::File, String);
+
+impl Tail {
+    fn of(daemon: &Daemon) -> Self {
+        let mut file = std::fs::File::open(daemon.dir().join("log")).expect("the log");
+        file.seek(SeekFrom::End(0)).expect("its end");
+        Self(file, String::new())
+    }
+
+    /// Has it said this since?
+    fn says(&mut self, what: &str) -> bool {
+        self.0.read_to_string(&mut self.1).expect("read the log");
+        self.1.contains(what)
+    }
+
+    /// The engine that was started to follow.
+    fn next_engine(&self) -> Option<u32> {
+        let (_, rest) = self.1.split_once(&format!("{} pid=", STAGES[0]))?;
+        rest.split(' ').next()?.parse().ok()
+    }
+}
+
+/// First touches and discards in turn, with reclaim in between: what is there is what was written, or zeros.
+fn touch_and_discard(ram: &Ram, client: &Client, stop: &AtomicBool) -> u64 {
+    let span = ram.info().span;
+    let mut rounds = 0;
+    while !stop.load(Ordering::Relaxed) {
+        ram.mark();
+        assert!((0..PAGES).all(|page| ram.is_marked(page)), "wrong bytes in round {rounds}");
+        client.discard(&[(span.hva, span.len.0)]).unwrap_or_else(|error| panic!("round {rounds}: {error}"));
+        assert!((0..PAGES).all(|page| !ram.is_marked(page)), "what was discarded is there in round {rounds}");
+        rounds += 1;
+    }
+    rounds
+}
+
+/// VMs that come and go. Only while there is no keeper one may have to come again.
+fn come_and_go(socket: &Path, is_away: &AtomicBool, stop: &AtomicBool) -> u64 {
+    let mut came = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let ram = Ram::new(64);
+        let mut client = RawClient::new(socket, &format!("guest-{came}"));
+        let was_away = is_away.load(Ordering::Acquire);
+        let answer = client.attach(&[&ram]);
+        let is_attached = matches!(answer, Some(KeeperToClient::Attached { .. }));
+        let may_fail = answer.is_none() && (was_away || is_away.load(Ordering::Acquire));
+        assert!(is_attached || may_fail, "VM {came}: {answer:?}");
+        came += 1;
+        // So that it is not all that the engines do.
+        std::thread::sleep(Duration::from_millis(3));
+    }
+    came
+}
+
+fn run(mut daemon: Daemon, guests: &[&str], kills: bool) {
+    let mut random = Rng::seeded("BALLAST_SEED");
+    let running: Vec<_> = guests
+        .iter()
+        .map(|name| {
+            let args = "--workload uniform --ram 32M --limit 12M --threads 2 --zero-fraction 0.1";
+            Guest::start(&daemon, name, args)
+        })
+        .collect();
+    let (stop, is_away, socket) = (AtomicBool::new(false), AtomicBool::new(false), daemon.attach_socket());
+    let ram = Ram::new(PAGES);
+    let client = ram.vm(&daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
+    std::thread::scope(|scope| {
+        let discards = scope.spawn(|| touch_and_discard(&ram, &client, &stop));
+        let comes = scope.spawn(|| come_and_go(&socket, &is_away, &stop));
+        for round in 0..upgrades() {
+            let program = Some(programs()[round as usize % 2].display().to_string());
+            let mut tail = Tail::of(&daemon);
+            let old = daemon.host().engine_pid;
+            let number = daemon.api.upgrade().expect("answered").number;
+            // After a death a VM may be waited for yet.
+            until("it begins", || daemon.api.begin_upgrade(&UpgradeRequest { program: program.clone() }).is_ok());
+            let planned = (kills && random.below(2) == 0)
+                .then(|| (random.of(&STAGES), random.of(&[Victim::Old, Victim::Next, Victim::Both, Victim::Keeper])));
+            if let Some((stage, victim)) = planned {
+                let begun = Instant::now();
+                // A stage that does not come: the upgrade is over by then.
+                while !tail.says(stage) && begun.elapsed() < Duration::from_secs(5) {
+                    std::thread::yield_now();
+                }
+                if matches!(victim, Victim::Old | Victim::Both) {
+                    kill(old);
+                }
+                if matches!(victim, Victim::Next | Victim::Both) {
+                    tail.next_engine().into_iter().for_each(kill);
+                }
+                if matches!(victim, Victim::Keeper) {
+                    is_away.store(true, Ordering::Release);
+                    daemon.kill_keeper();
+                    daemon.restart_keeper();
+                    until("its engine answers", || {
+                        daemon.api.host().is_ok_and(|host| host.keeper_pid == daemon.keeper_pid())
+                    });
+                    is_away.store(false, Ordering::Release);
+                }
+            }
+            let is_over = |stage| matches!(stage, UpgradeStage::Done | UpgradeStage::Failed | UpgradeStage::None);
+            until("the upgrade is over", || daemon.api.upgrade().is_ok_and(|now| is_over(now.stage)));
+            let now = daemon.api.upgrade().expect("answered");
+            if planned.is_none() {
+                let expected = (number + 1, UpgradeStage::Done, Some(true));
+                assert_eq!((now.number, now.stage, now.keeper_replaced), expected, "{now:?}\n{}", daemon.log());
+            }
+            for name in guests {
+                until("the guest is served", || daemon.api.vm(name).is_ok());
+                let before = daemon.vm(name);
+                until("its pages go out and come back", || {
+                    daemon.api.vm(name).is_ok_and(|vm| {
+                        vm.reclaim.evicted_pages > before.reclaim.evicted_pages
+                            && vm.faults.restore + vm.faults.file > before.faults.restore + before.faults.file
+                    })
+                });
+            }
+            println!("round {round}: {planned:?}: {:?}", now.stage);
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(discards.join().expect("no byte was wrong") > 0);
+        assert!(comes.join().expect("every VM was attached") > 0);
+    });
+    running.into_iter().for_each(|guest| drop(guest.finish()));
+}
+
+#[test]
+fn engine_and_keeper_change_in_the_middle_of_everything() {
+    if no_uffd() {
+        return;
+    }
+    run(Daemon::start(POLICY), &["one", "two", "three"], false);
+}
+
+#[test]
+fn whoever_is_killed_at_whatever_stage_in_the_middle_of_everything() {
+    if no_uffd() {
+        return;
+    }
+    run(Daemon::start(POLICY), &["one", "two", "three"], true);
+}
+
+#[test]
+fn with_pages_on_their_way_to_a_disk_as_well() {
+    let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(Bytes(2 << 20))));
+    if no_uffd() || common::missing("disk", made.err().map(|error| error.to_string())) {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("temporary directory");
+    let spill = format!("[spill]\ndir = \"{}\"\nbudget = \"256M\"\nafter_s = 1\n", dir.path().display());
+    let config = format!("store_budget = \"8M\"\n{POLICY}{spill}");
+    run(Daemon::start(&config), &["one", "two"], true);
+}
