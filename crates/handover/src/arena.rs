@@ -270,11 +270,14 @@ pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
     layout.check_header(&words, memfd::size(&fd)?.0).map(drop)
 }
 
-/// What a member of a group is called in its arena: never 0.
+/// What a member of a group is called in its arena: never 0, and nothing that shares a byte with [`ENGINES`].
 pub fn member(vm: VmId) -> u64 {
-    let [low, ..] = vm.0.as_chunks().0 else { return 1 };
-    u64::from_le_bytes(*low).max(1)
+    let [low, ..] = vm.0.as_chunks().0 else { return 4 };
+    u64::from_le_bytes(*low).max(4)
 }
+
+/// What engines that have a group's arena open are called there.
+pub const ENGINES: u64 = 0;
 
 /// From now on this opening of a group's arena says that somebody has the words of this VM.
 ///

@@ -30,15 +30,18 @@
 //! |---|---|---|
 //! | comes, new | none yet | written before its first put |
 //! | comes, with words | what its words name, from `recover` on; until then it is missing | there |
-//! | is given to another engine | stay as they are: it goes on naming these blobs | there |
+//! | is given to another engine | stay as they are; it is missing until it is back | there |
 //! | ends here ([`GroupMember::end`]) | dropped | taken away |
 //! | ended while no engine had it | never known | taken away when the kernel says that it is gone |
 //!
-//! *Two engines at once* (an upgrade) have different members of one arena. Neither frees what the other's members name:
-//! the old one keeps the references of those it gave away, and finds equal bytes only among blobs that it knows; for
-//! the new one those that have not come are missing. And a member is closed by one before the other opens it.
+//! *Two engines at once* (an upgrade) have different members of one arena, and VMs that are new may come to either.
+//! Neither frees what the other's members name. A blob that one of them knows is named by members of the other only if
+//! they were here before, and from then on they are missing here, until they are back. A blob that it does not know may
+//! be the other's: so an engine sweeps only if it has the arena alone, which a lock says ([`arena::ENGINES`]), and if
+//! all that the arena names as members are here. And a member is closed by one engine before the other opens it.
 
-use std::collections::{HashMap, HashSet};
+mod index;
+
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -47,9 +50,10 @@ use std::time::{Duration, Instant};
 
 use ballast_base::wire::VmId;
 use ballast_base::{PAGE_SIZE, PageIdx};
-use ballast_handover::arena::member as word_of;
+use ballast_handover::arena::{ENGINES, member as word_of};
 use ballast_sys::{memfd, presence};
 
+use self::index::{Index, Pages, number_of};
 use crate::arena::{self, Arena};
 use crate::codec;
 use crate::handle::{self, Named};
@@ -93,99 +97,9 @@ pub struct Group {
     equal_puts: AtomicU64,
 }
 
-#[derive(Debug, Default)]
-struct Index {
-    /// The blobs, by their checksums.
-    by_content: HashMap<u64, Blob>,
-    /// References of blobs whose checksum another blob has there.
-    others: HashMap<Handle, u32>,
-    members: HashMap<VmId, Arc<Mutex<Pages>>>,
-    missing: HashSet<u64>,
-    asked: Option<Instant>,
-    /// Another engine has a member that was here.
-    parted: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Blob {
-    handle: Handle,
-    references: u32,
-}
-
-/// What a member's pages name.
-#[derive(Debug, Default)]
-struct Pages {
-    named: HashMap<u64, Handle>,
-    /// What pages name that name something already: one copy is on its way while another one is not freed yet.
-    more: Vec<(u64, Handle)>,
-}
-
 /// No thread leaves these half changed, so a poisoned lock is as good as any.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A page among all of a VM: regions have less than 2^36 pages.
-fn number_of(key: PageKey) -> u64 {
-    u64::from(key.region.number) << 36 | key.page.0
-}
-
-impl Pages {
-    fn add(&mut self, page: u64, handle: Handle) {
-        match self.named.entry(page) {
-            std::collections::hash_map::Entry::Vacant(place) => drop(place.insert(handle)),
-            std::collections::hash_map::Entry::Occupied(_) => self.more.push((page, handle)),
-        }
-    }
-
-    fn has(&self, page: u64, handle: Handle) -> bool {
-        self.named.get(&page) == Some(&handle) || self.more.contains(&(page, handle))
-    }
-
-    /// Take one away; false if there is none.
-    fn remove(&mut self, page: u64, handle: Handle) -> bool {
-        if self.named.get(&page) == Some(&handle) {
-            self.named.remove(&page);
-            return true;
-        }
-        let at = self.more.iter().position(|more| *more == (page, handle));
-        at.map(|at| self.more.swap_remove(at)).is_some()
-    }
-
-    fn handles(&self) -> impl Iterator<Item = Handle> {
-        self.named.values().copied().chain(self.more.iter().map(|(_, handle)| *handle))
-    }
-
-    fn len(&self) -> usize {
-        self.named.len() + self.more.len()
-    }
-}
-
-impl Index {
-    /// The references of a blob.
-    fn references(&mut self, handle: Handle, checksum: u64) -> Option<&mut u32> {
-        match self.by_content.get_mut(&checksum) {
-            Some(blob) if blob.handle == handle => Some(&mut blob.references),
-            _ => self.others.get_mut(&handle),
-        }
-    }
-
-    /// One more reference of a blob that is there.
-    fn add(&mut self, handle: Handle, checksum: u64) {
-        if let Some(references) = self.references(handle, checksum) {
-            *references += 1;
-        } else if let std::collections::hash_map::Entry::Vacant(place) = self.by_content.entry(checksum) {
-            place.insert(Blob { handle, references: 1 });
-        } else {
-            self.others.insert(handle, 1);
-        }
-    }
-
-    fn forget(&mut self, handle: Handle, checksum: u64) {
-        if self.others.remove(&handle).is_none() {
-            self.by_content.remove(&checksum);
-        }
-    }
 }
 
 impl Group {
@@ -207,13 +121,16 @@ impl Group {
             opened.set_member(0, 0, UNKNOWN);
         }
         let words = opened.members().iter().map(|word| word.load(Relaxed)).filter(|word| *word != 0);
-        let index = Index { missing: words.collect(), ..Index::default() };
+        let index = Index { missing: words.collect(), unswept: true, ..Index::default() };
         let mut seed = [0; 16];
         let [low, high] = [id.dev, id.ino].map(u64::to_le_bytes);
         seed.iter_mut().zip(low.into_iter().chain(high)).for_each(|(seed, byte)| *seed = byte);
+        let file = reopen()?;
+        // Waits for an engine that sweeps, which takes milliseconds.
+        presence::announce_after(&file, ENGINES)?;
         Ok(Arc::new(Self {
             key: RegionKey { vm: VmId(seed), number: u32::MAX }.page(PageIdx(0)),
-            file: reopen()?,
+            file,
             ram: RamStore::on(opened, options),
             index: Mutex::new(index),
             using: RwLock::new(()),
@@ -236,6 +153,9 @@ impl Group {
         }
         if new {
             index.missing.remove(&word);
+        } else {
+            index.missing.insert(word);
+            index.unswept = true;
         }
         let pages = index.members.entry(vm).or_default().clone();
         drop(index);
@@ -243,8 +163,10 @@ impl Group {
     }
 
     /// Another engine has, or is to have, a member that was here: see above.
-    pub fn part(&self) {
-        lock(&self.index).parted = true;
+    fn part(&self, vm: VmId) {
+        let mut index = lock(&self.index);
+        index.missing.insert(word_of(vm));
+        index.unswept = true;
     }
 
     /// What it holds.
@@ -354,6 +276,8 @@ impl Group {
                 }
             }
             let kept = named.len() as u64;
+            // What it no longer names, others may that came elsewhere.
+            self.look_for_others(&mut lock(&self.index));
             let before = std::mem::replace(&mut *lock(pages), named);
             before.handles().for_each(|handle| self.drop_reference(handle));
             lock(&self.index).missing.remove(&word_of(vm));
@@ -365,24 +289,42 @@ impl Group {
         (lock(pages).len() as u64, missing)
     }
 
-    /// Free what nobody names, if everybody has come.
+    /// Free what nobody names, if everybody has come and no other engine has the arena; else later.
     fn sweep(&self) {
-        let _alone = self.using.write().unwrap_or_else(PoisonError::into_inner);
-        let mut index = lock(&self.index);
-        if !index.missing.is_empty() || index.parted {
+        if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
             return;
         }
+        let _shares_again = Shares(&self.file);
+        self.sweep_alone();
+    }
+
+    fn sweep_alone(&self) {
+        let _alone = self.using.write().unwrap_or_else(PoisonError::into_inner);
+        let mut index = lock(&self.index);
+        self.look_for_others(&mut index);
+        if !index.missing.is_empty() {
+            return;
+        }
+        index.unswept = false;
         index.by_content.retain(|_, blob| blob.references > 0);
         index.others.retain(|_, references| *references > 0);
         let live = index.by_content.values().map(|blob| blob.handle).chain(index.others.keys().copied());
         self.ram.sweep(live);
     }
 
+    /// Members that came to another engine are missing here.
+    fn look_for_others(&self, index: &mut Index) {
+        let here: Vec<u64> = index.members.keys().map(|vm| word_of(*vm)).collect();
+        let words = self.ram.arena().members().iter().map(|word| word.load(Relaxed));
+        index.missing.extend(words.filter(|word| *word != 0 && !here.contains(word)));
+        index.unswept |= !index.missing.is_empty();
+    }
+
     /// Find out who of the missing is gone.
     fn ask(&self) {
         let mut index = lock(&self.index);
         let now = Instant::now();
-        if index.missing.is_empty() || index.asked.is_some_and(|asked| now - asked < ASK_EVERY) {
+        if !index.unswept || index.asked.is_some_and(|asked| now - asked < ASK_EVERY) {
             return;
         }
         index.asked = Some(now);
@@ -409,6 +351,16 @@ impl Group {
     }
 }
 
+/// Lets other engines open the arena again when it is dropped, be it by a panic.
+struct Shares<'a>(&'a OwnedFd);
+
+impl Drop for Shares<'_> {
+    fn drop(&mut self) {
+        // A lock that one has becomes a weaker one, which does not fail.
+        let _ = presence::announce(self.0, ENGINES);
+    }
+}
+
 /// The store of one member.
 #[derive(Debug)]
 pub struct GroupMember {
@@ -424,6 +376,11 @@ impl GroupMember {
     /// What it is a member of.
     pub fn group(&self) -> &Arc<Group> {
         &self.group
+    }
+
+    /// Another engine is to have the VM.
+    pub fn part(&self) {
+        self.group.part(self.vm);
     }
 
     /// The VM is gone, and nothing of it comes back.

@@ -221,7 +221,7 @@ impl World {
                 let Some(Vm { at, .. }) = self.vms.get_mut(vm) else { return };
                 let Some((_, store)) = at.take_if(|(engine, _)| *engine == 0) else { return };
                 store.tidy();
-                store.group().part();
+                store.part();
                 drop(store);
                 self.open(vm);
                 if self.vms.iter().all(|vm| vm.at.as_ref().is_none_or(|(engine, _)| *engine == 1)) {

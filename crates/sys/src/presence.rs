@@ -35,6 +35,32 @@ pub fn announce(file: impl AsFd, name: u64) -> io::Result<()> {
     control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_RDLCK))
 }
 
+/// The same, when nobody has the name alone any more: waits for that.
+///
+/// # Errors
+/// As of [`announce`].
+pub fn announce_after(file: impl AsFd, name: u64) -> io::Result<()> {
+    loop {
+        match control(&file, libc::F_OFD_SETLKW, &mut lock_of(name, libc::F_RDLCK)) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            done => return done,
+        }
+    }
+}
+
+/// Have this name alone, until this opening announces it again; false if another one says that it is there. The file
+/// must be open for writing.
+///
+/// # Errors
+/// The file has no locks.
+pub fn alone(file: impl AsFd, name: u64) -> io::Result<bool> {
+    match control(file, libc::F_OFD_SETLK, &mut lock_of(name, libc::F_WRLCK)) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
 /// Does any opening of the file but this one say that `name` is there?
 ///
 /// # Errors
@@ -75,5 +101,19 @@ mod tests {
         assert!(there(second));
         drop(again);
         assert!(!there(second));
+    }
+
+    #[test]
+    fn one_has_a_name_alone_if_no_other_opening_has_it() {
+        let file = memfd::create("ballast-test", Bytes(0)).expect("memfd");
+        let [one, other] = [(); 2].map(|()| memfd::reopen(file.as_fd(), true).expect("reopen"));
+        announce(&one, 0).expect("announce");
+        assert!(alone(&one, 0).expect("ask"), "its own is in nobody's way");
+        assert!(announce(&other, 0).is_err());
+        announce(&one, 0).expect("announce again");
+        announce_after(&other, 0).expect("announce");
+        assert!(!alone(&one, 0).expect("ask"));
+        drop(other);
+        assert!(alone(&one, 0).expect("ask"));
     }
 }

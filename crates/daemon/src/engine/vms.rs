@@ -398,7 +398,7 @@ impl Engine {
         };
         let _listed = served.vm.state.list_thread();
         if let Some(group) = &served.group {
-            group.group().part();
+            group.part();
         }
         // As for the first store (`stop_vm`): a disk may be waited for here.
         for tier in served.vm.stores.slow() {
