@@ -193,8 +193,9 @@ impl Keeper {
         let kind = if result.is_ok() { "keeper-upgraded" } else { "keeper-stays" };
         self.last_upgrade.keeper = Some(result);
         self.last_upgrade.stage = Shown::Done;
-        self.show_upgrade();
+        // Whoever sees that it is done finds the event, too.
         self.host_note(kind, message);
+        self.show_upgrade();
     }
 }
 

@@ -337,8 +337,8 @@ impl Keeper {
         tracing::error!("{message}");
         self.order(&Order::Resume, &[]);
         run_beside();
-        self.show_upgrade();
         self.host_note("upgrade-failed", message);
+        self.show_upgrade();
     }
 
     /// The new engine has all VMs, and answers.
@@ -405,8 +405,8 @@ impl Keeper {
         };
         let message = format!("an engine of {program} follows, after {took_ms:.0} ms; {moved} VMs moved; {how}");
         tracing::info!("{message}");
-        self.show_upgrade();
         self.host_note("upgraded", message);
+        self.show_upgrade();
         self.begin_replacing(self.program.clone());
     }
 
