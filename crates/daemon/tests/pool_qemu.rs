@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -19,6 +19,8 @@ use ballast_client::pool::take;
 use ballast_sys::Mapping;
 use ballast_testvm::qemu::load::{Dataset, load, verify};
 use ballast_testvm::qemu::{Balloon, QEMU, QemuGuest, qemu_missing};
+
+use serde_json::{Value, json};
 
 use common::pooled::Pooled;
 use common::{kill, missing, until};
@@ -97,6 +99,78 @@ fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_z
     assert!(is_zero, "somebody finds what the guest left");
 }
 
+/// QEMU without a guest: its firmware only.
+fn bare(pooled: &Pooled, name: &str, memory: &str) -> Command {
+    let words = on_the_pool(pooled, name);
+    let mut command = Command::new(&words[0]);
+    command.args(&words[1..]).args([QEMU, "-nodefaults", "-display", "none", "-accel", "tcg", "-S", "-m", memory]);
+    command
+}
+
+#[test]
+fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
+    if missing("qemu", qemu_missing())
+        || missing("uffd", ballast_sys::Uffd::create(ballast_sys::uffd::HUGETLB_FEATURES).err())
+    {
+        return;
+    }
+    let Some(pooled) = Pooled::start("quarantine_ms = 50\n", 128) else { return };
+    let daemon = pooled.daemon();
+    let mut command = bare(&pooled, "dimms", "32M,slots=2,maxmem=1G");
+    command.args(["-qmp", "stdio"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().expect("QEMU starts");
+    let (mut input, output) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+    let mut lines = BufReader::new(output).lines();
+    let mut qmp = |command: &str, arguments: Value| {
+        let line = json!({ "execute": command, "arguments": arguments }).to_string();
+        input.write_all(format!("{line}\n").as_bytes()).expect("QEMU listens");
+        loop {
+            let answer: Value = serde_json::from_str(&lines.next().expect("a line").expect("text")).expect("JSON");
+            assert!(answer.get("error").is_none(), "{command}: {answer}");
+            if answer.get("return").is_some() {
+                return;
+            }
+        }
+    };
+    qmp("qmp_capabilities", json!({}));
+    // What is freed, QEMU unmaps after a grace period that only passes while the machine runs.
+    qmp("cont", json!({}));
+    let used = || pooled.stat().nodes.iter().map(|node| node.used_bytes).sum::<u64>();
+    until("it is attached", || daemon.api.vm("dimms").is_ok() && used() == 32 * MIB);
+    for (round, engine_dies) in [false, true].into_iter().enumerate() {
+        let id = format!("dimm{round}");
+        let backend = json!({ "qom-type": "memory-backend-memfd", "id": id, "size": 64 * MIB, "share": true,
+            "hugetlb": true, "hugetlbsize": HUGE_SIZE });
+        qmp("object-add", backend);
+        until("it is plugged", || daemon.vm("dimms").size_bytes == 96 * MIB);
+        assert_eq!(used(), 96 * MIB);
+        // Some of it is far when it goes.
+        daemon.api.set_limit("dimms", Some(48 * MIB)).expect("limit");
+        until("it is at its limit", || daemon.vm("dimms").resident_bytes <= 48 * MIB);
+        if engine_dies {
+            let old = daemon.kill_engine();
+            daemon.wait_for_engine_after(old);
+            until("the next engine has the pool", || used() == 96 * MIB);
+        }
+        qmp("object-del", json!({ "id": id }));
+        until("it is unplugged", || daemon.vm("dimms").size_bytes == 32 * MIB);
+        until("its memory is the pool's again", || {
+            let node = &pooled.stat().nodes[0];
+            (node.used_bytes, node.ready_bytes) == (32 * MIB, 96 * MIB)
+        });
+        daemon.api.set_limit("dimms", None).expect("no limit");
+    }
+    // Another VM has it while this one runs.
+    let wanted = Take { name: "next".into(), size: Bytes(96 * MIB), pages: Pages::Slices, node: None };
+    let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
+    qmp("query-status", json!({}));
+    drop(next);
+    child.kill().expect("kill");
+    child.wait().expect("reap");
+    pooled.settled(128);
+    assert_eq!(pooled.pages() * HUGE_SIZE as u64, 128 * MIB, "a page is lost, or one too many");
+}
+
 #[test]
 fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
     if missing("qemu", qemu_missing()) {
@@ -104,10 +178,8 @@ fn a_qemu_that_the_pool_has_too_little_for_does_not_start_and_says_why() {
     }
     let Some(pooled) = Pooled::start("", 64) else { return };
     let said = |memory: &str| {
-        let words = on_the_pool(&pooled, "refused");
-        let mut command = Command::new(&words[0]);
-        command.args(&words[1..]).args([QEMU, "-nodefaults", "-display", "none", "-accel", "tcg", "-S", "-m", memory]);
-        let mut qemu = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("start");
+        let mut qemu =
+            bare(&pooled, "refused", memory).stdin(Stdio::null()).stderr(Stdio::piped()).spawn().expect("start");
         let mut text = String::new();
         qemu.stderr.take().expect("piped").read_to_string(&mut text).expect("read");
         assert!(!qemu.wait().expect("reap").success(), "{text}");

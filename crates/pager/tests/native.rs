@@ -511,6 +511,21 @@ fn an_unplugged_region_is_not_counted_as_registered() {
 }
 
 #[test]
+fn nobody_has_the_files_of_a_region_that_was_unplugged() {
+    let rig = Rig::new(RAM, AMPLE, QUICK);
+    rig.fill_all();
+    rig.squeeze(LIMIT);
+    let worked_with = rig.vm.region(0).expect("region");
+    rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("unplug");
+    let now = rig.vm.region(0).expect("its number stays");
+    assert!(now.is_removed() && now.files().is_empty(), "{:?}", now.files());
+    assert!(worked_with.is_removed() && worked_with.pages().0 == 0);
+    until("whoever worked with it has finished", || std::sync::Arc::strong_count(&worked_with) == 1);
+    assert_eq!((rig.vm.size().0, rig.vm.lost()), (0, 0));
+    assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("once"), None);
+}
+
+#[test]
 fn a_vm_whose_working_set_is_larger_than_its_limit_is_held_to_it() {
     let rig = Rig::new(RAM, AMPLE, Duration::from_secs(1));
     (0..rig.pages).for_each(|page| rig.word(page).store(page, Ordering::Relaxed));

@@ -186,3 +186,48 @@ pub fn unmapping(addr: *mut c_void, len: usize) {
     };
     *all = all.iter().flat_map(rest).filter(|at| at.len > 0).collect();
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const FILE: FileId = FileId { dev: 1, ino: 2 };
+    const OTHER: FileId = FileId { dev: 1, ino: 3 };
+
+    fn at(file: FileId, offset: u64, hva: u64, len: u64) -> StandIn {
+        StandIn { file, offset: offset * MIB, hva: hva * MIB, len: len * MIB }
+    }
+
+    #[test]
+    fn a_punch_of_a_stand_in_is_one_of_all_the_addresses_that_have_it() {
+        let all = [at(FILE, 0, 100, 8), at(FILE, 8, 300, 8), at(OTHER, 0, 200, 8)];
+        let found = |file, offset: u64, len: u64| {
+            let ranges = parts(&all, file, offset, len).into_iter();
+            ranges.map(|(hva, len)| (hva.0 / MIB, len / MIB)).collect::<Vec<_>>()
+        };
+        assert_eq!(found(FILE, 2 * MIB, 4 * MIB), [(102, 4)]);
+        assert_eq!(found(FILE, 6 * MIB, 4 * MIB), [(106, 2), (300, 2)]);
+        assert_eq!(found(OTHER, 0, u64::MAX), [(200, 8)]);
+        assert_eq!(found(FILE, 16 * MIB, MIB), []);
+        assert_eq!(found(FILE, u64::MAX, u64::MAX), []);
+    }
+
+    #[test]
+    fn what_is_unmapped_of_a_stand_in_is_one_no_more_and_the_rest_keeps_its_place() {
+        let unmap = |from: u64, len: u64| unmapping((from * MIB) as *mut c_void, (len * MIB) as usize);
+        let now = || stand_ins().iter().map(|at| (at.offset / MIB, at.hva / MIB, at.len / MIB)).collect::<Vec<_>>();
+        *stand_ins() = vec![at(FILE, 16, 100, 8), at(OTHER, 0, 200, 8)];
+        assert!(is_used() && has(FILE));
+        unmap(108, 92);
+        assert_eq!(now(), [(16, 100, 8), (0, 200, 8)]);
+        unmap(102, 2);
+        assert_eq!(now(), [(16, 100, 2), (20, 104, 4), (0, 200, 8)]);
+        unmap(90, 12);
+        assert_eq!(now(), [(20, 104, 4), (0, 200, 8)]);
+        unmap(106, 96);
+        assert_eq!(now(), [(20, 104, 2), (2, 202, 6)]);
+        unmap(0, 1000);
+        assert!(!is_used() && !has(FILE) && !has(OTHER), "{:?}", now());
+    }
+}

@@ -86,6 +86,13 @@ impl Vm {
             self.stats().sub(Counter::RegisteredBytes, region.registered().0);
             region.remove();
             self.state.remove_region(number);
+            drop(region);
+            if let Err(error) = self.close_files(number) {
+                tracing::warn!(
+                    vm = self.state.name(),
+                    "The files of region {number} stay open until the VM ends: {error}"
+                );
+            }
         }
         Ok(Some(number))
     }

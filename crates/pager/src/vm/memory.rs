@@ -74,6 +74,15 @@ impl Memory {
         Ok(number)
     }
 
+    /// Put this region in the place of the one with its number, which was unplugged: whoever still works with that one
+    /// has its files until then.
+    pub fn replace_region(&self, region: Region) {
+        let mut regions = self.regions.write().expect("no panic while held");
+        if let Some(place) = regions.get_mut(region.number as usize) {
+            *place = Arc::new(region);
+        }
+    }
+
     /// What was last counted of a file.
     pub fn counted(&self, file: FileId) -> Option<Counted> {
         self.counted.lock().expect("no panic while held").get(&file).copied()

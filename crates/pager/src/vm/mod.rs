@@ -34,7 +34,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use ballast_base::{Bytes, PageCount};
-use ballast_handover::state_file::{StateError, StateFile};
+use ballast_handover::state_file::{RegionRecord, StateError, StateFile};
 use ballast_heat::VmHeat;
 
 use crate::reclaim::pinned::{Pinned, Pins};
@@ -227,9 +227,21 @@ impl Vm {
             let Some(record) = records.get(number as usize) else {
                 return Err(StateError::Invalid(format!("it has no region {number}")));
             };
-            let table = RegionTable::map(&self.state, record)?;
-            Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
+            self.open_record(number, record, files)
         })
+    }
+
+    fn open_record(&self, number: u32, record: &RegionRecord, files: &[RamFile]) -> Result<Region, StateError> {
+        let table = RegionTable::map(&self.state, record)?;
+        Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
+    }
+
+    /// Have no file of a region that was unplugged any more: its memory may be the pool's, which asks the kernel
+    /// whether anybody has the file.
+    fn close_files(&self, number: u32) -> Result<(), StateError> {
+        let Some(record) = self.state.regions().into_iter().nth(number as usize) else { return Ok(()) };
+        self.memory.replace_region(self.open_record(number, &record, &[])?);
+        Ok(())
     }
 
     /// Stop reclaiming, for this reason; `None` takes this kind of reason back.
