@@ -214,6 +214,26 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// It cannot be done now. Nothing was freed; the store works, and what leaked stays until this is done.
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered>;
 
+    /// Another process has the same store for the same pages, and this one begins to use it as well: both get and free,
+    /// neither puts. `live` is what words name, or have named since that process put its last page. Nothing is freed
+    /// that is not in `live`, and what it names may be gone by now.
+    fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
+
+    /// That other process is done with the store. `live` is what words name now; this process has put nothing since
+    /// [`Store::follow`], and may have freed of it since.
+    fn own(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
+
+    /// Does it have to be told, by [`Store::follow`] and [`Store::own`], what words name?
+    fn is_told(&self) -> bool {
+        false
+    }
+
+    /// Is something of it under way that outlives this process, and that whoever has the store next must wait for and
+    /// mend ([`Store::recover`])?
+    fn must_recover(&self) -> bool {
+        false
+    }
+
     /// Why the last put that was refused was refused, if this store can say more than `Full` and `Busy`.
     fn last_refusal(&self) -> Option<String> {
         None

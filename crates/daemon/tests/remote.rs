@@ -3,6 +3,7 @@
 
 mod common;
 
+use ballast_api::{UpgradeRequest, UpgradeStage};
 use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
@@ -43,6 +44,25 @@ fn an_engine_and_a_keeper_die_and_no_byte_in_the_cluster_is_lost() {
     assert!(daemon.vm("victim").far_remote_bytes > 0);
     let remote = daemon.host().remote.expect("a remote store");
     assert!(remote.far_bytes > 0 && remote.used_bytes > 0 && remote.nodes.len() >= 3, "{remote:?}");
+    guest.finish();
+    until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
+}
+
+#[test]
+fn an_upgrade_moves_a_vm_with_pages_in_the_cluster_and_somebody_serves_it_at_every_moment() {
+    let Some(valkey) = start() else { return };
+    let daemon = Daemon::start(&remote(&valkey));
+    let guest = Guest::start(&daemon, "victim", BUSY);
+    for _ in 0..4 {
+        daemon.goes_to_file_and_back("victim");
+        let program = Some(env!("CARGO_BIN_EXE_ballastd").to_owned());
+        daemon.api.begin_upgrade(&UpgradeRequest { program }).expect("it begins");
+        until("it is over", || daemon.api.upgrade().is_ok_and(|now| now.stage == UpgradeStage::Done));
+        assert_eq!(daemon.api.upgrade().expect("answered").longest_gap_us, 0, "{}", daemon.log());
+    }
+    daemon.goes_to_file_and_back("victim");
+    let remote = daemon.host().remote.expect("a remote store");
+    assert!(remote.used_bytes > 0, "what the engines before have put counts: {remote:?}");
     guest.finish();
     until("nothing of it is left in the cluster", || valkey.keys().is_ok_and(|keys| keys == 0));
 }

@@ -1,7 +1,8 @@
 //! Engine and keeper change while everything goes on at once: first touches, evictions, restores, spills, decisions of
-//! a policy, discards, attaches and ends of VMs. One round in two somebody is killed, at a stage that the log tells.
-//! Not one operation fails, and no byte is wrong. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default
-//! 12), `BALLAST_SEED` repeats a run, `BALLAST_NEXT` names the `ballastd` of another build (`scripts/next-build.sh`).
+//! a policy, discards, attaches and ends of VMs; with pages in RAM, on a disk and in a cluster. One round in two
+//! somebody is killed, at a stage that the log tells. Not one operation fails, and no byte is wrong. Needs root
+//! (userfaultfd); `BALLAST_UPGRADES` sets how many (default 12), `BALLAST_SEED` repeats a run, `BALLAST_NEXT` names the
+//! `ballastd` of another build (`scripts/next-build.sh`).
 
 mod common;
 
@@ -15,6 +16,7 @@ use ballast_base::Bytes;
 use ballast_base::wire::KeeperToClient;
 use ballast_client::Client;
 use ballast_store::{Budget, FileOptions, FileStore};
+use ballast_testvm::valkey::{Layout, Valkey, valkey_missing};
 
 use common::guest::Guest;
 use common::raw::{Ram, RawClient, no_uffd};
@@ -109,24 +111,25 @@ fn come_and_go(socket: &Path, is_away: &AtomicBool, stop: &AtomicBool) -> u64 {
     came
 }
 
-fn run(mut daemon: Daemon, guests: &[&str], kills: bool) {
+fn run(daemon: &mut Daemon, guests: &[&str], upgrades: u32, kills: bool) {
     let mut random = Rng::seeded("BALLAST_SEED");
     let running: Vec<_> = guests
         .iter()
         .map(|name| {
             let args = "--workload uniform --ram 32M --limit 12M --threads 2 --zero-fraction 0.1";
-            Guest::start(&daemon, name, args)
+            Guest::start(daemon, name, args)
         })
         .collect();
     let (stop, is_away, socket) = (AtomicBool::new(false), AtomicBool::new(false), daemon.attach_socket());
     let ram = Ram::new(PAGES);
-    let client = ram.vm(&daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
+    let client = ram.vm(daemon, "discards").limit(PAGES * 4096 / 4).attach().expect("attached");
     std::thread::scope(|scope| {
+        let mut gap_us = 0;
         let discards = scope.spawn(|| touch_and_discard(&ram, &client, &stop));
         let comes = scope.spawn(|| come_and_go(&socket, &is_away, &stop));
-        for round in 0..upgrades() {
+        for round in 0..upgrades {
             let program = Some(programs()[round as usize % 2].display().to_string());
-            let mut tail = Tail::of(&daemon);
+            let mut tail = Tail::of(daemon);
             let old = daemon.host().engine_pid;
             let number = daemon.api.upgrade().expect("answered").number;
             // After a death a VM may be waited for yet.
@@ -161,6 +164,7 @@ fn run(mut daemon: Daemon, guests: &[&str], kills: bool) {
             if planned.is_none() {
                 let expected = (number + 1, UpgradeStage::Done, Some(true));
                 assert_eq!((now.number, now.stage, now.keeper_replaced), expected, "{now:?}\n{}", daemon.log());
+                gap_us = gap_us.max(now.longest_gap_us);
             }
             for name in guests {
                 until("the guest is served", || daemon.api.vm(name).is_ok());
@@ -174,6 +178,7 @@ fn run(mut daemon: Daemon, guests: &[&str], kills: bool) {
             }
             println!("round {round}: {planned:?}: {:?}", now.stage);
         }
+        println!("the longest time for which a VM moved and nobody served it: {gap_us} us");
         stop.store(true, Ordering::Relaxed);
         assert!(discards.join().expect("no byte was wrong") > 0);
         assert!(comes.join().expect("every VM was attached") > 0);
@@ -186,7 +191,7 @@ fn engine_and_keeper_change_in_the_middle_of_everything() {
     if no_uffd() {
         return;
     }
-    run(Daemon::start(POLICY), &["one", "two", "three"], false);
+    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades(), false);
 }
 
 #[test]
@@ -194,7 +199,7 @@ fn whoever_is_killed_at_whatever_stage_in_the_middle_of_everything() {
     if no_uffd() {
         return;
     }
-    run(Daemon::start(POLICY), &["one", "two", "three"], true);
+    run(&mut Daemon::start(POLICY), &["one", "two", "three"], upgrades(), true);
 }
 
 #[test]
@@ -206,5 +211,24 @@ fn with_pages_on_their_way_to_a_disk_as_well() {
     let dir = tempfile::tempdir().expect("temporary directory");
     let spill = format!("[spill]\ndir = \"{}\"\nbudget = \"256M\"\nafter_s = 1\n", dir.path().display());
     let config = format!("store_budget = \"8M\"\n{POLICY}{spill}");
-    run(Daemon::start(&config), &["one", "two"], true);
+    run(&mut Daemon::start(&config), &["one", "two"], upgrades(), true);
+}
+
+/// The file takes a part of what is far for long, and the cluster the rest: each guest has pages in three stores.
+#[test]
+fn with_pages_on_their_way_to_a_disk_and_to_a_cluster() {
+    let made = FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(Bytes(2 << 20))));
+    let no_disk = common::missing("disk", made.err().map(|error| error.to_string()));
+    if no_uffd() || no_disk || common::missing("valkey", valkey_missing()) {
+        return;
+    }
+    let valkey = Valkey::start(Layout::default()).expect("a cluster");
+    let dir = tempfile::tempdir().expect("temporary directory");
+    let (dir, addr) = (dir.path().display(), valkey.addr(0));
+    let slow = format!(
+        "[spill]\ndir = \"{dir}\"\nbudget = \"8M\"\nafter_s = 1\n\
+         [remote]\nnodes = [\"{addr}\"]\nbudget = \"256M\"\nafter_s = 1\n"
+    );
+    let config = format!("store_budget = \"8M\"\n{POLICY}{slow}");
+    run(&mut Daemon::start(&config), &["one", "two"], upgrades().div_ceil(2), true);
 }

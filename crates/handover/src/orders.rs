@@ -12,12 +12,14 @@ use serde::{Deserialize, Serialize};
 /// The messages in this file. Version 6: the engine's settings are bytes. Version 7: counted descriptors, regions of
 /// extents; nothing older is read. Version 8: the orders and reports of an upgrade, which older programs refuse.
 /// Version 9: two engines of one VM. Version 10: whether the keeper was replaced. Version 11: how
-/// long VMs had two engines.
-pub const FORMAT: Format = Format { version: 11, least_reader: 7, oldest: 7 };
+/// long VMs had two engines. Version 12: two engines of a VM with any stores.
+pub const FORMAT: Format = Format { version: 12, least_reader: 7, oldest: 7 };
 /// The first version that knows the orders and reports of an upgrade.
 const UPGRADES: u16 = 8;
 /// The first version of an engine that may serve a VM beside another one.
 pub const BESIDE: u16 = 9;
+/// The first one that may do so whatever stores the VM has.
+pub const ALL_BESIDE: u16 = 12;
 
 /// What an engine must know to begin. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -250,13 +252,16 @@ pub enum Order {
         result: Result<(), String>,
     },
     /// From now on serve this VM's faults and do nothing else for it: another engine is about to serve it as well, and
-    /// to have it. Answered by [`Report::Done`]; with an error if that cannot be, and then nothing has changed.
+    /// to have it. Answered by [`Report::Done`]; with an error if that cannot be, and then it may be so all the same.
     /// [`Order::HandOver`] follows.
     ServeFaults {
         /// Comes back in the answer.
         seq: u64,
         /// The VM.
         vm: VmId,
+        /// That engine can do so whatever stores the VM has ([`ALL_BESIDE`]). Without it, only if all return at once
+        /// and nobody shares them.
+        all: bool,
     },
     /// The engine that served this VM beside this one has closed it.
     Alone {
@@ -418,7 +423,7 @@ mod tests {
             Order::Past(vec![7]),
             Order::Upgrading(upgrading),
             Order::Asked { ask: 1, result: Err("e".into()) },
-            Order::ServeFaults { seq: 1, vm },
+            Order::ServeFaults { seq: 1, vm, all: true },
             Order::Alone { vm },
         ];
         let reports = [
@@ -439,7 +444,7 @@ mod tests {
             .collect();
         assert_eq!(
             (FORMAT.version, said.join(" ")),
-            (11, SAID.to_owned()),
+            (12, SAID.to_owned()),
             "raise FORMAT, and put what is said now into SAID"
         );
     }
@@ -462,7 +467,7 @@ mod tests {
         090107070707070707070707070707070707 0a01 0b 0c 0d010176016b016d \
         0e01070707070707070707070707070707070002 0f01 10 110107070707070707070707070707070707 \
         120107070707070707070707070707070707 13 140107 15010170000000000000016d0101016b00 1601010165 \
-        170107070707070707070707070707070707 1807070707070707070707070707070707 0001010165 \
+        17010707070707070707070707070707070701 1807070707070707070707070707070707 0001010165 \
         0101010165 02 03 \
         040106 050172 060107 07010170";
 }

@@ -28,8 +28,8 @@
 //!
 //! A VM moves in steps, each when the one before is done: old does nothing for it but serve its faults; new opens it
 //! and serves its faults as well; old closes it; new does all the rest. The state file names both engines from the
-//! second step to the third. Where one of the two is too old for that, or old says that it cannot (the VM has a file
-//! store), old closes the VM, then new opens it, and nobody serves it in between.
+//! second step to the third. Where one of the two is too old for that, or old says that it cannot (a write to the VM's
+//! disk is overdue, say), old closes the VM, then new opens it, and nobody serves it in between.
 //!
 //! *Return*: new is killed. Of what it had opened nothing moves until the kernel says that nothing is left of it, as
 //! for any engine that dies (`fence`); then old opens the VM again, and recovery mends what new left. What old was

@@ -249,7 +249,7 @@ impl World {
                     }
                 }
             }
-            Order::ServeFaults { seq, vm } => {
+            Order::ServeFaults { seq, vm, .. } => {
                 let can = !me.rigid.contains(&vm) && me.open.contains_key(&vm);
                 if let Some((_, does)) = me.open.get_mut(&vm).filter(|_| can) {
                     assert_eq!(*does, Does::All);

@@ -3,35 +3,41 @@
 
 mod common;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use ballast_base::store::FILE_STORE;
 use ballast_base::units::MIB;
 use ballast_base::{Bytes, Hva, PageCount};
 use ballast_handover::state_file::StateFile;
+use ballast_needs::skip;
+use ballast_pager::tier::stores::{Stores, Tier};
 use ballast_pager::vm::Vm;
 use ballast_pager::vm::client_peer::ClientPeer;
 use ballast_pager::vm::shard::Shards;
 use ballast_pager::vm::stats::Counter;
 use ballast_pager::vm::view::View;
+use ballast_store::{Budget, FileOptions, FileStore};
 use ballast_sys::scm;
 use common::{Rig, churn, mapped_at, serve_zaps, until};
 
 const RAM: Bytes = Bytes(16 * MIB);
 const LIMIT: Bytes = Bytes(4 * MIB);
 
-/// Open a VM of this rig beside the engine that has it, and serve the same userfaultfds.
-fn beside(rig: &Rig, last: &Vm, number: u64) -> Arc<Vm> {
+/// Open a VM of this rig with these stores beside the engine that has it, and serve the same userfaultfds.
+fn beside(rig: &Rig, last: &Vm, stores: Stores, number: u64) -> Arc<Vm> {
     let state = StateFile::open(last.state.fd().try_clone_to_owned().expect("dup")).expect("open");
     state.name_beside(std::process::id(), number);
     let epoch = state.open_beside(std::process::id(), number);
-    let vm = Vm::new(state, epoch, last.stores.clone(), last.tuning, last.reporter());
+    let vm = Vm::new(state, epoch, stores, last.tuning, last.reporter());
     for region in last.regions() {
         vm.open_region(region.files()).expect("region");
     }
     let vm = Arc::new(vm);
-    vm.start_discards().expect("start");
+    vm.follow_stores().expect("read");
+    vm.start_beside().expect("start");
     let (ours, theirs) = scm::pair().expect("socket pair");
     let guest = rig.guest.clone();
     std::thread::spawn(move || serve_zaps(&ours, &guest));
@@ -45,10 +51,11 @@ fn beside(rig: &Rig, last: &Vm, number: u64) -> Arc<Vm> {
     vm
 }
 
-#[test]
-fn while_a_vm_moves_two_engines_serve_its_faults_and_no_byte_is_lost_and_nothing_is_left_to_mend() {
-    let rig = Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2));
+/// The VM of this rig moves from engine to engine while its guest touches all of it. Each has stores of its own, and
+/// makes them as given.
+fn moves(rig: &Rig, stores: impl Fn(&Stores) -> Stores) {
     rig.set_limit(Some(LIMIT));
+    let is_filed = |vm: &Vm| vm.stores.slow().all(|tier| tier.store.usage().pages > 0);
     let (stop, touched) = (AtomicBool::new(false), AtomicU64::new(0));
     let more = |what: &str| {
         let from = touched.load(Ordering::Relaxed);
@@ -56,7 +63,7 @@ fn while_a_vm_moves_two_engines_serve_its_faults_and_no_byte_is_lost_and_nothing
     };
     let last = std::thread::scope(|scope| {
         for thread in 0..2 {
-            let (rig, stop, touched) = (&rig, &stop, &touched);
+            let (stop, touched) = (&stop, &touched);
             scope.spawn(move || {
                 churn(rig, thread, 2, || {
                     touched.fetch_add(1, Ordering::Relaxed);
@@ -66,15 +73,16 @@ fn while_a_vm_moves_two_engines_serve_its_faults_and_no_byte_is_lost_and_nothing
         }
         let mut vm = rig.vm.clone();
         for number in 2..22 {
-            until("pages go", || vm.stats().get(Counter::Far) > 0);
+            until("pages go", || vm.stats().get(Counter::Far) > 0 && is_filed(&vm));
             more("the guest goes on with one engine");
             vm.serve_faults_only();
             more("the guest goes on with one that serves faults only");
-            let next = beside(&rig, &vm, number);
+            let next = beside(rig, &vm, stores(&vm.stores), number);
             more("the guest goes on with two");
             vm.stop();
             more("the guest goes on with one that follows");
             next.state.has_left();
+            next.own_stores().expect("read");
             next.start().expect("start");
             vm = next;
         }
@@ -86,6 +94,28 @@ fn while_a_vm_moves_two_engines_serve_its_faults_and_no_byte_is_lost_and_nothing
     let gauges = || [Counter::Far, Counter::Zero, Counter::Poisoned].map(|gauge| last.stats().get(gauge));
     let before = gauges();
     assert!(before[0] + before[1] > 0, "nothing is far");
+    let copies: u64 = last.stores.tiers().iter().map(|tier| tier.store.usage().pages).sum();
+    assert_eq!(copies, before[0], "a copy is nobody's");
     let recovered = last.recover().expect("recover");
     assert_eq!((gauges(), recovered.lost, recovered.mended), (before, 0, 0));
+}
+
+#[test]
+fn while_a_vm_moves_two_engines_serve_its_faults_and_no_byte_is_lost_and_nothing_is_left_to_mend() {
+    moves(&Rig::new(RAM, Bytes(64 * MIB), Duration::from_millis(2)), Stores::clone);
+}
+
+#[test]
+fn so_they_do_from_a_disk_where_each_has_the_file_store_open() {
+    let budget = || FileOptions::new(Budget::new(Bytes(64 * MIB)));
+    let made = FileStore::create(&std::env::temp_dir(), budget());
+    let Ok((first, place, index)) = made.inspect_err(|error| skip("disk", error)) else { return };
+    let dup = |fd: &OwnedFd| fd.try_clone().expect("dup");
+    let soon = Duration::from_millis(10);
+    let rig = Rig::spilling(RAM, Bytes(64 * MIB), Duration::from_millis(2), Arc::new(first), soon);
+    moves(&rig, |last| {
+        let file = FileStore::open(dup(&place), dup(&index), budget()).expect("open");
+        let tiers = last.tiers().iter().filter(|tier| !tier.is_slow()).cloned();
+        Stores::new(tiers.chain([Tier::slow(FILE_STORE, "file store", Arc::new(file))]).collect())
+    });
 }

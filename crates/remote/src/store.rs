@@ -13,15 +13,16 @@
 //! whatever engines of this VM, and nobody need write down which was used last. A write that a dead engine left with a
 //! server thus never takes the place of another.
 //!
-//! *Leftovers.* What a dead engine had put and nobody names is found by a sweep of the VM's keys, after `recover`, in
-//! steps, by whoever calls `tidy`: a key with a generation of before, which no word named then, is nobody's. A mark for
-//! each chunk, in shared memory, would say where to look. But pages are freed in all chunks all the time, so it would
-//! be set nearly everywhere; it would have to be cleared when all words that the chunk's copies ever had are known to
-//! agree, which no store is told; and it would not find what a dead engine's connections bring later.
+//! *Leftovers.* What a dead engine had put and nobody names is found by a sweep of the VM's keys, after `recover` (and
+//! after `own`, for what an engine that left could not unlink), in steps, by whoever calls `tidy`: a key with a
+//! generation of before, which no word named then, is nobody's. A mark for each chunk, in shared memory, would say
+//! where to look. But pages are freed in all chunks all the time, so it would be set nearly everywhere; it would have
+//! to be cleared when all words that the chunk's copies ever had are known to agree, which no store is told; and it
+//! would not find what a dead engine's connections bring later.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -98,6 +99,8 @@ pub struct RemoteStore {
     last: Mutex<u64>,
     /// Pages put and not unlinked, as far as is known.
     pages: AtomicU64,
+    /// There were some: the lease is renewed, whatever is counted.
+    used: AtomicBool,
     freed: Mutex<Freed>,
     leftovers: Mutex<Option<Leftovers>>,
     refusal: Mutex<Option<String>>,
@@ -142,6 +145,7 @@ impl RemoteStore {
             lease: Lease::new(vm, lease),
             last: Mutex::new(tick_now()),
             pages: AtomicU64::new(0),
+            used: AtomicBool::new(false),
             freed: Mutex::default(),
             leftovers: Mutex::default(),
             refusal: Mutex::default(),
@@ -160,6 +164,7 @@ impl RemoteStore {
     }
 
     fn add_pages(&self, count: u64) {
+        self.used.fetch_or(count > 0, Relaxed);
         self.pages.fetch_add(count, Relaxed);
         self.budget.pages.fetch_add(count, Relaxed);
     }
@@ -380,7 +385,7 @@ impl Store for RemoteStore {
         if !self.unlink_freed() {
             return;
         }
-        if self.pages.load(Relaxed) > 0
+        if self.used.load(Relaxed)
             && let Err(why) = self.lease.ensure(&self.cluster)
         {
             return self.note_rest(why);
@@ -399,6 +404,25 @@ impl Store for RemoteStore {
         self.add_pages(kept_blobs);
         *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
         Ok(Recovered { kept_blobs, ..Recovered::default() })
+    }
+
+    /// There may be pages: their lease must not run out.
+    fn follow(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        self.used.store(true, Relaxed);
+    }
+
+    /// What was freed here since [`Store::follow`] is yet to be unlinked, and counts until then. What is freed at this
+    /// moment may be counted once too little.
+    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        let Some(newest) = self.draw().or(Handle::new(Handle::MAX)) else { return };
+        let live: HashSet<_> = live.collect();
+        let waiting = lock(&self.freed).pages.keys().filter(|page| !live.contains(page)).count();
+        self.add_pages((live.len() + waiting) as u64);
+        *lock(&self.leftovers) = Some(Leftovers { live, newest, scan: None });
+    }
+
+    fn is_told(&self) -> bool {
+        true
     }
 
     fn last_refusal(&self) -> Option<String> {

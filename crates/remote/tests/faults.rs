@@ -244,3 +244,32 @@ fn a_server_that_is_none_or_never_ends_its_reply_costs_time_and_nothing_else() {
         store.tidy();
     }
 }
+
+#[test]
+fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_what_that_one_could_not() {
+    let Some(valkey) = start(Layout::default()) else { return };
+    let ours = cluster(&valkey, 1);
+    let first = store(&ours);
+    let handles = stored(put(&first, 0, 8));
+    // It was freed, and the engine is gone before it was unlinked.
+    first.free(key(7), handles[7]);
+    let next = store(&ours);
+    let pages = |pages: std::ops::Range<u64>| pages.map(|page| (key(page), handles[page as usize])).collect::<Vec<_>>();
+    next.follow(&mut pages(0..7).into_iter());
+    // Both serve: one page comes back here and one there.
+    assert!((0..7).all(|page| get(&next, page, handles[page as usize]) == GetOutcome::Found));
+    next.free(key(0), handles[0]);
+    first.free(key(1), handles[1]);
+    next.own(&mut pages(2..7).into_iter());
+    assert_eq!(next.usage().pages, 5);
+    drop(first);
+    let late = stored(put(&next, 100, 1));
+    // Six pages, and the lease.
+    while valkey.keys().expect("keys") > 6 + 1 {
+        next.tidy();
+    }
+    assert_eq!(next.usage().pages, 6);
+    assert!((2..7).all(|page| get(&next, page, handles[page as usize]) == GetOutcome::Found));
+    assert_eq!(get(&next, 100, late[0]), GetOutcome::Found, "what is put later is nobody's leftover");
+    lease::end(&ours, VM).expect("ended");
+}

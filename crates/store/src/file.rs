@@ -324,6 +324,11 @@ impl Store for FileStore {
         self.inner.allocator.is_short()
     }
 
+    /// A write that nobody waited for: its block is nobody's until it is over, and then this process frees it.
+    fn must_recover(&self) -> bool {
+        self.inner.has_late()
+    }
+
     fn last_refusal(&self) -> Option<String> {
         self.inner.limits.last_refusal().map(|why| why.to_string())
     }

@@ -30,18 +30,23 @@
 //! |---|---|---|
 //! | comes, new | none yet | written before its first put |
 //! | comes, with words | what its words name, from `recover` on; until then it is missing | there |
+//! | comes, and another engine has it, too | what its words named, or less; missing until it is here alone | there |
 //! | is given to another engine | stay as they are; it is missing until it is back | there |
 //! | ends here ([`GroupMember::end`]) | dropped | taken away |
 //! | ended while no engine had it | never known | taken away when the kernel says that it is gone |
 //!
-//! *Two engines at once* (an upgrade) have different members of one arena, and VMs that are new may come to either.
-//! Neither frees what the other's members name. A blob that one of them knows is named by members of the other only if
-//! they were here before, and from then on they are missing here, until they are back. A blob that it does not know may
-//! be the other's: so an engine sweeps only if it has the arena alone, which a lock says ([`arena::ENGINES`]), and if
-//! all that the arena names as members are here. And a member is closed by one engine before the other opens it.
+//! *Two engines at once* (an upgrade) have different members of one arena, but for those that move at that moment,
+//! which both have; and VMs that are new may come to either. Neither frees what the other's members name. A blob that
+//! one of them knows is named by members of the other only if they were here before, and from then on they are missing
+//! here, until they are back: so from the moment at which an engine is to let go of its first member (`part`) it frees
+//! nothing, and no page that is put there gets one more reference of a blob, which the other engine might free. A blob
+//! that it does not know may be the other's: so an engine sweeps only if it has the arena alone, which a lock says
+//! ([`arena::ENGINES`]), and if all that the arena names as members are here. A member that both have is missing in
+//! both, so neither frees what the words of any member named when the second one opened it.
 
 mod index;
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -147,6 +152,7 @@ impl Group {
     pub fn join(self: &Arc<Self>, vm: VmId, opening: OwnedFd, new: bool) -> io::Result<GroupMember> {
         let (word, arena) = (word_of(vm), self.ram.arena());
         let mut index = lock(&self.index);
+        index.parted.remove(&word);
         let is_known = arena.members().iter().any(|other| other.load(Relaxed) == word);
         if !is_known && !(0..arena.members().len()).any(|at| arena.set_member(at, 0, word)) {
             return Err(io::Error::new(io::ErrorKind::StorageFull, "the group has no room for one more member"));
@@ -166,6 +172,7 @@ impl Group {
     fn part(&self, vm: VmId) {
         let mut index = lock(&self.index);
         index.missing.insert(word_of(vm));
+        index.parted.insert(word_of(vm));
         index.unswept = true;
     }
 
@@ -215,7 +222,8 @@ impl Group {
         let checksum = codec::checksum(self.key, bytes);
         let known = {
             let mut index = lock(&self.index);
-            let known = index.by_content.get_mut(&checksum).filter(|blob| blob.references < u32::MAX);
+            let alone = index.parted.is_empty();
+            let known = index.by_content.get_mut(&checksum).filter(|blob| alone && blob.references < u32::MAX);
             // From here on it stays, whatever else names it.
             known.map(|blob| {
                 blob.references += 1;
@@ -289,6 +297,37 @@ impl Group {
         (lock(pages).len() as u64, missing)
     }
 
+    /// A member's pages name these at most; another engine has it, too.
+    fn follow(&self, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        let _using = self.using();
+        let before = std::mem::take(&mut *lock(pages));
+        for (key, handle) in live {
+            // What is not there any more was freed by that engine before it let go of anything.
+            let Some((checksum, _)) = self.ram.look(handle) else { continue };
+            lock(&self.index).add(handle, checksum);
+            self.references.fetch_add(1, Relaxed);
+            lock(pages).add(number_of(key), handle);
+        }
+        before.handles().for_each(|handle| self.drop_reference(handle));
+    }
+
+    /// A member is here alone. Its pages name these and nothing else, but for what is freed at this moment.
+    fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
+        {
+            let _using = self.using();
+            let gone = lock(pages).not_in(live);
+            for (page, handle) in gone {
+                if lock(pages).remove(page, handle) {
+                    self.drop_reference(handle);
+                }
+            }
+            let mut index = lock(&self.index);
+            self.look_for_others(&mut index);
+            index.missing.remove(&word_of(vm));
+        }
+        self.sweep();
+    }
+
     /// Free what nobody names, if everybody has come and no other engine has the arena; else later.
     fn sweep(&self) {
         if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
@@ -333,6 +372,7 @@ impl Group {
         let gone: Vec<u64> = index.missing.iter().copied().filter(|word| !is_there(word)).collect();
         for word in &gone {
             index.missing.remove(word);
+            index.parted.remove(word);
             self.strike(*word);
         }
         let all = index.missing.is_empty();
@@ -378,7 +418,7 @@ impl GroupMember {
         &self.group
     }
 
-    /// Another engine is to have the VM.
+    /// Another engine is to have the VM: before that is begun, and as often as it is said.
     pub fn part(&self) {
         self.group.part(self.vm);
     }
@@ -393,6 +433,7 @@ impl GroupMember {
         let mut index = lock(&self.group.index);
         index.members.remove(&self.vm);
         index.missing.remove(&word_of(self.vm));
+        index.parted.remove(&word_of(self.vm));
         self.group.strike(word_of(self.vm));
         drop(index);
         self.group.ram.tidy();
@@ -466,6 +507,27 @@ impl Store for GroupMember {
         let (kept_blobs, missing) = self.group.recover(self.vm, &self.pages, &mut blobs);
         self.same_filled.store(same_filled, Relaxed);
         Ok(Recovered { kept_blobs, missing, same_filled, ..Recovered::default() })
+    }
+
+    fn follow(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        let mut blobs = live.filter(|(_, handle)| matches!(Named::by(*handle), Named::Blob { .. }));
+        self.group.follow(&self.pages, &mut blobs);
+    }
+
+    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        let (mut blobs, mut same_filled) = (HashMap::new(), 0);
+        for (key, handle) in live {
+            match Named::by(handle) {
+                Named::SameFilled(_) => same_filled += 1,
+                Named::Blob { .. } => drop(blobs.insert(number_of(key), handle)),
+            }
+        }
+        self.same_filled.store(same_filled, Relaxed);
+        self.group.own(self.vm, &self.pages, &blobs);
+    }
+
+    fn is_told(&self) -> bool {
+        true
     }
 
     fn takes_room(&self, handle: Handle) -> bool {

@@ -88,11 +88,22 @@ struct Vm {
     was_opened: bool,
     /// The engine that has it, and its store there.
     at: Option<(usize, GroupMember)>,
+    /// Its store in the second engine, if that has it as well as the first.
+    beside: Option<GroupMember>,
+}
+
+impl Vm {
+    fn live(&self) -> Vec<(PageKey, Handle)> {
+        self.words.iter().map(|(page, (handle, _))| (key(self.id, *page), *handle)).collect()
+    }
 }
 
 #[derive(Clone, Debug)]
 enum Op {
-    Comes,
+    /// To the last engine; `late`: to the first one, which had the order before the second one began.
+    Comes {
+        late: bool,
+    },
     Evict {
         vm: usize,
         page: u64,
@@ -122,6 +133,15 @@ enum Op {
     Move {
         vm: usize,
     },
+    /// The second engine has it as well as the first, which only serves its faults.
+    Beside {
+        vm: usize,
+    },
+    /// The first one closes what both have, while this page comes back.
+    Alone {
+        vm: usize,
+        page: u64,
+    },
     Ends {
         vm: usize,
     },
@@ -131,14 +151,16 @@ fn op() -> impl Strategy<Value = Op> {
     let (vm, page, content) = (0..6usize, 0..6u64, 0..6u64);
     let at = (vm.clone(), page.clone(), content);
     prop_oneof![
-        2 => Just(Op::Comes),
+        2 => any::<bool>().prop_map(|late| Op::Comes { late }),
         10 => at.clone().prop_map(|(vm, page, content)| Op::Evict { vm, page, content }),
         2 => at.clone().prop_map(|(vm, page, content)| Op::Again { vm, page, content }),
-        6 => (vm.clone(), page).prop_map(|(vm, page)| Op::Restore { vm, page }),
+        6 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::Restore { vm, page }),
         2 => at.prop_map(|(vm, page, content)| Op::Die { vm, page, content }),
         4 => vm.clone().prop_map(|vm| Op::Open { vm }),
         1 => Just(Op::Upgrade),
-        3 => vm.clone().prop_map(|vm| Op::Move { vm }),
+        1 => vm.clone().prop_map(|vm| Op::Move { vm }),
+        3 => vm.clone().prop_map(|vm| Op::Beside { vm }),
+        3 => (vm.clone(), page).prop_map(|(vm, page)| Op::Alone { vm, page }),
         1 => vm.prop_map(|vm| Op::Ends { vm }),
     ]
 }
@@ -159,7 +181,10 @@ impl World {
     }
 
     fn open(&mut self, vm: usize) {
-        let engine = self.engines.len() - 1;
+        self.open_in(self.engines.len() - 1, vm);
+    }
+
+    fn open_in(&mut self, engine: usize, vm: usize) {
         let Vm { id, words, was_opened, at, .. } = &mut self.vms[vm];
         let member = join(&self.engines[engine], &self.arena, *id, !*was_opened);
         if *was_opened {
@@ -171,26 +196,40 @@ impl World {
     }
 
     fn die(&mut self) {
-        self.vms.iter_mut().for_each(|vm| vm.at = None);
+        self.vms.iter_mut().for_each(|vm| (vm.at, vm.beside) = (None, None));
         self.engines = Vec::new();
         self.engines.push(Group::open(&self.arena, options()).expect("a group"));
     }
 
+    /// If the second engine has all that are open, the first one is done.
+    fn leave(&mut self) {
+        if self.vms.iter().all(|vm| vm.beside.is_none() && vm.at.as_ref().is_none_or(|(engine, _)| *engine == 1)) {
+            self.engines.remove(0);
+            self.vms.iter_mut().filter_map(|vm| vm.at.as_mut()).for_each(|(engine, _)| *engine = 0);
+        }
+    }
+
     fn run(&mut self, op: &Op) {
         match *op {
-            Op::Comes if self.vms.len() < 6 => {
+            Op::Comes { late } if self.vms.len() < 6 => {
                 let id = vm(self.ever);
                 self.ever += 1;
                 let escrow = opening(&self.arena, id);
-                self.vms.push(Vm { id, words: HashMap::new(), _escrow: escrow, was_opened: false, at: None });
-                self.open(self.vms.len() - 1);
+                let (words, was_opened, at, beside) = Default::default();
+                self.vms.push(Vm { id, words, _escrow: escrow, was_opened, at, beside });
+                let last = self.engines.len() - 1;
+                self.open_in(if late { 0 } else { last }, self.vms.len() - 1);
             }
             Op::Evict { vm, page, content } => {
-                let Some(Vm { id, words, at: Some((_, store)), .. }) = self.vms.get_mut(vm) else { return };
+                let Some(Vm { id, words, at: Some((_, store)), beside: None, .. }) = self.vms.get_mut(vm) else {
+                    return;
+                };
                 words.entry(page).or_insert_with(|| (stored(store.put(key(*id, page), &bytes(content))), content));
             }
             Op::Again { vm, page, content } => {
-                let Some(Vm { id, words, at: Some((_, store)), .. }) = self.vms.get_mut(vm) else { return };
+                let Some(Vm { id, words, at: Some((_, store)), beside: None, .. }) = self.vms.get_mut(vm) else {
+                    return;
+                };
                 if words.contains_key(&page) {
                     return;
                 }
@@ -199,7 +238,8 @@ impl World {
                 words.insert(page, (second, content));
             }
             Op::Restore { vm, page } => {
-                let Some(Vm { id, words, at: Some((_, store)), .. }) = self.vms.get_mut(vm) else { return };
+                let Some(Vm { id, words, at: Some((_, store)), beside, .. }) = self.vms.get_mut(vm) else { return };
+                let store = beside.as_ref().filter(|_| page % 2 == 0).unwrap_or(store);
                 if let Some((handle, _)) = words.remove(&page) {
                     store.free(key(*id, page), handle);
                     // A caller that breaks its promise costs nobody else.
@@ -218,29 +258,58 @@ impl World {
                 self.engines.push(Group::open(&self.arena, options()).expect("a group"));
             }
             Op::Move { vm } if self.engines.len() == 2 => {
-                let Some(Vm { at, .. }) = self.vms.get_mut(vm) else { return };
+                let Some(Vm { at, beside: None, .. }) = self.vms.get_mut(vm) else { return };
                 let Some((_, store)) = at.take_if(|(engine, _)| *engine == 0) else { return };
                 store.tidy();
                 store.part();
                 drop(store);
                 self.open(vm);
-                if self.vms.iter().all(|vm| vm.at.as_ref().is_none_or(|(engine, _)| *engine == 1)) {
-                    self.engines.remove(0);
-                    self.vms.iter_mut().filter_map(|vm| vm.at.as_mut()).for_each(|(engine, _)| *engine = 0);
-                }
+                self.leave();
+            }
+            Op::Beside { vm } if self.engines.len() == 2 => {
+                let Some(vm) = self.vms.get_mut(vm) else { return };
+                let Some((0, store)) = vm.at.as_ref().filter(|_| vm.beside.is_none()) else { return };
+                store.part();
+                store.tidy();
+                let beside = join(&self.engines[1], &self.arena, vm.id, false);
+                beside.follow(&mut vm.live().into_iter());
+                vm.beside = Some(beside);
+            }
+            Op::Alone { vm, page } => {
+                let Some(vm) = self.vms.get_mut(vm) else { return };
+                let Some(beside) = vm.beside.take() else { return };
+                let first = vm.at.take().expect("the first one has it").1;
+                first.part();
+                first.tidy();
+                drop(first);
+                // One comes back before its word is read and is freed after all was told, one is read and then freed.
+                let freed_later = vm.words.remove(&page);
+                let live = vm.live();
+                let freed_before = vm.words.remove(&(page + 1));
+                let free = |page, freed: Option<(Handle, u64)>| {
+                    freed.into_iter().for_each(|(handle, _)| beside.free(key(vm.id, page), handle));
+                };
+                free(page + 1, freed_before);
+                beside.own(&mut live.into_iter());
+                free(page, freed_later);
+                vm.at = Some((1, beside));
+                self.leave();
             }
             Op::Ends { vm } if vm < self.vms.len() => {
-                // Nobody notices, if no engine has it.
-                self.vms.remove(vm).at.inspect(|(_, store)| store.end());
+                let Vm { at, beside, .. } = self.vms.remove(vm);
+                // Nobody notices, if no engine has it. What both have each of them closes, and one opens it again.
+                for store in at.into_iter().map(|(_, store)| store).chain(beside) {
+                    store.end();
+                }
             }
             _ => {}
         }
     }
 
     fn check(&self) {
-        for Vm { id, words, at, .. } in &self.vms {
-            let Some((_, store)) = at else { continue };
-            for (page, (handle, content)) in words {
+        for Vm { id, words, at, beside, .. } in &self.vms {
+            let stores = || at.iter().map(|(_, store)| store).chain(beside);
+            for (store, (page, (handle, content))) in stores().flat_map(|store| words.iter().map(move |w| (store, w))) {
                 let (outcome, found) = get(store, key(*id, *page), *handle);
                 assert!(
                     outcome == GetOutcome::Found && *found == bytes(*content),

@@ -344,7 +344,11 @@ impl Orders {
             let state = &served.vm.state;
             if state.leaving() == Some(me) && state.is_followed() {
                 let (engine, id) = (self.engine.clone(), served.vm.state.id());
-                let given = self.workers().give_last(id, move || drop(engine.part_with_vm(id)));
+                let given = self.workers().give_last(id, move || {
+                    drop(engine.part_with_vm(id));
+                    // Faults that were read here and not served are that engine's, which nobody tells that it is alone.
+                    served.vm.views().iter().for_each(|view| drop(view.wake_all()));
+                });
                 if let Err(error) = given {
                     tracing::error!("Closing VM {id}: {error}");
                 }

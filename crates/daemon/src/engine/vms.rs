@@ -76,25 +76,34 @@ pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = 
     Ok(Files { arena: arena.context("the arena is missing")?, group, file })
 }
 
-/// Do nothing for this VM from now on but serve its faults. A page on a disk, or on another machine, is no fault
-/// worker's, so a VM with such a store moves without that. So does a member of a group: this engine may free what it
-/// alone named, and the next one would have other members name it, too.
-fn serve_faults_only(served: Option<&Served>) -> io::Result<()> {
+/// Do nothing for this VM from now on but serve its faults, from whatever store. `all`: the other engine can do so as
+/// well; one that is too old for that can do so only from stores that return at once and that nobody shares.
+///
+/// Nothing is put into any store from then on. What is under way in one that only recovery could bring to its end (a
+/// write that the disk has not taken for long, a file that is being opened and swept) has the VM move without that.
+fn serve_faults_only(served: Option<&Served>, all: bool) -> io::Result<()> {
     let served = served.ok_or_else(|| io::Error::other("it is not open"))?;
-    if served.vm.stores.has_slow() {
-        return Err(io::Error::other("it has a slow store"));
-    }
-    if served.group.is_some() {
-        return Err(io::Error::other("it shares pages with its group"));
+    let stores = &served.vm.stores;
+    if !all && (stores.has_slow() || served.group.is_some()) {
+        return Err(io::Error::other("the other engine cannot do that with a store of this VM"));
     }
     if let Some(why) = served.unserved() {
         return Err(io::Error::other(why));
     }
+    let finished = || match stores.tiers().iter().find(|tier| tier.store.must_recover()) {
+        Some(tier) => Err(io::Error::other(format!("something is under way in the {}", tier.name))),
+        None => Ok(()),
+    };
+    finished()?;
+    if let Some(group) = &served.group {
+        group.part();
+    }
     served.vm.serve_faults_only();
     served.jobs.close();
     // What was put off so far; what its faults put off from now on is done when it is closed.
-    served.vm.stores.first().store.tidy();
-    Ok(())
+    stores.first().store.tidy();
+    // The last spill may have given up waiting.
+    finished()
 }
 
 impl Engine {
@@ -143,7 +152,7 @@ impl Engine {
                 served.vm.set_may_pin();
                 self.done(seq, Ok(()))
             }
-            (Order::ServeFaults { seq, .. }, _) => self.done(seq, serve_faults_only(served.as_deref())),
+            (Order::ServeFaults { seq, all, .. }, _) => self.done(seq, serve_faults_only(served.as_deref(), all)),
             (Order::Alone { .. }, Some(served)) => self.alone(served),
             (Order::RemoveView { pid, .. }, Some(served)) => {
                 served.vm.remove_view(pid);
@@ -167,10 +176,10 @@ impl Engine {
 
     /// The engine that served this VM as well has closed it: do all the rest for it, too.
     fn alone(&self, served: &Arc<Served>) -> anyhow::Result<()> {
-        // What that one has freed is not charged any more.
-        served.vm.stores.first().store.usage();
+        let owns = served.vm.own_stores().context("Reading what its words name");
         served.vm.start().context("Starting its workers")?;
-        self.watch.send(served.clone()).context("Asking the watch to look")
+        self.watch.send(served.clone()).context("Asking the watch to look")?;
+        owns
     }
 
     /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that
@@ -278,8 +287,9 @@ impl Engine {
         }
         if epoch > 1 {
             // Beside another engine nothing is to be mended: what is locked is being worked on.
-            if !beside {
-                mend(&vm)?;
+            match beside {
+                true => vm.follow_stores().context("Reading what its words name")?,
+                false => mend(&vm)?,
             }
             vm.stats().add(Counter::Takeovers, 1);
         }
@@ -292,7 +302,7 @@ impl Engine {
         vm.hold(Hold::Pinned, pinned);
         vm.hold(Hold::Kept, vm.state.kept().then(|| KEPT.into()));
         if beside {
-            vm.start_discards()?;
+            vm.start_beside()?;
         } else {
             vm.start()?;
         }

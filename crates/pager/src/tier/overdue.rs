@@ -156,6 +156,22 @@ impl Store for Overdue {
         self.store.recover(live)
     }
 
+    fn follow(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        self.store.follow(live);
+    }
+
+    fn own(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        self.store.own(live);
+    }
+
+    fn is_told(&self) -> bool {
+        self.store.is_told()
+    }
+
+    fn must_recover(&self) -> bool {
+        self.store.must_recover()
+    }
+
     fn last_refusal(&self) -> Option<String> {
         self.store.last_refusal()
     }

@@ -46,7 +46,7 @@ impl SlowWorker {
     /// Serve one such fault; returns when to look for another.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
-        if vm.is_stopping() {
+        if vm.is_over() {
             return Next::Done;
         }
         let Some((view, pending)) = vm.mail.slow.pop(self.number) else { return Next::Idle };

@@ -228,6 +228,11 @@ impl Store for LateStore {
         self.store().is_some_and(|store| store.is_short())
     }
 
+    /// Before it is there it may be swept, for what words named when this one was made.
+    fn must_recover(&self) -> bool {
+        self.store().is_none_or(|store| store.must_recover())
+    }
+
     fn last_refusal(&self) -> Option<String> {
         self.store().map_or_else(|| Some("its disk does not answer".into()), |store| store.last_refusal())
     }

@@ -17,12 +17,16 @@ use crate::vm::view::View;
 #[derive(Debug, Default)]
 pub(crate) struct Lifecycle {
     group: OnceLock<GroupId>,
+    /// Of tasks that serve faults.
+    serving: OnceLock<GroupId>,
     /// Clients, until they are gone.
     clients: Mutex<Vec<(Arc<View>, Watched)>>,
     /// Userfaultfds of each view, until no worker can be at them any more.
     faults: Mutex<Vec<(Arc<View>, Served)>>,
     /// Discards are carried out.
     has_discards: AtomicBool,
+    /// Faults on pages of slow stores are served.
+    has_slow: AtomicBool,
     /// Tasks are to end.
     is_stopping: AtomicBool,
     /// And faults are to be served no more.
@@ -34,6 +38,17 @@ impl Lifecycle {
     pub fn pool(&self) -> (Pool, GroupId) {
         let pool = Pool::of_process();
         (pool.clone(), *self.group.get_or_init(|| pool.add_group()))
+    }
+
+    /// Where its tasks run that serve faults, and as what.
+    pub fn serving_pool(&self) -> (Pool, GroupId) {
+        let pool = Pool::of_process();
+        (pool.clone(), *self.serving.get_or_init(|| pool.add_group()))
+    }
+
+    /// From now on faults on pages of slow stores are served. Returns whether they were not.
+    pub fn begins_slow(&self) -> bool {
+        !self.has_slow.swap(true, Ordering::AcqRel)
     }
 
     /// From now on discards are carried out. Returns whether they were not.

@@ -50,6 +50,7 @@ use crate::vm::view::View;
 use ballast_page::page_state::Ticket;
 
 mod account;
+mod beside;
 pub mod client_peer;
 mod discard;
 mod discards;

@@ -72,6 +72,7 @@ impl Vm {
         self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
         self.start_discards()?;
+        self.start_slow()?;
         for view in self.views() {
             // They were added while another engine served the VM as well. What that has read and left is raised anew.
             view.peer().on_answer().connect_to(&mail.reclaim);
@@ -80,18 +81,32 @@ impl Vm {
         if !self.stores.has_slow() {
             return Ok(());
         }
-        for (number, notifier) in mail.slow.notifiers.iter().enumerate() {
-            self.add_task("slow", Some(notifier), move |vm| SlowWorker::new(vm, number), SlowWorker::run)?;
-        }
         let run = |worker: &mut Option<SpillWorker>, now| worker.as_mut().map_or(Next::Done, |worker| worker.run(now));
         self.add_task("spill", Some(&mail.spill.notifier), SpillWorker::new, run)
     }
 
-    /// Carry out what clients discard, unless that is done already. They wait for it.
+    /// Start what serves the VM while another engine does so as well: beside its faults that is what clients discard.
     ///
     /// # Errors
     /// The kernel gives no thread.
-    pub fn start_discards(self: &Arc<Self>) -> io::Result<()> {
+    pub fn start_beside(self: &Arc<Self>) -> io::Result<()> {
+        self.start_discards()?;
+        self.start_slow()
+    }
+
+    /// Serve faults on pages of slow stores, unless that is done already.
+    fn start_slow(self: &Arc<Self>) -> io::Result<()> {
+        if !self.stores.has_slow() || !self.life.begins_slow() {
+            return Ok(());
+        }
+        for (number, notifier) in self.mail.slow.notifiers.iter().enumerate() {
+            self.add_task("slow", Some(notifier), move |vm| SlowWorker::new(vm, number), SlowWorker::run)?;
+        }
+        Ok(())
+    }
+
+    /// Carry out what clients discard, unless that is done already. They wait for it.
+    fn start_discards(self: &Arc<Self>) -> io::Result<()> {
         if self.life.begins_discards() {
             self.add_task("discard", Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
         }
@@ -126,7 +141,7 @@ impl Vm {
             let serves = if kind == "slow" { Serves::All } else { Serves::Nobody };
             if vm.panicked(kind, serves, panics) { Next::Again } else { Next::Done }
         };
-        let (pool, group) = self.life.pool();
+        let (pool, group) = if kind == "slow" { self.life.serving_pool() } else { self.life.pool() };
         let handle = pool.add(group, &format!("{kind}/{}", self.state.name()), VmTask { vm: self.clone(), run })?;
         if let Some(notifier) = notifier {
             notifier.connect(handle);
@@ -190,14 +205,15 @@ impl Vm {
     pub fn stop(&self) {
         self.life.end();
         self.end_tasks();
+        let (pool, serving) = self.life.serving_pool();
+        pool.join(serving);
         self.life.wait_for_faults();
     }
 
     /// End all that is done for the VM but the serving of faults, permanently: another engine is to do the same beside
-    /// this one. Blocks until nothing is on its way out of memory any more.
-    ///
-    /// What a fault waits for and only a task could do (a page on a disk) is left to that engine, which wakes all
-    /// threads when it is alone. So nothing may be on a disk: there is no moment for such a page.
+    /// this one. Blocks until nothing is on its way out of memory any more, nor on to a slow store. A fault that was
+    /// read here and is not served when this engine closes the VM is left to that one, which wakes all threads when it
+    /// is alone.
     pub fn serve_faults_only(&self) {
         self.life.stop_tasks();
         self.end_tasks();

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ballast_base::PageIdx;
@@ -54,6 +54,9 @@ pub(super) struct Inner {
     unreadable: Mutex<HashMap<u64, u8>>,
     /// How many those are: nearly always none.
     unreadable_count: AtomicUsize,
+    /// Blocks with writes that nobody waits for and that are not over. Below zero for a moment, when one is over before
+    /// it is counted.
+    late: AtomicIsize,
 }
 
 /// A block that was taken for a page of a run.
@@ -80,7 +83,8 @@ pub(super) fn page_after(first: PageKey, index: usize) -> PageKey {
 
 impl Inner {
     pub(super) fn new(allocator: Allocator, disk: Disk, limits: Limits) -> Self {
-        Self { allocator, disk, limits, unreadable: Mutex::default(), unreadable_count: AtomicUsize::new(0) }
+        let (unreadable, unreadable_count, late) = Default::default();
+        Self { allocator, disk, limits, unreadable, unreadable_count, late }
     }
 
     pub(super) fn count(&self, counter: Counter) {
@@ -169,10 +173,16 @@ impl Inner {
     /// A write that nobody waits for is over. `recover` may have freed the block before, and another page may have it
     /// by now: then the header is not this write's any more.
     fn was_late(&self, place: Place, tag: u8) {
+        self.late.fetch_sub(1, Ordering::AcqRel);
         let header = self.header(place);
         if header.encoding == BEING_WRITTEN && header.tag == tag {
             self.allocator.free(place);
         }
+    }
+
+    /// Are writes under way that nobody waits for?
+    pub(super) fn has_late(&self) -> bool {
+        self.late.load(Ordering::Acquire) != 0
     }
 
     /// Blocks for those pages that need one; the others get their outcome. Up to one extent's worth.
@@ -221,7 +231,11 @@ impl Inner {
             outcomes[taken.index] = match (moved, headers.get(number)) {
                 (Moved::Done, Some(header)) => inner.keep(taken, *header),
                 (Moved::Failed(error), _) => inner.write_failed(taken.place, error),
-                (Moved::Late | Moved::Done, _) => inner.limits.refuse(Refusal::Late),
+                (Moved::Late, _) => {
+                    inner.late.fetch_add(1, Ordering::AcqRel);
+                    inner.limits.refuse(Refusal::Late)
+                }
+                (Moved::Done, _) => inner.limits.refuse(Refusal::Late),
             };
         }
     }

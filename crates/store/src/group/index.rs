@@ -26,6 +26,8 @@ pub(super) struct Index {
     pub members: HashMap<VmId, Arc<Mutex<Pages>>>,
     /// Members, by their words in the arena, that have not come.
     pub missing: HashSet<u64>,
+    /// Those of them that were here: another engine has them, or is about to.
+    pub parted: HashSet<u64>,
     /// When it was last asked which of these are gone.
     pub asked: Option<Instant>,
     /// There may be blobs that nobody names and that are not known here.
@@ -64,6 +66,12 @@ impl Pages {
     /// Does this page name it?
     pub fn has(&self, page: u64, handle: Handle) -> bool {
         self.named.get(&page) == Some(&handle) || self.more.contains(&(page, handle))
+    }
+
+    /// Those that are named and that are not in `live`, which has a handle for each page.
+    pub fn not_in(&self, live: &HashMap<u64, Handle>) -> Vec<(u64, Handle)> {
+        let named = self.named.iter().map(|(page, handle)| (*page, *handle)).chain(self.more.iter().copied());
+        named.filter(|(page, handle)| live.get(page) != Some(handle)).collect()
     }
 
     /// Take one away; false if there is none.
