@@ -68,9 +68,16 @@ impl Daemon {
         self.api.host().expect("ask the daemon")
     }
 
-    /// What the daemon says of a VM.
+    /// What the daemon says of a VM. An engine that has just followed another one may not have opened it yet.
     pub fn vm(&self, name: &str) -> VmStat {
-        self.api.vm(name).unwrap_or_else(|error| panic!("VM {name}: {error}\n{}", self.log()))
+        let start = Instant::now();
+        loop {
+            match self.api.vm(name) {
+                Ok(vm) => return vm,
+                Err(_) if start.elapsed() < Duration::from_secs(60) => std::thread::sleep(Duration::from_millis(5)),
+                Err(error) => panic!("VM {name}: {error}\n{}", self.log()),
+            }
+        }
     }
 
     /// Kill the engine without warning. Returns the pid it had.
