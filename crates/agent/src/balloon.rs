@@ -1,0 +1,179 @@
+//! The balloon: memory held for the host, page by page, by node (Demeter, section 3.3, without a driver).
+//!
+//! Before: the host says how many pages of a node it wants. After: the agent holds that many, pinned, and has told
+//! which they are; or fewer, where the guest cannot spare them.
+//! Units: pages. Promise: it is filled a chunk at a time, so that the host's other questions do not wait; it shrinks
+//! when the guest waits for memory, or when nobody listens any more; the kernel has all of it back when the agent ends.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::time::{Duration, Instant};
+
+use ballast_guest::Run;
+
+use crate::owned::Owned;
+use crate::pin::{MOST, Pins};
+use crate::vital;
+
+/// Pages taken at a time: 8 MiB.
+const CHUNK: u64 = 2048;
+/// What a node keeps to spare: 1/N of it, and this in any case.
+const SPARE_PART: u64 = 32;
+const SPARE_LEAST: u64 = 16 << 8;
+/// The share of time, in 1/1000, that tasks may wait for memory before some of it goes back; and how long nothing is
+/// taken after that.
+const STALL: u64 = 50;
+const REST: Duration = Duration::from_secs(10);
+
+#[derive(Debug)]
+struct Chunk {
+    slot: u32,
+    memory: Owned,
+}
+
+/// See above.
+#[derive(Debug, Default)]
+pub struct Balloon {
+    pins: Option<Pins>,
+    /// By node.
+    wanted: BTreeMap<u32, u64>,
+    held: BTreeMap<u32, Vec<Chunk>>,
+    slots: Vec<u32>,
+    next_slot: u32,
+    rest_until: Option<Instant>,
+    /// When stall was looked at, and how much there had been.
+    stall: Option<(Instant, u64)>,
+    /// What keeps it from what is wanted.
+    pub note: String,
+}
+
+impl Balloon {
+    /// What the host wants of a node.
+    pub fn want(&mut self, node: u32, pages: u64) {
+        self.wanted.insert(node, pages);
+        self.rest_until = None;
+        self.note.clear();
+    }
+
+    /// Pages held of a node.
+    pub fn held(&self, node: u32) -> u64 {
+        self.held.get(&node).map_or(0, |chunks| chunks.iter().map(|chunk| chunk.memory.pages()).sum())
+    }
+
+    /// All that is held: node and pages.
+    pub fn all(&self) -> Vec<(u32, Vec<Run>)> {
+        let of = |chunks: &Vec<Chunk>| chunks.iter().filter_map(|chunk| chunk.memory.runs().ok()).flatten().collect();
+        self.held.iter().map(|(node, chunks)| (*node, of(chunks))).collect()
+    }
+
+    /// Does it differ from what is wanted, so that [`step`](Self::step) has something to do?
+    pub fn is_busy(&self, now: Instant) -> bool {
+        let rests = self.rest_until.is_some_and(|until| now < until);
+        self.wanted.iter().any(|(node, pages)| self.held(*node) > *pages || (self.held(*node) < *pages && !rests))
+    }
+
+    /// Give everything back: nobody is there who wants it.
+    pub fn empty(&mut self) {
+        self.wanted.clear();
+        self.held.clear();
+        // With its table all pins go.
+        self.pins = None;
+        self.slots.clear();
+        self.next_slot = 0;
+    }
+
+    /// One chunk nearer to what is wanted. Returns what was taken: node and pages.
+    pub fn step(&mut self, now: Instant) -> Option<(u32, Vec<Run>)> {
+        self.heed_stall(now);
+        let rests = self.rest_until.is_some_and(|until| now < until);
+        for (node, wanted) in self.wanted.clone() {
+            let held = self.held(node);
+            if held > wanted {
+                self.shrink(node, held - wanted);
+                return None;
+            }
+            if held == wanted || rests {
+                continue;
+            }
+            let least = vital::nodes().iter().find(|other| other.node == node).map_or(0, |node| node.pages);
+            let least = (least / SPARE_PART).max(SPARE_LEAST);
+            let pages = (wanted - held).min(CHUNK).min(vital::spare(node).saturating_sub(least));
+            if pages == 0 {
+                self.rest(now, format!("node {node} has no more to spare"));
+                continue;
+            }
+            match self.take(node, pages) {
+                Ok(runs) => return Some((node, runs)),
+                Err(error) => self.rest(now, format!("node {node}: {error}")),
+            }
+        }
+        None
+    }
+
+    fn rest(&mut self, now: Instant, why: String) {
+        self.rest_until = Some(now + REST);
+        self.note = why;
+    }
+
+    /// Where tasks wait for memory, an eighth of what is held goes back.
+    fn heed_stall(&mut self, now: Instant) {
+        let at = self.stall.map(|(at, _)| now.saturating_duration_since(at));
+        if at.is_some_and(|since| since < Duration::from_secs(1)) {
+            return;
+        }
+        let total = vital::tick().stall_some_us;
+        let Some((at, before)) = self.stall.replace((now, total)) else { return };
+        let passed = now.saturating_duration_since(at).as_micros() as u64;
+        if (total - before.min(total)) * 1000 <= passed * STALL {
+            return;
+        }
+        // While it fills, it makes the kernel look for memory itself.
+        self.rest(now, "the guest waits for memory".into());
+        for node in self.held.keys().copied().collect::<Vec<_>>() {
+            let pages = self.held(node) / 8;
+            self.shrink(node, pages);
+        }
+    }
+
+    fn take(&mut self, node: u32, pages: u64) -> io::Result<Vec<Run>> {
+        if self.pins.is_none() {
+            self.pins = Some(Pins::new()?);
+        }
+        let slot = self.slots.pop().unwrap_or(self.next_slot);
+        if slot >= MOST {
+            return Err(io::Error::other("it has no more places to pin memory in"));
+        }
+        self.next_slot = self.next_slot.max(slot + 1);
+        let pinned = Owned::new(pages as usize, Some(node)).and_then(|memory| {
+            let (start, len) = memory.place();
+            self.pins.as_ref().expect("made above").set(slot, start, len)?;
+            // Only now: pinning may have moved them.
+            let runs = memory.runs()?;
+            Ok((memory, runs))
+        });
+        let (memory, runs) = match pinned {
+            Ok(pinned) => pinned,
+            Err(error) => {
+                self.slots.push(slot);
+                return Err(error);
+            }
+        };
+        self.held.entry(node).or_default().push(Chunk { slot, memory });
+        Ok(runs)
+    }
+
+    /// Give back this many pages of a node: whole chunks, and of the last one what is too much is taken anew.
+    fn shrink(&mut self, node: u32, pages: u64) {
+        let mut left = pages;
+        while left > 0 {
+            let Some(chunk) = self.held.get_mut(&node).and_then(Vec::pop) else { return };
+            left = left.saturating_sub(chunk.memory.pages());
+            if let Some(pins) = &self.pins
+                && let Err(error) = pins.set(chunk.slot, 0, 0)
+            {
+                eprintln!("ballast-agent: letting go of memory: {error}");
+            }
+            self.slots.push(chunk.slot);
+        }
+    }
+}

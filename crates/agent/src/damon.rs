@@ -1,0 +1,172 @@
+//! Which memory was not accessed for how long, by DAMON, the kernel's access monitor, in physical addresses.
+//!
+//! Before: the host wants reports. After: ranges of guest-physical memory, each with how often it was seen accessed.
+//! Units: bytes at DAMON's border, pages here. Promise: a kdamond is taken only where nobody has one, `damon_stat` (on
+//! by default in newer kernels, and then in the way) is stopped meanwhile, and both are as before when this is dropped.
+//! A note below /run has the next start, or `--undo`, do that for an agent that was killed.
+//!
+//! DAMON samples one page of each of its ranges at a time by the accessed bits of page tables, splits and merges ranges
+//! by what it finds, and counts for how many aggregations a range has been as it is (its age). It sees pages that
+//! programs map and pages of files; the kernel's own memory it takes for cold, whatever is done with it.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+use crate::files;
+
+const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
+const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
+/// Says that the kdamond is ours, and what `damon_stat` was.
+const NOTE: &str = "/run/ballast-agent.damon";
+
+/// A page of each range is looked at this often, and what was seen is summed up this often. Twice DAMON's own defaults:
+/// memory is reported after seconds.
+const SAMPLE_US: u64 = 10_000;
+const AGGREGATION_US: u64 = 200_000;
+/// The most that can be seen of a range.
+pub const MOST_ACCESSES: u32 = (AGGREGATION_US / SAMPLE_US) as u32;
+/// Ranges that DAMON tells apart: one for each MiB, within these.
+const FEWEST_RANGES: u64 = 100;
+const MOST_RANGES: u64 = 1000;
+
+/// What DAMON says of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Range {
+    /// First page, and the one after the last.
+    pub page: u64,
+    /// See above.
+    pub end: u64,
+    /// In how many samples of the last aggregation it was accessed.
+    pub accesses: u32,
+    /// For how many aggregations that has been so, about.
+    pub age: u32,
+}
+
+/// DAMON, at work.
+#[derive(Debug)]
+pub struct Damon {
+    /// Its thread.
+    pid: Option<u32>,
+}
+
+fn path(file: &str) -> PathBuf {
+    PathBuf::from(ADMIN).join(file)
+}
+
+/// Put back what an agent left that was killed.
+pub fn undo() {
+    let Ok(note) = fs::read_to_string(NOTE) else { return };
+    stop(&note);
+}
+
+/// Stop our kdamond, and put `damon_stat` back.
+fn stop(note: &str) {
+    let put = |file: PathBuf, value: &str| {
+        if file.exists()
+            && let Err(error) = files::write(file, value)
+        {
+            eprintln!("ballast-agent: {error}");
+        }
+    };
+    if files::read(path("0/state")).is_ok_and(|state| state == "on") {
+        put(path("0/state"), "off");
+    }
+    put(path("nr_kdamonds"), "0");
+    if note.contains("stat=Y") {
+        put(STAT.into(), "Y");
+    }
+    let _ = fs::remove_file(NOTE);
+}
+
+impl Damon {
+    /// Watch this memory, in ranges of pages.
+    ///
+    /// # Errors
+    /// The kernel has no DAMON, or somebody uses it.
+    pub fn start(ram: &[(u64, u64)]) -> io::Result<Self> {
+        undo();
+        let count: u32 = files::read(path("nr_kdamonds"))?.parse().unwrap_or(u32::MAX);
+        if count != 0 {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in use by another program"));
+        }
+        let stat = files::read(STAT).is_ok_and(|enabled| enabled == "Y");
+        fs::write(NOTE, if stat { "stat=Y\n" } else { "stat=N\n" })?;
+        let mut damon = Self { pid: None };
+        if stat {
+            files::write(STAT, "N")?;
+        }
+        damon.configure(ram)?;
+        files::write(path("0/state"), "on")?;
+        damon.pid = files::read(path("0/pid"))?.parse().ok();
+        Ok(damon)
+    }
+
+    fn configure(&self, ram: &[(u64, u64)]) -> io::Result<()> {
+        let put = |file: &str, value: u64| files::write(path(file), value);
+        put("nr_kdamonds", 1)?;
+        put("0/contexts/nr_contexts", 1)?;
+        files::write(path("0/contexts/0/operations"), "paddr")?;
+        let attrs = "0/contexts/0/monitoring_attrs";
+        put(&format!("{attrs}/intervals/sample_us"), SAMPLE_US)?;
+        put(&format!("{attrs}/intervals/aggr_us"), AGGREGATION_US)?;
+        put(&format!("{attrs}/intervals/update_us"), AGGREGATION_US * 1000)?;
+        let pages: u64 = ram.iter().map(|(page, end)| end - page).sum();
+        let most = (pages >> 8).clamp(FEWEST_RANGES, MOST_RANGES);
+        put(&format!("{attrs}/nr_regions/max"), most)?;
+        put(&format!("{attrs}/nr_regions/min"), 10)?;
+        put("0/contexts/0/targets/nr_targets", 1)?;
+        let regions = "0/contexts/0/targets/0/regions";
+        put(&format!("{regions}/nr_regions"), ram.len() as u64)?;
+        for (index, (page, end)) in ram.iter().enumerate() {
+            put(&format!("{regions}/{index}/start"), page << 12)?;
+            put(&format!("{regions}/{index}/end"), end << 12)?;
+        }
+        put("0/contexts/0/schemes/nr_schemes", 1)?;
+        let scheme = "0/contexts/0/schemes/0";
+        files::write(path(&format!("{scheme}/action")), "stat")?;
+        for what in ["sz", "nr_accesses", "age"] {
+            put(&format!("{scheme}/access_pattern/{what}/min"), 0)?;
+            put(&format!("{scheme}/access_pattern/{what}/max"), u64::from(u32::MAX))?;
+        }
+        Ok(())
+    }
+
+    /// All ranges as they are now, ascending. Waits for the end of an aggregation.
+    ///
+    /// # Errors
+    /// Somebody has stopped DAMON.
+    pub fn ranges(&self) -> io::Result<Vec<Range>> {
+        files::write(path("0/state"), "update_schemes_tried_regions")?;
+        let dir = path("0/contexts/0/schemes/0/tried_regions");
+        let mut ranges = Vec::new();
+        for entry in fs::read_dir(&dir)?.flatten() {
+            if entry.file_name().to_str().is_none_or(|name| name.parse::<u32>().is_err()) {
+                continue;
+            }
+            let number = |file: &str| -> io::Result<u64> {
+                let text = files::read(entry.path().join(file))?;
+                text.parse().map_err(|_| io::Error::new(io::ErrorKind::InvalidData, format!("DAMON says {text:?}")))
+            };
+            let (start, end) = (number("start")?, number("end")?);
+            let (accesses, age) = (number("nr_accesses")? as u32, number("age")? as u32);
+            ranges.push(Range { page: start >> 12, end: end >> 12, accesses, age });
+        }
+        ranges.sort_unstable();
+        Ok(ranges)
+    }
+
+    /// CPU time of DAMON's thread so far, in microseconds.
+    pub fn cpu_us(&self) -> u64 {
+        let stat = self.pid.and_then(|pid| files::read(format!("/proc/{pid}/stat")).ok()).unwrap_or_default();
+        let after = stat.rsplit_once(')').map_or("", |(_, after)| after);
+        let ticks: u64 = after.split_whitespace().skip(11).take(2).filter_map(|word| word.parse::<u64>().ok()).sum();
+        ticks * 10_000
+    }
+}
+
+impl Drop for Damon {
+    fn drop(&mut self) {
+        undo();
+    }
+}

@@ -1,0 +1,62 @@
+//! The kernel's files, and the signals that end the agent.
+//!
+//! Promise: an error says which file it is about. Before the agent ends by a signal it has put back what it set.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static ENDS: AtomicBool = AtomicBool::new(false);
+
+/// Is the agent to end?
+pub fn ends() -> bool {
+    ENDS.load(Ordering::Acquire)
+}
+
+extern "C" fn end(_: libc::c_int) {
+    ENDS.store(true, Ordering::Release);
+}
+
+/// From now on SIGTERM and SIGINT are found by [`ends`]; whatever waits is interrupted.
+pub fn heed_signals() {
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        // SAFETY: a zeroed sigaction is one without flags and mask; the handler stores a flag, which it may.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = end as *const () as usize;
+            libc::sigaction(signal, &action, std::ptr::null_mut());
+        }
+    }
+    // SAFETY: plain system call; a peer that is gone is an error of the write instead.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+}
+
+fn named(path: &Path, what: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what} {}: {error}", path.display()))
+}
+
+/// All of a file, without blanks around it.
+pub fn read(path: impl AsRef<Path>) -> io::Result<String> {
+    let path = path.as_ref();
+    let text = fs::read_to_string(path).map_err(|error| named(path, "reading", &error))?;
+    Ok(text.trim().to_owned())
+}
+
+/// Write this to a file of the kernel's.
+pub fn write(path: impl AsRef<Path>, value: impl ToString) -> io::Result<()> {
+    let path = path.as_ref();
+    fs::write(path, value.to_string()).map_err(|error| named(path, "writing", &error))
+}
+
+/// The number after this name, in lines such as `MemFree:  123 kB`.
+pub fn number_after(text: &str, name: &str) -> Option<u64> {
+    let rest = text.lines().find_map(|line| line.split_once(name).map(|(_, rest)| rest))?;
+    rest.trim_start_matches([':', ' ', '\t']).split_whitespace().next()?.parse().ok()
+}
+
+/// Last error of a system call of `libc`.
+pub fn last_error<T>(what: &str) -> io::Result<T> {
+    let error = io::Error::last_os_error();
+    Err(io::Error::new(error.kind(), format!("{what}: {error}")))
+}

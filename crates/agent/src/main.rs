@@ -1,0 +1,123 @@
+//! `ballast-agent`: runs in a guest, and tells the host what only the guest knows.
+//!
+//! Before: an unmodified Linux guest (6.1 or newer; reports need DAMON, as in Debian 13's 6.12) whose VMM shows it a
+//! virtio-serial port, as `ballast run --agent` has QEMU do. After: the host knows which memory is free, which is cold
+//! and what is in it, and can have the guest give up memory of a NUMA node. Nothing of the guest depends on it: when the
+//! agent ends, however it ends, the guest has back the memory it held; what it set in the kernel it puts back, or
+//! `--undo` does if it was killed.
+//!
+//! Threads: one, which waits for the host and for the next tick. With `--tiering` one more (`tiering`).
+//! Units: pages are 4 KiB, numbered by guest-physical address.
+//! Promise: it takes a few percent of one CPU at most, never more memory than the host asked for and the guest can
+//! spare, and follows no order but those of `ballast_guest::ToGuest`.
+//!
+//! | File | What |
+//! |---|---|
+//! | `port` | the virtio-serial port: bytes from and to the host |
+//! | `session` | what the host says, and what it is told: the loop around all else |
+//! | `damon` | which memory was not accessed for how long, by the kernel's access monitor |
+//! | `memory` | where RAM is, and what each page of it holds (`/proc/kpageflags`) |
+//! | `report` | both together: runs of pages, the cheapest to lose first |
+//! | `owned` | memory of the agent's own, on a node, whose guest-physical pages are known and stay (`pin`) |
+//! | `prove` | pages with the host's nonce in them: where the host sees what the guest sees |
+//! | `balloon` | memory held for the host, page by page, by node |
+//! | `vital` | how the guest is: free memory, stall, nodes |
+//! | `services` | kernel threads that touch far pages: attributed, and tuned |
+//! | `tiering` | which memory of the guest's programs is on which node: a crate of its own, called from here |
+
+mod balloon;
+mod damon;
+mod files;
+mod memory;
+mod owned;
+mod pin;
+mod port;
+mod prove;
+mod report;
+mod services;
+mod session;
+mod tiering;
+mod vital;
+
+use std::process::ExitCode;
+
+const HELP: &str = "\
+ballast-agent: tells the host which memory of this guest is cold or free
+
+Usage: ballast-agent [OPTIONS]
+
+Options:
+      --port PATH   The virtio-serial port [default: the one named org.ballast.agent.0]
+      --undo        Put back what an agent that was killed has set in the kernel, and end
+      --tiering     Move memory of programs between the guest's nodes by how hot it is
+  -h, --help        Print this
+  -V, --version     Print the version
+";
+
+/// What the command line says.
+#[derive(Debug, Default)]
+struct Options {
+    port: Option<String>,
+    tiering: bool,
+    undo: bool,
+}
+
+fn options(words: impl Iterator<Item = String>) -> Result<Options, String> {
+    let (mut options, mut words) = (Options::default(), words);
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--port" => options.port = Some(words.next().ok_or("--port needs a path")?),
+            "--tiering" => options.tiering = true,
+            "--undo" => options.undo = true,
+            "-h" | "--help" => {
+                print!("{HELP}");
+                std::process::exit(0);
+            }
+            "-V" | "--version" => {
+                println!("ballast-agent {}", env!("CARGO_PKG_VERSION"));
+                std::process::exit(0);
+            }
+            other => return Err(format!("unknown option {other:?}; see --help")),
+        }
+    }
+    Ok(options)
+}
+
+fn main() -> ExitCode {
+    let run = || -> Result<(), String> {
+        let options = options(std::env::args().skip(1))?;
+        if options.undo {
+            damon::undo();
+            return Ok(());
+        }
+        files::heed_signals();
+        let tiering = match options.tiering {
+            true => Some(tiering::start().map_err(|error| format!("starting tiering: {error}"))?),
+            false => None,
+        };
+        let ended = session::run(options.port.as_deref());
+        if let Some(tiering) = tiering {
+            tiering.end();
+        }
+        ended.map_err(|error| error.to_string())
+    };
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("ballast-agent: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_that_is_not_known_is_named() {
+        let words = |words: &[&str]| options(words.iter().map(|word| (*word).to_owned()));
+        assert_eq!(words(&["--port", "/dev/vport0p1"]).expect("known").port.as_deref(), Some("/dev/vport0p1"));
+        assert!(words(&["--port"]).is_err() && words(&["--prot"]).expect_err("unknown").contains("--prot"));
+    }
+}

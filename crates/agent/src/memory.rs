@@ -1,0 +1,132 @@
+//! Where RAM is, and what each page of it holds.
+//!
+//! Before: /proc/iomem and /proc/kpageflags. After: ranges of pages, and a class for each page.
+//! Units: pages, by guest-physical address; a flag word each.
+//! Promise: of memory that the kernel uses for itself nothing is said: nobody sees whether it is used.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use ballast_guest::Kind;
+
+use crate::files;
+
+/// Ranges of RAM that the kernel manages, ascending: first page, and the one after the last.
+pub fn ram() -> io::Result<Vec<(u64, u64)>> {
+    Ok(system_ram(&files::read("/proc/iomem")?))
+}
+
+fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
+    let range = |line: &str| {
+        let (place, what) = line.split_once(" : ")?;
+        let (first, last) = place.split_once('-')?;
+        let number = |text: &str| u64::from_str_radix(text, 16).ok();
+        let (page, end) = (number(first)?.div_ceil(4096), (number(last)? + 1) / 4096);
+        // Not what is inside of it, which is indented. Addresses are zero for whoever may not know them.
+        (what == "System RAM" && page < end).then_some((page, end))
+    };
+    iomem.lines().filter_map(range).collect()
+}
+
+// Bits of a word of /proc/kpageflags.
+const DIRTY: u64 = 1 << 4;
+const LRU: u64 = 1 << 5;
+const WRITEBACK: u64 = 1 << 8;
+const BUDDY: u64 = 1 << 10;
+const ANON: u64 = 1 << 12;
+const SWAP_BACKED: u64 = 1 << 14;
+const TAIL: u64 = 1 << 16;
+const HUGETLB: u64 = 1 << 17;
+const UNEVICTABLE: u64 = 1 << 18;
+const POISONED: u64 = 1 << 19;
+const NO_PAGE: u64 = 1 << 20;
+const OFFLINE: u64 = 1 << 23;
+
+/// What a page holds, if it is to be told: `head` is the class of the last page that is no tail of a compound page.
+pub fn class(flags: u64, head: Option<Kind>) -> Option<Kind> {
+    const NEVER: u64 = NO_PAGE | POISONED | OFFLINE | HUGETLB;
+    if flags & NEVER != 0 {
+        return None;
+    }
+    if flags & BUDDY != 0 {
+        return Some(Kind::Free);
+    }
+    if flags & TAIL != 0 {
+        // Which flags of its head a tail shows differs between kernels.
+        return head.filter(|kind| *kind != Kind::Free);
+    }
+    // What is locked is wanted in memory, and what the agent holds is locked.
+    if flags & LRU == 0 || flags & (UNEVICTABLE | WRITEBACK) != 0 {
+        return None;
+    }
+    Some(match flags {
+        _ if flags & (ANON | SWAP_BACKED) != 0 => Kind::Anon,
+        _ if flags & DIRTY != 0 => Kind::FileDirty,
+        _ => Kind::FileClean,
+    })
+}
+
+/// /proc/kpageflags.
+#[derive(Debug)]
+pub struct Flags(File);
+
+impl Flags {
+    /// Open it.
+    ///
+    /// # Errors
+    /// Not for this user, or the kernel has none.
+    pub fn open() -> io::Result<Self> {
+        let file = File::open("/proc/kpageflags");
+        file.map(Self).map_err(|error| io::Error::new(error.kind(), format!("opening /proc/kpageflags: {error}")))
+    }
+
+    /// Tell each page of this range and its flags.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn each(&self, range: (u64, u64), mut tell: impl FnMut(u64, u64)) -> io::Result<()> {
+        const AT_ONCE: u64 = 4096;
+        let mut bytes = vec![0; AT_ONCE as usize * 8];
+        let (mut page, end) = range;
+        while page < end {
+            let want = ((end - page).min(AT_ONCE) * 8) as usize;
+            let got = self.0.read_at(&mut bytes[..want], page * 8)? / 8;
+            if got == 0 {
+                // Beyond the end of memory.
+                return Ok(());
+            }
+            for word in bytes[..got * 8].chunks_exact(8) {
+                tell(page, u64::from_ne_bytes(word.try_into().expect("eight bytes")));
+                page += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_is_what_is_not_indented_and_whole_pages() {
+        let text = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n00100000-7ffdffff : System RAM\n  \
+                    01000000-01ffffff : Kernel code\n100000000-17fffffff : System RAM";
+        assert_eq!(system_ram(text), [(1, 0x9f), (0x100, 0x7ffe0), (0x10_0000, 0x18_0000)]);
+        assert_eq!(system_ram("00000000-00000000 : System RAM"), [], "not for this user");
+    }
+
+    #[test]
+    fn a_page_is_told_only_if_somebody_could_see_that_it_is_used() {
+        assert_eq!(class(BUDDY, None), Some(Kind::Free));
+        assert_eq!(class(LRU, None), Some(Kind::FileClean));
+        assert_eq!(class(LRU | DIRTY, None), Some(Kind::FileDirty));
+        assert_eq!(class(LRU | SWAP_BACKED, None), Some(Kind::Anon), "shared memory");
+        assert_eq!(class(1 << 7, None), None, "slab");
+        assert_eq!(class(LRU | ANON | UNEVICTABLE, None), None, "locked");
+        assert_eq!(class(TAIL, Some(Kind::Anon)), Some(Kind::Anon), "inside a huge page");
+        assert_eq!(class(TAIL, None), None);
+        assert_eq!(class(BUDDY | POISONED, None), None);
+    }
+}

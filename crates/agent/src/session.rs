@@ -1,0 +1,327 @@
+//! What the host says, and what it is told: the loop around all else.
+//!
+//! Before: the port is open. After: the agent is told to end, or the port is gone.
+//! Threads: one, which waits for the host, for the next tick, and for nothing else for long.
+//! Promise: reports take at most 1/20 of a CPU here. A host that says nothing for a while has the guest get back what
+//! is held for it, and no report is made for nobody.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use ballast_guest::frame::Next;
+use ballast_guest::message::{MAX_RUNS, Tracking, Wanted};
+use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost};
+
+use crate::balloon::Balloon;
+use crate::damon::{self, Damon};
+use crate::memory::{self, Flags};
+use crate::port::Port;
+use crate::prove::Proof;
+use crate::report::{self, Back, Sorting};
+use crate::services::Services;
+use crate::{files, vital};
+
+/// After this long without a host that listens, nothing is held for it: an engine that is replaced is back sooner.
+const GONE: Duration = Duration::from_secs(20);
+/// Pauses where the port is there and nobody listens, and where DAMON could not be had.
+const NOBODY: Duration = Duration::from_millis(500);
+const DAMON_AGAIN: Duration = Duration::from_secs(30);
+/// A report comes every so often at most, and after N times as long as it took.
+const REPORT_EVERY: Duration = Duration::from_secs(2);
+const REPORT_PART: u32 = 20;
+
+/// Serve the host until the agent is told to end.
+///
+/// # Errors
+/// There is no port, or it is gone.
+pub fn run(path: Option<&str>) -> io::Result<()> {
+    let mut port = Port::open(path)?;
+    // Where memory is short, this is the first to go: it holds what others need.
+    let _ = files::write("/proc/self/oom_score_adj", 1000);
+    damon::undo();
+    let mut guest = Guest::new();
+    let mut buffer = vec![0; 32 << 10];
+    while !files::ends() {
+        let now = Instant::now();
+        if !port.wait(guest.pause(now))? {
+            guest.nobody(now);
+            port.forget();
+            std::thread::sleep(NOBODY);
+            continue;
+        }
+        loop {
+            let count = port.read(&mut buffer)?;
+            if count == 0 {
+                break;
+            }
+            guest.frames.push(&buffer[..count]);
+            while let Some(next) = guest.frames.next_frame() {
+                match next {
+                    Next::Frame(frame) => guest.heard(&frame, &mut port),
+                    Next::Unreadable(version, least) => eprintln!(
+                        "ballast-agent: the host speaks version {version} and wants a reader of at least {least}"
+                    ),
+                }
+            }
+        }
+        guest.work(&mut port);
+        port.flush()?;
+    }
+    Ok(())
+}
+
+/// How reports come about.
+#[derive(Debug)]
+enum Source {
+    /// Nobody wants them, or it was not tried yet.
+    None,
+    Damon(Damon),
+    /// It cannot be had; it is tried again at this time.
+    Without(Instant),
+}
+
+/// What the agent knows and has.
+struct Guest {
+    frames: Frames,
+    session: Option<u64>,
+    wanted: Wanted,
+    heard_at: Instant,
+    next_tick: Instant,
+    next_report: Instant,
+    reports: u32,
+    source: Source,
+    note: String,
+    ram: Vec<(u64, u64)>,
+    flags: Option<Flags>,
+    back: Back,
+    restores: u64,
+    proof: Proof,
+    balloon: Balloon,
+    services: Services,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            frames: Frames::default(),
+            session: None,
+            wanted: Wanted::default(),
+            heard_at: now,
+            next_tick: now,
+            next_report: now,
+            reports: 0,
+            source: Source::None,
+            note: String::new(),
+            ram: memory::ram().unwrap_or_default(),
+            flags: Flags::open().ok(),
+            back: Back::default(),
+            restores: 0,
+            proof: Proof::default(),
+            balloon: Balloon::default(),
+            services: Services::default(),
+        }
+    }
+
+    /// How long there is nothing to do, unless the host says something.
+    fn pause(&self, now: Instant) -> Duration {
+        if self.session.is_none() {
+            return Duration::from_secs(5);
+        }
+        if self.balloon.is_busy(now) {
+            return Duration::ZERO;
+        }
+        let next = if self.wanted.reports { self.next_tick.min(self.next_report) } else { self.next_tick };
+        next.saturating_duration_since(now)
+    }
+
+    /// The host does not listen.
+    fn nobody(&mut self, now: Instant) {
+        self.session = None;
+        if now.saturating_duration_since(self.heard_at) > GONE {
+            self.rest();
+        }
+    }
+
+    /// Nobody wants anything.
+    fn rest(&mut self) {
+        self.balloon.empty();
+        self.services.tune(false);
+        self.source = Source::None;
+    }
+
+    fn say(&self, port: &mut Port, message: &ToHost) {
+        if let Some(session) = self.session {
+            port.send(&message.frame(session));
+        }
+    }
+
+    fn heard(&mut self, frame: &ballast_guest::Frame, port: &mut Port) {
+        let now = Instant::now();
+        let Ok(Some(message)) = ToGuest::decode(frame) else { return };
+        if !matches!(message, ToGuest::Hello(_)) && self.session != Some(frame.session) {
+            return;
+        }
+        self.heard_at = now;
+        match message {
+            ToGuest::Hello(wanted) => self.begin(frame.session, wanted, now, port),
+            ToGuest::Prove { nonce, pieces } => {
+                let found = self.proof.find(&nonce, &pieces);
+                self.say(port, &ToHost::Proof(found));
+            }
+            ToGuest::Ask { id, runs } => {
+                let runs = self.free_of(&runs);
+                self.say(port, &ToHost::Free { id, runs });
+            }
+            ToGuest::Balloon { node, pages } => self.balloon.want(node, pages),
+            ToGuest::Restored(runs) => {
+                for run in &runs {
+                    self.back.add(run, now);
+                    self.restores += u64::from(run.count);
+                }
+            }
+        }
+    }
+
+    fn begin(&mut self, session: u64, wanted: Wanted, now: Instant, port: &mut Port) {
+        if self.session != Some(session) {
+            port.forget();
+        }
+        self.session = Some(session);
+        self.wanted = wanted;
+        self.services.tune(wanted.services);
+        if !wanted.reports {
+            self.source = Source::None;
+        }
+        (self.next_tick, self.next_report) = (now, now);
+        let kernel = files::read("/proc/sys/kernel/osrelease").unwrap_or_default();
+        self.say(port, &ToHost::Hello { agent: env!("CARGO_PKG_VERSION").into(), kernel });
+        // What the host forgot that it has.
+        for (node, runs) in self.balloon.all() {
+            for runs in runs.chunks(MAX_RUNS) {
+                self.say(port, &ToHost::Taken { node, runs: runs.to_vec() });
+            }
+        }
+    }
+
+    /// Those of these pages that the allocator has now.
+    fn free_of(&self, runs: &[Run]) -> Vec<Run> {
+        let mut free = Vec::new();
+        let Some(flags) = &self.flags else { return free };
+        for run in runs {
+            let told = flags.each((run.page, run.end()), |page, flags| {
+                if memory::class(flags, None) == Some(Kind::Free) {
+                    ballast_guest::run::push(&mut free, Run::of(page, 1));
+                }
+            });
+            if told.is_err() {
+                return Vec::new();
+            }
+        }
+        free
+    }
+
+    fn work(&mut self, port: &mut Port) {
+        if self.session.is_none() {
+            return;
+        }
+        let now = Instant::now();
+        if self.balloon.is_busy(now)
+            && !port.is_behind()
+            && let Some((node, runs)) = self.balloon.step(now)
+        {
+            for runs in runs.chunks(MAX_RUNS) {
+                self.say(port, &ToHost::Taken { node, runs: runs.to_vec() });
+            }
+        }
+        if now >= self.next_tick {
+            self.tick(now, port);
+        }
+        if self.wanted.reports && now >= self.next_report {
+            if !port.is_behind() {
+                self.report(now, port);
+            }
+            let took = now.elapsed();
+            self.next_report = Instant::now() + REPORT_EVERY.max(took * REPORT_PART);
+        }
+    }
+
+    fn tick(&mut self, now: Instant, port: &mut Port) {
+        self.next_tick = now + Duration::from_millis(self.wanted.tick_ms.clamp(100, 60_000).into());
+        if port.is_behind() {
+            return;
+        }
+        let mut tick = vital::tick();
+        let (tracking, of_damon) = match &self.source {
+            Source::Damon(damon) => (Tracking::Damon, damon.cpu_us()),
+            _ => (Tracking::Off, 0),
+        };
+        tick.tracking = tracking;
+        tick.cpu_us = vital::cpu_us() + of_damon;
+        tick.note = if self.note.is_empty() { self.balloon.note.clone() } else { self.note.clone() };
+        for node in &mut tick.nodes {
+            node.ballooned = self.balloon.held(node.node);
+        }
+        tick.restores = self.restores;
+        self.services.count(&mut tick);
+        self.say(port, &ToHost::Tick(tick));
+    }
+
+    /// Have DAMON at work, if it can be had.
+    fn watch(&mut self, now: Instant) {
+        match self.source {
+            Source::Damon(_) => return,
+            Source::Without(again) if now < again => return,
+            _ => {}
+        }
+        self.source = match Damon::start(&self.ram) {
+            Ok(damon) => {
+                self.note.clear();
+                Source::Damon(damon)
+            }
+            Err(error) => {
+                self.note = error.to_string();
+                Source::Without(now + DAMON_AGAIN)
+            }
+        };
+    }
+
+    fn report(&mut self, now: Instant, port: &mut Port) {
+        self.watch(now);
+        let ranges = match &self.source {
+            Source::Damon(damon) => damon.ranges(),
+            _ => Ok(Vec::new()),
+        };
+        let ranges = ranges.unwrap_or_else(|error| {
+            // Somebody else has it now.
+            self.note = format!("asking DAMON: {error}");
+            self.source = Source::Without(now + DAMON_AGAIN);
+            Vec::new()
+        });
+        let Some(flags) = &self.flags else { return };
+        let mut report = Sorting::default();
+        let mut next = ranges.iter().peekable();
+        for piece in &self.ram {
+            let told = flags.each(*piece, |page, flags| {
+                while next.next_if(|range| range.end <= page).is_some() {}
+                let level = next.peek().filter(|range| range.page <= page).map(|range| report::level(range));
+                report.page(page, flags, level, &self.back, now);
+            });
+            if let Err(error) = told {
+                self.note = format!("reading /proc/kpageflags: {error}");
+                return;
+            }
+        }
+        let vital = vital::tick();
+        let runs = report.finish(vital.total, vital.free, report::MOST_RUNS);
+        self.reports = self.reports.wrapping_add(1);
+        let mut parts = runs.chunks(MAX_RUNS).peekable();
+        if parts.peek().is_none() {
+            return self.say(port, &ToHost::Report { number: self.reports, last: true, runs: Vec::new() });
+        }
+        while let Some(runs) = parts.next() {
+            let last = parts.peek().is_none();
+            self.say(port, &ToHost::Report { number: self.reports, last, runs: runs.to_vec() });
+        }
+    }
+}
