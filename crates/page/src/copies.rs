@@ -1,9 +1,8 @@
-//! Which store a far page's word names, and what of its copies is alive.
+//! The store that a far page's word names, and the copies that words keep alive.
 //!
 //! Before: `evict` put a page into a store, and `shift` may have moved it on to another. After: the word alone
 //! says where its copy is. Threads: any.
-//! Promise: a word names a store by its number alone. A number that is not known resolves to nothing, and the page
-//! waits.
+//! Promise: a word names a store by its number alone. An unknown number resolves to no store, and the page waits.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, Store};
@@ -12,8 +11,7 @@ use crate::page_state::{State, Word};
 
 /// Finds the store a far page is in.
 pub trait StoreOf {
-    /// The store that this word (Far or Restoring) names. With `None` the page is served later, by a worker that has
-    /// it.
+    /// The store that this word (Far or Restoring) names. With `None` a worker that has it serves the page later.
     fn store_of(&self, word: Word) -> Option<&dyn Store>;
 }
 
@@ -33,7 +31,7 @@ pub fn free_copies(stores: &impl StoreOf, first: PageKey, words: impl IntoIterat
     }
 }
 
-/// The number of the store that this page's bytes are in, if they are in one.
+/// The number of the store that has this page's bytes, if one has.
 pub fn store_number(word: Word) -> Option<u8> {
     live_handle(word).map(|_| word.store())
 }

@@ -1,6 +1,6 @@
-//! Discard: the guest gives pages up, and with them their copies. An eviction to nowhere.
+//! Discard: the guest gives pages up, and Ballast drops their memory and their copies.
 //!
-//! Before: a VMM said that it is about to free a range. After: the pages' memory and copies are gone, and a touch reads
+//! Before: a VMM announced that it frees a range. After: the pages' memory and copies are gone, and a touch reads
 //! zeros. Threads: client workers. Waits for a worker that holds one of the pages. Units: pages of a region.
 //! Promise: no copy is freed before the punch, and a word changes only after it.
 
@@ -14,21 +14,21 @@ use crate::granule::Granule;
 use crate::memory::Backing;
 use crate::page_state::{State, Word};
 
-/// What became of a run of pages that went through [`discard`].
+/// The result of [`discard`] for a run of pages.
 #[derive(Debug, Default)]
 pub struct Discarded {
     /// How many of the pages given up had been in each state (by their granule's word), indexed by `State as usize`.
     pub counts: [u64; State::COUNT],
-    /// Why a Poisoned page stays Poisoned, if one does.
+    /// The error that left a Poisoned page Poisoned, if one did.
     pub not_healed: Option<io::Error>,
 }
 
 /// The guest gave these pages up: drop their far copies and their memory. The next touch reads zeros.
 ///
 /// All locks of the run are held together for one punch. They are taken in ascending order, and no other worker waits
-/// for a lock while it holds one, so nothing can wait in a circle. `pause` is called while another worker works on a
-/// page, and may give up; `heal` for each page that was Poisoned, under its lock: the kernel's poison mark outlives the
-/// punch and must be replaced.
+/// for a lock while it holds one, so there is no deadlock. `pause` is called while another worker holds a page, and may
+/// give up. `heal` is called for each Poisoned page, under its lock: the kernel's poison mark outlives the punch and
+/// must be replaced.
 ///
 /// # Errors
 /// The region's file could not be punched: some of the pages may read as zeros, and their words are as they were.

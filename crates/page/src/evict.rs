@@ -19,9 +19,9 @@ use crate::punch::{Committed, Evicted, punch};
 /// When a page on its way out is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockedFrom {
-    /// For its punch: a touch before that keeps it, and waits for nothing.
+    /// For its punch: a touch before that keeps the page in memory and does not wait.
     Punch,
-    /// From before it is copied: it goes, and a thread that touches it meanwhile waits for the run and brings it back.
+    /// From before the copy on: the page goes. A thread that touches it meanwhile waits for the run and brings it back.
     Copy,
 }
 
@@ -32,7 +32,7 @@ pub struct To<'a> {
     pub number: u8,
     /// The store.
     pub store: &'a dyn Store,
-    /// When: their words say so, in the age byte (see `away`).
+    /// When, as the age byte of their words says it.
     pub since: u8,
 }
 
@@ -80,8 +80,8 @@ pub fn evict<'a>(
 ) -> Evicted {
     let mut result = Evicted::default();
     let mut claimed = claim(run, &granule_of, ticket, from);
-    // Only now, when no pin comes without being seen; and before anything is read, for what whoever let go
-    // of a page has written to it must be in the copy.
+    // Asked here and not earlier, because from the claim on every new pin is seen. Asked before the read, because the
+    // copy must contain what a device wrote before it unpinned the page.
     let pages: Vec<PageIdx> = claimed.iter().map(|claim| claim.page).collect();
     let mut held = backing.held(&pages).into_iter().peekable();
     claimed.retain_mut(|claim| {
@@ -92,16 +92,16 @@ pub fn evict<'a>(
         stays.is_none()
     });
     let copied = copy_out(region, &claimed, &granule_of, backing, to, buffer, &mut result);
-    // Only now, all at once: a thread that touches a page of the run waits for its punch, not for the copying of the
-    // others.
+    // All at once, after the copying: a thread that touches a page of the run waits for the punch, not for the copying
+    // of other pages.
     let mut committed = commit(region, claimed, &granule_of, copied, to, &mut result);
     punch(&mut committed, backing, &to, &mut result);
     result
 }
 
 /// Quarantine to Evicting: the granules of `run` that are still in Quarantine under `ticket`. The others were
-/// quarantine hits, which the fault has counted. From here on a touch is seen: it finds the lock, or the word changes
-/// and the commit fails.
+/// quarantine hits, which the fault has counted. From here on every touch is seen: it finds the lock, or it changes the
+/// word and the commit fails.
 fn claim<'a>(
     run: PageRange,
     granule_of: &impl Fn(PageIdx) -> Granule<'a>,
@@ -129,8 +129,8 @@ fn claim<'a>(
     claimed
 }
 
-/// Evicting to Far or Zero, under the lock: the granules that were copied whole and that nobody touched meanwhile. The
-/// others keep their memory, and their copies are freed.
+/// Evicting to Far or Zero, under the lock: the granules that were copied whole and not touched meanwhile. The others
+/// keep their memory, and their copies are freed.
 fn commit<'a>(
     region: RegionKey,
     claimed: Vec<Claim<'a>>,
@@ -172,18 +172,18 @@ fn commit<'a>(
     committed
 }
 
-/// What came of copying.
+/// The result of copying.
 struct Copied {
-    /// What the words of the granules' pages are to say, page after page; the last granule's may be incomplete.
+    /// The new words of the granules' pages, page after page; the last granule's may be incomplete.
     words: Vec<Word>,
     /// Which granules are all zero.
     all_zero: Vec<bool>,
-    /// Whose memory failed. They have words like the others, which mean nothing.
+    /// Which granules' memory failed. Their words mean nothing.
     unreadable: Vec<bool>,
 }
 
-/// Copy the granules in `claimed` to the store, until one is refused, or cannot be read for another reason than that
-/// its memory failed.
+/// Copy the granules in `claimed` to the store. Stops when the store refuses one, or when a read fails for another
+/// reason than failed memory.
 fn copy_out<'a>(
     region: RegionKey,
     claimed: &[Claim<'_>],
@@ -196,12 +196,12 @@ fn copy_out<'a>(
     let size = claimed.first().map_or(1, |claim| granule_of(claim.page).pages()) as usize;
     let mut copies: Vec<Word> = Vec::with_capacity(claimed.len() * size);
     let (mut all_zero, mut unreadable) = (vec![true; claimed.len()], vec![false; claimed.len()]);
-    // Up to here pages are read one by one, because one of them cannot be.
+    // Up to here pages are read one by one, because one of them cannot be read.
     let mut singly_until = 0;
     'granules: while let Some(Claim { page: first, evicting, lock }) = claimed.get(copies.len() / size) {
         let done = copies.len() % size;
         if done > 0 && lock.is_none() && granule_of(*first).cell().load() != *evicting {
-            // Touched: the rest of a huge page need not be copied. It will not be committed.
+            // Touched: it will not be committed, so the rest of the huge page need not be copied.
             copies.resize(copies.len() - done + size, Word::INITIAL);
             continue;
         }
@@ -237,7 +237,7 @@ fn copy_out<'a>(
             copies.push(if zero && size == 1 {
                 Word::new(State::Zero, to.since)
             } else {
-                // Zeros within a huge page are an object, too: one that takes no room.
+                // Zeros within a huge page are an object, too, which occupies nothing.
                 match to.store.put(key, bytes) {
                     PutOutcome::Stored(handle) => Word::far(to.number, handle, to.since),
                     refused => {
@@ -260,7 +260,7 @@ struct Claim<'a> {
 }
 
 impl Claim<'_> {
-    /// Back to Resident; false if it was touched meanwhile, and is so already.
+    /// Back to Resident; false if a touch has done that already.
     fn give_back(&mut self, granule: Granule<'_>) -> bool {
         let resident = Word::new(State::Resident, self.evicting.age());
         match self.lock.take() {

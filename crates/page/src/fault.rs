@@ -20,10 +20,10 @@ use crate::memory::{Backing, Holds, Mapped};
 use crate::outcome::{Move, Outcome, Served};
 use crate::page_state::{Cell, Locked, State, Word};
 
-/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` is what heat makes of
-/// the age of a page that was just touched.
+/// Serve one fault on one granule, whose first page is `key`'s, in the file `backing`. `touched` returns heat's new age
+/// for a page that was just touched.
 ///
-/// The granule may have left Quarantine or Evicting even if the fault must be served again: the outcome tells.
+/// The granule may have left Quarantine or Evicting even if the fault must be served again; the outcome says so.
 pub fn serve(
     granule: Granule<'_>,
     key: PageKey,
@@ -45,7 +45,7 @@ pub fn serve(
             State::Quarantine | State::Evicting => Word::new(State::Resident, touched(from.age())),
             State::Zero | State::Poisoned => from,
             State::Far | State::Restoring if stores.store_of(from).is_none() => return Served::Later.into(),
-            // A minor fault says that there is something in the file, and then the word must not say Restoring: see
+            // A minor fault means that the file has the page, and then the word must not say Restoring: see
             // `recover`.
             State::Far | State::Restoring if kind == FaultKind::Minor => from.in_state(State::Far),
             State::Far | State::Restoring => from.in_state(State::Restoring),
@@ -101,8 +101,8 @@ fn fill_zeros(
     }
 }
 
-/// Bring a far granule back, through `buffer`. The lock's word is Restoring, or Far if the hole may be filled already;
-/// it is left Resident, Far (try again) or Poisoned.
+/// Bring a far granule back, through `buffer`. The lock's word is Restoring, or Far if the hole may be filled already.
+/// It becomes Resident, Far (try again) or Poisoned.
 fn restore(
     lock: &mut Locked<'_>,
     granule: Granule<'_>,
@@ -114,7 +114,7 @@ fn restore(
 ) -> io::Result<Served> {
     let word = lock.word();
     let far = word.in_state(State::Far);
-    // For every way out of here that says nothing else.
+    // Every return below that sets no other word leaves this one.
     lock.set(far);
     let look = || backing.holds(PageRange::of(key.page, granule.pages()));
     let mut holds = if word.state() == State::Far { look()? } else { Holds::Nothing };
@@ -122,14 +122,14 @@ fn restore(
     match copy {
         GetOutcome::Found => {}
         GetOutcome::Busy => return Ok(Served::Later),
-        // What is in the file is the page, whatever became of the copy.
+        // The bytes in the file are the page, even if the copy is lost.
         GetOutcome::Absent | GetOutcome::Corrupt if look()? == Holds::Bytes => holds = Holds::Bytes,
         GetOutcome::Absent | GetOutcome::Corrupt => {
-            // The word first: should we die here, the successor finds a page that is never handed out.
+            // The word first: if this engine dies here, its successor finds a page that it never maps.
             lock.publish(Word::new(State::Poisoned, word.age()));
             let served = poison(key.page, memory, true);
             if !matches!(served, Ok(Served::Poisoned { .. })) {
-                // Found lost again, and reported, when it is tried again.
+                // The next try finds the loss again and reports it.
                 lock.set(far);
             }
             return served;
@@ -155,16 +155,16 @@ fn restore(
         lock.set(Word::new(State::Resident, 0));
     }
     Ok(match filled.or(served) {
-        // Memory failed just now. The page stays Far until it is tried again, and the copy is what counts.
+        // The memory failed just now. The page stays Far, its copy is valid, and the next try installs it.
         Served::Failed => Served::Later,
         served => served,
     })
 }
 
-/// Fill a far granule's hole. Its word says Restoring meanwhile, and after that Far again.
+/// Fill a far granule's hole. Its word says Restoring meanwhile, and Far again afterwards.
 fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[PageBytes]) -> io::Result<FillOutcome> {
     let far = lock.word();
-    // A successor that takes over from here on must find Restoring, until it is known that nothing was filled.
+    // From here on a successor must find Restoring, until it is known that nothing was filled.
     lock.publish(far.in_state(State::Restoring));
     let outcome = memory.install(page, bytes);
     lock.set(far);
@@ -174,13 +174,12 @@ fn install(lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped, bytes: &[
     outcome
 }
 
-/// Put a far granule's bytes in the place of zeros that are in its file. They are not its bytes (it would be Zero), and
-/// it has not been mapped since it went: a foreign mapper has read there, or allocated
-/// it, or an old kernel did so by itself. The word says Far meanwhile, so a successor finds the zeros out, too. Nor is
-/// memory there that failed its bytes.
+/// Replace zeros, or failed memory, in a far granule's file by the granule's bytes. The zeros are not its bytes (its
+/// word would say Zero) and the guest has not mapped it since its eviction: a foreign mapper has read or allocated it,
+/// or an old kernel has. The word says Far meanwhile, so that a successor replaces the zeros, too.
 ///
-/// What such a process *writes* between our look and this is lost, as it would be at any other time that the page is
-/// far.
+/// If a foreign mapper *writes* to the page between our look and this call, its bytes are lost. That holds at any time
+/// while the page is far.
 fn replace(
     lock: &mut Locked<'_>,
     page: PageIdx,
@@ -191,14 +190,14 @@ fn replace(
     if let ([bytes], Holds::Zeros | Holds::Nothing) = (bytes, holds) {
         return match backing.write(page, bytes) {
             Ok(()) => Ok(FillOutcome::AlreadyThere),
-            // The zeros are gone again, and there is no memory for a page just now.
+            // The zeros are gone again, and the host has no memory for a page now.
             Err(error) if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::OutOfMemory) => {
                 Ok(FillOutcome::Retry)
             }
             Err(error) => Err(error),
         };
     }
-    // A huge page's file cannot be written to, and memory that failed not either.
+    // The kernel can write neither to a huge page's file nor to failed memory.
     backing.punch(PageRange::of(page, bytes.len() as u64))?;
     Ok(match install(lock, page, memory, bytes)? {
         // Filled again already.
@@ -233,9 +232,9 @@ fn fetch(word: Word, granule: Granule<'_>, first: PageKey, stores: &impl StoreOf
     outcomes.into_iter().max_by_key(worst).unwrap_or(GetOutcome::Absent)
 }
 
-/// Bring back far pages that have not been touched, from `first` on, as many as there are cells and the buffer holds;
-/// stops at the first that is not far, is locked or cannot be had at once. Returns the moves of those that were
-/// restored. All are locked until the last is there, so a run should be short.
+/// Bring back untouched far pages, from `first` on, as many as there are cells and the buffer holds. Stops at the first
+/// page that is not far, is locked, or whose store is busy. Returns the moves of the restored pages. All stay locked
+/// until the last one is installed, so keep a run short.
 ///
 /// # Errors
 /// The kernel refused in a way it never should; the pages are far as before.
@@ -253,10 +252,10 @@ pub fn restore_run<'a>(
         let far = word.state() == State::Far && !word.is_locked();
         let Some(store) = stores.store_of(word).filter(|_| far) else { break };
         let Some(mut lock) = cell.lock(word, word.in_state(State::Restoring)) else { break };
-        // For every way out of here that says nothing else.
+        // Every return below that sets no other word leaves this one.
         lock.set(word);
         if store.get(key, word.handle(), out) != GetOutcome::Found {
-            // A thread that wants it will fault, and that fault finds out what is wrong with it.
+            // The next fault on the page finds out why.
             break;
         }
         held.push((key, store, lock));
@@ -264,7 +263,7 @@ pub fn restore_run<'a>(
     if held.is_empty() {
         return Ok(Vec::new());
     }
-    // A page that is in its file already stays Far: the fault on it finds out what is there ([`restore`]).
+    // A page whose hole is filled already stays Far: a fault on it examines the file ([`restore`]).
     let filled = memory.install_run(first.page, &buffer[..held.len()])?;
     let come_back = held.into_iter().take(filled).map(|(key, store, mut lock)| {
         let from = lock.word();
@@ -286,25 +285,25 @@ fn poison(page: PageIdx, memory: &impl Mapped, newly: bool) -> io::Result<Served
     })
 }
 
-/// If this says that the memory of a page in its file failed, the page is Poisoned: every touch is a memory error from
-/// now on. What is in the file stays there, unreadable, until it is discarded.
+/// If `served` says that the memory of a page in its file failed, poison the page: every touch is a memory error from
+/// now on. The failed memory stays in the file, unreadable, until the guest discards the page.
 fn lost(served: Served, lock: &mut Locked<'_>, page: PageIdx, memory: &impl Mapped) -> io::Result<Served> {
     if served != Served::Failed {
         return Ok(served);
     }
     let before = lock.word();
-    // The word first: should we die here, the successor finds a page that is never handed out.
+    // The word first: if this engine dies here, its successor finds a page that it never maps.
     lock.publish(Word::new(State::Poisoned, before.age()));
     let poisoned = poison(page, memory, true);
     if !matches!(poisoned, Ok(Served::Poisoned { .. })) {
-        // Found lost again, and reported, when it is tried again.
+        // The next try finds the loss again and reports it.
         lock.set(before);
         return poisoned;
     }
     Ok(Served::Failed)
 }
 
-/// Did a hole get filled, so that the page in the file is now the one that counts?
+/// Was the hole filled, so that the page in the file is now authoritative?
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Filled {
     Yes,
@@ -320,8 +319,8 @@ impl Filled {
     }
 }
 
-/// Follow up on filling a hole. What is already in the file is the page (invariant 1; [`restore`] has seen to its being
-/// no zeros of a foreign mapper): map that one.
+/// Follow up on filling a hole. A page that the file has already is the page (invariant 1; [`restore`] has made sure
+/// that it is not a foreign mapper's zeros): map it.
 fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::Result<Filled> {
     let outcome = if outcome == FillOutcome::AlreadyThere { memory.map(page)? } else { outcome };
     Ok(match outcome {
@@ -337,7 +336,7 @@ fn fill_hole(outcome: FillOutcome, page: PageIdx, memory: &impl Mapped) -> io::R
 }
 
 /// Map a page whose word is Resident: it is in the file, or it is a hole that means zeros. The fault's kind is only a
-/// hint (the page may have changed since it was raised), so whichever call comes first the other one follows.
+/// hint, because the page may have changed since the fault was raised. So if one call fails, the other one follows.
 fn bring_in(page: PageIdx, kind: FaultKind, memory: &impl Mapped) -> io::Result<Served> {
     if kind == FaultKind::Minor {
         match memory.map(page)? {

@@ -1,14 +1,14 @@
-//! A granule: what is paged as one. A base page; or the 512 pages of a huge page, in a region of hugetlbfs, whose
-//! mapping the kernel can neither split nor fill in part (the strict 2 MiB paging of Maestro, §3).
+//! A granule: the pages that move as one. It is a base page; or, in a region of hugetlbfs, the 512 pages of a huge
+//! page, whose mapping the kernel can neither split nor fill in part (the strict 2 MiB paging of Maestro, §3).
 //!
 //! Before: `region` knows how large its granules are. After: `fault`, `evict` and `recover` move them.
 //! Threads: as for the word. Units: pages. Promise: the truth table of `page_state` holds for granules as for pages.
 //!
 //! **The word of a granule is that of its first page**: its state, its lock, its age, its ticket. The words of the
-//! other pages only say where their bytes sleep: they are Far with a handle while the granule is Far or Restoring, mean
-//! nothing while it is locked, and are otherwise [`Word::INITIAL`]. So every page of a granule is an object of its own
-//! in its store, and recovery, sweeping and spilling see handles in words as they do everywhere else. Their order,
-//! which makes a death at any instant harmless:
+//! other pages only name their copies: they are Far with a handle while the granule is Far or Restoring, mean nothing
+//! while it is locked, and are otherwise [`Word::INITIAL`]. So every page of a granule is an object of its own in its
+//! store, and recovery, sweep and spill find handles in words as they do for base pages. The order of writes makes a
+//! death at any instant harmless:
 //!
 //! - on the way out: copies, then the word says Far (locked), then the other words, then the punch, then the unlock;
 //! - on the way back, and in a discard: the file, then the word says Resident (locked), then the other words, then the
@@ -47,7 +47,7 @@ impl<'a> Granule<'a> {
         1 + self.rest.len() as u64
     }
 
-    /// Is it far, and are its bytes, or some of them, in one of these stores?
+    /// Is it far, with some of its bytes in one of these stores?
     pub fn is_in(self, stores: StoreSet) -> bool {
         let is_in = |word| store_number(word).is_some_and(|number| stores.contains(number));
         let word = self.cell().load();
@@ -76,13 +76,13 @@ impl<'a> Granule<'a> {
         }
     }
 
-    /// Forget them; returns what they were. The caller holds the lock, and the granule's word says Resident or
+    /// Clear them and return their old values. The caller holds the lock, and the granule's word says Resident or
     /// Poisoned.
     pub fn take_rest(self) -> Vec<Word> {
         let words = self.rest().collect();
         for cell in self.rest {
             let cell = Cell::new(cell);
-            // Not written if there is nothing to forget: a word never written costs no memory.
+            // A cleared word is not written again: a page of words that was never written costs no memory.
             if cell.load() != Word::INITIAL {
                 cell.reset(Word::INITIAL);
             }

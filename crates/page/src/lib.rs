@@ -1,7 +1,7 @@
-//! The moves of one page: what the model checker runs.
+//! The moves of one page, which the model checker runs.
 //!
-//! Before: nothing; it knows no VM, no thread and no file. After: the pager calls these functions on the pages of real
-//! regions. Threads: any number, of any number of engines. Units: pages of a region.
+//! Before: nothing; this crate knows no VM, no thread and no file. After: the pager calls these functions on the pages
+//! of real regions. Threads: any number, of any number of engines. Units: pages of a region.
 //! Promise: a word only moves as the table in [`page_state`] says.
 
 pub mod copies;

@@ -1,5 +1,5 @@
-//! What the pager asks of guest memory: a narrow face over the kernel, so that the model checker can stand in for it.
-//! A granule is named by its first page; how many pages it has, both sides know.
+//! Guest memory as the pager uses it: a narrow trait over the kernel, which the model checker can implement, too.
+//! A granule is named by its first page; both sides know how many pages it has.
 //!
 //! Before: `fault` and `evict` decide. After: the view does it with userfaultfd and the region's file.
 //! Threads: any that holds the lock of the granule. Promise: an outcome says what the file holds now.
@@ -10,7 +10,7 @@ use ballast_base::fill::FillOutcome;
 use ballast_base::store::PageBytes;
 use ballast_base::{PageIdx, PageRange};
 
-/// What punching came to.
+/// The result of a punch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Punched {
     /// There is a hole.
@@ -20,12 +20,12 @@ pub enum Punched {
     Stuck,
 }
 
-/// What a file has in the place of a granule.
+/// What the file has at a granule's offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holds {
     /// A hole.
     Nothing,
-    /// Memory that is all zeros. Of a granule that is Far these are never its bytes: one of zeros is Zero instead.
+    /// Memory that is all zeros. They are never the bytes of a Far granule: a granule of zeros is Zero.
     Zeros,
     /// Memory that failed: it cannot be read.
     Failed,
@@ -33,20 +33,20 @@ pub enum Holds {
     Bytes,
 }
 
-/// What reading came to.
+/// The result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadOutcome {
     /// The bytes are there.
     Done,
-    /// Memory under some of the pages failed: they cannot be read, and what was read of the others does not count.
+    /// Memory under some of the pages failed: they cannot be read, and the others' bytes in the buffer are not valid.
     Failed,
 }
 
 /// The file that holds one region.
 pub trait Backing {
-    /// Those of these granules that are pinned, or may be, in their order: a device, say, that
-    /// writes to one without a fault. Asked when they are zapped and claimed, and before they are read. Where it
-    /// cannot be known, none: then all there is to go by is how long they have been zapped.
+    /// Those of these granules that are pinned or may be, in their order: a device may write to such a granule without
+    /// a fault. Called when they are zapped and claimed, and before they are read. Returns none where the kernel does
+    /// not tell; then only the time since the zap protects them.
     fn held(&self, granules: &[PageIdx]) -> Vec<PageIdx> {
         let _ = granules;
         Vec::new()
@@ -55,10 +55,10 @@ pub trait Backing {
     /// Read as many pages as `out` holds, from `first`. A hole reads as zeros.
     fn read(&self, first: PageIdx, out: &mut [PageBytes]) -> io::Result<ReadOutcome>;
 
-    /// What is there of these pages, which are one granule?
+    /// What does the file have of these pages, which are one granule?
     fn holds(&self, pages: PageRange) -> io::Result<Holds>;
 
-    /// Free these pages. Every mapping of them in every process goes, too.
+    /// Free these pages. The kernel unmaps them in every process.
     ///
     /// # Errors
     /// The kernel refused. Some of the pages may be gone, or hold zeros.
@@ -68,7 +68,7 @@ pub trait Backing {
     fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()>;
 }
 
-/// One process's mapping of the region, whose faults we serve.
+/// One process's mapping of the region. We serve its faults.
 pub trait Mapped {
     /// Fill the hole with these bytes, a whole granule's, and map it.
     fn install(&self, page: PageIdx, bytes: &[PageBytes]) -> io::Result<FillOutcome>;
@@ -105,7 +105,7 @@ pub fn punch_until_gone(
     mut punch: impl FnMut() -> io::Result<()>,
     is_hole: impl Fn() -> io::Result<bool>,
 ) -> io::Result<Punched> {
-    /// What keeps the kernel from splitting a huge page mostly lasts for a moment.
+    /// The cause that keeps the kernel from splitting a huge page is mostly gone after a moment.
     const TRIES: u32 = 3;
     punch()?;
     for _ in 1..TRIES {

@@ -1,13 +1,13 @@
-//! What a move of a granule came to: the word it replaced, the one it left, and what the guest sees.
+//! The result of a granule's move: the word it replaced, the word it stored, and what the guest sees.
 //!
 //! Before: `fault` has tried to bring a granule in. After: the ledger books it. Threads: any.
-//! Promise: the words are those of the lock, so a count that is made from them counts each move once.
+//! Promise: the words are those of the lock, so the ledger counts each move once.
 
 use std::io;
 
 use crate::page_state::{State, Word};
 
-/// The word that a granule had when it was locked, and the one that it was left with.
+/// A granule's word when it was locked, and when it was unlocked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     /// Before.
@@ -22,14 +22,14 @@ impl Move {
         matches!(self.from.state(), State::Quarantine | State::Evicting)
     }
 
-    /// Is what the first word names in a store not needed any more?
+    /// Does it leave a copy that no word names any more?
     pub fn drops_copies(self) -> bool {
         let names = |word: Word| matches!(word.state(), State::Far | State::Restoring);
         names(self.from) && !names(self.to)
     }
 }
 
-/// What became of a fault.
+/// How a fault was served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Served {
     /// The page was in DRAM: zapped and now mapped again.
@@ -42,29 +42,29 @@ pub enum Served {
     Restored,
     /// The page was far, and its hole in the file was filled by another process.
     Filled {
-        /// With zeros, which the copy has replaced, as opposed to bytes, which now are the page.
+        /// With zeros, which the copy has replaced; other bytes are the page now.
         zeros: bool,
     },
     /// The store lost the page.
     Poisoned {
-        /// Found lost just now, as opposed to touched again.
+        /// The loss was found by this fault, not by an earlier one.
         newly: bool,
     },
     /// The memory of a page in its file failed: it is Poisoned now.
     Failed,
-    /// Another thread holds this page, the store is busy or not among those given, or the address space is changing:
-    /// serve it again soon.
+    /// Serve it again soon: another thread holds this page, its store is busy or was not given, or the address space is
+    /// changing.
     Later,
-    /// The range is not ours any more, or the process is gone. A thread that still waits there is not woken by this.
+    /// The range is not ours any more, or the process is gone. This wakes no thread that still waits there.
     Gone,
 }
 
-/// What became of one try to bring a granule in.
+/// The result of one try to bring a granule in.
 #[derive(Debug)]
 pub struct Outcome {
     /// `None` if the granule was not locked.
     pub moved: Option<Move>,
-    /// What the guest sees. On an error the kernel refused in a way it never should, and nothing was lost.
+    /// What the guest sees. An error is an unexpected refusal of the kernel; nothing was lost.
     pub served: io::Result<Served>,
 }
 

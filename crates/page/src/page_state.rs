@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! bits  0..4   state
-//! bit   4      lock: one worker is working on this page; everybody else comes back later
-//! bit   5      mark: the spill worker saw the page Far in RAM, under this handle, on an earlier pass (Far, Restoring)
+//! bit   4      lock: one worker owns this page; all others try again later
+//! bit   5      mark: an earlier spill pass found the page Far in RAM, under this handle (Far, Restoring)
 //! bits  6..8   reserved, zero
 //! bits  8..16  age, opaque to the pager (heat gives it its meaning); while Far or Zero, since when; 0 after a refault
 //! bits 16..24  store number (Far, Restoring)
@@ -44,23 +44,23 @@
 //! - **Far, locked by reclaim**, which unlocks it when the punch is done.
 //! - **Far**. Fault: to Restoring with the lock, or as the next one. Discard: to Resident under the lock. Spill: sets
 //!   the mark, by CAS; to Far in another store, under the lock.
-//! - **Far, locked by fault**. Zeros of a foreign mapper are being replaced by the copy, other bytes are the page now:
-//!   to Resident, or to Restoring where zeros can only be punched; back to Far if that cannot be done now.
+//! - **Far, locked by fault**. The fault replaces a foreign mapper's zeros by the copy; any other bytes are the page
+//!   now: to Resident, or to Restoring where zeros can only be punched; back to Far if neither can be done now.
 //! - **Far, locked by spill**, which unlocks it as Far, in the old store or the new one.
 //! - **Restoring**. Fault: to Resident; back to Far if the store is busy; to Poisoned if the store lost the page.
 //! - **Zero**. Fault, discard: to Resident under the lock.
 //! - **Poisoned**. Discard: to Resident under the lock.
 //! - **Lost**. Recovery, when no worker runs: to Resident if bytes other than zeros are in its file, else to Poisoned.
 //!
-//! *A foreign mapper* is any process that puts something into the file without being part of the VM: one that maps it
-//! and touches a hole, the kernel's own huge-page daemon before Linux 6.4, one that calls `fallocate`. A page that is
-//! Far was not all zeros when it went, so zeros in its file are never its bytes.
+//! *A foreign mapper* is any process outside the VM that fills holes of the file: a process that maps the file and
+//! touches a hole, khugepaged before Linux 6.4, a process that calls `fallocate`. A Far page was not all zeros when it
+//! was evicted, so zeros in the file are never its bytes.
 //!
 //! Two rules make it safe. **A page is only ever mapped under its lock**, and is Resident when the lock is released (or
 //! it is mapped with its whole unit of 2 MiB, which `unit.rs` keeps apart from any zap): so from the moment the zap of
-//! a Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket is never used twice**: so a
-//! page that was touched in quarantine and picked again starts its quarantine anew, and an engine that slept through
-//! its own replacement cannot commit a copy it read long ago.
+//! a Quarantine page is acknowledged, an unchanged word means an unchanged page. **A ticket is never used twice**: a
+//! page that was touched in quarantine and picked again starts a new quarantine, and an engine that was replaced while
+//! it slept cannot commit a copy that it read earlier.
 
 use std::fmt;
 
@@ -110,11 +110,11 @@ impl State {
 pub struct Word(u64);
 
 impl Word {
-    /// The word of a page nobody has looked at yet: Resident, age 0. All-zero memory is a valid table.
+    /// The word of a page that no worker has moved yet: Resident, age 0. All-zero memory is a valid table.
     pub const INITIAL: Self = Self(0);
 
-    /// In the place of a word whose memory failed: bits that no worker writes, and locked, so that no worker touches
-    /// the page before recovery has, with no worker running.
+    /// Replaces a word whose memory failed. No worker writes these bits. The lock keeps workers from the page until
+    /// recovery, which runs without workers, has mended it.
     pub const LOST: Self = Self(STATE_MASK | LOCK);
 
     /// The word itself was lost.
@@ -122,12 +122,12 @@ impl Word {
         self.0 & STATE_MASK == STATE_MASK
     }
 
-    /// The word that has these bits, whoever wrote them.
+    /// The word with these bits. They may come from another program version.
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// Does it say nothing that this program does not know? It may have been written by a newer one.
+    /// Does this program know every bit of it? A newer program may have written it.
     pub const fn is_known(self) -> bool {
         self.is_lost() || self.0 & STATE_MASK < State::COUNT as u64 && self.0 & RESERVED == 0
     }
@@ -142,7 +142,7 @@ impl Word {
         Self(state as u64 | (age as u64) << AGE_SHIFT)
     }
 
-    /// The state. Bits no engine ever writes read as Poisoned: the page is then never handed out.
+    /// The state. A state that no engine writes reads as Poisoned, so that such a page is never mapped.
     pub const fn state(self) -> State {
         match self.0 & STATE_MASK {
             0 => State::Resident,
@@ -155,17 +155,17 @@ impl Word {
         }
     }
 
-    /// Is a worker working on it?
+    /// Does a worker hold its lock?
     pub const fn is_locked(self) -> bool {
         self.0 & LOCK != 0
     }
 
-    /// Did the spill worker see it before, just as it is?
+    /// Did an earlier spill pass find exactly this word?
     pub const fn is_marked(self) -> bool {
         self.0 & MARK != 0
     }
 
-    /// The same word with the mark. Every other way to make a word leaves it out.
+    /// The same word with the mark. No other constructor sets it.
     pub const fn marked(self) -> Self {
         Self(self.0 | MARK)
     }
@@ -272,7 +272,7 @@ impl<'a> Cell<'a> {
     }
 }
 
-/// A locked page. Dropping it releases the lock in the state last given to [`Locked::set`].
+/// A locked page. Dropping it releases the lock and stores the word last given to [`Locked::set`].
 #[derive(Debug)]
 pub struct Locked<'a> {
     cell: Cell<'a>,
@@ -280,17 +280,17 @@ pub struct Locked<'a> {
 }
 
 impl Locked<'_> {
-    /// The word to be left behind.
+    /// The word that the unlock will store.
     pub fn word(&self) -> Word {
         self.word
     }
 
-    /// Leave the page in this word when the lock is released.
+    /// Store this word when the lock is released.
     pub fn set(&mut self, to: Word) {
         self.word = to.unlocked();
     }
 
-    /// The same, and let everybody see it now, still locked.
+    /// The same, and store it now, still locked.
     pub fn publish(&mut self, to: Word) {
         self.set(to);
         self.cell.0.store(self.word.locked().0, Ordering::Release);

@@ -10,11 +10,11 @@ use ballast_base::store::{GetOutcome, PageBytes, PageKey, Store};
 use crate::granule::Granule;
 use crate::page_state::{State, Word};
 
-/// Make `to` the word of page `index` of the granule if it is still `from`, and `bytes` (put under `to`) still what its
-/// copy holds. Returns whether that was so. Frees whichever copy is no longer wanted.
+/// Replace the word `from` of page `index` of the granule by `to`, if the word is unchanged and its copy still holds
+/// `bytes` (which were put under `to`). Returns whether it did. Frees the copy that no word names then.
 ///
-/// The bytes are compared because a store's handles come again: a page that was restored, written and evicted again may
-/// have the very word it had before. Under the lock, what the word names is the page's only truth.
+/// The bytes are compared because stores reuse handles: a page that was restored, written and evicted again may have
+/// the same word as before. Under the lock, the copy that the word names is authoritative.
 pub fn commit(
     (granule, index): (Granule<'_>, usize),
     key: PageKey,

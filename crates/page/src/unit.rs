@@ -1,16 +1,15 @@
 //! Unit: the stage of 2 MiB of a region, by which a whole unit may be mapped at once without its pages' locks.
 //!
 //! Before: reclaim zaps single pages of a unit that was mapped huge, or tracking zaps all of it. After: `coalesce`, or
-//! the fault that says "touched", maps it huge again. What else is known of a unit is in `units.rs`, and no byte
-//! depends on it.
+//! the fault that says "touched", maps it huge again. `units.rs` has the unit's other data, on which no byte depends.
 //! Threads: any; every move is one compare-exchange. In the engine's memory: a successor begins with all units Plain.
 //! Promise: from the acknowledgement of a zap for quarantine on, no page that is still in Quarantine becomes mapped.
 //!
 //! | Stage | Meaning | Who moves it on |
 //! |---|---|---|
-//! | Plain | pages are mapped one by one, under their locks | whoever wants to map or watch the unit: to Arming |
-//! | Arming | its 512 words are being read | who reads: to Watched or Mapping if all are Resident. reclaim: Cancelled |
-//! | Cancelled | the same, but what was read does not count | who reads: to Plain |
+//! | Plain | pages are mapped one by one, under their locks | a thread that will map or watch it: to Arming |
+//! | Arming | its words are being read | the reader: to Watched or Mapping if all are Resident. reclaim: Cancelled |
+//! | Cancelled | the same, but the words may change | the reader: to Plain |
 //! | Watched | zapped; the next touch maps all of it | fault worker, tracker: to Mapping. reclaim: to Plain |
 //! | Mapping | its pages are being mapped | its holder only: to Plain. Reclaim waits; a fault is put aside |
 //!
@@ -35,7 +34,7 @@ pub enum Stage {
     Plain = 0,
     /// Its words are being read.
     Arming = 1,
-    /// So they are, for nothing: it was disturbed.
+    /// Its words are being read, and it was disturbed meanwhile.
     Cancelled = 2,
     /// The next touch maps all of it.
     Watched = 3,
@@ -57,7 +56,7 @@ impl<'a> Unit<'a> {
         self.0.compare_exchange(from as u8, to as u8, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Where it is.
+    /// Its stage.
     pub fn stage(self) -> Stage {
         match self.0.load(Ordering::Acquire) {
             0 => Stage::Plain,
@@ -73,11 +72,11 @@ impl<'a> Unit<'a> {
         self.stage() == Stage::Mapping
     }
 
-    /// Some of its pages are in Quarantine now and will be zapped as soon as this returns. Waits while it is Mapping.
+    /// The caller has put some of its pages in Quarantine and zaps them next. Waits while the unit is Mapping.
     pub fn disturb(self, pause: impl Fn()) {
         loop {
             let stage = self.stage();
-            // Written also where nothing changes: see the file's head.
+            // A read-modify-write even where nothing changes: see the file's head.
             let to = match stage {
                 Stage::Mapping => {
                     pause();
@@ -102,7 +101,7 @@ impl<'a> Unit<'a> {
         self.arm(Stage::Watched, is_resident)
     }
 
-    /// Watched to Mapping: it was touched, or is watched no longer.
+    /// Watched to Mapping: it was touched, or tracking ends.
     pub fn enter(self) -> Option<Mapping<'a>> {
         self.swap(Stage::Watched, Stage::Mapping).then(|| Mapping(self))
     }
@@ -115,7 +114,7 @@ impl<'a> Unit<'a> {
         if self.swap(Stage::Arming, to) {
             return to != Stage::Plain;
         }
-        // Disturbed, more than once perhaps: only we move it on.
+        // Disturbed, perhaps more than once. Only this thread may move it on.
         self.swap(Stage::Cancelled, Stage::Plain);
         false
     }
