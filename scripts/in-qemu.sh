@@ -8,8 +8,8 @@
 # COMMAND  one word per command: "path/to/static-binary argument ..."; run in order, with REQUIRE as it is here
 #
 # Environment: MODULES (none: files to load, in this order, .ko or .ko.xz), FILES (none: files that the machine has
-#              under the same path), QEMU_MEMORY (2G), QEMU_CPUS (2), QEMU_SECONDS (600: the machine is ended after
-#              this long).
+#              under the same path), QEMU_MEMORY (2G), QEMU_CPUS (2), QEMU_MACHINE (q35), QEMU_ARGS (none: more words
+#              of QEMU's), QEMU_SECONDS (600: the machine is ended after this long).
 # Exit code: 0 all commands succeeded, 1 one failed, 2 usage, 3 something needed is missing, 4 no answer in time.
 set -eu
 
@@ -87,8 +87,9 @@ chmod +x "$root/init"
 (cd "$root" && find . | cpio --quiet -o -H newc) >"$work/initrd"
 
 # The answer is read from the console, since an emulated machine has no exit code.
-timeout "${QEMU_SECONDS:-600}" qemu-system-x86_64 -accel tcg,thread=multi -machine q35 -cpu max \
-    -smp "${QEMU_CPUS:-2}" -m "${QEMU_MEMORY:-2G}" -nodefaults -display none -no-reboot -serial stdio \
+# shellcheck disable=SC2086
+timeout "${QEMU_SECONDS:-600}" qemu-system-x86_64 -accel tcg,thread=multi -machine "${QEMU_MACHINE:-q35}" -cpu max \
+    -smp "${QEMU_CPUS:-2}" -m "${QEMU_MEMORY:-2G}" -nodefaults -display none -no-reboot -serial stdio ${QEMU_ARGS:-} \
     -kernel "$kernel" -initrd "$work/initrd" -append "console=ttyS0 quiet panic=-1 no_timer_check" </dev/null 2>&1 |
     tr -d '\r' | tee "$work/console"
 answer=$(sed -n 's/^in-qemu: answer \([01]\)$/\1/p' "$work/console" | tail -n 1)

@@ -19,6 +19,7 @@ pub mod mapping;
 pub mod memfd;
 pub mod meminfo;
 pub mod memory_error;
+pub mod numa;
 pub mod peer;
 pub mod perf;
 pub mod pins;

@@ -1,4 +1,4 @@
-//! Samples of a thread's accesses from perf: one event, one ring buffer.
+//! Samples of accesses, of a thread or of a CPU, from perf: one event, one ring buffer.
 //!
 //! Before: somebody wants to know what a thread accesses. After: [`records`] with addresses, for whoever makes ranges
 //! or pages hot of them. Threads: a sampler belongs to one thread, which drains it; the kernel writes meanwhile. Units:
@@ -116,6 +116,21 @@ impl Sampler {
     /// # Errors
     /// The thread is gone, there is no such ring, or the kernel has no memory for it.
     pub fn open(event: Event, thread: u32, period: u64, pages: usize) -> io::Result<Opened> {
+        let any_cpu = -1;
+        Self::open_on(event, thread as libc::pid_t, any_cpu, period, pages)
+    }
+
+    /// The same of whatever runs on a CPU: each sample says which process it is of.
+    ///
+    /// # Errors
+    /// There is no such CPU or ring, or the kernel has no memory for it.
+    pub fn open_cpu(event: Event, cpu: u32, period: u64, pages: usize) -> io::Result<Opened> {
+        let any_thread = -1;
+        let cpu = libc::c_int::try_from(cpu).map_err(|_| io::ErrorKind::InvalidInput)?;
+        Self::open_on(event, any_thread, cpu, period, pages)
+    }
+
+    fn open_on(event: Event, thread: libc::pid_t, cpu: libc::c_int, period: u64, pages: usize) -> io::Result<Opened> {
         if !pages.is_power_of_two() || pages > MOST_PAGES || period == 0 {
             let text =
                 format!("a ring of {pages} pages, one in {period}: a power of two up to {MOST_PAGES}, and not 0");
@@ -135,13 +150,10 @@ impl Sampler {
             flags: EXCLUDE_KERNEL | EXCLUDE_HYPERVISOR | precise,
             ..Attributes::default()
         };
-        let (any_cpu, no_group) = (-1, -1);
-        let flags = CLOSE_ON_EXEC;
+        let (flags, no_group) = (CLOSE_ON_EXEC, -1);
         // SAFETY: the kernel reads `attributes`, whose size it is told in it, and writes nothing of ours.
-        let fd = unsafe {
-            let thread = thread as libc::pid_t;
-            libc::syscall(libc::SYS_perf_event_open, &raw const attributes, thread, any_cpu, no_group, flags)
-        };
+        let fd =
+            unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, thread, cpu, no_group, flags) };
         if fd < 0 {
             let error = io::Error::last_os_error();
             return match error.raw_os_error() {

@@ -1,0 +1,117 @@
+//! Who else moves pages between nodes, so that nobody fights: the kernel's NUMA balancing, its demotion, and DAMON.
+//!
+//! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or stands aside and says for whom.
+//! Threads: none. Promise: nothing is switched off unless the owner of the guest said so ([`Balancing`]), and that is
+//! undone at the end.
+
+use std::io;
+
+use crate::kernel_files::Files;
+use crate::source::damon;
+
+const BALANCING: &str = "/proc/sys/kernel/numa_balancing";
+const DEMOTION: &str = "/sys/kernel/mm/numa/demotion_enabled";
+/// The mode in which the kernel promotes hot pages: a bit of the setting.
+const TIERING: u64 = 2;
+
+/// What moves pages here.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Beside {
+    /// Somebody who promotes by heat. Two that do so undo each other's moves.
+    pub promoter: Option<String>,
+    /// What goes well beside ours, and may use the room it keeps free.
+    pub notes: Vec<String>,
+}
+
+/// Look who is there; `own_damon` says that DAMON is ours.
+///
+/// # Errors
+/// A setting cannot be read.
+pub fn look(files: &Files, own_damon: bool) -> io::Result<Beside> {
+    let mut beside = Beside::default();
+    let mode = files.optional(BALANCING)?.and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
+    if mode & TIERING != 0 {
+        beside.promoter = Some(format!("the kernel's NUMA balancing promotes (kernel.numa_balancing is {mode})"));
+    } else if mode != 0 {
+        beside.notes.push(format!(
+            "NUMA balancing is on (kernel.numa_balancing is {mode}): it moves pages to the node of the CPU that uses them"
+        ));
+    }
+    if let Some(user) = damon::in_use(files)?.filter(|user| !own_damon && user.contains("migrate")) {
+        beside.promoter = Some(format!("DAMON migrates: {user}"));
+    }
+    if files.optional(DEMOTION)?.as_deref() == Some("true") {
+        beside.notes.push("the kernel demotes instead of swapping when a node is short of memory".into());
+    }
+    Ok(beside)
+}
+
+/// NUMA balancing, switched off for as long as this lives.
+#[derive(Debug)]
+pub struct Balancing {
+    files: Files,
+    before: String,
+}
+
+impl Balancing {
+    /// Switch it off. `None` if it is off already, or not there.
+    ///
+    /// # Errors
+    /// Not permitted.
+    pub fn off(files: &Files) -> io::Result<Option<Self>> {
+        let Some(before) = files.optional(BALANCING)?.filter(|mode| mode != "0") else { return Ok(None) };
+        files.write(BALANCING, 0)?;
+        Ok(Some(Self { files: files.clone(), before }))
+    }
+}
+
+impl Drop for Balancing {
+    fn drop(&mut self) {
+        // Somebody who has set it meanwhile is right.
+        if self.files.optional(BALANCING).is_ok_and(|mode| mode.as_deref() == Some("0")) {
+            let _ = self.files.write(BALANCING, &self.before);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nodes::tests::put;
+
+    #[test]
+    fn whoever_promotes_is_named_and_others_are_noted() {
+        let root = tempfile::tempdir().expect("directory");
+        let files = Files::below(root.path());
+        assert_eq!(look(&files, false).expect("looked"), Beside::default());
+        put(root.path(), BALANCING, "1\n");
+        put(root.path(), DEMOTION, "true\n");
+        let beside = look(&files, false).expect("looked");
+        assert_eq!((beside.promoter, beside.notes.len()), (None, 2));
+        put(root.path(), BALANCING, "3\n");
+        let said = look(&files, false).expect("looked").promoter.expect("promotes");
+        assert!(said.contains("numa_balancing is 3"), "{said}");
+        put(root.path(), BALANCING, "0\n");
+        let thread = "/sys/kernel/mm/damon/admin/kdamonds/0";
+        put(root.path(), &format!("{thread}/state"), "on\n");
+        put(root.path(), &format!("{thread}/contexts/0/schemes/0/action"), "migrate_hot\n");
+        assert!(look(&files, false).expect("looked").promoter.is_some_and(|said| said.contains("migrate_hot")));
+        assert_eq!(look(&files, true).expect("looked").promoter, None);
+    }
+
+    #[test]
+    fn balancing_is_off_for_a_while_unless_somebody_sets_it_meanwhile() {
+        let root = tempfile::tempdir().expect("directory");
+        let files = Files::below(root.path());
+        assert!(Balancing::off(&files).expect("not there").is_none());
+        put(root.path(), BALANCING, "2\n");
+        let off = Balancing::off(&files).expect("permitted").expect("it was on");
+        assert_eq!(files.text(BALANCING).expect("read"), "0");
+        drop(off);
+        assert_eq!(files.text(BALANCING).expect("read"), "2");
+        let off = Balancing::off(&files).expect("permitted").expect("it was on");
+        put(root.path(), BALANCING, "1\n");
+        drop(off);
+        assert_eq!(files.text(BALANCING).expect("read"), "1");
+    }
+}

@@ -1,0 +1,415 @@
+//! The loop: sample, classify, plan, move; one epoch of 500 ms after the other (Demeter §3.2).
+//!
+//! ```text
+//! step    choose programs (every 10th) ─► their map of memory ─► source.watch
+//!         source.take ─► classifier.record, by program
+//!         pages.look (a part of their page tables)
+//!         classifier.end_epoch ─► ranges of all programs in one order ─► relocate::plan ─► Mover, turn by turn
+//! ```
+//!
+//! Before: tiers, a source, a choice of programs. After: what is hot is in the fast tier, as far as it fits.
+//! Threads: one, the caller's, which calls [`Tierer::step`] twice a second. Units: pages of 4 KiB, bytes, epochs.
+//! Promise: at most the set bandwidth is moved, and planning takes at most 1/50 of the time; nothing is moved while
+//! somebody else promotes; dropped, everything but where pages are is as before.
+//!
+//! Programs share one order of heat: their addresses are told apart by their index in the bits that no address has.
+
+use std::io;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use ballast_base::PAGE_SIZE;
+use ballast_ranges::relocate::{self, Limits, Placement, Rule, Tier};
+use ballast_ranges::{Classifier, Fitted, Range, Roots, rank};
+use ballast_sys::{Remote, clock};
+
+use crate::beside::{self, Balancing};
+use crate::kernel_files::Files;
+use crate::mover::{Became, Mover, Moves, Order};
+use crate::nodes::{Tiers, usage};
+use crate::pages::Pages;
+use crate::programs::{Choice, Program, choose, memory};
+use crate::source::SampleSource;
+use crate::source::damon::Damon;
+use crate::source::perf::{Found, Perf};
+use crate::status::{Status, TierStatus};
+
+/// How long an epoch is (§3.2.1).
+pub const EPOCH: Duration = Duration::from_millis(500);
+/// Programs are chosen anew after this number of epochs.
+const CHOOSE_EVERY: u64 = 10;
+/// Page-table entries that are read in an epoch: 2 GiB of memory. Reading takes some 10 ns each.
+const LOOK: u64 = 1 << 19;
+/// Planning takes at most 1/N of the time: after a plan that took long the next one waits.
+const PLAN_PART: u32 = 50;
+/// The fast tier keeps 1/N of itself free above the kernel's watermarks, and at most this.
+const RESERVE_PART: u64 = 64;
+const MOST_RESERVE: u64 = 64 << 20;
+/// Samples of which it is asked whether the fast tier served them, in an epoch.
+const MOST_ASKED: u64 = 4096;
+/// Where the index of a program is in an address: user space ends below, also with five levels of tables.
+const INDEX: u32 = 57;
+/// Most programs: what fits above [`INDEX`].
+const MOST_PROGRAMS: usize = 1 << (64 - INDEX);
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Makes the classifier of one program.
+pub type MakeClassifier = fn(Roots) -> Box<dyn Classifier + Send>;
+
+/// What the owner decides.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Which programs.
+    pub choice: Choice,
+    /// Most that is promoted in a second; as much is demoted.
+    pub most_bytes_per_s: u64,
+    /// Switch NUMA balancing off while this runs. Without it, this stands aside where balancing promotes.
+    pub take_over: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { choice: Choice::default(), most_bytes_per_s: 256 << 20, take_over: false }
+    }
+}
+
+/// Why there is no tiering here.
+#[derive(Debug, thiserror::Error)]
+pub enum Unavailable {
+    /// All memory is of one speed, as far as this kernel knows.
+    #[error("Tiering: all memory is one tier: {0} nodes that nothing tells apart")]
+    OneTier(usize),
+    /// The kernel does not tell where pages are, or not to this user.
+    #[error("Tiering: where pages are is not known: {0}")]
+    Frames(&'static str),
+    /// There is no source of samples.
+    #[error("Tiering: nothing samples accesses: {pmu}; {damon}")]
+    NoSource {
+        /// Why no PMU.
+        pmu: &'static str,
+        /// Why not DAMON.
+        damon: io::Error,
+    },
+    /// Something else.
+    #[error("Tiering: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// A program that is managed.
+struct Watched {
+    program: Program,
+    process: Remote,
+    classifier: Box<dyn Classifier + Send>,
+    pages: Pages,
+}
+
+/// Tiering inside a guest.
+pub struct Tierer {
+    files: Files,
+    settings: Settings,
+    make: MakeClassifier,
+    rule: Rule,
+    source: Box<dyn SampleSource>,
+    own_damon: bool,
+    tiers: Tiers,
+    watched: Vec<Watched>,
+    plan_again: Instant,
+    status: Status,
+    _balancing: Option<Balancing>,
+}
+
+impl std::fmt::Debug for Tierer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tierer").field("status", &self.status).finish_non_exhaustive()
+    }
+}
+
+fn ours(roots: Roots) -> Box<dyn Classifier + Send> {
+    Box::new(Fitted::new(roots))
+}
+
+impl Tierer {
+    /// With the best source that this machine has: the PMU, else DAMON.
+    ///
+    /// # Errors
+    /// Why this machine cannot.
+    pub fn open(settings: Settings) -> Result<Self, Unavailable> {
+        let files = Files::default();
+        // Before anything is taken.
+        Self::check(&files)?;
+        match Perf::loads(&files)? {
+            Found::Perf(perf) => Self::with_source(settings, Box::new(perf)),
+            Found::Not(pmu) => {
+                let damon = Damon::open(&files).map_err(|damon| Unavailable::NoSource { pmu, damon })?;
+                let mut tierer = Self::with_source(settings, Box::new(damon))?;
+                tierer.own_damon = true;
+                Ok(tierer)
+            }
+        }
+    }
+
+    fn check(files: &Files) -> Result<Tiers, Unavailable> {
+        let tiers = Tiers::detect(files)?;
+        if tiers.list.len() < 2 {
+            return Err(Unavailable::OneTier(tiers.list.iter().map(|tier| tier.nodes.len()).sum()));
+        }
+        if !tiers.knows_frames() {
+            return Err(Unavailable::Frames("the kernel shows no memory blocks"));
+        }
+        let here = 0u64;
+        let mut frame = [None];
+        let address = ballast_base::Hva(&raw const here as u64);
+        Remote::open(std::process::id())?.physical(address, &mut frame)?;
+        if frame[0].is_none() {
+            return Err(Unavailable::Frames("page frames are hidden from this user; it must be root"));
+        }
+        Ok(tiers)
+    }
+
+    /// With a source of the caller's.
+    ///
+    /// # Errors
+    /// Why this machine cannot.
+    pub fn with_source(settings: Settings, source: Box<dyn SampleSource>) -> Result<Self, Unavailable> {
+        let files = Files::default();
+        let tiers = Self::check(&files)?;
+        let balancing = if settings.take_over { Balancing::off(&files)? } else { None };
+        let status = Status {
+            tiers: Vec::new(),
+            told_by: tiers.told,
+            source: source.name().into(),
+            aside: None,
+            notes: Vec::new(),
+            programs: 0,
+            managed_bytes: 0,
+            managed_fast_bytes: 0,
+            epochs: 0,
+            samples: 0,
+            samples_missed: 0,
+            fast_hit_pct: None,
+            epoch_samples: 0,
+            ranges: 0,
+            splits: 0,
+            moves: Moves::default(),
+            cpu_us: 0,
+            classifier_cpu_us: 0,
+        };
+        let own_damon = source.name() == "damon";
+        Ok(Self {
+            files,
+            settings,
+            make: ours,
+            rule: Rule::Ours,
+            source,
+            own_damon,
+            tiers,
+            watched: Vec::new(),
+            plan_again: Instant::now(),
+            status,
+            _balancing: balancing,
+        })
+    }
+
+    /// Classify and plan by other rules, such as the published ones: to compare them.
+    pub fn by_rule(&mut self, make: MakeClassifier, rule: Rule) {
+        (self.make, self.rule) = (make, rule);
+    }
+
+    /// How it goes.
+    pub fn status(&self) -> &Status {
+        &self.status
+    }
+
+    /// One epoch. The caller waits for [`EPOCH`] between two of them; DAMON's source waits for up to 200 ms in it.
+    ///
+    /// # Errors
+    /// The kernel refuses what it did not refuse before. The next step may go well.
+    pub fn step(&mut self) -> io::Result<()> {
+        let before = clock::cpu_time();
+        let result = self.epoch();
+        self.status.cpu_us += (clock::cpu_time() - before).as_micros() as u64;
+        result
+    }
+
+    fn epoch(&mut self) -> io::Result<()> {
+        if self.status.epochs.is_multiple_of(CHOOSE_EVERY) {
+            self.choose()?;
+            let beside = beside::look(&self.files, self.own_damon)?;
+            (self.status.aside, self.status.notes) = (beside.promoter, beside.notes);
+        }
+        self.status.epochs += 1;
+        self.sample()?;
+        self.look()?;
+        let before = clock::cpu_time();
+        self.watched.iter_mut().for_each(|watched| watched.classifier.end_epoch());
+        self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
+        if self.status.aside.is_none() && self.is_known() && Instant::now() >= self.plan_again {
+            self.relocate()?;
+        }
+        self.show()
+    }
+
+    /// Choose programs anew; those that stay keep what is known of them.
+    fn choose(&mut self) -> io::Result<()> {
+        let mut choice = self.settings.choice.clone();
+        choice.most = choice.most.min(MOST_PROGRAMS);
+        let chosen = choose(&self.files, &choice)?;
+        let mut before = std::mem::take(&mut self.watched);
+        for program in chosen {
+            let Ok(memory) = memory(&self.files, program.pid) else { continue };
+            let same = |known: &Watched| (known.program.pid, known.program.start) == (program.pid, program.start);
+            let mut watched = match before.iter().position(same) {
+                Some(at) => before.swap_remove(at),
+                None => {
+                    let Ok(process) = Remote::open(program.pid) else { continue };
+                    let classifier = (self.make)(memory.roots);
+                    Watched { program: program.clone(), process, classifier, pages: Pages::default() }
+                }
+            };
+            watched.program = program;
+            watched.pages.set_areas(memory.areas);
+            self.watched.push(watched);
+        }
+        // In one order, so that a source is not started anew for nothing.
+        self.watched.sort_by_key(|watched| watched.program.pid);
+        let pids: Vec<u32> = self.watched.iter().map(|watched| watched.program.pid).collect();
+        self.source.watch(&pids)
+    }
+
+    fn sample(&mut self) -> io::Result<()> {
+        let watched = &mut self.watched;
+        let (mut samples, mut asked, mut hits, mut known) = (0u64, 0u64, 0.0, 0.0);
+        let mut cpu = Duration::ZERO;
+        let mut batch: Vec<(usize, u64, u32)> = Vec::new();
+        let mut record = |watched: &mut Vec<Watched>, batch: &mut Vec<(usize, u64, u32)>| {
+            let before = clock::cpu_time();
+            batch.iter().for_each(|(at, address, count)| watched[*at].classifier.record(*address, *count));
+            cpu += clock::cpu_time() - before;
+            batch.clear();
+        };
+        let missed = self.source.take(&mut |pid, address, count| {
+            let Ok(at) = watched.binary_search_by_key(&pid, |watched| watched.program.pid) else { return };
+            samples += u64::from(count);
+            if asked < MOST_ASKED
+                && let Some(share) = watched[at].pages.fast_share(address)
+            {
+                asked += 1;
+                (hits, known) = (hits + share * f64::from(count), known + f64::from(count));
+            }
+            batch.push((at, address, count));
+            if batch.len() >= 4096 {
+                record(watched, &mut batch);
+            }
+        })?;
+        record(watched, &mut batch);
+        self.status.classifier_cpu_us += cpu.as_micros() as u64;
+        self.status.samples += samples;
+        self.status.epoch_samples = samples;
+        self.status.samples_missed += missed.lost + missed.damaged;
+        self.status.fast_hit_pct = (known > 0.0).then(|| hits / known * 100.0);
+        Ok(())
+    }
+
+    /// Look at a part of the page tables.
+    fn look(&mut self) -> io::Result<()> {
+        let each = LOOK / (self.watched.len() as u64).max(1);
+        let tiers = &self.tiers;
+        // One that is gone is left out when programs are chosen anew; so long its pages are absent.
+        self.watched.retain_mut(|watched| watched.pages.look(&watched.process, tiers, each).is_ok());
+        Ok(())
+    }
+
+    /// Was all of the programs' memory looked at once? Before, a plan would take what is not known for absent.
+    fn is_known(&self) -> bool {
+        !self.watched.is_empty() && self.watched.iter().all(|watched| watched.pages.rounds() > 0)
+    }
+
+    fn relocate(&mut self) -> io::Result<()> {
+        let began = Instant::now();
+        let mut now = (0, 0, 0);
+        for node in &self.tiers.list[0].nodes {
+            let node = usage(&self.files, *node)?;
+            now = (now.0 + node.size, now.1 + node.free, now.2 + node.high);
+        }
+        let (size, free, high) = now;
+        let fast: u64 = self.watched.iter().map(|watched| watched.pages.count().1).sum();
+        let free = free.saturating_sub(high) / PAGE;
+        let reserve = ((size / RESERVE_PART).min(MOST_RESERVE) / PAGE).max(1);
+        let seconds = EPOCH.as_secs_f64();
+        let most = (self.settings.most_bytes_per_s as f64 * seconds) as u64 / PAGE;
+        let limits = Limits { fast: fast + free, free, reserve, most: most.max(1) };
+        let before = clock::cpu_time();
+        let ranges = self.watched.iter().enumerate().flat_map(|(at, watched)| {
+            watched.classifier.ranges().iter().map(move |range| Range {
+                start: range.start | (at as u64) << INDEX,
+                end: range.end | (at as u64) << INDEX,
+                ..*range
+            })
+        });
+        let ranked = rank(&ranges.collect::<Vec<_>>());
+        self.status.classifier_cpu_us += (clock::cpu_time() - before).as_micros() as u64;
+        let plan = relocate::plan(&ranked, &All(&self.watched), limits, self.rule);
+        self.plan_again = Instant::now() + began.elapsed() * PLAN_PART;
+        self.carry_out(&plan, reserve)
+    }
+
+    fn carry_out(&mut self, plan: &relocate::Plan, reserve: u64) -> io::Result<()> {
+        let pids: Vec<u32> = self.watched.iter().map(|watched| watched.program.pid).collect();
+        let mover = Mover { files: &self.files, tiers: &self.tiers, pids: &pids };
+        let order =
+            |address: &u64| Order { process: (address >> INDEX) as usize, address: address & ((1 << INDEX) - 1) };
+        // Half of the reserve: what others take of it meanwhile is not ours.
+        let turn = usize::try_from(reserve / 2).unwrap_or(usize::MAX).max(1);
+        for (demote, promote) in plan.turns(turn) {
+            for (tier, list) in [(Tier::Slow, demote), (Tier::Fast, promote)] {
+                let orders: Vec<Order> = list.iter().map(order).collect();
+                let watched = &mut self.watched;
+                let has_room = mover.carry(tier, &orders, &mut self.status.moves, &mut |order, became| {
+                    let pages = &mut watched[order.process].pages;
+                    match became {
+                        Became::In(tier) => pages.moved(order.address, tier),
+                        Became::Gone => pages.gone(order.address),
+                        Became::Stays => pages.kept(order.address),
+                    }
+                })?;
+                if !has_room {
+                    // What cannot be made room for need not be promoted.
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn show(&mut self) -> io::Result<()> {
+        let mut shown = Vec::new();
+        for tier in &self.tiers.list {
+            let mut now = TierStatus { read_latency_ns: tier.read_latency_ns, ..TierStatus::default() };
+            for node in &tier.nodes {
+                now.add(*node, usage(&self.files, *node)?);
+            }
+            shown.push(now);
+        }
+        let counts = self.watched.iter().map(|watched| watched.pages.count());
+        let (present, fast) = counts.fold((0, 0), |sum, (present, fast)| (sum.0 + present, sum.1 + fast));
+        self.status.tiers = shown;
+        self.status.programs = self.watched.len() as u64;
+        (self.status.managed_bytes, self.status.managed_fast_bytes) = (present * PAGE, fast * PAGE);
+        self.status.ranges = self.watched.iter().map(|watched| watched.classifier.ranges().len() as u64).sum();
+        self.status.splits = self.watched.iter().map(|watched| watched.classifier.splits()).sum();
+        Ok(())
+    }
+}
+
+/// The pages of all programs; addresses have an index.
+struct All<'a>(&'a [Watched]);
+
+impl Placement for All<'_> {
+    fn visit(&self, range: &Range, each: &mut dyn FnMut(u64, Tier) -> ControlFlow<()>) {
+        let index = range.start >> INDEX;
+        let plain = |address: u64| address & ((1 << INDEX) - 1);
+        let Some(watched) = self.0.get(index as usize) else { return };
+        let plain = Range { start: plain(range.start), end: plain(range.end), ..*range };
+        watched.pages.visit(&plain, &mut |address, tier| each(address | index << INDEX, tier));
+    }
+}

@@ -1,0 +1,216 @@
+//! Moves pages as a plan says: demote first, then promote into what that has freed, turn by turn (Demeter §3.2.3).
+//!
+//! Before: a plan of [`ballast_ranges::relocate`]. After: pages are on other nodes, and what became of each is booked.
+//! The paper swaps pages; no stock call can, so a turn is no larger than the reserve that the fast tier keeps free.
+//! Threads: the caller's. Units: pages, bytes.
+//! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn.
+
+use std::io;
+
+use ballast_base::PAGE_SIZE;
+use ballast_ranges::relocate::Tier;
+use ballast_sys::numa::{Place, move_pages};
+use serde::{Deserialize, Serialize};
+
+use crate::kernel_files::Files;
+use crate::nodes::{Tiers, usage};
+
+/// Pages that were to be moved, and what became of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Moves {
+    /// From a slow tier to the fast one.
+    pub promoted: u64,
+    /// From the fast tier to a slow one.
+    pub demoted: u64,
+    /// Were gone.
+    pub absent: u64,
+    /// Several processes map them.
+    pub shared: u64,
+    /// Pinned, or under I/O.
+    pub busy: u64,
+    /// No room on the other tier.
+    pub full: u64,
+    /// The kernel cannot move them.
+    pub never: u64,
+}
+
+/// Where a page of a process is to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Order {
+    /// Index of its process, for the caller.
+    pub process: usize,
+    /// Its address there.
+    pub address: u64,
+}
+
+/// What became of one page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Became {
+    /// It is in this tier now.
+    In(Tier),
+    /// It is gone.
+    Gone,
+    /// It stays where it was.
+    Stays,
+}
+
+/// Moves pages to nodes with room.
+#[derive(Debug)]
+pub struct Mover<'a> {
+    /// Where meminfo is.
+    pub files: &'a Files,
+    /// The nodes.
+    pub tiers: &'a Tiers,
+    /// The pid of each process.
+    pub pids: &'a [u32],
+}
+
+impl Mover<'_> {
+    /// Move pages of any processes to this tier, and say what became of each. Returns false if it is full.
+    ///
+    /// # Errors
+    /// Not permitted.
+    pub fn carry(
+        &self,
+        to: Tier,
+        orders: &[Order],
+        moves: &mut Moves,
+        each: &mut dyn FnMut(Order, Became),
+    ) -> io::Result<bool> {
+        let Some(node) = self.roomiest(to)? else {
+            moves.full += orders.len() as u64;
+            return Ok(false);
+        };
+        let mut has_room = true;
+        for part in orders.chunk_by(|a, b| a.process == b.process) {
+            let Some(&pid) = self.pids.get(part[0].process) else { continue };
+            let addresses: Vec<u64> = part.iter().map(|order| order.address).collect();
+            let Some(mut places) = move_pages(pid, &addresses, node)? else {
+                moves.absent += part.len() as u64;
+                part.iter().for_each(|order| each(*order, Became::Gone));
+                continue;
+            };
+            // Where a list fails in part the kernel stops and gives no reasons: they are asked for one by one.
+            let mut asked = 0;
+            for at in 0..places.len() {
+                if places[at] == Place::Untried && asked < MOST_ALONE && has_room {
+                    asked += 1;
+                    let Some(alone) = move_pages(pid, &addresses[at..=at], node)? else { continue };
+                    places[at] = alone[0];
+                    has_room &= alone[0] != Place::Full;
+                }
+            }
+            for (order, place) in part.iter().zip(places) {
+                let became = match place {
+                    Place::Node(now) if self.tiers.is_fast(now) == (to == Tier::Fast) => {
+                        *(if to == Tier::Fast { &mut moves.promoted } else { &mut moves.demoted }) += 1;
+                        Became::In(to)
+                    }
+                    Place::Absent => {
+                        moves.absent += 1;
+                        Became::Gone
+                    }
+                    Place::Full => {
+                        (moves.full, has_room) = (moves.full + 1, false);
+                        continue;
+                    }
+                    // Not tried at all: planned again.
+                    Place::Untried => continue,
+                    Place::Shared => {
+                        moves.shared += 1;
+                        Became::Stays
+                    }
+                    Place::Busy => {
+                        moves.busy += 1;
+                        Became::Stays
+                    }
+                    Place::Never | Place::Node(_) => {
+                        moves.never += 1;
+                        Became::Stays
+                    }
+                };
+                each(*order, became);
+            }
+        }
+        Ok(has_room)
+    }
+
+    /// Of the tier's nodes the one with the most free above what the kernel wants to keep; of the slow tiers the fastest
+    /// that has any. `None` if none has.
+    fn roomiest(&self, tier: Tier) -> io::Result<Option<u32>> {
+        let tiers = match tier {
+            Tier::Fast => &self.tiers.list[..1],
+            Tier::Slow => &self.tiers.list[1..],
+        };
+        for tier in tiers {
+            let mut best = None;
+            for node in &tier.nodes {
+                let now = usage(self.files, *node)?;
+                let room = now.free.saturating_sub(now.high);
+                if room >= PAGE_SIZE as u64 && best.is_none_or(|(most, _)| room > most) {
+                    best = Some((room, *node));
+                }
+            }
+            if let Some((_, node)) = best {
+                return Ok(Some(node));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Pages that are moved alone to learn why they stay, of each list.
+const MOST_ALONE: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nodes::tests::{put, two_nodes};
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn the_roomiest_node_of_a_tier_is_taken_and_none_where_all_are_full() {
+        let root = tempfile::tempdir().expect("directory");
+        two_nodes(root.path());
+        let files = Files::below(root.path());
+        let tiers = Tiers::detect(&files).expect("two tiers");
+        let mover = Mover { files: &files, tiers: &tiers, pids: &[] };
+        assert_eq!(mover.roomiest(Tier::Fast).expect("read"), Some(0));
+        assert_eq!(mover.roomiest(Tier::Slow).expect("read"), Some(1));
+        // 112 pages are to stay free.
+        put(
+            root.path(),
+            "/sys/devices/system/node/node0/meminfo",
+            "Node 0 MemTotal: 99999 kB\nNode 0 MemFree: 450 kB\n",
+        );
+        assert_eq!(mover.roomiest(Tier::Fast).expect("read"), None);
+        let mut moves = Moves::default();
+        let order = Order { process: 0, address: 4096 };
+        assert!(!mover.carry(Tier::Fast, &[order], &mut moves, &mut |_, _| ()).expect("an outcome"));
+        assert_eq!(moves.full, 1);
+    }
+
+    #[test]
+    fn pages_that_are_there_already_count_as_moved_and_absent_ones_are_told_of() {
+        let files = Files::default();
+        let Ok(mut tiers) = Tiers::detect(&files) else { return ballast_needs::skip("numa", "no nodes") };
+        // One tier is enough to move to where pages are.
+        tiers.list.truncate(1);
+        let memory = ballast_sys::Anon::new(8 * PAGE_SIZE).expect("memory");
+        (0..7).for_each(|page| memory.word(page * PAGE_SIZE).store(9, Ordering::Relaxed));
+        let order = |page: usize| Order { process: 0, address: (memory.addr() + page * PAGE_SIZE) as u64 };
+        let orders: Vec<Order> = (0..8).map(order).collect();
+        let (pids, mut moves, mut gone) = ([std::process::id()], Moves::default(), Vec::new());
+        let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+        let each = &mut |order: Order, became| {
+            if became == Became::Gone {
+                gone.push(order.address)
+            }
+        };
+        match mover.carry(Tier::Fast, &orders, &mut moves, each) {
+            Err(error) => return ballast_needs::skip("numa", error),
+            Ok(has_room) => assert!(has_room),
+        }
+        assert_eq!((moves.promoted, moves.absent, gone), (7, 1, vec![orders[7].address]));
+    }
+}

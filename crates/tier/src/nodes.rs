@@ -1,0 +1,288 @@
+//! Which memory is fast: the NUMA nodes of this machine in tiers, and what each has free.
+//!
+//! Before: a kernel that was told by firmware (or by `ballast run --tiers`) what its memory is like. After:
+//! [`crate::engine`] fills the fast tier with what is hot. Threads: any. Units: bytes; nanoseconds; numbers of nodes.
+//!
+//! What tells nodes apart, in this order: the kernel's own memory tiers (6.1; by HMAT since 6.7), the read latency that
+//! HMAT states, the distance from the nodes with CPUs. All of it is sysfs.
+//! Promise: nothing is guessed. Nodes that nothing tells apart are one tier, and then there is nothing to do.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use serde::{Deserialize, Serialize};
+
+use crate::kernel_files::{Files, list};
+
+const NODES: &str = "/sys/devices/system/node";
+const TIERS: &str = "/sys/devices/virtual/memory_tiering";
+
+/// Memory of one speed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tier {
+    /// Its nodes.
+    pub nodes: Vec<u32>,
+    /// What HMAT says a read takes, if it says it of all its nodes: the longest.
+    pub read_latency_ns: Option<u64>,
+}
+
+/// What told the tiers apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Told {
+    /// The kernel's memory tiers.
+    MemoryTiers,
+    /// The latencies of HMAT.
+    Latency,
+    /// Distances.
+    Distance,
+    /// Nothing: they are one.
+    Nothing,
+}
+
+/// The tiers of this machine, the fastest first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tiers {
+    /// The fastest first; nodes without memory are in none.
+    pub list: Vec<Tier>,
+    /// By what.
+    pub told: Told,
+    /// First frame, frame behind the last one, node; ascending.
+    frames: Vec<(u64, u64, u32)>,
+}
+
+/// How full a node is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Use {
+    /// All of it.
+    pub size: u64,
+    /// Free.
+    pub free: u64,
+    /// What must stay free for the kernel not to reclaim (its high watermarks).
+    pub high: u64,
+}
+
+impl Tiers {
+    /// As sysfs shows them.
+    ///
+    /// # Errors
+    /// No sysfs, or a kernel without NUMA.
+    pub fn detect(files: &Files) -> io::Result<Self> {
+        let nodes = list(&files.text(&format!("{NODES}/has_memory"))?);
+        let cpus = list(&files.optional(&format!("{NODES}/has_cpu"))?.unwrap_or_default());
+        let mut latency = BTreeMap::new();
+        for node in &nodes {
+            let path = format!("{NODES}/node{node}/access0/initiators/read_latency");
+            // 0 is written where the firmware said nothing.
+            let said = files.optional(&path)?.and_then(|text| text.parse::<u64>().ok()).filter(|ns| *ns > 0);
+            latency.extend(said.map(|ns| (*node, ns)));
+        }
+        let known_latency = |node: &u32| latency.get(node).copied();
+        let mut by_tier = BTreeMap::new();
+        for tier in files.numbered(TIERS, "memory_tier")? {
+            let members = files.optional(&format!("{TIERS}/memory_tier{tier}/nodelist"))?.unwrap_or_default();
+            by_tier.extend(list(&members).into_iter().map(|node| (node, u64::from(tier))));
+        }
+        let mut by_distance = BTreeMap::new();
+        for node in &nodes {
+            let row = files.optional(&format!("{NODES}/node{node}/distance"))?.unwrap_or_default();
+            let online = list(&files.optional(&format!("{NODES}/online"))?.unwrap_or_default());
+            let row = online.iter().zip(row.split_ascii_whitespace().filter_map(|word| word.parse::<u64>().ok()));
+            let least = row.filter(|(from, _)| cpus.contains(from)).map(|(_, distance)| distance).min();
+            by_distance.extend(least.map(|distance| (*node, distance)));
+        }
+        let several = |by: &BTreeMap<u32, u64>| {
+            let known = nodes.iter().all(|node| by.contains_key(node));
+            known && by.iter().filter(|(node, _)| nodes.contains(node)).any(|(_, key)| key != &by[&nodes[0]])
+        };
+        let ways = [(Told::MemoryTiers, &by_tier), (Told::Latency, &latency), (Told::Distance, &by_distance)];
+        let (told, by) = match ways.into_iter().find(|(_, by)| !nodes.is_empty() && several(by)) {
+            Some((told, by)) => (told, by.clone()),
+            None => (Told::Nothing, nodes.iter().map(|node| (*node, 0)).collect()),
+        };
+        let mut tiers: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+        for node in &nodes {
+            tiers.entry(by[node]).or_default().push(*node);
+        }
+        let tier = |nodes: Vec<u32>| {
+            let read: Option<Vec<u64>> = nodes.iter().map(known_latency).collect();
+            Tier { read_latency_ns: read.and_then(|read| read.into_iter().max()), nodes }
+        };
+        Ok(Self { list: tiers.into_values().map(tier).collect(), told, frames: frames(files, &nodes)? })
+    }
+
+    /// Which node has this frame (physical address in pages); `None` if the kernel does not say.
+    pub fn node_of(&self, frame: u64) -> Option<u32> {
+        let after = self.frames.partition_point(|(first, ..)| *first <= frame);
+        self.frames[..after].last().filter(|(_, end, _)| frame < *end).map(|(.., node)| *node)
+    }
+
+    /// Is this node in the fastest tier?
+    pub fn is_fast(&self, node: u32) -> bool {
+        self.list.first().is_some_and(|tier| tier.nodes.contains(&node))
+    }
+
+    /// Can the kernel say which node a frame is of?
+    pub fn knows_frames(&self) -> bool {
+        !self.frames.is_empty()
+    }
+}
+
+/// Frames of each node's memory blocks, joined.
+fn frames(files: &Files, nodes: &[u32]) -> io::Result<Vec<(u64, u64, u32)>> {
+    // Written as hexadecimal without a prefix.
+    let block = files.optional("/sys/devices/system/memory/block_size_bytes")?;
+    let Some(block) = block.and_then(|text| u64::from_str_radix(&text, 16).ok()) else { return Ok(Vec::new()) };
+    let pages = block / ballast_base::PAGE_SIZE as u64;
+    let mut found = Vec::new();
+    for node in nodes {
+        for number in files.numbered(&format!("{NODES}/node{node}"), "memory")? {
+            found.push((u64::from(number) * pages, (u64::from(number) + 1) * pages, *node));
+        }
+    }
+    found.sort_unstable();
+    let mut joined: Vec<(u64, u64, u32)> = Vec::new();
+    for (first, end, node) in found {
+        match joined.last_mut() {
+            Some(last) if last.1 == first && last.2 == node => last.1 = end,
+            _ => joined.push((first, end, node)),
+        }
+    }
+    Ok(joined)
+}
+
+/// How full a node is now.
+///
+/// # Errors
+/// The kernel does not say.
+pub fn usage(files: &Files, node: u32) -> io::Result<Use> {
+    let path = format!("{NODES}/node{node}/meminfo");
+    let text = files.text(&path)?;
+    let value = |name: &str| {
+        let line = text.lines().find_map(|line| line.split_once(name).map(|(_, rest)| rest))?;
+        line.split_ascii_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+    };
+    let (Some(size), Some(free)) = (value("MemTotal:"), value("MemFree:")) else {
+        return Err(io::Error::other(format!("{path} does not say how much memory is there, or free")));
+    };
+    Ok(Use { size, free, high: high(&files.text("/proc/zoneinfo")?, node) })
+}
+
+/// The sum of the high watermarks of a node's zones, in bytes.
+fn high(zones: &str, node: u32) -> u64 {
+    let mut pages = 0;
+    let mut here = false;
+    for line in zones.lines() {
+        if let Some(head) = line.strip_prefix("Node ") {
+            here = head.split(',').next().and_then(|number| number.trim().parse().ok()) == Some(node);
+        }
+        let mut words = line.split_ascii_whitespace();
+        if here && words.next() == Some("high") {
+            pages += words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
+        }
+    }
+    // Per-CPU lists have lines with `high:`, which is another word.
+    pages.saturating_mul(ballast_base::PAGE_SIZE as u64)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// A file below a root.
+    pub(crate) fn put(root: &Path, path: &str, text: &str) {
+        let path = root.join(path.trim_start_matches('/'));
+        std::fs::create_dir_all(path.parent().expect("a folder")).expect("folder");
+        std::fs::write(path, text).expect("file");
+    }
+
+    /// Two nodes, CPUs on the first, the first 1 GiB of 128 MiB blocks its own and 2 GiB the other's.
+    pub(crate) fn two_nodes(root: &Path) {
+        put(root, "/sys/devices/system/node/has_memory", "0-1\n");
+        put(root, "/sys/devices/system/node/has_cpu", "0\n");
+        put(root, "/sys/devices/system/node/online", "0-1\n");
+        put(root, "/sys/devices/system/node/node0/distance", "10 20\n");
+        put(root, "/sys/devices/system/node/node1/distance", "20 10\n");
+        put(root, "/sys/devices/system/memory/block_size_bytes", "8000000\n");
+        for block in 0..24 {
+            let node = u32::from(block >= 8);
+            put(root, &format!("/sys/devices/system/node/node{node}/memory{block}/state"), "online\n");
+        }
+        for (node, free) in [(0, 2048), (1, 4096)] {
+            let text = format!("\nNode {node} MemTotal:  1048576 kB\nNode {node} MemFree:   {free} kB\n");
+            put(root, &format!("/sys/devices/system/node/node{node}/meminfo"), &text);
+        }
+        let zones = "Node 0, zone      DMA\n  pages free 9\n        min      8\n        high     12\n    pagesets\n    \
+                     cpu: 0\n              high:  7\nNode 0, zone    DMA32\n        high     100\nNode 1, zone   Normal\n        \
+                     high     5\n";
+        put(root, "/proc/zoneinfo", zones);
+    }
+
+    #[test]
+    fn nodes_are_told_apart_by_tiers_then_latency_then_distance() {
+        let root = tempfile::tempdir().expect("directory");
+        let files = Files::below(root.path());
+        assert!(Tiers::detect(&files).is_err(), "no NUMA at all");
+        two_nodes(root.path());
+        let nodes = |tiers: &Tiers| tiers.list.iter().map(|tier| tier.nodes.clone()).collect::<Vec<_>>();
+        let by_distance = Tiers::detect(&files).expect("detected");
+        assert_eq!((nodes(&by_distance), by_distance.told), (vec![vec![0], vec![1]], Told::Distance));
+        // The one with the CPUs may be the slower.
+        for (node, ns) in [(0, 180), (1, 70)] {
+            put(root.path(), &format!("{NODES}/node{node}/access0/initiators/read_latency"), &format!("{ns}\n"));
+        }
+        let by_latency = Tiers::detect(&files).expect("detected");
+        assert_eq!((nodes(&by_latency), by_latency.told), (vec![vec![1], vec![0]], Told::Latency));
+        assert_eq!(by_latency.list[0].read_latency_ns, Some(70));
+        put(root.path(), &format!("{TIERS}/memory_tier4/nodelist"), "0\n");
+        put(root.path(), &format!("{TIERS}/memory_tier46/nodelist"), "1\n");
+        let by_tier = Tiers::detect(&files).expect("detected");
+        assert_eq!((nodes(&by_tier), by_tier.told), (vec![vec![0], vec![1]], Told::MemoryTiers));
+        assert!(by_tier.is_fast(0) && !by_tier.is_fast(1));
+    }
+
+    #[test]
+    fn nodes_that_nothing_tells_apart_are_one_tier() {
+        let root = tempfile::tempdir().expect("directory");
+        two_nodes(root.path());
+        put(root.path(), &format!("{NODES}/node1/distance"), "10 10\n");
+        put(root.path(), &format!("{NODES}/has_memory"), "0-1\n");
+        put(root.path(), &format!("{NODES}/has_cpu"), "0-1\n");
+        put(root.path(), &format!("{TIERS}/memory_tier4/nodelist"), "0-1\n");
+        let one = Tiers::detect(&Files::below(root.path())).expect("detected");
+        assert_eq!((one.list.len(), one.told), (1, Told::Nothing));
+    }
+
+    #[test]
+    fn a_frame_is_of_the_node_that_has_its_memory_block() {
+        let root = tempfile::tempdir().expect("directory");
+        two_nodes(root.path());
+        let tiers = Tiers::detect(&Files::below(root.path())).expect("detected");
+        let gib = 1u64 << 18;
+        assert_eq!(
+            [0, gib - 1, gib, 3 * gib - 1, 3 * gib].map(|frame| tiers.node_of(frame)),
+            [Some(0), Some(0), Some(1), Some(1), None]
+        );
+    }
+
+    #[test]
+    fn what_is_free_and_what_must_stay_free_is_read_of_each_node() {
+        let root = tempfile::tempdir().expect("directory");
+        two_nodes(root.path());
+        let files = Files::below(root.path());
+        let first = usage(&files, 0).expect("read");
+        assert_eq!(first, Use { size: 1 << 30, free: 2 << 20, high: 112 * 4096 });
+        assert_eq!(usage(&files, 1).expect("read").high, 5 * 4096);
+        put(root.path(), &format!("{NODES}/node1/meminfo"), "nothing\n");
+        assert!(usage(&files, 1).expect_err("refused").to_string().contains("node1/meminfo"));
+    }
+
+    #[test]
+    fn this_machine_has_tiers_or_says_that_it_has_none() {
+        match Tiers::detect(&Files::default()) {
+            Ok(tiers) => assert!(!tiers.list.is_empty() && tiers.list.iter().all(|tier| !tier.nodes.is_empty())),
+            Err(error) => ballast_needs::skip("numa", error),
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! Which programs are managed, and which of their memory: from `/proc`.
+//!
+//! Before: what the owner of the guest has chosen. After: [`crate::engine`] samples these and moves their pages.
+//! Threads: any. Units: bytes and addresses.
+//! Promise: a program that says no is left alone, and so is one that cannot be looked at; one that ends meanwhile is
+//! gone and no error.
+
+use std::io;
+
+use ballast_base::PAGE_SIZE;
+use ballast_ranges::{Roots, RootsError, UNIT};
+
+use crate::kernel_files::Files;
+
+/// A program with this in its environment is left alone: `BALLAST_TIERING=off`.
+pub const OPT_OUT: &str = "BALLAST_TIERING=off";
+
+/// Which programs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Not those with less resident memory than this: they gain too little.
+    pub least: u64,
+    /// Most at a time, the largest first.
+    pub most: usize,
+    /// Those in one of these control groups or below (`/system.slice`); all if there are none.
+    pub cgroups: Vec<String>,
+    /// But those in one of these, or below.
+    pub not_cgroups: Vec<String>,
+}
+
+impl Default for Choice {
+    fn default() -> Self {
+        Self { least: 64 << 20, most: 8, cgroups: Vec::new(), not_cgroups: Vec::new() }
+    }
+}
+
+/// A program that is managed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// Its process.
+    pub pid: u32,
+    /// When it started: tells it from a later one with that number.
+    pub start: u64,
+    /// Its name.
+    pub name: String,
+    /// Its resident memory.
+    pub resident: u64,
+}
+
+/// Those that are to be managed now, the largest first.
+///
+/// # Errors
+/// No `/proc`.
+pub fn choose(files: &Files, choice: &Choice) -> io::Result<Vec<Program>> {
+    let own = std::process::id();
+    let mut found = Vec::new();
+    for pid in files.numbered("/proc", "")?.into_iter().filter(|pid| *pid != own) {
+        found.extend(program(files, choice, pid)?);
+    }
+    found.sort_by_key(|program| (std::cmp::Reverse(program.resident), program.pid));
+    found.truncate(choice.most);
+    Ok(found)
+}
+
+fn program(files: &Files, choice: &Choice, pid: u32) -> io::Result<Option<Program>> {
+    let read = |file: &str| match files.optional(&format!("/proc/{pid}/{file}")) {
+        // Hidden from this user.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        other => other,
+    };
+    let Some(statm) = read("statm")? else { return Ok(None) };
+    let pages = statm.split_ascii_whitespace().nth(1).and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
+    let resident = pages.saturating_mul(PAGE_SIZE as u64);
+    if resident < choice.least {
+        return Ok(None);
+    }
+    let (Some(stat), Some(groups), Some(environment)) = (read("stat")?, read("cgroup")?, read("environ")?) else {
+        return Ok(None);
+    };
+    let paths: Vec<&str> = groups.lines().filter_map(|line| line.splitn(3, ':').nth(2)).collect();
+    let is_in = |group: &String| paths.iter().any(|path| is_below(path, group));
+    let wanted = choice.cgroups.is_empty() || choice.cgroups.iter().any(is_in);
+    if !wanted || choice.not_cgroups.iter().any(is_in) || environment.split('\0').any(|word| word == OPT_OUT) {
+        return Ok(None);
+    }
+    // The name may hold anything; what follows the last parenthesis does not.
+    let Some((head, rest)) = stat.rsplit_once(") ") else { return Ok(None) };
+    let name = head.split_once('(').map_or("", |(_, name)| name).to_owned();
+    let start = rest.split_ascii_whitespace().nth(19).and_then(|word| word.parse().ok());
+    Ok(start.map(|start| Program { pid, start, name, resident }))
+}
+
+fn is_below(path: &str, group: &str) -> bool {
+    let group = group.trim_end_matches('/');
+    path.strip_prefix(group).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// What a program maps that can be classified, and where its pages are looked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Heap and mappings (Demeter §3.2.1): code, data and stack of the program itself are outside.
+    pub roots: Roots,
+    /// Parts of these with memory that the program alone decides about: anonymous, shared anonymous, tmpfs. Files are
+    /// the page cache's (§3.4.2). First addresses, and the addresses behind the last.
+    pub areas: Vec<(u64, u64)>,
+}
+
+/// Why a program's memory cannot be classified.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// Not readable, or the program is gone.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// It has no heap and no mappings, or too many addresses.
+    #[error("Looking at the memory of process {pid}")]
+    Roots {
+        /// Which.
+        pid: u32,
+        /// Why.
+        #[source]
+        source: RootsError,
+    },
+}
+
+/// Read a program's map of memory.
+///
+/// # Errors
+/// It is gone, may not be read, or maps nothing that can be classified.
+pub fn memory(files: &Files, pid: u32) -> Result<Memory, MemoryError> {
+    let text = files.text(&format!("/proc/{pid}/maps"))?;
+    parse(&text).map_err(|source| MemoryError::Roots { pid, source })
+}
+
+/// A line of `/proc/PID/maps`.
+struct Area<'a> {
+    start: u64,
+    end: u64,
+    mode: &'a str,
+    is_file: bool,
+    path: &'a str,
+}
+
+impl<'a> Area<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let (bounds, rest) = line.split_once(' ')?;
+        let (start, end) = bounds.split_once('-')?;
+        let (start, end) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?);
+        let mut words = rest.splitn(5, ' ');
+        let (mode, inode) = (words.next()?, words.nth(2)?);
+        Some(Self { start, end, mode, is_file: inode != "0", path: words.next().unwrap_or_default().trim() })
+    }
+
+    /// Memory that the program alone decides about.
+    fn is_its_own(&self) -> bool {
+        const MEMORY: [&str; 4] = ["/dev/shm/", "/memfd:", "/SYSV", "/dev/zero"];
+        let is_special = self.path.starts_with("[v") || self.path.starts_with("[stack");
+        let is_memory = !self.is_file || MEMORY.iter().any(|start| self.path.starts_with(start));
+        is_memory && !is_special && self.mode != "---p" && self.start < self.end
+    }
+}
+
+fn parse(maps: &str) -> Result<Memory, RootsError> {
+    let all: Vec<Area<'_>> = maps.lines().filter_map(Area::parse).collect();
+    // Above it there is no memory of the program's.
+    let stack = all.iter().find(|area| area.path == "[stack]").map(|area| area.start);
+    let top = stack.unwrap_or_else(|| all.iter().filter(|area| area.is_its_own()).map(|a| a.end).max().unwrap_or(0));
+    let heap: Vec<&Area<'_>> = all.iter().filter(|area| area.path == "[heap]").collect();
+    let heap = heap.first().zip(heap.last()).map(|(first, last)| (first.start, last.end));
+    // The program's own code and data are below the heap, and what it maps is above it; without a heap, what comes
+    // after the program's own file.
+    let own = all.first().filter(|area| area.is_file).map(|area| area.path);
+    let code = all.iter().filter(|area| own == Some(area.path)).map(|area| area.end).max().unwrap_or(0);
+    let above = heap.map_or(code, |(_, end)| end);
+    let first = all.iter().filter(|area| area.is_its_own() && area.start >= above && area.end <= top);
+    let mapped = first.map(|area| area.start).min();
+    // Both grow: the heap up, the mappings down; what lies between them is divided in the middle.
+    let units = |(start, end): (u64, u64)| (start / UNIT * UNIT, end.div_ceil(UNIT) * UNIT);
+    let middle = |low: u64, high: u64| low + (high - low) / 2 / UNIT * UNIT;
+    let top = top / UNIT * UNIT;
+    let roots: Vec<(u64, u64)> = match (heap.map(units), mapped) {
+        (Some((start, end)), Some(mapped)) if mapped / UNIT * UNIT > end => {
+            let border = middle(end, mapped / UNIT * UNIT);
+            vec![(start, border), (border, top)]
+        }
+        (Some((start, _)), _) => vec![(start, top)],
+        (None, Some(mapped)) => vec![(mapped / UNIT * UNIT, top)],
+        (None, None) => Vec::new(),
+    };
+    let roots: Vec<(u64, u64)> = roots.into_iter().filter(|(start, end)| start < end).collect();
+    let inside = |area: &&Area<'_>| area.is_its_own() && area.start >= roots[0].0 && area.end <= top;
+    let areas = |roots: &[(u64, u64)]| match roots {
+        [] => Vec::new(),
+        _ => all.iter().filter(inside).map(|area| (area.start, area.end)).collect(),
+    };
+    let areas = areas(&roots);
+    Ok(Memory { roots: Roots::new(&roots)?, areas })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nodes::tests::put;
+    use proptest::prelude::*;
+
+    const PIE: &str = "\
+55d000000000-55d000001000 r--p 00000000 fe:01 77   /usr/bin/redis server
+55d000001000-55d000100000 r-xp 00001000 fe:01 77   /usr/bin/redis server
+55d000200000-55d000210000 rw-p 00000000 00:00 0
+55d012345000-55d052345000 rw-p 00000000 00:00 0    [heap]
+7f0000000000-7f0040000000 rw-p 00000000 00:00 0
+7f0040000000-7f0044000000 ---p 00000000 00:00 0
+7f1000000000-7f1000200000 rw-s 00000000 00:01 5    /dev/zero (deleted)
+7f2000000000-7f2000200000 r-xp 00000000 fe:01 99   /lib/libc.so.6
+7f2000200000-7f2000300000 rw-s 00000000 00:05 12   /memfd:buffer (deleted)
+7ffff0000000-7ffff0021000 rw-p 00000000 00:00 0    [stack]
+7ffff0100000-7ffff0104000 r--p 00000000 00:00 0    [vvar]
+ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
+";
+
+    #[test]
+    fn heap_and_mappings_are_roots_and_code_data_and_stack_are_not() {
+        let memory = parse(PIE).expect("a program");
+        let roots: Vec<_> = memory.roots.ranges().collect();
+        assert_eq!(roots.len(), 2);
+        assert_eq!(roots[0].0, 0x55d0_1220_0000);
+        assert_eq!((roots[0].1, roots[1].1), (roots[1].0, 0x7fff_f000_0000));
+        assert!(roots[0].1 > 0x55d0_5234_5000 && roots[1].0 < 0x7f00_0000_0000);
+        let starts: Vec<u64> = memory.areas.iter().map(|(start, _)| *start).collect();
+        let heap = 0x55d0_1234_5000;
+        assert_eq!(starts, [heap, 0x7f00_0000_0000, 0x7f10_0000_0000, 0x7f20_0020_0000]);
+    }
+
+    #[test]
+    fn a_program_without_a_heap_has_one_root_and_one_without_memory_none() {
+        let text: String =
+            PIE.lines().filter(|line| !line.ends_with("[heap]")).map(|line| format!("{line}\n")).collect();
+        let memory = parse(&text).expect("a program");
+        assert_eq!(memory.roots.ranges().next().map(|(start, _)| start), Some(0x55d0_0020_0000));
+        assert_eq!(parse("").expect_err("nothing"), RootsError::Count(0));
+    }
+
+    #[test]
+    fn the_memory_of_this_very_process_can_be_classified() {
+        let found = memory(&Files::default(), std::process::id()).expect("this process");
+        let here = Box::new([7u8; 1 << 20]);
+        let address = here.as_ptr() as u64;
+        assert!(found.roots.unit_of(address).is_some(), "{address:#x} in {found:?}");
+        let gone = memory(&Files::default(), 0).expect_err("no process 0");
+        assert!(gone.to_string().contains("/proc/0/maps"), "{gone}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_a_map_or_an_error(text in "([0-9a-f]{1,16}-[0-9a-f]{1,16} [-rwxp]{4} 0 0:0 [01] [a-z/\\[\\]]{0,8}\n|.{0,30}\n){0,9}") {
+            if let Ok(memory) = parse(&text) {
+                prop_assert!(memory.areas.iter().all(|(start, end)| start < end));
+            }
+        }
+    }
+
+    fn process(root: &std::path::Path, pid: u32, pages: u64, group: &str, environment: &str) {
+        put(root, &format!("/proc/{pid}/statm"), &format!("{} {pages} 1 1 0 1 0\n", 2 * pages));
+        let numbers: String = (0..30).map(|number| format!(" {}", number * 100 + pid)).collect();
+        put(root, &format!("/proc/{pid}/stat"), &format!("{pid} (odd) name) S{numbers}\n"));
+        put(root, &format!("/proc/{pid}/cgroup"), &format!("0::{group}\n"));
+        put(root, &format!("/proc/{pid}/environ"), environment);
+    }
+
+    #[test]
+    fn programs_are_chosen_by_size_control_group_and_their_own_word() {
+        let root = tempfile::tempdir().expect("directory");
+        let files = Files::below(root.path());
+        process(root.path(), 10, 50_000, "/system.slice/redis", "A=1\0B=2\0");
+        process(root.path(), 11, 90_000, "/system.slice/db", "A=1\0BALLAST_TIERING=off\0");
+        process(root.path(), 12, 100, "/system.slice/small", "");
+        process(root.path(), 13, 70_000, "/user.slice", "");
+        process(root.path(), 14, 60_000, "/system.slicer", "");
+        put(root.path(), "/proc/self/statm", "1 1");
+        let pids = |choice: &Choice| {
+            choose(&files, choice).expect("chosen").iter().map(|program| program.pid).collect::<Vec<_>>()
+        };
+        let all = Choice::default();
+        assert_eq!(pids(&all), [13, 14, 10]);
+        assert_eq!(pids(&Choice { most: 1, ..all.clone() }), [13]);
+        assert_eq!(pids(&Choice { cgroups: vec!["/system.slice/".into()], ..all.clone() }), [10]);
+        assert_eq!(pids(&Choice { not_cgroups: vec!["/user.slice".into()], ..all.clone() }), [14, 10]);
+        let found = choose(&files, &all).expect("chosen");
+        assert_eq!((found[2].name.as_str(), found[2].start, found[2].resident), ("odd) name", 1810, 50_000 * 4096));
+    }
+}

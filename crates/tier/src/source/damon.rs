@@ -1,0 +1,294 @@
+//! Samples from DAMON, the kernel's access monitor, of virtual memory (sysfs, operations `vaddr`): where no PMU is.
+//!
+//! Before: root, and a kernel with DAMON that nobody uses. After: for each range that DAMON found, one sample of each
+//! unit of 2 MiB for each time that it saw the range accessed, at an address somewhere in it.
+//! Threads: the caller's, and one of the kernel's for each process. Units: virtual addresses.
+//! Promise: dropped, DAMON is as it was; what another program runs is never touched.
+//!
+//! DAMON looks at one page of a range at a time, so a count is an estimate for the range. It clears the accessed bit and
+//! flushes no TLB: on a CPU whose TLB holds the whole hot set, it sees little (an emulated CPU's holds megabytes). From
+//! Linux 7.3 on the kernel's own `damon_stat` runs and keeps others out: it is stopped, and started again at the end.
+
+use std::io;
+
+use ballast_base::{HUGE_SIZE, PAGE_SIZE};
+
+use super::{Each, Missed, SampleSource};
+use crate::kernel_files::Files;
+
+const ADMIN: &str = "/sys/kernel/mm/damon/admin/kdamonds";
+const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
+const UNIT: u64 = HUGE_SIZE as u64;
+/// DAMON looks at a page of each range at this interval (its default), and counts for this long.
+const SAMPLE_US: u32 = 5_000;
+const COUNT_US: u32 = 200_000;
+/// It looks for new mappings at this interval (its default).
+const UPDATE_US: u32 = 1_000_000;
+/// Ranges of a process: DAMON's CPU time grows with them, and so does what it can tell apart.
+const LEAST_RANGES: u32 = 10;
+const MOST_RANGES: u32 = 500;
+
+/// See above.
+#[derive(Debug)]
+pub struct Damon {
+    files: Files,
+    /// Those that are sampled, each by the thread of DAMON with its index.
+    watched: Vec<u32>,
+    /// What was there before.
+    threads_before: String,
+    stopped_stat: bool,
+    /// Where in a range the next sample is.
+    state: u64,
+}
+
+impl Damon {
+    /// Take DAMON.
+    ///
+    /// # Errors
+    /// The kernel has none, or another program uses it.
+    pub fn open(files: &Files) -> io::Result<Self> {
+        let threads_before = files.text(&format!("{ADMIN}/nr_kdamonds"))?;
+        let damon = Self { files: files.clone(), watched: Vec::new(), threads_before, stopped_stat: false, state: 1 };
+        if let Some(user) = in_use(files)? {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("DAMON is in use: {user}")));
+        }
+        Ok(damon)
+    }
+
+    fn put(&self, path: &str, value: impl ToString) -> io::Result<()> {
+        self.files.write(&format!("{ADMIN}/{path}"), value)
+    }
+
+    fn start(&mut self, processes: &[u32]) -> io::Result<()> {
+        if !self.stopped_stat && self.files.optional(STAT)?.as_deref() == Some("Y") {
+            self.files.write(STAT, "N")?;
+            self.stopped_stat = true;
+        }
+        self.put("nr_kdamonds", processes.len())?;
+        for (index, process) in processes.iter().enumerate() {
+            let context = format!("{index}/contexts/0");
+            self.put(&format!("{index}/contexts/nr_contexts"), 1)?;
+            self.put(&format!("{context}/operations"), "vaddr")?;
+            let attributes = format!("{context}/monitoring_attrs");
+            self.put(&format!("{attributes}/intervals/sample_us"), SAMPLE_US)?;
+            self.put(&format!("{attributes}/intervals/aggr_us"), COUNT_US)?;
+            self.put(&format!("{attributes}/intervals/update_us"), UPDATE_US)?;
+            self.put(&format!("{attributes}/nr_regions/max"), MOST_RANGES)?;
+            self.put(&format!("{attributes}/nr_regions/min"), LEAST_RANGES)?;
+            self.put(&format!("{context}/targets/nr_targets"), 1)?;
+            self.put(&format!("{context}/targets/0/pid_target"), process)?;
+            self.put(&format!("{context}/schemes/nr_schemes"), 1)?;
+            self.put(&format!("{context}/schemes/0/action"), "stat")?;
+            for (what, least) in [("sz", 0), ("nr_accesses", 1), ("age", 0)] {
+                self.put(&format!("{context}/schemes/0/access_pattern/{what}/min"), least)?;
+                self.put(&format!("{context}/schemes/0/access_pattern/{what}/max"), u32::MAX)?;
+            }
+        }
+        for index in 0..processes.len() {
+            self.put(&format!("{index}/state"), "on")?;
+        }
+        self.watched = processes.to_vec();
+        Ok(())
+    }
+
+    fn stop(&mut self) -> io::Result<()> {
+        let count = self.watched.len();
+        self.watched.clear();
+        for index in 0..count {
+            // One whose process has ended is off by itself.
+            if self.files.text(&format!("{ADMIN}/{index}/state"))? == "on" {
+                self.put(&format!("{index}/state"), "off")?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ranges of the thread with this index, with how often they were seen accessed; ascending.
+    fn ranges(&self, index: usize) -> io::Result<Vec<(u64, u64, u64)>> {
+        let state = format!("{index}/state");
+        // Returns when DAMON has counted to the end.
+        if let Err(error) = self.put(&state, "update_schemes_tried_regions") {
+            let is_on = self.files.text(&format!("{ADMIN}/{state}"))? == "on";
+            return if is_on { Err(error) } else { Ok(Vec::new()) };
+        }
+        let folder = format!("{ADMIN}/{index}/contexts/0/schemes/0/tried_regions");
+        let mut found = Vec::new();
+        for number in self.files.numbered(&folder, "")? {
+            let value = |name: &str| self.files.number(&format!("{folder}/{number}/{name}"));
+            found.push((value("start")?, value("end")?, value("nr_accesses")?));
+        }
+        found.sort_unstable();
+        Ok(found)
+    }
+}
+
+/// Who uses DAMON through sysfs, if anybody does.
+///
+/// # Errors
+/// It cannot be read.
+pub fn in_use(files: &Files) -> io::Result<Option<String>> {
+    for index in files.numbered(ADMIN, "")? {
+        if files.optional(&format!("{ADMIN}/{index}/state"))?.as_deref() == Some("on") {
+            let action = files.optional(&format!("{ADMIN}/{index}/contexts/0/schemes/0/action"))?;
+            let what = action.map_or_else(|| "without a scheme".into(), |action| format!("with the action {action}"));
+            return Ok(Some(format!("its thread {index} runs {what}")));
+        }
+    }
+    Ok(None)
+}
+
+/// Spread what was seen of ranges over units of 2 MiB: each range's count in each unit it fills, less in one that it
+/// has only a part of, so that a whole range counts as much as its size and its count say.
+fn spread(ranges: &[(u64, u64, u64)], state: &mut u64, each: &mut dyn FnMut(u64, u32)) {
+    let mut carry = 0u128;
+    for &(start, end, count) in ranges {
+        let mut at = start;
+        while at < end {
+            let next = (at / UNIT + 1).saturating_mul(UNIT).min(end);
+            carry += u128::from(count) * u128::from(next - at);
+            let samples = u32::try_from(carry / u128::from(UNIT)).unwrap_or(u32::MAX);
+            carry %= u128::from(UNIT);
+            if samples > 0 {
+                *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let pages = ((next - at) / PAGE_SIZE as u64).max(1);
+                each(at + (*state >> 33) % pages * PAGE_SIZE as u64, samples);
+            }
+            at = next;
+        }
+    }
+}
+
+impl SampleSource for Damon {
+    fn name(&self) -> &'static str {
+        "damon"
+    }
+
+    fn watch(&mut self, processes: &[u32]) -> io::Result<()> {
+        if processes == self.watched {
+            return Ok(());
+        }
+        self.stop()?;
+        if processes.is_empty() {
+            return Ok(());
+        }
+        // Processes that end just now make DAMON refuse them: without them it is tried again.
+        self.start(processes).inspect_err(|_| {
+            self.watched = processes.to_vec();
+            let _ = self.stop();
+        })
+    }
+
+    fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed> {
+        for index in 0..self.watched.len() {
+            let (process, ranges) = (self.watched[index], self.ranges(index)?);
+            spread(&ranges, &mut self.state, &mut |address, samples| each(process, address, samples));
+        }
+        Ok(Missed::default())
+    }
+}
+
+impl Drop for Damon {
+    fn drop(&mut self) {
+        // An error cannot be reported here; the next user of DAMON finds it on and says so.
+        let _ = self.stop();
+        let _ = self.put("nr_kdamonds", &self.threads_before);
+        if self.stopped_stat {
+            let _ = self.files.write(STAT, "Y");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nodes::tests::put;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_range_counts_as_much_as_its_size_and_its_count_say_and_inside_of_itself(
+            ranges in proptest::collection::vec((1u64..5000, 1u64..3000, 1u64..40), 1..20),
+        ) {
+            let mut at = 0;
+            let ranges: Vec<(u64, u64, u64)> = ranges.into_iter().map(|(gap, pages, count)| {
+                let start = at + gap * 4096;
+                at = start + pages * 4096;
+                (start, at, count)
+            }).collect();
+            let expected: u128 = ranges.iter().map(|(start, end, count)| u128::from((end - start) * count)).sum();
+            let (mut samples, mut state, mut inside) = (0u128, 1, true);
+            spread(&ranges, &mut state, &mut |address, count| {
+                samples += u128::from(count);
+                inside &= ranges.iter().any(|(start, end, _)| (*start..*end).contains(&address));
+            });
+            prop_assert!(inside);
+            prop_assert_eq!(samples, expected / u128::from(UNIT));
+        }
+    }
+
+    #[test]
+    fn ranges_at_the_end_of_the_address_space_end() {
+        let mut calls = 0;
+        spread(&[(u64::MAX - 10, u64::MAX, 40)], &mut 1, &mut |_, _| calls += 1);
+        assert_eq!(calls, 0, "a few bytes are no sample");
+    }
+
+    /// DAMON's files for two processes.
+    fn canned(root: &std::path::Path) {
+        put(root, &format!("{ADMIN}/nr_kdamonds"), "0\n");
+        for index in 0..2 {
+            let context = format!("{ADMIN}/{index}/contexts/0");
+            put(root, &format!("{ADMIN}/{index}/state"), "off\n");
+            for folder in [
+                "monitoring_attrs/intervals",
+                "monitoring_attrs/nr_regions",
+                "targets/0",
+                "schemes/0/access_pattern/sz",
+                "schemes/0/access_pattern/nr_accesses",
+                "schemes/0/access_pattern/age",
+            ] {
+                put(root, &format!("{context}/{folder}/x"), "");
+            }
+            let range = format!("{context}/schemes/0/tried_regions/3");
+            put(root, &format!("{range}/start"), &format!("{}\n", 4 * UNIT));
+            put(root, &format!("{range}/end"), &format!("{}\n", 6 * UNIT));
+            put(root, &format!("{range}/nr_accesses"), "7\n");
+        }
+        put(root, STAT, "Y\n");
+    }
+
+    #[test]
+    fn each_process_gets_a_thread_and_damon_is_as_before_at_the_end() {
+        let root = tempfile::tempdir().expect("directory");
+        canned(root.path());
+        let files = Files::below(root.path());
+        let text = |path: &str| files.text(&format!("{ADMIN}/{path}")).expect("written");
+        let mut damon = Damon::open(&files).expect("free");
+        damon.watch(&[77, 99]).expect("watched");
+        assert_eq!((text("nr_kdamonds"), text("1/state")), ("2".into(), "on".into()));
+        assert_eq!(
+            (text("1/contexts/0/targets/0/pid_target"), text("0/contexts/0/operations")),
+            ("99".into(), "vaddr".into())
+        );
+        assert_eq!(files.text(STAT).expect("read"), "N");
+        let mut seen = Vec::new();
+        damon.take(&mut |process, address, samples| seen.push((process, address / UNIT, samples))).expect("taken");
+        assert_eq!(seen, [(77, 4, 7), (77, 5, 7), (99, 4, 7), (99, 5, 7)]);
+        put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
+        drop(damon);
+        assert_eq!((text("nr_kdamonds"), text("0/state")), ("0".into(), "off".into()));
+        assert_eq!(files.text(STAT).expect("read"), "Y");
+    }
+
+    #[test]
+    fn what_another_program_runs_is_left_alone_and_named() {
+        let root = tempfile::tempdir().expect("directory");
+        canned(root.path());
+        put(root.path(), &format!("{ADMIN}/0/state"), "on\n");
+        put(root.path(), &format!("{ADMIN}/0/contexts/0/schemes/0/action"), "migrate_hot\n");
+        let files = Files::below(root.path());
+        let error = Damon::open(&files).expect_err("in use").to_string();
+        assert!(error.contains("thread 0 runs with the action migrate_hot"), "{error}");
+        assert_eq!(files.text(&format!("{ADMIN}/0/state")).expect("read"), "on");
+    }
+}

@@ -1,0 +1,42 @@
+//! Where samples of accesses come from.
+//!
+//! Before: programs are chosen. After: [`crate::engine`] records addresses in their classifiers. One trait, and three
+//! sources: [`perf`] where a PMU is, [`damon`] elsewhere, [`scripted`] for tests and replays.
+//! Threads: the caller's; kernels write meanwhile. Units: virtual addresses of the sampled process.
+//! Promise: a source leaves nothing behind when it is dropped.
+
+pub mod damon;
+pub mod perf;
+pub mod scripted;
+
+use std::io;
+
+/// What was not sampled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Missed {
+    /// Samples that the kernel had no room for, as far as it says.
+    pub lost: u64,
+    /// Times that what the kernel wrote was not understood.
+    pub damaged: u64,
+}
+
+/// Gives samples: process, address, how many.
+pub type Each<'a> = dyn FnMut(u32, u64, u32) + 'a;
+
+/// A source of samples.
+pub trait SampleSource: Send {
+    /// As it stands in tables.
+    fn name(&self) -> &'static str;
+
+    /// Sample these processes from now on, and no other.
+    ///
+    /// # Errors
+    /// The kernel refuses. A process that is gone is none.
+    fn watch(&mut self, processes: &[u32]) -> io::Result<()>;
+
+    /// Take what was sampled since the last time.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    fn take(&mut self, each: &mut Each<'_>) -> io::Result<Missed>;
+}

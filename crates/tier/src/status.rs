@@ -1,0 +1,72 @@
+//! What the owner of the guest, and by the agent the host, is told: the QoS statistics of Demeter §3.3.
+//!
+//! Before: [`crate::engine`] counts. After: the agent sends it, a log shows it. Units: in each name.
+//! Promise: counters only grow; what is not known is `None`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::mover::Moves;
+use crate::nodes::{Told, Use};
+
+/// One tier.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierStatus {
+    /// Its nodes.
+    pub nodes: Vec<u32>,
+    /// All of it.
+    pub size_bytes: u64,
+    /// Free.
+    pub free_bytes: u64,
+    /// What firmware says a read takes.
+    pub read_latency_ns: Option<u64>,
+}
+
+impl TierStatus {
+    /// With one more node.
+    pub(crate) fn add(&mut self, node: u32, now: Use) {
+        self.nodes.push(node);
+        self.size_bytes += now.size;
+        self.free_bytes += now.free;
+    }
+}
+
+/// How tiering goes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The fastest first.
+    pub tiers: Vec<TierStatus>,
+    /// What told them apart.
+    pub told_by: Told,
+    /// Where samples come from.
+    pub source: String,
+    /// Why nothing is moved, if so.
+    pub aside: Option<String>,
+    /// What else moves pages here, without being in the way.
+    pub notes: Vec<String>,
+    /// Programs that are managed.
+    pub programs: u64,
+    /// Their memory that can be moved, and how much of it is in the fast tier, as far as it was looked at.
+    pub managed_bytes: u64,
+    /// See above.
+    pub managed_fast_bytes: u64,
+    /// Epochs so far.
+    pub epochs: u64,
+    /// Samples so far.
+    pub samples: u64,
+    /// Samples that were lost or not understood.
+    pub samples_missed: u64,
+    /// In the last epoch, the share of samples whose page is in the fast tier, in percent: an estimate of the hit ratio.
+    pub fast_hit_pct: Option<f64>,
+    /// Samples of the last epoch: an estimate of the access rate, in the source's own measure.
+    pub epoch_samples: u64,
+    /// Ranges of all programs, and how often ranges were divided.
+    pub ranges: u64,
+    /// See above.
+    pub splits: u64,
+    /// Pages moved, and those that stayed.
+    pub moves: Moves,
+    /// CPU time of this all, and of classifying alone.
+    pub cpu_us: u64,
+    /// See above.
+    pub classifier_cpu_us: u64,
+}

@@ -1,0 +1,103 @@
+//! Moves between two real NUMA nodes. Run by `scripts/tier-suite.sh` inside a guest that has them.
+
+use std::sync::atomic::Ordering;
+
+use ballast_base::{Bytes, PAGE_SIZE};
+use ballast_ranges::relocate::Tier;
+use ballast_sys::numa::{Place, locate};
+use ballast_sys::{Anon, Mapping, memfd};
+use ballast_tier::Tiers;
+use ballast_tier::kernel_files::Files;
+use ballast_tier::mover::{Became, Mover, Moves, Order};
+use ballast_tier::nodes::usage;
+
+const PAGES: usize = 1500;
+
+/// The tiers of this machine, if there are two.
+fn two_tiers() -> Option<(Files, Tiers)> {
+    let files = Files::default();
+    let tiers = Tiers::detect(&files).ok().filter(|tiers| tiers.list.len() > 1);
+    if tiers.is_none() {
+        ballast_needs::skip("two-nodes", "this machine has one tier of memory");
+    }
+    tiers.map(|tiers| (files, tiers))
+}
+
+fn orders(memory: &Anon) -> Vec<Order> {
+    let address = |page| (memory.addr() + page * PAGE_SIZE) as u64;
+    (0..memory.len() / PAGE_SIZE).map(|page| Order { process: 0, address: address(page) }).collect()
+}
+
+fn nodes(memory: &Anon) -> Vec<Place> {
+    let pages: Vec<u64> = orders(memory).iter().map(|order| order.address).collect();
+    locate(std::process::id(), &pages).expect("located").expect("this process")
+}
+
+#[test]
+fn pages_go_to_the_slow_node_and_back_with_all_they_hold() {
+    let Some((files, tiers)) = two_tiers() else { return };
+    let memory = Anon::new(PAGES * PAGE_SIZE).expect("memory");
+    // The last page is never touched.
+    (0..PAGES - 1).for_each(|page| memory.word(page * PAGE_SIZE + 8).store(page as u64 + 1, Ordering::Relaxed));
+    let pids = [std::process::id()];
+    let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+    for (tier, at) in [(Tier::Slow, 1), (Tier::Fast, 0), (Tier::Slow, 1)] {
+        let (mut moves, mut seen) = (Moves::default(), Vec::new());
+        let has_room = mover.carry(tier, &orders(&memory), &mut moves, &mut |_, became| seen.push(became));
+        assert!(has_room.expect("permitted"), "{moves:?}");
+        let moved = seen.iter().filter(|became| **became == Became::In(tier)).count();
+        assert_eq!(
+            (moved, moves.promoted + moves.demoted, moves.absent),
+            (PAGES - 1, PAGES as u64 - 1, 1),
+            "{moves:?}"
+        );
+        let node = tiers.list[at].nodes[0];
+        assert!(nodes(&memory)[..PAGES - 1].iter().all(|place| *place == Place::Node(node)));
+        let whole = |page: usize| memory.word(page * PAGE_SIZE + 8).load(Ordering::Relaxed) == page as u64 + 1;
+        assert!((0..PAGES - 1).all(whole));
+    }
+}
+
+#[test]
+fn pages_that_are_mapped_a_second_time_stay_and_are_counted_as_that() {
+    let Some((files, tiers)) = two_tiers() else { return };
+    let bytes = 100 * PAGE_SIZE;
+    let file = memfd::create("shared", Bytes(bytes as u64)).expect("a file");
+    let maps = [0, 1].map(|_| Mapping::shared(&file, 0, bytes).expect("mapped"));
+    (0..100).for_each(|page| maps.iter().for_each(|map| map.copy_in(page * PAGE_SIZE, &[7])));
+    let order = |page| Order { process: 0, address: (maps[0].addr() + page * PAGE_SIZE) as u64 };
+    let orders: Vec<Order> = (0..100).map(order).collect();
+    let pages: Vec<u64> = orders.iter().map(|order| order.address).collect();
+    let places = || locate(std::process::id(), &pages).expect("located").expect("this process");
+    let before = places();
+    let to = if before[0] == Place::Node(tiers.list[0].nodes[0]) { Tier::Slow } else { Tier::Fast };
+    let pids = [std::process::id()];
+    let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+    let (mut moves, mut stay) = (Moves::default(), 0);
+    let each = &mut |_, became| stay += u64::from(became == Became::Stays);
+    mover.carry(to, &orders, &mut moves, each).expect("permitted");
+    assert_eq!(places(), before);
+    assert!(moves.shared == 100 && stay == 100 && moves.promoted + moves.demoted == 0, "{moves:?}");
+}
+
+#[test]
+fn a_full_node_ends_the_turn_and_nothing_is_lost() {
+    let Some((files, tiers)) = two_tiers() else { return };
+    let fast = tiers.list[0].nodes[0];
+    let room = usage(&files, fast).expect("read").free as usize;
+    let Ok(memory) = Anon::new(room + (16 << 20)) else { return ballast_needs::skip("two-nodes", "no memory") };
+    let pages = memory.len() / PAGE_SIZE;
+    (0..pages).for_each(|page| memory.word(page * PAGE_SIZE).store(page as u64, Ordering::Relaxed));
+    let pids = [std::process::id()];
+    let mover = Mover { files: &files, tiers: &tiers, pids: &pids };
+    let mut moves = Moves::default();
+    // In turns, as a plan does: the room is looked at before each.
+    let has_room = orders(&memory).chunks(4096).try_for_each(|turn| {
+        match mover.carry(Tier::Fast, turn, &mut moves, &mut |_, _| ()).expect("permitted") {
+            true => Ok(()),
+            false => Err(()),
+        }
+    });
+    assert!(has_room.is_err() && moves.full > 0, "{moves:?}");
+    assert!((0..pages).all(|page| memory.word(page * PAGE_SIZE).load(Ordering::Relaxed) == page as u64));
+}

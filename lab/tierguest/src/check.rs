@@ -1,0 +1,119 @@
+//! What `ballast-tier` promises, in a real guest with two tiers: each promise is a step with a name.
+//!
+//! Before: `scripts/tier-suite.sh` booted the guest. After: one line a step; the first that fails ends it. Waits end when
+//! what is waited for is there; the limit on them is for a guest in which it never will be.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use ballast_tier::kernel_files::Files;
+use ballast_tier::nodes::Told;
+use ballast_tier::programs::Choice;
+use ballast_tier::{EPOCH, Settings, Tierer, Tiers};
+
+use crate::heat::Kind;
+use crate::judge::Program;
+
+const BALANCING: &str = "/proc/sys/kernel/numa_balancing";
+const DAMON: &str = "/sys/kernel/mm/damon/admin/kdamonds";
+/// For an emulated guest on a busy machine.
+const LIMIT: Duration = Duration::from_secs(150);
+
+pub fn run(mib: usize) -> Result<()> {
+    let files = Files::default();
+    let tiers = two_tiers(&files)?;
+    files.write(BALANCING, 2)?;
+    stands_aside(&tiers, mib)?;
+    takes_over(&files)?;
+    ensure!(files.text(BALANCING)? == "2", "NUMA balancing is as it was");
+    files.write(BALANCING, 0)?;
+    heat_moves_to_the_fast_tier(&files, &tiers, mib)?;
+    says_no(mib)?;
+    ensure!(files.text(&format!("{DAMON}/nr_kdamonds"))? == "0", "DAMON is as it was");
+    println!("tier-guest: all of it is so");
+    Ok(())
+}
+
+fn step(name: &str) {
+    println!("tier-guest: {name}");
+}
+
+fn two_tiers(files: &Files) -> Result<Tiers> {
+    step("the kernel has made two tiers of what HMAT says");
+    let tiers = Tiers::detect(files)?;
+    let nodes: Vec<&[u32]> = tiers.list.iter().map(|tier| tier.nodes.as_slice()).collect();
+    ensure!(nodes == [&[0], &[1]], "{tiers:?}");
+    ensure!(
+        tiers.told == Told::MemoryTiers && tiers.list[0].read_latency_ns < tiers.list[1].read_latency_ns,
+        "{tiers:?}"
+    );
+    Ok(tiers)
+}
+
+/// Step until it is so, or nobody believes it any more.
+fn until(tierer: &mut Tierer, what: &str, mut so: impl FnMut(&Tierer) -> Result<bool>) -> Result<()> {
+    let began = Instant::now();
+    loop {
+        tierer.step().with_context(|| format!("An epoch, until {what}"))?;
+        if so(tierer)? {
+            return Ok(());
+        }
+        if began.elapsed() > LIMIT {
+            bail!("waited in vain until {what}: {:?}", tierer.status());
+        }
+        std::thread::sleep(EPOCH / 2);
+    }
+}
+
+fn stands_aside(tiers: &Tiers, mib: usize) -> Result<()> {
+    step("where NUMA balancing promotes, nothing is moved, and the status says so");
+    let program = Program::start(Kind::Contiguous, mib, &[])?;
+    let mut tierer = Tierer::open(Settings::default())?;
+    until(&mut tierer, "it has looked at all and stood aside", |tierer| Ok(tierer.status().epochs >= 4))?;
+    let status = tierer.status();
+    ensure!(status.aside.as_deref().is_some_and(|why| why.contains("numa_balancing is 2")), "{status:?}");
+    ensure!(status.programs == 1 && status.moves == Default::default(), "{status:?}");
+    program.hit(tiers)?;
+    Ok(())
+}
+
+fn takes_over(files: &Files) -> Result<()> {
+    step("told to take over, it switches balancing off, and on again at its end");
+    let tierer = Tierer::open(Settings { take_over: true, ..Settings::default() })?;
+    ensure!(files.text(BALANCING)? == "0", "off");
+    drop(tierer);
+    Ok(())
+}
+
+fn heat_moves_to_the_fast_tier(files: &Files, tiers: &Tiers, mib: usize) -> Result<()> {
+    step("what is hot ends on the fast tier, also after it has moved");
+    let mut program = Program::start(Kind::Moving, mib, &[])?;
+    let first = program.hit(tiers)?;
+    let mut tierer = Tierer::open(Settings::default())?;
+    for phase in 0..2 {
+        program.set_phase(phase)?;
+        until(&mut tierer, "the hot set is fast", |_| Ok(program.hit(tiers)? > 0.9 * program.oracle(files, tiers)?))?;
+        println!(
+            "tier-guest: phase {phase}: {:.1} % of accesses, of {:.1} %",
+            program.hit(tiers)? * 100.0,
+            program.oracle(files, tiers)? * 100.0
+        );
+    }
+    let status = tierer.status();
+    ensure!(first < 0.5, "the hot part was on the slow tier: {first}");
+    ensure!(status.source == "damon" && status.samples > 0 && status.programs == 1, "{status:?}");
+    ensure!(status.moves.promoted > 0 && status.moves.demoted > 0, "{status:?}");
+    ensure!(status.tiers.len() == 2 && status.tiers[1].size_bytes > status.tiers[0].free_bytes, "{status:?}");
+    println!("tier-guest: {}", serde_json::to_string(status)?);
+    Ok(())
+}
+
+fn says_no(mib: usize) -> Result<()> {
+    step("a program that says no, and one that is small, are left alone");
+    let _program = Program::start(Kind::Contiguous, mib, &[("BALLAST_TIERING", "off")])?;
+    let _small = Program::start(Kind::Contiguous, 16, &[])?;
+    let mut tierer = Tierer::open(Settings { choice: Choice::default(), ..Settings::default() })?;
+    tierer.step()?;
+    ensure!(tierer.status().programs == 0, "{:?}", tierer.status());
+    Ok(())
+}

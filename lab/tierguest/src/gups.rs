@@ -1,0 +1,83 @@
+//! The program: random updates of memory, most of them of its hot part.
+//!
+//! Before: it is started with a kind and a size, and writes `at ADDRESS` when all its memory is there. After: it updates
+//! words until its input ends. `phase N` moves the heat; `count` writes how many updates there were.
+//! Threads: one updates; the first reads commands; one flushes TLBs. Units: MiB, 2 MiB.
+//! Promise: memory is touched once in the order of its addresses before anything else; pages have 4 KiB.
+//!
+//! The flusher is for emulated CPUs: their TLB holds all of the memory, and whoever clears accessed bits without a
+//! flush (DAMON) sees nothing any more. It maps and unmaps more pages than the kernel flushes one by one, which empties
+//! the TLBs of the CPUs that run this program.
+
+use std::io::{self, BufRead, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use ballast_base::{HUGE_SIZE, PAGE_SIZE};
+use ballast_sys::Anon;
+
+use crate::heat::{HOT_SHARE, Kind, random};
+
+const FLUSH_EVERY: Duration = Duration::from_millis(20);
+/// Pages whose unmapping flushes the whole TLB: more than the kernel's ceiling of 33.
+const FLUSHED: usize = 64;
+/// Updates between two looks at the phase.
+const BATCH: u64 = 4096;
+
+/// Run until the input ends.
+pub fn run(kind: Kind, mib: usize) -> Result<()> {
+    let units = (mib << 20) / HUGE_SIZE;
+    if units < 8 {
+        bail!("{mib} MiB is too little: at least 16");
+    }
+    // One unit more, so that units can be whole.
+    let memory = Anon::new((units + 1) * HUGE_SIZE).context("Mapping memory")?;
+    let first = memory.addr().next_multiple_of(HUGE_SIZE) - memory.addr();
+    for page in 0..units * HUGE_SIZE / PAGE_SIZE {
+        memory.word(first + page * PAGE_SIZE).store(1, Ordering::Relaxed);
+    }
+    let (phase, count) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let address = memory.addr() + first;
+    let (worker_phase, worker_count) = (Arc::clone(&phase), Arc::clone(&count));
+    std::thread::spawn(move || update(&memory, first, kind, units, &worker_phase, &worker_count));
+    std::thread::spawn(|| -> io::Result<()> {
+        loop {
+            let flushed = Anon::new(FLUSHED * PAGE_SIZE)?;
+            (0..FLUSHED).for_each(|page| flushed.word(page * PAGE_SIZE).store(1, Ordering::Relaxed));
+            drop(flushed);
+            std::thread::sleep(FLUSH_EVERY);
+        }
+    });
+    let mut out = io::stdout();
+    writeln!(out, "at {address}")?;
+    out.flush()?;
+    for line in io::stdin().lock().lines() {
+        let line = line?;
+        match line.split_once(' ') {
+            Some(("phase", number)) => phase.store(number.parse().context("a phase")?, Ordering::Relaxed),
+            _ if line == "count" => writeln!(out, "count {}", count.load(Ordering::Relaxed))?,
+            _ => bail!("no command: {line:?}"),
+        }
+        out.flush()?;
+    }
+    Ok(())
+}
+
+fn update(memory: &Anon, first: usize, kind: Kind, units: usize, phase: &AtomicU64, count: &AtomicU64) {
+    let mut state = 11;
+    loop {
+        let hot = kind.hot(units, phase.load(Ordering::Relaxed));
+        let cold: Vec<usize> = (0..units).filter(|unit| !hot.contains(unit)).collect();
+        for _ in 0..BATCH {
+            let now = random(&mut state);
+            let is_hot = ((now & 0xffff) as f64) < HOT_SHARE * 65536.0;
+            let part = if is_hot { &hot } else { &cold };
+            let unit = part[(now >> 16 & 0xffff_ffff) as usize % part.len()];
+            let word = (random(&mut state) % (HUGE_SIZE as u64 / 8)) as usize * 8;
+            memory.word(first + unit * HUGE_SIZE + word).fetch_add(1, Ordering::Relaxed);
+        }
+        count.fetch_add(BATCH, Ordering::Relaxed);
+    }
+}

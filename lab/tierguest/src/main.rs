@@ -1,0 +1,143 @@
+//! `tier-guest`: what runs inside a guest with two tiers of memory, to measure and to test tiering there.
+//!
+//! ```text
+//! tier-guest gups KIND MIB                     the program whose heat is known
+//! tier-guest compare KIND MIB SECONDS WAY...   each way on a fresh program; a line of JSON for each
+//! tier-guest check MIB                         what `ballast-tier` promises in such a guest; exit code 1 if it fails
+//! ```
+//!
+//! Before: root in a guest with two tiers (`scripts/tier-suite.sh`, `ballast bench tiers`). After: rows on the output,
+//! each behind `tier-guest: `. Threads: the caller's; the program is a process. Units: in each key.
+
+mod check;
+mod gups;
+mod heat;
+mod judge;
+mod ways;
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ballast_tier::Tiers;
+use ballast_tier::kernel_files::Files;
+use serde_json::json;
+
+use heat::Kind;
+use judge::Program;
+use ways::{Running, Way};
+
+/// Of the measured time: how often the heat of [`Kind::Moving`] moves.
+const PHASES: u64 = 4;
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let result = match words.as_slice() {
+        ["gups", kind, mib] => parse(kind, mib).and_then(|(kind, mib)| gups::run(kind, mib)),
+        ["compare", kind, mib, seconds, ways @ ..] => {
+            parse(kind, mib).and_then(|(kind, mib)| compare(kind, mib, seconds.parse().context("seconds")?, ways))
+        }
+        ["check", mib] => mib.parse().context("MiB").and_then(check::run),
+        _ => Err(anyhow::anyhow!("usage: tier-guest gups KIND MIB | compare KIND MIB SECONDS WAY... | check MIB")),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("tier-guest failed: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn parse(kind: &str, mib: &str) -> Result<(Kind, usize)> {
+    Ok((Kind::parse(kind).with_context(|| format!("no kind {kind}"))?, mib.parse().context("MiB")?))
+}
+
+/// A number of `/proc/vmstat`.
+fn counter(files: &Files, name: &str) -> Result<u64> {
+    let text = files.text("/proc/vmstat")?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+    value.with_context(|| format!("/proc/vmstat has no {name}"))
+}
+
+/// CPU time of the kernel's threads that sample and migrate, in ticks of 10 ms.
+fn kernel_ticks(files: &Files) -> Result<u64> {
+    let mut sum = 0;
+    for pid in files.numbered("/proc", "")? {
+        let Some(stat) = files.optional(&format!("/proc/{pid}/stat"))? else { continue };
+        let Some((head, rest)) = stat.rsplit_once(") ") else { continue };
+        if head.contains("(kdamond") || head.contains("(kswapd") {
+            let fields: Vec<u64> = rest.split_ascii_whitespace().skip(11).take(2).flat_map(str::parse).collect();
+            sum += fields.iter().sum::<u64>();
+        }
+    }
+    Ok(sum)
+}
+
+fn compare(kind: Kind, mib: usize, seconds: u64, ways: &[&str]) -> Result<()> {
+    let files = Files::default();
+    let tiers = Tiers::detect(&files)?;
+    if tiers.list.len() < 2 {
+        bail!("this guest has one tier");
+    }
+    for name in ways {
+        let way = Way::parse(name).with_context(|| format!("no way {name}"))?;
+        let mut program = Program::start(kind, mib, &[])?;
+        let first = program.hit(&tiers)?;
+        let (moved, ticks, updates) = (counter(&files, "pgmigrate_success")?, kernel_ticks(&files)?, program.count()?);
+        let mut running = match Running::start(way, &files, &tiers) {
+            Ok(running) => running,
+            Err(error) => {
+                let row = json!({"way": way.name(), "kind": kind.name(), "missing": format!("{error:#}")});
+                println!("tier-guest: {row}");
+                continue;
+            }
+        };
+        let began = Instant::now();
+        let (mut course, mut within, mut oracle) = (Vec::new(), None, 0.0f64);
+        let mut next = Duration::from_secs(1);
+        let mut phase = 0;
+        while began.elapsed() < Duration::from_secs(seconds) {
+            running.epoch()?;
+            let now = began.elapsed();
+            if kind == Kind::Moving && now.as_secs() * PHASES / seconds.max(1) != phase {
+                phase = now.as_secs() * PHASES / seconds.max(1);
+                program.set_phase(phase)?;
+            }
+            if now >= next {
+                next = now + Duration::from_secs(1);
+                let hit = program.hit(&tiers)?;
+                oracle = program.oracle(&files, &tiers)?.max(oracle);
+                course.push((hit * 1000.0).round() / 10.0);
+                if hit >= oracle - 0.02 {
+                    within = within.or(Some((now.as_secs_f64() * 10.0).round() / 10.0));
+                }
+            }
+        }
+        let lasted = began.elapsed().as_secs_f64();
+        let settled = &course[course.len() / 2..];
+        let mean = settled.iter().sum::<f64>() / settled.len().max(1) as f64;
+        let mut row = json!({
+            "way": way.name(), "kind": kind.name(), "memory_mib": mib, "seconds": lasted,
+            "fmem_hit_pct": mean, "fmem_hit_pct_first": first * 100.0, "fmem_hit_pct_last": course.last(),
+            "fmem_hit_pct_oracle": oracle * 100.0, "within_2_points_s": within, "course_pct": course,
+            "pages_moved": counter(&files, "pgmigrate_success")? - moved,
+            "kernel_cpu_pct": (kernel_ticks(&files)? - ticks) as f64 / lasted,
+            "updates_per_s": (program.count()? - updates) as f64 / lasted,
+        });
+        if let Some(tierer) = &running.tierer {
+            let status = tierer.status();
+            row["source"] = json!(status.source);
+            row["ranges"] = json!(status.ranges);
+            row["splits"] = json!(status.splits);
+            row["samples_per_s"] = json!(status.samples as f64 / lasted);
+            row["cpu_pct"] = json!(status.cpu_us as f64 / lasted / 1e4);
+            row["classifier_cpu_pct"] = json!(status.classifier_cpu_us as f64 / lasted / 1e4);
+            row["estimated_hit_pct"] = json!(status.fast_hit_pct);
+            row["moves"] = json!(status.moves);
+        }
+        println!("tier-guest: {row}");
+    }
+    Ok(())
+}
