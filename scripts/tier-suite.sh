@@ -36,7 +36,7 @@ else
 fi
 fast=${FAST:-256M} slow=${SLOW:-512M}
 mib() { numfmt --from=iec "$1" | awk '{ print $1 / 1048576 }'; }
-# What `ballast run --tiers` writes, with private memory.
+# Two nodes; latencies and bandwidths for HMAT, by which the kernel makes tiers.
 QEMU_MEMORY=$(($(mib "$fast") + $(mib "$slow")))M
 QEMU_MACHINE=q35,hmat=on
 QEMU_ARGS="-object memory-backend-ram,id=fast,size=$fast -object memory-backend-ram,id=slow,size=$slow"

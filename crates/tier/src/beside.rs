@@ -34,7 +34,7 @@ pub fn look(files: &Files, own_damon: bool) -> io::Result<Beside> {
         beside.promoter = Some(format!("the kernel's NUMA balancing promotes (kernel.numa_balancing is {mode})"));
     } else if mode != 0 {
         beside.notes.push(format!(
-            "NUMA balancing is on (kernel.numa_balancing is {mode}): it moves pages to the node of the CPU that uses them"
+            "NUMA balancing is on (kernel.numa_balancing is {mode}): it moves pages to the CPU that uses them"
         ));
     }
     if let Some(user) = damon::in_use(files)?.filter(|user| !own_damon && user.contains("migrate")) {

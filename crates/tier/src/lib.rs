@@ -1,5 +1,5 @@
-//! Tiering inside a guest, after Demeter (§3.2): the guest samples its own accesses and moves its own pages between NUMA
-//! nodes of different speed; the host only says how large each is.
+//! Tiering inside a guest, after Demeter (§3.2): the guest samples its own accesses and moves its own pages between
+//! NUMA nodes of different speed; the host only says how large each is.
 //!
 //! ```text
 //! source (PMU or DAMON) ─► ballast-ranges ─► relocate::plan ─► mover ─► move_pages(2)
@@ -10,9 +10,9 @@
 //! Read the files in this order: [`nodes`], [`programs`], [`source`], [`pages`], [`mover`], [`beside`], [`engine`],
 //! [`status`]. [`kernel_files`] reads `/proc` and `/sys` for all of them.
 //!
-//! Before: a guest with two tiers (`ballast run --tiers`) and root in it. After: what its programs touch most is in fast
-//! memory. Threads: the caller's one. Units: bytes, pages of 4 KiB, epochs of 500 ms.
-//! Promise: no page's content changes, nobody else's tiering is fought, and what this machine lacks is said by name.
+//! Before: a guest with two tiers and root in it. After: what its programs touch most is in fast memory. Threads: the
+//! caller's one. Units: bytes, pages of 4 KiB, epochs of 500 ms. Promise: no page's content changes, nobody else's
+//! tiering is fought, and what this machine lacks is said by name.
 #![forbid(unsafe_code)]
 
 pub mod beside;

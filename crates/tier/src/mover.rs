@@ -135,8 +135,8 @@ impl Mover<'_> {
         Ok(has_room)
     }
 
-    /// Of the tier's nodes the one with the most free above what the kernel wants to keep; of the slow tiers the fastest
-    /// that has any. `None` if none has.
+    /// Of the tier's nodes the one with the most free above what the kernel wants to keep; of the slow tiers the
+    /// fastest that has any. `None` if none has.
     fn roomiest(&self, tier: Tier) -> io::Result<Option<u32>> {
         let tiers = match tier {
             Tier::Fast => &self.tiers.list[..1],

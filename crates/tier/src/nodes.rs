@@ -1,6 +1,6 @@
 //! Which memory is fast: the NUMA nodes of this machine in tiers, and what each has free.
 //!
-//! Before: a kernel that was told by firmware (or by `ballast run --tiers`) what its memory is like. After:
+//! Before: a kernel that was told by firmware what its memory is like. After:
 //! [`crate::engine`] fills the fast tier with what is hot. Threads: any. Units: bytes; nanoseconds; numbers of nodes.
 //!
 //! What tells nodes apart, in this order: the kernel's own memory tiers (6.1; by HMAT since 6.7), the read latency that
@@ -214,8 +214,8 @@ pub(crate) mod tests {
             put(root, &format!("/sys/devices/system/node/node{node}/meminfo"), &text);
         }
         let zones = "Node 0, zone      DMA\n  pages free 9\n        min      8\n        high     12\n    pagesets\n    \
-                     cpu: 0\n              high:  7\nNode 0, zone    DMA32\n        high     100\nNode 1, zone   Normal\n        \
-                     high     5\n";
+                     cpu: 0\n              high:  7\nNode 0, zone    DMA32\n        high     100\n\
+                     Node 1, zone   Normal\n        high     5\n";
         put(root, "/proc/zoneinfo", zones);
     }
 

@@ -251,7 +251,9 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
 
     proptest! {
         #[test]
-        fn any_text_is_a_map_or_an_error(text in "([0-9a-f]{1,16}-[0-9a-f]{1,16} [-rwxp]{4} 0 0:0 [01] [a-z/\\[\\]]{0,8}\n|.{0,30}\n){0,9}") {
+        fn any_text_is_a_map_or_an_error(
+            text in "([0-9a-f]{1,16}-[0-9a-f]{1,16} [-rwxp]{4} 0 0:0 [01] [a-z/\\[\\]]{0,8}\n|.{0,30}\n){0,9}",
+        ) {
             if let Ok(memory) = parse(&text) {
                 prop_assert!(memory.areas.iter().all(|(start, end)| start < end));
             }

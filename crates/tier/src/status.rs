@@ -55,7 +55,7 @@ pub struct Status {
     pub samples: u64,
     /// Samples that were lost or not understood.
     pub samples_missed: u64,
-    /// In the last epoch, the share of samples whose page is in the fast tier, in percent: an estimate of the hit ratio.
+    /// In the last epoch, the share of samples whose page is in the fast tier, in percent: estimates the hit ratio.
     pub fast_hit_pct: Option<f64>,
     /// Samples of the last epoch: an estimate of the access rate, in the source's own measure.
     pub epoch_samples: u64,

@@ -1,7 +1,7 @@
 //! What `ballast-tier` promises, in a real guest with two tiers: each promise is a step with a name.
 //!
-//! Before: `scripts/tier-suite.sh` booted the guest. After: one line a step; the first that fails ends it. Waits end when
-//! what is waited for is there; the limit on them is for a guest in which it never will be.
+//! Before: `scripts/tier-suite.sh` booted the guest. After: one line a step; the first that fails ends it. Waits end
+//! when what is waited for is there; the limit on them is for a guest in which it never will be.
 
 use std::time::{Duration, Instant};
 

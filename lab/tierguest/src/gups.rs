@@ -1,7 +1,7 @@
 //! The program: random updates of memory, most of them of its hot part.
 //!
-//! Before: it is started with a kind and a size, and writes `at ADDRESS` when all its memory is there. After: it updates
-//! words until its input ends. `phase N` moves the heat; `count` writes how many updates there were.
+//! Before: it is started with a kind and a size, and writes `at ADDRESS` when all its memory is there. After: it
+//! updates words until its input ends. `phase N` moves the heat; `count` writes how many updates there were.
 //! Threads: one updates; the first reads commands; one flushes TLBs. Units: MiB, 2 MiB.
 //! Promise: memory is touched once in the order of its addresses before anything else; pages have 4 KiB.
 //!

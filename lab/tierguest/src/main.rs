@@ -6,7 +6,7 @@
 //! tier-guest check MIB                         what `ballast-tier` promises in such a guest; exit code 1 if it fails
 //! ```
 //!
-//! Before: root in a guest with two tiers (`scripts/tier-suite.sh`, `ballast bench tiers`). After: rows on the output,
+//! Before: root in a guest with two tiers (`scripts/tier-suite.sh`). After: rows on the output,
 //! each behind `tier-guest: `. Threads: the caller's; the program is a process. Units: in each key.
 
 mod check;

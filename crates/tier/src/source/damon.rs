@@ -5,9 +5,10 @@
 //! Threads: the caller's, and one of the kernel's for each process. Units: virtual addresses.
 //! Promise: dropped, DAMON is as it was; what another program runs is never touched.
 //!
-//! DAMON looks at one page of a range at a time, so a count is an estimate for the range. It clears the accessed bit and
-//! flushes no TLB: on a CPU whose TLB holds the whole hot set, it sees little (an emulated CPU's holds megabytes). From
-//! Linux 7.3 on the kernel's own `damon_stat` runs and keeps others out: it is stopped, and started again at the end.
+//! DAMON looks at one page of a range at a time, so a count is an estimate for the range. It clears the accessed bit
+//! and flushes no TLB: on a CPU whose TLB holds the whole hot set, it sees little (an emulated CPU's holds megabytes).
+//! From Linux 7.3 on the kernel's own `damon_stat` runs and keeps others out: it is stopped, and started again at the
+//! end.
 
 use std::io;
 
