@@ -3,8 +3,8 @@
 #
 # Before: scripts/setup.sh. After: `testvm::qemu` boots vmlinuz and initrd.img.
 # Packages are downloaded and unpacked, never installed: nothing on the host changes outside target/guest.
-# Does nothing when the image is there and this script and guest/init are unchanged; `--refresh` makes it anew with the
-# newest packages.
+# Does nothing when the image is there and this script, guest-drivers.sh and guest/init are unchanged; `--refresh` makes
+# it anew with the newest packages.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 out=${BALLAST_GUEST_DIR:-$here/../target/guest}
@@ -16,7 +16,7 @@ die() { printf 'guest: %s\n' "$*" >&2; exit 1; }
 exec 9>"$out/.lock"
 flock 9
 
-want=$(cat "$here/guest-image.sh" "$here/guest/init" | sha256sum | cut -d' ' -f1)
+want=$(cat "$here/guest-image.sh" "$here/guest-drivers.sh" "$here/guest/init" | sha256sum | cut -d' ' -f1)
 if [ "${1:-}" != --refresh ] && [ -s "$out/vmlinuz" ] && [ -s "$out/initrd.img" ] &&
     [ "$(cat "$out/stamp" 2>/dev/null)" = "$want" ]; then
     say "up to date ($(cat "$out/kernel-release"))"
@@ -68,24 +68,7 @@ busybox=$(find "$tree" -path '*/bin/busybox' | head -n 1)
 [ -x "$busybox" ] || die "busybox-static holds no busybox"
 modules=$(find "$tree" -type d -path "*/lib/modules/$release")
 
-# put NAME LIST: copy driver NAME and, before it, what it says it depends on; write the load order to LIST.
-put() {
-    file=$(find "$modules" -name "$1.ko" -o -name "$1.ko.xz" | head -n 1)
-    [ -n "$file" ] || return 0 # built in, or not in this kernel
-    case $file in
-    *.xz) "$busybox" xzcat "$file" >"$image/lib/modules/$1.ko" ;;
-    *) cp "$file" "$image/lib/modules/$1.ko" ;;
-    esac
-    # File names may use `-` where a dependency says `_`; both are looked for.
-    for need in $(tr '\0' '\n' <"$image/lib/modules/$1.ko" | sed -n 's/^depends=//p' | tr ',' ' '); do
-        (put "$need" "$2"; put "$(echo "$need" | tr _ -)" "$2")
-    done
-    grep -qx "$1.ko" "$2" 2>/dev/null || echo "$1.ko" >>"$2"
-}
-for driver in virtio_pci virtio_net virtio_blk virtio_console virtio-rng virtio_balloon virtio_mem; do
-    : >"$image/lib/modules/$driver.list"
-    put "$driver" "$image/lib/modules/$driver.list"
-done
+BUSYBOX=$busybox "$here/guest-drivers.sh" "$modules" "$image/lib/modules"
 # For scripts/kvm-suite.sh, which has a machine of its own.
 rm -rf "$out/modules"
 mkdir -p "$out/modules"

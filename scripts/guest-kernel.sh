@@ -4,20 +4,24 @@
 #   guest-kernel.sh SUITE FOLDER [--refresh]
 #
 # SUITE   a suite of Debian's: trixie, trixie-backports
-# FOLDER  gets vmlinuz and kernel-release; nothing is fetched if they are there
+# FOLDER  gets vmlinuz, kernel-release and, where the image has them, drivers/ (see guest-drivers.sh); nothing is
+#         fetched if kernel-release is there
 #
 # The newest cloud kernel of that suite comes from the same place as this machine's packages, by package lists of its
 # own. It is unpacked and never installed. Exit code: 0 there, 3 it cannot be fetched (the reason is printed).
 set -euo pipefail
-[ $# -ge 2 ] || { sed -n '4,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+here=$(cd "$(dirname "$0")" && pwd)
+[ $# -ge 2 ] || { sed -n '4,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 suite=$1 out=$2
-[ "${3:-}" = --refresh ] || ! [ -s "$out/kernel-release" ] || ! [ -s "$out/vmlinuz" ] || exit 0
+# Written last.
+is_there() { [ "${1:-}" != --refresh ] && [ -s "$out/kernel-release" ]; }
+is_there "${3:-}" && exit 0
 missing() { echo "guest-kernel: $*" >&2; exit 3; }
-for tool in apt-get apt-cache dpkg; do command -v $tool >/dev/null || missing "$tool is not installed"; done
+for tool in apt-get apt-cache dpkg busybox; do command -v $tool >/dev/null || missing "$tool is not installed"; done
 mkdir -p "$out"
 exec 9>"$out/.lock"
 flock 9
-[ "${3:-}" = --refresh ] || ! [ -s "$out/kernel-release" ] || exit 0
+is_there "${3:-}" && exit 0
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -39,5 +43,9 @@ release=$(apt-cache "${apt[@]}" depends linux-image-cloud-amd64 |
 for package in "$work"/debs/*.deb; do dpkg -x "$package" "$work/tree"; done
 kernel=$(find "$work/tree" -name 'vmlinuz*' -type f | head -n 1)
 [ -n "$kernel" ] || missing "linux-image-$release holds no kernel"
+modules=$(find "$work/tree" -type d -path '*/lib/modules/*' -name "$release" | head -n 1)
+rm -rf "$out/drivers"
+# Newer kernels have theirs in a package of their own.
+[ -z "$modules" ] || "$here/guest-drivers.sh" "$modules" "$out/drivers"
 cp "$kernel" "$out/vmlinuz"
 echo "$release" >"$out/kernel-release"

@@ -14,42 +14,10 @@ skip() {
     exit 0
 }
 
-# The kernel of this suite of Debian's, from the same place as this machine's packages, by package lists of its own.
-suite=trixie-backports
-fetch() {
-    local work place release
-    work=$(mktemp -d)
-    # shellcheck disable=SC2064
-    trap "rm -rf '$work'" EXIT
-    place=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' |
-        grep -v security | head -n 1 || true)
-    [ -n "$place" ] || skip "apt knows no place of Debian's packages"
-    mkdir -p "$work/lists/partial" "$work/debs"
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $place $suite main" >"$work/sources.list"
-    local apt=(-qq -o APT::Sandbox::User=root -o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=-
-        -o Dir::State::Lists="$work/lists" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=)
-    apt-get "${apt[@]}" -o APT::Update::Error-Mode=any update || skip "no package lists of $suite"
-    release=$(apt-cache "${apt[@]}" depends linux-image-cloud-amd64 |
-        sed -n 's/.*Depends: linux-image-\([0-9].*\)/\1/p' | head -n 1 || true)
-    [ -n "$release" ] || skip "no linux-image-cloud-amd64 in $suite"
-    # The image itself, or since 7.3 a package of its own that it depends on.
-    (cd "$work/debs" && apt-get "${apt[@]}" download "linux-image-$release" &&
-        { apt-get "${apt[@]}" download "linux-binary-$release" 2>/dev/null || true; }) ||
-        skip "linux-image-$release cannot be fetched"
-    for package in "$work"/debs/*.deb; do dpkg -x "$package" "$work/tree"; done
-    mkdir -p "$out"
-    local kernel
-    kernel=$(find "$work/tree" -name 'vmlinuz*' -type f | head -n 1)
-    [ -n "$kernel" ] || skip "linux-image-$release holds no kernel"
-    cp "$kernel" "$out/vmlinuz"
-    echo "$release" >"$out/kernel-release"
-    rm -rf "$work"
-    trap - EXIT
-}
-for tool in qemu-system-x86_64 busybox cpio apt-get dpkg; do
+for tool in qemu-system-x86_64 busybox cpio; do
     command -v $tool >/dev/null || skip "$tool is not installed; run scripts/setup.sh"
 done
-[ "${1:-}" != --refresh ] && [ -s "$out/kernel-release" ] || fetch
+scripts/guest-kernel.sh trixie-backports "$out" "${1:-}" || skip "the kernel cannot be fetched"
 echo "newer kernel: Linux $(cat "$out/kernel-release")"
 
 target=target/static

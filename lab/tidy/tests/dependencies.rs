@@ -3,6 +3,8 @@
 //! Before: the manifests. After: a failed test that names the forbidden path, crate by crate.
 //! Promise: what is checked is what a build links: normal dependencies, with all that they bring, on Linux.
 
+mod common;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::process::Command;
 
@@ -71,7 +73,7 @@ impl Graph {
             // Packages of other platforms need not have been downloaded.
             .args(["--filter-platform", &format!("{}-unknown-linux-gnu", std::env::consts::ARCH)])
             .arg("--manifest-path")
-            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.toml"))
+            .arg(common::root().join("Cargo.toml"))
             .output()
             .expect("start cargo");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -107,8 +109,7 @@ impl Graph {
 
     /// The members of the workspace in this folder of it.
     fn members(&self, folder: &str) -> Vec<&str> {
-        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/").strip_suffix("lab/tidy/").expect("this crate's place");
-        let start = format!("{root}{folder}/");
+        let start = format!("{}/{folder}/", common::root().display());
         self.packages.values().filter(|p| p.manifest.starts_with(&start)).map(|p| p.name.as_str()).collect()
     }
 
