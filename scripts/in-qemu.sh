@@ -43,8 +43,8 @@ done
 
 for file in ${FILES:-}; do
     file=$(realpath "$file")
-    mkdir -p "$root$(dirname "$file")"
-    cp "$file" "$root$file"
+    mkdir -p "$root/files$(dirname "$file")"
+    cp "$file" "$root/files$file"
 done
 
 # /init is process 1: devices, modules, the commands one by one, then power off. The last line it prints is the answer.
@@ -57,6 +57,8 @@ mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs devtmpfs /dev
 mount -t tmpfs tmpfs /tmp
+# Only now, because they may belong below /tmp.
+[ ! -d /files ] || { cp -a /files/. / && rm -rf /files; }
 ip link set lo up
 for module in $MODULES; do insmod /$module || echo "in-qemu: insmod $module failed"; done
 worst=0
