@@ -76,7 +76,7 @@ fn keeper_and_engine_killed_together_lose_no_byte() {
 }
 
 #[test]
-fn a_vm_of_three_fault_workers_loses_no_byte_whoever_is_killed() {
+fn a_vm_of_three_fault_workers_loses_no_byte_when_any_process_is_killed() {
     let mut daemon = Daemon::start(QUICK);
     let args = "--workload uniform --ram 112M --limit 24M --threads 4 --zero-fraction 0.1";
     let guest = Guest::start_with(&daemon, "victim", args, &[("BALLAST_FAULT_WORKERS", "3")]);

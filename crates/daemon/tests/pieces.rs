@@ -34,7 +34,7 @@ fn vm(daemon: &Daemon, name: &str, pieces: &[Piece<'_>]) -> (Client, Ram) {
 }
 
 #[test]
-fn vms_in_pieces_of_one_file_are_held_to_their_limits_and_lose_no_byte_whoever_is_killed() {
+fn vms_in_pieces_of_one_file_are_held_to_their_limits_and_lose_no_byte_when_any_process_is_killed() {
     if no_uffd() {
         return;
     }

@@ -123,7 +123,7 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
 }
 
 #[test]
-fn whoever_is_killed_and_when_no_vm_finds_anothers_memory_and_no_page_is_lost() {
+fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at_any_time() {
     let Some(mut pooled) = Pooled::start("", 64) else { return };
     let kills = std::env::var("BALLAST_POOL_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(40u32);
     let mut rng = Rng::seeded("BALLAST_POOL_SEED");

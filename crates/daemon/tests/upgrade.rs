@@ -200,7 +200,7 @@ fn engines(daemon: &Daemon) -> Vec<u32> {
 }
 
 #[test]
-fn whoever_is_killed_in_an_upgrade_and_whenever_no_byte_is_lost() {
+fn no_byte_is_lost_when_any_process_is_killed_at_any_time_of_an_upgrade() {
     let mut daemon = Daemon::start(QUICK);
     let guests = ["one", "two", "three", "four", "five", "six"].map(|name| {
         Guest::start(&daemon, name, "--workload uniform --ram 24M --limit 8M --threads 1 --zero-fraction 0.1")

@@ -195,7 +195,7 @@ fn engine_and_keeper_change_in_the_middle_of_everything() {
 }
 
 #[test]
-fn whoever_is_killed_at_whatever_stage_in_the_middle_of_everything() {
+fn any_process_may_be_killed_at_any_stage_in_the_middle_of_everything() {
     if no_uffd() {
         return;
     }

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_takes_it_over_after_both_has_it_alone() {
+    fn the_engine_that_takes_it_over_after_both_has_it_alone() {
         let state = StateFile::create(VmId([5; 16]), "test").expect("state");
         state.take_over(10, 99, LOST).expect("no journal");
         state.name_beside(12, 100);

@@ -285,7 +285,7 @@ fn a_user_with_many_vms_that_cannot_be_closed_waits_and_nobody_else_does() {
 }
 
 #[test]
-fn whoever_comes_back_as_one_vm_waits_for_the_ram_of_another_one_that_is_closing() {
+fn a_client_that_returns_as_one_vm_waits_for_the_ram_of_another_vm_that_is_closing() {
     let (mut keeper, _dir) = keeper();
     let file = |ino| FileId { dev: 1, ino };
     let ids: Vec<VmId> = [1, 2]

@@ -469,7 +469,7 @@ fn only_one_upgrade_at_a_time_and_only_to_an_absolute_path() {
 }
 
 #[test]
-fn whoever_dies_and_whenever_no_vm_has_two_engines_and_one_engine_has_all_in_the_end() {
+fn no_vm_has_two_engines_and_one_has_all_in_the_end_when_any_process_dies_at_any_time() {
     let mut ends = BTreeMap::new();
     for seed in 1..=120 {
         let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed) | 1);

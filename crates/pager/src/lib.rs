@@ -1,4 +1,4 @@
-//! The loop around one VM's pages: what goes, what comes back, and who is hot.
+//! The loop around one VM's pages: which are evicted, which are restored, and which are hot.
 //!
 //! ```text
 //!            heat picks            T over, untouched           copy complete
@@ -7,10 +7,10 @@
 //!    └─────────────────────┴───────── fault::serve ────┴────────────────────────────┘
 //! ```
 //!
-//! The moves of one page are in `ballast_page`. A reader's way through the rooms of this crate: [`vm`] (one VM:
-//! regions, address spaces, what outlives an engine, the ledger), [`reclaim`] and [`fault`] (the two loops that drive
-//! it, with throttle, readahead and prefetch), [`scan`] (what is touched, and what is mapped huge), [`tier`] (the
-//! stores, and the way to the file store and back). No files name each other in a circle.
+//! The moves of one page are in `ballast_page`. Read the rooms of this crate in this order: [`vm`] (one VM: regions,
+//! address spaces, the state that outlives an engine, the ledger), [`reclaim`] and [`fault`] (the two loops that drive
+//! it, with throttle, readahead and prefetch), [`scan`] (which memory is touched, and which is mapped huge), [`tier`]
+//! (the stores, and the way to the file store and back). No files name each other in a circle.
 //!
 //! Before: `daemon` opens a VM from descriptors. After: the guest runs, within its limit.
 //! Promise: invariants 1 to 6 of ARCHITECTURE.md. This crate cannot name `policy` or `daemon`.

@@ -17,12 +17,12 @@ const LEN: u64 = (PAGES * PAGE_SIZE) as u64;
 const SPAN: Duration = Duration::from_secs(5);
 
 #[test]
-fn whoever_touches_memory_while_it_is_given_back_goes_on() {
+fn a_thread_that_touches_memory_while_it_is_unregistered_goes_on() {
     touched_while_given_back("uffd", REQUIRED_FEATURES, Uffd::register);
 }
 
 #[test]
-fn so_does_whoever_touches_memory_where_accesses_were_watched() {
+fn a_thread_that_touches_memory_where_accesses_were_watched_goes_on_as_well() {
     touched_while_given_back("rwp", REQUIRED_FEATURES | ACCESS_FEATURES, Uffd::register_for_accesses);
 }
 

@@ -80,7 +80,7 @@ mod tests {
     use crate::nodes::tests::put;
 
     #[test]
-    fn whoever_promotes_is_named_and_others_are_noted() {
+    fn the_program_that_promotes_is_named_and_others_are_noted() {
         let root = tempfile::tempdir().expect("directory");
         let files = Files::below(root.path());
         assert_eq!(look(&files, false).expect("looked"), Beside::default());

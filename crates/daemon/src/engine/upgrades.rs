@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_asks_hears_what_the_keeper_says() {
+    fn the_keepers_reply_goes_to_the_caller() {
         let upgrades = Upgrades::default();
         let says = |result: Result<(), String>| {
             upgrades.begin(Some("/p".into()), |report| {

@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_closes_the_gate_waits_for_those_inside_and_for_nobody_else() {
+    fn closing_the_gate_waits_for_those_inside_and_for_nobody_else() {
         let gate = Gate::default();
         let (same, inside) = (gate.clone(), gate.enter());
         same.close();

@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 /// The CPUs are busy if the thread waits longer than this for one, on average. Measured: 8 us in the median beside one
 /// guest on two CPUs, 155 us beside eight.
 const WAITS_NS: u64 = 50_000;
-/// How many times it runs between two readings, which cost some 2 us.
+/// Visits between two readings of the file, each of which costs some 2 us.
 const READ_EVERY: u32 = 64;
 
 thread_local! {
@@ -26,11 +26,11 @@ pub fn ran() -> bool {
     OF_THIS_THREAD.with_borrow_mut(Busy::ran)
 }
 
-/// Of one thread.
+/// Tells whether the CPUs are busy, for one thread.
 #[derive(Debug)]
 pub struct Busy {
     schedstat: Option<File>,
-    /// How long it had waited for CPUs at the last reading, and how often it had run.
+    /// Time it had waited for CPUs, and how often it had run, at the last reading.
     waited_ns: u64,
     runs: u64,
     until_read: u32,
@@ -38,13 +38,13 @@ pub struct Busy {
 }
 
 impl Busy {
-    /// Of the calling thread.
+    /// For the calling thread.
     pub fn of_this_thread() -> Self {
         let schedstat = File::open("/proc/thread-self/schedstat").ok();
         Self { schedstat, waited_ns: 0, runs: 0, until_read: READ_EVERY, busy: false }
     }
 
-    /// The thread has slept and runs again. Are there others that want its CPU?
+    /// The thread has slept and runs again. Returns whether other threads want its CPU.
     pub fn ran(&mut self) -> bool {
         self.until_read = self.until_read.saturating_sub(1);
         if self.until_read == 0 {
@@ -67,7 +67,7 @@ impl Busy {
     }
 }
 
-/// Of a `schedstat` file: time on a CPU, *time waiting for one*, *how often it ran*.
+/// Reads a `schedstat` file (time on a CPU, *time waiting for one*, *how often it ran*). Returns the last two.
 fn counted(schedstat: &str) -> Option<(u64, u64)> {
     let mut fields = schedstat.split_ascii_whitespace().skip(1).map(|field| field.parse().ok());
     Some((fields.next()??, fields.next()??))

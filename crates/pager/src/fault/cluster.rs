@@ -1,17 +1,18 @@
-//! Clustered prefetch: does it pay to bring back pages together that left together?
+//! Clustered prefetch: decides whether to bring back pages together that were evicted together.
 //!
 //! Before: a fault worker restored a page. After: it knows which pages beside it to request from the prefetch worker.
 //! Threads: each fault worker has its own. Units: a *window* is an aligned group of [`WINDOW`] pages.
-//! Promise: no reads of pages, no waits. (Pages touched in order are not a guess: see [`super::readahead`].)
+//! Promise: it reads no page and waits for nothing. (Sequential touches need no guess: see [`super::readahead`].)
 //!
-//! Pages are evicted in runs, so neighbours left together. Whether they are *wanted* together is measured all the time:
-//! some windows are left alone after their first restore, and what is then restored in them soon is what a prefetch
-//! would have saved. Below [`PAYS`] nothing is prefetched. The same is measured of the windows of 2 MiB, and
-//! where most of those are wanted, all 2 MiB come back. The order of the touches plays no part.
+//! Pages are evicted in runs, so neighbours left together. The engine measures all the time whether the guest wants
+//! them together: it leaves some windows alone after their first restore, and counts the pages of the window that are
+//! restored soon afterwards. A prefetch would have saved those faults. Below [`PAYS`] it prefetches nothing. It
+//! measures windows of 2 MiB in the same way, and where the guest wants most of one, all 2 MiB come back. The order of
+//! the touches does not matter.
 //!
-//! *Soon* is within a second. In a VM near its limit, where each page that comes drives out another, it is much sooner
-//! than the average refault interval: a guest that touches its memory at random wants all of every window again within
-//! a second or so, and would only exchange one page for the next.
+//! *Soon* is within a second. In a VM near its limit, where each page that comes in drives out another, soon is much
+//! sooner than the average refault interval: a guest that touches its memory at random wants every window again within
+//! about a second, and a prefetch would only exchange one page for another.
 
 use std::time::{Duration, Instant};
 
@@ -24,13 +25,13 @@ use crate::vm::region::Region;
 /// Share of a window's far pages that must be wanted soon for prefetch to pay: bringing one back in a run costs about a
 /// quarter of a fault.
 const PAYS: f64 = 0.25;
-/// Near the limit, soon is this part of the refault interval, and between these two; else the latter.
+/// Near the limit, soon is 1/8 of the refault interval, between these two bounds; elsewhere it is the upper one.
 const SOON_PART: u32 = 8;
 const SOONEST: Duration = Duration::from_millis(5);
 const HORIZON: Duration = Duration::from_secs(1);
 /// The refault interval is averaged over about this many pages.
 const INTERVAL_OVER: f64 = 64.0;
-/// One window in this many is left alone, as a trial; at first all are.
+/// 1 in this number of windows is left alone as a trial; at first all are.
 const TRY_EVERY: u64 = 16;
 const TRY_AT_FIRST: u64 = 16;
 /// Trials under way at a time.
@@ -47,20 +48,20 @@ struct Trial {
     since: Instant,
 }
 
-/// Does bringing back the rest of a window pay?
+/// Decides whether to bring back the rest of a window.
 #[derive(Debug, Default)]
 struct Gain {
     trials: Vec<Trial>,
     /// Share of a left-alone window's far pages that were wanted, averaged over about the last eight trials.
     share: f64,
-    /// Windows seen, and the last ones, which need not be looked at again.
+    /// Windows seen, and the last ones, which are not looked at again.
     windows: u64,
     recent: [Option<Window>; 4],
 }
 
 impl Gain {
-    /// A page of this window was restored. Returns whether to prefetch the others, or nothing if that was asked just
-    /// now. `far` counts those that are far.
+    /// A page of this window was restored. Returns whether to prefetch the others, or `None` if that was decided just
+    /// now. `far` counts the far pages of the window.
     fn restored(&mut self, window: Window, far: impl FnOnce() -> u64, soon: Duration, now: Instant) -> Option<bool> {
         self.close_trials(soon, now);
         if let Some(trial) = self.trials.iter_mut().find(|trial| trial.window == window) {
@@ -83,12 +84,12 @@ impl Gain {
         Some(self.share >= PAYS)
     }
 
-    /// What is left of this window comes back for another reason, so a trial of it says nothing.
+    /// The rest of this window comes back for another reason, so a trial of it proves nothing.
     fn give_up(&mut self, window: Window) {
         self.trials.retain(|trial| trial.window != window);
     }
 
-    /// A trial ends when it is not soon any more, or when it is clear that all the window was wanted.
+    /// Ends the trials that are older than `soon`, and those whose whole window was wanted.
     fn close_trials(&mut self, soon: Duration, now: Instant) {
         let share = &mut self.share;
         self.trials.retain(|trial| {
@@ -101,11 +102,11 @@ impl Gain {
     }
 }
 
-/// Does prefetching pay in this VM, and how far?
+/// Decides for one VM whether to prefetch, and how far.
 #[derive(Debug)]
 pub struct Cluster {
     near: Gain,
-    /// The same of the windows of whole 2 MiB.
+    /// The same for windows of 2 MiB.
     wide: Gain,
     /// The refault interval, in seconds.
     interval_s: f64,
@@ -118,8 +119,8 @@ impl Default for Cluster {
 }
 
 impl Cluster {
-    /// A page was restored that had been away for this long, in a VM near its limit (`tight`) or not. Returns what else
-    /// to bring back, the most urgent last.
+    /// A page was restored that had been far for this long; `tight`: the VM is near its limit. Returns what else to
+    /// bring back, the most urgent last.
     pub fn restored(
         &mut self,
         region: &Region,
@@ -134,7 +135,7 @@ impl Cluster {
         let window = page.0 / WINDOW;
         let near = PageRange::of(PageIdx(window * WINDOW), WINDOW).before(region.range().end());
         let far = || far_pages(region, near).count() as u64;
-        // Of the 2 MiB each window counts once, however many of its pages are wanted.
+        // A window counts once towards its 2 MiB, however many of its pages are wanted.
         let Some(pays) = self.near.restored((region.number, window), far, soon, now) else { return Vec::new() };
         let unit = page.0 / PAGES_PER_UNIT;
         let all = PageRange::of_unit(unit).before(region.range().end());
@@ -147,7 +148,7 @@ impl Cluster {
         }
     }
 
-    /// A thread reads the memory around this page in order, for which [`super::readahead`] brings pages back.
+    /// A thread reads the memory around this page in order; [`super::readahead`] brings its pages back.
     pub fn read_in_order(&mut self, region: &Region, page: PageIdx) {
         self.near.give_up((region.number, page.0 / WINDOW));
         self.wide.give_up((region.number, page.0 / PAGES_PER_UNIT));

@@ -1,9 +1,9 @@
-//! Far runs: neighbouring far pages that come back together, before they are touched.
+//! Far runs: neighbouring far pages that are restored together, before the guest touches them.
 //!
 //! Before: readahead or a prefetch request says which. After: they are in memory and mapped, and counted.
 //! Threads: fault workers and the prefetch worker. Units: base pages of a region.
-//! Promise: pages come back under their locks, from near stores only. What another thread holds, or what cannot be
-//! had now, is left to the fault that wants it.
+//! Promise: pages are restored under their locks, from near stores only. A page that another thread holds, or that is
+//! not available now, is left to its fault.
 
 use ballast_base::{PageIdx, PageRange};
 use ballast_store::PageBytes;
@@ -14,8 +14,8 @@ use crate::vm::view::RegionView;
 use ballast_page::fault::restore_run;
 use ballast_page::page_state::State;
 
-/// Is a page far, in a near store, and unlocked? A page on a disk has not been wanted for long, and a guess is not
-/// worth its time.
+/// Returns whether a page is far, in a near store, and unlocked. Nobody has wanted a page on a disk for long, so it is
+/// not worth a guess.
 pub(crate) fn is_near(region: &Region, page: PageIdx) -> bool {
     let word = region.word(page);
     word.state() == State::Far && !word.is_locked() && !region.is_slow(page)
@@ -26,8 +26,8 @@ pub(crate) fn far_pages(region: &Region, pages: PageRange) -> impl Iterator<Item
     pages.iter().filter(|page| is_near(region, *page))
 }
 
-/// Bring back the first far pages of these that are neighbours, as many as fit the buffer. Returns which were restored,
-/// or `None` if none is far.
+/// Restores the first neighbouring far pages of these, as many as fit the buffer. Returns which, or `None` if none is
+/// far.
 pub(crate) fn restore_next_run(
     vm: &Vm,
     region: &Region,
@@ -41,7 +41,7 @@ pub(crate) fn restore_next_run(
     vm.ledger().prefetched(region, first, &moves);
     let back = moves.len() as u64;
     if back == 0 {
-        // Another thread was quicker, or it cannot be had now, and the thread that wants it will fault.
+        // Another thread was quicker, or the page is not available now. The thread that wants it will fault.
         return Ok(Some(PageRange::of(PageIdx(first.0 + 1), 0)));
     }
     Ok(Some(PageRange::of(first, back)))

@@ -1,12 +1,12 @@
 //! Follow: which CPU the guest threads of a userfaultfd fault on, so that the worker of that CPU serves it.
 //!
-//! Before: faults were read. After: it is served where the thread that waits ran, so that waking the worker and
-//! resuming the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that very moment.
-//! Threads: whoever serves the userfaultfd. Units: CPU numbers as the kernel counts them.
-//! Promise: a hint and nothing more. What cannot be found out leaves the userfaultfd where it is.
+//! Before: faults were read. After: the userfaultfd is served where the waiting thread ran. So waking the worker and
+//! resuming the guest need no interrupt to another CPU: a faulting thread leaves its CPU idle at that moment.
+//! Threads: the worker that serves the userfaultfd. Units: CPU numbers as the kernel counts them.
+//! Promise: it is a hint only. Where the kernel does not tell, the userfaultfd stays where it is.
 //!
-//! It moves when two samples agree, so a VM whose threads fault on many CPUs does not move all the time: it stays, or
-//! goes to a worker that has nothing else to do.
+//! The userfaultfd moves when two samples agree, so a VM whose threads fault on many CPUs does not move all the time:
+//! it stays, or goes to a worker that has nothing else to do.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 
 use crate::run::serve::Placement;
 
-/// How often the CPU of a faulting thread is sampled, at first and when nothing changes. A sample costs some 5 us.
+/// Time between samples of the CPU of a faulting thread, at first and when nothing changes. A sample costs some 5 us.
 const SAMPLE_EVERY: Duration = Duration::from_millis(1);
 const SAMPLE_RARELY: Duration = Duration::from_millis(64);
 
-/// Where a userfaultfd is to be served.
+/// Decides where to serve a userfaultfd.
 #[derive(Debug)]
 pub struct Follow {
     pid: u32,
-    /// What the last sample found.
+    /// The result of the last sample.
     seen: Option<Ran>,
     next_sample: Instant,
     interval: Duration,
@@ -39,12 +39,12 @@ enum Ran {
 }
 
 impl Follow {
-    /// Of faults of process `pid`.
+    /// For faults of process `pid`.
     pub fn new(pid: u32) -> Self {
         Self { pid, seen: None, next_sample: Instant::now(), interval: SAMPLE_EVERY, thread: None }
     }
 
-    /// `thread` of the process waits for us now.
+    /// `thread` of the process waits for its fault now. Returns where to serve the userfaultfd.
     pub fn faulted(&mut self, thread: u32, now: Instant) -> Placement {
         if now < self.next_sample {
             return Placement::Stay;
@@ -75,8 +75,8 @@ impl Follow {
     }
 }
 
-/// The field `processor` of a `stat` file, the 39th, unless the 41st, `policy`, is a real-time one. The second may hold
-/// anything, up to the last closing parenthesis.
+/// Returns the field `processor` of a `stat` file, the 39th, unless the 41st, `policy`, is a real-time one. The second
+/// field may contain anything, up to the last closing parenthesis.
 fn processor(stat: &str) -> Option<Ran> {
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(36);
     let cpu = fields.next()?.parse().ok()?;

@@ -1,14 +1,14 @@
 //! Forgotten faults: a thread that waits although no worker has its fault is woken, and operators are told.
 //!
-//! Before: a fault worker read faults. After: each thread that waits has its fault with a worker, or faults again.
-//! Threads: whoever serves the userfaultfd. Units: faults.
-//! Promise: whatever took a fault away from us (another program that reads the userfaultfd, a wake that came too soon),
-//! its thread waits for about [`EVERY`], not for ever, as long as fewer faults wait for a disk; for [`RARELY`] where no
-//! fault was seen for as long. Those of one CPU are checked at the same moments, so that a VM more costs no wake-up.
+//! Before: a fault worker read faults. After: each waiting thread has its fault with a worker, or faults again.
+//! Threads: the worker that serves the userfaultfd. Units: faults.
+//! Promise: if a fault is lost (another program reads the userfaultfd, a wake came too soon), its thread waits for
+//! about [`EVERY`], as long as fewer faults wait for a disk, or for [`RARELY`] if there was no fault for as long. All
+//! userfaultfds of one CPU are checked at the same moments, so that one more VM costs no wake-up.
 //!
-//! Nothing is known to cause it. The kernel returns how many faults were read and not resolved, in some microseconds,
-//! and nothing else would report such a thread. A wake is always safe: a thread that has no reason to go on faults
-//! again.
+//! No cause of lost faults is known. The kernel returns in some microseconds how many faults were read and not
+//! resolved, and nothing else would report such a thread. A wake is always safe: a thread whose page is still missing
+//! faults again.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ use ballast_sys::Uffd;
 use crate::vm::Vm;
 use crate::vm::view::View;
 
-/// How often it is checked while there are faults, and when there is none.
+/// Time between checks while there are faults, and when there is none.
 const EVERY: Duration = Duration::from_secs(1);
 const RARELY: Duration = Duration::from_secs(8);
-/// How often it is reported, at most.
+/// Least time between two reports.
 const REPORT_EVERY: Duration = Duration::from_secs(60);
 
-/// What is remembered of it.
+/// What is remembered between checks.
 #[derive(Debug)]
 pub(crate) struct Forgotten {
     next: Instant,
@@ -32,7 +32,7 @@ pub(crate) struct Forgotten {
     reported: Option<Instant>,
 }
 
-/// The first whole second after this, the same for all.
+/// The first whole second after `then`, the same for all.
 fn whole(then: Instant) -> Instant {
     static FIRST: OnceLock<Instant> = OnceLock::new();
     let first = *FIRST.get_or_init(|| then);
@@ -41,12 +41,12 @@ fn whole(then: Instant) -> Instant {
 }
 
 impl Forgotten {
-    /// Not at once: what an earlier engine had read is raised anew when the workers have begun.
+    /// The first check is later: the workers have yet to raise anew what an earlier engine had read.
     pub fn new(now: Instant) -> Self {
         Self { next: whole(now + EVERY), interval: EVERY, reported: None }
     }
 
-    /// There was a fault, or the kernel said so.
+    /// There was a fault, or the kernel reported one.
     pub fn seen(&mut self, now: Instant) {
         if self.interval > EVERY {
             self.interval = EVERY;
@@ -66,13 +66,13 @@ impl Forgotten {
         }
         self.next = whole(now + self.interval);
         self.interval = (self.interval * 2).min(RARELY);
-        // A VM that was told to stop has a fault that cannot be answered, and said so. What another engine has in hand
-        // is not known here.
+        // A VM that was told to stop has a fault that cannot be resolved; that was reported. Faults that another engine
+        // has in hand are not known here.
         if vm.halted().is_some() || vm.state.leaving().is_some() {
             return;
         }
-        // The number first. A fault that waits for a disk is counted until its thread was woken, so one too many at
-        // most.
+        // The number is read first. A fault that waits for a disk counts until its thread is woken, so the number is
+        // one too high at most.
         let waiting = match uffd.unanswered() {
             Ok(waiting) => waiting as usize,
             Err(error) => return tracing::debug!(pid = view.pid, "Looking for forgotten faults: {error}"),

@@ -1,9 +1,10 @@
-//! Faults: how they are served, and what is decided on the way.
+//! Faults: how they are served, and which decisions are made on the way.
 //!
 //! Before: the guest touched a page that is not mapped. After: it runs on. `server` reads and resolves faults, within
-//! the fault throttle (`throttle`), with what comes next in order (`readahead`) and what left together (`prefetch`).
-//! Threads: a fault worker for each CPU (`run/servers.rs`), a prefetch task for each VM. Promise: every fault read is
-//! served, or raised again by a wake.
+//! the fault throttle (`throttle`); it restores the next pages of a sequential reader (`readahead`), and pages that
+//! were evicted together (`prefetch`).
+//! Threads: a fault worker for each CPU (`run/servers.rs`), a prefetch task for each VM. Promise: every fault that was
+//! read is served, or raised again by a wake.
 
 pub mod busy;
 pub mod cluster;

@@ -1,9 +1,10 @@
-//! Prefetch: bring back together what left together, where that pays.
+//! Prefetch: restores pages together that were evicted together, where that pays.
 //!
-//! Before: a fault worker restored a page and requested its neighbours (`cluster`). After: they are back before they
-//! are touched. Threads: one task per VM, so no fault waits for these guesses but for the few pages it may be bringing.
-//! Units: pages of a region. Promise: a guess costs time and space, never bytes: prefetched pages come back under their
-//! locks as others do, and invariant 1 decides. They stay within the limit, and only the newest requests are kept.
+//! Before: a fault worker restored a page and requested its neighbours (`cluster`). After: they are in memory before
+//! the guest touches them. Threads: one task per VM, so a fault waits for it only on a page that it is restoring.
+//! Units: pages of a region. Promise: a wrong guess costs time and space, never bytes: prefetched pages are restored
+//! under their locks as others are, and invariant 1 decides. They stay within the limit, and only the newest requests
+//! are kept.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,10 +19,10 @@ use crate::vm::Vm;
 use crate::vm::region::Region;
 use crate::vm::view::View;
 
-/// Pages that come back as one: what a fault on one of them waits for, some 8 us.
+/// Pages that are restored as one: a fault on one of them waits for all, some 8 us.
 const RUN: usize = 8;
 
-/// How long one run of the task goes on with what was requested.
+/// How long one run of the task goes on with requests.
 const SLICE: Duration = Duration::from_millis(1);
 
 /// The prefetch worker of a VM.
@@ -32,12 +33,12 @@ pub(crate) struct PrefetchWorker {
 }
 
 impl PrefetchWorker {
-    /// Of this VM.
+    /// The prefetch worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, served: None, buffer: Box::new([[0; PAGE_SIZE]; _]) }
     }
 
-    /// Serve requests; returns when to look for more.
+    /// Serves requests; returns when to look for more.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         while !vm.is_stopping() {
@@ -47,7 +48,7 @@ impl PrefetchWorker {
             self.served = Some(Instant::now());
             let Some(region) = vm.region(number).filter(|region| !region.is_removed()) else { continue };
             if let Err(error) = bring_back(vm, &view, &region, pages, &mut self.buffer[..]) {
-                // The fault worker meets the same error, and that one counts.
+                // The fault worker meets the same error and reports it.
                 tracing::warn!(vm = vm.state.name(), region = number, %pages, "Prefetching: {error}");
             }
             if now.elapsed() >= SLICE {
@@ -65,7 +66,7 @@ fn bring_back(
     pages: PageRange,
     buffer: &mut [PageBytes],
 ) -> std::io::Result<()> {
-    // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+    // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
     let _layout = vm.layout();
     let Some(memory) = view.of_region(region).filter(|_| !region.is_removed()) else { return Ok(()) };
     if vm.mail.throttle.spare().is_none()

@@ -1,7 +1,7 @@
 //! The queue of prefetch requests of a VM.
 //!
-//! Before: a fault worker found that a cluster pays. After: the prefetch worker takes the newest request, a window at a
-//! time.
+//! Before: a fault worker found that a cluster pays. After: the prefetch worker takes the newest request, one window at
+//! a time.
 //! Threads: any push, one pops. Units: a *window* is an aligned group of [`WINDOW`] pages.
 //! Promise: a push never waits for the worker, and the queue is bounded: the oldest requests are dropped.
 
@@ -18,10 +18,10 @@ use crate::vm::view::View;
 
 /// Pages of a window: 64 KiB.
 pub const WINDOW: u64 = 16;
-/// Pages requested at most, 8 MiB: older guesses are out of date.
+/// Most pages requested, 8 MiB: older guesses are out of date.
 const BUDGET: Bytes = Bytes(8 * MIB);
-/// Waking a thread costs the fault worker up to 30 us where CPUs sleep deeply. So the prefetch worker polls for
-/// requests, this often, until there was none for a while, or other threads want its CPU ([`busy`]).
+/// The prefetch worker polls this often until there was no request for a while, or until other threads want its CPU
+/// ([`busy`]). To wake a thread costs the fault worker up to 30 us where CPUs sleep deeply.
 const POLL_EVERY: Duration = Duration::from_micros(200);
 const POLL_FOR: Duration = Duration::from_millis(50);
 
@@ -37,7 +37,7 @@ pub(crate) struct Request {
 #[derive(Debug, Default)]
 pub struct PrefetchQueue {
     queue: Mutex<Queue>,
-    /// Of the prefetch worker.
+    /// Notifies the prefetch worker.
     pub(crate) notifier: Notifier,
 }
 
@@ -94,7 +94,7 @@ impl PrefetchQueue {
         self.queue.lock().expect("no panic while held").pop()
     }
 
-    /// When the worker is to look again, after it found nothing. `served` is when it served the last request.
+    /// When the worker looks again, after it found nothing. `served` is when it served the last request.
     pub(crate) fn pause(&self, served: Option<Instant>, now: Instant) -> Next {
         let mut queue = self.queue.lock().expect("no panic while held");
         if !queue.requests.is_empty() {

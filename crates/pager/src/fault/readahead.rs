@@ -1,20 +1,20 @@
-//! Sequential readahead: threads that touch one page after the other, and how far ahead of them to bring pages back.
+//! Sequential readahead: finds threads that touch one page after the other, and decides how far ahead to restore pages.
 //!
-//! Before: a fault on a far page. After: which far pages ahead of it come back before its thread goes on.
-//! Threads: each fault worker has its own. Units: pages of a region. Promise: no reads, no waits; a guess costs time
-//! and space, never bytes.
+//! Before: a fault on a far page. After: the far pages ahead of it that are restored before its thread goes on.
+//! Threads: each fault worker has its own. Units: pages of a region. Promise: it reads no page and waits for nothing; a
+//! wrong guess costs time and space, never bytes.
 //!
-//! A stream is found when a fault is on the next far page after the pages that were restored last: it brings two more
-//! pages, the next fault four, and so on. Unlike clustered prefetch ([`super::cluster`]), it need not be measured
-//! whether that pays: each page of a stream would be a fault of its own, which costs two switches of threads, and a
-//! page that comes with another one only its decompression. It also comes in time: where CPUs are short, a worker of
-//! its own is too late.
+//! A stream is found when a fault is on the next far page after the pages that were restored last. That fault brings
+//! two more pages, the next fault four, and so on. Unlike clustered prefetch ([`super::cluster`]), this needs no
+//! measurement of whether it pays: each page of a stream would be a fault of its own, which costs two thread switches,
+//! and a page that comes with another one costs only its decompression. It is also in time: where CPUs are short, a
+//! worker of its own is too late.
 
 use ballast_base::{PAGES_PER_UNIT, PageIdx, PageRange};
 
 /// Streams that each fault worker follows at a time.
 const STREAMS: usize = 8;
-/// Pages that come with another one at most: 16 of them take some 35 us.
+/// Most pages that come with another one: 16 of them take some 35 us.
 pub const MOST: u64 = 16;
 /// How far ahead of the last page the next far one is searched, in pages.
 const REACH: u64 = 64;
@@ -22,17 +22,17 @@ const REACH: u64 = 64;
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     region: u32,
-    /// The last fault's.
+    /// Page of the last fault.
     page: u64,
-    /// The page after the last one that was restored.
+    /// The page after the last restored one.
     next: u64,
     /// Pages that came with the last fault.
     ahead: u64,
-    /// When it was met last, in faults.
+    /// When it was met last, counted in faults.
     met: u64,
 }
 
-/// What a fault worker knows of the order in which far pages are touched.
+/// The order in which far pages are touched, as one fault worker sees it.
 #[derive(Debug, Default)]
 pub struct Readahead {
     streams: [Stream; STREAMS],
@@ -40,12 +40,12 @@ pub struct Readahead {
 }
 
 impl Readahead {
-    /// A fault on this far page of a region of `pages` pages. Returns how many far pages should come with it, and the
+    /// A fault on this far page of a region of `pages` pages. Returns how many far pages to restore with it, and the
     /// range to take them from.
     pub fn fault(&mut self, region: u32, page: u64, pages: u64, is_far: impl Fn(u64) -> bool) -> (u64, PageRange) {
         let unit_end = (page + 1).next_multiple_of(PAGES_PER_UNIT);
         let range = PageRange::of(PageIdx(page + 1), REACH).before(PageIdx(unit_end.min(pages)));
-        // The same fault once more, because its page could not be had.
+        // The same fault again, because its page was not available.
         let is_it = |stream: &Stream| stream.met > 0 && (stream.region, stream.page) == (region, page);
         if self.streams.iter().any(|stream| stream.met == self.faults && is_it(stream)) {
             return (0, range);
@@ -72,7 +72,7 @@ impl Readahead {
         (ahead, range)
     }
 
-    /// What came with the last fault ends before this page.
+    /// The pages that came with the last fault end before this page.
     pub fn came(&mut self, end: u64) {
         if let Some(last) = self.streams.iter_mut().find(|stream| stream.met == self.faults) {
             last.next = last.next.max(end);
@@ -86,8 +86,7 @@ mod tests {
 
     const PAGES: u64 = 4096;
 
-    /// Touch these pages, of which some are far; returns how many faults that took, and how many pages came for
-    /// nothing.
+    /// Touch these pages, of which some are far. Returns how many faults that took, and how many pages came in vain.
     fn touch(far: &mut [bool], touches: impl Iterator<Item = u64>) -> (u64, usize) {
         let (mut streams, mut faults) = (Readahead::default(), 0);
         let mut early = vec![false; far.len()];

@@ -1,9 +1,9 @@
-//! Resolve: serve one pending fault, and account for it.
+//! Resolve: serves one pending fault and accounts for it.
 //!
-//! Before: a fault worker, or a slow worker, took a fault up. After: its page is mapped and counted, or the fault must
-//! be tried again. Threads: fault workers and slow workers. Units: pages of a region.
-//! Promise: a fault that no view or region claims any more ends in a wake; one that cannot be resolved stops the VM and
-//! says why.
+//! Before: a fault worker, or a slow worker, took a fault. After: its page is mapped and counted, or the fault must be
+//! tried again. Threads: fault workers and slow workers. Units: pages of a region.
+//! Promise: a fault whose view or region is gone ends in a wake; one that cannot be resolved stops the VM and gives the
+//! reason.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,8 +34,8 @@ pub(crate) fn resolve(
     let (granule, key) = (region.granule(page), region.key(page));
     let outcome = serve(granule, key, pending.fault.kind, &memory, region, &stores, ballast_heat::touched);
     if matches!(outcome.served, Ok(Served::Gone)) {
-        // The process is gone, or what is mapped there is not ours any more: given back to the kernel, or the VMM put
-        // something else in its place. Neither wakes a thread that waits there already.
+        // The process is gone, or the mapping there is not ours any more: the VMM returned it to the kernel or mapped
+        // something over it. Neither wakes a thread that waits there already.
         let _ = memory.wake(page);
     }
     if matches!(outcome.served, Ok(Served::Restored)) {
@@ -44,9 +44,8 @@ pub(crate) fn resolve(
     settle(vm, region, page, pending, outcome)
 }
 
-/// The granule of a fault, by its first page, which stays where it is while the caller holds [`View::serving`]. `None`
-/// if it was unplugged while the fault was under way; then its thread has been woken and faults on whatever is there
-/// now.
+/// The granule of a fault, by its first page. It stays where it is while the caller holds [`View::serving`]. `None` if
+/// it was unplugged while the fault was under way; then its thread has been woken and faults on whatever is there now.
 pub(crate) fn target<'a>(
     vm: &Vm,
     view: &'a View,
@@ -65,8 +64,8 @@ pub(crate) fn target<'a>(
     Some((region, page, memory))
 }
 
-/// Book what became of a fault. Returns that, and the refault interval of a page that was restored; `None` if it must
-/// be tried again.
+/// Books the result of a fault. Returns it, and the refault interval of a page that was restored; `None` if the fault
+/// must be tried again.
 pub(crate) fn settle(
     vm: &Vm,
     region: &Region,
@@ -79,7 +78,7 @@ pub(crate) fn settle(
         Ok(Served::Later) => None,
         Ok(served) => Some((served, away)),
         Err(error) => {
-            // Nothing was lost, but the thread would wait for ever and nobody would know why.
+            // No byte was lost, but without this the thread would wait for ever and nobody would know why.
             let reason = format!("Resolving a fault on page {page} of region {}: {error}", region.number);
             vm.report("fault-failed", reason.clone());
             vm.fail_stop(&reason);

@@ -3,12 +3,12 @@
 //! Before: [`crate::vm::Vm::add_view`] gives it to the fault workers (`run/servers.rs`), one for each CPU. After: it
 //! ends when the view's process or the engine does.
 //! Threads: the worker that visits it, one at a time; a page's faults always come through the same userfaultfd
-//! (`shard`). It waits for nothing: a page that another thread has locked, or whose store is busy, or that the fault
-//! throttle holds back, is put aside and tried again on a later visit; one whose bytes are on a disk goes to the slow
-//! workers. A fault of a thread that reads memory in order waits for up to 16 pages of readahead, which come back
-//! first.
-//! Promise: every fault read is served or, if this engine dies first, raised again by its successor's wake. The thread
-//! is in the list of the VM's state file while it is here.
+//! (`shard`). It never waits: if another thread has locked the page, its store is busy, or the fault throttle holds it
+//! back, the server puts the fault aside and tries it again on a later visit. A fault on a page whose bytes are on a
+//! disk goes to the slow workers. A fault of a thread that reads memory in order waits for up to 16 pages of readahead,
+//! which are restored first.
+//! Promise: every fault that was read is served or, if this engine dies first, raised again by its successor's wake.
+//! The thread is in the list of the VM's state file while it is here.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -41,18 +41,18 @@ use crate::vm::view::View;
 use crate::vm::workers::Serves;
 use ballast_page::outcome::Served;
 
-/// A page lock is held for some 20 to 40 us, so faults that wait for one are tried again at once for this long. Then
-/// there is a pause between tries: a busy store takes longer.
+/// A page lock is held for some 20 to 40 us, so faults that wait for one are tried again at once for this long. After
+/// that there is a pause between tries: a busy store takes longer.
 const EAGER: Duration = Duration::from_micros(200);
 const RETRY: Duration = Duration::from_micros(50);
 
-/// A fault that has waited for this long is reported, and another one a minute later: memory for its page cannot be had
-/// (a pool of huge pages or a file system of limited size is used up), or a store does not return.
+/// A fault that has waited for this long is reported, and another one a minute later. Either no memory for its page is
+/// available (a pool of huge pages or a file system of limited size is used up), or a store does not return.
 const LONG: Duration = Duration::from_secs(5);
 const REPORT_EVERY: Duration = Duration::from_secs(60);
 
 thread_local! {
-    /// Where readahead decompresses to, of each worker.
+    /// Readahead decompresses to this buffer; each worker has one.
     static BUFFER: RefCell<Box<[PageBytes; readahead::MOST as usize]>> = RefCell::new(Box::new([[0; PAGE_SIZE]; _]));
 }
 
@@ -71,12 +71,12 @@ impl AsFd for Shard {
     }
 }
 
-/// See above.
+/// Serves one userfaultfd; see the head of this file.
 pub(crate) struct FaultServer {
     vm: Arc<Vm>,
     view: Arc<View>,
     shard: Arc<Shard>,
-    /// The next one to try comes first.
+    /// The fault to try next comes first.
     pending: VecDeque<PendingFault>,
     read: Vec<Fault>,
     sampler: Sampler,
@@ -86,17 +86,17 @@ pub(crate) struct FaultServer {
     forgotten: Forgotten,
     /// When a long wait was reported last.
     reported: Option<Instant>,
-    /// Who is told of credits, and the least that the faults in hand need.
+    /// Notified of credits, with the least number that the faults in hand need.
     waiter: Arc<Waiter>,
     short_of: u64,
     /// How many tries have failed since one last succeeded.
     failed: usize,
 }
 
-/// What came of trying the pending faults.
+/// The result of trying the pending faults.
 struct Round {
     served: bool,
-    /// Each was tried since one was served.
+    /// Each was tried since one was last served.
     is_whole: bool,
 }
 
@@ -120,7 +120,7 @@ impl Serve for FaultServer {
     fn end(&mut self) {
         let vm = self.vm.clone();
         let _listed = vm.state.list_thread();
-        // What was read and not served must be raised anew, for the engine or worker that serves this memory next.
+        // Faults that were read and not served are raised anew, for the engine or worker that serves this memory next.
         if !self.pending.is_empty()
             && let Err(error) = self.view.wake_all()
         {
@@ -132,7 +132,7 @@ impl Serve for FaultServer {
 }
 
 impl FaultServer {
-    /// Of this userfaultfd.
+    /// The server of this userfaultfd.
     pub fn new(vm: Arc<Vm>, shard: Arc<Shard>, notify: Notify) -> Self {
         let view = shard.0.clone();
         let waiter = vm.mail.throttle.waiter(move || notify.notify());
@@ -154,7 +154,7 @@ impl FaultServer {
         }
     }
 
-    /// Read what there is, and serve it.
+    /// Reads the faults there are, and serves them.
     fn visit(&mut self, now: Instant, until: Instant) -> After {
         let (vm, view, shard) = (self.vm.clone(), self.view.clone(), self.shard.clone());
         let _listed = vm.state.list_thread();
@@ -163,14 +163,14 @@ impl FaultServer {
         }
         self.waiter.ends();
         if let Err(error) = shard.uffd().read_faults(&mut self.read) {
-            // The address space is gone: so are its threads.
+            // The address space is gone, and so are its threads.
             tracing::debug!(vm = vm.state.name(), pid = view.pid, "Reading faults: {error}");
             return After::next(Next::Done);
         }
         let newest = self.read.last().map(|fault| fault.thread);
         let is_full = self.read.len() == READ_AT_ONCE;
         if newest.is_some() || self.pending.is_empty() && now < self.forgotten.due() {
-            // Also where there is none: somebody else may have read it.
+            // Also where there is no input: another program may have read it.
             self.forgotten.seen(now);
         }
         if newest.is_some() {
@@ -188,7 +188,7 @@ impl FaultServer {
         if is_full {
             after = After::next(Next::Again);
         }
-        // Last: no fault waits for these.
+        // Readahead comes last: no fault waits for these pages.
         if now >= self.forgotten.due() {
             self.forgotten.check(&vm, &view, shard.uffd(), self.pending.len(), now);
             if self.pending.is_empty() && !is_full {
@@ -218,7 +218,7 @@ impl FaultServer {
         After { is_eager: true, ..After::next(Next::Again) }
     }
 
-    /// Every fault in hand waits for credits: be notified of them, unless one has waited for long enough before.
+    /// Every fault in hand waits for credits. Asks to be notified of them, unless one has waited for long enough.
     fn wait_for_credits(&self, now: Instant) -> Next {
         let oldest = self.pending.iter().map(|pending| pending.since).min().unwrap_or(now);
         match self.vm.mail.throttle.begin_wait(&self.waiter, self.short_of) {
@@ -252,7 +252,7 @@ impl FaultServer {
         self.vm.report("fault-waits", text);
     }
 
-    /// Try every pending fault once, or as many as there is time for; keeps those that must wait on.
+    /// Tries every pending fault once, or as many as there is time for; keeps those that must wait on.
     fn serve_round(&mut self, until: Instant) -> Round {
         let (mut served, count) = (false, self.pending.len());
         for tried in 1..=count {
@@ -267,11 +267,11 @@ impl FaultServer {
                 break;
             }
         }
-        // Of more than there is time for in one visit, each was tried in some visit.
+        // If there are more than there is time for in one visit, each was tried in some visit.
         Round { served, is_whole: self.failed >= self.pending.len() }
     }
 
-    /// Serve one fault; false if it must be tried again.
+    /// Serves one fault. Returns false if it must be tried again.
     fn serve_one(&mut self, pending: &mut PendingFault) -> bool {
         let vm = &*self.vm.clone();
         let view = self.view.clone();
@@ -280,7 +280,7 @@ impl FaultServer {
         let mut touch = None;
         if let Some(unit) = region.units().of(page).filter(|unit| !unit.is_quiet()) {
             match touched(vm, &view, &region, page, unit, pending) {
-                // The kernel may be copying the unit into a huge page: no other fault shall wait for that.
+                // The kernel may be copying the unit into a huge page; no other fault may wait for that.
                 Touch::Aside => {
                     return settle(vm, &region, page, pending, Served::Later.into()).is_some();
                 }
@@ -301,8 +301,8 @@ impl FaultServer {
             vm.stats().add(Counter::Throttled, 1);
             vm.stats().add(Counter::ThrottledNs, pending.since.elapsed().as_nanos() as u64);
         }
-        // Only near stores are asked here. A page that leaves them just now is tried again, and then it is in a slow
-        // one.
+        // Only near stores are asked here. A page that leaves them at this moment is tried again, and then it is in a
+        // slow store.
         if vm.stores.has_slow() && region.is_slow(page) {
             vm.mail.slow.take(vm.stats(), &view, *pending);
             return true;
@@ -324,8 +324,8 @@ impl FaultServer {
         true
     }
 
-    /// If the thread touches one page after the other, bring back some that it touches next, before the one it waits
-    /// for. Returns whether any came.
+    /// If the thread touches one page after the other, restores some that it touches next, before the page it waits
+    /// for. Returns whether any was restored.
     fn read_ahead(&mut self, region: &Region, page: PageIdx) -> bool {
         let vm = &*self.vm.clone();
         if !is_near(region, page) {
@@ -336,8 +336,8 @@ impl FaultServer {
         if ahead == 0 {
             return false;
         }
-        // All who move pages that no fault waits for hold this, so that these are still this region's addresses. If it
-        // is about to change, it is no time for guesses.
+        // Every thread that moves pages that no fault waits for holds this, so that these addresses stay this region's.
+        // If the layout is about to change, guesses can wait.
         let Some(_layout) = vm.try_layout() else { return false };
         let Some(memory) = self.view.of_region(region).filter(|_| !region.is_removed()) else { return false };
         let mut left = ahead.min(vm.readahead_credits());
@@ -350,10 +350,10 @@ impl FaultServer {
                     pages = pages.from(came.end());
                     left -= came.count();
                 }
-                // None is far, or what is far cannot be had now.
+                // No page is far, or the far ones are not available now.
                 Ok(_) => break,
                 Err(error) => {
-                    // The page that is waited for meets the same error, and that one counts.
+                    // The fault meets the same error and reports it.
                     tracing::debug!(vm = vm.state.name(), region = region.number, %page, "Reading ahead: {error}");
                     break;
                 }

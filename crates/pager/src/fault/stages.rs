@@ -1,8 +1,8 @@
-//! Stages: where the time of a restore goes, for one restore in [`EVERY`].
+//! Stages: where the time of a restore goes, for 1 restore in [`EVERY`].
 //!
 //! Before: a worker is about to serve a fault. After: four histograms in `stats`, which operators and the bench see.
 //! Threads: each fault worker has its own [`Sampler`]. Units: nanoseconds inside.
-//! Promise: a fault that is not timed costs one addition and a few comparisons, one that is timed some 100 ns.
+//! Promise: an untimed fault costs one addition and a few comparisons, a timed one some 100 ns.
 //!
 //! ```text
 //! read ── queue ──► taken up ── lookup ──► word found ── read ──► bytes there ── install ──► guest woken
@@ -21,7 +21,7 @@ use ballast_page::copies::StoreOf;
 use ballast_page::memory::Mapped;
 use ballast_page::page_state::Word;
 
-/// One restore in this many is timed: reading the clock takes longer than counting.
+/// 1 restore in this number is timed: reading the clock takes longer than counting.
 const EVERY: u32 = 8;
 
 /// Decides which faults are timed.
@@ -31,7 +31,7 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Take a fault up: read the clock, or not this time.
+    /// Takes a fault up: reads the clock, or not this time.
     pub fn start(&mut self) -> Times {
         self.faults = self.faults.wrapping_add(1);
         if self.faults.is_multiple_of(EVERY) { Times::start() } else { Times::default() }
@@ -47,7 +47,7 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// Read the clock in any case.
+    /// Reads the clock in any case.
     pub fn start() -> Self {
         Self { taken_up: Some(Instant::now()), ..Self::default() }
     }
@@ -170,7 +170,7 @@ mod tests {
         for fault in 0..16 {
             let times = sampler.start();
             times.stores(&Anywhere).store_of(Word::INITIAL);
-            // A fault that is resolved in another way than a restore has no stages.
+            // A fault that is resolved without a restore has no stages.
             if fault != 7 {
                 times.memory(&Anywhere).install(PageIdx(0), &[]).expect("install");
             }

@@ -3,8 +3,8 @@
 //! Before: a fault worker read faults. After: the stall counters say how long some, and all, of the VM's threads
 //! waited.
 //! Threads: all fault workers of a view, and the slow workers, share one clock. Units: nanoseconds.
-//! Promise: the time runs from the read of a fault to its resolution. What it waited before it was read is not visible
-//! in user space and is not counted.
+//! Promise: the time runs from the read of a fault to its resolution. User space cannot see how long a fault waited
+//! before it was read, so that is not counted.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
@@ -14,7 +14,7 @@ use ballast_sys::uffd::Fault;
 
 use crate::vm::stats::{Counter, Stats};
 
-/// A fault that was read and is not served yet.
+/// A fault that was read and not served yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PendingFault {
     pub fault: Fault,
@@ -29,7 +29,7 @@ pub(crate) struct Stall(Mutex<Waiters>);
 
 #[derive(Debug)]
 pub(crate) struct Waiters {
-    /// Threads that ever faulted here: what "all" means.
+    /// Threads that ever faulted here: the base of "all".
     threads: HashSet<u32>,
     since: Instant,
     /// Pending faults of each fault worker, and of the slow workers.
@@ -38,7 +38,7 @@ pub(crate) struct Waiters {
 }
 
 impl Waiters {
-    /// Threads remembered at most; a VMM that churns threads then only loses "full".
+    /// Most threads remembered; a VMM that churns threads only loses "full".
     const MAX_THREADS: usize = 4096;
 
     /// Remember threads that faulted.
@@ -55,12 +55,12 @@ impl Stall {
         Self(Mutex::new(Waiters { threads: HashSet::new(), since: Instant::now(), here: vec![0; workers], slow: 0 }))
     }
 
-    /// Faults that wait for the slow workers.
+    /// How many faults wait for the slow workers.
     pub fn on_disk(&self) -> usize {
         self.0.lock().expect("no panic while held").slow
     }
 
-    /// Count the time since the last change, then change who waits.
+    /// Counts the time since the last change, then changes who waits.
     pub fn update(&self, stats: Stats<'_>, change: impl FnOnce(&mut Waiters)) {
         let mut waiters = self.0.lock().expect("no panic while held");
         let now = Instant::now();

@@ -1,26 +1,26 @@
-//! The fault throttle: a VM's limit as its faults feel it. Pages come in as fast as pages go.
+//! The fault throttle: makes faults feel the VM's limit. Pages come in as fast as pages go out.
 //!
 //! Before: the reclaim worker measured how much the VM holds. After: fault workers let missing pages in while there are
-//! credits: below the *ceiling*, a margin above the limit, as many as fit; then one for each page that goes, and one
-//! for two while the VM holds more than that. Quarantine hits need none. Nor does anything where reclaim cannot work,
-//! nor a fault that has waited for [`MOST_WAIT`].
-//! Threads: the reclaim worker sets credits and adds what goes, fault workers check and subtract what comes; plain
-//! atomics, because being off by what several threads do at once is harmless and ends when the credits are set again.
-//! Units: pages.
-//! Promise: no fault waits here for longer than [`MOST_WAIT`], whatever becomes of the reclaim worker; a userfaultfd
-//! whose faults have nothing to do but wait is left alone until pages have gone.
+//! credits. Below the *ceiling*, a margin above the limit, there are credits for as many pages as fit. At the ceiling
+//! each page that goes out gives a credit, and above it two pages that go out give one. Quarantine hits need no
+//! credits. Nor does any fault where reclaim cannot work, nor one that has waited for [`MOST_WAIT`].
+//! Threads: the reclaim worker sets credits and adds pages that went out; fault workers check credits and subtract
+//! pages that came in. Plain atomics suffice: an error of what several threads do at once is harmless, and ends when
+//! the credits are set again. Units: pages.
+//! Promise: no fault waits here for longer than [`MOST_WAIT`], even if the reclaim worker dies; a userfaultfd whose
+//! faults all wait for credits is left alone until pages have gone out.
 //!
-//! Without it a guest brings its pages back as fast as reclaim takes them, and a limit decides nothing. The kernel's
-//! own way is harsher: a thread that needs a page in a full memory cgroup first swaps out others itself.
+//! Without it a guest brings its pages back as fast as reclaim takes them, and a limit has no effect. The kernel's own
+//! way is harsher: a thread that needs a page in a full memory cgroup first swaps out others itself.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
-/// How long a fault waits at most for credits.
+/// Most time that a fault waits for credits.
 pub const MOST_WAIT: Duration = Duration::from_millis(100);
 
-/// Pages that must go for each that comes, above the ceiling.
+/// Pages that must go out for each that comes in, above the ceiling.
 const PRICE: i64 = 2;
 
 /// The throttle of one VM; open at first.
@@ -32,15 +32,15 @@ pub struct Throttle {
     credits: AtomicI64,
     /// The margin: how far the ceiling is above the limit.
     margin: AtomicI64,
-    /// Some fault was held back.
+    /// The throttle held a fault back.
     was_short: AtomicBool,
-    /// Who may wait, and whether one does.
+    /// Those that may wait.
     waiters: RwLock<Vec<Arc<Waiter>>>,
     is_waited_for: AtomicBool,
 }
 
-/// Faults of a userfaultfd that all wait for credits. Nobody looks after them meanwhile: workers that looked every
-/// 50 us took, with two hundred like them, the CPUs from the reclaim that they all waited for.
+/// The faults of a userfaultfd, while all of them wait for credits. No worker visits them meanwhile: when workers
+/// looked every 50 us, two hundred of them took the CPUs from the reclaim that they all waited for.
 pub struct Waiter {
     notify: Box<dyn Fn() + Send + Sync>,
     waits: AtomicBool,
@@ -53,35 +53,36 @@ impl std::fmt::Debug for Waiter {
 }
 
 impl Waiter {
-    /// They are looked at again.
+    /// The faults are visited again.
     pub fn ends(&self) {
         self.waits.store(false, Ordering::Release);
     }
 }
 
 impl Throttle {
-    /// Let everything in.
+    /// Lets everything in.
     pub fn open(&self) {
         self.is_limited.store(false, Ordering::Release);
         self.wake();
     }
 
-    /// Who may wait, as long as it is kept; it is notified from any thread, and not to take long.
+    /// Registers a waiter, for as long as the caller keeps it. `notify` is called from any thread and must return soon.
     pub fn waiter(&self, notify: impl Fn() + Send + Sync + 'static) -> Arc<Waiter> {
         let waiter = Arc::new(Waiter { notify: Box::new(notify), waits: AtomicBool::new(false) });
         let mut waiters = self.waiters.write().expect("no panic while held");
-        // Those of processes that are gone are kept by nobody else.
+        // Nobody else keeps those of processes that are gone.
         waiters.retain(|waiter| Arc::strong_count(waiter) > 1);
         waiters.push(waiter.clone());
         waiter
     }
 
-    /// From now on this one is notified when there are credits, unless this many pages may come in already; returns
-    /// whether it is to wait.
+    /// From now on this waiter is notified when there are credits, unless this many pages may come in already. Returns
+    /// whether to wait.
     pub fn begin_wait(&self, waiter: &Waiter, pages: u64) -> bool {
         waiter.waits.store(true, Ordering::SeqCst);
         self.is_waited_for.store(true, Ordering::SeqCst);
-        // Who gives credits adds them, then looks here; we the other way round. One of the two sees the other.
+        // The thread that adds credits looks here afterwards; this thread does both in the opposite order. So one of
+        // the two sees the other.
         fence(Ordering::SeqCst);
         self.credits().is_some_and(|credits| credits < pages)
     }
@@ -106,7 +107,7 @@ impl Throttle {
         let was_over = self.is_limited.load(Ordering::Relaxed) && self.is_over.load(Ordering::Relaxed);
         let is_over = resident > ceiling;
         self.is_over.store(is_over, Ordering::Relaxed);
-        // Above the ceiling, what was earned since then stays.
+        // Above the ceiling, the credits earned since then stay.
         if !(is_over && was_over) {
             self.credits.store(PRICE * ceiling.saturating_sub(resident) as i64, Ordering::Relaxed);
         }
@@ -128,7 +129,7 @@ impl Throttle {
         self.credits.fetch_sub(PRICE * pages as i64, Ordering::Relaxed);
     }
 
-    /// May this many pages come in for a fault that has waited this long?
+    /// Returns whether this many pages may come in for a fault that has waited this long.
     pub fn admits(&self, pages: u64, waited: impl FnOnce() -> Duration) -> bool {
         let admits = self.credits().is_none_or(|credits| credits >= pages) || waited() >= MOST_WAIT;
         if !admits {
@@ -149,13 +150,13 @@ impl Throttle {
         self.is_limited.load(Ordering::Acquire).then(spare)
     }
 
-    /// Is the VM near its limit, so that what comes in drives out something else?
+    /// Returns whether the VM is near its limit, so that a page that comes in drives out another.
     pub fn is_tight(&self) -> bool {
         let near = || self.credits.load(Ordering::Relaxed) < 2 * PRICE * self.margin.load(Ordering::Relaxed);
         self.is_limited.load(Ordering::Acquire) && near()
     }
 
-    /// Was any fault held back since the last call?
+    /// Returns whether the throttle held a fault back since the last call.
     pub fn was_short(&self) -> bool {
         self.was_short.swap(false, Ordering::Relaxed)
     }

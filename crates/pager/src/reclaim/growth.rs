@@ -1,10 +1,10 @@
-//! Growth: which VM at rest holds more, or less, than its reclaim worker saw?
+//! Growth: finds VMs at rest that hold more, or less, than their reclaim workers saw.
 //!
-//! Before: a reclaim worker found nothing to do, and looks rarely from then on. After: it is notified when what its VM
-//! holds has changed. Pages that come back say so themselves; memory that was never touched comes without a fault, so
-//! somebody must look.
-//! Threads: one task of the pool for all VMs: to run the worker of each, for the same look, cost ten times as much.
-//! Units: bytes. Promise: growth is found within some [`EVERY`], but for what the pool is late.
+//! Before: a reclaim worker found nothing to do, and looks rarely from then on. After: it is notified when the VM's
+//! resident memory has changed. A restore notifies by itself; memory that was never touched comes in without a fault,
+//! so a task must look.
+//! Threads: one task of the pool for all VMs. To run the worker of each VM for the same look cost ten times as much.
+//! Units: bytes. Promise: growth is found within about [`EVERY`], plus the time for which the pool is late.
 
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
@@ -14,16 +14,16 @@ use crate::run::pool::{Handle, Pool};
 use crate::run::queue::Next;
 use crate::vm::Vm;
 
-/// How often all VMs at rest are looked at.
+/// Time between two looks at all VMs at rest.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Those that are looked at, and the task that does it.
+/// The VMs that are looked at, and the task that looks.
 static WATCHED: Mutex<(Vec<Weak<Vm>>, Option<Handle>)> = Mutex::new((Vec::new(), None));
 
-/// From now on this VM is looked at, until it is dropped.
+/// From now on the task looks at this VM, until the VM is dropped.
 ///
 /// # Errors
-/// There is no thread to do it, and the kernel gives none.
+/// The pool needs a thread for the task, and the kernel gives none.
 pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
     let mut watched = WATCHED.lock().expect("no panic while held");
     let (vms, task) = &mut *watched;
@@ -38,7 +38,7 @@ pub(crate) fn watch(vm: &Arc<Vm>) -> io::Result<()> {
     Ok(())
 }
 
-/// Look at each; returns when to look again.
+/// Looks at each VM; returns when to look again.
 fn look(now: Instant) -> Next {
     let vms = {
         let (vms, _) = &mut *WATCHED.lock().expect("no panic while held");
@@ -47,7 +47,7 @@ fn look(now: Instant) -> Next {
     };
     for vm in vms.iter().filter_map(Weak::upgrade).filter(|vm| !vm.is_stopping()) {
         let rested = vm.mail.rested_at();
-        // What cannot be read now is the worker's to report.
+        // The worker reports what cannot be read now.
         if rested.is_some_and(|held| vm.resident().is_ok_and(|now| now.bytes().0 != held)) {
             vm.mail.wake_from_rest();
         }

@@ -1,12 +1,12 @@
-//! The refault interval: for how long pages that come back had been far.
+//! The refault interval: how long restored pages had been far.
 //!
-//! Before: a page's word was stamped as it became Far. After: the VM's counters say how long all restored pages had
-//! been away together, from which policies tell how much of what is far is wanted at all (Little's law: pages restored
-//! in a second, times their refault interval, is how many are away at a time).
+//! Before: a page's word was stamped as it became Far. After: the VM's counters hold the sum of the refault intervals
+//! of all restored pages. From them policies tell how much of the far memory is wanted at all (Little's law: pages
+//! restored in a second, times their refault interval, is how many of them are far at a time).
 //! Threads: any. Units: milliseconds, in steps of 256, modulo [`WRAPS_MS`].
-//! Promise: the stamp is the age byte, which a far page has no other use for; it means the same to a later engine. An
-//! engine knows more of pages that it evicted itself ([`Departures`]: steps of 16 ms, for 17 minutes), in 2 bytes for
-//! each page of a chunk (32 MiB) from which something went.
+//! Promise: the stamp is the age byte, which a far page does not otherwise use; a later engine reads it the same way.
+//! An engine knows more about pages that it evicted itself ([`Departures`]: steps of 16 ms, for 17 minutes), in 2 bytes
+//! for each page of a chunk (32 MiB) with an evicted page.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -34,9 +34,9 @@ pub fn between_ms(from: u8, to: u8) -> u64 {
     u64::from(to.wrapping_sub(from)) * STEP_MS
 }
 
-/// One over a refault interval, in thousandths of 1/s.
+/// The reciprocal of a refault interval, in thousandths of 1/s.
 pub fn milli_hz(away_ms: u64) -> u64 {
-    // Within one step it was half of one, on average.
+    // Within one step it was half a step, on average.
     1_000_000 / away_ms.max(STEP_MS / 2)
 }
 
@@ -48,7 +48,7 @@ const AHEAD: u16 = 256;
 /// When each page of a region was evicted by this engine: finer than stamps, and over a quarter of an hour.
 #[derive(Debug)]
 pub struct Departures {
-    /// Of each chunk that something went from: steps of [`FINE_MS`], modulo 2^16; 0 is unknown.
+    /// For each chunk with an evicted page: steps of [`FINE_MS`], modulo 2^16; 0 is unknown.
     chunks: Box<[OnceLock<Box<[AtomicU16]>>]>,
 }
 
@@ -58,7 +58,7 @@ impl Departures {
         Self { chunks: (0..pages.div_ceil(PAGES_PER_CHUNK)).map(|_| OnceLock::new()).collect() }
     }
 
-    /// These pages, of one chunk, are about to go.
+    /// These pages, of one chunk, are about to be evicted.
     pub fn go(&self, pages: PageRange) {
         let Some(chunk) = self.chunks.get((pages.start().0 / PAGES_PER_CHUNK) as usize) else { return };
         let chunk = chunk.get_or_init(|| (0..PAGES_PER_CHUNK).map(|_| AtomicU16::new(0)).collect());
@@ -66,13 +66,13 @@ impl Departures {
         pages.iter().for_each(|page| chunk[(page.0 % PAGES_PER_CHUNK) as usize].store(now, Ordering::Relaxed));
     }
 
-    /// For how long a page that comes back now was away, whose word has this stamp: milliseconds.
+    /// How long a page that is restored now was far, whose word has this stamp: milliseconds.
     pub fn away_ms(&self, page: u64, stamp: u8, now_ms: u64) -> u64 {
         let chunk = self.chunks.get((page / PAGES_PER_CHUNK) as usize).and_then(OnceLock::get);
         match chunk.map_or(0, |chunk| chunk[(page % PAGES_PER_CHUNK) as usize].load(Ordering::Relaxed)) {
             0 => between_ms(stamp, (now_ms / STEP_MS) as u8),
             went => match fine(now_ms).wrapping_sub(went) {
-                // After the clock was read it was restored and evicted again.
+                // It was restored and evicted again after the clock was read.
                 ahead if ahead > u16::MAX - AHEAD => 0,
                 steps => u64::from(steps) * FINE_MS,
             },
@@ -80,7 +80,7 @@ impl Departures {
     }
 }
 
-/// Never 0.
+/// The step of this time; never 0.
 fn fine(now_ms: u64) -> u16 {
     ((now_ms / FINE_MS) as u16).max(1)
 }

@@ -1,8 +1,8 @@
-//! Kept: which parts of a view cannot be zapped, because the VMM has mapped something over its RAM there, or locked it.
+//! Kept: parts of a view that cannot be zapped, because the VMM has mapped something over its RAM, or locked it.
 //!
-//! Before: a client has answered a zap and left parts of it alone. After: reclaim does not propose them again.
-//! Threads: any; written by whoever zaps. Units: pages of a region, whole granules.
-//! Promise: what was once kept stays so for as long as the region is mapped in this view.
+//! Before: a client zapped and left parts alone. After: reclaim does not propose those parts again.
+//! Threads: any; the worker that zaps writes. Units: pages of a region, whole granules.
+//! Promise: a kept part stays so for as long as the region is mapped in this view.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +13,8 @@ use ballast_base::PageRange;
 /// Region number and first page; the end.
 type Parts = BTreeMap<(u32, u64), u64>;
 
-/// Parts told apart in a view: as many mappings as the kernel lets a process have. Beyond that, what is between two
-/// parts counts as kept as well.
+/// Most parts told apart in a view: as many mappings as the kernel lets a process have. Beyond that, the pages between
+/// two parts count as kept as well.
 const MOST: usize = 1 << 16;
 
 /// The parts of one view that are kept.
@@ -26,7 +26,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// These pages are. Returns whether some were not before.
+    /// These pages are kept. Returns whether some were not before.
     pub fn add(&self, region: u32, pages: PageRange) -> bool {
         if pages.is_empty() {
             return false;
@@ -60,12 +60,12 @@ impl Kept {
         true
     }
 
-    /// Is any part?
+    /// Is any part kept?
     pub fn any(&self) -> bool {
         self.any.load(Ordering::Acquire)
     }
 
-    /// Is this page?
+    /// Is this page kept?
     pub fn contains(&self, region: u32, page: u64) -> bool {
         let parts = self.parts.read().unwrap_or_else(PoisonError::into_inner);
         parts.range((region, 0)..=(region, page)).next_back().is_some_and(|(_, end)| page < *end)

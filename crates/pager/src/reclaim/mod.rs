@@ -1,9 +1,9 @@
-//! Reclaim: what goes, and when.
+//! Reclaim: which pages are evicted, and when.
 //!
-//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop; `refault` and
-//! `interval` tell it what refaults and how soon, `kept` and `pinned` what cannot go, `growth` that a VM at rest
-//! holds more.
-//! Threads: one reclaim worker for each VM. Promise: a page goes only after its quarantine.
+//! Before: a limit was written. After: resident memory is at or below it. `worker` runs the loop. `refault` and
+//! `interval` tell it which pages refault and how soon, `kept` and `pinned` which pages must stay, and `growth` that a
+//! VM at rest holds more.
+//! Threads: one reclaim worker for each VM. Promise: a page is evicted only after its quarantine.
 
 pub(crate) mod growth;
 pub mod interval;

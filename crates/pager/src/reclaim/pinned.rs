@@ -1,10 +1,11 @@
-//! Pinned pages: those with a reference beside their file, and what is known of them.
+//! Pinned pages: those with a reference beside their file's.
 //!
-//! Before: `evict` has claimed pages that are zapped everywhere. After: what a device, direct I/O or a system call in
-//! the middle of its work can still write to stays in memory, and is passed over until it is let go.
-//! Threads: the reclaim worker asks and remembers; heat's table asks what to pass over; the API reads the figures.
-//! Units: pages of a region, seconds. Promise: asking comes after the zap was acknowledged and before the bytes are
-//! read, and "cannot be known" counts as held.
+//! Before: `evict` has claimed pages that are zapped everywhere. After: a page that a device, direct I/O or a running
+//! system call can still write to stays in memory, and reclaim passes it over until it is unpinned.
+//! Threads: the reclaim worker asks and remembers; heat's table asks which pages to pass over; the API reads the
+//! figures.
+//! Units: pages of a region, seconds. Promise: the check comes after the zap was acknowledged and before the bytes are
+//! read, and "unknown" counts as pinned.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
@@ -25,11 +26,11 @@ use ballast_page::memory::{Backing, Holds, Punched, ReadOutcome};
 /// How often pinned pages are looked at again, and how many at a time: 16,384 cost 3 ms.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
 const AT_ONCE: u64 = 1 << 14;
-/// What is held for so long is told. And so often it is tried whether what a foreign mapper had mapped can go: that
-/// costs a zap.
+/// A page that is pinned for this long is reported. A page that a foreign mapper had mapped is tried again this often,
+/// because each try costs a zap.
 const LONG: Duration = Duration::from_secs(60);
 
-/// The pin check of a host, which all its VMs share; nothing is known of it at first.
+/// The pin check of a host, which all its VMs share; at first it is not known whether there is one.
 #[derive(Debug, Default)]
 pub struct Pins(RwLock<Known>);
 
@@ -42,10 +43,10 @@ enum Known {
 }
 
 impl Pins {
-    /// Find out whether there is one. Takes some tens of milliseconds.
+    /// Finds out whether there is one. Takes some tens of milliseconds.
     ///
     /// # Errors
-    /// Why there is none; also kept.
+    /// The reason why there is none; it is kept as well.
     pub fn find_out(&self) -> Result<(), String> {
         let found = PinCheck::new().map_err(|why| why.to_string());
         let known = match &found {
@@ -65,7 +66,7 @@ impl Pins {
         }
     }
 
-    /// Why there is none; `None` if there is one.
+    /// The reason why there is none; `None` if there is one.
     pub fn missing(&self) -> Option<String> {
         match self.known() {
             Known::Works(_) => None,
@@ -74,7 +75,7 @@ impl Pins {
         }
     }
 
-    /// It worked, and does so no more.
+    /// The check worked before, and works no more.
     pub(crate) fn lost(&self, why: &io::Error) {
         self.set(Known::Missing(format!("it worked, and failed: {why}")));
     }
@@ -88,23 +89,23 @@ impl Pins {
     }
 }
 
-/// A region's file, whose pages are asked for before they are read.
+/// A region's file whose pages are checked before they are read.
 #[derive(Debug)]
 pub(crate) struct Asked<'a> {
     region: &'a Region,
     check: Option<&'a PinCheck>,
     failed: OnceCell<io::Error>,
-    /// Held by nothing but a mapping, in their order.
+    /// Pages held by nothing but a mapping, in ascending order.
     mapped: RefCell<Vec<PageIdx>>,
 }
 
 impl<'a> Asked<'a> {
-    /// With no check nobody holds any page, as far as can be known.
+    /// Without a check no page counts as held.
     pub fn new(region: &'a Region, check: Option<&'a PinCheck>) -> Self {
         Self { region, check, failed: OnceCell::new(), mapped: RefCell::default() }
     }
 
-    /// Remember what was found held. An error is why the check failed; all pages were then taken to be held.
+    /// Remembers which pages were found held. An error is why the check failed; all pages then count as held.
     pub fn remember(self, held: &[PageIdx], pinned: &Pinned) -> io::Result<()> {
         let mapped = self.mapped.into_inner();
         for page in held {
@@ -122,7 +123,7 @@ impl<'a> Asked<'a> {
             Ok(())
         };
         ask(granules)?;
-        // One more than there should be: mostly the list of a CPU.
+        // One reference too many: mostly the list of a CPU.
         let listed = held.iter().any(|(_, pin)| *pin == Pin::Held(1)) && check.drain_if_due();
         if listed || held.iter().any(|(_, pin)| *pin == Pin::Unknown) {
             let doubtful: Vec<PageIdx> = held.iter().map(|(page, _)| *page).collect();
@@ -140,11 +141,11 @@ impl<'a> Asked<'a> {
 enum By {
     /// A mapping in a process that is not of the VM.
     Mapping,
-    /// Anything else, or that cannot be known.
+    /// Any other reference, or it is not known.
     Reference,
 }
 
-/// Must a page that was asked for stay? One whose memory failed goes on to be read: that fails, which says what it is.
+/// Returns whether a page must stay. A page whose memory failed goes on to be read: the read fails and reports it.
 fn stays(pin: Pin) -> bool {
     !pin.may_go() && pin != Pin::Failed
 }
@@ -175,7 +176,7 @@ impl Backing for Asked<'_> {
     }
 }
 
-/// The pages of a VM that were found held when they should have gone.
+/// The pages of a VM that were found held when they were to be evicted.
 #[derive(Debug, Default)]
 pub struct Pinned {
     units: Mutex<Units>,
@@ -196,14 +197,14 @@ struct Units {
 
 type Place = (u32, u64);
 
-/// Of one unit.
+/// The held pages of one unit.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     now: PageMap,
-    /// Those of them that a foreign mapper had mapped. Once the guest touches one, the VM has it mapped, too, and
-    /// nobody can tell whether the other mapping is still there.
+    /// Pages that a foreign mapper had mapped. Once the guest touches one, the VM has it mapped, too, and the check
+    /// cannot tell whether the other mapping is still there.
     mapped: PageMap,
-    /// Those that were held when that was last counted, and were not found free since.
+    /// Pages that were held when they were last counted, and were not found free since.
     before: PageMap,
 }
 
@@ -215,9 +216,9 @@ impl Held {
         Self { now: now.without(pages), mapped: mapped.without(pages), before: before.without(pages) }
     }
 
-    /// Is a page of it free, if this is what was found of it?
+    /// Returns whether a page of it is free, if this is what the check found.
     fn is_free(&self, page: u64, pin: Pin) -> bool {
-        // Mapped by the VM again, which says that nothing else holds it.
+        // The VM mapped it again, which means that nothing else holds it.
         !stays(pin) || pin == Pin::Mapped && !self.mapped.get(page)
     }
 }
@@ -268,8 +269,8 @@ impl Pinned {
         }
     }
 
-    /// Look at some of them again, if it is time, and forget those that are held no more. Returns how many have been
-    /// held for long, if none had been when that was last counted.
+    /// Checks some of them again, if it is time, and forgets those that are free. Returns how many have been held for
+    /// long, if there was none at the last count.
     pub(crate) fn look_again(
         &self,
         check: &PinCheck,
@@ -286,7 +287,7 @@ impl Pinned {
             units.looked_at = Some(now);
             units.next()
         };
-        // Nobody else takes anything out meanwhile.
+        // No other thread removes anything meanwhile.
         for (place, held) in due {
             let region = region_of(place.0).filter(|region| !region.is_removed());
             let free = match &region {
@@ -320,7 +321,8 @@ impl Pinned {
         }
     }
 
-    /// Count those held for long, if it is time. Then those that a foreign mapper had mapped may be picked again.
+    /// Counts those held for long, if it is time. After that those that a foreign mapper had mapped may be picked
+    /// again.
     fn count(&self, now: Instant) -> Option<PageCount> {
         let mut units = self.units();
         let since = *units.counted_at.get_or_insert(now);
@@ -347,7 +349,7 @@ impl Units {
         let after = self.last.map_or(Bound::Unbounded, Bound::Excluded);
         let until = self.last.map_or(Bound::Unbounded, Bound::Included);
         let mut wrapped = self.held.range((after, Bound::Unbounded)).chain(
-            // Where it began, all was in the first part.
+            // If the turn began at the start, the first part had all of them.
             self.last.iter().flat_map(|_| self.held.range((Bound::Unbounded, until))),
         );
         let mut due = Vec::new();
@@ -368,7 +370,7 @@ impl Region {
     fn look(&self, check: &PinCheck, granules: &[PageIdx]) -> io::Result<Vec<Pin>> {
         let places: Vec<_> = granules.iter().map(|page| self.place(*page)).collect();
         let mut pins = Vec::with_capacity(places.len());
-        // In one go what follows in one file.
+        // Neighbours in one file are checked in one go.
         for run in places.chunk_by(|(file, page), (other, next)| file.id == other.id && page < next) {
             let numbers: Vec<u64> = run.iter().map(|(_, page)| *page).collect();
             pins.extend(check.look(run[0].0, &numbers)?);
@@ -381,7 +383,7 @@ impl Region {
 mod tests {
     use super::*;
 
-    /// What the kernel says of a page at some time.
+    /// What the kernel says of a page at this moment.
     fn found(pinned: &Pinned, page: u64, pin: Pin) {
         let held = pinned.units().held.get(&(0, 0)).copied().unwrap_or(Held::NONE);
         if held.is_free(page, pin) {
@@ -420,7 +422,7 @@ mod tests {
         }
         found(&pinned, 1, Pin::Absent);
         assert_eq!(state(&pinned), (vec![3], 1, 1), "no more are held for long than are held");
-        // Tried, and gone.
+        // It was tried again and evicted.
         assert_eq!(pinned.count(minutes(9)), None);
         assert_eq!(state(&pinned), (vec![], 0, 0));
         assert_eq!(pinned.count(minutes(10)), None);

@@ -1,9 +1,9 @@
 //! The pages of a VM that are in quarantine, or on their way there: marked, zapped by the clients, and waiting for T.
 //!
 //! Before: the reclaim worker has picked pages. After: it takes runs that stayed untouched for T, and evicts them.
-//! Threads: the VM's reclaim worker. Nothing here waits for a client, whose answer notifies that worker. Units: pages.
-//! Promise: a page that says Quarantine is registered with userfaultfd, and a run is given out only if every mapping of
-//! it was zapped, since the last view was added, at least T ago.
+//! Threads: the VM's reclaim worker. Nothing here waits for a client, whose reply notifies that worker. Units: pages.
+//! Promise: a page in Quarantine is registered with userfaultfd. A run is given out only if every mapping of it was
+//! zapped at least T ago, and no view was added since.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, RwLockReadGuard};
@@ -36,12 +36,12 @@ struct Batch {
     runs: Vec<(Guess, ColdRun)>,
 }
 
-/// Pages that say Quarantine, and that the clients have been asked to zap.
+/// Pages in Quarantine that the clients have been asked to zap.
 struct Zapping {
     ticket: Ticket,
     generation: u64,
     runs: Vec<(Guess, ColdRun)>,
-    /// Clients that have not answered.
+    /// Clients that have not replied.
     asked: Vec<(Arc<View>, Box<dyn Zap>)>,
 }
 
@@ -53,16 +53,16 @@ pub(super) struct Due {
     pub run: PageRange,
 }
 
-/// See above.
+/// The quarantine of one VM.
 pub(super) struct Quarantine {
     vm: Arc<Vm>,
     batches: VecDeque<Batch>,
-    /// Those that clients are zapping.
+    /// Pages that clients are zapping.
     zapping: Option<Zapping>,
 }
 
 impl Quarantine {
-    /// Of this VM, of which nothing is on its way out any more.
+    /// The quarantine of a VM that has no page on its way out.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, batches: VecDeque::new(), zapping: None }
     }
@@ -72,21 +72,21 @@ impl Quarantine {
         self.zapping.is_some()
     }
 
-    /// When a client that is zapping must have answered.
+    /// The latest time for a reply of a client that is zapping.
     pub fn until(&self) -> Option<Instant> {
         self.zapping.as_ref()?.asked.iter().filter_map(|(_, zap)| zap.until()).min()
     }
 
-    /// Does anything wait for T?
+    /// Is any page waiting for T?
     pub fn is_waiting(&self) -> bool {
         !self.batches.is_empty()
     }
 
-    /// Put these pages into quarantine, those that are Resident, and have the clients zap them; `layout`, under which
-    /// they were picked, is released before that. Returns how many.
+    /// Puts these pages into quarantine, those that are Resident, and has the clients zap them. Releases `layout`,
+    /// under which they were picked, before that. Returns how many.
     ///
     /// # Errors
-    /// The kernel does not register memory, or a client cannot be asked. Then none of them is in quarantine.
+    /// The kernel does not register memory, or a client cannot be asked. Then none of the pages is in quarantine.
     pub fn put(
         &mut self,
         layout: RwLockReadGuard<'_, ()>,
@@ -98,10 +98,10 @@ impl Quarantine {
         let marked = self.mark(picked, ticket)?;
         let pages: u64 = marked.iter().map(|(_, run)| run.pages.count()).sum();
         vm.stats().add(Counter::Zapped, pages);
-        // Not held while clients zap: a discard that one of them waits for may need it exclusively. Whatever changes
-        // meanwhile (a view, a hold, an unplug), `due` sees before any of these pages is evicted.
+        // Not held while clients zap: a discard that one of them waits for may need it exclusively. `due` sees every
+        // change made meanwhile (a view, a hold, an unplug) before any of these pages is evicted.
         drop(layout);
-        // From here on no unit of theirs is mapped as a whole any more: see `unit.rs`.
+        // From here on none of their units is mapped as a whole: see `unit.rs`.
         for (_, run) in &marked {
             if let Some(region) = vm.region(run.region) {
                 region.units().disturb(run.pages, std::thread::yield_now);
@@ -130,7 +130,7 @@ impl Quarantine {
         Ok(pages)
     }
 
-    /// These pages say Quarantine with this ticket, those that were Resident. Called under the lock of `layout`.
+    /// Moves those of these pages that are Resident to Quarantine with this ticket. Called under the lock of `layout`.
     fn mark(
         &self,
         picked: impl Iterator<Item = (Guess, ColdRun)>,
@@ -140,7 +140,8 @@ impl Quarantine {
         let mut marked: Vec<(Guess, ColdRun)> = Vec::with_capacity(picked.size_hint().0);
         for (guess, run) in picked {
             let Some(region) = vm.region(run.region) else { continue };
-            // Registered before the first word says Quarantine: no page may ever be zapped, let alone far, that is not.
+            // Registered before the first word says Quarantine: a page that is not registered must never be zapped or
+            // far.
             match vm.register_or_keep(&region, run.pages) {
                 Ok(true) => {}
                 Ok(false) => continue,
@@ -166,7 +167,7 @@ impl Quarantine {
         Ok(marked)
     }
 
-    /// Where all clients have answered, the pages wait for T from now on.
+    /// If all clients have replied, the pages wait for T from now on.
     ///
     /// # Errors
     /// A client has not zapped. None of these pages is in quarantine any more.
@@ -197,16 +198,16 @@ impl Quarantine {
             }
         }
         let Zapping { generation, mut runs, .. } = zapping;
-        // Popped from the back: keep the coldest last.
+        // Runs are popped from the back, so keep the coldest last.
         runs.reverse();
-        // Not when the clients said so, which was earlier.
+        // T counts from now, not from the earlier time at which the clients zapped.
         self.batches.push_back(Batch { ticket, generation, zapped_at: Instant::now(), runs });
         Ok(())
     }
 
-    /// Take the next run off its batch that was zapped `wait` ago; `whole`: all of a unit as one, if it is there.
-    /// Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] count from the moment they have
-    /// had it.
+    /// Takes the next run off its batch that was zapped `wait` ago; `whole`: all of a unit as one, if it is there.
+    /// Called under the lock of `layout`: a hold, a new view and [`Vm::set_may_pin`] take effect from the moment they
+    /// have had it.
     pub fn due(&mut self, wait: Duration, whole: bool, now: Instant) -> Option<Due> {
         let vm = self.vm.clone();
         loop {
@@ -226,12 +227,12 @@ impl Quarantine {
                 continue;
             };
             let Some(region) = vm.region(cold.region).filter(|region| !region.is_removed()) else { continue };
-            // Whole 2 MiB go as one extent where the quarantine is not shortened: one punch, and a huge page is not
+            // Where the quarantine is not shortened, whole 2 MiB go as one extent: one punch, and no huge page is
             // split.
             let start = cold.pages.start();
             let whole = whole && start.0.is_multiple_of(PAGES_PER_UNIT) && cold.pages.count() >= PAGES_PER_UNIT;
             let most = if whole { PAGES_PER_UNIT } else { EVICT_RUN.max(region.granule_pages()) };
-            // Never across the end of a unit.
+            // A run never crosses the end of a unit.
             let unit_end = PageIdx::first_of_unit(start.unit() + 1);
             let run = PageRange::of(start, most).before(cold.pages.end()).before(unit_end);
             let rest = ColdRun { pages: cold.pages.from(run.end()), ..cold };
@@ -242,7 +243,7 @@ impl Quarantine {
         }
     }
 
-    /// Take pages out of quarantine again. Those zapped already come back with a minor fault.
+    /// Takes pages out of quarantine again. Those zapped already are mapped by a minor fault.
     fn unmark(&self, runs: &[(Guess, ColdRun)], ticket: Ticket) {
         for (_, run) in runs {
             if let Some(region) = self.vm.region(run.region) {
@@ -252,18 +253,18 @@ impl Quarantine {
         }
     }
 
-    /// Take everything out of quarantine.
+    /// Takes everything out of quarantine.
     pub fn release_all(&mut self) {
         for batch in std::mem::take(&mut self.batches) {
             self.unmark(&batch.runs, batch.ticket);
         }
-        // Whatever clients answer to these is ignored.
+        // Replies of clients to these are ignored.
         if let Some(zapping) = self.zapping.take() {
             self.unmark(&zapping.runs, zapping.ticket);
         }
     }
 
-    /// After a failure in the middle of a batch, or a panic of the worker: nothing is on its way out any more.
+    /// After a failure in the middle of a batch, or a panic of the worker: no page is on its way out any more.
     ///
     /// # Errors
     /// The state file cannot be read.
@@ -276,7 +277,7 @@ impl Quarantine {
             for page in written.flat_map(|pages| region.granules(pages)) {
                 let cell = region.granule(page).cell();
                 let word = cell.load();
-                // Not what a discard holds: that counts it itself, a moment from now.
+                // A page that a discard holds is left out: the discard counts it a moment from now.
                 if matches!(word.state(), State::Quarantine | State::Evicting) && !word.is_locked() {
                     cell.swap(word, Word::new(State::Resident, word.age()));
                 }

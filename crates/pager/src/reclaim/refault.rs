@@ -1,20 +1,20 @@
-//! Refault history: pages that were restored lately, the other guess at what may go.
+//! Refault history: pages that were restored recently, the second guess at what to evict.
 //!
-//! Before: a fault or a prefetch brought a page back. After: reclaim proposes it again, as well as what the clock
+//! Before: a fault or a prefetch restored a page. After: reclaim proposes it again, beside the pages that the clock
 //! finds.
 //! Threads: fault, slow and prefetch workers push, the reclaim worker takes; atomics only. Units: pages of a region.
 //! Promise: pushing never waits. A refault that is not taken in time is forgotten, and then the clock finds the page.
 //!
-//! A guest that cycles through more memory than it may have gets nothing out of the rest if the least recently touched
-//! pages go first: each page goes just before its turn. If instead the pages that have just refaulted go again, the
-//! others stay and serve one touch for each of them in every cycle. For a guest that comes back to what it touched last
-//! it is the other way round. Reclaim need not know which of the two a guest is: [`Guesses`] samples pages that went by
-//! either guess, and prefers the one with the longer refault interval.
+//! A guest that cycles through more memory than its limit gains nothing from the rest if the least recently touched
+//! pages are evicted first: each page is evicted just before its turn. If the pages that have just refaulted are
+//! evicted again instead, the others stay and serve one touch each in every cycle. For a guest that returns to what it
+//! touched last the reverse holds. Reclaim need not know which of the two a guest is: [`Guesses`] samples pages evicted
+//! by either guess, and prefers the guess with the longer refault interval.
 //!
-//! A page that refaults much sooner than the rest is not proposed again: it is touched more often than what stays in
-//! its place, so it went by mistake. In this way the pages that are far become those that are touched most rarely, as
-//! with LIRS (Jiang and Zhang, SIGMETRICS 2002), which ranks pages by the time between two touches; here that time is
-//! known of pages that went, and of no others.
+//! A page that refaults much sooner than the rest is not proposed again: the guest touches it more often than pages
+//! that stay, so it was evicted by mistake. In this way the far pages become those that are touched most rarely, as
+//! with LIRS (Jiang and Zhang, SIGMETRICS 2002), which ranks pages by the time between two touches. Here that time is
+//! known of evicted pages only.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,9 +23,9 @@ use std::time::{Duration, Instant};
 use ballast_base::{PageIdx, PageRange};
 use ballast_heat::{ColdRun, Pages, push_run};
 
-/// Refaults that wait for the reclaim worker at most: 64 MiB of pages, in 128 KiB.
+/// Most refaults that wait for the reclaim worker: 64 MiB of pages, in 128 KiB.
 const CAPACITY: u64 = 1 << 14;
-/// Bits of a page number (256 TiB of a region), and of how long it was away, in steps; above them is the region's
+/// Bits of a page number (256 TiB of a region), and of the refault interval, in steps; above them is the region's
 /// number.
 const PAGE_BITS: u32 = 36;
 const AWAY_BITS: u32 = 16;
@@ -34,12 +34,12 @@ const AWAY_STEP_MS: u64 = 16;
 /// Region number and page.
 pub type Place = (u32, PageIdx);
 
-/// The last refaults.
+/// The last refaults of a VM.
 #[derive(Debug)]
 pub struct Refaults {
     /// Region, page and refault interval, plus one; 0 is none.
     slots: Box<[AtomicU64]>,
-    /// Pages pushed so far, and taken or forgotten.
+    /// Pages pushed so far, and pages taken or forgotten.
     pushed: AtomicU64,
     taken: AtomicU64,
 }
@@ -60,7 +60,7 @@ impl Refaults {
         self.slots[at as usize].store(entry + 1, Ordering::Relaxed);
     }
 
-    /// The oldest refault that was not taken yet, and its interval in milliseconds. For the reclaim worker alone.
+    /// The oldest refault not yet taken, and its interval in milliseconds. Only the reclaim worker calls this.
     pub fn take(&self) -> Option<(Place, u64)> {
         let pushed = self.pushed.load(Ordering::Relaxed);
         loop {
@@ -79,16 +79,16 @@ impl Refaults {
     }
 }
 
-/// By which guess a page goes.
+/// The guess by which a page was evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guess {
     /// The clock, or tracking's oldest.
     Clock,
-    /// It refaulted lately.
+    /// It refaulted recently.
     Refaulted,
 }
 
-/// A page that went.
+/// An evicted page.
 #[derive(Debug)]
 struct Sample {
     place: Place,
@@ -107,7 +107,7 @@ struct Record {
 }
 
 impl Record {
-    /// Refaults of this guess in each second that one of its pages is away; `None` if too few are known.
+    /// Refaults of this guess per second that one of its pages is far; `None` if too few are known.
     fn refaults_per_s(&self, now: Instant) -> Option<f64> {
         let away = |sample: &Sample| sample.interval.unwrap_or_else(|| now.saturating_duration_since(sample.went));
         let all: Duration = self.last.iter().map(away).sum();
@@ -119,7 +119,7 @@ impl Record {
 /// What the reclaim worker knows of refaults.
 #[derive(Debug)]
 pub struct RefaultHistory {
-    /// Pages that refaulted lately, the last at the end.
+    /// Pages that refaulted recently, the last at the end.
     lately: VecDeque<Place>,
     /// The refault interval in milliseconds, averaged over about the last [`AVERAGED_OVER`].
     interval_ms: f64,
@@ -133,23 +133,24 @@ impl Default for RefaultHistory {
     }
 }
 
-/// At most 1/N of the pages that a VM may hold count as refaulted lately, and this many in any case. With more, the
-/// oldest of them are what a guest that cycles wants next.
+/// Up to 1/N of the pages that a VM may hold count as recently refaulted, and this many in any case. With more, the
+/// oldest of them are the pages that a guest that cycles wants next.
 const LATELY_PART: u64 = 16;
 const LATELY_LEAST: u64 = 256;
 /// A page that refaults this many times sooner than the average should stay; and the pages that the average is over.
-/// With 2, a guest that touches its cold pages at random keeps too many of them, and loses hot ones to the clock.
+/// With a factor of 2, a guest that touches its cold pages at random keeps too many of them, and the clock takes hot
+/// ones.
 const SOONER: f64 = 4.0;
 const AVERAGED_OVER: f64 = 1024.0;
 
 impl RefaultHistory {
-    /// Take the refaults since the last time, of a VM that may hold this many pages.
+    /// Takes the refaults since the last time, of a VM that may hold this many pages.
     pub fn take_note(&mut self, refaults: &Refaults, limit_pages: u64, now: Instant) {
         while let Some((place, away_ms)) = refaults.take() {
             self.guesses.came(place, now);
             self.interval_ms += (away_ms as f64 - self.interval_ms) / AVERAGED_OVER;
-            // A page that refaults much sooner than the rest went by mistake. (A step more, because intervals are kept
-            // in steps.)
+            // A page that refaults much sooner than the rest was evicted by mistake. (One step is added, because
+            // intervals are kept in steps.)
             if (away_ms + AWAY_STEP_MS) as f64 >= self.interval_ms / SOONER {
                 self.lately.push_back(place);
             }
@@ -159,7 +160,7 @@ impl RefaultHistory {
         self.lately.drain(..stayed);
     }
 
-    /// Up to about `want` pages that refaulted lately and were not touched in quarantine since, in runs.
+    /// Up to about `want` pages that refaulted recently and were not touched in quarantine since, in runs.
     pub fn pick(&mut self, pages: &dyn Pages, want: u64) -> Vec<ColdRun> {
         let mut picked = Vec::new();
         let mut left = want;
@@ -176,7 +177,7 @@ impl RefaultHistory {
         let mut runs: Vec<ColdRun> = Vec::new();
         for (region, first) in picked {
             let granule = PageRange::of(first, pages.granule(region));
-            // A page that was discarded meanwhile is Resident, too, but is not in the file.
+            // A page that was discarded meanwhile is Resident as well, but it is not in the file.
             if pages.next_present(region, PageRange::one(first)).is_none() {
                 continue;
             }
@@ -186,21 +187,21 @@ impl RefaultHistory {
     }
 }
 
-/// Samples kept of each guess, the fewest that say anything, and the time between two of one guess at least.
+/// Samples kept of each guess, the fewest that suffice, and the least time between two of one guess.
 const SAMPLES: usize = 512;
 const FEWEST: usize = 16;
 const SAMPLE_EVERY: Duration = Duration::from_millis(4);
 /// The share of a guess is counted in PARTS, and changes by STEP every STEP_EVERY samples. The worse guess keeps one
-/// part and no more: each page that it takes by mistake refaults, and more often than once.
+/// part and no more: each page that it takes by mistake refaults, and more than once.
 const PARTS: u64 = 64;
 const STEP: u64 = 4;
 const STEP_EVERY: u64 = 8;
 
-/// Which guess has been the better one.
+/// Learns which guess is the better one.
 #[derive(Debug, Default)]
 pub struct Guesses {
     records: [Record; 2],
-    /// Where pages that are away are among the samples: guess and number.
+    /// Where far pages are among the samples: guess and number.
     away: HashMap<Place, (usize, u64)>,
     /// Parts that are taken from the refaults, and the remainder of the last division.
     refaulted: u64,
@@ -210,12 +211,12 @@ pub struct Guesses {
 }
 
 impl Guesses {
-    /// Both are equally good.
+    /// At first both are equal.
     pub fn new() -> Self {
         Self { refaulted: PARTS / 2, ..Self::default() }
     }
 
-    /// A page went by this guess. Only some are sampled.
+    /// A page was evicted by this guess. Only some are sampled.
     pub fn went(&mut self, guess: Guess, place: Place, now: Instant) {
         let record = &mut self.records[guess as usize];
         if record.last.back().is_some_and(|last| now.saturating_duration_since(last.went) < SAMPLE_EVERY) {
@@ -243,8 +244,7 @@ impl Guesses {
         }
     }
 
-    /// How many of these pages should be taken from the refaults. However few they are at a time, both guesses are
-    /// always tried.
+    /// How many of these pages to take from the refaults. Both guesses are always tried, even with few pages at a time.
     pub fn refaulted(&mut self, pages: u64, now: Instant) -> u64 {
         let count = self.records.iter().map(|record| record.count).sum::<u64>();
         if count >= self.stepped_at + STEP_EVERY {
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!(std::iter::from_fn(|| refaults.take()).count() as u64, CAPACITY - 1);
     }
 
-    /// The share of the refaults, if pages of either guess refault after these times.
+    /// The share of the refaults, if pages of the two guesses refault after these times.
     fn share_after(clock_ms: u64, refaulted_ms: u64) -> u64 {
         let (mut guesses, start) = (Guesses::new(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);

@@ -1,10 +1,10 @@
 //! The reclaim worker: keeps a VM's resident memory at or below its limit.
 //!
 //! Before: an operator or a policy wrote a limit. After: cold pages went through quarantine to the store.
-//! Threads: one task per VM. It never waits for the client, whose answer notifies it; a fault waits for the pages of
-//! the one run that is being punched (and copied, if reclaim is forced: see below), and in a VM at its limit for
-//! credits (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: raising the limit brings
-//! nothing back but ends reclaim at once.
+//! Threads: one task per VM. It never waits for the client, whose reply notifies it. A fault waits for the pages of the
+//! one run that is being punched (and copied, if reclaim is forced: see below), and for credits in a VM at its limit
+//! (`throttle`, at most 0.1 s). Units: pages inside, bytes at the borders. Promise: raising the limit restores no page,
+//! but it ends reclaim at once.
 //!
 //! ```text
 //! resident:  0 ........................ low ........ limit .......
@@ -12,16 +12,16 @@
 //! ```
 //!
 //! Above *low* the worker reclaims in the background: it keeps a supply of pages in quarantine and evicts those that
-//! stayed untouched for T until resident is at low again. Above *limit* it does the same without pauses, and takes warm
-//! pages, too. There the quarantine is *adaptive*, unless something may have pages pinned and it cannot be known which:
-//! it lasts a short T, which is halved as long as nearly all pages are quarantine hits. If they are even with no T at
-//! all, reclaim is *forced*: pages are locked before they are copied. And from a margin above the limit on, a page
-//! comes in only when one has gone (`throttle`); a fault that waits for that first has more pages kept in quarantine,
-//! then T halved. So a VM whose working set is larger than its limit is held to it, at the price of restores.
+//! stayed untouched for T, until resident memory is at low again. Above *limit* it does the same without pauses, and
+//! takes warm pages, too. There the quarantine is *adaptive*, unless something may have pages pinned and the engine
+//! cannot know which: it lasts a short T, which is halved as long as nearly all pages are quarantine hits. If they are
+//! hits even with no T at all, reclaim is *forced*: pages are locked before they are copied. From a margin above the
+//! limit on, a page comes in only when one has gone out (`throttle`). Faults that wait for that first raise the number
+//! of pages in quarantine, then halve T. So a VM whose working set is larger than its limit is held to the limit, at
+//! the price of restores.
 //!
-//! *What* goes are two guesses: what heat offers (the clock, or tracking's oldest), and what refaulted lately
-//! (`refault`, which learns which of the two has the longer refault interval). Either has to stay untouched in
-//! quarantine.
+//! Two guesses propose pages: heat (the clock, or the oldest of tracking), and recent refaults (`refault`, which learns
+//! which of the two has the longer refault interval). Pages of either must stay untouched in quarantine.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -45,8 +45,8 @@ use crate::vm::{Hold, Vm};
 use ballast_page::evict::{LockedFrom, To, evict, release};
 use ballast_page::page_state::State;
 
-/// Pause between rounds in which nothing goes, at first and while nothing changes; at rest, where `growth` looks
-/// meanwhile; in the background; and when over the limit with nothing ready.
+/// Pause between rounds that evict nothing, at first and while nothing changes; at rest, where `growth` looks
+/// meanwhile; in the background; and over the limit with no page ready.
 const IDLE: Duration = Duration::from_millis(200);
 const QUIET: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(8);
@@ -55,43 +55,43 @@ const DIRECT: Duration = Duration::from_millis(2);
 /// Pages put into quarantine in one round: 32 MiB, some milliseconds of picking and zapping. While the first of them
 /// wait for T, more are picked.
 const TOP_UP: u64 = Bytes(32 * MIB).pages_floor().0;
-/// The same while the guest touches everything faster than that: 1 ms of evicting, so that the last page of a batch was
-/// zapped hardly longer ago than the first.
+/// The same while the guest touches everything sooner: 1 ms of evicting, so that the last page of a batch was zapped
+/// hardly longer ago than the first.
 const TOP_UP_SHORT: u64 = 256;
-/// At most 1/N of what a VM may hold is in quarantine because faults wait for credits.
+/// Because faults wait for credits, at most 1/N of what a VM may hold is in quarantine.
 const SUPPLY_PART: u64 = 4;
-/// How long a round evicts at most, but for the run that it is at: then another VM has its turn.
+/// How long a round evicts at most, beyond the run in hand: then another VM has its turn.
 const SLICE: Duration = Duration::from_millis(2);
-/// Below this a shortened T is none at all.
+/// A shortened T below this counts as none.
 const SHORTEST: Duration = Duration::from_micros(50);
 /// How long reclaim rests after the store said it is full or busy.
 const STORE_REST: Duration = Duration::from_secs(1);
 
-/// The same while the spill worker makes room: the time it takes to write a few MiB.
+/// The same while the spill worker frees space: the time it takes to write a few MiB.
 const SPILL_REST: Duration = Duration::from_millis(20);
 
-/// Where something is pinned and this many rounds in a row found nothing to zap, all that could go is pinned. The first
-/// of them may only have come to the end of what heat offers in one go.
+/// If some pages are pinned and this many rounds in a row found nothing to zap, all pages that could go are pinned. The
+/// first of the rounds may only have reached the end of what heat offers in one go.
 const HELD_UP_AFTER: u32 = 3;
-/// The pause after such a round, in lengths of the round: it takes less than a twentieth of a CPU.
+/// The pause after such a round, in lengths of the round: it takes less than 1/20 of a CPU.
 const PINNED_REST: u32 = 20;
 
-/// Why nothing goes now.
+/// Why nothing is evicted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rest {
     /// There is no limit.
     Unlimited,
-    /// The VM is to be left alone, or no process of it is known.
+    /// The VM is held, or no process of it is known.
     Held,
-    /// The store would not take a page a moment ago.
+    /// The store refused a page a moment ago.
     StoreRefused,
 }
 
-/// See above.
+/// The reclaim worker of a VM.
 pub(crate) struct ReclaimWorker {
     vm: Arc<Vm>,
     source: HeatSource,
-    /// What tells who holds a page, if anything can; the same for all of a round.
+    /// The pin check, if there is one; the same for all of a round.
     check: Option<Arc<PinCheck>>,
     /// Rounds in a row that found nothing to zap, while something was pinned.
     fruitless: u32,
@@ -101,15 +101,15 @@ pub(crate) struct ReclaimWorker {
     direct_quarantine: Duration,
     /// Pages in quarantine beyond those of the margin, while faults wait for credits.
     supply: u64,
-    /// Forced reclaim: even with no T at all the guest touched nearly everything before it was copied, so pages are
-    /// locked for the copying.
+    /// Forced reclaim: even with no T at all the guest touched nearly all pages before they were copied, so pages are
+    /// locked while they are copied.
     forced: bool,
     rest_until: Option<Instant>,
     store_was_full: bool,
-    /// Bytes resident at the last round, and at the last one after which nothing was to do.
+    /// Bytes resident at the last round, and at the last round with nothing to do.
     resident: u64,
     checked: u64,
-    /// The pause while nothing is to do.
+    /// The pause while there is nothing to do.
     pause: Duration,
     /// The last round found the VM at or below low.
     is_low: bool,
@@ -126,7 +126,7 @@ pub fn margin(limit: Bytes) -> Bytes {
     Bytes((limit.0 / 32).clamp(MIB, GIB / 4))
 }
 
-/// Nothing goes any more, so that no fault need wait for room.
+/// Nothing is evicted any more, so no fault need wait for credits.
 impl Drop for ReclaimWorker {
     fn drop(&mut self) {
         self.vm.mail.throttle.open();
@@ -134,7 +134,7 @@ impl Drop for ReclaimWorker {
 }
 
 impl ReclaimWorker {
-    /// Of this VM, of which nothing is on its way out any more.
+    /// The worker of a VM that has no page on its way out.
     pub fn new(vm: Arc<Vm>) -> Self {
         let mut worker = Self {
             source: HeatSource::new(vm.heat.clone()),
@@ -162,7 +162,7 @@ impl ReclaimWorker {
         worker
     }
 
-    /// A piece of work; returns when the next is due.
+    /// Does a piece of work; returns when the next is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
@@ -190,17 +190,17 @@ impl ReclaimWorker {
         if std::mem::replace(&mut self.was_tracked, is_tracked) != is_tracked {
             vm.mail.track.notify();
         }
-        // Only in a long pause: what restores have emptied is ready to hold what goes out next.
+        // In a long pause only: memory that restores have emptied is prepared for the next eviction.
         if pause > DIRECT {
             vm.stores.first().store.tidy();
         }
         self.next(now, pause)
     }
 
-    /// When the next piece of work is due after this pause, or earlier because a client must have answered by then.
+    /// When the next piece of work is due after this pause, or earlier because a client must have replied by then.
     fn next(&mut self, now: Instant, pause: Duration) -> Next {
         if let Some(until) = self.quarantine.until() {
-            // Its answer notifies. Without pages to evict there is nothing to do before that.
+            // The reply notifies. Without pages to evict there is nothing to do before that.
             let has_due = self.quarantine.is_waiting();
             return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
         }
@@ -222,7 +222,7 @@ impl ReclaimWorker {
         Next::about(now, pause.max(self.pause))
     }
 
-    /// One round; returns how long to pause before the next.
+    /// Does one round; returns how long to pause before the next.
     fn round(&mut self) -> std::io::Result<Duration> {
         let vm = self.vm.clone();
         let now = Instant::now();
@@ -245,31 +245,30 @@ impl ReclaimWorker {
         vm.mail.over_limit.store(resident > limit.0, Ordering::Relaxed);
         let margin = margin(limit).0;
         if vm.may_pin() && self.check.is_none() {
-            // Its pages must stay in quarantine for T, however long its faults would wait.
+            // Its pages must stay in quarantine for T, so its faults do not wait.
             vm.mail.throttle.open();
         } else {
             let pages = |bytes| Bytes(bytes).pages_floor().0;
             vm.mail.throttle.set(pages(resident), pages(limit.0), pages(margin));
         }
         let low = limit.0.saturating_sub(margin);
-        // Also where nothing need go: what is being zapped would keep the worker looking.
+        // Also if nothing is to be evicted: a pending zap would keep the worker looking.
         self.quarantine.take_answers(now)?;
         self.is_low = resident <= low;
         if self.is_low {
             if resident + 2 * margin <= low {
-                // Far below: the limit was raised, or the guest gave much back. Nothing need be watched.
+                // Far below: the limit was raised, or the guest freed much. Quarantine is not needed.
                 self.quarantine.release_all();
             }
             return Ok(IDLE);
         }
         let excess = Bytes(resident - low).pages_floor().0;
-        // A fault that waits for credits is as urgent.
+        // A fault that waits for credits is as urgent as a VM above its limit.
         let is_short = vm.mail.throttle.was_short();
         let over_limit = resident > limit.0 || is_short;
         go_first(is_short);
         if is_short {
-            // More in quarantine at a time, which still tells hot pages from cold ones; if that is not enough, a
-            // shorter T.
+            // First more pages in quarantine at a time, which still tells hot pages from cold ones; then a shorter T.
             let most = limit.pages_floor().0 / SUPPLY_PART;
             if self.supply >= most {
                 self.halve_quarantine();
@@ -277,7 +276,7 @@ impl ReclaimWorker {
             self.supply = (self.supply * 2).clamp(TOP_UP_SHORT.min(most), most);
         } else if !over_limit {
             self.supply -= self.supply.div_ceil(8);
-            // Slowly: while faults wait now and then, it stays near what served them.
+            // Slowly: while faults wait now and then, T stays near the value that served them.
             self.direct_quarantine =
                 (self.direct_quarantine + self.direct_quarantine / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.forced = false;
@@ -301,7 +300,7 @@ impl ReclaimWorker {
         Ok(match (over_limit, evicted > 0) {
             (true, true) => Duration::ZERO,
             (true, false) if self.fruitless >= HELD_UP_AFTER => {
-                // No fault need wait for room, and looking for more costs a look at every page.
+                // No fault need wait for credits, and a further search costs a check of every page.
                 vm.mail.throttle.open();
                 IDLE.max(now.elapsed() * PINNED_REST)
             }
@@ -310,12 +309,12 @@ impl ReclaimWorker {
         })
     }
 
-    /// T, now.
+    /// The T that holds now.
     fn wait_for(&self, direct: Option<Duration>) -> Duration {
         self.vm.quarantine(direct, self.check.is_some())
     }
 
-    /// Find the pin check, and check again the pages that were pinned.
+    /// Finds the pin check, and checks again the pages that were pinned.
     fn look_at_pinned(&mut self, now: Instant) {
         let vm = self.vm.clone();
         self.check = vm.pins.check();
@@ -336,7 +335,7 @@ impl ReclaimWorker {
         }
     }
 
-    /// It cannot be known any more which pages are pinned. From now on T rules.
+    /// The pin check was lost: from now on T decides alone.
     fn lose_check(&mut self, error: &std::io::Error) {
         if self.check.take().is_some() {
             self.vm.pins.lost(error);
@@ -345,7 +344,7 @@ impl ReclaimWorker {
         }
     }
 
-    /// What the VM is to be held to now.
+    /// The limit that holds now.
     fn limit(&self, now: Instant) -> Result<Bytes, Rest> {
         let vm = self.vm.clone();
         let limit = vm.effective_limit().ok_or(Rest::Unlimited)?;
@@ -358,7 +357,7 @@ impl ReclaimWorker {
         Ok(limit)
     }
 
-    /// Nothing is to be reclaimed: let go of what need not be under userfaultfd.
+    /// Nothing is to be reclaimed: returns chunks to the kernel that need not be under userfaultfd.
     fn settle(&mut self) -> std::io::Result<Duration> {
         // Tracking sees touches only of what is registered.
         let is_watched = self.vm.stats().get(Counter::RegisteredBytes) > 0 && !self.vm.views().is_empty();
@@ -371,7 +370,7 @@ impl ReclaimWorker {
         Ok(IDLE)
     }
 
-    /// Evict up to about `excess` pages that stayed untouched for T; returns how many went.
+    /// Evicts up to about `excess` pages that stayed untouched for T; returns how many.
     fn drain(&mut self, excess: u64, over_limit: bool, now: Instant) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let (began, mut tried, mut gone) = (Instant::now(), 0, 0);
@@ -382,7 +381,7 @@ impl ReclaimWorker {
                 break;
             }
             let _layout = vm.layout();
-            // Looked at for each run: something may begin to pin pages.
+            // Checked for each run: something may begin to pin pages.
             let wait = self.wait_for(over_limit.then_some(self.direct_quarantine));
             let due = self.quarantine.due(wait, !over_limit, now);
             let Some(Due { ticket, guess, region, run }) = due else { break };
@@ -432,13 +431,13 @@ impl ReclaimWorker {
         Ok(gone)
     }
 
-    /// Halve the T of direct reclaim.
+    /// Halves the T of direct reclaim.
     fn halve_quarantine(&mut self) {
         let half = self.direct_quarantine / 2;
         self.direct_quarantine = if half < SHORTEST { Duration::ZERO } else { half };
     }
 
-    /// The store would not take a page: rest, and say so once.
+    /// The store refused a page: rest, and report it once.
     fn store_refused(&mut self, full: bool) {
         if full && self.vm.mail.spill.make_room() {
             self.rest_until = Some(Instant::now() + SPILL_REST);
@@ -458,8 +457,8 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
-    /// Put up to about `want` more pages into quarantine, and `urgent` of them whichever guess they are. Returns how
-    /// many that were.
+    /// Puts up to about `want` more pages into quarantine, `urgent` of them by whichever guess has them. Returns how
+    /// many.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
         let vm = self.vm.clone();
         let layout = vm.layout();
@@ -470,7 +469,7 @@ impl ReclaimWorker {
         let asked = self.history.guesses.refaulted(want, Instant::now());
         let refaulted = self.history.pick(&table, asked);
         let found = refaulted.iter().map(|run| run.pages.count()).sum::<u64>().min(asked);
-        // The clock makes up for those that are missing, but only as far as pages must go now.
+        // The clock makes up for missing refaults, but only as far as pages must go now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
         let mut picked = Vec::new();
         self.source.pick(&table, want - asked + more, pick, &mut picked);

@@ -1,8 +1,10 @@
 //! The listener: one thread that waits for input on many sockets.
 //!
-//! Before: [`Listener::watch`] gives it a descriptor. After: what belongs to it is told of input, one call at a time.
-//! Threads: one, which must not wait for anything else: what takes time is passed on, with the [`Rearm`].
-//! Promise: nothing is told of more input before the `Rearm` that it was given is dropped; nothing is told any more
+//! Before: [`Listener::watch`] gives it a descriptor. After: the listener tells the descriptor's source of input, one
+//! call at a time.
+//! Threads: one, which must not wait for anything else: a source passes on what takes time, with the [`Rearm`].
+//! Promise: a source is not told of more input before the `Rearm` that it was given is dropped, and not told at all
+//! after [`Watched`] is dropped. A socket with much input delays another by one call.
 //! when [`Watched`] is dropped. A socket with much input delays another by one call.
 
 use std::collections::HashMap;
@@ -14,15 +16,15 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
-/// What has a socket.
+/// Something with a socket.
 pub trait Source: Send + Sync {
     /// The socket; always the same.
     fn fd(&self) -> BorrowedFd<'_>;
-    /// There is input, or it has been closed.
+    /// There is input, or the socket was closed.
     fn ready(&self, then: Rearm);
 }
 
-/// See above. A copy is the same listener.
+/// The listener. A copy is the same listener.
 #[derive(Clone, Debug)]
 pub struct Listener(Arc<Shared>);
 
@@ -51,7 +53,7 @@ impl std::fmt::Debug for Known {
     }
 }
 
-/// A source is watched until this is dropped. Dropping it waits while the source is told of input.
+/// A source is watched until this is dropped. Dropping it waits while the source is being told of input.
 #[derive(Debug)]
 pub struct Watched(Listener, u64);
 
@@ -84,7 +86,7 @@ impl Listener {
         self.0.sources.lock().expect("no panic while held")
     }
 
-    /// Tell this source of input.
+    /// Watches this source for input.
     ///
     /// # Errors
     /// The kernel does not watch such a descriptor.
@@ -119,7 +121,7 @@ impl Listener {
         if !self.sources().known.contains_key(&key) {
             return;
         }
-        // A bug of ours costs one message, not all that others have to say.
+        // A bug of ours costs one message, not those of all others.
         if catch_unwind(AssertUnwindSafe(|| source.ready(Rearm(self.clone(), key)))).is_err() {
             tracing::error!("taking a message panicked");
         }
@@ -129,14 +131,14 @@ impl Listener {
 impl Drop for Watched {
     fn drop(&mut self) {
         let Some(known) = self.0.sources().known.remove(&self.1) else { return };
-        // Whatever it says, nobody is told any more.
+        // Nobody is told any more, whatever the result.
         let _ = epoll::delete(&self.0.0.epoll, known.source.fd());
         drop(known.told.lock());
     }
 }
 
 impl Rearm {
-    /// The source is not told of anything any more.
+    /// Stops telling the source of input.
     pub fn forget(mut self) {
         self.1 = 0;
     }

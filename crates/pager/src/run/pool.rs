@@ -1,14 +1,14 @@
-//! The pool: the threads that run tasks. As many as there are CPUs, and one for each that waits in the kernel.
+//! The pool: the threads that run tasks. There is one for each CPU, and one more for each that waits in the kernel.
 //!
 //! Before: [`Pool::add`] gives it a task. After: the task runs whenever [`Notifier::notify`] or the time it asked for
 //! says so, one run at a time, until it is over. Threads: one for each CPU, each at the default nice value; spares; one
-//! watchdog. Promise: a task that waits keeps no other task waiting for longer than [`TICK`] and [`LONG`]: its thread
-//! is made up for by a spare, which ends when it is not needed any more. [`blocking`] says so beforehand; else the
-//! watchdog finds out. A panic in a task ends that task alone.
+//! watchdog. Promise: a task that waits delays other tasks by [`TICK`] and [`LONG`] at most: a spare takes its thread's
+//! place, and ends when it is not needed any more. [`blocking`] announces a wait; else the watchdog finds it. A panic
+//! in a task ends that task alone.
 //!
-//! Why threads that wait are counted, and not those that run: on a host whose CPUs are all busy a run takes long
-//! because its thread has no CPU, and more threads would only divide that. So the watchdog asks the kernel whether a
-//! thread that has taken long sleeps.
+//! Threads that wait are counted, and not those that run, because on a host whose CPUs are all busy a run takes long
+//! for want of a CPU, and more threads would only divide the CPUs. So the watchdog asks the kernel whether a thread
+//! that has taken long sleeps.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -22,23 +22,23 @@ use ballast_sys::priority;
 
 use super::queue::{GroupId, Next, Queue, TaskId, USUAL_SHARES, charge};
 
-/// How often the watchdog looks while tasks run, and how long one must have run to be looked at.
+/// Time between looks of the watchdog while tasks run, and how long one must have run to be looked at.
 const TICK: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_millis(10);
-/// Ticks without any run after which the watchdog sleeps until there is one: more of them cost an idle host more than
+/// Ticks without any run after which the watchdog sleeps until there is one: further ticks cost an idle host more than
 /// the wake-up.
 const QUIET_TICKS: u32 = 2;
 /// A timer before this is not left to the watchdog while another thread could wait for it.
 const SOON: Duration = Duration::from_millis(5);
-/// A spare that finds nothing to do ends after this long.
+/// A spare with nothing to do ends after this long.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Something that runs now and then, for some milliseconds at most unless it waits.
 pub trait Task: Send {
-    /// Do a piece of it.
+    /// Does a piece of its work.
     fn run(&mut self, now: Instant) -> Next;
 
-    /// The weight of its group: the usual shares are charged for what it ran.
+    /// The weight of its group; the run is charged in usual shares.
     fn shares(&self) -> u32 {
         USUAL_SHARES
     }
@@ -50,7 +50,7 @@ impl<F: FnMut(Instant) -> Next + Send> Task for F {
     }
 }
 
-/// Notifies a task: there is something to do. Before it has a task it does nothing: a new task runs anyway.
+/// Notifies a task that there is something to do. It has no effect before it has a task: a new task runs anyway.
 #[derive(Debug, Default)]
 pub struct Notifier(RwLock<Option<Handle>>);
 
@@ -74,7 +74,7 @@ impl Notifier {
     }
 }
 
-/// A task that was added.
+/// A task that was added to a pool.
 #[derive(Clone, Debug)]
 pub struct Handle(Pool, TaskId);
 
@@ -85,7 +85,7 @@ impl Handle {
     }
 }
 
-/// See above. A copy is the same pool.
+/// The pool. A copy is the same pool.
 #[derive(Clone, Debug)]
 pub struct Pool(Arc<Shared>);
 
@@ -98,7 +98,7 @@ struct Shared {
     over: Condvar,
     /// The first of some tasks runs.
     watch: Condvar,
-    /// Threads that are to be there and do not wait in the kernel.
+    /// Threads that should be there and not wait in the kernel.
     base: usize,
 }
 
@@ -109,7 +109,7 @@ struct Inner {
     threads: HashMap<ThreadId, Worker>,
     /// Threads that wait for work.
     idle: usize,
-    /// One of them waits until then, for the next timer.
+    /// One of them waits until this time, for the next timer.
     timed: Option<Instant>,
     has_watchdog: bool,
     /// The watchdog is awake.
@@ -120,7 +120,7 @@ struct Inner {
 
 struct Body {
     name: Arc<str>,
-    /// Not there while it runs.
+    /// `None` while it runs.
     task: Option<Box<dyn Task>>,
 }
 
@@ -154,14 +154,14 @@ impl Inner {
 }
 
 thread_local! {
-    /// The pool that the calling thread is of, unless it waits.
+    /// The pool of the calling thread, unless the thread waits.
     static POOL: Cell<Option<Pool>> = const { Cell::new(None) };
     /// Does a thread of a pool go before guests?
     static GOES_FIRST: Cell<Option<bool>> = const { Cell::new(None) };
 }
 
-/// Whether what this thread does now goes before guests: threads of theirs wait for it. Ends with the run of the task.
-/// No task goes first for long: each holds page locks now and then that a fault may want.
+/// Sets whether what this thread does now goes before guests, because threads of guests wait for it. This ends with the
+/// run of the task. No task goes first for long: each holds page locks now and then that a fault may want.
 pub fn go_first(first: bool) {
     if GOES_FIRST.get().is_some_and(|now| now != first) {
         GOES_FIRST.set(Some(first));
@@ -169,7 +169,7 @@ pub fn go_first(first: bool) {
     }
 }
 
-/// Do something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
+/// Does something that may wait for long (a disk, another process). Meanwhile another thread takes this one's place.
 pub fn blocking<T>(wait: impl FnOnce() -> T) -> T {
     /// Also when it panics.
     struct Ends(Pool);
@@ -179,7 +179,7 @@ pub fn blocking<T>(wait: impl FnOnce() -> T) -> T {
             self.0.set_blocked(false);
         }
     }
-    // Not there while it waits: what waits inside of this changes nothing.
+    // `None` while it waits: a wait inside of this one changes nothing.
     let Some(pool) = POOL.take() else { return wait() };
     pool.set_blocked(true);
     let _ends = Ends(pool);
@@ -219,7 +219,7 @@ impl Pool {
         self.lock().queue.add_group()
     }
 
-    /// Run a task, now and whenever it is notified. Its thread has this name while it does.
+    /// Runs a task, now and whenever it is notified. Its thread has this name meanwhile.
     ///
     /// # Errors
     /// There is no thread to run it, and the kernel gives none.
@@ -239,7 +239,7 @@ impl Pool {
         }
     }
 
-    /// A task is ready: somebody must run it.
+    /// A task is ready: have a thread run it.
     fn dispatch(&self, inner: &mut Inner) {
         if inner.idle > 0 {
             self.0.work.notify_one();
@@ -248,7 +248,7 @@ impl Pool {
         }
     }
 
-    /// Notify all tasks of a group, which are to end, and wait until they have; all but one that this thread runs.
+    /// Notifies all tasks of a group, which are to end, and waits until they have; all but one that this thread runs.
     pub fn join(&self, group: GroupId) {
         let this = std::thread::current().id();
         let mut inner = self.lock();
@@ -270,7 +270,7 @@ impl Pool {
         });
     }
 
-    /// Threads that it has now, the watchdog not counted.
+    /// Threads that it has now, without the watchdog.
     pub fn threads(&self) -> usize {
         self.lock().threads.len()
     }
@@ -284,7 +284,7 @@ impl Pool {
         self.make_up(&mut inner);
     }
 
-    /// Have a spare for each thread that is blocked, if there is work.
+    /// Has a spare for each thread that is blocked, if there is work.
     fn make_up(&self, inner: &mut Inner) {
         if !inner.queue.is_ready() && inner.queue.next_due().is_none() || inner.idle > 0 {
             return;
@@ -294,7 +294,7 @@ impl Pool {
         }
     }
 
-    /// Start threads until as many as there should be are not blocked.
+    /// Starts threads until as many as there should be are not blocked.
     fn start_missing(&self, inner: &mut Inner) -> io::Result<()> {
         if !inner.has_watchdog {
             let pool = self.clone();
@@ -303,7 +303,7 @@ impl Pool {
         }
         while inner.unblocked() < self.0.base {
             let pool = self.clone();
-            // It waits for the lock that we hold before it looks for itself.
+            // The new thread waits for the lock that we hold before it looks for itself.
             let thread = std::thread::Builder::new().name(IDLE.into()).spawn(move || pool.work())?;
             let worker = Worker { number: 0, runs: None, is_blocked: false };
             inner.threads.insert(thread.thread().id(), worker);
@@ -311,7 +311,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Run tasks, as a thread of the pool.
+    /// Runs tasks, as a thread of the pool.
     fn work(self) {
         POOL.set(Some(self.clone()));
         GOES_FIRST.set(Some(false));
@@ -362,7 +362,7 @@ impl Pool {
                 Next::Done
             });
             let spent = charge(now.elapsed(), task.shares());
-            // What it leaves behind may take as long as a run.
+            // Dropping the task may take as long as a run.
             let task = (next != Next::Done).then_some(task);
             inner = self.lock();
             inner.queue.ran(id, spent, next);
@@ -378,7 +378,7 @@ impl Pool {
         }
     }
 
-    /// Wait for work. Returns whether there was none for as long as a spare waits.
+    /// Waits for work. Returns whether there was none for as long as a spare waits.
     fn rest<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, now: Instant) -> (MutexGuard<'a, Inner>, bool) {
         inner.idle += 1;
         // One thread wakes for a timer, not all.
@@ -403,7 +403,7 @@ impl Pool {
         (inner, is_over)
     }
 
-    /// Look for threads that wait in the kernel, and for timers that nobody waits for.
+    /// Looks for threads that wait in the kernel, and for timers that nobody waits for.
     fn watch(self) {
         let (mut runs, mut quiet) = (0, 0);
         let mut inner = self.lock();
@@ -440,7 +440,7 @@ impl Pool {
 /// The name of a thread that runs no task.
 const IDLE: &str = "pool";
 
-/// Name the calling thread, cut as the kernel has it: at 15 bytes.
+/// Names the calling thread, cut as the kernel cuts it: at 15 bytes.
 fn set_name(name: &str) {
     let end = name.floor_char_boundary(15);
     if let Ok(name) = std::ffi::CString::new(&name[..end]) {
@@ -448,7 +448,7 @@ fn set_name(name: &str) {
     }
 }
 
-/// Does this thread of ours sleep, so that it would not run if it had a CPU?
+/// Returns whether this thread of ours sleeps, so that it would not run if it had a CPU.
 pub(super) fn sleeps(thread: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['S', 'D']))

@@ -1,4 +1,5 @@
-//! The queue of the pool, and of each set of userfaultfds: which task runs next. No thread, no lock, no clock.
+//! The queue of the pool, and of each set of userfaultfds: decides which task runs next. It has no thread, lock or
+//! clock.
 //!
 //! Before: tasks are notified, or their time comes. After: [`Queue::take`] returns one, group by group.
 //! Threads: the caller has a lock. Units: nanoseconds of running.
@@ -16,28 +17,28 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// What a group may run for each time its turn comes.
+/// What a group may run for at each turn.
 pub const QUANTUM: Duration = Duration::from_millis(1);
 /// A group owes at most this many quanta: a task that ran for long in one go does not wait for ever.
 const MOST_DEBT: i64 = 16;
 
-/// Shares by which nothing is changed, and those beyond which nothing more is: so a turn is of four quanta at most, and
-/// whoever has the fewest shares has a quarter of the usual turn.
+/// Shares that change nothing, and the bounds beyond which shares have no more effect: so a turn is four quanta at
+/// most, and the group with the fewest shares has a quarter of the usual turn.
 pub const USUAL_SHARES: u32 = 1000;
 const FEWEST_SHARES: u32 = 250;
 const MOST_SHARES: u32 = 4000;
 
-/// What a group with these shares is charged for a run that took so long.
+/// The charge of a group with these shares for a run that took this long.
 pub fn charge(spent: Duration, shares: u32) -> Duration {
     spent * USUAL_SHARES / shares.clamp(FEWEST_SHARES, MOST_SHARES)
 }
 
-/// When a task runs again. If it is notified, in any case at once.
+/// When a task runs again. A task that is notified runs at once in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// As soon as it is its turn: it has more to do.
     Again,
-    /// Then.
+    /// At this time.
     At(Instant),
     /// When it is notified.
     Idle,
@@ -46,20 +47,20 @@ pub enum Next {
 }
 
 impl Next {
-    /// After a pause that began at `now`; without one if it is zero.
+    /// After a pause that began at `now`; at once if the pause is zero.
     pub fn after(now: Instant, pause: Duration) -> Self {
         if pause.is_zero() { Self::Again } else { Self::At(now + pause) }
     }
 
-    /// After a pause of about this length, at the same moment as the others that do not care: one wake-up serves all.
+    /// After a pause of about this length, at the same moment as other tasks with such a pause: one wake-up serves all.
     pub fn about(now: Instant, pause: Duration) -> Self {
-        /// Of the moments, for long pauses and for short ones: as many tasks as possible run in a row.
+        /// Distance of the moments, for long pauses and for short ones: as many tasks as possible run in a row.
         const LONG_GRAIN: Duration = Duration::from_secs(1);
         const GRAIN: Duration = Duration::from_millis(100);
         static FIRST: OnceLock<Instant> = OnceLock::new();
         let first = *FIRST.get_or_init(|| now);
         let grain = if pause < LONG_GRAIN { GRAIN } else { LONG_GRAIN };
-        // Rounded down: a task that runs at such a moment, and a little later, is due at the next again.
+        // Rounded down: a task that runs at such a moment, or a little later, is due at the next one again.
         let due = (now + pause).saturating_duration_since(first);
         let grains = (due.as_nanos() / grain.as_nanos()).max(1);
         let at = first + grain * u32::try_from(grains).unwrap_or(u32::MAX);
@@ -72,7 +73,7 @@ impl Next {
 pub struct TaskId(u64);
 
 impl TaskId {
-    /// Of a task that may be in one queue and then in another, so that its number is not a queue's.
+    /// For a task that may change queues, whose number is therefore not a queue's.
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
@@ -87,7 +88,7 @@ impl TaskId {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(u64);
 
-/// Ids are counted up, so that anything spreads them.
+/// Ids are counted up, so any function spreads them.
 #[derive(Debug, Default)]
 pub struct IdHasher(u64);
 
@@ -126,13 +127,13 @@ struct Task {
 struct Group {
     tasks: usize,
     ready: VecDeque<TaskId>,
-    /// What it may still run before others have their turn, in nanoseconds. Below zero: what it ran too long.
+    /// What it may still run before others have their turn, in nanoseconds. Below zero: it ran too long by this.
     credit: i64,
     /// It has its turn, and was given its quantum.
     has_turn: bool,
 }
 
-/// See above.
+/// The queue.
 #[derive(Debug)]
 pub struct Queue {
     /// In nanoseconds.
@@ -152,7 +153,7 @@ impl Default for Queue {
 }
 
 impl Queue {
-    /// What a group may run for each time its turn comes is this.
+    /// A queue with this quantum.
     pub fn new(quantum: Duration) -> Self {
         Self {
             quantum: quantum.as_nanos() as i64,
@@ -164,13 +165,13 @@ impl Queue {
         }
     }
 
-    /// A group without tasks. It is forgotten when the last one it had is over.
+    /// Adds a group without tasks. It is forgotten when its last task is over.
     pub fn add_group(&mut self) -> GroupId {
         self.next += 1;
         GroupId(self.next)
     }
 
-    /// A new task, which is ready.
+    /// Adds a new task, which is ready.
     pub fn add(&mut self, group: GroupId) -> TaskId {
         self.next += 1;
         let id = TaskId(self.next);
@@ -185,7 +186,7 @@ impl Queue {
         self.notify(id);
     }
 
-    /// Forget a task that does not run.
+    /// Forgets a task that does not run.
     pub fn remove(&mut self, id: TaskId) {
         let Some(task) = self.tasks.remove(&id) else { return };
         let group = self.groups.get_mut(&task.group).expect("it has a task");
@@ -232,7 +233,7 @@ impl Queue {
         known.ready.push_back(id);
     }
 
-    /// The task that is to run now; it runs until [`Queue::ran`].
+    /// Takes the task that is to run now; it runs until [`Queue::ran`].
     pub fn take(&mut self, now: Instant) -> Option<TaskId> {
         self.fire(now);
         loop {
@@ -256,7 +257,7 @@ impl Queue {
         }
     }
 
-    /// Those whose time has come are ready.
+    /// Makes tasks ready whose time has come.
     fn fire(&mut self, now: Instant) {
         while let Some((at, id)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
             self.timers.remove(&(at, id));
@@ -276,7 +277,7 @@ impl Queue {
         let spent = i64::try_from(spent.as_nanos()).unwrap_or(i64::MAX);
         known.credit = known.credit.saturating_sub(spent).max(-MOST_DEBT * quantum);
         if known.ready.is_empty() {
-            // Who has nothing to do saves nothing.
+            // A group with nothing to do saves no credit.
             known.credit = known.credit.min(quantum);
         }
         let notified = task.state == State::Running { notified: true };
@@ -306,12 +307,12 @@ impl Queue {
         }
     }
 
-    /// Is any task ready? Those whose time has come are not counted before [`Queue::take`] was called.
+    /// Is any task ready? Tasks whose time has come are not counted before [`Queue::take`] was called.
     pub fn is_ready(&self) -> bool {
         !self.turns.is_empty()
     }
 
-    /// Is any but this one?
+    /// Is any task but this one ready?
     pub fn is_ready_beside(&self, id: TaskId) -> bool {
         let ready = |group| self.groups.get(group).is_some_and(|group| group.ready.iter().any(|ready| *ready != id));
         self.turns.iter().any(ready)
@@ -409,7 +410,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens: what was notified, or whose time came, is taken, and nothing else is.
+        /// In any sequence, a task that was notified, or whose time came, is taken, and no other.
         #[test]
         fn no_notification_and_no_timer_is_lost(steps in proptest::collection::vec(step(), 1..200)) {
             let mut queue = Queue::default();
@@ -470,7 +471,7 @@ mod tests {
             }
         }
 
-        /// Whoever becomes ready runs after a quantum and one run of each other group, and what is removed never.
+        /// A task that becomes ready runs after a quantum and one run of each other group; a removed one never runs.
         #[test]
         fn one_that_becomes_ready_waits_for_one_turn_of_each_other_group(
             runs in proptest::collection::vec(1..400u64, 50..300), others in 1..8u64, every in 1..20usize,

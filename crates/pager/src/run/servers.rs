@@ -1,19 +1,19 @@
-//! Servers: a worker per CPU for the descriptors of all VMs that somebody waits behind, and what keeps one VM from
-//! stopping the others.
+//! Servers: a worker per CPU for the descriptors of all VMs whose input somebody waits for. One VM cannot stop the
+//! others.
 //!
-//! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: that is visited whenever there is input,
-//! by the worker of the CPU where it is wanted, until [`Served::close`].
-//! Threads: a worker for each CPU of the process, pinned to it, from the first descriptor it has; one that is pinned to
+//! Before: [`Servers::add`] gives it a descriptor with its [`Serve`]. After: the worker of the CPU where it is wanted
+//! visits it whenever there is input, until [`Served::close`].
+//! Threads: a worker for each CPU of the process, pinned to it, from its first descriptor on; one that is pinned to
 //! none; one for each server that is stuck, or was in the last second; a watchdog. All of them go before guests.
-//! Promise: a server that is stuck (in a lock that its VMM holds, in a store) keeps those that share its worker waiting
-//! for [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another one has the rest; so does one that
-//! takes [`TOO_LONG`] without sleeping. A panic is that of one server. Where real-time threads keep a worker from its
-//! CPU, it may use others from then on. A worker that panics outside of a visit ends the process: whoever takes over
-//! serves all, and a worker that is not there serves nobody.
+//! Promise: a server that is stuck (in a lock that its VMM holds, in a store) delays those that share its worker by
+//! [`TICK`] and [`LONG`] at most: its thread stays with it alone, and another thread takes the rest. The same holds for
+//! a server that takes [`TOO_LONG`] without sleeping. A panic affects one server. A worker that real-time threads keep
+//! from its CPU may use other CPUs from then on. A worker that panics outside of a visit ends the process: the next
+//! engine serves all VMs, while a missing worker would serve nobody.
 //!
-//! A thread that has taken long and sleeps in the kernel is stuck. One that waits for a CPU is not, for another thread
-//! would only divide that, until it has waited for [`TOO_LONG`]. A server that was stuck stays apart for [`CALM`] after
-//! it last was, with the same thread, so that one that is stuck again and again costs the others that delay once.
+//! A thread that has taken long and sleeps in the kernel is stuck. A thread that waits for a CPU is not stuck until it
+//! has waited for [`TOO_LONG`], because another thread would only divide the CPU. A server that was stuck stays apart
+//! for [`CALM`] afterwards, with the same thread. So a server that is stuck again and again delays the others once.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,25 +35,25 @@ use super::queue::{GroupId, TaskId};
 use super::serve::{Placement, Serve};
 use super::set::{Notify, Set, Slot, Visit, Worker};
 
-/// How often the watchdog looks while there are visits, and how long one must have taken to be looked at.
+/// Time between looks of the watchdog while there are visits, and how long one must have taken to be looked at.
 const TICK: Duration = Duration::from_millis(5);
 const LONG: Duration = Duration::from_millis(5);
-/// And how long to be stuck though it does not sleep: a real-time thread has its CPU, or the kernel takes that long (it
-/// drops all of an address space, if a VMM is killed while we fill one of its pages).
+/// A visit that took this long is stuck even if it does not sleep: a real-time thread has its CPU, or the kernel takes
+/// that long (it drops a whole address space if a VMM is killed while we fill one of its pages).
 const TOO_LONG: Duration = Duration::from_millis(100);
-/// The same in looks: if the host or the process slept, the watchdog did, too.
+/// The same in looks: if the host or the process slept, the watchdog slept, too.
 const TOO_MANY_LOOKS: u32 = (TOO_LONG.as_millis() / TICK.as_millis()) as u32;
-/// Ticks without any visit after which the watchdog sleeps. The next visit arms its timer, which takes some 2 us of the
-/// fault that is served then: faults that follow each other sooner than this do not pay it.
+/// Ticks without any visit after which the watchdog sleeps. The next visit arms its timer, which costs the fault served
+/// then some 2 us. Faults that follow each other sooner than this do not pay that.
 const QUIET_TICKS: u32 = 2;
-/// How often it is looked for workers that get no CPU while there are visits, and how many such looks must find it. A
+/// Time between searches for workers that get no CPU while there are visits, and how many searches must find one. A
 /// worker goes before guests, so only real-time threads keep one from its CPU for that long.
 const STARVED_EVERY: Duration = Duration::from_millis(100);
 const STARVED_LOOKS: u32 = 2;
 /// How long the watchdog sleeps at most, for the same reason.
 const LONGEST_SLEEP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// A server that was not stuck for this long is with the others again; for twice as long each time it is stuck again,
-/// up to 2 to the power of this.
+/// A server that was not stuck for this long rejoins the others; each time it is stuck again the time doubles, up to
+/// this power of 2.
 const CALM: Duration = Duration::from_secs(1);
 const MOST_DOUBLED: u32 = 8;
 
@@ -62,7 +62,7 @@ fn calm_of(slot: &Slot) -> Duration {
     CALM * (1 << slot.times_stuck().saturating_sub(1).min(MOST_DOUBLED))
 }
 
-/// See above. A copy is the same workers.
+/// The servers. A copy has the same workers.
 #[derive(Clone, Debug)]
 pub struct Servers(Arc<Shared>);
 
@@ -73,11 +73,11 @@ struct Shared {
     /// The CPUs of the process.
     all: Option<CpuSet>,
     last: AtomicU64,
-    /// Held while threads are started; whether there is a watchdog.
+    /// Held while threads are started; tells whether there is a watchdog.
     starting: Mutex<bool>,
     /// The watchdog is awake, or its timer is armed.
     is_watched: AtomicBool,
-    /// Wakes the watchdog. A timer, because to arm it wakes no thread while a fault waits.
+    /// Wakes the watchdog. It is a timer, because arming it wakes no thread while a fault waits.
     timer: OwnedFd,
     threads: AtomicU32,
 }
@@ -87,7 +87,7 @@ struct Shared {
 pub struct Served(Arc<Slot>);
 
 impl Served {
-    /// It is not visited any more, but for the visit that is under way. Does not wait for that.
+    /// Ends the visits, except one that is under way. Does not wait for that.
     pub fn close(&self) {
         self.0.close();
     }
@@ -97,7 +97,7 @@ impl Served {
         self.0.is_over()
     }
 
-    /// Wait until that is so. It must have been closed.
+    /// Waits until that is so. It must have been closed.
     pub fn wait(&self) {
         if !self.is_over() {
             blocking(|| self.0.wait());
@@ -105,7 +105,7 @@ impl Served {
     }
 }
 
-/// Do this; if it panics, end the process.
+/// Does this; if it panics, ends the process.
 fn or_end(work: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(work)).is_err() {
         tracing::error!("The threads that serve faults cannot go on");
@@ -129,7 +129,7 @@ impl Drop for Counted {
 }
 
 impl Servers {
-    /// Those of this process.
+    /// The servers of this process.
     ///
     /// # Errors
     /// The kernel gives no descriptors.
@@ -144,12 +144,12 @@ impl Servers {
         Ok(SERVERS.get_or_init(|| servers).clone())
     }
 
-    /// Others, on the same CPUs.
+    /// Other servers, on the same CPUs.
     ///
     /// # Errors
     /// The kernel gives no descriptors.
     pub fn new() -> io::Result<Self> {
-        // Of the whole process: its first thread follows nobody.
+        // The CPUs of the whole process: its first thread is not pinned.
         let all = sched_getaffinity(Pid::from_raw(std::process::id() as i32)).ok();
         let cpus = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_some_and(|all| all.is_set(*cpu))).map(Some);
         let sets = cpus.chain([None]).map(|cpu| Set::new(cpu, false)).collect::<io::Result<_>>()?;
@@ -164,7 +164,7 @@ impl Servers {
         })))
     }
 
-    /// Serve this descriptor; what is given to `server` notifies it.
+    /// Serves this descriptor; the argument of `server` notifies it.
     ///
     /// # Errors
     /// The kernel does not watch such a descriptor, or gives no thread.
@@ -182,7 +182,7 @@ impl Servers {
         Ok(Served(slot))
     }
 
-    /// Threads that it has now, the watchdog not counted.
+    /// Threads that it has now, without the watchdog.
     pub fn threads(&self) -> u32 {
         self.0.threads.load(Ordering::Acquire)
     }
@@ -193,7 +193,7 @@ impl Servers {
         cpus.iter().min_by_key(|set| set.len()).unwrap_or(roaming)
     }
 
-    /// Where a slot of this set is to be that has this placement.
+    /// The set for a slot of this set that has this placement.
     fn target(&self, set: &Arc<Set>, slot: &Slot, placement: Placement) -> Option<&Arc<Set>> {
         let (roaming, cpus) = self.0.sets.split_last().expect("there is one at least");
         let to = match placement {
@@ -206,7 +206,7 @@ impl Servers {
         to.filter(|to| !set.is_apart && !Arc::ptr_eq(to, set))
     }
 
-    /// Have a worker for this set, and a watchdog.
+    /// Has a worker for this set, and a watchdog.
     fn start(&self, set: &Arc<Set>) -> io::Result<()> {
         let mut has_watchdog = self.0.starting.lock().expect("no panic while held");
         if !*has_watchdog {
@@ -223,7 +223,7 @@ impl Servers {
         Ok(())
     }
 
-    /// A thread for this set. It begins when it is told to, and ends if it is not.
+    /// Starts a thread for this set. It begins when it is told to, and ends if it is not.
     fn spawn(&self, set: &Arc<Set>) -> io::Result<(Arc<Worker>, Sender<()>)> {
         let worker = Arc::new(Worker { number: AtomicU32::new(0), set: Mutex::new(set.clone()) });
         let (begin, told): (_, Receiver<()>) = mpsc::channel();
@@ -242,7 +242,7 @@ impl Servers {
         Ok((worker, begin))
     }
 
-    /// Visit slots, as a worker.
+    /// Visits slots, as a worker.
     fn work(&self, me: &Arc<Worker>) {
         let mut set = me.set.lock().expect("no panic while held").clone();
         if let Some(cpu) = set.cpu {
@@ -296,7 +296,7 @@ impl Servers {
         }
     }
 
-    /// A slot that was apart is with the others again; returns whether it is.
+    /// A slot that was apart rejoins the others, if it is time; returns whether it did.
     fn bring_home(&self, slot: &Arc<Slot>, from: &Arc<Set>) -> bool {
         let to = self.emptiest();
         let moved = self.start(to).and_then(|()| slot.relocate(from, to));
@@ -311,12 +311,12 @@ impl Servers {
         if !self.0.is_watched.swap(true, Ordering::SeqCst) {
             let tick = Timespec { tv_sec: 0, tv_nsec: TICK.subsec_nanos().into() };
             let once = Itimerspec { it_interval: Timespec::default(), it_value: tick };
-            // Of a timer of our own. Should it fail, the watchdog looks within `LONGEST_SLEEP`.
+            // The timer is our own. If this fails, the watchdog looks within `LONGEST_SLEEP`.
             let _ = timerfd_settime(&self.0.timer, TimerfdTimerFlags::empty(), &once);
         }
     }
 
-    /// Sleep until the timer has fired, or for [`LONGEST_SLEEP`]. Returns whether it has.
+    /// Sleeps until the timer has fired, or for [`LONGEST_SLEEP`]. Returns whether it has.
     fn sleep_as_watchdog(&self) -> bool {
         let mut fds = [PollFd::new(&self.0.timer, PollFlags::IN)];
         let _ = poll(&mut fds, Some(&LONGEST_SLEEP));
@@ -324,7 +324,7 @@ impl Servers {
         rustix::io::read(&self.0.timer, &mut fired).is_ok()
     }
 
-    /// Look for workers that are stuck, or get no CPU.
+    /// Looks for workers that are stuck, or get no CPU.
     fn watch(self) {
         run_first();
         let mut seen = vec![(0, 0); self.0.sets.len()];
@@ -332,7 +332,8 @@ impl Servers {
         let (mut quiet, mut looked, mut may_starve) = (0, Instant::now(), false);
         loop {
             if quiet > QUIET_TICKS && !may_starve {
-                // Who begins a visit does so under its set's lock, then looks here; we the other way round.
+                // A thread that begins a visit does so under its set's lock, then looks here; we do both in the
+                // opposite order.
                 self.0.is_watched.store(false, Ordering::SeqCst);
                 let visited = self.look(&mut seen) || self.sleep_as_watchdog() && self.look(&mut seen);
                 self.0.is_watched.store(true, Ordering::SeqCst);
@@ -343,7 +344,7 @@ impl Servers {
                 std::thread::sleep(TICK);
                 quiet = if self.look(&mut seen) { 0 } else { quiet + 1 };
             }
-            // By the clock: visits on one CPU wake it or keep it awake, whatever becomes of another one's worker.
+            // By the clock: visits on one CPU wake it or keep it awake, whatever happens to another CPU's worker.
             if looked.elapsed() >= STARVED_EVERY {
                 looked = Instant::now();
                 may_starve = self.look_for_starved(&mut starved);
@@ -351,8 +352,8 @@ impl Servers {
         }
     }
 
-    /// Let workers go anywhere whose CPUs others have. `starved`: visits and looks so far, of each set. Returns whether
-    /// there may be one.
+    /// Lets workers go anywhere if others have their CPUs. `starved`: visits and looks so far, of each set. Returns
+    /// whether one may be starved.
     fn look_for_starved(&self, starved: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, starved) in self.0.sets.iter().zip(starved) {
@@ -378,8 +379,8 @@ impl Servers {
         }
     }
 
-    /// One look. `seen`: visits so far, and looks that found the same one, of each set. Returns whether there was any
-    /// visit since the last.
+    /// Looks once. `seen`: visits so far, and looks that found the same one, of each set. Returns whether there was any
+    /// visit since the last look.
     fn look(&self, seen: &mut [(u64, u32)]) -> bool {
         let mut any = false;
         for (set, seen) in self.0.sets.iter().zip(seen) {
@@ -396,10 +397,10 @@ impl Servers {
         any
     }
 
-    /// The worker of this set is stuck in this visit: it stays with that slot, and another one has the set.
+    /// The worker of this set is stuck in this visit: it stays with that slot, and another worker takes the set.
     fn replace(&self, set: &Arc<Set>, visit: &Visit, stuck: &Worker) -> io::Result<()> {
         let apart = Set::new(None, true)?;
-        // It waits until it is told, and ends if the visit is over.
+        // The new thread waits until it is told, and ends if the visit is over.
         let (worker, begin) = self.spawn(set)?;
         if !visit.slot.part(set, visit, &apart, &worker)? {
             return Ok(());

@@ -1,12 +1,12 @@
-//! A set: descriptors that one thread at a time waits for and serves, and whose turn it is.
+//! A set: descriptors that one thread at a time waits for and serves, in turns.
 //!
 //! Before: [`super::servers`] puts a descriptor into the set of a CPU. After: each time there is input its [`Serve`] is
 //! visited, one visit at a time, until it is over. Threads: the set's worker waits and visits; any may notify, move and
 //! close. Units: nanoseconds of visits, as the queue counts them.
-//! Promise: a slot is visited by one thread at a time, whatever becomes of that thread, and no input and no
-//! notification is lost.
+//! Promise: one thread at a time visits a slot, whatever happens to that thread, and no input and no notification is
+//! lost.
 //!
-//! Who has a slot. *Place* is the set that the slot names, which changes under the slot's own lock:
+//! Who has a slot: *place* is the set that the slot names, which changes under the slot's own lock.
 //!
 //! | Slot is | Place | In that set it is | Then |
 //! |---|---|---|---|
@@ -32,25 +32,25 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::queue::{ById, GroupId, Next, Queue, TaskId};
 use super::serve::{After, BATCH, Serve};
 
-/// Which the event is that wakes the worker; the others are slots' numbers.
+/// The event that wakes the worker; all others are numbers of slots.
 const WAKE: u64 = 0;
-/// Told once of each input: a set whose worker is stuck in one slot's visit is not kept busy by that one's input.
+/// One event for each input: while a worker is stuck in one slot's visit, that slot's input does not keep its set busy.
 const EDGE: EventFlags = EventFlags::IN.union(EventFlags::ET);
 
-/// A descriptor, and who serves it.
+/// A descriptor and its server.
 pub(super) struct Slot {
     id: TaskId,
     group: GroupId,
-    /// Not there when it is over: who looks at a slot then must not be the last to close it.
+    /// `None` when it is over: a thread that still looks at the slot must not be the last to close it.
     fd: Mutex<Option<Arc<dyn AsFd + Send + Sync>>>,
     /// How often it was stuck.
     stuck: AtomicU32,
-    /// And how often it panicked. Not there when it is over.
+    /// How often it panicked. `None` when it is over.
     server: Mutex<(Option<Box<dyn Serve>>, u32)>,
     place: Mutex<Option<Arc<Set>>>,
-    /// The place is none.
+    /// Notified when the place is none.
     over: Condvar,
-    /// Who visits it now is to end it.
+    /// The thread that visits it now is to end it.
     is_closing: AtomicBool,
 }
 
@@ -65,7 +65,7 @@ impl std::fmt::Debug for Slot {
 pub struct Notify(Weak<Slot>);
 
 impl Notify {
-    /// It is visited soon, or once more if it is visited now. Never waits for a visit.
+    /// Has it visited soon, or once more if it is visited now. Never waits for a visit.
     pub fn notify(&self) {
         let Some(slot) = self.0.upgrade() else { return };
         let place = slot.place();
@@ -84,12 +84,12 @@ pub(super) struct Worker {
     pub set: Mutex<Arc<Set>>,
 }
 
-/// See above.
+/// A set.
 #[derive(Debug)]
 pub(super) struct Set {
-    /// Whose CPU it is; `None`: no CPU in particular.
+    /// Its CPU; `None`: no CPU in particular.
     pub cpu: Option<usize>,
-    /// It has one slot, whose server was stuck lately.
+    /// It has one slot, whose server was stuck recently.
     pub is_apart: bool,
     epoll: OwnedFd,
     event: OwnedFd,
@@ -102,11 +102,11 @@ pub(super) struct Set {
 pub(super) struct Inner {
     queue: Queue,
     slots: ById<TaskId, Arc<Slot>>,
-    /// Who works on it, if anybody.
+    /// The worker that serves it, if there is one.
     pub worker: Option<Arc<Worker>>,
     /// What its worker does now.
     pub visit: Option<Visit>,
-    /// So far.
+    /// Visits so far.
     visits: u64,
 }
 
@@ -120,7 +120,7 @@ pub(super) struct Visit {
 }
 
 impl Slot {
-    /// One that is nowhere yet.
+    /// A slot that is in no set yet.
     pub fn new(
         id: TaskId,
         group: GroupId,
@@ -148,7 +148,7 @@ impl Slot {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// It was stuck that often.
+    /// Sets how often it was stuck.
     #[cfg(test)]
     pub fn set_times_stuck(&self, times: u32) {
         self.stuck.store(times, Ordering::Relaxed);
@@ -170,7 +170,7 @@ impl Slot {
         drop(self.over.wait_while(self.place(), |place| place.is_some()).expect("no panic while held"));
     }
 
-    /// Put it into its first set.
+    /// Puts it into its first set.
     pub fn enter(self: &Arc<Self>, set: &Arc<Set>) -> io::Result<()> {
         let mut place = self.place();
         set.listen(self)?;
@@ -179,7 +179,7 @@ impl Slot {
         Ok(())
     }
 
-    /// Visit it, as the worker of its set.
+    /// Visits it, as the worker of its set.
     pub fn visit(&self, now: Instant) -> After {
         let mut server = self.server.lock().expect("no panic while held");
         let (Some(server), panics) = &mut *server else { return After::next(Next::Done) };
@@ -187,12 +187,12 @@ impl Slot {
             return after;
         }
         *panics += 1;
-        // What it does about it may panic as well.
+        // Its reaction to the panic may panic as well.
         let goes_on = catch_unwind(AssertUnwindSafe(|| server.panicked(*panics))).unwrap_or(false);
         After::next(if goes_on { Next::Again } else { Next::Done })
     }
 
-    /// Move it, as the worker of the set it is in, outside of visits. Returns whether it was moved.
+    /// Moves it, as the worker of the set it is in, outside of visits. Returns whether it was moved.
     pub fn relocate(self: &Arc<Self>, from: &Arc<Set>, to: &Arc<Set>) -> io::Result<bool> {
         let mut place = self.place();
         if !place.as_ref().is_some_and(|place| Arc::ptr_eq(place, from)) {
@@ -200,7 +200,7 @@ impl Slot {
         }
         to.listen(self)?;
         if !from.let_go(self) {
-            // Somebody ends it.
+            // Another thread ends it.
             to.unlisten(self);
             return Ok(false);
         }
@@ -210,8 +210,8 @@ impl Slot {
         Ok(true)
     }
 
-    /// Its worker is stuck in this visit of `from`, if that is still so: `to`, a new set, has the slot and that worker
-    /// from now on, and `from` has another one. Returns whether it was so.
+    /// If its worker is still stuck in this visit of `from`, `to`, a new set, takes over the slot and that worker, and
+    /// `from` gets another worker. Returns whether it was stuck.
     pub fn part(
         self: &Arc<Self>,
         from: &Arc<Set>,
@@ -235,7 +235,7 @@ impl Slot {
             apart.queue.add_as(self.id, self.group);
             let taken = apart.queue.take(Instant::now());
             debug_assert_eq!(taken, Some(self.id), "it is alone there");
-            // It may have been meanwhile.
+            // Another thread may have done it meanwhile.
             apart.queue.notify(self.id);
             apart.slots.insert(self.id, self.clone());
             apart.visit = Some(visit.clone());
@@ -250,7 +250,7 @@ impl Slot {
         Ok(true)
     }
 
-    /// It is to be over: at once, unless it is visited; then at the end of that visit.
+    /// Ends it: at once, unless it is visited; then at the end of that visit.
     pub fn close(&self) {
         let place = self.place();
         let Some(set) = place.clone() else { return };
@@ -259,7 +259,7 @@ impl Slot {
             self.is_closing.store(true, Ordering::Release);
             return;
         }
-        // Who took it out ends it.
+        // The thread that took it out ends it.
         if inner.slots.remove(&self.id).is_none() {
             return;
         }
@@ -273,11 +273,11 @@ impl Slot {
         self.end(&set);
     }
 
-    /// End it, which the caller has taken out of this set.
+    /// Ends it; the caller has taken it out of this set.
     fn end(&self, set: &Set) {
         set.unlisten(self);
         let server = self.server.lock().expect("no panic while held").0.take();
-        // What it leaves may panic as well.
+        // Dropping it may panic as well.
         let ended = catch_unwind(AssertUnwindSafe(|| {
             if let Some(mut server) = server {
                 server.end();
@@ -286,12 +286,12 @@ impl Slot {
         if ended.is_err() {
             tracing::error!("ending a server panicked");
         }
-        // With the place locked: whoever moves it meanwhile takes it out of the other epoll set first. One that stays
-        // there keeps the same descriptor from being served again.
+        // With the place locked: a thread that moves it meanwhile takes it out of the other epoll set first. If one
+        // stayed there, the same descriptor could not be served again.
         let place = self.place();
         let fd = self.fd.lock().expect("no panic while held").take();
         drop(place);
-        // Before anybody who waits for the end goes on and closes his own.
+        // Before any thread that waits for the end goes on and closes its own descriptor.
         drop(fd);
         *self.place() = None;
         self.over.notify_all();
@@ -299,7 +299,7 @@ impl Slot {
 }
 
 impl Set {
-    /// An empty one, without a worker.
+    /// An empty set, without a worker.
     pub fn new(cpu: Option<usize>, is_apart: bool) -> io::Result<Arc<Self>> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         // Never read: each write is an event.
@@ -321,12 +321,12 @@ impl Set {
 
     fn unlisten(&self, slot: &Slot) {
         if let Some(fd) = &*slot.fd.lock().expect("no panic while held") {
-            // Whatever it says, what is not known to the set is not visited.
+            // A slot that is not known to the set is not visited, whatever the result.
             let _ = epoll::delete(&self.epoll, (**fd).as_fd());
         }
     }
 
-    /// It is ready here. Its place is locked.
+    /// Makes it ready here. Its place is locked.
     fn take_in(&self, slot: &Arc<Slot>) {
         let mut inner = self.lock();
         inner.slots.insert(slot.id, slot.clone());
@@ -334,7 +334,7 @@ impl Set {
         self.wake();
     }
 
-    /// Returns whether it was here. It is not visited now, and its place is locked.
+    /// Takes it out. Returns whether it was here. It is not visited now, and its place is locked.
     fn let_go(&self, slot: &Slot) -> bool {
         let mut inner = self.lock();
         inner.queue.remove(slot.id);
@@ -354,7 +354,7 @@ impl Set {
         }
     }
 
-    /// Its worker ends: each of the two would keep the other for ever.
+    /// Ends its worker: the set and the worker would keep each other for ever.
     pub fn is_left(&self) {
         self.lock().worker = None;
     }
@@ -379,13 +379,13 @@ impl Set {
         self.lock().queue.is_ready_beside(slot.id)
     }
 
-    /// Visits so far, and the one that is under way, with who makes it.
+    /// Visits so far, and the one that is under way, with its worker.
     pub fn look(&self) -> (u64, Option<(Visit, Arc<Worker>)>) {
         let inner = self.lock();
         (inner.visits, inner.visit.clone().zip(inner.worker.clone()))
     }
 
-    /// Visits so far, if there is something to do and nobody does it; and who should.
+    /// Visits so far, if there is something to do and nobody does it; and the worker that should.
     pub fn waits(&self) -> Option<(u64, Arc<Worker>)> {
         let inner = self.lock();
         let worker = inner.worker.clone().filter(|_| inner.visit.is_none() && !inner.slots.is_empty())?;
@@ -396,7 +396,7 @@ impl Set {
         (inner.queue.is_ready() || has_input()).then_some((inner.visits, worker))
     }
 
-    /// Wait for something to do, for its worker. `at_most`: and no longer.
+    /// Waits for something to do, for its worker. `at_most`: the longest wait.
     pub fn wait(&self, events: &mut Vec<Event>, now: Instant, at_most: Option<Duration>) -> io::Result<()> {
         let pause = {
             let inner = self.lock();
@@ -404,7 +404,7 @@ impl Set {
             match inner.queue.is_ready() || self.is_apart && inner.slots.is_empty() {
                 true => Some(Duration::ZERO),
                 false => {
-                    // With the lock: who adds something from now on, or takes it, wakes us.
+                    // With the lock: a thread that adds or takes something from now on wakes us.
                     self.is_idle.store(true, Ordering::SeqCst);
                     due.into_iter().chain(at_most).min()
                 }
@@ -418,7 +418,7 @@ impl Set {
         }
     }
 
-    /// Begin the next visit, after these events.
+    /// Begins the next visit, after these events.
     pub fn begin(&self, events: &[Event], now: Instant) -> Option<Arc<Slot>> {
         let mut inner = self.lock();
         self.is_idle.store(false, Ordering::Relaxed);
@@ -435,8 +435,8 @@ impl Set {
 }
 
 impl Worker {
-    /// Its visit, begun in `set`, is over and took so long. Returns the set it works on now: another one if it was
-    /// stuck.
+    /// The slot's visit, begun in `set`, is over and took this long. Returns the set that the worker works on now:
+    /// another one if it was stuck.
     pub fn book(self: &Arc<Self>, mut set: Arc<Set>, slot: &Slot, spent: Duration, after: &After) -> Arc<Set> {
         loop {
             let mut inner = set.lock();

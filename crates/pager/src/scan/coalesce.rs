@@ -1,12 +1,12 @@
-//! Coalesce: a 2 MiB unit that was mapped huge, and whose pages are all back, is mapped huge again.
+//! Coalesce: maps a 2 MiB unit huge again that was mapped huge before, once all its pages are back.
 //!
 //! Before: reclaim zapped pages of a unit, and the guest touched them all again. After: one entry maps the unit.
 //! Threads: one task per VM. A fault on the one unit that is being mapped is put aside meanwhile; no other waits.
 //! Units: 512 pages, aligned in the file and in a view's addresses. Promise: a unit with a page that is not Resident,
-//! or with a hole, is left alone; see `unit.rs` for why no byte can be lost. At most [`SHARE`] of one CPU is used.
+//! or with a hole, is left alone; `unit.rs` says why no byte can be lost. It uses [`SHARE`] of one CPU at most.
 //!
-//! Only what was mapped huge before is looked at: making huge pages where there were none is not our decision, and a
-//! page that was punched out of a huge page has split it, so that putting it together again copies 2 MiB.
+//! It looks only at units that were mapped huge before. Where there were no huge pages, making them is not our
+//! decision; and a page that was punched out of a huge page has split it, so that joining it again copies 2 MiB.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,27 +23,27 @@ use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use ballast_page::page_state::State;
 
-/// Time spent on collapsing, at most: 1 part in this many.
+/// Collapsing takes at most 1/N of the time.
 const SHARE: u32 = 20;
-/// Pause after the host had no huge page to give.
+/// Pause after the host had no huge page.
 const SHORT_OF_MEMORY: Duration = Duration::from_secs(10);
 
-/// Looks after a VM's units.
+/// Maps a VM's units huge again.
 #[derive(Debug)]
 pub(crate) struct CoalesceWorker {
     vm: Arc<Vm>,
-    /// Where the pass that is under way goes on: region and unit.
+    /// Where the pass under way continues: region and unit.
     at: (u32, u64),
     begun: bool,
 }
 
 impl CoalesceWorker {
-    /// Of this VM.
+    /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, at: (0, 0), begun: false }
     }
 
-    /// Map the next unit that can be; returns when to look for another one.
+    /// Maps the next unit that can be mapped huge; returns when to look for another one.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_stopping() {
@@ -74,7 +74,7 @@ enum Stopped {
     Failed(std::io::Error),
 }
 
-/// Look at units from this place on, until one was tried. Returns how long that took, and leaves the place after it;
+/// Looks at units from this place on, until one was tried. Returns how long that took, and leaves the place after it;
 /// `None` at the end.
 fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Option<Duration>, Stopped> {
     for region in vm.regions().iter().skip(at.0 as usize) {
@@ -99,21 +99,21 @@ fn pass(vm: &Vm, at: &mut (u32, u64)) -> Result<Option<Duration>, Stopped> {
                 Some(Collapsed::NoMemory) => return Err(Stopped::NoMemory),
                 _ => {}
             }
-            // CPU time: on a busy host the wait for a CPU is not what this costs.
+            // CPU time: on a busy host the wait for a CPU is no cost of this.
             return Ok(Some(cpu_time().saturating_sub(before)));
         }
     }
     Ok(None)
 }
 
-/// Are all words of a unit Resident, so that every page of it is the guest's?
+/// Returns whether all words of a unit are Resident, so that every page of it is the guest's.
 pub(crate) fn is_resident(region: &Region, unit: u64) -> bool {
     pages_of(unit).all(|page| region.word(page).state() == State::Resident)
 }
 
-/// Map one unit huge in every process that maps it aligned. `None` if it is not to be done now.
+/// Maps one unit huge in every process that maps it aligned. `None` if it is not to be done now.
 fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Collapsed>> {
-    // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+    // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
     let _layout = vm.layout();
     let pages = PageRange::of_unit(number);
     let Some(unit) = region.units().get(number).filter(|_| !region.is_removed()) else { return Ok(None) };
@@ -133,14 +133,14 @@ fn coalesce(vm: &Vm, region: &Region, number: u64) -> std::io::Result<Option<Col
     Ok(result)
 }
 
-/// Where a unit is in a view, if it may be mapped huge there: aligned in file and address.
+/// The address of a unit in a view, if it may be mapped huge there: aligned in file and address.
 pub(crate) fn unit_addr(view: &View, region: &Region, unit: u64) -> Option<Hva> {
     let addr = view.base(region.number)? + PageIdx::first_of_unit(unit).offset();
     (is_unit_aligned(addr) && region.is_unit_aligned()).then_some(addr)
 }
 
-/// Note which units of these pages are mapped huge in a view, before pages of them are zapped. Not knowing
-/// is no error: what is not known to be huge stays in base pages.
+/// Notes which units of these pages are mapped huge in a view, before pages of them are zapped. If that fails it is no
+/// error: the units then stay in base pages.
 pub(crate) fn learn(view: &View, region: &Region, pages: PageRange) {
     let Some(base) = view.base(region.number).filter(|base| is_unit_aligned(*base) && region.is_unit_aligned()) else {
         return;

@@ -1,4 +1,4 @@
-//! Scans: what the guest touches, and which memory is mapped huge.
+//! Scans: which memory the guest touches, and which is mapped huge.
 //!
 //! Before: a VM is tracked. After: heat knows which units and pages are touched. `worker` runs the cycles of `source`,
 //! which gives each chunk to the `zap` or the `rwp` scan; `coalesce` maps units huge again.

@@ -1,13 +1,14 @@
 //! RWP scan: the kernel records which base pages are touched (userfaultfd read-write protection, Linux 7.3).
 //!
-//! Before: [`super::source`] gives it the units that the kernel can watch. After: which of their pages were touched.
-//! Threads: one tracking worker per VM; no fault worker and no client has part in it.
+//! Before: [`super::source`] gives it the units that the kernel can watch. After: it has said which of their pages were
+//! touched.
+//! Threads: one tracking worker per VM; no fault worker and no client takes part.
 //! Units: 2 MiB, and pages. Promise: no byte changes, nothing is unmapped, and no thread waits for us: the first touch
-//! of a protected page lifts its protection inside the kernel. An engine that dies in the middle of a cycle leaves
-//! pages whose next touch costs that once.
+//! of a protected page lifts its protection inside the kernel. If an engine dies in the middle of a cycle, the next
+//! touch of each protected page costs that once.
 //!
-//! What is not mapped is not touched: whatever maps it counts as a touch, also a prefetch. What it costs to have it
-//! back is no cost of watching.
+//! A page that is not mapped counts as not touched, and any mapping of it as a touch, also by a prefetch. The cost of
+//! restoring it is no cost of watching.
 
 use std::io;
 use std::sync::Arc;
@@ -23,30 +24,30 @@ use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use crate::vm::view::RegionView;
 
-/// What a touch of a protected page costs the thread that touches: a fault that the kernel resolves, and for a vCPU an
+/// Cost of a touch of a protected page for the thread that touches: a fault that the kernel resolves, and for a vCPU an
 /// exit. It cannot be seen from outside, so this is an estimate; nobody measured it on hardware with such a kernel.
 const TOUCH: Duration = Duration::from_micros(2);
 
-/// Pages protected by one call at most: while they are, faults of a KVM guest on them are put off.
+/// Most pages protected by one call: meanwhile faults of a KVM guest on them are put off.
 const PIECE: u64 = PAGES_PER_CHUNK;
 
-/// Most units that are scanned as one, 1 GiB: until that is done no region is added or unplugged.
+/// Most units that are scanned as one, 1 GiB: until the scan is done no region is added or unplugged.
 const MOST_UNITS: usize = 512;
 
-/// What it can see.
+/// The ability of this scan.
 pub(crate) const ABILITY: Ability = Ability { name: "rwp-scan", granularity: Granularity::Page };
 
-/// See above.
+/// The scan of one VM.
 #[derive(Debug)]
 pub(crate) struct RwpScan {
     vm: Arc<Vm>,
-    /// What the cycle that runs watches.
+    /// The units that the running cycle watches.
     runs: Vec<ProtectedRun>,
-    /// What faults and prefetch had mapped before it.
+    /// Pages that faults and prefetch had mapped before it.
     mapped: u64,
 }
 
-/// Neighbouring units that are watched, with the pages of each that are.
+/// Neighbouring units that are watched, and which of their pages.
 #[derive(Debug)]
 pub(crate) struct ProtectedRun {
     region: Arc<Region>,
@@ -56,9 +57,9 @@ pub(crate) struct ProtectedRun {
 }
 
 impl ProtectedRun {
-    /// Add a unit to runs that are in ascending order. `pages` says which of its pages to watch if not all.
+    /// Adds a unit to runs that are in ascending order. `pages` says which of its pages to watch if not all.
     pub(crate) fn add(runs: &mut Vec<ProtectedRun>, region: Arc<Region>, unit: u32, pages: Option<PageMap>) {
-        // A huge page of hugetlbfs is touched as a whole, and cannot be protected in part.
+        // A huge page of hugetlbfs is touched as a whole, and part of it cannot be protected.
         let pages = pages.filter(|_| region.granule_pages() == 1);
         match runs.last_mut() {
             Some(run)
@@ -97,7 +98,7 @@ impl ProtectedRun {
         parts
     }
 
-    /// Note that these pages were touched.
+    /// Notes that these pages were touched.
     fn touch(&mut self, pages: PageRange) {
         let start = self.start().0;
         for page in pages.iter().map(|page| page.0 - start) {
@@ -109,7 +110,7 @@ impl ProtectedRun {
         }
     }
 
-    /// What was seen of each unit.
+    /// The touches seen of each unit.
     fn seen(&self) -> impl Iterator<Item = (UnitId, Seen)> {
         let id = |unit| UnitId { region: self.region.number, unit };
         let huge = self.region.granule_pages() > 1;
@@ -124,18 +125,18 @@ impl ProtectedRun {
     }
 }
 
-/// The eighths of a unit that these pages are in.
+/// The eighths of a unit that contain these pages.
 fn blocks(touched: PageMap) -> u8 {
     touched.iter().fold(0, |blocks, page| blocks | 1 << (page / BLOCK))
 }
 
 impl RwpScan {
-    /// For this VM. No cycle runs.
+    /// A scan for this VM, with no cycle under way.
     pub(crate) fn new(vm: Arc<Vm>) -> Self {
         Self { vm, runs: Vec::new(), mapped: 0 }
     }
 
-    /// Begin a cycle over these units, which are registered for accesses with every view. On an error no cycle runs.
+    /// Begins a cycle over these units, which are registered for accesses with every view. On an error no cycle runs.
     pub(crate) fn start(&mut self, runs: Vec<ProtectedRun>) -> io::Result<()> {
         (self.runs, self.mapped) = (runs, self.mapped());
         let protected = self.runs.iter().try_for_each(|run| self.protect(run, true));
@@ -145,7 +146,7 @@ impl RwpScan {
         protected
     }
 
-    /// End the cycle, also on an error. Returns what was seen, and what it cost.
+    /// Ends the cycle, also on an error. Returns the touches seen, and the cost.
     pub(crate) fn end(&mut self) -> io::Result<(Vec<(UnitId, Seen)>, Cost)> {
         let mut runs = std::mem::take(&mut self.runs);
         self.finish(&mut runs)?;
@@ -154,16 +155,16 @@ impl RwpScan {
             pages / run.region.granule_pages()
         };
         let touches: u64 = runs.iter().map(touched).sum();
-        // What reclaim took would have been a fault without us, too.
+        // Pages that reclaim took would have faulted without the scan, too.
         let faults = touches.saturating_sub(self.mapped() - self.mapped);
         let guest = TOUCH * u32::try_from(faults).unwrap_or(u32::MAX);
-        // What guests wait is in the CPU time as well: here it is theirs.
+        // The guest's wait is included in the CPU time: here it is the guest's CPU.
         Ok((runs.iter().flat_map(ProtectedRun::seen).collect(), Cost { cpu: guest, guest, faults }))
     }
 
-    /// Do something with a run of units in every view.
+    /// Does something with a run of units in every view.
     fn in_views(&self, run: &ProtectedRun, mut act: impl FnMut(&RegionView<'_>) -> io::Result<()>) -> io::Result<()> {
-        // Held so that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+        // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
         let _layout = self.vm.layout();
         let views = self.vm.views();
         let mapped = views.iter().filter_map(|view| view.of_region(&run.region));
@@ -175,7 +176,7 @@ impl RwpScan {
         self.in_views(run, |memory| parts.iter().try_for_each(|part| memory.protect(*part, protected)))
     }
 
-    /// Read what was touched, and lift the protection. An error of one run leaves none of the others protected.
+    /// Reads which pages were touched, and lifts the protection. An error of one run leaves no other run protected.
     fn finish(&self, runs: &mut [ProtectedRun]) -> io::Result<()> {
         let mut result = Ok(());
         for run in runs {

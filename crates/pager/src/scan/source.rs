@@ -1,7 +1,7 @@
-//! Scans: what tracks a VM. Each chunk of its RAM is watched by the scan that suits it.
+//! Scans: the source of heat of a VM. Each chunk of its RAM is watched by the scan that suits it.
 //!
-//! Before: heat's tracker says which units to watch. After: which of them, or which of their pages, were touched.
-//! Threads: the VM's tracking worker. Units: 2 MiB, and pages. Promise: a unit is watched by one scan, and while a
+//! Before: heat's tracker says which units to watch. After: it knows which of them, or which of their pages, were
+//! touched. Threads: the VM's tracking worker. Units: 2 MiB, and pages. Promise: one scan watches a unit, and while a
 //! cycle runs no chunk is unregistered.
 //!
 //! | A chunk | is watched by |
@@ -9,9 +9,9 @@
 //! | registered for accesses by all that map it, no unit seen mapped huge | `rwp`: the kernel records touches |
 //! | any other | `zap`: a touch is a fault that we serve |
 //!
-//! How a chunk is registered `Vm::register` decides, once: memory registered for accesses cannot be mapped huge again.
-//! A huge mapping of shared memory is left to the zap scan for the same reason: the kernel unmaps it when it is
-//! protected (seen on 7.3), so that its touch would be a fault for us as with a zap.
+//! `Vm::register` decides once how a chunk is registered: memory registered for accesses cannot be mapped huge again.
+//! For the same reason the zap scan watches huge mappings of shared memory: the kernel unmaps one when it is protected
+//! (seen on 7.3), so that its touch would be a fault for us as with a zap.
 
 use std::io;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use super::zap::{self, Watched, ZapScan};
 use crate::vm::Vm;
 use crate::vm::region::{Region, Registered};
 
-/// See above.
+/// The scans of one VM.
 #[derive(Debug)]
 pub struct Scans {
     vm: Arc<Vm>,
@@ -40,21 +40,21 @@ pub struct Scans {
     is_rwp_used: bool,
 }
 
-/// A cycle that runs.
+/// The running cycle.
 #[derive(Debug)]
 struct Cycle {
-    /// CPU time of its start.
+    /// CPU time at its start.
     cpu: Duration,
     _registered: KeepRegistered,
 }
 
 impl Scans {
-    /// For this VM. No cycle runs.
+    /// For this VM, with no cycle under way.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { zap: ZapScan::new(vm.clone()), rwp: RwpScan::new(vm.clone()), vm, running: None, is_rwp_used: false }
     }
 
-    /// Register the units of a watch, and give each to one of the scans.
+    /// Registers the units of a watch, and gives each to one of the scans.
     fn divide(&self, watch: &Watch) -> io::Result<(Vec<Watched>, Vec<ProtectedRun>)> {
         // Held so that no view is added meanwhile.
         let _layout = self.vm.layout();
@@ -76,7 +76,7 @@ impl Scans {
         Ok((zap, rwp))
     }
 
-    /// Can the kernel record touches of a unit?
+    /// Returns whether the kernel can record touches of a unit.
     fn is_seen_by_kernel(&self, region: &Region, id: UnitId) -> bool {
         let first = PageIdx::first_of_unit(u64::from(id.unit));
         region.registered_as(first) == Registered::Accesses
@@ -113,7 +113,7 @@ impl AccessSource for Scans {
             return Err(io::Error::other("Ending to watch touches: no cycle is running"));
         };
         let before = cpu_time();
-        // Both are ended, whatever the first says.
+        // Both are ended, even if the first fails.
         let by_kernel = self.rwp.end();
         let (mut units, mut cost) = self.zap.end();
         let (seen, of_kernel) = by_kernel?;

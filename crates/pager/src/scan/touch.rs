@@ -1,7 +1,7 @@
-//! Touch: what a fault tells the tracker, and how a unit that was zapped to be watched is mapped again.
+//! Touch: reports a fault to the tracker, and maps a unit again that was zapped to be watched.
 //!
-//! Before: the zap scan zapped units and flagged them. After: the fault worker marks what is touched (`touches`), and
-//! maps a huge unit as a whole, some base pages as one run, so that watching leaves nothing slow.
+//! Before: the zap scan zapped units and flagged them. After: the fault worker marks the touched page (`touches`). It
+//! maps a huge unit as a whole and some base pages as one run, so that watching leaves nothing slow.
 //! Threads: fault workers. Units: pages of a region; nanoseconds.
 //! Promise: a fault on a unit that is neither watched nor zapped costs one load. No fault waits for the tracker.
 
@@ -20,19 +20,19 @@ use crate::vm::view::{RegionView, View};
 use ballast_page::page_state::State;
 use ballast_page::unit::Mapping;
 
-/// Base pages mapped by one touch of a unit that was zapped: eight touches at most for each unit, of some 15 us. So
-/// which of these blocks were touched costs no more to know.
+/// Base pages mapped by one touch of a zapped unit: at most eight touches for each unit, of some 15 us. At this size it
+/// costs no more to know which of these blocks were touched.
 const AROUND: u64 = BLOCK;
 /// What the fault worker does with a fault on a unit that is not quiet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Touch {
-    /// Put it aside: the unit is just being mapped.
+    /// Put the fault aside: the unit is being mapped.
     Aside,
     /// The whole unit is mapped and the threads that waited were woken.
     Mapped,
     /// Serve the page, then call [`served`].
     Serve {
-        /// It faults because it is watched: what that cost counts.
+        /// The page faults because it is watched: its cost counts.
         tracked: bool,
         /// Its neighbours were zapped only to be watched: map them, too.
         around: bool,
@@ -54,13 +54,13 @@ pub(crate) fn touched(
     let id = UnitId { region: region.number, unit: page.unit() as u32 };
     let (mut fine, mut tracked) = (false, unit.is_tracked());
     if tracked {
-        // Before the unit is mapped: from then on no touch is seen.
+        // Before the unit is mapped: from then on touches are not seen.
         fine = vm.mail.touches.mark(id, page);
         if !fine {
             unit.touch(page);
         }
-        // What reclaim took or was about to take would have been a fault without us, too: a VM that misses much would
-        // seem costly to track, and then not be tracked, when it needs that most.
+        // A page that reclaim took or was about to take would have faulted without the scan, too. If its cost counted,
+        // a VM that misses much would seem costly to track, and would not be tracked when it needs that most.
         tracked = pending.fault.kind == FaultKind::Minor && region.word(page).state() == State::Resident;
         vm.mail.touches.count_fault(tracked);
     }
@@ -86,7 +86,7 @@ pub(crate) fn served(
     (tracked, around): (bool, bool),
 ) {
     if around && let Err(error) = map_around(region, memory, page) {
-        // A thread that wants them will fault, and that fault reports what is wrong.
+        // A thread that wants the pages will fault, and that fault reports the error.
         tracing::debug!(vm = vm.state.name(), "Mapping pages around page {page}: {error}");
     }
     if tracked {
@@ -94,7 +94,7 @@ pub(crate) fn served(
     }
 }
 
-/// Map neighbouring units huge in one view, and wake who waits there. Returns whether that was done.
+/// Maps neighbouring units huge in one view, and wakes the threads that wait there. Returns whether that was done.
 pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)]) -> bool {
     let Some((first, _)) = units.first() else { return true };
     let Some((remote, addr)) = view.remote().zip(unit_addr(view, region, *first)) else { return false };
@@ -108,13 +108,13 @@ pub(crate) fn map_huge(view: &View, region: &Region, units: &[(u64, Mapping<'_>)
     done
 }
 
-/// Map the pages around one that was touched, as far as they are Resident.
+/// Maps those pages around a touched one that are Resident.
 pub(crate) fn map_around(region: &Region, memory: &RegionView<'_>, page: PageIdx) -> std::io::Result<()> {
     let block = PageRange::of(PageIdx(page.0 - page.0 % AROUND), AROUND);
     map_resident(region, memory, block.before(region.range().end()))
 }
 
-/// Map those pages of a range that are Resident, under their locks. Base pages only. Never waits for a lock.
+/// Maps those pages of a range that are Resident, under their locks. Base pages only. Never waits for a lock.
 pub(crate) fn map_resident(region: &Region, memory: &RegionView<'_>, pages: PageRange) -> std::io::Result<()> {
     let (mut at, end) = (pages.start().0, pages.end().0);
     while at < end {
@@ -129,7 +129,7 @@ pub(crate) fn map_resident(region: &Region, memory: &RegionView<'_>, pages: Page
             at += 1;
         }
         memory.map_run(PageRange::of(PageIdx(first), locks.len() as u64))?;
-        // Past the one that is not ours to map.
+        // Continue after the page that cannot be mapped here.
         at += 1;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Touches: what the fault workers of a VM tell its tracking worker.
+//! Touches: messages of a VM's fault workers to its tracking worker.
 //!
 //! Before: the zap scan began a cycle. After: the scan reads which pages were touched, and what that cost the guest.
 //! Threads: fault workers mark, the tracking worker reads; atomics only. Units: pages of a region; nanoseconds.
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use ballast_base::{PAGES_PER_UNIT, PageIdx};
 use ballast_heat::{PageMap, UnitId};
 
-/// Units that can be watched page by page at a time.
+/// Most units that can be watched page by page at a time.
 pub const FINE_UNITS: usize = 512;
-/// What a waiting thread loses before its fault is read and after it is resolved, on the CPU of the worker: 3.6 us
-/// measured in all, less what the worker itself sees.
+/// Time that a waiting thread loses before its fault is read and after it is resolved, on the CPU of the worker: 3.6 us
+/// measured in all, less the part that the worker sees.
 const UNSEEN: Duration = Duration::from_micros(2);
 
-/// What fault workers tell the tracker of one VM.
+/// Reports of fault workers to the tracker of one VM.
 #[derive(Debug)]
 pub(crate) struct Touches {
     /// A cycle runs.
@@ -63,7 +63,7 @@ impl Default for Touches {
 }
 
 impl Touches {
-    /// Watch these units, in ascending order, page by page from now on, at most [`FINE_UNITS`].
+    /// Watches these units, in ascending order, page by page from now on, at most [`FINE_UNITS`].
     pub fn begin(&self, fine: impl Iterator<Item = UnitId>) {
         self.fine.store(0, Ordering::Release);
         let mut count = 0;
@@ -77,7 +77,7 @@ impl Touches {
         self.waited_ns.store(0, Ordering::Relaxed);
     }
 
-    /// A cycle runs until what this returns is dropped.
+    /// Begins a cycle, which runs until the returned value is dropped.
     pub fn begin_cycle(self: &Arc<Self>) -> KeepRegistered {
         self.running.store(true, Ordering::Release);
         KeepRegistered(self.clone())
@@ -106,7 +106,7 @@ impl Touches {
         (self.faults.load(Ordering::Relaxed), waited)
     }
 
-    /// Mark a page of a unit that is watched page by page; false if the unit is not.
+    /// Marks a page of a unit that is watched page by page; returns false if the unit is not.
     pub fn mark(&self, unit: UnitId, page: PageIdx) -> bool {
         let Some(slot) = self.slot(unit) else { return false };
         let page = page.0 % PAGES_PER_UNIT;
@@ -114,12 +114,12 @@ impl Touches {
         true
     }
 
-    /// Count a fault, if it was caused by the watch.
+    /// Counts a fault that the watch caused.
     pub fn count_fault(&self, tracked: bool) {
         self.faults.fetch_add(u64::from(tracked), Ordering::Relaxed);
     }
 
-    /// Charge the watch with the wait for such a fault, which was read at `since`.
+    /// Charges the watch with the wait for such a fault, which was read at `since`.
     pub fn charge(&self, since: Instant) {
         let waited = since.elapsed() + UNSEEN;
         self.waited_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);

@@ -1,13 +1,13 @@
-//! Units: what the engine knows of each 2 MiB of a region.
+//! Units: the engine's knowledge of each 2 MiB of a region.
 //!
-//! Before: a chunk is registered, and `coalesce::learn` says which of its units are mapped huge. After: reclaim,
-//! tracking and `coalesce` note what they did to a unit; a fault reads what that means for it.
-//! Threads: any; atomics only. In the engine's memory: a successor begins with nothing known.
+//! Before: a chunk is registered, and `coalesce::learn` notes which of its units are mapped huge. After: reclaim,
+//! tracking and `coalesce` note what they did to a unit, and faults read it.
+//! Threads: any; atomics only. It is in the engine's memory: a successor begins with no knowledge.
 //!
-//! | What | Of use to | If it is wrong |
+//! | What | Used by | If it is wrong |
 //! |---|---|---|
-//! | the stage (`unit.rs`) | whoever maps a unit as a whole | bytes are lost: see there |
-//! | how it is mapped | `coalesce`, which maps huge what was; the zap scan | it stays in base pages, or a fault more |
+//! | the stage (`unit.rs`) | code that maps a unit as a whole | bytes are lost: see there |
+//! | how it is mapped | `coalesce`, which maps huge units huge again; the zap scan | base pages, or one more fault |
 //! | touches | the zap scan | memory looks colder or hotter than it is |
 
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
@@ -17,7 +17,7 @@ use ballast_heat::source::BLOCK;
 
 use ballast_page::unit::{Stage, Unit};
 
-/// It was once seen mapped huge: worth mapping huge again.
+/// It was once seen mapped huge, so it is worth mapping huge again.
 const HUGE: u8 = 1;
 /// Pages of it were zapped since: it is no longer mapped huge.
 const BROKEN: u8 = 1 << 1;
@@ -26,7 +26,7 @@ const WHOLE: u8 = 1 << 2;
 /// Its base pages were zapped to watch them: a touch may map its neighbours, too.
 const ZAPPED: u8 = 1 << 3;
 
-/// It is watched in the cycle that runs: touches are recorded.
+/// The running cycle watches it: touches are recorded.
 const TRACKED: u16 = 1 << 8;
 
 /// The units of one region, counted from its start.
@@ -34,7 +34,7 @@ const TRACKED: u16 = 1 << 8;
 pub struct Units(Box<[UnitState]>);
 
 impl Units {
-    /// For a region of that many pages; a part of a unit at its end is none.
+    /// For a region of this number of pages; a partial unit at its end is left out.
     pub fn new(pages: PageCount) -> Self {
         Self((0..pages.0 / PAGES_PER_UNIT).map(|_| UnitState::default()).collect())
     }
@@ -54,7 +54,7 @@ impl Units {
         self.0.get(usize::try_from(unit).ok()?)
     }
 
-    /// The unit a page is in, unless it is in the part of one at the region's end.
+    /// The unit of a page, unless the page is in a partial unit at the region's end.
     pub fn of(&self, page: PageIdx) -> Option<&UnitState> {
         self.get(page.unit())
     }
@@ -79,23 +79,23 @@ pub fn pages_of(unit: u64) -> impl Iterator<Item = PageIdx> + Clone {
     PageRange::of_unit(unit).iter()
 }
 
-/// What is known of one unit.
+/// The state of one unit.
 #[derive(Debug, Default)]
 pub struct UnitState {
     stage: AtomicU8,
     /// How it is mapped.
     mapped: AtomicU8,
-    /// [`TRACKED`], and a bit for each eighth that the cycle that runs saw touched, unless it watches page by page.
+    /// [`TRACKED`], and a bit for each eighth that the running cycle saw touched, unless it watches page by page.
     touched: AtomicU16,
 }
 
 impl UnitState {
-    /// It as what is mapped as a whole or not.
+    /// The stage of the unit as a whole.
     pub fn as_whole(&self) -> Unit<'_> {
         Unit::new(&self.stage)
     }
 
-    /// Is there nothing that a fault on it must look at?
+    /// Returns whether a fault on it needs no further look.
     pub fn is_quiet(&self) -> bool {
         self.as_whole().stage() == Stage::Plain && !self.is_zapped() && !self.is_tracked()
     }
@@ -110,7 +110,7 @@ impl UnitState {
         });
     }
 
-    /// Change what is known of how it is mapped. Returns what was known before.
+    /// Changes how it is mapped. Returns the value before.
     fn mark(&self, change: impl Fn(u8) -> u8) -> u8 {
         self.mapped
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |mapped| Some(change(mapped)))
@@ -122,7 +122,7 @@ impl UnitState {
         self.mark(|mapped| mapped & !(BROKEN | WHOLE | ZAPPED) | HUGE);
     }
 
-    /// Is it mapped huge, as far as is known, or was until tracking zapped it?
+    /// Is it mapped huge, as far as is known, or was it until tracking zapped it?
     pub fn is_huge(&self) -> bool {
         self.mapped.load(Ordering::Acquire) & (HUGE | BROKEN) == HUGE
     }
@@ -142,7 +142,7 @@ impl UnitState {
         self.mark(|mapped| mapped & !HUGE);
     }
 
-    /// It was found whole. Returns whether it was before, too, without a disturbance in between.
+    /// It was found whole. Returns whether it was whole before, too, without a disturbance in between.
     pub fn found_whole(&self) -> bool {
         self.mark(|mapped| mapped | WHOLE) & WHOLE != 0
     }
@@ -152,12 +152,12 @@ impl UnitState {
         self.mark(|mapped| mapped | ZAPPED);
     }
 
-    /// Were they, and may some be unmapped still?
+    /// Were its base pages zapped to watch them, and may some be unmapped still?
     pub fn is_zapped(&self) -> bool {
         self.mapped.load(Ordering::Acquire) & ZAPPED != 0
     }
 
-    /// Begin to record touches of it.
+    /// Begins to record touches of it.
     pub fn track(&self) {
         self.touched.store(TRACKED, Ordering::Release);
     }
@@ -167,13 +167,13 @@ impl UnitState {
         self.touched.load(Ordering::Acquire) & TRACKED != 0
     }
 
-    /// Record a touch of a page of it. A fault that maps the unit as a whole next calls this before: the stage it then
-    /// moves is what makes the tracker see this.
+    /// Records a touch of a page of it. A fault that maps the unit as a whole next calls this before: by the stage that
+    /// it then moves, the tracker sees this.
     pub fn touch(&self, page: PageIdx) {
         self.touched.fetch_or(1 << (page.0 % PAGES_PER_UNIT / BLOCK), Ordering::AcqRel);
     }
 
-    /// Record touches no longer. Returns the eighths that were touched.
+    /// Ends the recording of touches. Returns the eighths that were touched.
     pub fn untrack(&self) -> u8 {
         self.touched.swap(0, Ordering::AcqRel) as u8
     }

@@ -1,10 +1,10 @@
-//! The tracking worker: finds out what is hot in one VM.
+//! The tracking worker: finds out which memory of one VM is hot.
 //!
-//! Before: the VM has a limit, or tracking is on. After: `vm.heat` knows generations, ages and the working set, by
-//! which reclaim picks and which the API shows.
+//! Before: the VM has a limit, or tracking is on. After: `vm.heat` knows generations, ages and the working set; reclaim
+//! picks by them and the API shows them.
 //! Threads: one task per VM, which runs at the beginning and at the end of each cycle, at the pace of heat's budgets.
-//! Promise: no cycle runs while the VM is held or stopping; one that does is ended as soon as the task, which is
-//! notified of that, gets a thread, and everything it zapped is mapped as it was.
+//! Promise: no cycle runs while the VM is held or stopping. A hold notifies the task, which ends a running cycle as
+//! soon as it gets a thread, and maps everything that the cycle zapped as before.
 
 use std::io;
 use std::sync::Arc;
@@ -18,12 +18,12 @@ use crate::run::queue::Next;
 use crate::vm::table::Table;
 use crate::vm::{Track, Vm};
 
-/// How often a VM that is not tracked is asked whether it is now. Whatever changes that notifies as well.
+/// How often a VM that is not tracked is asked whether it is now. Any such change notifies as well.
 const IDLE: Duration = Duration::from_secs(1);
-/// Pause after a cycle that failed: a VMM that does not answer, say.
+/// Pause after a cycle that failed, because a VMM does not reply for instance.
 const FAILED: Duration = Duration::from_secs(5);
 
-/// What is kept while a VM is tracked.
+/// State that is kept while a VM is tracked.
 #[derive(Debug)]
 struct Tracking {
     scans: Scans,
@@ -31,7 +31,7 @@ struct Tracking {
     until: Instant,
 }
 
-/// What is waited for.
+/// What the worker waits for.
 #[derive(Debug)]
 enum Waits {
     /// The next cycle.
@@ -45,17 +45,17 @@ enum Waits {
 pub(crate) struct TrackWorker {
     vm: Arc<Vm>,
     failures: u64,
-    /// Not there while the VM is not tracked.
+    /// `None` while the VM is not tracked.
     tracking: Option<Tracking>,
 }
 
 impl TrackWorker {
-    /// Of this VM.
+    /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, failures: 0, tracking: None }
     }
 
-    /// Begin or finish a cycle, if it is time; returns when the next piece of work is due.
+    /// Begins or finishes a cycle, if it is time; returns when the next piece of work is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         let is_tracked = vm.is_tracked() && !vm.views().is_empty();
@@ -63,13 +63,13 @@ impl TrackWorker {
             && is_tracked
             && now < until
         {
-            // Notified of something else.
+            // It was notified of something else.
             return Next::At(until);
         }
         let mut finished = Ok(());
         let scans = match self.tracking.take() {
             Some(Tracking { mut scans, waits: Waits::Cycle(cycle), .. }) => {
-                // The client may be waited for.
+                // This may wait for the client.
                 finished = blocking(|| vm.heat.finish(&mut scans, cycle, is_tracked));
                 Some(scans)
             }
@@ -96,7 +96,7 @@ impl TrackWorker {
         Next::At(until)
     }
 
-    /// A cycle failed: what to do next.
+    /// A cycle failed: returns what to do next.
     fn failed(&mut self, error: &io::Error) -> Turn {
         self.failures += 1;
         if self.failures.is_power_of_two() {

@@ -1,6 +1,7 @@
 //! Zap scan: finds out what a guest touches by unmapping it and counting the faults.
 //!
-//! Before: [`super::source`] gives it units to watch. After: which of them, or which of their pages, were touched.
+//! Before: [`super::source`] gives it units to watch. After: it has said which of them, or which of their pages, were
+//! touched.
 //! Threads: one tracking worker per VM; it waits for the client's zaps, and no fault waits for it.
 //! Units: 2 MiB, and pages. Promise: no byte changes. Words stay Resident all the time, so an engine that dies in the
 //! middle of a cycle leaves minor faults and nothing else.
@@ -9,11 +10,11 @@
 //! |---|---|---|
 //! | a unit mapped huge, as a whole | maps it huge again, one fault (5.6 us) | if not touched, it is mapped huge |
 //! | the same, page by page | maps that page; the huge page is not split | the unit is mapped huge, nothing is copied |
-//! | a unit of base pages, or with pages away | maps its block of 64 pages, told as that | the rest stays unmapped |
+//! | a unit of base pages, or with far pages | maps its block of 64 pages, and reports that | the rest stays unmapped |
 //! | a huge page of hugetlbfs | maps it | the same as mapped huge |
 //!
-//! That a unit may be mapped as a whole without its pages' locks is kept by `unit.rs`: a watched unit that reclaim or a
-//! discard takes pages of is Plain again, and then its touches are served page by page.
+//! `unit.rs` sees to it that a unit may be mapped as a whole without its pages' locks: a watched unit becomes Plain
+//! when reclaim or a discard takes pages of it, and then its touches are served page by page.
 
 use std::io;
 use std::sync::Arc;
@@ -35,14 +36,14 @@ use ballast_page::unit::{Mapping, Stage};
 /// Units mapped huge by one call at the end of a cycle: faults on them are put aside for some 100 us.
 const RUN: usize = 32;
 
-/// What it can see.
+/// The ability of this scan.
 pub(crate) const ABILITY: Ability = Ability { name: "zap-scan", granularity: Granularity::Page };
 
-/// See above.
+/// The scan of one VM.
 #[derive(Debug)]
 pub(crate) struct ZapScan {
     vm: Arc<Vm>,
-    /// What the cycle that runs watches.
+    /// The units that the running cycle watches.
     units: Vec<Watched>,
 }
 
@@ -79,27 +80,27 @@ impl Watched {
         PageIdx::first_of_unit(self.number())
     }
 
-    /// Is it mapped by one entry, and watched as that?
+    /// Is it mapped by one entry, and watched as one?
     fn is_whole(&self) -> bool {
         self.huge && self.pages.is_none()
     }
 
-    /// Have its next touch map all of it.
+    /// Makes its next touch map all of it.
     fn watch_whole(&self) {
         if !self.unit().as_whole().watch(|| is_resident(&self.region, self.number())) {
-            // Pages of it are away, or reclaim is about to take some.
+            // Pages of it are far, or reclaim is about to take some.
             self.unit().tear();
         }
     }
 }
 
 impl ZapScan {
-    /// For this VM. No cycle runs.
+    /// A scan for this VM, with no cycle under way.
     pub(crate) fn new(vm: Arc<Vm>) -> Self {
         Self { vm, units: Vec::new() }
     }
 
-    /// Begin a cycle over these units, which are registered, in ascending order, at most
+    /// Begins a cycle over these units, which are registered, in ascending order, at most
     /// [`super::touches::FINE_UNITS`] of them page by page. On an error no cycle runs.
     pub(crate) fn start(&mut self, units: Vec<Watched>) -> io::Result<()> {
         self.units = units;
@@ -110,12 +111,12 @@ impl ZapScan {
         begun
     }
 
-    /// End the cycle. Returns what was seen, and what guest threads waited.
+    /// Ends the cycle. Returns the touches seen, and how long guest threads waited.
     pub(crate) fn end(&mut self) -> (Vec<(UnitId, Seen)>, Cost) {
         let (faults, guest) = self.vm.mail.touches.cost();
         let units = std::mem::take(&mut self.units);
         let seen = self.finish(&units);
-        // While a thread waits for its fault, the worker works on it.
+        // While a thread waits for its fault, the worker works on that fault.
         (seen, Cost { cpu: guest, guest, faults })
     }
 
@@ -146,7 +147,7 @@ impl ZapScan {
             vm.keep_parts(view, &kept);
         }
         // A fault that was raised before the zap may have been served since the unit was watched: then the unit was
-        // mapped, and the zap has unmapped it. Nobody would map it again.
+        // mapped, and the zap has unmapped it. Without this nobody would map it again.
         for watched in units.iter().filter(|watched| watched.is_whole()) {
             let unit = watched.unit();
             while unit.as_whole().is_mapping() {
@@ -174,7 +175,7 @@ impl ZapScan {
         Ok(())
     }
 
-    /// Map what was mapped huge again, and forget the watch. Returns what was seen.
+    /// Maps huge units huge again, and forgets the watch. Returns the touches seen.
     fn finish(&self, units: &[Watched]) -> Vec<(UnitId, Seen)> {
         let _layout = self.vm.layout();
         let mut seen = Vec::with_capacity(units.len());
@@ -217,7 +218,7 @@ impl ZapScan {
 
     fn seen(&self, watched: &Watched, touched: u8) -> Seen {
         match watched.pages {
-            // A unit that was mapped huge may have been touched all over without a fault for each block.
+            // A unit that was mapped huge may have been touched in many blocks without a fault for each.
             None if watched.huge || watched.region.granule_pages() > 1 => Seen::Coarse { touched: touched != 0 },
             None => Seen::Blocks { touched },
             Some(pages) => {
@@ -227,7 +228,7 @@ impl ZapScan {
         }
     }
 
-    /// Map neighbouring units huge wherever they are mapped.
+    /// Maps neighbouring units huge wherever they are mapped.
     fn map_run(&self, of: Option<&Watched>, run: &mut Vec<(u64, Mapping<'_>)>) {
         let Some(region) = of.map(|watched| &watched.region).filter(|region| !region.is_removed()) else {
             return run.clear();
@@ -236,7 +237,7 @@ impl ZapScan {
             if map_huge(view, region, run) {
                 continue;
             }
-            // One of them cannot be: find out which.
+            // One of them cannot be mapped: find out which.
             for one in run.chunks(1).filter(|one| !map_huge(view, region, one)) {
                 if let Some(unit) = region.units().get(one[0].0) {
                     unit.tear();
@@ -246,7 +247,7 @@ impl ZapScan {
         run.clear();
     }
 
-    /// Map a huge page of hugetlbfs that nobody touched.
+    /// Maps a huge page of hugetlbfs that nobody touched.
     fn map_granule(&self, watched: &Watched) {
         let cell = watched.region.granule(watched.first()).cell();
         let word = cell.load();
@@ -254,7 +255,7 @@ impl ZapScan {
         let Some(_lock) = free.then(|| cell.lock(word, word)).flatten() else { return };
         for view in self.vm.views() {
             if let Some(memory) = view.of_region(&watched.region) {
-                // Whatever it says, a touch will find out.
+                // On failure, a touch will map it.
                 let _ = memory.map(watched.first());
             }
         }

@@ -1,13 +1,13 @@
-//! Which objects of a store the words of a VM name: what the store must keep when it sweeps.
+//! Live copies: the objects of a store that the words of a VM name, which the store must keep when it sweeps.
 //!
 //! Before: `recover` mends the words one by one, in order. After: the store is told all of them at once.
 //! Threads: none; a plain value. Units: 8 bytes a page, and 40 for each gap between pages.
-//! Promise: what was noted comes out, in that order.
+//! Promise: what was noted is returned, in that order.
 
 use ballast_base::PageIdx;
 use ballast_base::store::{Handle, PageKey, RegionKey};
 
-/// See above.
+/// The objects of one store, by page.
 #[derive(Clone, Debug, Default)]
 pub struct LiveCopies {
     handles: Vec<Handle>,
@@ -41,7 +41,7 @@ impl LiveCopies {
         self.handles.push(handle);
     }
 
-    /// How many.
+    /// How many there are.
     pub fn count(&self) -> u64 {
         self.handles.len() as u64
     }

@@ -1,9 +1,9 @@
-//! Overdue: a slow store that does not return a page in time, and operators who know.
+//! Overdue: notices when a slow store does not return a page in time, and tells operators.
 //!
-//! Before: a worker asks a slow store for a page. After: it has it, or the outcome is `Busy`; once a page has been
-//! waited for as long as the store's deadline, that is an event, and so is the end of it.
-//! Threads: any. Promise: silence is not loss. Whoever waits goes on waiting, until the store returns the page or says
-//! that it has lost it.
+//! Before: a worker asks a slow store for a page. After: it has the page, or the outcome is `Busy`. When a worker has
+//! waited for a page as long as the store's deadline, an event says so, and another one says when that is over.
+//! Threads: any. Promise: silence is not loss. The wait goes on until the store returns the page or reports that it has
+//! lost it.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,10 +16,10 @@ use ballast_store::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Store, S
 /// Tells operators something: a kind of event, and a sentence.
 pub(crate) type Tell = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// A page that nobody asks for any more: its thread went away, or it was discarded.
+/// A page that nobody asked for in this time: its thread is gone, or it was discarded.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(10);
 
-/// A slow store, and who waits for it.
+/// A slow store, and the pages that workers wait for.
 pub(crate) struct Overdue {
     store: Arc<dyn Store>,
     name: &'static str,
@@ -30,9 +30,9 @@ pub(crate) struct Overdue {
 
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Since when, and when it was asked for last.
+    /// Since when it is waited for, and when it was last asked for.
     pages: HashMap<(PageKey, Handle), (Instant, Instant)>,
-    /// Since when, if it was said that the store is overdue.
+    /// Since when, if operators were told that the store is overdue.
     said: Option<Instant>,
 }
 
@@ -48,7 +48,7 @@ impl Overdue {
         Self { store, name, deadline, waiting: Mutex::default(), tell: OnceLock::new() }
     }
 
-    /// Who is told. Only the first one counts: a VM that is opened anew has the same operators.
+    /// Sets who is told. Only the first call counts: a VM that is opened anew has the same operators.
     pub fn tell(&self, tell: &Tell) {
         let _ = self.tell.set(tell.clone());
     }
@@ -57,7 +57,7 @@ impl Overdue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What came of asking for this page.
+    /// A worker asked for this page, with this outcome.
     fn was_asked(&self, key: PageKey, handle: Handle, outcome: GetOutcome) {
         let (mut waiting, now) = (self.waiting(), Instant::now());
         if outcome == GetOutcome::Busy {
@@ -84,7 +84,7 @@ impl Overdue {
         self.settle(waiting, now);
     }
 
-    /// Whoever was waited for is there, or nobody waits any more: say so, if the wait was told of.
+    /// The page is there, or nobody waits for it any more: tells operators, if they were told of the wait.
     fn settle(&self, mut waiting: MutexGuard<'_, Waiting>, now: Instant) {
         if waiting.said.is_none() {
             return;
@@ -125,7 +125,7 @@ impl Store for Overdue {
     fn get_run(&self, first: PageKey, handles: &[Handle], out: &mut [PageBytes], outcomes: &mut Vec<GetOutcome>) {
         let before = outcomes.len();
         self.store.get_run(first, handles, out, outcomes);
-        // Who asks for a run waits for all of it.
+        // A worker that asks for a run waits for all of it.
         let worst = outcomes[before..].iter().find(|outcome| **outcome == GetOutcome::Busy);
         if let (Some(handle), Some(outcome)) = (handles.first(), worst.or(outcomes.get(before))) {
             self.was_asked(first, *handle, *outcome);

@@ -1,7 +1,7 @@
 //! The slow workers: serve faults on pages whose bytes are on a disk.
 //!
-//! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve`, here, where it
-//! may wait.
+//! Before: a fault worker met a page of a slow store (`slow_queue`). After: the same `fault::serve` is called here,
+//! where it may wait.
 //! Threads: [`WORKERS`](super::slow_queue::WORKERS) tasks per VM that has a slow store; each waits for the disk for up
 //! to a tenth of a second at a time. Promise: no fault on any other page waits for the disk. A fault taken here is
 //! served or, if the worker panics or the engine dies, raised again by a wake.
@@ -19,10 +19,10 @@ use crate::vm::stats::Counter;
 use crate::vm::view::View;
 use ballast_page::outcome::Served;
 
-/// Pause after a page that cannot be had yet: its store is busy, or another thread has it.
+/// Pause after a page that is not available yet: its store is busy, or another thread has it.
 const RETRY: Duration = Duration::from_micros(200);
 
-/// Counts a fault as waiting until it is dropped, be it by a panic.
+/// Counts a fault as waiting until it is dropped, also by a panic.
 struct Waits<'a>(&'a Vm, &'a View);
 
 impl Drop for Waits<'_> {
@@ -38,12 +38,12 @@ pub(crate) struct SlowWorker {
 }
 
 impl SlowWorker {
-    /// Of this VM.
+    /// The worker of this number of this VM.
     pub fn new(vm: Arc<Vm>, number: usize) -> Self {
         Self { vm, number }
     }
 
-    /// Serve one such fault; returns when to look for another.
+    /// Serves one such fault; returns when to look for another.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_over() {
@@ -65,9 +65,9 @@ impl SlowWorker {
     }
 }
 
-/// Serve one fault; false if it must be tried again.
+/// Serves one fault; returns false if it must be tried again.
 fn serve_one(vm: &Vm, view: &View, pending: &PendingFault) -> bool {
-    // The disk takes so much longer than the clock that each restore is timed.
+    // The disk takes much longer than reading the clock, so each restore is timed.
     let times = Times::start();
     let _serving = view.serving_from_disk();
     let Some((region, page, memory)) = target(vm, view, pending) else { return true };

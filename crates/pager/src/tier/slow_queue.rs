@@ -1,7 +1,7 @@
 //! The queue of faults that wait for a disk.
 //!
 //! Before: a fault worker met a page of a slow store. After: a slow worker takes the fault.
-//! Threads: any. Promise: a push never waits for a worker, and finds one as long as one is idle. A fault counts as
+//! Threads: any. Promise: a push never waits for a worker, and notifies one as long as one is idle. A fault counts as
 //! pending until it is served.
 
 use std::collections::VecDeque;
@@ -12,14 +12,14 @@ use crate::run::pool::Notifier;
 use crate::vm::stats::Stats;
 use crate::vm::view::View;
 
-/// Reads of one VM that are under way at a time.
+/// Most reads of one VM that are under way at a time.
 pub const WORKERS: usize = 4;
 
 /// Faults that wait for a disk.
 #[derive(Debug, Default)]
 pub struct SlowQueue {
     queue: Mutex<Queue>,
-    /// Of the slow workers.
+    /// Notify the slow workers.
     pub(crate) notifiers: [Notifier; WORKERS],
 }
 
@@ -31,13 +31,13 @@ struct Queue {
 }
 
 impl SlowQueue {
-    /// Take a fault over from its view's fault worker.
+    /// Takes a fault over from its view's fault worker.
     pub(crate) fn take(&self, stats: Stats<'_>, view: &Arc<View>, pending: PendingFault) {
         view.stall.update(stats, |waiters| waiters.slow += 1);
         self.push(view.clone(), pending);
     }
 
-    /// Add a fault that counts as pending already.
+    /// Adds a fault that counts as pending already.
     pub(crate) fn push(&self, view: Arc<View>, pending: PendingFault) {
         let idle = {
             let mut queue = self.queue.lock().expect("no panic while held");
@@ -49,7 +49,7 @@ impl SlowQueue {
         }
     }
 
-    /// The oldest fault, for this worker; without one it is notified when there is.
+    /// The oldest fault, for this worker; if there is none, the worker is notified of the next.
     pub(crate) fn pop(&self, worker: usize) -> Option<(Arc<View>, PendingFault)> {
         let mut queue = self.queue.lock().expect("no panic while held");
         let oldest = queue.faults.pop_front();

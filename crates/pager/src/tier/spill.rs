@@ -1,15 +1,15 @@
-//! Spill: move pages that have been far for long from the near stores to a slow one.
+//! Spill: moves pages that have been far for long from the near stores to a slow one.
 //!
 //! Before: reclaim put pages into RAM, and they were not touched since. After: they are in the first slow store that
-//! took them, and RAM has room again. Threads: one task per VM that has a slow store. It may wait for that; no fault
-//! ever waits for it, but for the one page whose word it is changing (`shift`).
+//! took them, and RAM has space again. Threads: one task per VM that has a slow store. It may wait for that store. A
+//! fault waits for it only on the one page whose word it is changing (`shift`).
 //! Units: pages, in runs of neighbours of up to [`RUN`]. Memory: one run's bytes, while a pass is under way.
-//! Promise: a spill costs time, never bytes. What no slow store takes stays in RAM, and is said once.
+//! Promise: a spill costs time, never bytes. A page that no slow store takes stays in RAM, and that is reported once.
 //!
-//! A page's age is a clock's: a pass marks every far word it meets (`Word::marked`), whatever happens to the page makes
-//! a word without the mark, and what is still marked on the next pass, at least `spill_after` later, is old. So a page
-//! goes after one to two times that. While the RAM store's budget is nearly used, passes follow one another without
-//! that pause, in pieces; and when reclaim was refused for want of room, pages go as they come.
+//! A clock tells a page's age: a pass marks every far word it meets (`Word::marked`), and every move of the page makes
+//! a word without the mark. A page whose word is still marked on the next pass, at least `spill_after` later, is old.
+//! So a page is spilled after one to two times that. While the RAM store's budget is nearly used, passes follow one
+//! another without that pause, in pieces; and when the store refused a page of reclaim, all pages count as old.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,29 +31,29 @@ use ballast_page::shift;
 const RUN: usize = 512;
 /// Words read between two checks whether to stop: 512 KiB of words.
 const STRIDE: u64 = 64 * 1024;
-/// How often the worker checks whether RAM is short.
+/// Time between checks whether RAM is short.
 const TICK: Duration = Duration::from_secs(1);
 const SHORTEST_TICK: Duration = Duration::from_millis(5);
-/// Pages moved, and words read, at a time when RAM is short: 32 MiB of pages, 128 MiB of words.
+/// Pages moved, and words read, per piece when RAM is short: 32 MiB of pages, 128 MiB of words.
 const SHORT: Quota = Quota { pages: 8 * 1024, words: 16 << 20 };
-/// The same when reclaim waits for room: a few milliseconds of writing.
+/// The same when reclaim waits for space: a few milliseconds of writing.
 const WANTED: Quota = Quota { pages: 2 * 1024, words: 16 << 20 };
 const UNLIMITED: Quota = Quota { pages: u64::MAX, words: u64::MAX };
-/// How long to leave a store alone after it was full, and after it did not answer.
+/// How long to leave a store alone after it was full, and after it did not reply.
 const FULL_REST: Duration = Duration::from_secs(10);
 const BUSY_REST: Duration = Duration::from_secs(1);
 
-/// How much to do at most.
+/// The most to do.
 #[derive(Clone, Copy)]
 struct Quota {
     pages: u64,
     words: u64,
 }
 
-/// Which far pages go.
+/// Which far pages to spill.
 #[derive(Clone, Copy, PartialEq)]
 enum Take {
-    /// Those seen on an earlier pass; the others are marked.
+    /// Those marked on an earlier pass; the others are marked.
     Old,
     All,
 }
@@ -61,16 +61,16 @@ enum Take {
 /// A place among the words: region number and page.
 type Place = (u32, u64);
 
-/// See above.
+/// The spill worker of a VM.
 pub(crate) struct SpillWorker {
     vm: Arc<Vm>,
     targets: Vec<Target>,
-    /// `None`: nothing goes there any more; what is freed there is given back all the same.
+    /// `None`: no page is spilled any more; freed pages of slow stores are still returned.
     after: Option<Duration>,
     next_pass: Instant,
     /// How far the pass under way has come.
     pass: Option<Place>,
-    /// Where to look next when room is wanted.
+    /// Where to look next when space is wanted.
     hand: Place,
     run: SpillRun,
 }
@@ -79,7 +79,7 @@ pub(crate) struct SpillWorker {
 struct Target {
     tier: Tier,
     rest_until: Option<Instant>,
-    /// That it rests was said.
+    /// That it rests was reported.
     said: bool,
 }
 
@@ -91,7 +91,7 @@ struct SpillRun {
     bytes: Vec<PageBytes>,
 }
 
-/// The worker is over, be it by a panic: reclaim should not count on it.
+/// The worker is over, also by a panic: reclaim should not count on it.
 impl Drop for SpillWorker {
     fn drop(&mut self) {
         self.vm.mail.spill.set_helps(false);
@@ -99,7 +99,7 @@ impl Drop for SpillWorker {
 }
 
 impl SpillWorker {
-    /// Of this VM; `None` if it has no slow store.
+    /// The worker of this VM; `None` if the VM has no slow store.
     pub fn new(vm: Arc<Vm>) -> Option<Self> {
         let targets = vm.stores.slow().cloned().map(|tier| Target { tier, rest_until: None, said: false });
         let (targets, after) = (targets.collect::<Vec<_>>(), vm.tuning.spill_after);
@@ -110,7 +110,7 @@ impl SpillWorker {
         Some(Self {
             targets,
             after,
-            // Not at once: an engine before this one may have set marks a moment ago.
+            // The first pass is later: an engine before this one may have set marks a moment ago.
             next_pass: Instant::now() + after.unwrap_or_default(),
             pass: None,
             hand: (0, 0),
@@ -119,7 +119,7 @@ impl SpillWorker {
         })
     }
 
-    /// A piece of work; returns when the next is due.
+    /// Does a piece of work; returns when the next is due.
     pub fn run(&mut self, now: Instant) -> Next {
         let vm = self.vm.clone();
         if vm.is_stopping() {
@@ -138,7 +138,7 @@ impl SpillWorker {
         Next::after(Instant::now(), self.pause())
     }
 
-    /// How long to wait, unless room is wanted.
+    /// How long to wait, unless space is wanted.
     fn pause(&self) -> Duration {
         if self.pass.is_some() && !self.rests() {
             return Duration::ZERO;
@@ -174,7 +174,7 @@ impl SpillWorker {
         Ok(())
     }
 
-    /// Walk on from the hand, once around at most.
+    /// Walks on from the hand, once around at most.
     fn turn(&mut self, take: Take, quota: Quota) -> std::io::Result<u64> {
         let from = self.hand;
         let (end, moved) = self.walk(from, take, quota)?;
@@ -187,7 +187,7 @@ impl SpillWorker {
         Ok(moved)
     }
 
-    /// Walk over the words that were ever written. Returns where it stopped before the end, and how many pages it
+    /// Walks over the words that were ever written. Returns where it stopped before the end, and how many pages it
     /// moved.
     fn walk(&mut self, from: Place, take: Take, quota: Quota) -> std::io::Result<(Option<Place>, u64)> {
         let vm = self.vm.clone();
@@ -216,8 +216,8 @@ impl SpillWorker {
         Ok((None, moved))
     }
 
-    /// Read the words of these pages, and move those that are to go, about `most` of them. Returns the page after the
-    /// last one read, and how many were moved.
+    /// Reads the words of these pages, and spills those that are to go, about `most` of them. Returns the page after
+    /// the last one read, and how many were moved.
     fn stretch(&mut self, region: &Region, pages: PageRange, take: Take, most: u64) -> (u64, u64) {
         let (mut moved, mut next) = (0, pages.start().0);
         for page in pages.iter().map(|page| page.0) {
@@ -235,7 +235,7 @@ impl SpillWorker {
         (next, moved + self.flush(region))
     }
 
-    /// Is this page to go? Then its word and bytes are at the end of the run.
+    /// Returns whether this page is to go. Then its word and bytes are at the end of the run.
     fn goes(&mut self, region: &Region, page: u64, take: Take) -> bool {
         let granule = region.granule(PageIdx(page));
         let index = page - region.first_of(PageIdx(page)).0;
@@ -247,7 +247,7 @@ impl SpillWorker {
         let near = self.vm.stores.near();
         let near = near.store_of(word).filter(|store| word.state() == State::Far && store.takes_room(word.handle()));
         if take == Take::Old && !head.is_marked() {
-            // The mark of a granule stands for all its pages. Losing the race means that it is not old.
+            // The mark of a granule stands for all its pages. If the exchange fails, the granule is not old.
             if index == 0 && (near.is_some() || granule.pages() > 1) {
                 granule.cell().swap(head, head.marked());
             }
@@ -258,7 +258,7 @@ impl SpillWorker {
         if self.run.bytes.len() == at {
             self.run.bytes.push([0; PAGE_SIZE]);
         }
-        // Without a lock: what is read here counts only if it is there still when the word is changed.
+        // Without a lock: what is read here counts only if it is still there when the word is changed.
         if near.get(region.key(PageIdx(page)), word.handle(), &mut self.run.bytes[at]) != GetOutcome::Found {
             return false;
         }
@@ -269,7 +269,7 @@ impl SpillWorker {
         true
     }
 
-    /// Write the run and change the words of its pages. Returns how many were moved.
+    /// Writes the run and changes the words of its pages. Returns how many were moved.
     fn flush(&mut self, region: &Region) -> u64 {
         let words = std::mem::take(&mut self.run.words);
         if words.is_empty() {
@@ -280,7 +280,7 @@ impl SpillWorker {
         let (number, slow) = (target.tier.number, target.tier.store.clone());
         let first = PageIdx(self.run.first);
         let mut outcomes = Vec::with_capacity(words.len());
-        // It may punch what was emptied, too.
+        // The store may punch emptied space, too.
         let mut put = || slow.put_run(region.key(first), &self.run.bytes[..words.len()], &mut outcomes);
         blocking(|| vm.state.beside(&mut put));
         let (mut moved, mut refused) = (0, None);
@@ -318,8 +318,8 @@ impl SpillWorker {
         self.targets.iter().all(|target| target.rest_until.is_some())
     }
 
-    /// The first store that does not rest would not take a page: let it rest, and say so once. The next run goes to the
-    /// one after it.
+    /// The first store that does not rest refused a page: lets it rest, and reports that once. The next run goes to the
+    /// store after it.
     fn rest(&mut self, outcome: PutOutcome) {
         let Some(target) = self.targets.iter_mut().find(|target| target.rest_until.is_none()) else { return };
         let full = outcome == PutOutcome::Full;

@@ -1,4 +1,4 @@
-//! What reclaim asks of the spill worker: room in the RAM store.
+//! Requests of reclaim to the spill worker: space in the RAM store.
 //!
 //! Before: the RAM store refused a page. After: the spill worker writes old pages to the file store.
 //! Threads: any. Promise: asking never waits.
@@ -7,25 +7,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::run::pool::Notifier;
 
-/// See above.
+/// The request of one VM.
 #[derive(Debug, Default)]
 pub struct SpillRequest {
     wanted: AtomicBool,
-    /// Of the spill worker.
+    /// Notifies the spill worker.
     pub(crate) notifier: Notifier,
-    /// The worker runs, and the last time it was asked for room it made some.
+    /// The worker runs, and the last time it was asked for space it freed some.
     helps: AtomicBool,
 }
 
 impl SpillRequest {
-    /// The RAM store is full: make room. Returns whether that is likely to help.
+    /// The RAM store is full: asks for space. Returns whether that is likely to help.
     pub(crate) fn make_room(&self) -> bool {
         self.wanted.store(true, Ordering::Release);
         self.notifier.notify();
         self.helps.load(Ordering::Acquire)
     }
 
-    /// Say whether asking helps.
+    /// Sets whether asking helps.
     pub(crate) fn set_helps(&self, helps: bool) {
         self.helps.store(helps, Ordering::Release);
     }
@@ -35,7 +35,7 @@ impl SpillRequest {
         self.wanted.load(Ordering::Acquire)
     }
 
-    /// Is room wanted? Then it is being made.
+    /// Returns whether space is wanted. The worker then frees some.
     pub(crate) fn take(&self) -> bool {
         self.wanted.swap(false, Ordering::AcqRel)
     }

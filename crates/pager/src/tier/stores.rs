@@ -1,7 +1,7 @@
-//! The stores of one VM: a small ordered set, by the numbers that words name them by.
+//! The stores of one VM: a small ordered set, by the numbers by which words name them.
 //!
-//! Before: the engine opened them. After: `evict` puts pages into the first one, `spill` moves them on to those that
-//! may wait, and faults bring them back from any. Threads: any.
+//! Before: the engine opened them. After: `evict` puts pages into the first one, `spill` moves them on to slow ones,
+//! and faults restore them from any. Threads: any.
 //! Promise: a store that cannot be opened loses nothing: its pages wait.
 
 use std::io;
@@ -18,9 +18,9 @@ use ballast_page::page_state::Word;
 /// One store of a VM.
 #[derive(Clone, Debug)]
 pub struct Tier {
-    /// What words call it.
+    /// Its number in words.
     pub number: u8,
-    /// What messages call it.
+    /// Its name in messages.
     pub name: &'static str,
     /// The store.
     pub store: Arc<dyn Store>,
@@ -59,11 +59,11 @@ impl Tier {
 pub struct Stores(Vec<Tier>);
 
 impl Stores {
-    /// These, in the order in which pages go to them. Evicted pages go to the first, pages that have been far for long
-    /// to the first slow one that takes them.
+    /// These stores, in the order in which pages go to them. Evicted pages go to the first, pages that have been far
+    /// for long to the first slow one that takes them.
     ///
     /// # Panics
-    /// If there is none, the first may wait, or two have one number.
+    /// If there is none, the first may wait, or two have the same number.
     pub fn new(tiers: Vec<Tier>) -> Self {
         assert!(tiers.first().is_some_and(|tier| !tier.is_slow()), "evicted pages go to a store that waits");
         let is_again = |(at, tier): (usize, &Tier)| tiers[..at].iter().any(|before| before.number == tier.number);
@@ -71,12 +71,12 @@ impl Stores {
         Self(tiers)
     }
 
-    /// Who is told when a store is overdue.
+    /// Sets who is told when a store is overdue.
     pub(crate) fn tell(&self, tell: &Tell) {
         self.0.iter().filter_map(|tier| tier.overdue.as_ref()).for_each(|overdue| overdue.tell(tell));
     }
 
-    /// The RAM store and nothing else.
+    /// The RAM store alone.
     pub fn ram_only(ram: Arc<dyn Store>) -> Self {
         Self::new(vec![Tier::near(RAM_STORE, "RAM store", ram)])
     }
@@ -111,7 +111,7 @@ impl Stores {
         Near(self)
     }
 
-    /// Numbers of all other stores, known or not: a page of one is not had at once.
+    /// Numbers of all other stores, known or not: a page of one is not available at once.
     pub fn not_near(&self) -> StoreSet {
         let near = self.0.iter().filter(|tier| !tier.is_slow());
         near.fold(StoreSet::ALL, |set, tier| set.without(tier.number))
@@ -134,33 +134,33 @@ impl StoreOf for Near<'_> {
     }
 }
 
-/// A store that is opened beside everything else, because its disk may not answer. Until it is there, whoever wants a
-/// page of it waits, and nothing is lost.
+/// A store that is opened beside everything else, because its disk may not respond. Until it is there, its pages wait,
+/// and nothing is lost.
 #[derive(Debug, Default)]
 pub struct LateStore {
     store: OnceLock<Arc<dyn Store>>,
-    /// What was freed before it was there.
+    /// Pages that were freed before it was there.
     freed: Mutex<Vec<(PageKey, Handle)>>,
     live: Mutex<Option<Vec<Handle>>>,
 }
 
 impl LateStore {
-    /// Nothing is there yet.
+    /// With no store yet.
     pub const fn new() -> Self {
         Self { store: OnceLock::new(), freed: Mutex::new(Vec::new()), live: Mutex::new(None) }
     }
 
-    /// The store is there, and has in it all that the words named when this one was made.
+    /// The store is there. It contains all pages that the words named when this one was made.
     pub fn arrive(&self, store: Arc<dyn Store>) {
         let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
         for (key, handle) in std::mem::take(&mut *freed) {
             store.free(key, handle);
         }
-        // With the lock, so that nobody notes anything more.
+        // With the lock, so that no other thread notes anything more.
         let _ = self.store.set(store);
     }
 
-    /// What the words name in it, for a sweep before it arrives; nothing if the words were not read.
+    /// The pages that the words name in it, for a sweep before it arrives; none if the words were not read.
     pub fn take_live(&self) -> Option<Vec<Handle>> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -204,7 +204,7 @@ impl Store for LateStore {
         }
     }
 
-    /// Before it is there, this is for whoever opens it: see [`LateStore::take_live`].
+    /// Before the store is there, these are for the code that opens it: see [`LateStore::take_live`].
     fn recover(&self, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> io::Result<Recovered> {
         if let Some(store) = self.store() {
             return store.recover(live);
@@ -228,7 +228,7 @@ impl Store for LateStore {
         self.store().is_some_and(|store| store.is_short())
     }
 
-    /// Before it is there it may be swept, for what words named when this one was made.
+    /// Before the store is there it may be swept, for pages that words named when this one was made.
     fn must_recover(&self) -> bool {
         self.store().is_none_or(|store| store.must_recover())
     }

@@ -1,6 +1,6 @@
 //! Where the memory of a VM is: by its counters, by its words, and page by page.
 //!
-//! Before: the ledger booked what moved. After: the API and the policies know how much is resident, far, zero,
+//! Before: the ledger booked every move. After: the API and the policies know how much is resident, far, zero,
 //! untouched, lost.
 //! Threads: any. Units: pages. Promise: the parts sum to the whole.
 
@@ -17,19 +17,19 @@ use crate::vm::region::Region;
 use crate::vm::stats::Counter;
 use ballast_page::page_state::State;
 
-/// Counting pages rests this many times as long as it took.
+/// After counting pages it rests this many times as long as the count took.
 const SHARE: u32 = 20;
 
 impl Vm {
-    /// How many pages readahead may bring in: half of the credits, because others fault, too.
+    /// How many pages readahead may restore: half of the credits, because other threads fault, too.
     pub(crate) fn readahead_credits(&self) -> u64 {
         let unlimited = || if self.mail.over_limit.load(Ordering::Relaxed) { 0 } else { u64::MAX };
         self.mail.throttle.credits().map_or_else(unlimited, |credits| credits / 2)
     }
 
-    /// DRAM its regions use. Where they have all of a file, that is what the file uses: the kernel knows it at once,
-    /// and reclaim asks in every round. Of a file that others have a part of, the extents are counted, for at most
-    /// [`SHARE`] of a CPU; in between, what the file as a whole has gained or lost is taken for theirs.
+    /// DRAM that its regions use. Where they have all of a file, that is what the file uses: the kernel knows it at
+    /// once, and reclaim asks in every round. If others have a part of the file, the extents are counted, for at most
+    /// [`SHARE`] of a CPU; in between, the change of the file as a whole is attributed to these regions.
     pub fn resident(&self) -> io::Result<PageCount> {
         let regions: Vec<_> = self.regions().into_iter().filter(|region| !region.is_removed()).collect();
         let (mut seen, mut pages) = (HashSet::new(), PageCount(0));
@@ -59,7 +59,7 @@ impl Vm {
         Ok(pages)
     }
 
-    /// Where its memory is, by the counters.
+    /// How its memory is divided, by the counters.
     pub fn memory_breakdown(&self) -> MemoryBreakdown {
         let stats = self.stats();
         let [far, zero, poisoned] = [Counter::Far, Counter::Zero, Counter::Poisoned].map(|gauge| stats.get(gauge));
@@ -67,7 +67,7 @@ impl Vm {
         MemoryBreakdown::divide(self.size(), [far, zero, poisoned].map(PageCount), resident)
     }
 
-    /// Where a region's is, by its words.
+    /// How a region's memory is divided, by its words.
     pub fn memory_breakdown_of(&self, region: &Region) -> io::Result<MemoryBreakdown> {
         let states = self.count_states(region)?;
         let [far, restoring, zero, poisoned] =
@@ -130,15 +130,15 @@ pub struct MemoryBreakdown {
 }
 
 impl MemoryBreakdown {
-    /// Nothing is known of it but its size.
+    /// With everything unknown but the size.
     pub fn uncounted(size: PageCount) -> Self {
         Self { size: size.bytes(), untouched: size.bytes(), ..Self::default() }
     }
 
     fn divide(size: PageCount, [far, zero, poisoned]: [PageCount; 3], resident: PageCount) -> Self {
         let mut left = size.bytes();
-        // A page that is counted twice while it moves shrinks what is counted later, never the sum. What is in DRAM is
-        // measured and comes first.
+        // A page that is counted twice while it moves shrinks the parts that are counted later, never the sum. The DRAM
+        // part is measured and comes first.
         let [resident, far, zero, poisoned] = [resident, far, zero, poisoned].map(|part| {
             let taken = part.bytes().min(left);
             left = Bytes(left.0 - taken.0);

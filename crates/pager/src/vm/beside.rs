@@ -1,9 +1,9 @@
-//! Beside: the stores of a VM that two engines have for a moment, while it moves from one to the other.
+//! Beside: the stores of a VM that two engines serve for a moment, while it moves from one to the other.
 //!
-//! Before: the other engine serves faults and does nothing else, so that no word comes to name a store. After: stores
-//! whose engines know in their own memory what words name (a group's, a cluster's) know it here.
-//! Threads: the VM's worker, beside fault workers of both engines, which free what they bring back.
-//! Promise: reads words only. What words name can only become less meanwhile, so what was read names all that there is.
+//! Before: the other engine serves faults and does nothing else, so that no word starts to name a store. After: stores
+//! whose engines keep in their own memory what words name (a group's, a cluster's) know it here.
+//! Threads: the VM's worker, beside fault workers of both engines, which free the copies of restored pages.
+//! Promise: it reads words only. The set of named copies can only shrink meanwhile, so the set read contains it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,7 +16,7 @@ use crate::tier::stores::Tier;
 use ballast_page::copies::live_handle;
 
 impl Vm {
-    /// Use the stores from now on, as another engine does that serves faults and nothing else.
+    /// Uses the stores from now on, beside another engine that serves faults and nothing else.
     ///
     /// # Errors
     /// Words could not be read.
@@ -24,13 +24,14 @@ impl Vm {
         self.tell_stores(|tier, live| tier.store.follow(&mut live.iter()))
     }
 
-    /// That engine has closed the VM: the stores are this one's. Before [`Vm::start`], which may put pages into them.
+    /// That engine has closed the VM: the stores are this one's. Call it before [`Vm::start`], which may put pages into
+    /// them.
     ///
     /// # Errors
     /// Words could not be read.
     pub fn own_stores(&self) -> io::Result<()> {
         self.tell_stores(|tier, live| tier.store.own(&mut live.iter()))?;
-        // What that engine has freed is not charged any more.
+        // Copies that the other engine has freed are not charged any more.
         for tier in self.stores.tiers() {
             tier.store.usage();
         }
@@ -47,7 +48,7 @@ impl Vm {
         Ok(())
     }
 
-    /// What words name, by the number of the store.
+    /// The copies that words name, by the number of the store.
     fn named(&self) -> io::Result<BTreeMap<u8, LiveCopies>> {
         let mut live = BTreeMap::<u8, LiveCopies>::new();
         for (region, record) in self.regions().into_iter().zip(self.state.regions()) {

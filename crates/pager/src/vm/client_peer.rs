@@ -1,8 +1,8 @@
 //! The peer that is our client: a thread in the process, on the other end of the control socket.
 //!
 //! Before: the keeper hands over the socket. After: the client zaps, forwards discards, and stops the VM if it must.
-//! Threads: any; zaps of several workers are told apart by sequence numbers.
-//! Promise: a zap that is not acknowledged in time is an error. What the client kept is said.
+//! Threads: any; sequence numbers tell zaps of several workers apart.
+//! Promise: a zap that is not acknowledged in time is an error. Parts that the client did not zap are reported.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -17,18 +17,18 @@ use ballast_sys::scm;
 use super::peer::{Heard, Peer, Zap};
 use crate::run::pool::{Notifier, blocking};
 
-/// How long a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM takes for ever.
+/// Most time a client may take to acknowledge a zap. A zap takes microseconds; a stopped VMM never acknowledges.
 const ZAP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a client has answered to a zap: which parts it left alone, or an errno.
+/// A client's reply to a zap: the parts it left alone, or an errno.
 type Zapped = Result<Vec<wire::Range>, i32>;
 
-/// See above.
+/// The client of one process.
 #[derive(Debug)]
 pub struct ClientPeer {
     control: OwnedFd,
     next_seq: AtomicU64,
-    /// Zaps under way: `None` until answered; then which ranges were not zapped.
+    /// Zaps under way: `None` until the reply; then which ranges were not zapped.
     zaps: Mutex<HashMap<u64, Option<Zapped>>>,
     answered: Condvar,
     on_answer: Notifier,
@@ -40,7 +40,7 @@ pub struct ClientPeer {
 struct Asked {
     peer: Arc<ClientPeer>,
     rest: VecDeque<Vec<wire::Range>>,
-    /// The part that was sent, and until when the client may answer it.
+    /// The part that was sent, and the latest time for its reply.
     awaited: Option<(u64, Instant)>,
     kept: Vec<wire::Range>,
 }
@@ -59,7 +59,8 @@ impl ClientPeer {
         }
     }
 
-    /// Tell the client something. Never waits: a client that does not read its socket fails its own VM's requests only.
+    /// Sends a message to the client. Never waits: if a client does not read its socket, only its own VM's requests
+    /// fail.
     fn tell(&self, message: &EngineToClient) -> io::Result<()> {
         scm::try_send(&self.control, &wire::encode(message))
     }
@@ -71,7 +72,7 @@ impl ClientPeer {
         Ok(zap)
     }
 
-    /// Take the client's answer to a zap. One meant for an earlier engine is not known here and is ignored.
+    /// Takes the client's reply to a zap. A reply to an earlier engine is not known here and is ignored.
     fn zapped(&self, seq: u64, answer: Zapped) {
         if let Some(slot) = self.zaps.lock().expect("no panic while held").get_mut(&seq) {
             *slot = Some(answer);
@@ -124,7 +125,7 @@ impl Peer for ClientPeer {
         let bytes = match scm::try_receive_bytes(&self.control) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return Ok(Heard::Gone),
-            // The client took its message back, or another process has the other end and took it.
+            // The client took its message back, or another process with the other end took it.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Heard::Nothing),
             Err(error) if error.kind() == io::ErrorKind::InvalidData => return Ok(Heard::Nonsense(error.to_string())),
             Err(error) => return Err(error),
@@ -157,7 +158,7 @@ impl Peer for ClientPeer {
         self.disconnected.load(Ordering::Acquire)
     }
 
-    /// The keeper sees it, by the end of the attach socket.
+    /// The keeper sees the end, by the attach socket.
     fn has_ended(&self) -> bool {
         false
     }
@@ -187,7 +188,7 @@ impl Zap for Asked {
 }
 
 impl Asked {
-    /// Ask for the next part, if one is left.
+    /// Asks for the next part, if one is left.
     fn send_next(&mut self, now: Instant) -> io::Result<()> {
         self.awaited = None;
         let Some(ranges) = self.rest.pop_front() else { return Ok(()) };

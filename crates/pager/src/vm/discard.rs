@@ -1,8 +1,8 @@
-//! What the VMM gives up: a balloon, free page reporting, an unplug.
+//! Discards of the VMM: a balloon, free page reporting, an unplug.
 //!
 //! Before: a client asks, and waits. After: far copies and memory are gone, and the next touch reads zeros.
-//! Threads: any; an unplug keeps out all who move pages. Promise: nothing that was not asked for is discarded: ends
-//! are rounded inward.
+//! Threads: any; an unplug excludes all threads that move pages. Promise: it discards only what was asked for: ends are
+//! rounded inward.
 
 use std::io;
 
@@ -18,8 +18,8 @@ use ballast_page::discard::discard;
 use ballast_page::memory::Mapped;
 
 impl Vm {
-    /// The VMM frees these ranges: drop far copies and memory. Addresses are those of `view`; ranges outside the VM's
-    /// RAM are ignored, ends are rounded inward to whole granules as the kernel's punch would.
+    /// The VMM frees these ranges: drops far copies and memory. Addresses are those of `view`. Ranges outside the VM's
+    /// RAM are ignored; ends are rounded inward to whole granules, as the kernel's punch would.
     pub fn discard(&self, view: &View, ranges: &[wire::Range]) -> io::Result<()> {
         let _layout = self.layout();
         for (start, len) in ranges {
@@ -41,7 +41,7 @@ impl Vm {
             memories.try_for_each(|memory| {
                 loop {
                     let filled = memory.install_zero(page)?;
-                    // Another view may have filled the hole already; then this one's mark gives way to that page.
+                    // Another view may have filled the hole already; then this view's mark is replaced by that page.
                     let there = filled == FillOutcome::AlreadyThere;
                     match if there { memory.map(page)? } else { filled } {
                         // The address space changes, or memory is short, for a moment.
@@ -54,11 +54,11 @@ impl Vm {
         let mut not_healed = None;
         for first in pages.step_by(BATCH) {
             if self.is_stopping() {
-                // A range of terabytes takes minutes, and the thread that ends this VM waits.
+                // A range of terabytes takes minutes, and the thread that ends this VM waits for it.
                 return Err(io::ErrorKind::Interrupted.into());
             }
             let run = PageRange::of(first, BATCH).before(pages.end());
-            // A punch tears what is mapped huge. Nothing waits for the discard of what has not been punched.
+            // A punch splits huge mappings. Nothing waits for the discard of pages that were not punched.
             region.units().disturb(run, std::thread::yield_now);
             let granule_of = |page| region.granule(page);
             let pause = || {
@@ -73,12 +73,12 @@ impl Vm {
         not_healed.map_or(Ok(()), Err)
     }
 
-    /// RAM is about to be unplugged: forget its far pages.
+    /// RAM is about to be unplugged: forgets its far pages.
     pub fn remove_region(&self, view: &View, start: Hva) -> io::Result<Option<u32>> {
         let _layout = self.memory.change_layout();
         let Some(number) = view.remove_span(start) else { return Ok(None) };
         if self.views().iter().any(|other| other.base(number).is_some()) {
-            // Only this process is done with it.
+            // Only this process has unplugged it.
             return Ok(None);
         }
         if let Some(region) = self.region(number) {

@@ -1,6 +1,6 @@
 //! Discards that clients asked for, until they are carried out.
 //!
-//! Before: a client asked, and waits. After: the discard worker has carried it out, and answered.
+//! Before: a client asked, and waits. After: the discard worker has carried it out, and replied.
 //! Threads: any. Promise: a client has one under way at a time: no more is read from it meanwhile.
 
 use std::collections::VecDeque;
@@ -21,16 +21,16 @@ pub(crate) struct Asked {
     pub then: crate::run::listener::Rearm,
 }
 
-/// See above.
+/// The discards of one VM.
 #[derive(Debug, Default)]
 pub(crate) struct Discards {
     asked: Mutex<VecDeque<Asked>>,
-    /// Of the discard worker.
+    /// Notifies the discard worker.
     pub notifier: Notifier,
 }
 
 impl Discards {
-    /// Have this carried out.
+    /// Has this one carried out.
     pub fn push(&self, asked: Asked) {
         self.asked.lock().expect("no panic while held").push_back(asked);
         self.notifier.notify();

@@ -1,9 +1,9 @@
-//! Inspect: could this program serve a VM that another engine serves at this moment?
+//! Inspect: tells whether this program could serve a VM that another engine serves at this moment.
 //!
-//! Before: an engine of this program is to follow one that runs. After: nothing has changed; it is known that recovery
-//! would understand every word, or which it would not.
+//! Before: an engine of this program is to follow a running one. After: nothing has changed, and it is known whether
+//! recovery would understand every word, or which one it would not.
 //! Threads: any, beside the workers of the other engine, which change words all the time.
-//! Promise: reads only, with `pread`, through a descriptor that cannot write.
+//! Promise: it only reads, with `pread`, through a descriptor that cannot write.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,22 +16,22 @@ use ballast_sys::memfd;
 /// Words read at once.
 const PIECE: u64 = 64 * PAGE_SIZE as u64 / 8;
 
-/// What was seen. While another engine serves the VM, numbers are of no one moment.
+/// What was seen. While another engine serves the VM, the numbers are not of one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Inspected {
     /// Words that were ever written.
     pub words: u64,
     /// Pages in stores.
     pub far: u64,
-    /// Pages on their way somewhere: what the other engine leaves half done if it dies now.
+    /// Pages on their way: what the other engine leaves half done if it dies now.
     pub moving: u64,
 }
 
-/// Look at all words of a VM whose copies are in stores of these numbers.
+/// Reads all words of a VM whose copies are in stores of these numbers.
 ///
 /// # Errors
-/// There is a word that this program does not understand, or a page in a store that the VM does not have, named with
-/// its region and page; or words could not be read.
+/// A word that this program does not understand, or a page in a store that the VM does not have, named with its region
+/// and page; or words could not be read.
 pub fn inspect(state: &StateFile, stores: &[u8]) -> Result<Inspected, StateError> {
     let file = memfd::reopen(state.fd(), false)?;
     let mut seen = Inspected::default();

@@ -84,7 +84,7 @@ impl Ledger<'_> {
         }
     }
 
-    /// A granule was brought in, or that was tried: what counts whether a thread waits for it or not.
+    /// A granule was brought in, or a try failed: books what counts whether a thread waits for it or not.
     pub fn brought_in(self, region: &Region, page: PageIdx, outcome: &Outcome) {
         let (stats, pages) = (self.vm.stats(), region.granule_pages());
         if let Some(moved) = outcome.moved {
@@ -120,7 +120,7 @@ impl Ledger<'_> {
         self.vm.stats().add(Counter::Prefetched, moves.len() as u64);
     }
 
-    /// Neighbouring granules were restored, from `first` on. Returns how long they had been away, all together.
+    /// Neighbouring granules were restored, from `first` on. Returns the sum of their refault intervals.
     fn refaulted(self, region: &Region, first: PageIdx, moves: &[Move]) -> Duration {
         let (now_ms, mut away_ms, mut back_milli_hz) = (interval::now_ms(), 0, 0);
         for (at, moved) in moves.iter().enumerate() {
@@ -149,7 +149,7 @@ impl Ledger<'_> {
         self.vm.mail.throttle.went(evicted.far + evicted.zero);
     }
 
-    /// Pages were given up by the VMM.
+    /// The VMM gave pages up.
     pub fn discarded(self, discarded: &Discarded) {
         self.vm.stats().add(Counter::Discarded, discarded.counts.iter().sum());
         for state in State::ALL {
@@ -157,7 +157,7 @@ impl Ledger<'_> {
         }
     }
 
-    /// Report what operators should know: a page was lost, or another process filled its hole.
+    /// Reports events for operators: a page was lost, or another process filled its hole.
     fn report(self, served: Served, region: u32, page: PageIdx) {
         match served {
             Served::Poisoned { newly: true } => {
@@ -169,7 +169,7 @@ impl Ledger<'_> {
                 self.vm.report("memory-error", format!("{text} page {page} of region {region}"));
             }
             Served::Filled { zeros } => {
-                // At the 1st, 2nd, 4th, 8th ... time.
+                // Reported at the 1st, 2nd, 4th, 8th ... time.
                 let times = self.vm.filled.fetch_add(1, Ordering::Relaxed) + 1;
                 if times.is_power_of_two() {
                     let found = match zeros {

@@ -1,8 +1,8 @@
-//! The life of what works for a VM: its tasks, its userfaultfds that are served, clients listened to, and whether they
-//! are to end.
+//! The lifecycle of a VM's workers: its tasks, its userfaultfds that are served, its clients that are listened to, and
+//! whether they are to end.
 //!
 //! Before: the VM is open. After: all of them have ended. Threads: any.
-//! Promise: whoever waits here waits for visits that are under way, and for nothing else.
+//! Promise: a wait here is for visits that are under way, and for nothing else.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -13,11 +13,11 @@ use crate::run::queue::GroupId;
 use crate::run::servers::Served;
 use crate::vm::view::View;
 
-/// See above.
+/// The workers of one VM, and whether they are to end.
 #[derive(Debug, Default)]
 pub(crate) struct Lifecycle {
     group: OnceLock<GroupId>,
-    /// Of tasks that serve faults.
+    /// The group of tasks that serve faults.
     serving: OnceLock<GroupId>,
     /// Clients, until they are gone.
     clients: Mutex<Vec<(Arc<View>, Watched)>>,
@@ -29,34 +29,34 @@ pub(crate) struct Lifecycle {
     has_slow: AtomicBool,
     /// Tasks are to end.
     is_stopping: AtomicBool,
-    /// And faults are to be served no more.
+    /// Faults are to be served no more.
     is_over: AtomicBool,
 }
 
 impl Lifecycle {
-    /// Where its tasks run, and as what.
+    /// The pool and group of its tasks.
     pub fn pool(&self) -> (Pool, GroupId) {
         let pool = Pool::of_process();
         (pool.clone(), *self.group.get_or_init(|| pool.add_group()))
     }
 
-    /// Where its tasks run that serve faults, and as what.
+    /// The pool and group of its tasks that serve faults.
     pub fn serving_pool(&self) -> (Pool, GroupId) {
         let pool = Pool::of_process();
         (pool.clone(), *self.serving.get_or_init(|| pool.add_group()))
     }
 
-    /// From now on faults on pages of slow stores are served. Returns whether they were not.
+    /// From now on faults on pages of slow stores are served. Returns whether they were not before.
     pub fn begins_slow(&self) -> bool {
         !self.has_slow.swap(true, Ordering::AcqRel)
     }
 
-    /// From now on discards are carried out. Returns whether they were not.
+    /// From now on discards are carried out. Returns whether they were not before.
     pub fn begins_discards(&self) -> bool {
         !self.has_discards.swap(true, Ordering::AcqRel)
     }
 
-    /// The client of this view is listened to.
+    /// Records that the client of this view is listened to.
     pub fn add_client(&self, view: Arc<View>, client: Watched) {
         self.clients.lock().expect("no panic while held").push((view, client));
     }
@@ -66,7 +66,7 @@ impl Lifecycle {
         self.clients.lock().expect("no panic while held").iter().any(|(known, _)| Arc::ptr_eq(known, view))
     }
 
-    /// Listen no more to those clients whose views these are.
+    /// Stops listening to the clients of these views.
     pub fn forget_clients(&self, which: impl Fn(&View) -> bool) {
         let mut clients = self.clients.lock().expect("no panic while held");
         let (gone, stay) = std::mem::take(&mut *clients).into_iter().partition(|(view, _)| which(view));
@@ -76,7 +76,7 @@ impl Lifecycle {
         let _: Vec<(Arc<View>, Watched)> = gone;
     }
 
-    /// Faults of this view are served.
+    /// Records that faults of this view are served.
     pub fn add_faults(&self, view: Arc<View>, served: Served) {
         let mut faults = self.faults.lock().expect("no panic while held");
         faults.retain(|(_, served)| !served.is_over());
@@ -89,13 +89,13 @@ impl Lifecycle {
         faults.iter().any(|(known, served)| Arc::ptr_eq(known, view) && !served.is_over())
     }
 
-    /// Serve no more faults of those views. Does not wait for those that are being served.
+    /// Stops serving faults of those views. Does not wait for those that are being served.
     pub fn forget_faults(&self, which: impl Fn(&View) -> bool) {
         let faults = self.faults.lock().expect("no panic while held").clone();
         faults.iter().filter(|(view, _)| which(view)).for_each(|(_, served)| served.close());
     }
 
-    /// Wait until no worker is at the faults that were forgotten.
+    /// Waits until no worker is at the faults that were forgotten.
     pub fn wait_for_faults(&self) {
         let faults = std::mem::take(&mut *self.faults.lock().expect("no panic while held"));
         faults.iter().for_each(|(_, served)| served.wait());
@@ -106,7 +106,7 @@ impl Lifecycle {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Everything is to end: tasks and the serving of faults.
+    /// Ends everything: tasks and the serving of faults.
     pub fn end(&self) {
         self.is_over.store(true, Ordering::Release);
         self.stop_tasks();
@@ -118,7 +118,7 @@ impl Lifecycle {
         self.is_stopping.load(Ordering::Acquire)
     }
 
-    /// Tasks are to end.
+    /// Ends the tasks.
     pub fn stop_tasks(&self) {
         self.is_stopping.store(true, Ordering::Release);
     }

@@ -1,8 +1,8 @@
-//! What the peer of a view says: answers to zaps, discards, its end.
+//! Messages of the peer of a view: replies to zaps, discards, its end.
 //!
 //! Before: [`Vm::add_view`] has the listener watch the peer's input. After: the peer or the engine is gone.
-//! Threads: the listener takes what is said; discards are carried out by a task of the VM. Units: ranges of the
-//! process's addresses.
+//! Threads: the listener takes messages; a task of the VM carries out discards. Units: ranges of the process's
+//! addresses.
 //! Promise: a message that makes no sense is reported and costs the VM nothing: its faults are served all the same.
 
 use std::os::fd::BorrowedFd;
@@ -72,16 +72,16 @@ pub(super) struct DiscardWorker {
 }
 
 impl DiscardWorker {
-    /// Of this VM.
+    /// The worker of this VM.
     pub fn new(vm: Arc<Vm>) -> Self {
         Self { vm, failed: 0 }
     }
 
-    /// Carry out one; returns when to look for another.
+    /// Carries out one; returns when to look for another.
     pub fn run(&mut self, _now: Instant) -> Next {
         let vm = &self.vm;
         if vm.is_stopping() {
-            // Not answered: whoever asked asks again, and the next engine carries it out.
+            // Not answered: the client asks again, and the next engine carries it out.
             while vm.mail.discards.pop().is_some() {}
             return Next::Done;
         }
@@ -92,13 +92,13 @@ impl DiscardWorker {
         }
         let error = discarded.err().map(|error| error.to_string());
         self.failed += u64::from(error.is_some());
-        // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on shall not push other events out.
+        // Reported at the 1st, 2nd, 4th, 8th ... time: a client that goes on must not push other events out.
         if let Some(error) = &error
             && self.failed.is_power_of_two()
         {
             vm.report("discard-failed", format!("Discarding memory for process {}: {error}", view.pid));
         }
-        // A client that does not read its answers repeats its question and gets another.
+        // A client that does not read its replies repeats its question and gets another reply.
         if let Err(error) = view.peer().discarded(seq, error) {
             tracing::warn!(vm = vm.state.name(), "Answering a discard of process {}: {error}", view.pid);
         }

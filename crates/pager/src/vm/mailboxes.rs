@@ -1,6 +1,6 @@
-//! What the workers of one VM tell each other.
+//! Mailboxes: messages between the workers of one VM.
 //!
-//! Before: a worker has something for another. After: that one finds it, or is notified.
+//! Before: a worker has a message for another. After: that worker finds it, or is notified.
 //! Threads: any. Promise: leaving a message never waits for its receiver.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::tier::slow_queue::SlowQueue;
 use crate::tier::spill_request::SpillRequest;
 use crate::vm::discards::Discards;
 
-/// Of a reclaim worker that does not rest; else it is one more than the bytes.
+/// The value while the reclaim worker does not rest; else it is one more than the bytes.
 const AWAKE: u64 = 0;
 
 /// | Mailbox | From | To |
@@ -41,8 +41,8 @@ pub(crate) struct Mailboxes {
     /// Was the VM above its limit when the reclaim worker last checked?
     pub over_limit: AtomicBool,
     pub spill: SpillRequest,
-    /// The reclaim worker looks rarely now: who brings a page in notifies it, and so does `growth` when the VM does not
-    /// hold this many bytes any more. [`AWAKE`] while it looks often.
+    /// While the reclaim worker looks rarely: a worker that brings a page in notifies it, and so does `growth` when the
+    /// VM no longer holds this many bytes. [`AWAKE`] while it looks often.
     rests_at: AtomicU64,
     pub reclaim: Notifier,
     pub track: Notifier,
@@ -50,7 +50,7 @@ pub(crate) struct Mailboxes {
 }
 
 impl Mailboxes {
-    /// A page came in.
+    /// Pages came in.
     pub fn came(&self, pages: u64) {
         self.throttle.came(pages);
         if self.rests_at.load(Ordering::Relaxed) != AWAKE {
@@ -68,7 +68,7 @@ impl Mailboxes {
         self.rests_at.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// The reclaim worker looks now, if it rests.
+    /// Makes the reclaim worker look now, if it rests.
     pub fn wake_from_rest(&self) {
         if self.rests_at.swap(AWAKE, Ordering::Relaxed) != AWAKE {
             self.reclaim.notify();

@@ -1,8 +1,8 @@
-//! The memory of one VM: its regions, the address spaces that map them, and who may change or register them.
+//! The memory of one VM: its regions, the address spaces that map them, and the locks to change or register them.
 //!
-//! Before: the state file names the regions, the keeper hands over processes. After: workers find what they move.
-//! Threads: any. Promise: while the layout is held, regions and views stay; while a registration is held, what the
-//! kernel has registered and what the flags of chunks say do not change.
+//! Before: the state file names the regions, the keeper hands over processes. After: workers find the pages they move.
+//! Threads: any. Promise: while the layout is held, regions and views stay; while a registration is held, the kernel's
+//! registrations and the flags of chunks do not change.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -16,36 +16,36 @@ use ballast_sys::memfd::FileId;
 use super::region::Region;
 use super::view::View;
 
-/// See above.
+/// Regions, views, and their locks.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     regions: RwLock<Vec<Arc<Region>>>,
     views: RwLock<Vec<Arc<View>>>,
-    /// Grows when a view is added: pages quarantined before are not known to be zapped in it.
+    /// Grows when a view is added: pages quarantined before may be mapped in it.
     generation: AtomicU64,
-    /// Held shared by all who move pages, exclusively to add a view or to unplug.
+    /// Held shared by all threads that move pages, exclusively to add a view or to unplug.
     layout: RwLock<()>,
-    /// Held to register memory with userfaultfd or to give it back.
+    /// Held to register memory with userfaultfd or to unregister it.
     registering: Mutex<()>,
-    /// What was counted of files that others have a part of.
+    /// Counts of files that others have a part of.
     counted: Mutex<HashMap<FileId, Counted>>,
 }
 
-/// What the regions used of a file when it was counted.
+/// A count of a file in part, and of all of it at that time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Counted {
-    /// Bytes of it that they had.
+    /// Bytes of the file that the regions had.
     pub ours: Bytes,
     /// DRAM that these used.
     pub found: PageCount,
     /// DRAM that the whole file used.
     pub whole: PageCount,
-    /// How long that is good enough.
+    /// Until when the count is good enough.
     pub until: Instant,
 }
 
 impl Counted {
-    /// What they use now, if the whole file uses so much; `None` if it must be counted anew.
+    /// What they use now, if the whole file uses `whole`; `None` if it must be counted anew.
     pub fn estimate(&self, ours: Bytes, whole: PageCount, now: Instant) -> Option<PageCount> {
         let grown = (self.found.0 + whole.0).saturating_sub(self.whole.0);
         (self.ours == ours && now < self.until).then(|| PageCount(grown.min(ours.pages_floor().0)))
@@ -63,7 +63,7 @@ impl Memory {
         self.regions.read().expect("no panic while held").get(number as usize).cloned()
     }
 
-    /// Add the region that `open` makes for the next number.
+    /// Adds the region that `open` makes for the next number.
     ///
     /// # Errors
     /// Those of `open`; then there is no new region.
@@ -74,8 +74,8 @@ impl Memory {
         Ok(number)
     }
 
-    /// Put this region in the place of the one with its number, which was unplugged: whoever still works with that one
-    /// has its files until then.
+    /// Replaces the unplugged region of the same number by this one. A thread that still works with the old one keeps
+    /// its files until it ends.
     pub fn replace_region(&self, region: Region) {
         let mut regions = self.regions.write().expect("no panic while held");
         if let Some(place) = regions.get_mut(region.number as usize) {
@@ -83,12 +83,12 @@ impl Memory {
         }
     }
 
-    /// What was last counted of a file.
+    /// The last count of a file.
     pub fn counted(&self, file: FileId) -> Option<Counted> {
         self.counted.lock().expect("no panic while held").get(&file).copied()
     }
 
-    /// It was counted again.
+    /// Records a new count.
     pub fn set_counted(&self, file: FileId, counted: Counted) {
         self.counted.lock().expect("no panic while held").insert(file, counted);
     }
@@ -98,13 +98,13 @@ impl Memory {
         self.views.read().expect("no panic while held").clone()
     }
 
-    /// Add a view.
+    /// Adds a view.
     pub fn add_view(&self, view: Arc<View>) {
         self.views.write().expect("no panic while held").push(view);
         self.next_generation();
     }
 
-    /// Close and forget the views of a process.
+    /// Closes and forgets the views of a process.
     pub fn remove_view(&self, pid: u32) {
         self.views.write().expect("no panic while held").retain(|view| {
             if view.pid == pid {
@@ -139,7 +139,7 @@ impl Memory {
         self.layout.write().expect("no panic while held")
     }
 
-    /// Held while chunks are registered or given back.
+    /// Held while chunks are registered or unregistered.
     pub fn registering(&self) -> MutexGuard<'_, ()> {
         self.registering.lock().expect("no panic while held")
     }

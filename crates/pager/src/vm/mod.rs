@@ -4,13 +4,13 @@
 //! Threads: the public methods may be called from any thread; [`Vm::start`] and [`Vm::add_view`] start the workers.
 //! Promise: no page is served before [`Vm::start`], and by then `recover` has mended what the last engine left.
 //!
-//! A VM is its memory (`memory`: regions, address spaces, registration) and mailboxes (`mailboxes`), and what it is
-//! told. What it does is in `workers` (its threads), `views` (who maps it, and what is registered), `discard`,
-//! `restore` (all pages back), `write_back` (into files that outlive the VM), `ledger` and `account` (what is counted).
+//! A VM is its memory (`memory`: regions, address spaces, registration), its mailboxes (`mailboxes`), and its settings.
+//! Its work is in `workers` (its threads), `views` (who maps it, and which chunks are registered), `discard`, `restore`
+//! (all pages back), `write_back` (into files that outlive the VM), `ledger` and `account` (the counters).
 //!
 //! # Lock order
 //!
-//! A thread that holds one of these takes only those below it. A lock that is not in the list is a leaf: nothing else
+//! A thread that holds one of these takes only those below it. A lock that is not in the list is a leaf: no other lock
 //! is taken under it.
 //!
 //! | | Lock | Held for |
@@ -23,10 +23,11 @@
 //! | 6 | the tracker of heat (`VmHeat`) | planning and absorbing a cycle, picking |
 //! | 7 | `Memory::regions` (while one is opened), `Kept`, `Pinned`, what cannot be read, spans of a view | looking up |
 //!
-//! A fault worker holds 3 and only *tries* 1. No worker waits for a page lock while it holds one but a discard, which
-//! takes them in ascending order; all others leave a page that they find locked, and come again. Nothing is held while
-//! a worker waits for a client's answer (`Peer::zap`) or for another worker. While a page is read from a disk, 1 is
-//! held shared if all pages are being brought back, and `View::serving_from_disk` by slow workers, for which no other
+//! A fault worker holds 3 and only *tries* 1. Only a discard waits for a page lock while it holds one, and takes them
+//! in ascending order; all others leave a page that they find locked, and try again later. No lock is held while a
+//! worker waits for a client's reply (`Peer::zap`) or for another worker. While a page is read from a disk, 1 is held
+//! shared if all pages are being brought back; slow workers hold `View::serving_from_disk`, for which no other fault
+//! waits.
 //! fault waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -94,9 +95,9 @@ pub enum Hold {
     Orphaned,
     /// An operator wants all of it in memory.
     Kept,
-    /// khugepaged may put zeros in the place of what is far.
+    /// khugepaged may put zeros in the place of far pages.
     HugePages,
-    /// A process maps it in which nothing can be unmapped.
+    /// A process maps it in which nothing can be zapped.
     NoZap,
 }
 
@@ -107,21 +108,21 @@ impl Hold {
 /// Something an operator should know.
 pub type Reporter = Arc<dyn Fn(&str, String) + Send + Sync>;
 
-/// Everything about one VM that its workers share.
+/// The state of one VM that its workers share.
 pub struct Vm {
-    /// What outlives this engine.
+    /// The part that outlives this engine.
     pub state: StateFile,
-    /// Where its far pages sleep.
+    /// The stores of its far pages.
     pub stores: Stores,
     /// Settings.
     pub tuning: Tuning,
     /// Stall averages.
     pub pressure: Pressure,
-    /// Who is hot.
+    /// Which memory is hot.
     pub heat: Arc<VmHeat>,
     /// Regions, address spaces, registration.
     pub(crate) memory: Memory,
-    /// What its workers tell each other.
+    /// Messages between its workers.
     pub(crate) mail: Mailboxes,
     life: Lifecycle,
     epoch: u64,
@@ -135,9 +136,9 @@ pub struct Vm {
     holds: Mutex<[Option<String>; Hold::COUNT]>,
     /// May something write to its memory without faulting, for a while?
     may_pin: AtomicBool,
-    /// Whether it can be known who holds a page.
+    /// The pin check of the host.
     pub(crate) pins: Arc<Pins>,
-    /// Pages that are held.
+    /// Pages that are pinned.
     pub pinned: Pinned,
     /// Far pages whose hole in the file another process had filled.
     filled: AtomicU64,
@@ -151,7 +152,7 @@ impl std::fmt::Debug for Vm {
 }
 
 impl Vm {
-    /// A VM without workers yet. `epoch` is what [`StateFile::take_over`] returned.
+    /// A VM without workers. `epoch` is what [`StateFile::take_over`] returned.
     pub fn new(state: StateFile, epoch: u64, stores: Stores, tuning: Tuning, report: Reporter) -> Self {
         let pressure = Pressure::new(Stats::of(&state));
         stores.tell(&report);
@@ -188,13 +189,13 @@ impl Vm {
         Stats::of(&self.state)
     }
 
-    /// Tell operators something; also logged.
+    /// Tells operators something; also logged.
     pub fn report(&self, kind: &str, message: String) {
         tracing::warn!(vm = self.state.name(), kind, "{message}");
         (self.report)(kind, message);
     }
 
-    /// Who tells operators.
+    /// The function that tells operators.
     pub fn reporter(&self) -> Reporter {
         self.report.clone()
     }
@@ -219,7 +220,7 @@ impl Vm {
         self.memory.views()
     }
 
-    /// Open the next region of the state file; they must come in order, each with its files among these.
+    /// Opens the next region of the state file; they must come in order, each with its files among these.
     pub fn open_region(&self, files: &[RamFile]) -> Result<u32, StateError> {
         self.memory.add_region(|number| {
             let records = self.state.regions();
@@ -237,21 +238,21 @@ impl Vm {
         Ok(Region::new((self.state.id(), self.stores.not_near()), number, record, files, table)?)
     }
 
-    /// Have no file of a region that was unplugged any more: its memory may be the pool's, which asks the kernel
-    /// whether anybody has the file.
+    /// Closes the files of a region that was unplugged: its memory may be the pool's, which asks the kernel whether
+    /// anybody has the file.
     fn close_files(&self, number: u32) -> Result<(), StateError> {
         let Some(record) = self.state.regions().into_iter().nth(number as usize) else { return Ok(()) };
         self.memory.replace_region(self.open_record(number, &record, &[])?);
         Ok(())
     }
 
-    /// Stop reclaiming, for this reason; `None` takes this kind of reason back.
+    /// Stops reclaiming, for this reason; `None` takes this kind of reason back.
     pub fn hold(&self, kind: Hold, reason: Option<String>) {
         self.holds.lock().expect("no panic while held")[kind as usize] = reason;
         self.notify_reclaim();
     }
 
-    /// Why nothing is reclaimed now, if so.
+    /// Why nothing is reclaimed now, if that is so.
     pub fn held(&self) -> Option<String> {
         self.holds.lock().expect("no panic while held").iter().flatten().next().cloned()
     }
@@ -261,7 +262,7 @@ impl Vm {
         self.holds.lock().expect("no panic while held")[kind as usize].is_some()
     }
 
-    /// Its weight from now on, where faults of several VMs wait for a worker; 1000 is the usual one.
+    /// Sets its weight where faults of several VMs wait for a worker; 1000 is the usual one.
     pub fn set_shares(&self, shares: u32) {
         self.shares.store(shares, Ordering::Relaxed);
     }
@@ -270,13 +271,13 @@ impl Vm {
         self.shares.load(Ordering::Relaxed)
     }
 
-    /// When to find out who is hot, from now on.
+    /// Sets when to track which memory is hot.
     pub fn set_track(&self, track: Track) {
         self.track.store(track as u8, Ordering::Release);
         self.mail.track.notify();
     }
 
-    /// When to find out who is hot.
+    /// When to track which memory is hot.
     pub fn track(&self) -> Track {
         match self.track.load(Ordering::Acquire) {
             track if track == Track::Off as u8 => Track::Off,
@@ -290,7 +291,7 @@ impl Vm {
         let wanted = match self.track() {
             Track::Off => false,
             Track::On => true,
-            // Over its limit a VM loses whatever it has, and the CPU is reclaim's.
+            // Over its limit a VM loses any page it has, and reclaim needs the CPU.
             Track::Auto => self.effective_limit().is_some() && !self.mail.over_limit.load(Ordering::Relaxed),
         };
         wanted && !self.is_stopping() && self.held().is_none()
@@ -301,21 +302,20 @@ impl Vm {
         self.is_held_for(Hold::Pinned)
     }
 
-    /// From now on a device or the kernel may write to pages it looked up before they were zapped. When this returns,
-    /// no page is evicted any more that was not zapped for the full quarantine time.
+    /// From now on a device or the kernel may write to pages that it looked up before they were zapped. After this
+    /// returns, no page is evicted that was not zapped for the full quarantine time.
     pub fn set_may_pin(&self) {
         self.may_pin.store(true, Ordering::Release);
         drop(self.memory.change_layout());
     }
 
-    /// May something, so that even above its limit T is no shorter?
+    /// Returns whether something may pin pages, so that T is no shorter even above its limit.
     pub(crate) fn may_pin(&self) -> bool {
         self.may_pin.load(Ordering::Acquire)
     }
 
-    /// How long a page must have been zapped before it may go, now: T, or what direct reclaim would rather have where T
-    /// is no safety matter, because nothing holds pages of this VM or because it is asked of each whether anything
-    /// does.
+    /// How long a page must have been zapped before it may be evicted: T, or the shorter time of direct reclaim. The
+    /// shorter one is safe if nothing pins pages of this VM, or if each page is checked for pins.
     pub(crate) fn quarantine(&self, direct: Option<Duration>, is_asked: bool) -> Duration {
         let direct = direct.filter(|_| is_asked || !self.may_pin());
         direct.map_or(self.tuning.quarantine, |direct| direct.min(self.tuning.quarantine))
@@ -336,7 +336,7 @@ impl Vm {
         self.memory.try_layout()
     }
 
-    /// Have what was said of the VM to its last opening by this engine. Before [`Vm::start`].
+    /// Takes over what this engine was told of the VM at its last opening. Call it before [`Vm::start`].
     pub fn take_after(&self, last: &Self) {
         *self.holds.lock().expect("no panic while held") = last.holds.lock().expect("no panic while held").clone();
         self.may_pin.store(last.may_pin(), Ordering::Release);
@@ -347,13 +347,13 @@ impl Vm {
         }
     }
 
-    /// Pages of its state file that memory errors have cost since it was opened: it must be opened anew, which mends
-    /// what can be.
+    /// Pages of its state file that memory errors have cost since it was opened. The VM must then be opened anew, which
+    /// mends what can be mended.
     pub fn lost(&self) -> u64 {
         self.state.lost() + self.regions().iter().map(|region| region.lost()).sum::<u64>()
     }
 
-    /// What was lost of it that nobody was told of, in words.
+    /// Losses that nobody was told of, in words.
     pub fn losses(&self) -> Vec<String> {
         let header = self.state.losses();
         let what = |offset: &u64| match *offset {
@@ -369,7 +369,7 @@ impl Vm {
         PageCount(self.regions().iter().map(|region| region.pages().0).sum())
     }
 
-    /// Have every process stop its VM, because its memory cannot be kept right.
+    /// Has every process stop its VM, because its memory cannot be kept right.
     pub fn fail_stop(&self, reason: &str) {
         // The first reason led to the others.
         let _ = self.halted.set(reason.to_owned());
@@ -385,7 +385,7 @@ impl Vm {
         self.halted.get().map(String::as_str)
     }
 
-    /// The cap that holds, the operator's or the control loop's, if it is less than the VM's size.
+    /// The limit that holds, the operator's or the control loop's, if it is less than the VM's size.
     pub fn effective_limit(&self) -> Option<Bytes> {
         let caps = [self.state.limit(), self.state.target()];
         caps.into_iter().flatten().min().filter(|limit| *limit < self.size().bytes())

@@ -1,12 +1,12 @@
-//! The peer of a view: who acts for us in its process, and how the process's end is seen.
+//! The peer of a view: acts for the engine in the view's process, and tells when the process ends.
 //!
-//! Before: whoever hands over a view says of what kind its peer is. After: page-table entries are dropped when reclaim
-//! asks, where the peer can; the VM is told what it must know, and hears what the peer says.
+//! Before: the caller that adds a view says of what kind its peer is. After: page-table entries are dropped when
+//! reclaim asks, if the peer can; the VM is told what it must know, and hears the peer's messages.
 //! Threads: any. Units: ranges of the process's addresses.
-//! Promise: a peer that cannot zap says so before any page of its process is put out. Nothing else of the pager knows
+//! Promise: a peer that cannot zap says so before any page of its process is evicted. No other part of the pager knows
 //! of what kind a peer is: a view's faults are served through its userfaultfds alone.
 //!
-//! There are two kinds: a process that runs our client (`client_peer`), and one that runs nothing of ours
+//! There are two kinds: a process that runs our client (`client_peer`), and one that runs no code of ours
 //! (`process_peer`).
 
 use std::fmt::Debug;
@@ -19,13 +19,12 @@ use ballast_base::wire::Range;
 
 use crate::run::pool::Notifier;
 
-/// See above.
+/// Acts for the engine in one process.
 pub trait Peer: Debug + Send + Sync {
-    /// Why nothing can be zapped in its process; `None` if it can be.
+    /// Why it cannot zap in its process; `None` if it can.
     fn cannot_zap(&self) -> Option<String>;
 
-    /// Have the page-table entries of these ranges dropped; the result is to be polled when [`Peer::on_answer`] is
-    /// notified.
+    /// Has the page-table entries of these ranges dropped; poll the result when [`Peer::on_answer`] is notified.
     ///
     /// # Errors
     /// The peer cannot be asked. Some ranges may have been zapped, which is harmless.
@@ -37,40 +36,40 @@ pub trait Peer: Debug + Send + Sync {
     /// As above; or the answer is an error, or late, or the process is gone.
     fn zap(self: Arc<Self>, ranges: &[Range]) -> io::Result<Vec<Range>>;
 
-    /// What is notified when a zap has been answered, or the process is gone.
+    /// Notified when a zap has been answered, or the process is gone.
     fn on_answer(&self) -> &Notifier;
 
-    /// Nobody hears the peer any more: those that wait for its answers do so no longer.
+    /// Nobody listens to the peer any more: threads that wait for its replies return.
     fn give_up_zaps(&self);
 
-    /// What is readable when there is something to hear; always the same.
+    /// Readable when there is a message; always the same.
     fn input(&self) -> BorrowedFd<'_>;
 
-    /// What it has said, or that it is gone. Does not wait.
+    /// Its next message, or that it is gone. Does not wait.
     ///
     /// # Errors
     /// It cannot be heard any more.
     fn hear(&self) -> io::Result<Heard>;
 
-    /// The discard with this number was carried out, or why it was not.
+    /// Tells it that the discard with this number was carried out, or why it was not.
     ///
     /// # Errors
     /// It cannot be told.
     fn discarded(&self, seq: u64, error: Option<String>) -> io::Result<()>;
 
-    /// Have the VM stopped: its memory cannot be kept right.
+    /// Has the VM stopped: its memory cannot be kept right.
     ///
     /// # Errors
     /// It runs on.
     fn stop_vm(&self, reason: &str) -> io::Result<()>;
 
-    /// It is gone, or is to be taken for gone: no thread need wait for an answer any more.
+    /// It is gone, or is to be treated as gone: no thread need wait for a reply any more.
     fn disconnect(&self);
 
     /// Has it gone?
     fn is_disconnected(&self) -> bool;
 
-    /// Is it known from here, without a keeper's word, that the process has ended?
+    /// Does the engine know, without the keeper's word, that the process has ended?
     fn has_ended(&self) -> bool;
 }
 
@@ -86,16 +85,16 @@ pub trait Zap: Debug + Send {
     fn until(&self) -> Option<Instant>;
 }
 
-/// What a peer has said.
+/// A message of a peer.
 #[derive(Debug)]
 pub enum Heard {
     /// Nothing for the VM.
     Nothing,
     /// Memory is about to be freed; the peer waits for [`Peer::discarded`].
     Discard {
-        /// To be repeated.
+        /// The number to be repeated.
         seq: u64,
-        /// Which.
+        /// The memory.
         ranges: Vec<Range>,
     },
     /// Something that makes no sense.

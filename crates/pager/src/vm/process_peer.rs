@@ -1,11 +1,11 @@
 //! The peer that is a process and no more: we have its userfaultfds and RAM files, and no thread of ours runs there.
 //!
 //! Before: a VMM hands its memory to a manager of its own accord (Cloud Hypervisor's hand-off), or the engine maps RAM
-//! itself. After: its faults are served as everybody's; what it maps stays resident.
+//! itself. After: its faults are served as any other's; the RAM that it maps stays resident.
 //! Threads: any.
-//! Promise: nothing is zapped, because the kernel lets nobody drop another process's page-table entries of shared
-//! memory (`process_madvise` with `MADV_DONTNEED` is for one's own). So no page that it maps goes far, and the VM
-//! says why. Its end is seen by its pidfd, whoever else holds its descriptors.
+//! Promise: nothing is zapped, because the kernel lets no process drop another one's page-table entries of shared
+//! memory (`process_madvise` with `MADV_DONTNEED` works on one's own). So no page that it maps goes far, and the VM
+//! says why. Its end is seen by its pidfd, even if others hold its descriptors.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,7 +20,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use super::peer::{Heard, Peer, Zap};
 use crate::run::pool::Notifier;
 
-/// See above.
+/// A process without our client.
 #[derive(Debug)]
 pub struct ProcessPeer {
     pid: u32,
@@ -29,7 +29,7 @@ pub struct ProcessPeer {
     disconnected: AtomicBool,
 }
 
-/// A zap of which nothing was done.
+/// A zap that did nothing.
 #[derive(Debug)]
 struct Kept(Vec<Range>);
 
@@ -76,12 +76,12 @@ impl Peer for ProcessPeer {
         Ok(if self.has_ended() { Heard::Gone } else { Heard::Nothing })
     }
 
-    /// It forwards none: what it frees is a hole, which reads as zeros, or a far page, which is stored for nothing.
+    /// It forwards none: a freed page is a hole, which reads as zeros, or a far page, which is stored in vain.
     fn discarded(&self, _seq: u64, _error: Option<String>) -> io::Result<()> {
         Ok(())
     }
 
-    /// There is nobody to ask: it is killed.
+    /// No thread of ours can stop it, so it is killed.
     fn stop_vm(&self, reason: &str) -> io::Result<()> {
         tracing::error!("Killing process {}: {reason}", self.pid);
         Ok(pidfd_send_signal(&self.pidfd, Signal::KILL)?)

@@ -1,10 +1,10 @@
 //! The RAM of a region: extents of files, as one run of pages.
 //!
-//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts by page, wherever the
-//! page is.
+//! Before: an attach or a hot-plug brought the files. After: a region reads, punches and counts by page, in whichever
+//! file the page is.
 //! Threads: any. Units: pages from the start of the region.
-//! Promise: what would touch two extents is done in two parts, and no byte outside the extents is read, punched or
-//! counted.
+//! Promise: an operation that touches two extents is done in two parts, and no byte outside the extents is read,
+//! punched or counted.
 
 use std::fs::File;
 use std::io;
@@ -28,15 +28,15 @@ const HUGE: u64 = HUGE_SIZE as u64;
 #[derive(Clone, Debug)]
 pub struct RamFile {
     file: Arc<File>,
-    /// Which it is.
+    /// Its identity.
     pub id: FileId,
 }
 
 impl RamFile {
-    /// This one.
+    /// Wraps this file.
     ///
     /// # Errors
-    /// If the kernel does not say which it is.
+    /// The kernel does not tell its identity.
     pub fn new(file: OwnedFd) -> io::Result<Self> {
         let id = memfd::file_id(&file)?;
         Ok(Self { file: Arc::new(file.into()), id })
@@ -48,7 +48,7 @@ impl RamFile {
         path.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
     }
 
-    /// Names that it has in its file system: a file that has any can be opened by others later.
+    /// The number of names that it has in its file system: others can open a file with a name later.
     pub fn links(&self) -> io::Result<u64> {
         Ok(rustix::fs::fstat(&self.file)?.st_nlink as u64)
     }
@@ -65,15 +65,15 @@ impl AsFd for RamFile {
     }
 }
 
-/// See above. Without files once the region is unplugged.
+/// The extents and files of a region. It has no files once the region is unplugged.
 #[derive(Debug)]
 pub(crate) struct Ram {
-    /// By the numbers that extents have.
+    /// In the order of the numbers in the extents.
     files: Vec<RamFile>,
     extents: Extents,
     are_units: bool,
     granule: u64,
-    /// What is in the files, where they are of hugetlbfs.
+    /// Which huge pages are in the files, where they are of hugetlbfs.
     huge: Option<Presence>,
 }
 
@@ -81,7 +81,7 @@ impl Ram {
     /// The RAM of the region with this number and record. Its files are among `files`.
     ///
     /// # Errors
-    /// If one is missing or too short, or cannot be RAM: then touching it would be wrong or fatal.
+    /// A file is missing or too short, or cannot be RAM: then touching it would be wrong or fatal.
     pub fn open(number: u32, record: &RegionRecord, files: &[RamFile]) -> io::Result<Self> {
         let extents = record.extents.clone();
         let are_units = extents.are_units();
@@ -128,13 +128,14 @@ impl Ram {
         self.granule
     }
 
-    /// Is every 2 MiB of it, from its start on, 2 MiB of base pages of one file that begin at a multiple of that?
+    /// Returns whether every 2 MiB of it, from its start on, is 2 MiB of base pages of one file that begin at a
+    /// multiple of that.
     pub fn are_units(&self) -> bool {
         self.granule == 1 && self.are_units
     }
 
-    /// All of it, mapped in this process one after the other. Only to have the kernel fill holes of it, or say what is
-    /// there: nobody touches the mapping.
+    /// Maps all of it in this process, extent after extent. The mapping serves only to have the kernel fill holes or
+    /// say which pages are there; nobody touches it.
     pub fn map(&self) -> io::Result<Mapping> {
         let all = PageRange::of(PageIdx(0), self.extents.pages().0);
         let piece = |piece: Piece| (self.file(piece.file), piece.offset, piece.pages.bytes().0 as usize);
@@ -145,7 +146,7 @@ impl Ram {
         &self.files[usize::from(number)].file
     }
 
-    /// The file of a page, and which of its pages it is.
+    /// The file of a page, and the page's number in it.
     pub fn place(&self, page: PageIdx) -> (&RamFile, u64) {
         let (file, offset) = self.extents.place(page);
         (&self.files[usize::from(file)], offset / PAGE_SIZE as u64)
@@ -172,7 +173,7 @@ impl Ram {
         Ok(None)
     }
 
-    /// Read as many pages as `out` holds, from `first` on.
+    /// Reads as many pages as `out` holds, from `first` on.
     pub fn read(&self, first: PageIdx, mut out: &mut [PageBytes]) -> io::Result<ReadOutcome> {
         for Piece { pages, file, offset } in self.extents.pieces(PageRange::of(first, out.len() as u64)) {
             let (now, rest) = out.split_at_mut(pages.count() as usize);
@@ -185,12 +186,12 @@ impl Ram {
         if out.is_empty() { Ok(ReadOutcome::Done) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
-    /// Free these pages; see [`ballast_page::memory::Backing::punch`].
+    /// Frees these pages; see [`ballast_page::memory::Backing::punch`].
     pub fn punch(&self, pages: PageRange) -> io::Result<Punched> {
         let mut all = Punched::Gone;
         for Piece { pages, file, offset } in self.extents.pieces(pages) {
             let (file, len) = (self.file(file), pages.bytes().0);
-            // A huge page of hugetlbfs goes as one.
+            // A huge page of hugetlbfs is freed as one.
             let is_hole = || Ok(self.huge.is_some() || memfd::is_hole(file, offset, len)?);
             if punch_until_gone(|| memfd::punch(file, offset, len), is_hole)? == Punched::Stuck {
                 all = Punched::Stuck;
@@ -199,14 +200,14 @@ impl Ram {
         Ok(all)
     }
 
-    /// Put bytes into one base page.
+    /// Writes bytes into one base page.
     pub fn write(&self, page: PageIdx, bytes: &PageBytes) -> io::Result<()> {
         let (file, offset) = self.extents.place(page);
         self.file(file).write_all_at(bytes, offset)
     }
 
-    /// DRAM that it uses. Where it has all of a file, what the file uses, which the kernel knows at once; else what is
-    /// in its extents, counted.
+    /// DRAM that it uses. Where it has all of a file, this is what the file uses, which the kernel knows at once; else
+    /// its extents are counted.
     pub fn resident(&self) -> io::Result<PageCount> {
         let mut sum = PageCount(0);
         for (number, file) in (0..).zip(&self.files) {
@@ -216,7 +217,7 @@ impl Ram {
         Ok(sum)
     }
 
-    /// Bytes of it that are of this file.
+    /// Bytes of it that are in this file.
     pub fn of_file(&self, id: FileId) -> Bytes {
         self.number(id).map_or(Bytes(0), |number| self.extents.of_file(number))
     }

@@ -1,10 +1,10 @@
-//! Recover: mend the words an engine left behind when it died, before anybody is served.
+//! Recover: mends the words that an engine left behind when it died, before any fault is served.
 //!
-//! Before: the keeper reaped the old engine, so no worker of it runs any more. After: no word is locked, nothing is on
+//! Before: the keeper reaped the old engine, so no worker of it runs any more. After: no word is locked, no page is on
 //! its way anywhere, the gauges are exact, and the store knows which of its objects are alive.
 //! Threads: the engine's start-up, once per VM, before its workers start.
-//! Promise: invariant 1 decides every doubt. A page that is in its file counts, whatever copy exists beside it; but
-//! zeros in the place of a page that is Far are not that page.
+//! Promise: invariant 1 decides every doubt. If a page is in its file, the file's bytes are valid, whatever copy exists
+//! beside them; but zeros in the place of a page that is Far are not that page.
 //!
 //! | Left behind | Meaning | Becomes |
 //! |---|---|---|
@@ -41,7 +41,7 @@ use ballast_page::page_state::{State, Word};
 pub struct Recovered {
     /// Objects that stores must keep, by the number of the store; everything else in it is garbage.
     pub live: BTreeMap<u8, LiveCopies>,
-    /// Pages that were on their way somewhere.
+    /// Pages that were on their way.
     pub mended: u64,
     /// Pages whose words were lost and that are lost with them.
     pub lost: u64,
@@ -59,7 +59,7 @@ impl Recovered {
 }
 
 impl Vm {
-    /// Mend what the workers of this VM left behind when they ended, or whatever else has become of its words and its
+    /// Mends what the workers of this VM left behind when they ended, or what else has happened to its words and its
     /// stores. None of them runs.
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl Vm {
             let sweep = || tier.store.recover(&mut recovered.live_in(tier.number).iter());
             let swept = if tier.is_slow() { self.state.beside(sweep) } else { sweep() };
             if let Err(error) = swept {
-                // It works; what was left in it takes room until somebody tries again.
+                // The store works; objects left in it occupy space until the next try.
                 let text = format!("Freeing what nobody names in the {}: {error}", tier.name);
                 self.report("spill-unswept", text);
             }
@@ -85,7 +85,7 @@ impl Vm {
     }
 }
 
-/// Mend all words of these regions (all of the VM's, in order) and set the gauges.
+/// Mends all words of these regions (all of the VM's, in order) and sets the gauges.
 pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Region>) -> Result<Recovered, StateError> {
     let mut found = Recovered::default();
     let (mut far, mut zero, mut poisoned, mut registered) = (0, 0, 0, 0);
@@ -94,7 +94,7 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
             continue;
         }
         registered += region.registered().0;
-        // Words never written say Resident, age 0: of a huge, hardly managed guest only what was managed is read.
+        // Words never written say Resident, age 0. So of a huge, hardly managed guest only the managed part is read.
         for pages in state.written_words(&record)? {
             // Words are written in whole pages of words, which are whole granules.
             for page in region.granules(pages) {
@@ -148,15 +148,15 @@ pub fn recover<'a>(state: &StateFile, regions: impl IntoIterator<Item = &'a Regi
     Ok(found)
 }
 
-/// What a word left behind becomes.
+/// The new word for a word that was left behind.
 fn mend(
     word: Word,
     is_present: impl Fn() -> io::Result<bool>,
     holds_zeros: impl FnOnce() -> io::Result<bool>,
 ) -> io::Result<Word> {
     if word.is_lost() {
-        // What it said before does not matter: bytes in the file are the page (invariant 1). Zeros may be the page's,
-        // or those of an unfinished punch, or a foreign mapper's in the place of a page that was far.
+        // The word before does not matter: bytes in the file are the page (invariant 1). Zeros may be the page's, or
+        // those of an unfinished punch, or a foreign mapper's in the place of a far page.
         let is_page = is_present()? && !holds_zeros()?;
         return Ok(Word::new(if is_page { State::Resident } else { State::Poisoned }, 0));
     }
@@ -164,7 +164,7 @@ fn mend(
     Ok(match word.state() {
         State::Resident | State::Quarantine | State::Evicting => resident,
         State::Far | State::Zero if !word.is_locked() => word,
-        // What was committed as Far was not all zeros: an unfinished punch left these. Or it cannot be read.
+        // A page that was committed as Far was not all zeros: an unfinished punch left these. Or it cannot be read.
         State::Far if is_present()? && holds_zeros()? => word.unlocked(),
         State::Far | State::Restoring | State::Zero if is_present()? => resident,
         State::Restoring => word.in_state(State::Far).unlocked(),

@@ -36,12 +36,12 @@ pub enum Registered {
     No = 0,
     /// Its faults come to us.
     Faults = 1,
-    /// So they do, and in views that have the features the kernel records who touches its pages (`rwp_scan.rs`).
+    /// The same, and in views that have the feature the kernel records which pages are touched (`scan/rwp.rs`).
     Accesses = 2,
 }
 
 impl Registered {
-    /// What the flag of a chunk says.
+    /// The meaning of the flag of a chunk.
     pub(crate) fn of(flag: &AtomicU8) -> Self {
         match flag.load(Ordering::Acquire) {
             0 => Self::No,
@@ -50,7 +50,7 @@ impl Registered {
         }
     }
 
-    /// Have the flag of a chunk say so.
+    /// Writes it to the flag of a chunk.
     pub(crate) fn store(self, flag: &AtomicU8) {
         flag.store(self as u8, Ordering::Release);
     }
@@ -69,8 +69,7 @@ pub struct Region {
     not_near: StoreSet,
     units: Units,
     departures: Departures,
-    /// Pages that could not be read, by their granules' first ones: never to be picked again. A flag, so that nobody
-    /// need look.
+    /// Pages that could not be read, by their granules' first ones: never to be picked again. The flag spares the look.
     unreadable: Mutex<BTreeSet<PageIdx>>,
     has_unreadable: AtomicBool,
     removed: AtomicBool,
@@ -123,7 +122,7 @@ impl Region {
         self.ram.files()
     }
 
-    /// Where its extents are: files, first bytes, and the bytes after the last ones.
+    /// Where its extents are: file, first byte, and the byte after the last one.
     pub fn places(&self) -> Vec<(FileId, u64, u64)> {
         let files = self.files();
         let place = |extent: &Extent| Some((files.get(usize::from(extent.file))?.id, extent.offset.0, extent.end()));
@@ -135,12 +134,12 @@ impl Region {
         self.ram.extents()
     }
 
-    /// It, mapped in this process. Only to have the kernel fill holes of it: nobody touches the mapping.
+    /// Maps it in this process, only to have the kernel fill holes of it: nobody touches the mapping.
     pub(crate) fn map(&self) -> io::Result<Mapping> {
         self.ram.map()
     }
 
-    /// The file of a page, and which of its pages it is.
+    /// The file of a page, and the page's number in it.
     pub(crate) fn place(&self, page: PageIdx) -> (&RamFile, u64) {
         self.ram.place(page)
     }
@@ -150,7 +149,7 @@ impl Region {
         self.ram.resident()
     }
 
-    /// Bytes of it that are of this file.
+    /// Bytes of it that are in this file.
     pub(crate) fn of_file(&self, id: FileId) -> Bytes {
         self.ram.of_file(id)
     }
@@ -165,12 +164,12 @@ impl Region {
         self.ram.granule()
     }
 
-    /// The first page of the granule that a page is in.
+    /// The first page of the granule of a page.
     pub fn first_of(&self, page: PageIdx) -> PageIdx {
         PageIdx(page.0 - page.0 % self.ram.granule())
     }
 
-    /// The granule that a page is in.
+    /// The granule of a page.
     pub fn granule(&self, page: PageIdx) -> Granule<'_> {
         Granule::new(self.table.words(self.first_of(page), self.ram.granule()))
     }
@@ -198,7 +197,8 @@ impl Region {
         self.table.lost()
     }
 
-    /// So that nobody waits for a page whose word was lost: it stays locked until the VM is opened anew.
+    /// Fails if a part of the table was lost, so that nobody waits for such a page: it stays locked until the VM is
+    /// opened anew.
     ///
     /// # Errors
     /// Part of the table was lost.
@@ -209,7 +209,7 @@ impl Region {
         }
     }
 
-    /// What was lost of its table that nobody was told of, in words.
+    /// Losses of its table that nobody was told of, in words.
     pub(crate) fn losses(&self, record: &RegionRecord) -> Vec<String> {
         let (Losses { offsets, pages }, words) = self.table.losses(record);
         let said = words
@@ -222,8 +222,8 @@ impl Region {
         said.chain(flags).chain(more).collect()
     }
 
-    /// This page's memory failed, or that of another page of the huge page it is in: it stays where it is. The guest
-    /// finds out whether it can still be read, when it touches it.
+    /// This page's memory failed, or that of another page of its huge page: it stays where it is. The guest finds out
+    /// whether it can still be read, when it touches it.
     pub(crate) fn set_aside(&self, page: PageIdx) {
         self.unreadable.lock().expect("no panic while held").insert(self.first_of(page));
         self.has_unreadable.store(true, Ordering::Release);
@@ -235,14 +235,14 @@ impl Region {
             && self.unreadable.lock().expect("no panic while held").contains(&self.first_of(page))
     }
 
-    /// These pages were discarded: what comes after them is other memory.
+    /// These pages were discarded: the memory after them is new.
     pub(crate) fn take_back(&self, discarded: PageRange) {
         if self.has_unreadable.load(Ordering::Acquire) {
             self.unreadable.lock().expect("no panic while held").retain(|page| !discarded.contains(*page));
         }
     }
 
-    /// When its pages went.
+    /// When its pages were evicted.
     pub fn departures(&self) -> &Departures {
         &self.departures
     }
@@ -252,7 +252,7 @@ impl Region {
         &self.units
     }
 
-    /// May its units be mapped huge by the kernel's choice: base pages, and all units at multiples of 2 MiB in a file?
+    /// Returns whether the kernel may map its units huge: base pages, and all units at multiples of 2 MiB in a file.
     pub fn is_unit_aligned(&self) -> bool {
         self.ram.are_units()
     }
@@ -262,7 +262,7 @@ impl Region {
         RegionKey { vm: self.vm, number: self.number }
     }
 
-    /// Is a page far, and not in a near store alone?
+    /// Is a page far, and in no near store?
     pub fn is_slow(&self, page: PageIdx) -> bool {
         self.granule(page).is_in(self.not_near)
     }
@@ -291,7 +291,7 @@ impl Region {
         Ok(None)
     }
 
-    /// The chunks that these pages touch, whole, with their registration flags.
+    /// The chunks that contain these pages, with their registration flags.
     pub(crate) fn chunks(&self, pages: PageRange) -> impl Iterator<Item = (PageRange, &AtomicU8)> {
         let chunks = pages.start().0 / PAGES_PER_CHUNK..pages.end().0.div_ceil(PAGES_PER_CHUNK);
         let end = PageIdx(self.pages.0);
@@ -301,7 +301,7 @@ impl Region {
         })
     }
 
-    /// How it is divided among this many userfaultfds: by the length it has had from the start.
+    /// How it is divided among this number of userfaultfds: by the length it has had from the start.
     pub(crate) fn stripes(&self, shards: usize) -> Stripes {
         Stripes::new(self.pages, shards)
     }

@@ -1,8 +1,8 @@
-//! Bringing all of a VM back, and finishing what a dead engine had begun.
+//! Restore: brings back all pages of a VM, and finishes what a dead engine had begun.
 //!
-//! Before: memory is about to be pinned, or a foreign mapper was seen; or an engine took over. After: none
-//! is far: each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
-//! Promise: no page goes out meanwhile.
+//! Before: memory is about to be pinned, or a foreign mapper was seen; or an engine took over. After: no page is far:
+//! each is in its file, or zeros, or known to be lost. Threads: any; it takes seconds for millions of pages.
+//! Promise: no page is evicted meanwhile.
 
 use std::io;
 use std::sync::Arc;
@@ -19,26 +19,26 @@ use ballast_page::outcome::Served;
 use ballast_page::page_state::{State, Word};
 use ballast_page::punch::punch_left;
 
-/// Pages that are brought back before a thread that adds or removes RAM gets a turn.
+/// Pages restored before a thread that adds or removes RAM gets a turn.
 const BATCH: u64 = PAGES_PER_UNIT;
-/// How long to leave a page alone that cannot be had: its store is busy, or a tmpfs of limited size is full, which may
-/// last.
+/// How long to leave a page alone that is not available: its store is busy, or a tmpfs of limited size is full, which
+/// may last.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
 
 impl Vm {
-    /// Hold reclaim for this reason and bring every page back. Returns when none is far.
+    /// Holds reclaim for this reason and brings every page back. Returns when none is far.
     ///
     /// # Errors
-    /// The first that was met. What could be brought back is back all the same.
+    /// The first that was met. All other pages are back.
     pub fn restore_for(&self, kind: Hold, reason: String) -> io::Result<()> {
         self.hold(kind, Some(reason));
         self.restore()
     }
 
-    /// Bring every page of a VM back that is held. Returns when none is far.
+    /// Brings every page of a held VM back. Returns when none is far.
     pub fn restore(&self) -> io::Result<()> {
-        // Reclaim looks at the holds under the shared lock, before each batch: once we had it exclusively, no batch
-        // that did not see this hold is under way.
+        // Reclaim looks at the holds under the shared lock, before each batch. Once this thread has had it exclusively,
+        // every batch under way has seen this hold.
         drop(self.memory.change_layout());
         let mut done = Ok(());
         for region in self.regions() {
@@ -47,7 +47,7 @@ impl Vm {
         done
     }
 
-    /// Finish what the last engine left half done: these pages are far, and their file holds zeros in their place.
+    /// Finishes what the last engine left half done: these pages are far, and their file holds zeros in their place.
     pub fn expel(&self, zeroed: &[(u32, PageIdx)]) {
         for (number, page) in zeroed {
             let Some(region) = self.region(*number) else { continue };
@@ -57,11 +57,11 @@ impl Vm {
         }
     }
 
-    /// Bring every far or zero page of a region back.
+    /// Brings every far or zero page of a region back.
     fn restore_all(&self, region: &Region) -> io::Result<()> {
         let Some(record) = self.state.regions().into_iter().nth(region.number as usize) else { return Ok(()) };
         let mut done = Ok(());
-        // Words that were never written say Resident; to read them would have the kernel make memory for them.
+        // Words that were never written say Resident; reading them would have the kernel allocate memory for them.
         for written in self.state.written_words(&record)? {
             for batch in written.pieces(BATCH) {
                 done = done.and(self.restore_through(region, batch, &self.views(), &mut || {
@@ -76,8 +76,8 @@ impl Vm {
         done
     }
 
-    /// Bring every far or zero page of these back through one of these views. `wait` is called while a page cannot be
-    /// had just now, and says whether to go on.
+    /// Brings every far or zero page of these back through one of these views. `wait` is called while a page is not
+    /// available, and returns whether to go on.
     ///
     /// # Errors
     /// The first that was met, after all pages were tried.
@@ -88,7 +88,7 @@ impl Vm {
         views: &[Arc<View>],
         wait: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
-        // So that the region is not unplugged meanwhile: its addresses may be other RAM's right afterwards.
+        // Held so that the region is not unplugged meanwhile: its addresses may belong to other RAM right afterwards.
         let _layout = self.layout();
         if region.is_removed() {
             return Ok(());
@@ -108,13 +108,13 @@ impl Vm {
                     break;
                 }
                 if word.state() == State::Zero && !word.is_locked() {
-                    // A hole in the file reads as zeros to everybody else, too.
+                    // To all other processes, a hole in the file reads as zeros, too.
                     if granule.cell().swap(word, Word::new(State::Resident, 0)) {
                         self.ledger().moved(State::Zero, State::Resident, granule.pages());
                     }
                     continue;
                 }
-                // As if it were in the file: then that is checked first. A foreign mapper may be why we are here.
+                // As if it were in the file: then the file is checked first. A foreign mapper may be why we are here.
                 let kind = FaultKind::Minor;
                 let outcome = serve(granule, key, kind, memory, region, &self.stores, |age| age);
                 self.ledger().brought_in(region, page, &outcome);
@@ -125,7 +125,7 @@ impl Vm {
                             return done;
                         }
                     }
-                    // That process has gone, or does not map this part any more: through another one.
+                    // That process is gone, or does not map this part any more: try another one.
                     Ok(Served::Gone) => match others.next() {
                         Some(next) => memory = next,
                         None => {

@@ -1,25 +1,25 @@
-//! Shards: which of a process's userfaultfds a page's faults come through.
+//! Shards: the userfaultfd of a process through which a page's faults come.
 //!
 //! Before: the client made one or several userfaultfds. After: each has a fault worker of its own, so that a VM with
 //! many vCPUs is not served by one thread.
 //! Threads: any; nothing here changes. Units: pages from the start of a region.
-//! Promise: a page has one and the same userfaultfd as long as its process lives, whichever engine asks: the kernel
-//! lets no second one register it. So [`Stripes`] may change only together with `wire::FORMAT`, which keeps a client
-//! of another rule from being taken over.
+//! Promise: a page keeps the same userfaultfd as long as its process lives, in every engine: the kernel lets no second
+//! one register it. So [`Stripes`] may change only together with `wire::FORMAT`, which keeps an engine from taking over
+//! a client of another rule.
 //!
-//! A region is cut into stripes that go round the userfaultfds. A stripe is made of whole chunks, which are what is
-//! registered as one, and so of whole units of 2 MiB: all faults on a page, and on its unit, come to one worker as if
-//! it were the only one. It is short, so that threads that work side by side meet different workers.
+//! A region is cut into stripes that go round the userfaultfds. A stripe consists of whole chunks, which are registered
+//! as one, and so of whole units of 2 MiB: all faults on a page, and on its unit, come to one worker. It is short, so
+//! that threads that work side by side meet different workers.
 
 use ballast_base::{PageCount, PageIdx, PageRange};
 use ballast_handover::table::PAGES_PER_CHUNK;
 use ballast_sys::Uffd;
 
-/// Stripes of a region at most. The kernel keeps neighbours that are registered with different userfaultfds as mappings
-/// of their own, of which a process may have 65530: 32 regions of this many stripes make half of them.
+/// Most stripes of a region. The kernel keeps neighbours that are registered with different userfaultfds as separate
+/// mappings, of which a process may have 65530: 32 regions of this many stripes make half of them.
 const MOST_STRIPES: u64 = 1024;
 
-/// How a region is divided.
+/// The division of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stripes {
     /// Pages of a stripe.
@@ -28,19 +28,19 @@ pub struct Stripes {
 }
 
 impl Stripes {
-    /// Of a region of this length, in a process with this many userfaultfds.
+    /// For a region of this length, in a process with this number of userfaultfds.
     pub fn new(region: PageCount, shards: usize) -> Self {
-        // With one, all is one stripe.
+        // With one userfaultfd, all is one stripe.
         let even = region.0.div_ceil(MOST_STRIPES).max(1).next_multiple_of(PAGES_PER_CHUNK);
         Self { pages: if shards <= 1 { u64::MAX } else { even }, shards: shards.max(1) as u64 }
     }
 
-    /// Which userfaultfd a page belongs to.
+    /// The userfaultfd of a page.
     pub fn shard(self, page: PageIdx) -> usize {
         (page.0 / self.pages % self.shards) as usize
     }
 
-    /// The parts of a range of pages that belong to one userfaultfd each.
+    /// The parts of a range of pages, each with its userfaultfd.
     pub fn split(self, pages: PageRange) -> impl Iterator<Item = (usize, PageRange)> {
         pages.pieces(self.pages).map(move |part| (self.shard(part.start()), part))
     }

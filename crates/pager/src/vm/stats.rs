@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ballast_handover::state_file::{COUNTERS, HISTOGRAM_WORDS, StateFile};
 
-/// What is counted. The first six are gauges of pages in a state; the others only grow.
+/// The counters. The first six are gauges of pages in a state; the others only grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {
@@ -66,21 +66,21 @@ pub enum Counter {
     FaultFile,
     /// Units (2 MiB) mapped huge again.
     Coalesced,
-    /// Times the kernel would not do that.
+    /// Times the kernel refused that.
     CoalesceRefused,
     /// Faults that the throttle held back: the VM was above its limit.
     Throttled,
-    /// How long they waited for it, nanoseconds.
+    /// How long they waited for credits, nanoseconds.
     ThrottledNs,
-    /// The refault intervals of all restored pages together, milliseconds.
+    /// The sum of the refault intervals of all restored pages, milliseconds.
     AwayMs,
-    /// One over the refault interval of each of them, all together: thousandths of 1/s.
+    /// The sum of the reciprocals of their refault intervals: thousandths of 1/s.
     BackMilliHz,
     /// Pages that faults restored: more than faults where 2 MiB is paged as one.
     RestoredPages,
     /// The same of faults on zero pages.
     ZeroedPages,
-    /// Time that fault workers spent on its faults, nanoseconds by the clock on the wall: a visit hardly ever sleeps.
+    /// Time that fault workers spent on its faults, nanoseconds of wall-clock time: a visit hardly ever sleeps.
     FaultWorkNs,
     /// CPU time that its tasks took, nanoseconds.
     TaskCpuNs,
@@ -97,13 +97,13 @@ pub enum Latency {
     Fault,
 }
 
-/// A stage of a restore. Each is a histogram of its own, of the restores that `stages` watches.
+/// A stage of a restore. Each is a histogram of its own, of the restores that `stages` times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Stage {
     /// Fault read until the try that served it.
     Queue,
-    /// From there until the page's word was found far.
+    /// From the start of that try until the page's word was found far.
     Lookup,
     /// Until the page's bytes were there.
     Read,
@@ -112,10 +112,10 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// All of them, in their order.
+    /// All stages, in their order.
     pub const ALL: [Self; 4] = [Self::Queue, Self::Lookup, Self::Read, Self::Install];
 
-    /// As it stands in metrics.
+    /// Its name in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Queue => "queue",
@@ -130,7 +130,7 @@ impl Stage {
 const SUB: u32 = 16;
 /// Buckets: exact below 16 ns, then 16 per power of two up to 2^40 ns (18 minutes).
 pub const BUCKETS: usize = 592;
-/// Buckets of a stage: to 2^30 ns (a second); what takes longer is in the last.
+/// Buckets of a stage: to 2^30 ns (a second); longer values are in the last.
 const STAGE_BUCKETS: usize = 432;
 /// The stages come after the two latencies.
 const STAGES_AT: usize = 2 * (BUCKETS + 2);
@@ -169,7 +169,7 @@ impl Histogram {
         self.counts.iter().sum()
     }
 
-    /// The value below or at which `percent` of the values lie, nanoseconds; 0 when there are none.
+    /// The value that `percent` of the values do not exceed, nanoseconds; 0 when there are none.
     pub fn percentile_ns(&self, percent: f64) -> u64 {
         let rank = (self.count() as f64 * percent / 100.0).ceil().max(1.0) as u64;
         let mut seen = 0;
@@ -194,28 +194,28 @@ impl<'a> Stats<'a> {
         Self { counters: file.counters(), histograms: file.histograms() }
     }
 
-    /// Count.
+    /// Adds to a counter.
     pub fn add(self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_add(n, Ordering::Relaxed);
     }
 
-    /// Lower a gauge. A gauge may pass below zero for an instant when a page is restored before its eviction is
+    /// Lowers a gauge. A gauge may pass below zero for an instant when a page is restored before its eviction is
     /// counted.
     pub fn sub(self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_sub(n, Ordering::Relaxed);
     }
 
-    /// Set a gauge.
+    /// Sets a gauge.
     pub fn set(self, counter: Counter, n: u64) {
         self.counters[counter as usize].store(n, Ordering::Relaxed);
     }
 
-    /// Raise to at least `n`.
+    /// Raises a value to at least `n`.
     pub fn raise(self, counter: Counter, n: u64) {
         self.counters[counter as usize].fetch_max(n, Ordering::Relaxed);
     }
 
-    /// Read. A gauge that is below zero for an instant reads as zero.
+    /// Reads a value. A gauge that is below zero for an instant reads as zero.
     pub fn get(self, counter: Counter) -> u64 {
         (self.counters[counter as usize].load(Ordering::Relaxed) as i64).max(0) as u64
     }
@@ -293,13 +293,13 @@ impl Pressure {
     /// The sampling period.
     pub const PERIOD: Duration = Duration::from_secs(2);
 
-    /// Start from the totals so far.
+    /// Starts from the totals so far.
     pub fn new(stats: Stats<'_>) -> Self {
         let totals_ns = [Counter::StallSomeNs, Counter::StallFullNs].map(|counter| stats.get(counter));
         Self(Mutex::new(Sampled { at: Instant::now(), totals_ns, averages: Default::default() }))
     }
 
-    /// Take a sample if a period has passed.
+    /// Takes a sample if a period has passed.
     pub fn sample(&self, stats: Stats<'_>, now: Instant) {
         let mut state = self.0.lock().expect("no panic while held");
         let elapsed = now.saturating_duration_since(state.at);

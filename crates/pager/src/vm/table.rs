@@ -1,8 +1,8 @@
-//! A VM's pages as heat sees them: which are in DRAM, and what their words say of their age.
+//! A VM's pages as heat sees them: which are in DRAM, and the ages in their words.
 //!
-//! Before: reclaim asks heat for cold pages, or the tracker passes judgement. After: ages are read, and written, where
-//! no worker is at work; what a view keeps has none, and so is not proposed. Threads: any. Promise: nothing but the age
-//! of a page changes, and a race is lost rather than won.
+//! Before: reclaim asks heat for cold pages, or the tracker ends a cycle. After: ages are read, and written, where no
+//! worker is at work. A page that a view keeps has no age, so it is not proposed. Threads: any. Promise: nothing but
+//! the age of a page changes, and in a race the other thread's word stays.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ impl Pages for Table<'_> {
         if self.keep.iter().any(|view| view.kept.contains(region, page.0)) {
             return None;
         }
-        // A pinned page would only be given back from quarantine.
+        // Quarantine would only return a pinned page.
         if self.vm.pinned.contains(region, page) {
             return None;
         }
@@ -68,7 +68,7 @@ impl Pages for Table<'_> {
         let cell = self.regions[region as usize].granule(page).cell();
         let word = cell.load();
         if word.state() == State::Resident && !word.is_locked() {
-            // Losing the race only means that another thread knows better.
+            // If the exchange fails, another thread has a newer word.
             cell.swap(word, Word::new(State::Resident, age));
         }
     }

@@ -26,16 +26,17 @@ pub enum Track {
 pub struct Tuning {
     /// How long a page stays zapped before it is evicted (T).
     pub quarantine: Duration,
-    /// The same, at most, when the VM is over its limit and nothing can have its memory pinned: then T is no safety
-    /// matter, and a long one would let a working set larger than the limit hit every page in quarantine for ever.
+    /// The same, at most, when the VM is over its limit and nothing can have its memory pinned. Then T is no safety
+    /// matter, and with a long one the guest would touch every page of a working set larger than the limit in
+    /// quarantine, for ever.
     pub direct_quarantine: Duration,
-    /// How long a page is in the RAM store before it goes to the file store, at least; `None` if none is to go.
+    /// Least time a page is in the RAM store before it goes to the file store; `None` if none is to go.
     pub spill_after: Option<Duration>,
-    /// Pause between two looks for memory that can be mapped huge again.
+    /// Pause between two searches for memory that can be mapped huge again.
     pub coalesce_every: Duration,
-    /// When to find out who is hot; [`Vm::set_track`] changes it.
+    /// When to track which memory is hot; [`Vm::set_track`] changes it.
     pub track: Track,
-    /// How.
+    /// How to track it.
     pub heat: Settings,
 }
 

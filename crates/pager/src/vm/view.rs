@@ -1,4 +1,4 @@
-//! A view: one process's mapping of a VM's RAM and its userfaultfds. Who zaps there is its peer (`peer.rs`).
+//! A view: one process's mapping of a VM's RAM and its userfaultfds. Its peer zaps there (`peer.rs`).
 //!
 //! Before: the keeper hands over the descriptors. After: fault workers read and resolve its faults; reclaim zaps
 //! through it. Most VMs have one view; a vhost-user back end that attaches too is a second view of the same regions.
@@ -33,13 +33,13 @@ pub struct View {
     peer: Arc<dyn Peer>,
     /// Where each region is mapped: start, end, region number; sorted by start.
     spans: RwLock<Vec<(Hva, Hva, u32)>>,
-    /// Shared by each fault from when its page is looked up until it is served; another one by those that wait for a
-    /// disk, so that nobody else waits for them.
+    /// Shared by each fault from the look-up of its page until it is served. Faults that wait for a disk share another
+    /// one, so that no other fault waits for them.
     serving: RwLock<()>,
     serving_from_disk: RwLock<()>,
-    /// What the client could not zap.
+    /// Parts that the client could not zap.
     pub(crate) kept: Kept,
-    /// Who waits here.
+    /// Threads that wait here.
     pub(crate) stall: Stall,
     closed: AtomicBool,
 }
@@ -49,7 +49,7 @@ pub struct View {
 pub struct RegionView<'a> {
     view: &'a View,
     base: Hva,
-    /// `None` if there is one, which has all pages.
+    /// `None` if there is one extent, which has all pages.
     extents: Option<Extents>,
     /// Bytes paged as one.
     granule: u64,
@@ -90,12 +90,12 @@ impl View {
         self.remote.get_or_init(open).as_ref()
     }
 
-    /// Can the kernel say which of its pages were touched, of those that are registered for it?
+    /// Can the kernel record which of its pages were touched, of those registered for accesses?
     pub(crate) fn sees_accesses(&self) -> bool {
         self.sees_accesses && self.remote().is_some()
     }
 
-    /// Who zaps in its process, and hears what the VM must know.
+    /// Acts for the engine in its process.
     pub fn peer(&self) -> &Arc<dyn Peer> {
         &self.peer
     }
@@ -107,7 +107,7 @@ impl View {
         spans.sort_unstable();
     }
 
-    /// Forget a region's mapping; returns its number. No fault on it is being served afterwards, so that its addresses
+    /// Forgets a region's mapping; returns its number. No fault on it is being served afterwards, so that its addresses
     /// may become other RAM's.
     pub fn remove_span(&self, start: Hva) -> Option<u32> {
         let mut spans = self.spans.write().expect("no panic while held");
@@ -115,19 +115,19 @@ impl View {
         let (_, _, number) = spans.remove(at);
         drop(spans);
         self.kept.forget(number);
-        // In turn: while the second is waited for, the first is free.
+        // One after the other: while this waits for the second, the first is free.
         for serving in [&self.serving, &self.serving_from_disk] {
             drop(serving.write().expect("no panic while held"));
         }
         Some(number)
     }
 
-    /// While this is held, the addresses that are looked up in this view stay what they are.
+    /// While this is held, the addresses that are looked up in this view do not change.
     pub(crate) fn serving(&self) -> RwLockReadGuard<'_, ()> {
         self.serving.read().expect("no panic while held")
     }
 
-    /// The same for who may wait for a disk.
+    /// The same for a thread that may wait for a disk.
     pub(crate) fn serving_from_disk(&self) -> RwLockReadGuard<'_, ()> {
         self.serving_from_disk.read().expect("no panic while held")
     }
@@ -160,18 +160,18 @@ impl View {
         }
     }
 
-    /// Wake the threads that wait in a range, whatever is mapped there.
+    /// Wakes the threads that wait in a range, whatever is mapped there.
     pub(crate) fn wake(&self, start: Hva, len: u64) -> io::Result<()> {
         self.shards.iter().try_for_each(|uffd| uffd.wake(start, len))
     }
 
-    /// Wake all threads that wait in this view: they fault again, on an engine that listens.
+    /// Wakes all threads that wait in this view: they fault again, on an engine that listens.
     pub fn wake_all(&self) -> io::Result<()> {
         let spans = self.spans.read().expect("no panic while held");
         spans.iter().try_for_each(|(start, end, _)| self.wake(*start, end.0 - start.0))
     }
 
-    /// Pages that this range of addresses touches, region by region.
+    /// Pages in this range of addresses, region by region.
     pub(crate) fn pages_in(&self, (start, len): wire::Range) -> Vec<(u32, PageRange)> {
         let end = Hva(start.0.saturating_add(len));
         let spans = self.spans.read().expect("no panic while held");
@@ -203,7 +203,7 @@ impl RegionView<'_> {
         self.base + page.offset()
     }
 
-    /// The userfaultfd that a page's faults come through: only this one can wake who waits for the page.
+    /// The userfaultfd through which a page's faults come: only this one can wake threads that wait for the page.
     fn uffd(&self, page: PageIdx) -> &Uffd {
         self.view.shards.get(self.stripes.shard(page))
     }
@@ -219,14 +219,14 @@ impl RegionView<'_> {
         self.extents.as_ref().map_or(count, |extents| count.min(extents.run_end(first).0 - first.0))
     }
 
-    /// From now on faults on these pages come to us. Doing it again changes nothing.
+    /// From now on the engine serves faults on these pages. A repeated call changes nothing.
     pub fn register(&self, pages: PageRange, how: Registered) -> io::Result<()> {
-        // A process that came later may not have what the others have.
+        // A process that came later may lack features that the others have.
         let accesses = how == Registered::Accesses && self.view.sees_accesses;
         self.parts(pages).try_for_each(|(uffd, start, len)| match accesses {
             true => uffd.register_for_accesses(start, len),
             false => match uffd.register(start, len) {
-                // An engine that ended before it could say so in the flag registered it for accesses.
+                // An engine that ended before it could set the flag registered it for accesses.
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy && self.view.sees_accesses => {
                     uffd.register_for_accesses(start, len)
                 }
@@ -235,18 +235,18 @@ impl RegionView<'_> {
         })
     }
 
-    /// Register what is registered for the region's other views: before any page of it can be far for this one.
+    /// Registers what is registered for the region's other views: before any page of it can be far for this one.
     pub fn register_as_flagged(&self, region: &Region) -> io::Result<()> {
         region.registered_chunks().try_for_each(|(chunk, flag)| self.register(chunk, Registered::of(flag)))
     }
 
-    /// Have the kernel look who touches these pages, or look no longer. Where they are not registered for accesses (the
-    /// process came in the middle of a cycle and cannot, or is going) nothing is done.
+    /// Has the kernel watch for touches of these pages, or stop. Pages that are not registered for accesses (the
+    /// process came in the middle of a cycle and cannot be, or is going) are left alone.
     pub(crate) fn protect(&self, pages: PageRange, protected: bool) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.protect(start, len, protected).map(drop))
     }
 
-    /// Those of these pages that were touched since they were protected, or mapped since.
+    /// Those of these pages that were touched or mapped since they were protected.
     pub(crate) fn accessed(&self, pages: PageRange) -> io::Result<Vec<PageRange>> {
         let Some(remote) = self.view.remote().filter(|_| self.view.sees_accesses) else { return Ok(Vec::new()) };
         let found = remote.accessed(self.addr(pages.start()), pages.bytes().0)?;
@@ -259,12 +259,12 @@ impl RegionView<'_> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.unregister(start, len))
     }
 
-    /// Wake the threads that wait for these pages.
+    /// Wakes the threads that wait for these pages.
     pub(crate) fn wake_run(&self, pages: PageRange) -> io::Result<()> {
         self.parts(pages).try_for_each(|(uffd, start, len)| uffd.wake(start, len))
     }
 
-    /// Map those of these base pages of one unit that are in the file. The caller holds their locks.
+    /// Maps those of these base pages of one unit that are in the file. The caller holds their locks.
     pub(crate) fn map_run(&self, pages: PageRange) -> io::Result<()> {
         /// The address space changes: a thread that wants the pages will fault.
         const TRIES: u32 = 8;
@@ -278,7 +278,7 @@ impl RegionView<'_> {
             match outcome {
                 FillOutcome::Done => {}
                 FillOutcome::Gone => break,
-                // A touch of one whose memory failed will fault.
+                // A touch of a page whose memory failed will fault.
                 FillOutcome::AlreadyThere | FillOutcome::NotInFile | FillOutcome::Failed => done += 1,
                 FillOutcome::Retry if mapped == 0 => tries += 1,
                 FillOutcome::Retry => {}
@@ -302,7 +302,7 @@ impl Mapped for RegionView<'_> {
     }
 
     fn install_zero(&self, page: PageIdx) -> io::Result<FillOutcome> {
-        /// The kernel has no zero page for hugetlbfs. Never written, so it takes no memory.
+        /// The kernel has no zero page for hugetlbfs. Never written, so it occupies no memory.
         static ZEROS: [u8; HUGE_SIZE] = [0; HUGE_SIZE];
         if self.granule == PAGE_SIZE as u64 {
             return self.uffd(page).zero_page(self.addr(page));
@@ -368,13 +368,13 @@ mod tests {
                 assert_eq!(view.remove_span(Hva(1 << 30)), Some(7));
                 assert!(is_served.load(Ordering::Acquire), "its addresses may have been another region's by then");
             });
-            // It is forgotten for whoever looks from now on, and that is as far as the other thread gets.
+            // The mapping is forgotten for later look-ups; the other thread gets no further than that.
             while view.find(Hva(1 << 30)).is_some() {
                 std::thread::yield_now();
             }
             for _ in 0..1000 {
                 std::thread::yield_now();
-                // One that is not of the kind that is waited for does not wait, or not for long.
+                // A fault of the other kind does not wait, or not for long.
                 drop(other(&view));
             }
             is_served.store(true, Ordering::Release);

@@ -1,7 +1,7 @@
-//! The processes that map a VM's RAM, and what of it is under userfaultfd in them.
+//! The processes that map a VM's RAM, and which of it is registered with their userfaultfds.
 //!
-//! Before: the keeper handed over a process. After: its faults are served, from the first page that may be away on.
-//! Threads: any; what the kernel has registered and what the flags of chunks say change under one lock.
+//! Before: the keeper handed over a process. After: its faults are served, before any page of it can be far.
+//! Threads: any; the kernel's registrations and the flags of chunks change under one lock.
 //! Promise: no page is zapped in a chunk that is not registered with every view.
 
 use std::io;
@@ -22,7 +22,7 @@ use crate::vm::view::View;
 use ballast_page::page_state::{State, Word};
 
 impl Vm {
-    /// Serve one more process that maps this VM's RAM.
+    /// Serves one more process that maps this VM's RAM.
     pub fn add_view(self: &Arc<Self>, view: Arc<View>, spans: &[(Span, u32)]) -> io::Result<()> {
         for (span, region) in spans {
             view.add_span(*span, *region);
@@ -42,11 +42,12 @@ impl Vm {
         self.serve_faults(&view)?;
         self.listen(&view)?;
         self.notify_reclaim();
-        // Faults that an earlier engine read but did not answer are not delivered again: have them raised anew.
+        // The kernel does not deliver faults again that an earlier engine read but did not resolve: have them raised
+        // anew.
         view.wake_all()
     }
 
-    /// Serve the faults of a view, unless they are served already.
+    /// Serves the faults of a view, unless they are served already.
     fn serve_faults(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_faults(view) || view.is_closed() {
             return Ok(());
@@ -59,7 +60,7 @@ impl Vm {
             Ok(())
         });
         if added.is_err() {
-            // All of them or none: who tries again finds none.
+            // All of them or none: a caller that tries again finds none.
             self.life.forget_faults(|known| std::ptr::eq(known, &**view));
         }
         added
@@ -81,7 +82,7 @@ impl Vm {
         self.hold_for_peers(None);
     }
 
-    /// Forget processes that are seen from here to have ended.
+    /// Forgets processes that the engine itself sees to have ended.
     pub(crate) fn forget_ended(&self) {
         for view in self.views().iter().filter(|view| view.peer().has_ended()) {
             self.report("gone", format!("process {} has ended", view.pid));
@@ -97,8 +98,8 @@ impl Vm {
         }
     }
 
-    /// Register the chunks that cover these pages with every view. A chunk is registered when its first page is about
-    /// to be zapped or watched: memory nobody reclaims from costs nothing.
+    /// Registers the chunks that cover these pages with every view. A chunk is registered when its first page is about
+    /// to be zapped or watched: memory that nobody reclaims from costs nothing.
     pub(crate) fn register(&self, region: &Region, pages: PageRange) -> io::Result<()> {
         for (chunk, flag) in region.chunks(pages) {
             if Registered::of(flag) != Registered::No {
@@ -114,7 +115,7 @@ impl Vm {
                 return Err(io::Error::other(format!("no process is known to map region {}", region.number)));
             }
             mapped.iter().for_each(|(view, _)| coalesce::learn(view, region, chunk));
-            // What is registered for accesses cannot be mapped huge any more.
+            // Memory registered for accesses cannot be mapped huge any more.
             let huge = region.granule_pages() == 1 && region.units().any_huge(chunk);
             let how = match mapped.iter().all(|(view, _)| view.sees_accesses()) && !huge {
                 true => Registered::Accesses,
@@ -124,12 +125,12 @@ impl Vm {
             how.store(flag);
             self.stats().add(Counter::RegisteredBytes, chunk.bytes().0);
         }
-        // Last: flags that were lost say what is not known to be so.
+        // Last, because flags that were lost say "registered" without knowledge.
         region.check_table()
     }
 
-    /// The same, if that can be. Returns false if the VMM has mapped something in these chunks that is no RAM and that
-    /// the kernel will not register: then they are kept.
+    /// The same, if the kernel can. Returns false if the VMM has mapped something in these chunks that is no RAM and
+    /// that the kernel will not register: then the chunks are kept.
     pub(crate) fn register_or_keep(&self, region: &Region, pages: PageRange) -> io::Result<bool> {
         let Err(error) = self.register(region, pages) else { return Ok(true) };
         if error.kind() != io::ErrorKind::InvalidInput {
@@ -146,7 +147,7 @@ impl Vm {
     }
 
     /// The client of this view could not zap these parts of its RAM. Returns their pages, whole granules; from now on
-    /// they are not proposed.
+    /// reclaim does not propose them.
     pub(crate) fn keep_parts(&self, view: &View, parts: &[wire::Range]) -> Vec<(Arc<Region>, PageRange)> {
         let pages = parts.iter().flat_map(|part| view.pages_in(*part));
         let kept = pages.filter_map(|(number, pages)| {
@@ -171,8 +172,8 @@ impl Vm {
         }
     }
 
-    /// The region of a unit that is to be watched, registered: of what is not, the kernel maps touches again, and
-    /// nobody knows. `None` if it is gone, or only a part of a unit at its end, of which nothing is learned.
+    /// The region of a unit that is to be watched, registered: in other memory the kernel serves touches, and nobody
+    /// sees them. `None` if it is gone, or only a partial unit at its end, which is not watched.
     pub(crate) fn watchable(&self, id: UnitId) -> io::Result<Option<Arc<Region>>> {
         let region = self.region(id.region).filter(|region| !region.is_removed());
         let Some(region) = region.filter(|region| region.units().get(u64::from(id.unit)).is_some()) else {
@@ -182,15 +183,15 @@ impl Vm {
         Ok(registered.then_some(region))
     }
 
-    /// A cycle of tracking begins: what is registered stays so until what this returns is dropped.
+    /// Begins a cycle of tracking: no chunk is unregistered until the returned value is dropped.
     pub(crate) fn keep_registered(&self) -> KeepRegistered {
         let _one = self.memory.registering();
         self.mail.touches.begin_cycle()
     }
 
-    /// Give chunks without far, zero or quarantined pages back to the kernel, unless a cycle of tracking runs.
+    /// Returns chunks without far, zero or quarantined pages to the kernel, unless a cycle of tracking runs.
     pub(crate) fn unregister_settled(&self, region: &Region) -> io::Result<()> {
-        // What the kernel has registered and what the flags say change together.
+        // The kernel's registrations and the flags change together.
         let _one = self.memory.registering();
         if self.mail.touches.is_running() {
             return Ok(());
@@ -215,8 +216,8 @@ impl Vm {
                 }
             }
             if settled {
-                // The flag first: a chunk that is registered and not known to be costs a little, the reverse costs
-                // bytes.
+                // The flag first: a registered chunk that is not known to be registered costs a little, the reverse
+                // costs bytes.
                 Registered::No.store(flag);
                 self.stats().sub(Counter::RegisteredBytes, chunk.bytes().0);
                 for view in self.views() {

@@ -1,10 +1,10 @@
 //! The workers of a VM: its tasks and threads, started, restarted after a panic, notified, ended.
 //!
 //! Before: the VM is open. After: its workers run; after [`Vm::stop`] none does. While two engines serve a VM for a
-//! moment, each of them serves faults and does nothing else: the one that leaves from [`Vm::serve_faults_only`] on, the
-//! one that follows until [`Vm::start`].
-//! Threads: any may call; [`Vm::stop`] waits for all workers but the one that calls it. Promise: a panic of a worker
-//! costs no byte: faults that it had read and not served are raised anew, and a VM that no worker can serve is stopped.
+//! moment, each of them serves faults and does nothing else: the leaving one from [`Vm::serve_faults_only`] on, the
+//! following one until [`Vm::start`].
+//! Threads: any may call; [`Vm::stop`] waits for all workers but the calling one. Promise: a panic of a worker costs no
+//! byte: faults that it had read and not served are raised anew, and a VM that no worker can serve is stopped.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,7 +28,7 @@ use crate::tier::spill::SpillWorker;
 use crate::vm::stats::Counter;
 use crate::vm::view::View;
 
-/// Whose faults a worker serves: those of nobody, of one process, or of all of them.
+/// Whose faults a worker serves: nobody's, those of one process, or all.
 #[derive(Clone, Copy)]
 pub(crate) enum Serves<'a> {
     Nobody,
@@ -60,7 +60,7 @@ impl<F: FnMut(Instant) -> Next + Send> Task for VmTask<F> {
 const MOST_PANICS: u32 = 3;
 
 impl Vm {
-    /// Start the workers of the VM. Each view that is added later starts its own.
+    /// Starts the workers of the VM. Each view that is added later starts its own.
     ///
     /// # Errors
     /// The kernel gives no thread or descriptor.
@@ -74,7 +74,8 @@ impl Vm {
         self.start_discards()?;
         self.start_slow()?;
         for view in self.views() {
-            // They were added while another engine served the VM as well. What that has read and left is raised anew.
+            // They were added while another engine served the VM as well. Faults that it has read and left are raised
+            // anew.
             view.peer().on_answer().connect_to(&mail.reclaim);
             view.wake_all()?;
         }
@@ -85,7 +86,8 @@ impl Vm {
         self.add_task("spill", Some(&mail.spill.notifier), SpillWorker::new, run)
     }
 
-    /// Start what serves the VM while another engine does so as well: beside its faults that is what clients discard.
+    /// Starts the workers that serve the VM while another engine does so as well: for faults and for discards of
+    /// clients.
     ///
     /// # Errors
     /// The kernel gives no thread.
@@ -94,7 +96,7 @@ impl Vm {
         self.start_slow()
     }
 
-    /// Serve faults on pages of slow stores, unless that is done already.
+    /// Serves faults on pages of slow stores, unless that is done already.
     fn start_slow(self: &Arc<Self>) -> io::Result<()> {
         if !self.stores.has_slow() || !self.life.begins_slow() {
             return Ok(());
@@ -105,7 +107,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Carry out what clients discard, unless that is done already. They wait for it.
+    /// Carries out discards of clients, unless that is done already. The clients wait for it.
     fn start_discards(self: &Arc<Self>) -> io::Result<()> {
         if self.life.begins_discards() {
             self.add_task("discard", Some(&self.mail.discards.notifier), DiscardWorker::new, DiscardWorker::run)?;
@@ -113,7 +115,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Have a task of the pool do the work of a worker, which is made anew after a panic.
+    /// Has a task of the pool do the work of a worker, which is made anew after a panic.
     fn add_task<W: Send + 'static>(
         self: &Arc<Self>,
         kind: &'static str,
@@ -136,7 +138,7 @@ impl Vm {
                 return next;
             }
             panics += 1;
-            // What it leaves may panic as well.
+            // Dropping it may panic as well.
             let _ = catch_unwind(AssertUnwindSafe(|| worker = None));
             let serves = if kind == "slow" { Serves::All } else { Serves::Nobody };
             if vm.panicked(kind, serves, panics) { Next::Again } else { Next::Done }
@@ -149,7 +151,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Listen to the peer of a view, unless it is listened to already.
+    /// Listens to the peer of a view, unless that is done already.
     pub(super) fn listen(self: &Arc<Self>, view: &Arc<View>) -> io::Result<()> {
         if self.life.has_client(view) {
             return Ok(());
@@ -160,15 +162,15 @@ impl Vm {
         Ok(())
     }
 
-    /// Serve no more faults of this view, and listen no more to its client, where the process is gone. Waits for no
-    /// fault that is being served.
+    /// Stops serving faults of this view, and listening to its client, if the process is gone. Waits for no fault that
+    /// is being served.
     pub(super) fn forget_gone(&self) {
         self.life.forget_faults(View::is_closed);
         self.life.forget_clients(View::is_closed);
     }
 
     /// A worker panicked, for the `times`th time. A panic is a bug of ours that must not cost a guest its bytes: faults
-    /// that the worker had read and not served are raised anew. Returns whether it is to start again: if that does not
+    /// that the worker had read and not served are raised anew. Returns whether it is to start again. If that does not
     /// help, the VM goes without reclaim; a VM that no worker can serve is stopped.
     pub(crate) fn panicked(&self, kind: &str, serves: Serves<'_>, times: u32) -> bool {
         self.report("worker-panic", format!("the {kind} worker panicked; it starts again"));
@@ -201,7 +203,7 @@ impl Vm {
         self.life.is_over()
     }
 
-    /// End the workers. Blocks until they are gone; pages stay where they are.
+    /// Ends the workers. Blocks until they are gone; pages stay where they are.
     pub fn stop(&self) {
         self.life.end();
         self.end_tasks();
@@ -210,30 +212,30 @@ impl Vm {
         self.life.wait_for_faults();
     }
 
-    /// End all that is done for the VM but the serving of faults, permanently: another engine is to do the same beside
-    /// this one. Blocks until nothing is on its way out of memory any more, nor on to a slow store. A fault that was
-    /// read here and is not served when this engine closes the VM is left to that one, which wakes all threads when it
-    /// is alone.
+    /// Ends all work for the VM but the serving of faults, permanently: another engine is to do the same beside this
+    /// one. Blocks until no page is on its way out of memory any more, nor on to a slow store. A fault that was read
+    /// here and is not served when this engine closes the VM is left to the other engine, which wakes all threads when
+    /// it is alone.
     pub fn serve_faults_only(&self) {
         self.life.stop_tasks();
         self.end_tasks();
     }
 
-    /// Wait until the tasks have ended, which are to.
+    /// Waits until the tasks have ended, which are to.
     fn end_tasks(&self) {
         self.life.forget_clients(|_| true);
-        // Nobody hears what they answer from now on.
+        // Nobody reads their replies from now on.
         self.views().iter().for_each(|view| view.peer().give_up_zaps());
         let (pool, group) = self.life.pool();
         pool.join(group);
     }
 
-    /// Have the reclaim worker check the limit: it changed, or the VM grew over it.
+    /// Has the reclaim worker check the limit: it changed, or the VM grew over it.
     pub fn notify_reclaim(&self) {
         self.mail.reclaim.notify();
     }
 
-    /// Does its reclaim worker have nothing to do until the VM holds more or less? For tests.
+    /// Has its reclaim worker nothing to do until the VM holds more or less? For tests.
     pub fn rests(&self) -> bool {
         self.mail.rested_at().is_some()
     }

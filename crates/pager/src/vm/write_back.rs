@@ -1,11 +1,11 @@
-//! Writing back: the processes of a VM are gone, and its RAM files are not.
+//! Write-back: the processes of a VM are gone, and its RAM files are not.
 //!
-//! Before: the last view is gone and the workers have ended. After: what was far is in the RAM files again, for whoever
-//! opens them next: the program that the VMM executed, the next VMM of a file in a tmpfs.
+//! Before: the last view is gone and the workers have ended. After: far pages are in the RAM files again, for the next
+//! process that opens the files: the program that the VMM executed, or the next VMM of a file in a tmpfs.
 //! Threads: the caller's one; it takes seconds for millions of pages. Units: pages of a region.
-//! Promise: holes are filled, each at once (`UFFDIO_COPY` into a mapping of this process): bytes that are in the file
-//! count (invariant 1), also those that somebody writes meanwhile. Zeros in the place of a far page are what somebody
-//! has read there too early, and are replaced as `fault` does it. It may stop at any page and be begun again.
+//! Promise: holes are filled, each at once (`UFFDIO_COPY` into a mapping of this process): bytes in the file are valid
+//! (invariant 1), also those that another process writes meanwhile. Zeros in the place of a far page come from a read
+//! that was too early, and are replaced as `fault` does it. Write-back may stop at any page and be begun again.
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::vm::shard::Shards;
 use crate::vm::view::View;
 use ballast_page::page_state::{State, Word};
 
-/// What writing back came to.
+/// The result of writing back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WrittenBack {
     /// Pages that were far and are not any more.
@@ -46,8 +46,8 @@ impl Vm {
         Ok(PageCount(far))
     }
 
-    /// Bring every far page of these regions back into its file. `go_on` is asked before each chunk, and while a page
-    /// cannot be had; it may wait.
+    /// Brings every far page of these regions back into its file. `go_on` is called before each chunk, and while a page
+    /// is not available; it may wait.
     ///
     /// # Errors
     /// The kernel refuses a userfaultfd; or the first page that could not be brought back, after all were tried.
@@ -70,7 +70,7 @@ impl Vm {
                 if restored.is_err() && failed.is_ok() {
                     failed = restored;
                 }
-                // Its page tables are not needed any more, and nobody shall think that this process uses the memory.
+                // Its page tables are not needed any more, and this process must not appear to use the memory.
                 own.uncover(chunk)?;
                 done.pages.0 += far * u64::from(!stopped);
                 Ok(!stopped)
@@ -83,19 +83,19 @@ impl Vm {
         failed.map(|()| done)
     }
 
-    /// Nobody can come to these regions any more: nobody is served of them again, and their words are forgotten.
+    /// No process can come to these regions any more: stops serving them, and forgets their words.
     ///
     /// # Errors
     /// If the kernel does not give the memory of words back.
     pub fn give_up(&self, regions: &[Arc<Region>]) -> io::Result<()> {
         let records = self.state.regions();
-        // All of them first: whoever brought one back that has no words would read zeros.
+        // All of them first: a page that is brought back without words would read zeros.
         regions.iter().for_each(|region| self.state.give_up_region(region.number));
         let record = |region: &Arc<Region>| records.get(region.number as usize);
         regions.iter().filter_map(record).try_for_each(|record| self.state.forget_words(record))
     }
 
-    /// Forget the words of a region without workers, where all they say is that pages are in their file, or zeros.
+    /// Forgets the words of a region without workers, if all they say is that pages are in their file, or zeros.
     ///
     /// # Errors
     /// If the kernel does not say which words were written, or does not give their memory back.
@@ -112,7 +112,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Call this with every chunk that has far pages, and how many; until it returns false.
+    /// Calls this with every chunk that has far pages, and how many, until it returns false.
     fn far_chunks(
         &self,
         region: &Region,

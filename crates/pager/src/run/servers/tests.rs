@@ -1,4 +1,4 @@
-//! The workers with servers that do as they are told: input is eventfds, being stuck is a channel nobody sends to.
+//! The workers with servers that the test controls: input comes from eventfds, and a stuck server waits for a lock.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicUsize;
@@ -99,7 +99,7 @@ impl Client {
         Self { told, fd, served, notify: given.expect("given") }
     }
 
-    /// That waits for input and does nothing with it.
+    /// A client that waits for input and does nothing with it.
     fn quiet(servers: &Servers, group: u64) -> Self {
         Self::new(servers, group, |_, _| After::next(Next::Idle))
     }
@@ -199,7 +199,7 @@ fn it_moves_to_the_cpu_where_it_is_wanted_and_loses_no_input_on_the_way() {
 }
 
 #[test]
-fn it_is_closed_once_whoever_moves_notifies_and_visits_it_meanwhile() {
+fn it_is_closed_once_while_other_threads_move_notify_and_visit_it() {
     let servers = Servers::new().expect("servers");
     let Some(cpus) = two_cpus(&servers) else { return };
     for round in 0..200 {
@@ -443,7 +443,7 @@ impl Rng {
     }
 }
 
-/// One that moves, is stuck, panics and has more to do as it likes, over this descriptor.
+/// A client that moves, is stuck, panics and has more to do at random, over this descriptor.
 fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
     let cpus: Vec<usize> = servers.0.sets.iter().filter_map(|set| set.cpu).collect();
     let mut rng = Rng(seed);
@@ -473,13 +473,13 @@ fn erratic(servers: &Servers, fd: &Arc<OwnedFd>, seed: u64) -> Client {
     Client::over(servers, seed % 7, fd.clone(), then)
 }
 
-/// How long a random test goes on: some thousand steps, or as many as it is told.
+/// How long a random test goes on: some thousand steps, or as many as the environment says.
 fn steps() -> u64 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(3000)
 }
 
 #[test]
-fn each_input_is_followed_by_a_visit_whatever_servers_do_and_whoever_comes_and_goes() {
+fn each_input_is_followed_by_a_visit_while_servers_do_anything_and_come_and_go() {
     let servers = Servers::new().expect("servers");
     let seed = u64::from(this_thread()) << 32;
     println!("seed {seed:#x}");
