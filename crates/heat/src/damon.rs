@@ -44,7 +44,7 @@ impl Span {
     }
 }
 
-/// See above.
+/// The source.
 #[derive(Debug)]
 pub struct Damon {
     root: PathBuf,

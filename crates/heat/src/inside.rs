@@ -73,7 +73,7 @@ impl Scanned {
         self.entry(page).age().min(self.scans as u32)
     }
 
-    /// What the last scan counted of pages that the scans before had missed, of a unit of `of` pages.
+    /// What the last scan counted of pages that the scans before had missed, for a unit of `of` pages.
     pub fn counts(&self, of: u64) -> Counts {
         let mut counts = Counts::default();
         let before = (self.scans as u32).saturating_sub(1);

@@ -11,7 +11,7 @@ use crate::source::{Cost, CycleReport, Seen, UnitId};
 
 /// Weight of the last cycle in the running averages.
 const WEIGHT: f64 = 0.5;
-/// Fewer faults than this say nothing of the time of one.
+/// Fewer faults than this do not give the time of one.
 const LEAST_FAULTS: u64 = 64;
 /// Weight of the last unit that had its first fine scan, in what is expected of the next.
 const FIRST_WEIGHT: f64 = 1.0 / 16.0;
@@ -19,12 +19,12 @@ const FIRST_WEIGHT: f64 = 1.0 / 16.0;
 /// much as the full scan of such a unit (300 us here: each gap between its pages is mapped by a call of its own).
 const SPARSE: f64 = 0.2;
 
-/// What fine scans cost.
+/// The cost of fine scans.
 #[derive(Clone, Copy, Debug)]
 pub struct Quota {
-    /// What a thread waits for each page it touches, and a CPU works.
+    /// Time that a thread waits, and that a CPU works, for each page it touches.
     per_fault: f64,
-    /// What a CPU works for each sample, and for each full scan, without the touches.
+    /// CPU time of each sample, and of each full scan, without the touches.
     per_sample: f64,
     per_scan: f64,
     /// Share of the watched pages that are touched, of a unit in its first fine scan.
@@ -40,7 +40,7 @@ impl Default for Quota {
 }
 
 impl Quota {
-    /// What a cycle may cost that runs once in a period.
+    /// The most that a cycle which runs once in a period may cost.
     pub fn allowance(&self, budget: Budget, period: Duration) -> Allowance {
         let of = |share: f64| share * period.as_secs_f64();
         Allowance { quota: *self, cpu: of(budget.cpu), guest: of(budget.guest) }
@@ -76,7 +76,7 @@ impl Quota {
         let scans = report.units.len() as f64 - samples;
         let expected = samples * self.per_sample + scans * self.per_scan;
         if expected > 0.0 {
-            // The cost of a sample and of a full scan cannot be told apart: both change, if there were both.
+            // The costs of a sample and of a full scan cannot be told apart: both change, if there were both.
             let times = cpu.saturating_sub(guest).as_secs_f64() / expected;
             let updated = |each: f64| each * (1.0 + WEIGHT * (times - 1.0)).max(0.1);
             if samples > 0.0 {

@@ -104,7 +104,7 @@ pub enum Frame {
     Layout(Vec<u64>),
     /// A cycle.
     Cycle(Recorded),
-    /// Who records adds it; a tracker does not need it.
+    /// The recorder adds it; a tracker does not need it.
     Memory(Memory),
 }
 
@@ -117,7 +117,7 @@ pub struct Recording {
     pub frames: Vec<Frame>,
 }
 
-/// What a file begins with.
+/// The beginning of a file.
 pub fn header(source: &str) -> Vec<u8> {
     let name = &source.as_bytes()[..source.len().min(255)];
     let mut out = MAGIC.to_vec();

@@ -1,9 +1,9 @@
 //! One VM's tracker as its threads share it, with a clock.
 //!
 //! Before: the VM is opened. After: the tracking worker runs its cycles, reclaim picks by it, the API shows it.
-//! Threads: any; the lock is held for one pass over all units at most. But a pass asks the kernel what is in the RAM
-//! file, which needs a lock that a VMM may hold for ever. A fault worker never takes the tracker's lock, and who only
-//! looks does not wait long for it.
+//! Threads: any; the lock is held for one pass over all units at most. But a pass asks the kernel which pages are in
+//! the RAM file, which needs a lock that a VMM may hold for ever. A fault worker never takes the tracker's lock, and a
+//! thread that only looks does not wait long for it.
 //! Promise: a cycle that fails leaves the tracker ready for the next.
 
 use std::io;
@@ -36,13 +36,13 @@ pub struct Cycle {
     pub window: Duration,
 }
 
-/// See above.
+/// The tracker of one VM, shared.
 #[derive(Debug)]
 pub struct VmHeat {
     began: Instant,
     tracker: Mutex<Tracker>,
     source: Mutex<Option<Ability>>,
-    /// The last one who only looked waited in vain.
+    /// The last thread that only looked waited in vain.
     is_stuck: AtomicBool,
 }
 
@@ -67,7 +67,7 @@ impl VmHeat {
         self.tracker.lock().expect("no panic while held")
     }
 
-    /// The tracker for who only looks, and serves other VMs as well; `None` if it is not to be had in time.
+    /// The tracker for a thread that only looks, and serves other VMs as well; `None` if it is not available in time.
     fn look(&self) -> Option<MutexGuard<'_, Tracker>> {
         let until = Instant::now() + LOOK_TIMEOUT;
         loop {
@@ -103,7 +103,7 @@ impl VmHeat {
         // Not in the match: the lock would be held meanwhile.
         let planning = Instant::now();
         let step = self.lock().next(self.now(), pages);
-        // To find what is in memory may cost more than the cycle, if it is in many pieces.
+        // Finding out which pages are in memory may cost more than the cycle, if they are in many pieces.
         let planning = planning.elapsed();
         match step {
             Step::Rest(pause) => Ok(Turn::Rest(pause)),
@@ -121,7 +121,7 @@ impl VmHeat {
     /// than in a whole one.
     ///
     /// # Errors
-    /// The source could not tell what was touched. No cycle runs all the same.
+    /// The source could not tell which pages were touched. No cycle runs all the same.
     pub fn finish(&self, source: &mut dyn AccessSource, cycle: Cycle, whole: bool) -> io::Result<()> {
         let report = source.end().map(|mut report| {
             report.cost.cpu += cycle.planning;
@@ -132,7 +132,7 @@ impl VmHeat {
         report.map(|_| ())
     }
 
-    /// What the API shows, with a strip of this number of cells; nothing (no cycles) while it cannot be known.
+    /// The heat for the API, with a strip of this number of cells; empty (no cycles) while it cannot be known.
     pub fn heat(&self, cells: usize) -> Heat {
         self.look().map(|tracker| crate::heat(&tracker, self.now(), cells)).unwrap_or_default()
     }

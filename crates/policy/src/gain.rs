@@ -19,10 +19,10 @@
 //! That alone would sacrifice the slowest VM, because a slow VM touches its memory less often. So what a VM waits
 //! counts more the slower it is, by the square of its slowdown: the gradient of the sum of squared slowdowns.
 //!
-//! A VM that has all it wants waits for nothing, and more memory would save it nothing. If others lack memory, it loses
-//! a little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted that, it
-//! waits, and the sums show it. Headroom counts as wanted where the working set was measured. A VM does not *have* what
-//! its limit allows and it does not fill: that is lent to the VMs that gain most.
+//! A VM that has all it wants does not wait, and more memory would save it nothing. If others lack memory, it loses a
+//! little at a time (1/32 a second, and more while much of it is far and does not refault). If it wanted that memory,
+//! it waits, and the sums show it. Headroom counts as wanted where the working set was measured. If a VM does not fill
+//! its limit, it does not *have* the rest: that is lent to the VMs that gain most.
 
 use crate::frame::{Frame, Managed, bytes, pages};
 use crate::memory::{Policy, State};

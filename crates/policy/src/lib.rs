@@ -1,4 +1,4 @@
-//! How much, from whom: policies as pure functions from a [`Snapshot`] to a [`Plan`].
+//! Policies: how much memory each VM gets, as pure functions from a [`Snapshot`] to a [`Plan`].
 //!
 //! ```text
 //! sample (daemon) ─► Snapshot ─► ladder (host state) ─► frame (bounds) ─► policy ─► solve ─► Plan ─► apply (daemon)

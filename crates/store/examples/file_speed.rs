@@ -1,4 +1,4 @@
-//! How quick the file store is on this machine's disk, beside the RAM store and beside plain direct I/O.
+//! How fast the file store is on this machine's disk, beside the RAM store and beside plain direct I/O.
 //!
 //! Before: `cargo run --release -p ballast-store --example file_speed [DIRECTORY]` (default: the directory for
 //! temporary files). After: a line per operation.
@@ -76,7 +76,7 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
         }
         times.print(&format!("{name} free a page, {round}"));
     }
-    // Neighbours in the guest that are none on the disk, asked for together.
+    // Neighbours in the guest that are not neighbours on the disk, read together.
     let mut handles = vec![None; content.len()];
     for page in shuffled(content.len()) {
         handles[page] = Some(stored(store.put(key(page), &content[page])));
@@ -112,7 +112,7 @@ fn measure(name: &str, store: &dyn Store, content: &[PageBytes]) {
     gets.print(&format!("{name} get 2 MiB"));
 }
 
-/// What the disk costs by itself, through `pread` and `pwrite`.
+/// The cost of the disk by itself, through `pread` and `pwrite`.
 fn plain(dir: &std::path::Path) {
     let file = direct::create_unnamed(dir, Bytes((PAGES * PAGE_SIZE) as u64)).expect("a file");
     let file = std::fs::File::from(file);

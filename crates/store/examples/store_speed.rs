@@ -1,11 +1,12 @@
-//! How quick the RAM store is on this machine: pages per second and microseconds per page, one thread; and how its LZ4
+//! How fast the RAM store is on this machine (pages per second and microseconds per page, one thread), and how its LZ4
 //! compares with `lz4_flex` on the same pages.
 //!
 //! Before: `cargo run --release -p ballast-store --example store_speed [FILE...]`. After: one line per codec and kind
 //! of page, then one per kind of page and encoder; each FILE is a kind of its own, cut into pages.
 //! Units: us per page, the median of the repetitions with the lowest and highest; ratio is page bytes over payload
 //! bytes, where a page that is kept raw counts 4096.
-//! Promise: "put" pays for the first touch of its slabs, as the first pages of a VM do; "again" puts into slabs in use.
+//! Promise: "put" includes the first touch of its slabs, as for the first pages of a VM; "again" puts into slabs in
+//! use.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -18,7 +19,8 @@ use ballast_store::{
 
 const PAGES: usize = 2000;
 const REPETITIONS: usize = 15;
-/// Every such page stays while the others are freed, so that no slab is: a slab has at least 15 slots.
+/// Every page of this position stays while the others are freed, so that no slab is freed: a slab has at least 15
+/// slots.
 const STAYS: usize = 8;
 
 fn key(page: usize) -> PageKey {
@@ -116,7 +118,8 @@ fn compare(kind: &str, content: &[PageBytes]) {
     );
 }
 
-/// One run of noise and one of zeros: as many bytes to keep as `half_compressible`, in two sequences and not in sixty.
+/// A run of noise and a run of zeros: as many incompressible bytes as `half_compressible`, in two sequences and not in
+/// sixty.
 fn half_zero(seed: u64) -> PageBytes {
     let mut page = pages::incompressible(seed);
     page[PAGE_SIZE / 2..].fill(0);

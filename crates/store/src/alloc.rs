@@ -1,10 +1,10 @@
-//! Slots for blobs: which slab gives the next one, when a slab is taken into use, when its memory goes back.
+//! Slots for blobs: which slab gives the next one, when a slab is taken into use, when its memory is returned.
 //!
 //! Before: `ram` knows the size of a blob. After: `slab` holds the slot; the budget is charged; a slab whose last slot
 //! was freed is punched out of the arena.
-//! Threads: any. What is shared between processes is only the arena; the hints and queues here are this process's own
-//! and may be incomplete, which costs memory for a while and never correctness. Quick path: no lock. Slow path (a slab
-//! is full, or becomes so no more): a lock of this process, per size class, never held while the kernel works.
+//! Threads: any. Processes share only the arena; the hints and queues here are this process's own and may be
+//! incomplete, which costs memory for a while and never correctness. Quick path: no lock. Slow path (a slab becomes
+//! full, or no longer is): a lock of this process, per size class, never held during a system call.
 //! Promise: every slab that is not FREE is charged exactly once; nothing is charged when the budget refuses.
 
 use std::collections::{HashSet, VecDeque};
@@ -21,14 +21,14 @@ use crate::slab::{LiveSlots, Phase, Released, Slab, State, Taken};
 
 const NO_SLAB: u32 = u32::MAX;
 
-/// Which slot: a slab and a slot in it.
+/// A slab and a slot in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
     pub(crate) slab: u32,
     pub(crate) slot: usize,
 }
 
-/// A slot just taken.
+/// A slot that was just taken.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Allocated {
     pub(crate) place: Place,
@@ -43,29 +43,29 @@ pub(crate) struct Allocator {
     account: Account,
     /// Per class, the slab to try first.
     hints: Vec<AtomicU32>,
-    /// Per class, slabs that were full and have room again. May hold slabs that have changed since.
+    /// Per class, slabs that were full and have free slots again. May contain slabs that have changed since.
     with_room: Vec<Mutex<Vec<u32>>>,
     /// Slabs known to be FREE. May be incomplete: another process frees slabs too.
     free: Mutex<Vec<u32>>,
-    /// RETIRING slabs that `settle` is to punch, and how many may wait for it when the budget is short; none if all are
+    /// RETIRING slabs that `settle` is to punch, and how many may wait for it when the budget is short; 0 if all are
     /// punched at once.
     to_punch: Mutex<VecDeque<u32>>,
     to_punch_max: usize,
     punch_failures: AtomicU64,
 }
 
-/// Something in the slab table contradicts something else.
+/// The slab table contradicts itself.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("Validating a store: {0}")]
 pub struct Inconsistent(pub String);
 
-/// A panic elsewhere cannot leave these plain lists half changed, so a poisoned lock is as good as any.
+/// A panic elsewhere cannot leave these plain lists half changed, so a poisoned lock is usable.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Allocator {
-    /// Begin with what the arena holds. It is charged, above the limit if need be.
+    /// Begin with the contents of the arena. They are charged, above the limit if need be.
     pub(crate) fn new(arena: Arena, budget: Arc<Budget>, to_punch_max: usize) -> Self {
         let capacities = arena.shape().capacities;
         let allocator = Self {
@@ -96,7 +96,7 @@ impl Allocator {
         self.arena.shape().charge_bytes as i64
     }
 
-    /// Is the budget, whoever uses it, nearly used up, but for what this store must leave to others?
+    /// Is the budget nearly used up, by any store, apart from the part that this store must leave to others?
     pub(crate) fn is_short(&self) -> bool {
         crate::is_short(self.account.budget().used().0, self.account.most(self.slab_charge()).0)
     }
@@ -134,15 +134,15 @@ impl Allocator {
         free.reverse();
     }
 
-    /// Make the charge equal to what the arena really holds: another process may have taken or freed slabs. A slab that
-    /// this process is moving at this moment may be counted wrongly until the next call.
+    /// Make the charge equal to the real contents of the arena: another process may have taken or freed slabs. A slab
+    /// that this process is moving at this moment may be counted wrongly until the next call.
     pub(crate) fn resync(&self) -> u32 {
         let held = self.arena.held();
         self.account.set(i64::from(held) * self.slab_charge());
         held
     }
 
-    /// A slot of this class; `None` if there is no room and no budget for more.
+    /// A slot of this class; `None` if there is none and no budget for more.
     pub(crate) fn alloc(&self, class: usize) -> Option<Allocated> {
         let hint = self.hints[class].load(Ordering::Relaxed);
         if let Some(allocated) = self.take_from(hint, class) {
@@ -150,7 +150,7 @@ impl Allocator {
         }
         let (allocated, new_slab) = self.alloc_slowly(class)?;
         if new_slab {
-            // All of it is charged already. Others may use the slab now; it cannot be retired, since we hold a slot.
+            // The slab is charged already. Other threads may use it now; it cannot be retired, because we hold a slot.
             self.arena.populate(allocated.place.slab);
         }
         Some(allocated)
@@ -170,8 +170,8 @@ impl Allocator {
         }
     }
 
-    /// Find another slab for the class: one with room, else a free one (then the second value is true). The class's
-    /// lock is held, so that two threads do not each bring one in and forget the other.
+    /// Find another slab for the class: one with a free slot, else a free slab (then the second value is true). The
+    /// class's lock is held, so that two threads do not each bring in a slab and lose the other.
     fn alloc_slowly(&self, class: usize) -> Option<(Allocated, bool)> {
         let mut with_room = lock(&self.with_room[class]);
         let hint = self.hints[class].load(Ordering::Relaxed);
@@ -191,7 +191,7 @@ impl Allocator {
 
     /// Take a free slab into use for `class`, with one slot reserved; `None` if the budget or the arena is used up.
     fn activate(&self, class: usize) -> Option<u32> {
-        // One that still waits to be punched is given back without that, to be the next one taken.
+        // A slab that still waits to be punched is reused without that, and is the next one taken.
         let emptied = lock(&self.to_punch).pop_back();
         if let Some(number) = emptied {
             self.make_free(number);
@@ -220,7 +220,7 @@ impl Allocator {
                 return Some(number);
             }
         }
-        // Every number was used once. Some may be free again without our knowing: another process freed them.
+        // Every number was used once. Another process may have freed some without our knowledge.
         for number in 0..self.arena.slabs() {
             if self.is_free(number) {
                 free.push(number);
@@ -238,9 +238,10 @@ impl Allocator {
         self.arena.slab(number).state().is_some_and(|state| state.phase == Phase::Free)
     }
 
-    /// The slab of a place that is taken, with its class; `None` if the place is not a taken slot of an active slab.
+    /// The slab of a taken place, with its class; `None` if the place is not a taken slot of an active slab.
     pub(crate) fn occupied(&self, place: Place) -> Option<(Slab<'_>, usize)> {
-        // Not merely in range: to read the entry of a slab that was never used would make a page of the table present.
+        // A range check is not enough: reading the entry of a slab that was never used would make a page of the table
+        // present.
         if place.slab >= self.arena.fresh() {
             return None;
         }
@@ -276,7 +277,7 @@ impl Allocator {
         }
     }
 
-    /// Punch what was emptied, if that was put off, but for the last `keep`: as they are, those are quicker to use.
+    /// Punch emptied slabs that were put off, except the last `keep`: unpunched ones are quicker to reuse.
     pub(crate) fn settle(&self, keep: usize) {
         let mut emptied: Vec<u32> = {
             let mut to_punch = lock(&self.to_punch);
@@ -377,7 +378,7 @@ impl Allocator {
 }
 
 impl Drop for Allocator {
-    /// The arena lives on.
+    /// The arena outlives this.
     fn drop(&mut self) {
         self.settle(0);
     }

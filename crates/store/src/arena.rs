@@ -1,17 +1,17 @@
-//! The arena: one sparse shared-memory file that holds everything a store knows. `ballast_handover::arena` says how it
-//! is laid out.
+//! The arena: one sparse shared-memory file that contains the whole state of a store. `ballast_handover::arena` defines
+//! its layout.
 //!
 //! Before: a store is created or opened. After: `slab` reads the table entries, `alloc` hands out slots; `ram` copies
 //! blobs in and out, `file` the headers of blocks that are on a disk.
 //! Threads: any, in any number of processes; every word of the header and the table is an atomic.
 //! Units: offsets are bytes from the start of the file; a table entry is 128 bytes, a slab what the shape says.
 //! Promise: a layout that this program cannot read is refused, unchanged. Nothing in the file is trusted. Offsets come
-//! from the checked size of the mapping, never from its content. A page of it whose memory fails becomes what costs
+//! from the checked size of the mapping, never from its content. If memory of a page fails, the page becomes what costs
 //! least: blobs become zeros, which no handle fits; entries of the table become bits that mean nothing, so that no slab
 //! of them is handed out or emptied before the next `recover`; the header is written again.
 //!
-//! Which versions read which is `ballast_base::format`'s rule: zero in a reserved word says nothing. A header that was
-//! lost is written again as this program's own: what a newer one had put into reserved words is gone.
+//! `ballast_base::format` has the rule of which versions read which: zero in a reserved word has no meaning. A lost
+//! header is written again as this program's own, without the reserved words of a newer one.
 
 use std::io;
 use std::ops::Range;
@@ -31,7 +31,7 @@ use ballast_sys::{Mapping, memfd};
 
 use crate::slab::{CAPACITIES, SLAB_BYTES, Slab};
 
-/// What tells one kind of arena from another.
+/// The properties that tell one kind of arena from another.
 #[derive(Debug)]
 pub(crate) struct Shape {
     pub(crate) layout: &'static Layout,
@@ -44,7 +44,7 @@ pub(crate) struct Shape {
 /// The RAM store's arena: the slabs hold the blobs.
 pub(crate) static RAM: Shape = Shape { layout: &arena::RAM, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
 
-/// A group's: the same with members.
+/// A group's arena: the same with members.
 pub(crate) static GROUP: Shape =
     Shape { layout: &arena::GROUP, charge_bytes: SLAB_BYTES as u64, capacities: &CAPACITIES };
 
@@ -53,7 +53,7 @@ pub(crate) static GROUP: Shape =
 pub(crate) struct Arena {
     map: Surviving,
     fd: Arc<OwnedFd>,
-    /// The header as far as it matters, should its page be lost.
+    /// The parts of the header that matter, should its page be lost.
     header_copy: Arc<PageCopy>,
     /// The header was lost when the arena was opened.
     header_was_lost: AtomicBool,
@@ -63,7 +63,7 @@ pub(crate) struct Arena {
     disk: Option<Arc<DirectFile>>,
 }
 
-/// Any number that is mostly different in different threads.
+/// A number that is mostly different in different threads.
 fn shard_of_thread() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local!(static SHARD: usize = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS);
@@ -108,12 +108,12 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Pages that were lost since it was mapped, and what is in their place.
+    /// Pages that were lost since it was mapped, and then replaced.
     pub(crate) fn lost(&self) -> u64 {
         self.map.lost() + u64::from(self.header_was_lost.load(Ordering::Acquire))
     }
 
-    /// What was lost that nobody was told of, in words; and whether `recover` is needed for it.
+    /// Losses that nobody was told of, in words; and whether `recover` is needed for them.
     pub(crate) fn losses(&self) -> (Vec<String>, bool) {
         let Losses { offsets, pages } = self.map.losses();
         let header = self.header_was_lost.swap(false, Ordering::AcqRel).then_some(0);
@@ -146,7 +146,7 @@ impl Arena {
         Self { disk: Some(disk), ..self }
     }
 
-    /// This program writes to it from now on: let it say so.
+    /// This program writes to it from now on: record that in the header.
     pub(crate) fn raise_stamp(&self) {
         let stamp = self.shape.layout.format.raise(Stamp::from_word(self.header(WORD_LAYOUT).load(Ordering::Acquire)));
         self.header(WORD_LAYOUT).store(stamp.to_word(), Ordering::Release);
@@ -207,9 +207,9 @@ impl Arena {
         self.map.copy_in(self.offset(slab, within), bytes);
     }
 
-    /// Have the memory of a slab ready before it is used, and its part of the disk: one call costs 0.4 us a page less
-    /// than 16 first touches, and a block on disk that is allocated is written in half the time (60 us, not 120). Only
-    /// a matter of speed: what the kernel declines now (no memory, no space), the use of the slab will show.
+    /// Prepare the memory of a slab before it is used, and its part of the disk: one call costs 0.4 us a page less than
+    /// 16 first touches, and an allocated block on disk is written in half the time (60 us, not 120). It matters for
+    /// speed only: if the kernel declines now (no memory, no space), the use of the slab reports it.
     pub(crate) fn populate(&self, slab: u32) {
         if let Some(disk) = &self.disk {
             let _ = memfd::allocate(disk, u64::from(slab) * self.shape.charge_bytes, self.shape.charge_bytes);
@@ -218,13 +218,13 @@ impl Arena {
     }
 
     /// Unmap runs of slabs from this process. A punch would do it as well, but interrupt the other CPUs for each run.
-    /// Only a matter of speed: what the kernel declines, the punch does.
+    /// It matters for speed only: if the kernel declines, the punch does it.
     pub(crate) fn unmap(&self, runs: &[Range<u32>]) {
         let in_bytes = |run: &Range<u32>| (self.offset(run.start, 0), run.len() * self.shape.layout.slab_bytes);
         let _ = self.map.zap_all(&runs.iter().map(in_bytes).collect::<Vec<_>>());
     }
 
-    /// Give the memory of a run of slabs back to the host; it reads as zeros afterwards.
+    /// Return the memory of a run of slabs to the host; it reads as zeros afterwards.
     pub(crate) fn punch(&self, run: &Range<u32>) -> io::Result<()> {
         let slabs = run.len() as u64;
         if let Some(disk) = &self.disk {
@@ -238,8 +238,8 @@ impl Arena {
         self.header(WORD_FRESH).load(Ordering::Acquire).min(self.slabs.into()) as u32
     }
 
-    /// Set the number of slabs ever used to what the table's memory shows: an entry that was written is in a page that
-    /// is present. For `recover`, which thus finds every slab even if the header word was damaged.
+    /// Set the number of slabs ever used to what the table's memory shows: a page with a written entry is present. For
+    /// `recover`, which thus finds every slab even if the header word was damaged.
     pub(crate) fn fresh_rebuild(&self) -> io::Result<u32> {
         let table_end = TABLE_START + self.slabs as usize * ENTRY_BYTES;
         let (mut at, mut touched_end) = (TABLE_START, TABLE_START);
@@ -267,7 +267,7 @@ impl Arena {
 
     /// Slabs that are not FREE, over all processes.
     pub(crate) fn held(&self) -> u32 {
-        // After the loss of the header it may be too small by some, and wrap, until `recover` counts anew.
+        // After the loss of the header it may be too small, and wrap, until `recover` counts anew.
         let held = self.header(WORD_HELD).load(Ordering::Acquire);
         if held > u64::from(self.slabs) { 0 } else { held as u32 }
     }
@@ -290,7 +290,7 @@ impl Arena {
         self.header_copy.words()[WORD_HELD].store(held.into(), Ordering::Release);
     }
 
-    /// Header words that mean what the store wants; 0 in a new arena.
+    /// Header words with a meaning of the store's; 0 in a new arena.
     pub(crate) fn own_words(&self) -> &[AtomicU64] {
         self.map.words(OWN_WORDS_START * 8, OWN_WORDS)
     }
@@ -301,7 +301,7 @@ impl Arena {
         self.header_copy.words()[OWN_WORDS_START + word].store(value, Ordering::Release);
     }
 
-    /// Who is written down as a member of the group.
+    /// The words of the members of the group.
     pub(crate) fn members(&self) -> &[AtomicU64] {
         self.map.words(MEMBERS_START, MEMBERS)
     }
@@ -319,12 +319,12 @@ impl Arena {
         set
     }
 
-    /// Was its header lost when it was opened, and with it who its members are?
+    /// Was its header lost when it was opened, and with it the list of members?
     pub(crate) fn header_was_lost(&self) -> bool {
         self.header_was_lost.load(Ordering::Acquire)
     }
 
-    /// The counters of one shard; any number is good.
+    /// The counters of one shard; any number is valid.
     fn shard(&self, shard: usize) -> &[AtomicU64] {
         self.map.words(SHARDS_START + shard % SHARDS * SHARD_WORDS * 8, SHARD_WORDS)
     }
@@ -339,9 +339,8 @@ impl Arena {
         self.shard(shard_of_thread())[counter].fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// A counter over all shards. One thread adds in its shard what another takes away in its own, so single shards
-    /// wrap around and only the sum means something; a sum below zero (a handle freed that was never given out) reads
-    /// as 0.
+    /// A counter over all shards. One thread adds in its shard what another subtracts in its own, so single shards wrap
+    /// around and only the sum has a meaning. A sum below zero (a handle freed that was never given out) reads as 0.
     pub(crate) fn sum(&self, counter: usize) -> u64 {
         let sum =
             (0..SHARDS).fold(0u64, |sum, shard| sum.wrapping_add(self.shard(shard)[counter].load(Ordering::Relaxed)));

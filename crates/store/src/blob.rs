@@ -1,6 +1,6 @@
 //! A page as bytes that can leave the host: header and compressed payload, for stores on other machines.
 //!
-//! Before: such a store has a page to send, or bytes that were read. After: it has the bytes, or the page.
+//! Before: such a store has a page to send, or bytes that it received. After: it has the bytes, or the page.
 //! Threads: any. Units: a blob is at most [`BLOB_MAX`] bytes.
 //! Promise: [`open`] accepts any bytes at all, and returns true only if they are the page that was sealed under that
 //! key *and* handle: an older copy of the same page is refused like a damaged one.
@@ -14,7 +14,7 @@ use crate::{Handle, PageBytes, PageKey, RegionKey};
 /// The largest blob.
 pub const BLOB_MAX: usize = HEADER_BYTES + PAGE_SIZE;
 
-/// The checksum's seed has the handle in it as well: as part of the VM's id, which is 128 random bits.
+/// The checksum's seed includes the handle, as part of the VM's id, which is 128 random bits.
 fn sealed_as(key: PageKey, handle: Handle) -> PageKey {
     let VmId(mut id) = key.region.vm;
     id.iter_mut().zip(handle.bits().to_le_bytes()).for_each(|(id, bits)| *id ^= bits);
@@ -29,7 +29,7 @@ pub fn seal(key: PageKey, handle: Handle, bytes: &PageBytes, codec: Codec, blob:
     });
 }
 
-/// Bring the page back. What `out` holds if this is false is unspecified.
+/// Restore the page. The contents of `out` are unspecified if this returns false.
 pub fn open(key: PageKey, handle: Handle, blob: &[u8], out: &mut PageBytes) -> bool {
     let Some((header, payload)) = blob.split_first_chunk::<HEADER_BYTES>() else { return false };
     let header = BlobHeader::from_bytes(*header);

@@ -14,17 +14,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use ballast_base::Bytes;
 
-/// 1/N of the limit is divided among the stores. Not measured: enough that a store gets a part worth having among
-/// hundreds, and so little that one which needs all of the budget misses it seldom.
+/// 1/N of the limit is divided among the stores. Not measured: enough for a useful part for each of hundreds of stores,
+/// and so little that a store that needs all of the budget seldom misses it.
 const DIVIDED: i64 = 4;
 
 /// How many bytes a set of stores may hold, and how many they hold.
 #[derive(Debug)]
 pub struct Budget {
     limit: AtomicU64,
-    /// Signed: a store that frees what another process allocated gives back before it learns of the charge.
+    /// Signed: a store that frees a slab of another process subtracts it before it learns of the charge.
     used: AtomicI64,
-    /// What each store has of it. Those of stores that are gone are dropped by the next one that comes.
+    /// The charge of each store. The next new store drops those of stores that are gone.
     accounts: Mutex<Vec<Weak<AtomicI64>>>,
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// A store comes that shares this budget.
+    /// A new store shares this budget.
     pub(crate) fn new(budget: Arc<Budget>) -> Self {
         let charged = Arc::new(AtomicI64::new(0));
         let mut accounts = budget.accounts();
@@ -77,15 +77,15 @@ impl Account {
         Self { budget, charged }
     }
 
-    /// What it is a part of.
+    /// The budget that it is a part of.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// Charge `bytes` unless that would pass the limit, or take what others are to have; true if charged.
+    /// Charge `bytes`, unless that would exceed the limit or take a part reserved for others. Returns true if charged.
     pub(crate) fn try_charge(&self, bytes: i64) -> bool {
         let limit = i64::try_from(self.budget.limit().0).unwrap_or(i64::MAX);
-        // Up to here everybody may take what is left.
+        // Up to here any store may take what is left.
         let charged = self.budget.charge_up_to(bytes, limit - limit / DIVIDED) || {
             let accounts = self.budget.accounts();
             self.budget.charge_up_to(bytes, limit - self.of_others(&accounts, limit, bytes))
@@ -96,14 +96,14 @@ impl Account {
         charged
     }
 
-    /// What this store must leave to others of a budget that it uses `unit` bytes at a time.
+    /// The part of a budget that this store must leave to others, if it uses `unit` bytes at a time.
     fn of_others(&self, accounts: &[Weak<AtomicI64>], limit: i64, unit: i64) -> i64 {
         let stores = accounts.iter().filter(|account| account.strong_count() > 0).count().max(1) as i64;
         let unit = unit.max(1);
-        // Nobody can use a part of a unit.
+        // No store can use a part of a unit.
         let part = limit / DIVIDED / stores / unit * unit;
         if self.charged.load(Ordering::Acquire) < part {
-            // It takes of its own part. Nobody else's is less than it was by that.
+            // It takes of its own part. That makes no other store's part smaller.
             return 0;
         }
         let unused = |account: Arc<AtomicI64>| (part - account.load(Ordering::Acquire)).clamp(0, part);
@@ -116,13 +116,13 @@ impl Account {
         Bytes((limit - self.of_others(&self.budget.accounts(), limit, unit)).max(0) as u64)
     }
 
-    /// Add `bytes` (or, negative, give them back) whatever the limit is.
+    /// Add `bytes` (or, if negative, subtract them) regardless of the limit.
     pub(crate) fn adjust(&self, bytes: i64) {
         self.charged.fetch_add(bytes, Ordering::AcqRel);
         self.budget.used.fetch_add(bytes, Ordering::AcqRel);
     }
 
-    /// The store holds so much, whatever was charged.
+    /// Set the charge of the store, regardless of the charge before.
     pub(crate) fn set(&self, bytes: i64) {
         let before = self.charged.swap(bytes, Ordering::AcqRel);
         self.budget.used.fetch_add(bytes.wrapping_sub(before), Ordering::AcqRel);
@@ -130,7 +130,7 @@ impl Account {
 }
 
 impl Drop for Account {
-    /// The store lives on; the budget of this process no longer pays for it.
+    /// The store outlives this; the budget of this process is no longer charged for it.
     fn drop(&mut self) {
         self.set(0);
     }
@@ -162,7 +162,7 @@ mod tests {
         let budget = Budget::new(Bytes(80));
         let [greedy, one, two, _idle] = std::array::from_fn(|_| Account::new(budget.clone()));
         let take_all = |account: &Account| (0..).take_while(|_| account.try_charge(1)).count();
-        // Each of four is to have 80 / 4 / 4.
+        // Each of four has a part of 80 / 4 / 4.
         assert_eq!(take_all(&greedy), 80 - 3 * 5);
         assert_eq!(take_all(&one), 5);
         two.adjust(5);

@@ -1,10 +1,10 @@
-//! A page's bytes on the way into a blob and out of it: same-filled detection, checksum, compression.
+//! Encodes a page into a blob and decodes it: same-filled detection, checksum, compression.
 //!
 //! Before: `ram` has a page to keep, or the copy of a blob to read. After: `ram` finds a slot for header and payload,
 //! or has the page again.
 //! Threads: any; each thread keeps its own scratch buffers, so no page costs an allocation.
 //! Units: lengths are bytes; a page is 4096 of them.
-//! Promise: `open` accepts any bytes at all and says true only if they are the page that was sealed under that key.
+//! Promise: `open` accepts any bytes and returns true only if they are the page that was sealed under that key.
 
 use std::cell::RefCell;
 
@@ -14,15 +14,15 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::slab::{CLASS_BYTES, CLASSES};
 use crate::{PageBytes, PageKey, lz4, unlz4};
 
-/// How pages are compressed. What is stored already stays readable when this changes.
+/// How pages are compressed. Stored pages stay readable when this changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Codec {
-    /// LZ4 blocks: the quickest.
+    /// LZ4 blocks: the fastest.
     #[default]
     Lz4,
     /// Zstandard: denser, several times slower.
     Zstd {
-        /// 1 to 22 as the `zstd` program counts; negative levels are quicker.
+        /// 1 to 22 as the `zstd` program counts; negative levels are faster.
         level: i32,
     },
 }
@@ -45,11 +45,11 @@ pub(crate) enum Encoding {
 pub(crate) const HEADER_BYTES: usize = 16;
 const _: () = assert!(CLASS_BYTES[CLASSES - 1] == HEADER_BYTES + PAGE_SIZE);
 
-/// A compressed payload longer than this (87 % of a page) needs the same slot as the raw page, so raw is kept: it is
-/// quicker to read back.
+/// A compressed payload longer than this (87 % of a page) needs the same slot as the raw page, so the raw page is
+/// stored: it is faster to read.
 const COMPRESSED_MAX: usize = CLASS_BYTES[CLASSES - 2] - HEADER_BYTES;
 
-/// What stands before every payload. In memory: checksum (8 bytes), key check (4), length (2), encoding (1), tag (1),
+/// The header of every payload. In memory: checksum (8 bytes), key check (4), length (2), encoding (1), tag (1),
 /// little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlobHeader {
@@ -61,7 +61,7 @@ pub(crate) struct BlobHeader {
     pub(crate) len: u16,
     /// An `Encoding`, once checked.
     pub(crate) encoding: u8,
-    /// Which use of this slot it is; the handle has the same. Never 0.
+    /// Number of this use of the slot; the handle has the same. Never 0.
     pub(crate) tag: u8,
 }
 
@@ -96,7 +96,7 @@ pub(crate) fn mix(mut word: u64) -> u64 {
 }
 
 /// The checksum seed of a key: different for any two keys of a VM whose pages are below 2^32 (regions below 16 TiB),
-/// and those of another VM are others by chance.
+/// and different between VMs with high probability.
 fn seed(key: PageKey) -> u64 {
     let [low, high] = [0, 8].map(|at| u64::from_le_bytes(std::array::from_fn(|byte| key.region.vm.0[at + byte])));
     mix(key.page.0.rotate_left(32) ^ u64::from(key.region.number) ^ mix(low ^ mix(high)))
@@ -115,7 +115,7 @@ pub(crate) fn checksum(key: PageKey, bytes: &PageBytes) -> u64 {
 /// The 64-bit pattern that the whole page repeats, if it does.
 pub(crate) fn fill_pattern(bytes: &PageBytes) -> Option<u64> {
     const WORD: usize = 8;
-    // A page that repeats 8 bytes equals itself moved by 8 bytes; other pages differ early, so this is quick.
+    // A page that repeats 8 bytes equals itself moved by 8 bytes. Other pages differ early, so this is quick.
     if bytes[WORD..] != bytes[..PAGE_SIZE - WORD] {
         return None;
     }
@@ -146,7 +146,7 @@ thread_local! {
 }
 
 impl Scratch {
-    /// Compress into the buffer. `None` if that does not pay, or if the codec could not be had (no memory for it).
+    /// Compress into the buffer. `None` if that does not pay, or if there is no memory for the codec.
     fn compress(&mut self, codec: Codec, bytes: &PageBytes) -> Option<usize> {
         let len = match codec {
             Codec::Lz4 => lz4::encode(bytes, &mut self.table, &mut self.buffer, COMPRESSED_MAX)?,
@@ -155,7 +155,7 @@ impl Scratch {
                     self.compressor = Some((level, zstd::bulk::Compressor::new(level).ok()?));
                 }
                 let (_, compressor) = self.compressor.as_mut()?;
-                // A target too short for the result ends the work early: that page is kept raw.
+                // A target too short for the result ends the work early: such a page is stored raw.
                 compressor.compress_to_buffer(bytes, &mut self.buffer[..COMPRESSED_MAX]).ok()?
             }
         };
@@ -171,7 +171,7 @@ impl Scratch {
     }
 }
 
-/// The header of a page that is kept as it is, the tag still 0.
+/// The header of a page that is stored raw, the tag still 0.
 pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
     BlobHeader {
         checksum: checksum(key, bytes),
@@ -182,12 +182,12 @@ pub(crate) fn raw_header(key: PageKey, bytes: &PageBytes) -> BlobHeader {
     }
 }
 
-/// Is this the page that was kept as it is, with that header, under `key`?
+/// Is this the page that was stored raw, with that header, under `key`?
 pub(crate) fn is_raw_page(key: PageKey, header: BlobHeader, bytes: &PageBytes) -> bool {
     header == BlobHeader { tag: header.tag, ..raw_header(key, bytes) }
 }
 
-/// Make the blob of a page and hand header (tag still 0) and payload to `keep`.
+/// Make the blob of a page and pass header (tag still 0) and payload to `keep`.
 pub(crate) fn seal<R>(
     key: PageKey,
     bytes: &PageBytes,
@@ -218,8 +218,8 @@ pub(crate) fn seal<R>(
     })
 }
 
-/// Bring a page back from its header and its payload, which `read` copies out of the arena. True if `out` now holds the
-/// page that was sealed under `key`.
+/// Restore a page from its header and its payload, which `read` copies out of the arena. Returns true if `out` now
+/// contains the page that was sealed under `key`.
 pub(crate) fn open(key: PageKey, header: BlobHeader, out: &mut PageBytes, read: impl FnOnce(&mut [u8])) -> bool {
     let len = usize::from(header.len);
     let decoded = match header.encoding {

@@ -1,6 +1,6 @@
-//! What every store must pass.
+//! Conformance: the checks that every store must pass.
 //!
-//! Before: somebody wrote a store. After: its own tests call [`run`] with a way to make one.
+//! Before: a new store exists. After: its own tests call [`run`] with a way to make one.
 //! Threads: one check uses four. Units: budgets are bytes; about 5000 pages are put in all.
 //! Promise: a failed check panics with a sentence that says which promise of [`Store`] was broken.
 
@@ -40,7 +40,7 @@ fn stored(store: &dyn Store, key: PageKey, bytes: &PageBytes) -> Handle {
     }
 }
 
-/// The answer, with the bytes if they were found.
+/// The outcome, with the bytes if they were found.
 fn ask(store: &dyn Store, key: PageKey, handle: Handle) -> Result<Box<PageBytes>, GetOutcome> {
     let mut out = Box::new([0x5a; PAGE_SIZE]);
     match store.get(key, handle, &mut out) {
@@ -56,7 +56,7 @@ fn must_hold(store: &dyn Store, key: PageKey, handle: Handle, bytes: &PageBytes)
     }
 }
 
-/// What is held when everything that was emptied has been given back.
+/// Bytes held once all emptied space has been returned.
 fn bytes_held(store: &dyn Store) -> u64 {
     store.tidy();
     store.usage().bytes
@@ -122,7 +122,7 @@ fn a_run_comes_back_as_a_run_and_page_by_page(store: &dyn Store) {
     for (page, (handle, bytes)) in (1000..).zip(handles.iter().zip(&content)) {
         must_hold(store, key(2, page), *handle, bytes);
     }
-    // Every third page goes; the run is asked for all the same, and must not be shifted by it.
+    // Every third page is freed. The run is read all the same, and the other pages must not be shifted.
     let gone = |index: usize| index.is_multiple_of(3);
     for index in (0..handles.len()).filter(|index| gone(*index)) {
         store.free(key(2, 1000 + index as u64), handles[index]);
@@ -174,7 +174,7 @@ fn a_freed_handle_never_answers_with_another_pages_bytes(store: &dyn Store) {
     let bytes = pages::half_compressible(0);
     let stale = stored(store, own, &bytes);
     store.free(own, stale);
-    // Other pages take the place that was freed, again and again.
+    // Other pages use the freed space, again and again.
     for page in 1..200 {
         let other = pages::half_compressible(page);
         let handle = stored(store, key(0, page), &other);

@@ -1,8 +1,8 @@
-//! Faults on command: a store around a store that refuses, stalls, loses and spoils exactly when it is told to.
+//! Faults on command: a store around a store that refuses, stalls, loses and corrupts exactly when it is told to.
 //!
 //! Before: a test of the pager holds the [`Faults`]. After: the pager meets them through the plain [`Store`] trait.
 //! Threads: any. Counts are taken one call at a time, so "the next 3 gets" are 3 whichever threads make them.
-//! Units: counts are calls. Promise: no clock and no chance; with no fault set, every call goes straight through.
+//! Units: counts are calls. Promise: no clock and no randomness; with no fault set, every call is passed through.
 
 use std::collections::HashSet;
 use std::io;
@@ -53,7 +53,7 @@ pub struct Calls {
     pub frees: u64,
 }
 
-/// Use up one of `left`; true if there was one.
+/// Use up one of `left`; returns true if there was one.
 fn spend(left: &mut u64) -> bool {
     let had = *left > 0;
     *left -= u64::from(had);
@@ -70,17 +70,17 @@ impl Faults {
         self.lock().fail_puts = fault;
     }
 
-    /// The next `n` puts answer `Busy`.
+    /// The next `n` puts return `Busy`.
     pub fn busy_puts(&self, n: u64) {
         self.lock().busy_puts = n;
     }
 
-    /// The next `n` gets answer `Busy`; the objects are unharmed.
+    /// The next `n` gets return `Busy`; the objects are unharmed.
     pub fn busy_gets(&self, n: u64) {
         self.lock().busy_gets = n;
     }
 
-    /// The next `n` gets lose their object: they answer `Absent`, and so does every later get of that key until it is
+    /// The next `n` gets lose their object: they return `Absent`, and so does every later get of that key until it is
     /// freed.
     pub fn lose(&self, n: u64) {
         self.lock().lose = n;
@@ -91,7 +91,7 @@ impl Faults {
         self.lock().lost_keys.insert(key);
     }
 
-    /// The next `n` gets answer `Corrupt`.
+    /// The next `n` gets return `Corrupt`.
     pub fn corrupt(&self, n: u64) {
         self.lock().corrupt = n;
     }
@@ -106,7 +106,7 @@ impl Faults {
         self.lock().stall_gets = true;
     }
 
-    /// Let everything that waits go on, and nothing wait any more.
+    /// Let every waiting call go on, and no call wait any more.
     pub fn release(&self) {
         let mut script = self.lock();
         (script.stall_puts, script.stall_gets) = (false, false);
@@ -184,7 +184,7 @@ pub struct FaultyStore<S> {
 }
 
 impl<S: Store> FaultyStore<S> {
-    /// `inner`, with no fault set yet; the knobs are the second value.
+    /// `inner`, with no fault set; the second value sets faults.
     pub fn new(inner: S) -> (Self, Arc<Faults>) {
         let faults = Arc::new(Faults::default());
         (Self { inner, faults: Arc::clone(&faults) }, faults)
@@ -205,7 +205,7 @@ impl<S: Store> Store for FaultyStore<S> {
         match self.faults.on_get(key) {
             None => self.inner.get(key, handle, out),
             Some(fault) => {
-                // What `out` holds now is unspecified: a caller that uses it anyway should show.
+                // The contents of `out` are unspecified now: a caller that uses them should fail.
                 out.fill(0xa5);
                 fault
             }

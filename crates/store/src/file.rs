@@ -3,21 +3,21 @@
 //! Before: `Store::put` brings a page, or `put_run` up to 2 MiB of them. After: a same-filled page has become a handle
 //! and nothing else; any other page is in a block of the file, its checksum in the index.
 //! Threads: any; each has an io_uring of its own (see `disk`). Several processes may use one file, as with `RamStore`.
-//! Units: a block is 4096 bytes, an area 512 blocks; disk space is charged in areas, and given back in areas: what was
-//! emptied is punched by `tidy`, all but 16 MiB of it also by the next put. To ask for the usage reads counters and
-//! never waits for the disk.
-//! Promise: `Stored` means the device took the bytes. `Found` means the exact bytes that were put under that key and
-//! handle, whatever the disk or the index hold. A page that cannot be read any more is `Corrupt`, never zeros.
+//! Units: a block is 4096 bytes, an area 512 blocks. Disk space is charged and returned in areas: `tidy` punches
+//! emptied areas, and the next put does so, too, except for 16 MiB. A query of the usage reads counters and never waits
+//! for the disk.
+//! Promise: `Stored` means that the device took the bytes. `Found` means the exact bytes that were put under that key
+//! and handle, whatever the disk or the index contain. A page that cannot be read any more is `Corrupt`, never zeros.
 //!
 //! The file has no name and the index is a shared-memory file (an `Arena` whose slabs hold 16 bytes for each block), so
-//! both live exactly as long as somebody holds their descriptors. They survive every process, and not the host: nothing
-//! is flushed (`fdatasync`), since a host that restarts has no guests to read the pages.
+//! both live exactly as long as a process holds their descriptors. They survive every process, and not the host:
+//! nothing is flushed (`fdatasync`), because a host that restarts has no guests to read the pages.
 //!
-//! What can happen to a block, and why a death at any instruction loses nothing: its bit is set (it is somebody's); its
-//! header is made to fit no handle; the bytes are written; the header gets checksum, key and tag; only then there is a
-//! handle. Until somebody writes that handle down, `recover` finds a block that nothing names, and frees it. What a
-//! dead process left *with the kernel* may reach the disk after its death; `recover` waits for it before it frees
-//! anything.
+//! The steps of a block, and why a death at any instruction loses nothing: its bit is set (it is taken); its header is
+//! changed to fit no handle; the bytes are written; the header gets checksum, key and tag; only then is there a handle.
+//! Until that handle is written into a word, `recover` finds a block that no word names, and frees it. A write that a
+//! dead process left *with the kernel* may reach the disk after the process's death; `recover` waits for it before it
+//! frees anything.
 
 mod blocks;
 mod disk;
@@ -53,7 +53,7 @@ use limits::Limits;
 /// How to run a file store.
 #[derive(Clone, Debug)]
 pub struct FileOptions {
-    /// Who pays for the disk space.
+    /// The budget that is charged for the disk space.
     pub budget: Arc<Budget>,
     /// The largest a *new* file may become, rounded up to whole areas of 2 MiB: 2 MiB to 8 TiB. The file is sparse; one
     /// that exists keeps its own size.
@@ -65,14 +65,14 @@ pub struct FileOptions {
 }
 
 impl FileOptions {
-    /// This budget, a file of up to its limit, no limit to writes.
+    /// With this budget, a file of up to its limit, no limit to writes.
     pub fn new(budget: Arc<Budget>) -> Self {
         let max_bytes = budget.limit();
         Self { budget, max_bytes, writes_per_day: Bytes(0), faults: None }
     }
 }
 
-/// What a file store holds and did, in more detail than [`StoreUsage`].
+/// Contents and history of a file store, in more detail than [`StoreUsage`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileUsage {
     /// Same-filled pages held; they occupy nothing.
@@ -81,7 +81,7 @@ pub struct FileUsage {
     pub block_pages: u64,
     /// Areas of 2 MiB held.
     pub areas: u64,
-    /// Blocks that the device failed to write or read; they are not used any more.
+    /// Blocks that the device failed to write or read, and that are not used any more.
     pub bad_blocks: u64,
     /// Bytes ever written to the device.
     pub written_bytes: u64,
@@ -89,11 +89,11 @@ pub struct FileUsage {
     pub written_today_bytes: u64,
     /// Areas the kernel refused to punch, counted by this process; they stay charged until `recover`.
     pub punch_failures: u64,
-    /// Why the last put that was refused in this process was refused.
+    /// The reason for the last refusal of a put in this process.
     pub last_refusal: Option<Refusal>,
 }
 
-/// A store in a file; the file lives as long as anybody holds its descriptor.
+/// A store in a file; the file lives as long as a process holds its descriptor.
 #[derive(Debug)]
 pub struct FileStore {
     inner: Arc<Inner>,
@@ -103,7 +103,7 @@ fn spare_block(areas: u32) -> u64 {
     u64::from(areas) * AREA_BLOCKS as u64
 }
 
-/// One block more than the areas have: where `create` tries the disk, and what `recover` punches to wait for I/O.
+/// One block more than the areas have: `create` tests the disk with it, and `recover` punches it to wait for I/O.
 fn file_bytes(areas: u32) -> u64 {
     (spare_block(areas) + 1) * PAGE_SIZE as u64
 }
@@ -113,10 +113,10 @@ impl FileStore {
     pub const FORMAT: Format = INDEX.layout.format;
 
     /// Make an empty store in a new file without a name in `dir`. The descriptors are the file's place (see
-    /// [`direct::place_of`]) and the index: whoever keeps both can `open` the store again.
+    /// [`direct::place_of`]) and the index: a process that keeps both can `open` the store again.
     ///
     /// # Errors
-    /// If `dir` cannot hold such a file (the message says why), io_uring is not to be had, or `max_bytes` is too large.
+    /// `dir` cannot hold such a file (the message says why), io_uring is not available, or `max_bytes` is too large.
     pub fn create(dir: &Path, options: FileOptions) -> io::Result<(Self, OwnedFd, OwnedFd)> {
         let areas = u32::try_from(options.max_bytes.0.div_ceil(AREA_BYTES)).unwrap_or(u32::MAX);
         let index = Arena::create(&INDEX, areas)?;
@@ -132,11 +132,11 @@ impl FileStore {
         Ok((store, direct::place_of(file.as_fd())?, index_fd))
     }
 
-    /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
+    /// Take over a store. Its contents are charged to the budget, above the limit if need be. After a process that used
     /// it died, call [`Store::recover`] next. This waits for the disk; a descriptor of the file's place is enough.
     ///
     /// # Errors
-    /// If the index is none that this program can read, or the file is not the one it belongs to or cannot be opened.
+    /// This program cannot read the index, or the file is not the one of the index, or it cannot be opened.
     pub fn open(place: OwnedFd, index_fd: OwnedFd, options: FileOptions) -> io::Result<Self> {
         let index = Arena::open(&INDEX, index_fd)?;
         let invalid =
@@ -164,7 +164,8 @@ impl FileStore {
         Self { inner: Arc::new(Inner::new(allocator, disk, limits)) }
     }
 
-    /// Write, read and punch a block: what the file system cannot do shows now, and not when memory is short.
+    /// Write, read and punch a block, so that a file system that cannot do so is noticed now, and not when memory is
+    /// short.
     fn try_disk(&self) -> io::Result<()> {
         disk::ready()?;
         let spare = spare_block(self.inner.allocator.arena().slabs());
@@ -179,10 +180,10 @@ impl FileStore {
         self.wait_for_writes()
     }
 
-    /// Wait until no write to the file is under way, not even one of a process that is dead. To punch any block, ext4
-    /// and XFS wait for all direct I/O on the file; btrfs lets no process end before its I/O has. Measured on a device
-    /// slowed down to 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait
-    /// it took the place of what a successor had written meanwhile.
+    /// Wait until no write to the file is under way, not even one of a dead process. To punch any block, ext4 and XFS
+    /// wait for all direct I/O on the file; btrfs lets no process end before its I/O has. Measured on a device slowed
+    /// down to 1 MiB/s: a process was gone 0.5 ms after its kill, its write 1.8 s later, and without this wait the
+    /// write overwrote what a successor had written meanwhile.
     ///
     /// # Errors
     /// If the disk fails.
@@ -192,9 +193,9 @@ impl FileStore {
             .map_err(|error| io::Error::new(error.kind(), format!("punching a hole: {error}")))
     }
 
-    /// After an unclean death and [`FileStore::wait_for_writes`]: free what no live handle names, make the counts
-    /// agree. A live handle that names nothing is counted and otherwise ignored; `get` will say `Absent`. Bad blocks
-    /// stay out of use.
+    /// After an unclean death and [`FileStore::wait_for_writes`]: free blocks that no live handle names, make the
+    /// counts agree. A live handle that names nothing is counted and otherwise ignored; `get` will return `Absent`. Bad
+    /// blocks stay out of use.
     ///
     /// Nobody may use the store meanwhile, in this process or another.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
@@ -218,8 +219,8 @@ impl FileStore {
         report
     }
 
-    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store. A write
-    /// that took too long may still be under way: its blocks are taken, and neither live nor bad.
+    /// Check that area table, bitmaps, counters and charge agree. Only meaningful while nobody uses the store. A late
+    /// write may still be under way: its blocks are taken, and neither live nor bad.
     ///
     /// # Errors
     /// The first contradiction found.
@@ -238,7 +239,7 @@ impl FileStore {
         }
     }
 
-    /// What the store holds and did.
+    /// Contents and history of the store.
     pub fn usage_detail(&self) -> FileUsage {
         let inner = &self.inner;
         let today = inner.limits.written_today(&inner.allocator.arena().own_words()[WORD_TODAY]);
@@ -259,7 +260,7 @@ impl FileStore {
         self.inner.allocator.arena().lost()
     }
 
-    /// What was lost of it that was not asked for yet, in words; and whether `recover` is needed for it.
+    /// Losses not yet returned, in words; and whether `recover` is needed for them.
     pub fn losses(&self) -> (Vec<String>, bool) {
         self.inner.allocator.arena().losses()
     }
@@ -286,7 +287,7 @@ impl Store for FileStore {
             Inner::put_extent(&self.inner, first, pages, &mut outcomes[start..]);
         }
         if self.lost() > lost {
-            // Some of these may be in blocks of which nobody knows any more. `recover` frees them.
+            // Some of these may be in blocks that were forgotten. `recover` frees them.
             outcomes[before..].fill(PutOutcome::Busy);
         }
     }
@@ -324,7 +325,7 @@ impl Store for FileStore {
         self.inner.allocator.is_short()
     }
 
-    /// A write that nobody waited for: its block is nobody's until it is over, and then this process frees it.
+    /// A write that nobody waited for: its block is not reused until it is over, and then this process frees it.
     fn must_recover(&self) -> bool {
         self.inner.has_late()
     }

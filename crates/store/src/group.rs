@@ -1,28 +1,27 @@
-//! The group store: equal pages of several VMs, once.
+//! The group store: keeps equal pages of several VMs once.
 //!
 //! Before: the evict side of a VM that is a member of a group hands over a page. After: its word names a blob that
 //! other words may name as well, of this VM or another; a touch restores a copy of the page's own.
-//! Threads: any; what is looked up is locked for a moment, and nothing is compressed or compared under a lock.
+//! Threads: any; look-ups hold a lock for a moment, and nothing is compressed or compared under a lock.
 //! Units: one object is one page; memory is charged in slabs of 64 KiB, to each member by its shares of the blobs.
 //! Promise: a blob stays as long as a word of any member may name it. `Found` means the bytes that were put under that
-//! key and handle: a member gets what its own pages name and nothing else. What one member's death or damage costs is
-//! its own.
+//! key and handle: a member gets only what its own pages name. One member's death or damage costs only that member.
 //!
-//! The blobs are in an arena like the RAM store's, with checksums of the bytes alone, seeded by the group. Such a
-//! checksum is also what a page on its way is looked up by; it decides nothing, because the bytes are compared then.
-//! Whose words name a blob is in this process's memory alone: which pages of each member name what, and how many that
-//! is for each blob. Both are made anew, by each engine, from the words of each member (`recover`), which come one
-//! member after the other. Until all have come, a blob that nobody here names may be named by one that has not.
+//! The blobs are in an arena like the RAM store's, with checksums of the bytes alone, seeded by the group. A put looks
+//! blobs up by that checksum, which decides nothing: the bytes are compared then. Only this process's memory knows
+//! which words name a blob: the blobs that the pages of each member name, and the number of references of each blob.
+//! Each engine makes both anew from the words of each member (`recover`), one member after the other. Until all members
+//! have come, a missing member may name a blob that nobody here names.
 //!
-//! So the arena says who its members are, and the kernel says which of them are alive ([`presence`]): whoever has a
+//! So the arena lists its members, and the kernel says which of them are alive ([`presence`]): every process that has a
 //! member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the arena that says so.
-//! Nobody has to be told of a member's end.
+//! Nobody has to report a member's end.
 //!
 //! | Blob | References here | Words that name it | A put of equal bytes | Becomes free |
 //! |---|---|---|---|---|
-//! | known | n > 0 | n; fewer while a page goes, comes or its engine dies | one more reference | not now |
-//! | known | 0, somebody is missing | only those of the missing | one reference | when nobody is missing: swept |
-//! | known | 0, nobody is missing | none | | at once, by whoever took the last one |
+//! | known | n > 0 | n; fewer while a page is evicted or restored, or its engine dies | one more reference | not now |
+//! | known | 0, a member is missing | only those of the missing | one reference | when nobody is missing: swept |
+//! | known | 0, nobody is missing | none | | at once, by the thread that took the last one |
 //! | not known | | those of the missing; or none: a dead engine's | is stored again | when nobody is missing: swept |
 //! | damaged | n > 0 | n: each is poisoned when it is touched | is stored again | its slot, by the next engine |
 //!
@@ -35,14 +34,14 @@
 //! | ends here ([`GroupMember::end`]) | dropped | taken away |
 //! | ended while no engine had it | never known | taken away when the kernel says that it is gone |
 //!
-//! *Two engines at once* (an upgrade) have different members of one arena, but for those that move at that moment,
-//! which both have; and VMs that are new may come to either. Neither frees what the other's members name. A blob that
-//! one of them knows is named by members of the other only if they were here before, and from then on they are missing
-//! here, until they are back: so from the moment at which an engine is to let go of its first member (`part`) it frees
-//! nothing, and no page that is put there gets one more reference of a blob, which the other engine might free. A blob
-//! that it does not know may be the other's: so an engine sweeps only if it has the arena alone, which a lock says
-//! ([`arena::ENGINES`]), and if all that the arena names as members are here. A member that both have is missing in
-//! both, so neither frees what the words of any member named when the second one opened it.
+//! *Two engines at once* (an upgrade) have different members of one arena, except those that move at that moment, which
+//! both have; new VMs may come to either. Neither engine frees blobs that the other's members name. A blob that one
+//! engine knows is named by members of the other only if they were here before, and from then on they are missing here,
+//! until they are back. So from the moment at which an engine is to give up its first member (`part`) it frees nothing,
+//! and no put adds a reference of a blob, which the other engine might free. A blob that it does not know may be the
+//! other's. So an engine sweeps only if it has the arena alone, which a lock says ([`arena::ENGINES`]), and if all
+//! members that the arena names are here. A member that both have is missing in both, so neither frees a blob that the
+//! words of any member named when the second engine opened it.
 
 mod index;
 
@@ -65,14 +64,14 @@ use crate::handle::{self, Named};
 use crate::ram::{RamOptions, RamStore};
 use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, RegionKey, Store, StoreUsage};
 
-/// How often it is asked which of the missing are gone.
+/// Time between checks which of the missing members are gone.
 const ASK_EVERY: Duration = Duration::from_secs(1);
-/// References that a member's charge is worked out from; it is a sample if there are more.
+/// References from which a member's charge is estimated; if there are more, they are a sample.
 const SAMPLE: usize = 4096;
-/// In the place of a member's word: who the members were was lost with the arena's header.
+/// Replaces a member's word: the list of members was lost with the arena's header.
 const UNKNOWN: u64 = u64::MAX;
 
-/// What a group holds.
+/// The contents of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupUsage {
     /// Pages of all members here that name a blob.
@@ -81,35 +80,34 @@ pub struct GroupUsage {
     pub blobs: u64,
     /// Memory they occupy, in slabs.
     pub bytes: u64,
-    /// Pages that were put and found there already, since this engine began.
+    /// Puts that found an equal page, since this engine began.
     pub equal_puts: u64,
     /// Members whose words are yet to be read: until then nothing is freed.
     pub missing: u64,
 }
 
-/// A group's arena, as one engine has it.
+/// A group's arena, in one engine.
 #[derive(Debug)]
 pub struct Group {
     ram: RamStore,
-    /// What all its blobs are sealed under.
+    /// The key under which all its blobs are sealed.
     key: PageKey,
-    /// An opening of its own, which says of nobody that he is there.
+    /// An opening of its own, which announces no member.
     file: OwnedFd,
     index: Mutex<Index>,
-    /// Held by whoever takes or frees slots; alone for a sweep.
+    /// Held by threads that take or free slots; exclusively for a sweep.
     using: RwLock<()>,
     references: AtomicU64,
     equal_puts: AtomicU64,
 }
 
-/// No thread leaves these half changed, so a poisoned lock is as good as any.
+/// No thread leaves these half changed, so a poisoned lock is usable.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Group {
-    /// The group of this arena, whose members are yet to come. A file that nobody has laid out yet becomes an empty
-    /// one.
+    /// The group of this arena, whose members are yet to come. A file without a layout becomes an empty arena.
     ///
     /// # Errors
     /// It is no such arena, or has a layout that this program cannot read.
@@ -122,7 +120,7 @@ impl Group {
         let id = memfd::file_id(&fd)?;
         let opened = Arena::open(&arena::GROUP, fd)?;
         if opened.header_was_lost() {
-            // Who they were, nobody knows: nothing that they may name is freed any more.
+            // The members are unknown: nothing that they may name is freed any more.
             opened.set_member(0, 0, UNKNOWN);
         }
         let words = opened.members().iter().map(|word| word.load(Relaxed)).filter(|word| *word != 0);
@@ -144,11 +142,11 @@ impl Group {
         }))
     }
 
-    /// A member, with the opening of the arena that says so. One that is not `new` is missing until `recover` has told
-    /// what its words name.
+    /// Adds a member, with the opening of the arena that announces it. A member that is not `new` is missing until
+    /// `recover` has said what its words name.
     ///
     /// # Errors
-    /// There is no room for one more.
+    /// There is no space for one more.
     pub fn join(self: &Arc<Self>, vm: VmId, opening: OwnedFd, new: bool) -> io::Result<GroupMember> {
         let (word, arena) = (word_of(vm), self.ram.arena());
         let mut index = lock(&self.index);
@@ -176,7 +174,7 @@ impl Group {
         index.unswept = true;
     }
 
-    /// What it holds.
+    /// Its contents.
     pub fn usage(&self) -> GroupUsage {
         let detail = self.ram.usage_detail();
         GroupUsage {
@@ -188,7 +186,7 @@ impl Group {
         }
     }
 
-    /// What was lost of its arena that was not asked for yet, in words.
+    /// Losses of its arena not yet returned, in words.
     pub fn losses(&self) -> Vec<String> {
         self.ram.losses().0
     }
@@ -216,7 +214,7 @@ impl Group {
         self.using.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keep a page, or take one more reference of a blob that has its bytes.
+    /// Store a page, or add a reference of a blob that has its bytes.
     fn put(&self, bytes: &PageBytes) -> PutOutcome {
         let _using = self.using();
         let checksum = codec::checksum(self.key, bytes);
@@ -224,7 +222,7 @@ impl Group {
             let mut index = lock(&self.index);
             let alone = index.parted.is_empty();
             let known = index.by_content.get_mut(&checksum).filter(|blob| alone && blob.references < u32::MAX);
-            // From here on it stays, whatever else names it.
+            // From here on the blob stays, whatever else names it.
             known.map(|blob| {
                 blob.references += 1;
                 blob.handle
@@ -251,7 +249,7 @@ impl Group {
     fn drop_reference(&self, handle: Handle) {
         let freed = {
             let mut index = lock(&self.index);
-            // A blob whose header is damaged is not found: its references stay, and so does its slot.
+            // A blob with a damaged header is not found: its references stay, and so does its slot.
             let Some((checksum, _)) = self.ram.look(handle) else { return };
             let Some(references) = index.references(handle, checksum) else { return };
             *references = references.saturating_sub(1);
@@ -267,7 +265,7 @@ impl Group {
         }
     }
 
-    /// A member's pages name these from now on, and nothing else. Returns how many of them are not there.
+    /// A member's pages name exactly these from now on. Returns how many of them do not exist.
     fn recover(&self, vm: VmId, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) -> (u64, u64) {
         let (mut named, mut missing) = (Pages::default(), 0);
         {
@@ -284,7 +282,7 @@ impl Group {
                 }
             }
             let kept = named.len() as u64;
-            // What it no longer names, others may that came elsewhere.
+            // Members that went to the other engine may name the blobs that this one no longer names.
             self.look_for_others(&mut lock(&self.index));
             let before = std::mem::replace(&mut *lock(pages), named);
             before.handles().for_each(|handle| self.drop_reference(handle));
@@ -302,7 +300,7 @@ impl Group {
         let _using = self.using();
         let before = std::mem::take(&mut *lock(pages));
         for (key, handle) in live {
-            // What is not there any more was freed by that engine before it let go of anything.
+            // The other engine freed the missing ones before it gave up any member.
             let Some((checksum, _)) = self.ram.look(handle) else { continue };
             lock(&self.index).add(handle, checksum);
             self.references.fetch_add(1, Relaxed);
@@ -311,7 +309,7 @@ impl Group {
         before.handles().for_each(|handle| self.drop_reference(handle));
     }
 
-    /// A member is here alone. Its pages name these and nothing else, but for what is freed at this moment.
+    /// A member is here alone. Its pages name exactly these, except what is freed at this moment.
     fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
         {
             let _using = self.using();
@@ -328,7 +326,7 @@ impl Group {
         self.sweep();
     }
 
-    /// Free what nobody names, if everybody has come and no other engine has the arena; else later.
+    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later.
     fn sweep(&self) {
         if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
             return;
@@ -359,7 +357,7 @@ impl Group {
         index.unswept |= !index.missing.is_empty();
     }
 
-    /// Find out who of the missing is gone.
+    /// Find out which of the missing members are gone.
     fn ask(&self) {
         let mut index = lock(&self.index);
         let now = Instant::now();
@@ -367,7 +365,7 @@ impl Group {
             return;
         }
         index.asked = Some(now);
-        // What cannot be asked is there.
+        // If the check fails, the member counts as alive.
         let is_there = |word: &u64| *word == UNKNOWN || presence::is_present(&self.file, *word).unwrap_or(true);
         let gone: Vec<u64> = index.missing.iter().copied().filter(|word| !is_there(word)).collect();
         for word in &gone {
@@ -391,12 +389,12 @@ impl Group {
     }
 }
 
-/// Lets other engines open the arena again when it is dropped, be it by a panic.
+/// Lets other engines open the arena again when it is dropped, also by a panic.
 struct Shares<'a>(&'a OwnedFd);
 
 impl Drop for Shares<'_> {
     fn drop(&mut self) {
-        // A lock that one has becomes a weaker one, which does not fail.
+        // Weakening a held lock does not fail.
         let _ = presence::announce(self.0, ENGINES);
     }
 }
@@ -408,22 +406,22 @@ pub struct GroupMember {
     vm: VmId,
     pages: Arc<Mutex<Pages>>,
     same_filled: AtomicU64,
-    /// As long as it is open, somebody here has the member's words.
+    /// While it is open, it shows that this engine has the member's words.
     _opening: OwnedFd,
 }
 
 impl GroupMember {
-    /// What it is a member of.
+    /// The group that it is a member of.
     pub fn group(&self) -> &Arc<Group> {
         &self.group
     }
 
-    /// Another engine is to have the VM: before that is begun, and as often as it is said.
+    /// Another engine is to have the VM: called before that begins, and as often as it is said.
     pub fn part(&self) {
         self.group.part(self.vm);
     }
 
-    /// The VM is gone, and nothing of it comes back.
+    /// The VM is gone and will not return.
     pub fn end(&self) {
         let pages = std::mem::take(&mut *lock(&self.pages));
         {
@@ -439,12 +437,12 @@ impl GroupMember {
         self.group.ram.tidy();
     }
 
-    /// Its share of the memory: of each blob, its slot divided by all who name it.
+    /// Its share of the memory: of each blob, its slot divided by the number of words that name it.
     fn charge(&self) -> u64 {
         let pages = lock(&self.pages);
         let mut index = lock(&self.group.index);
         let (mut bytes, mut seen) = (0.0, 0);
-        // In the order of a hash table, so in none.
+        // In the order of a hash table, which is arbitrary.
         for handle in pages.handles().take(SAMPLE) {
             seen += 1;
             let Some((checksum, slot)) = self.group.ram.look(handle) else { continue };

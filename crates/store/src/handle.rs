@@ -1,8 +1,8 @@
-//! What the 40 bits of a handle mean to the RAM store and the file store.
+//! The meaning of the 40 bits of a handle in the RAM store and the file store.
 //!
-//! Before: a store has a slot for a page, or the page needs none. After: the handle comes back with `get` and `free`.
+//! Before: a store has a slot for a page, or the page needs none. After: `get` and `free` are given the handle.
 //! Threads: any; plain values. Units: slot numbers as in `alloc`.
-//! Promise: any 40 bits mean something harmless.
+//! Promise: any 40 bits have a harmless meaning.
 //!
 //! ```text
 //! bit 39 = 1: same-filled   bits 32-38 key check   bits 0-31 the pattern
@@ -23,7 +23,7 @@ const SLOT_MASK: u64 = (1 << SLAB_SHIFT) - 1;
 const _: () = assert!((MAX_SLABS as u64) << SLAB_SHIFT == 1 << TAG_SHIFT && SAME_FILLED < Handle::MAX);
 const _: () = assert!(SLOTS_MAX as u64 <= SLOT_MASK + 1);
 
-/// What a handle names.
+/// The object that a handle names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Named {
     SameFilled(SameFilled),
@@ -67,7 +67,7 @@ fn check(key: PageKey) -> u64 {
 }
 
 impl SameFilled {
-    /// Seven bits of the key agree.
+    /// Do seven bits of the key agree?
     pub(crate) fn may_be_of(self, key: PageKey) -> bool {
         self.check == check(key)
     }

@@ -1,16 +1,15 @@
-//! Where far pages sleep.
+//! Stores: where far pages are kept.
 //!
-//! Before: the evict side of `pager` hands over one page's bytes. After: the fault side asks for them back, once or
-//! more, and then frees the handle.
+//! Before: the evict side of `pager` hands over one page's bytes. After: the fault side reads them, once or more often,
+//! and then frees the handle.
 //! Threads: every method may be called from any thread at any time; a store never calls back.
 //! Units: one object is one base page of 4096 bytes.
 //! Promise: [`Store::get`] returns the exact bytes that were put under that handle, or says that it cannot.
 //!
-//! [`RamStore`] is the compressed RAM store, a [`Group`] one in which VMs that trust each other keep equal pages once,
-//! [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the
-//! plainest store that is right, [`FaultyStore`] makes any store fail on command, [`conformance`] is what every store
-//! must pass, [`pages`] makes pages of known content. [`blob`] is for stores on other machines, which are crates of
-//! their own.
+//! [`RamStore`] is the compressed RAM store; a [`Group`] is one in which VMs that trust each other store equal pages
+//! once; [`FileStore`] keeps pages in a file on a disk. [`NullStore`] is the simplest correct store, [`FaultyStore`]
+//! makes any store fail on command, [`conformance`] has the checks that every store must pass, [`pages`] makes pages of
+//! known content. [`blob`] is for stores on other machines, which are crates of their own.
 
 mod alloc;
 mod arena;

@@ -4,14 +4,14 @@
 //! worth it; `unlz4` (or any LZ4 decoder) reads the block back.
 //! Threads: any; each has a table of its own.
 //! Units: positions and lengths are bytes; a position in a page fits 16 bits.
-//! Promise: a block that is answered decodes to exactly the page, and depends on nothing but the page. No content costs
-//! more than a look at each position and a copy.
+//! Promise: a returned block decodes to exactly the page, and depends on nothing but the page. No content costs more
+//! than a look at each position and a copy.
 //!
-//! Why it is here: reclaim waits for it, and a page is a special case. Positions fit 16 bits, the table fits the first
-//! cache, and content that gives no match in the first 16 bytes is looked at ever more coarsely. A page half of noise
-//! and half of zeros takes 0.9 us here and 2.2 us in `lz4_flex`, machine code 4.4 and 5.2 us, for blocks at most 1.5 %
-//! longer on what was measured; one run on one machine, each the best of 15. `examples/store_speed.rs` compares them on
-//! any file.
+//! Why it is here: reclaim waits for it, and a page is a special case. Positions fit 16 bits, the table fits the
+//! first-level cache, and content without a match in the first 16 bytes is searched with ever larger steps. A page half
+//! of noise and half of zeros takes 0.9 us here and 2.2 us in `lz4_flex`, machine code 4.4 and 5.2 us, for blocks at
+//! most 1.5 % longer on the measured pages; one run on one machine, each the best of 15. `examples/store_speed.rs`
+//! compares them on any file.
 
 use ballast_base::PAGE_SIZE;
 
@@ -25,8 +25,8 @@ const MATCH_END_MAX: usize = PAGE_SIZE - 5;
 /// A length nibble of this value is continued in the bytes that follow.
 const CONTINUED: usize = 15;
 
-/// After this many rounds of [`ROUND`] positions without a match the step grows by one: noise is passed ever more
-/// quickly. Measured: twice as many make machine code 1 % shorter and a page half of noise a third slower.
+/// After this number of rounds of [`ROUND`] positions without a match the step grows by one, to pass noise quickly.
+/// Measured: twice the number makes machine code 1 % shorter and a page half of noise a third slower.
 const ROUNDS_PER_STEP: usize = 4;
 const ROUND: usize = 4;
 
@@ -36,7 +36,7 @@ const SLOTS: usize = 1 << SLOT_BITS;
 /// Literals are copied in pieces of this size, the last one whole.
 const PIECE: usize = 32;
 
-/// Room for the longest block there is: the page as literals, its length, and what whole pieces write past the end.
+/// The longest block: the page as literals, its length, and what whole pieces write past the end.
 pub(crate) const BLOCK_MAX: usize = PAGE_SIZE + PAGE_SIZE / 255 + 16 + PIECE;
 
 /// For each hash of 4 bytes, where they were last seen in this page.
@@ -48,7 +48,7 @@ impl Table {
     }
 }
 
-/// The 8 bytes at `at`. Every position that is looked up or compared comes through here.
+/// The 8 bytes at `at`. Every position that is looked up or compared is read here.
 #[inline(always)]
 fn read8(page: &PageBytes, at: usize) -> u64 {
     debug_assert!(at + 8 <= PAGE_SIZE, "8 bytes at {at} of a page");
@@ -87,7 +87,7 @@ fn same_bytes(page: &PageBytes, from: usize, to: usize) -> usize {
 #[inline(always)]
 fn same_bytes_before(page: &PageBytes, from: usize, to: usize, max: usize) -> usize {
     if from >= 8 {
-        // One look at 8 bytes; a longer stretch was seen before its last 8 bytes, or is not worth a loop.
+        // One look at 8 bytes; a longer match was found before its last 8 bytes, or is not worth a loop.
         let difference = read8(page, from - 8) ^ read8(page, to - 8);
         return ((difference.leading_zeros() / 8) as usize).min(max);
     }
@@ -111,7 +111,7 @@ impl Block<'_> {
         self.len += 1;
     }
 
-    /// What a nibble of `CONTINUED` leaves to say about a length.
+    /// Append the part of a length that a nibble of `CONTINUED` does not hold.
     #[inline(always)]
     fn push_rest(&mut self, length: usize) {
         if length >= CONTINUED {
@@ -131,7 +131,7 @@ impl Block<'_> {
         self.push((count.min(CONTINUED) << 4 | match_nibble) as u8);
         self.push_rest(count);
         if end + PIECE <= PAGE_SIZE {
-            // What the last piece writes too much is overwritten by what follows.
+            // The surplus of the last piece is overwritten by what follows.
             let pieces = self.bytes[self.len..].chunks_exact_mut(PIECE).zip(page[start..].chunks_exact(PIECE));
             for (to, from) in pieces.take(count.div_ceil(PIECE)) {
                 to.copy_from_slice(from);
@@ -146,11 +146,11 @@ impl Block<'_> {
 /// Write `page` as one block at the start of `block`. Returns its length; `None` if that would be more than `max`.
 pub(crate) fn encode(page: &PageBytes, table: &mut Table, block: &mut [u8; BLOCK_MAX], max: usize) -> Option<usize> {
     let table = &mut table.0;
-    // Position 0 is everywhere in the table, as if it had been looked up. What an earlier page left would do no harm,
-    // since every candidate is compared, but a block would depend on it.
+    // Position 0 is everywhere in the table, as if it had been looked up. An earlier page's entries would do no harm,
+    // because every candidate is compared, but the block would depend on that page.
     table.fill(0);
     let mut block = Block { bytes: block, len: 0 };
-    // Literals not yet written begin at `anchor`; `at` is what is looked up next.
+    // Literals not yet written begin at `anchor`; `at` is the next position to look up.
     let (mut anchor, mut at) = (0, 1);
     'page: while at <= LAST_MATCH {
         let mut rounds = ROUNDS_PER_STEP;
@@ -175,7 +175,7 @@ pub(crate) fn encode(page: &PageBytes, table: &mut Table, block: &mut [u8; BLOCK
         let end = to + MATCH_MIN + same_bytes(page, from + MATCH_MIN, to + MATCH_MIN);
         let back = same_bytes_before(page, from, to, to - anchor);
         (from, to) = (from - back, to - back);
-        // The beginning of a run is the best place for the next run of the same to refer to.
+        // The beginning of a run is the best match for the next run of the same byte.
         table[slot(read8(page, to))] = to as u16;
         if block.len + (to - anchor) > max {
             return None;
@@ -230,7 +230,7 @@ mod tests {
         compress_into(page, &mut block).expect("compress")
     }
 
-    /// Words of an executable's kind: few different ones, some with a changed byte.
+    /// Words as in an executable: few different ones, some with a changed byte.
     fn wordy(seed: u64, words: u64, noise: u64) -> PageBytes {
         let mut page = pages::incompressible(seed);
         for (index, chunk) in page.chunks_exact_mut(8).enumerate() {

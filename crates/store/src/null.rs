@@ -1,7 +1,7 @@
-//! The null twin: the plainest store that keeps the promise, a map in this process.
+//! The null store: the simplest store that keeps the promise, a map in this process.
 //!
-//! Before: a test of something that needs a store. After: the same test with nothing of the store to go wrong; with
-//! `FaultyStore` around it, everything that can go wrong, on command.
+//! Before: a test needs a store. After: the test runs with a store that cannot fail; with `FaultyStore` around it,
+//! every failure comes on command.
 //! Threads: any; one lock. Units: every page counts 4096 bytes, whatever it holds.
 //! Promise: handles are never used twice. Nothing outlives the process.
 

@@ -1,6 +1,6 @@
 //! Pages whose content is known: for tests and measurements, here and in other crates.
 //!
-//! Before: a test picks a seed. After: a store keeps the page and the test compares what comes back.
+//! Before: a test picks a seed. After: a store keeps the page and the test compares the returned bytes.
 //! Threads: any. Units: one page of 4096 bytes.
 //! Promise: the same seed makes the same bytes, on every machine and in every version.
 
@@ -23,7 +23,7 @@ pub fn incompressible(seed: u64) -> PageBytes {
     page
 }
 
-/// 64 bytes of noise, 64 bytes of zeros, and so on: lz4 makes a bit more than half a page of it.
+/// 64 bytes of noise, 64 bytes of zeros, and so on: lz4 compresses it to a little over half a page.
 pub fn half_compressible(seed: u64) -> PageBytes {
     let mut page = incompressible(seed);
     for stretch in page.chunks_exact_mut(128) {

@@ -5,7 +5,7 @@
 //! Threads: any, in any number of processes that opened the same arena; see `slab` for how they share it.
 //! Units: one object is one page; memory is charged in slabs of 64 KiB.
 //! Promise: `get` returns `Found` only with the bytes that were put under that key and handle, whatever the arena
-//! holds.
+//! contains.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -31,14 +31,14 @@ use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, Recovered, Store
 pub struct RamOptions {
     /// How pages put from now on are compressed.
     pub codec: Codec,
-    /// Who pays for the memory; stores that share a budget share its limit.
+    /// The budget that is charged for the memory; stores that share a budget share its limit.
     pub budget: Arc<Budget>,
-    /// Slabs of 64 KiB a *new* arena has room for. The file is sparse, so the largest costs nothing; an arena that
-    /// exists keeps its own number.
+    /// Slabs of 64 KiB that a *new* arena has space for. The file is sparse, so the largest costs nothing; an existing
+    /// arena keeps its own number.
     pub max_slabs: u32,
-    /// Give memory back in `tidy` and `usage`, and not in the `free` of a slab's last page: that takes 10 us and
-    /// interrupts every CPU on which a thread of this process runs, and a fault worker is who frees. What waits is
-    /// charged and used again first; when the budget is short, not more than 16 MiB wait.
+    /// Return memory in `tidy` and `usage`, and not in the `free` of a slab's last page. That takes 10 us and
+    /// interrupts every CPU on which a thread of this process runs, and fault workers free pages. Waiting slabs are
+    /// charged and reused first; when the budget is short, at most 16 MiB wait.
     pub punch_later: bool,
 }
 
@@ -46,14 +46,14 @@ pub struct RamOptions {
 const PUNCH_LATER_MAX: usize = 256;
 
 impl RamOptions {
-    /// LZ4, the largest arena, this budget; memory goes back at once.
+    /// LZ4, the largest arena, this budget; memory is returned at once.
     pub fn new(budget: Arc<Budget>) -> Self {
         Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS, punch_later: false }
     }
 }
 
-/// What a RAM store holds and did, in more detail than [`StoreUsage`]. The counters of puts live in the arena: they go
-/// on counting when another process takes over.
+/// Contents and history of a RAM store, in more detail than [`StoreUsage`]. The counters of puts are in the arena: they
+/// go on counting when another process takes over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RamUsage {
     /// Same-filled pages held; they occupy nothing.
@@ -87,7 +87,7 @@ enum Counter {
     CompressedOutBytes,
 }
 
-/// A store in an arena; the arena lives as long as anybody holds its descriptor.
+/// A store in an arena; the arena lives as long as a process holds its descriptor.
 #[derive(Debug)]
 pub struct RamStore {
     allocator: Allocator,
@@ -98,7 +98,7 @@ impl RamStore {
     /// The layout of the arena.
     pub const FORMAT: Format = arena::RAM.layout.format;
 
-    /// Make an empty store. The descriptor is the arena's: whoever keeps it can `open` the store again.
+    /// Make an empty store. The descriptor is the arena's: a process that keeps it can `open` the store again.
     ///
     /// # Errors
     /// If `max_slabs` is 0 or too large, or the kernel refuses the file or its mapping.
@@ -108,11 +108,11 @@ impl RamStore {
         Ok((Self::on(arena, options), fd))
     }
 
-    /// Take over a store. What it holds is charged to the budget, above the limit if need be. After a process that used
-    /// it died, call [`Store::recover`] next. A file that no process has laid out yet becomes an empty store.
+    /// Take over a store. Its contents are charged to the budget, above the limit if need be. After a process that used
+    /// it died, call [`Store::recover`] next. A file without a layout becomes an empty store.
     ///
     /// # Errors
-    /// If the file is not an arena, has a layout that this program cannot read, or the wrong size.
+    /// The file is not an arena, has a layout that this program cannot read, or the wrong size.
     pub fn open(arena_fd: OwnedFd, options: RamOptions) -> io::Result<Self> {
         if ballast_handover::arena::is_new(&arena_fd)? {
             ballast_handover::arena::format(arena::RAM.layout, &arena_fd, options.max_slabs)?;
@@ -121,14 +121,14 @@ impl RamStore {
         Ok(Self::on(arena, options))
     }
 
-    /// On an arena of this or a like shape.
+    /// A store on an arena of this or a similar shape.
     pub(crate) fn on(arena: Arena, options: RamOptions) -> Self {
         let to_punch_max = if options.punch_later { PUNCH_LATER_MAX } else { 0 };
         Self { allocator: Allocator::new(arena, options.budget, to_punch_max), codec: options.codec }
     }
 
-    /// After an unclean death: free what no live handle names, finish what was begun, make the counts agree. A live
-    /// handle that names nothing is counted and otherwise ignored; `get` will say `Absent`.
+    /// After an unclean death: free blobs that no live handle names, finish what was begun, make the counts agree. A
+    /// live handle that names nothing is counted and otherwise ignored; `get` will return `Absent`.
     ///
     /// Nobody may use the arena meanwhile, in this process or another.
     pub fn sweep(&self, live: impl Iterator<Item = Handle>) -> Recovered {
@@ -163,7 +163,7 @@ impl RamStore {
         }
     }
 
-    /// What the store holds and did.
+    /// Contents and history of the store.
     pub fn usage_detail(&self) -> RamUsage {
         let compressed_puts = self.sum(Counter::PutCompressed);
         RamUsage {
@@ -186,12 +186,12 @@ impl RamStore {
         Some((header.checksum, payload_max + HEADER_BYTES))
     }
 
-    /// What it is in.
+    /// The arena that it is in.
     pub(crate) fn arena(&self) -> &Arena {
         self.allocator.arena()
     }
 
-    /// The most that it may hold, with all that share its budget.
+    /// The limit of the budget that it shares.
     pub(crate) fn budget_limit(&self) -> Bytes {
         self.allocator.budget_limit()
     }
@@ -213,7 +213,7 @@ impl RamStore {
         self.allocator.arena().lost()
     }
 
-    /// What was lost of it that was not asked for yet, in words; and whether `recover` is needed for it.
+    /// Losses not yet returned, in words; and whether `recover` is needed for them.
     pub fn losses(&self) -> (Vec<String>, bool) {
         self.allocator.arena().losses()
     }
@@ -232,7 +232,7 @@ impl RamStore {
         arena.copy_in(slab, start + HEADER_BYTES, payload);
         arena.copy_in(slab, start, &header.to_bytes());
         if self.lost() > lost {
-            // It may be this slot that nobody knows of any more. `recover` frees it.
+            // The slot may have been forgotten. `recover` frees it.
             return PutOutcome::Busy;
         }
         self.count(Counter::LiveBlobs, 1);
@@ -245,7 +245,7 @@ impl RamStore {
         handle::of_blob(allocated.place, header.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
-    /// The header of the blob that a handle names, where its payload is, and how long that can be.
+    /// The header of the blob that a handle names, the place of its payload, and the longest it can be.
     fn find(&self, place: Place, tag: u8) -> Option<(BlobHeader, usize, usize)> {
         let (_, class) = self.allocator.occupied(place)?;
         let start = place.slot * CLASS_BYTES[class];

@@ -1,6 +1,6 @@
 //! One slab: its state word, its bitmap, its size class. A slab is a piece of an arena, or an area of a file.
 //!
-//! Before: `alloc` chose this slab. After: a slot is taken or given back, or the slab may be punched.
+//! Before: `alloc` chose this slab. After: a slot is taken or returned, or the slab may be punched.
 //! Threads: any, in any number of processes. Everything is a compare-exchange on the state word or an atomic bit
 //! operation on the bitmap; no step waits for another thread, and a process that dies leaves nothing locked.
 //! Units: a class is an index into the capacities of the arena's shape; slot numbers count from the start of the slab.
@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes in a slab of the RAM store: what is charged to the budget, and punched when its last slot is freed.
+/// Bytes in a slab of the RAM store: the unit that is charged to the budget, and punched when its last slot is freed.
 pub const SLAB_BYTES: usize = 64 * 1024;
 
 /// Slot sizes of the RAM store. Each holds a 16-byte blob header and its payload; the last holds a page stored raw.
@@ -39,14 +39,14 @@ pub(crate) fn class_for(bytes: usize) -> Option<usize> {
     (class < CLASSES).then_some(class)
 }
 
-/// What a slab is doing.
+/// The phase of a slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Nobody's: no bit set, no memory, not charged.
+    /// Unused: no bit set, no memory, not charged.
     Free = 0,
     /// Holds `used` slots of one class.
     Active = 1,
-    /// Its last slot was freed; whoever made it so is punching it.
+    /// Its last slot was freed; the thread that freed it is punching the slab.
     Retiring = 2,
 }
 
@@ -60,10 +60,10 @@ pub(crate) enum Phase {
 /// | `Retiring` | 0 | that same thread, after the punch | `Free`, generation +1 | nothing; readers see no bit set |
 /// | `Retiring` | 0 | `recover`, if that thread's process died | `Free`, generation +1 | (no other user exists then) |
 ///
-/// `used` counts promises, the bitmap counts slots: a slot is reserved in `used` first and then claimed in the bitmap;
-/// freed in the bitmap first and then released in `used`. So at every moment *bits set <= used <= capacity*: whoever
-/// reserved will find a clear bit, and `used` 0 means an empty bitmap. The generation makes every reuse of a slab a
-/// different word, so a compare-exchange prepared before a retirement fails after it.
+/// `used` counts promises, the bitmap counts slots: a slot is first reserved in `used` and then claimed in the bitmap;
+/// it is first freed in the bitmap and then released in `used`. So at every moment *bits set <= used <= capacity*: a
+/// thread that reserved a slot will find a clear bit, and `used` 0 means an empty bitmap. The generation makes every
+/// reuse of a slab a different word, so a compare-exchange prepared before a retirement fails after it.
 ///
 /// Bits: 0-1 phase, 2-7 class, 8-18 used, 32-63 generation. A word of zeros is a `Free` slab, a hole is a valid table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Take a word apart; `None` if it means nothing.
+    /// Decode a word; `None` if it has no meaning.
     pub(crate) fn decode(word: u64, capacities: &[usize]) -> Option<Self> {
         let phase = match word & 3 {
             0 => Phase::Free,
@@ -94,16 +94,16 @@ impl State {
     }
 }
 
-/// What came of asking for a slot.
+/// The outcome of taking a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Taken {
     /// This slot, in a slab of this generation.
     Slot { slot: usize, generation: u32 },
-    /// No slot is left, or the slab is not (any more) an active one of that class.
+    /// No slot is left, or the slab is no active one of that class (any more).
     No,
 }
 
-/// What came of giving a slot back.
+/// The outcome of releasing a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Released {
     /// Other slots are still used.
@@ -132,7 +132,7 @@ impl<'a> Slab<'a> {
         Self { state: &words[0], bitmap: &words[1..], capacities }
     }
 
-    /// The state; `None` if the word means nothing.
+    /// The state; `None` if the word has no meaning.
     pub(crate) fn state(self) -> Option<State> {
         State::decode(self.state.load(Ordering::Acquire), self.capacities)
     }
@@ -159,7 +159,7 @@ impl<'a> Slab<'a> {
         .is_some()
     }
 
-    /// Promise ourselves one slot; false if the slab has none to give.
+    /// Reserve one slot for the caller; returns false if the slab has none left.
     fn reserve(self, class: usize) -> bool {
         self.update(|state| {
             let usable = state.phase == Phase::Active && state.class == class && state.used < self.capacities[class];
@@ -168,14 +168,14 @@ impl<'a> Slab<'a> {
         .is_some()
     }
 
-    /// Take a slot of an active slab of this class. After `No` from a damaged bitmap the promise is kept (and
-    /// `recover` finds it): giving it back could retire a slab whose bitmap is not empty.
+    /// Take a slot of an active slab of this class. After `No` from a damaged bitmap the promise is kept (and `recover`
+    /// finds it): returning it could retire a slab whose bitmap is not empty.
     pub(crate) fn take(self, class: usize) -> Taken {
         if self.reserve(class) { self.claim(class) } else { Taken::No }
     }
 
-    /// Turn a promise into a slot. A clear bit exists at every moment, but a scan can miss one that moves; a bound on
-    /// the scans keeps a damaged bitmap from holding us for ever.
+    /// Turn a promise into a slot. A clear bit exists at every moment, but a scan can miss one that moves; the number
+    /// of scans is bounded, so that a damaged bitmap does not hold us for ever.
     pub(crate) fn claim(self, class: usize) -> Taken {
         const SCANS_MAX: usize = 64;
         let slots = self.capacities[class];
@@ -205,13 +205,13 @@ impl<'a> Slab<'a> {
         self.bitmap.get(slot / 64).is_some_and(|word| word.load(Ordering::Acquire) >> (slot % 64) & 1 == 1)
     }
 
-    /// Clear a slot's bit; true for the one caller that did.
+    /// Clear a slot's bit; returns true for the one caller that did.
     pub(crate) fn clear(self, slot: usize) -> bool {
         let bit = 1 << (slot % 64);
         self.bitmap.get(slot / 64).is_some_and(|word| word.fetch_and(!bit, Ordering::AcqRel) & bit != 0)
     }
 
-    /// Give back the promise of a slot whose bit the caller just cleared.
+    /// Return the promise of a slot whose bit the caller just cleared.
     pub(crate) fn release(self) -> Released {
         let moved = self.update(|state| match (state.phase, state.used) {
             (Phase::Active, 1) => Some(State { phase: Phase::Retiring, used: 0, ..state }),
@@ -269,7 +269,7 @@ impl<'a> Slab<'a> {
     }
 }
 
-/// Which slots of one slab are named by somebody.
+/// The slots of one slab that live handles name.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LiveSlots([u64; BITMAP_WORDS]);
 

@@ -3,8 +3,8 @@
 //! Before: `codec` copied a payload out of the arena. After: the page is in the caller's buffer, or the payload is
 //! refused.
 //! Threads: any; no state. Units: bytes.
-//! Promise: any payload at all is either decoded to exactly one page or refused; nothing outside the two slices is
-//! touched, and no payload costs more than a page of copying.
+//! Promise: any payload is either decoded to exactly one page or refused; nothing outside the two slices is touched,
+//! and no payload costs more than a page of copying.
 //!
 //! Why it is here: a restore waits for it. The safe decoder of `lz4_flex` copies overlapping matches (runs of zeros,
 //! the commonest of all) byte by byte: 3.3 us for a half-compressible page against 2.1 us here, in one run on one
@@ -12,20 +12,20 @@
 
 use crate::PageBytes;
 
-/// Copies of up to this many bytes are made whole, when there is room: one load and one store.
+/// Copies of up to this many bytes are made whole, if there is space: one load and one store.
 const STRIDE: usize = 16;
-/// Matches from this length on are copied in ever longer pieces instead.
+/// Matches of at least this length are copied in ever longer pieces instead.
 const LONG: usize = 256;
 const MATCH_MIN: usize = 4;
 /// A length nibble of this value is continued in the bytes that follow.
 const CONTINUED: usize = 15;
 
-/// Decode `block` into `out`; true if it was exactly one page of a sound block.
+/// Decode `block` into `out`; returns true if it was exactly one page of a sound block.
 pub(crate) fn decode(block: &[u8], out: &mut PageBytes) -> bool {
     sequences(block, out) == Some(out.len())
 }
 
-/// How many bytes were decoded; `None` if the block is unsound.
+/// Returns how many bytes were decoded; `None` if the block is unsound.
 fn sequences(block: &[u8], out: &mut [u8]) -> Option<usize> {
     let (mut read, mut written) = (0, 0);
     loop {
@@ -87,7 +87,7 @@ fn repeat(out: &mut [u8], at: usize, offset: usize, len: usize) {
             to += STRIDE;
         }
     } else {
-        // A short period: lay it out once, so that no load waits for the store just before it.
+        // A short period: write it out once, so that no load waits for the store just before it.
         let mut pattern = [0; STRIDE];
         let mut phase = 0;
         for byte in &mut pattern {
@@ -115,7 +115,7 @@ mod tests {
     use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
     use proptest::prelude::*;
 
-    /// What `lz4_flex` says: the page, or nothing.
+    /// The result of `lz4_flex`: the page, or nothing.
     fn reference(block: &[u8]) -> Option<PageBytes> {
         let mut out = [0; PAGE_SIZE];
         decompress_into(block, &mut out).is_ok_and(|len| len == PAGE_SIZE).then_some(out)
@@ -133,7 +133,7 @@ mod tests {
         block
     }
 
-    /// Pages of short repeats at every distance, the part of the format that is easy to get wrong.
+    /// Pages of short repeats at every distance, the part of the format where errors are likely.
     fn repetitive(seed: u64, period: usize) -> PageBytes {
         let mut page = pages::incompressible(seed);
         for index in period..PAGE_SIZE {
@@ -187,7 +187,7 @@ mod tests {
             if let Some(expected) = reference(&block) {
                 prop_assert!(ours(&block) == Some(expected));
             } else if let Some(page) = ours(&block) {
-                // The reference also refuses blocks that end too near a match; the checksum judges those for us.
+                // The reference also refuses blocks that end too near a match; for us the checksum catches those.
                 prop_assert_eq!(page.len(), PAGE_SIZE);
             }
         }

@@ -32,7 +32,7 @@ impl Anon {
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap answered the null address"))?;
         let map = Self { base, len };
         match map.advise(Advice::LinuxNoHugepage) {
-            // A kernel without huge pages does not know the word.
+            // A kernel without huge pages does not know the advice.
             Err(error) if error.raw_os_error() != Some(libc::EINVAL) => Err(error),
             _ => Ok(map),
         }

@@ -2,15 +2,15 @@
 //!
 //! Before: `pins` writes its program with [`Asm`]. After: the kernel has checked it, and [`Program::run`] runs it once,
 //! on the calling thread.
-//! Threads: any. Units: bytes. Promise: a program can only read what the kernel lets it, and write to its own [`Map`];
-//! one that the kernel's checker does not accept is an error with the checker's last words.
+//! Threads: any. Units: bytes. Promise: a program can only read what the kernel lets it, and write to its own [`Map`].
+//! A program that the kernel's verifier rejects is an error with the verifier's last words.
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Registers, by their numbers. The first argument of a program or call is in `R1`; calls keep `R6` to `R9` and put
-/// their answer into `R0`; `FP` is the upper end of 512 bytes of stack.
+/// their result into `R0`; `FP` is the upper end of 512 bytes of stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Reg {
@@ -42,11 +42,11 @@ pub enum Call {
     MapLookup = 1,
     /// The `task_struct` of the thread that runs.
     CurrentTask = 35,
-    /// Copy kernel memory: target, length, address. 0, or an error if there is none at that address.
+    /// Copy kernel memory: target, length, address. 0, or an error if no memory is mapped at that address.
     ProbeReadKernel = 113,
 }
 
-/// How much a load or store moves.
+/// The size of a load or store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Width {
@@ -56,7 +56,7 @@ pub enum Width {
     Double = 0x18,
 }
 
-/// What is done with two numbers of 64 bits.
+/// Operations on two numbers of 64 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Op {
@@ -74,7 +74,7 @@ pub enum Op {
     Mov = 0xB0,
 }
 
-/// When a jump is taken; numbers of 64 bits without a sign.
+/// Conditions of a jump; unsigned numbers of 64 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum If {
@@ -111,7 +111,7 @@ impl From<i32> for With {
     }
 }
 
-/// One instruction, as the kernel has it.
+/// One instruction, in the kernel's layout.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct Insn {
@@ -155,13 +155,13 @@ impl Asm {
         }
     }
 
-    /// A label that stands nowhere yet.
+    /// A label that is not placed yet.
     pub fn label(&mut self) -> Label {
         self.labels += 1;
         Label(self.labels)
     }
 
-    /// Here it stands.
+    /// Place the label here.
     pub fn place(&mut self, label: Label) {
         self.places.insert(label, self.insns.len());
     }
@@ -190,24 +190,24 @@ impl Asm {
         self.insns.push(Insn { code: 0, regs: 0, off: 0, imm: 0 });
     }
 
-    /// `R0` = the function's answer.
+    /// `R0` = the function's result.
     pub fn call(&mut self, call: Call) {
         self.push(Self::JMP | 0x80, Reg::R0, 0, 0, call as i32);
     }
 
-    /// Go on at the label if `a` compares so with `b`.
+    /// Continue at the label if `a` compares so with `b`.
     pub fn jump_if(&mut self, how: If, a: Reg, b: impl Into<With>, to: Label) {
         self.jumps.push((self.insns.len(), to));
         self.push_with(Self::JMP | how as u8, a, 0, b.into());
     }
 
-    /// Go on at the label.
+    /// Continue at the label.
     pub fn jump(&mut self, to: Label) {
         self.jumps.push((self.insns.len(), to));
         self.push(Self::JMP, Reg::R0, 0, 0, 0);
     }
 
-    /// End with this result.
+    /// Exit with this result.
     pub fn exit(&mut self, result: i32) {
         self.alu(Op::Mov, Reg::R0, result);
         self.push(Self::JMP | 0x90, Reg::R0, 0, 0, 0);
@@ -224,7 +224,7 @@ impl Asm {
     }
 }
 
-/// `bpf(2)` of one command, with its arguments laid out as the kernel has them.
+/// `bpf(2)` of one command, with its arguments laid out as the kernel expects them.
 ///
 /// # Safety
 /// `attr` is the structure of the command, and the addresses in it are of live memory of the lengths it says.
@@ -251,7 +251,7 @@ pub fn create_array(entries: u32, value_bytes: u32) -> io::Result<OwnedFd> {
         Attr { map_type: ARRAY, key_size: 4, value_size: value_bytes, max_entries: entries, flags: MMAPABLE };
     // SAFETY: `Attr` begins as `union bpf_attr` does for this command (what is missing counts as zero); no addresses.
     let fd = unsafe { bpf(MAP_CREATE, &mut attr)? };
-    // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+    // SAFETY: the kernel just gave us this descriptor, and no other code knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -262,11 +262,10 @@ pub struct Program {
 }
 
 impl Program {
-    /// Load a program for raw tracepoints. It is attached to none; it only runs when it is told to.
+    /// Load a program for raw tracepoints. It is attached to none; it runs only when [`Program::run`] is called.
     ///
     /// # Errors
-    /// If the kernel does not allow it, or its checker does not accept the program: what that said last is in the
-    /// error.
+    /// The kernel does not allow it, or its verifier rejects the program: the verifier's last words are in the error.
     pub fn load(asm: Asm) -> io::Result<Self> {
         #[repr(C)]
         struct Attr {
@@ -280,10 +279,10 @@ impl Program {
         }
         const PROG_LOAD: libc::c_long = 5;
         const RAW_TRACEPOINT: u32 = 17;
-        /// Lines of the checker's log that say why, at its end.
+        /// Lines at the end of the verifier's log that give the reason.
         const LAST: usize = 4;
         let insns = asm.finish()?;
-        // To read kernel memory a program must be under a licence that the kernel takes for compatible; this one is.
+        // To read kernel memory a program must have a licence that the kernel considers compatible; this one has.
         let license = c"Dual BSD/GPL";
         let attempt = |log: &mut [u8]| {
             let mut attr = Attr {
@@ -303,7 +302,7 @@ impl Program {
             let mut log = vec![0; 1 << 20];
             let error = match attempt(&mut log) {
                 Ok(fd) => return Ok(fd),
-                // The log was too short for all that it had to say; the first answer is why it was asked for.
+                // The log was too short for all its text; the first error is the one that counts.
                 Err(again) if again.raw_os_error() == Some(libc::ENOSPC) => error,
                 Err(again) => again,
             };
@@ -313,11 +312,11 @@ impl Program {
             let said = if last.is_empty() { String::new() } else { format!(" ({})", last.join("; ")) };
             Err(io::Error::new(error.kind(), format!("loading a BPF program: {error}{said}")))
         })?;
-        // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+        // SAFETY: the kernel just gave us this descriptor, and no other code knows it.
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
-    /// Run it once, with these arguments; its result.
+    /// Run it once, with these arguments; returns its result.
     pub fn run(&self, arguments: &[u64]) -> io::Result<u32> {
         #[repr(C)]
         struct Attr {
@@ -350,7 +349,7 @@ impl Program {
             cpu: 0,
         };
         // SAFETY: `Attr` begins as `union bpf_attr` does for this command; the arguments outlive the call and are as
-        // long as it says. The kernel writes the result and nothing else.
+        // long as it says. The kernel writes only the result.
         unsafe { bpf(PROG_TEST_RUN, &mut attr)? };
         Ok(attr.result)
     }

@@ -1,20 +1,21 @@
-//! The kernel's own description of its types (BTF, `/sys/kernel/btf/vmlinux`): where a field lies in a structure.
+//! The kernel's own description of its types (BTF, `/sys/kernel/btf/vmlinux`): the offsets of fields in structures.
 //!
-//! Before: nothing. After: `pins` knows where this very kernel keeps what it reads.
-//! Threads: any. Units: bytes; the file holds some 100,000 types in 5 MiB, read in some milliseconds and dropped again.
-//! Promise: a file that is not as the format says is an error by name, never a panic and never a wrong offset taken
-//! from outside the file.
+//! Before: nothing. After: `pins` knows the offsets of this very kernel.
+//! Threads: any. Units: bytes; the file has some 100,000 types in 5 MiB, which are read in some milliseconds and
+//! dropped again.
+//! Promise: a malformed file is an error that names the problem, never a panic and never an offset from outside the
+//! file.
 
 use std::io;
 
-/// Where the kernel keeps it.
+/// The file.
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 const MAGIC: u32 = 0xEB9F;
 /// Magic, version, flags, length of the header, then offset and length of types and of strings.
 const HEADER: usize = 24;
 /// The common part of each type: name, kind and count, size or type.
 const COMMON: usize = 12;
-/// How many typedefs and qualifiers may stand before a structure, and how deep nameless ones may be nested.
+/// How many typedefs and qualifiers may precede a structure, and how deep anonymous ones may be nested.
 const DEEPEST: u32 = 32;
 
 mod kind {
@@ -61,7 +62,7 @@ struct Type {
     kind: u32,
     /// Members, values or parameters.
     count: u32,
-    /// The offsets of members hold their lengths in bits, too.
+    /// The offsets of members include their lengths in bits.
     has_bits: bool,
     size_or_type: u32,
     /// Where its own data begins.
@@ -72,7 +73,7 @@ impl Btf {
     /// This kernel's.
     ///
     /// # Errors
-    /// If the kernel has none (`CONFIG_DEBUG_INFO_BTF`), or it is not understood.
+    /// The kernel has none (`CONFIG_DEBUG_INFO_BTF`), or it is not understood.
     pub fn of_kernel() -> io::Result<Self> {
         let bytes = std::fs::read(PATH).map_err(|error| io::Error::new(error.kind(), format!("{PATH}: {error}")))?;
         Self::parse(bytes)
@@ -81,7 +82,7 @@ impl Btf {
     /// From the bytes of such a file.
     ///
     /// # Errors
-    /// If they are not of the format.
+    /// They are not of the format.
     pub fn parse(bytes: Vec<u8>) -> io::Result<Self> {
         let word = |at: usize| u32_at(&bytes, at).ok_or_else(|| broken("it ends within its header"));
         // Magic, version and flags share the first word.
@@ -109,7 +110,7 @@ impl Btf {
         Ok(Self { bytes, types, strings })
     }
 
-    /// The field of a structure, by its path: `xa_head`, or `i_pages.xa_head`. Members of nameless structures and
+    /// The field of a structure, by its path: `xa_head`, or `i_pages.xa_head`. Members of anonymous structures and
     /// unions count as its own.
     pub fn field(&self, structure: &str, path: &str) -> Option<Field> {
         let mut offset = 0;
@@ -181,7 +182,7 @@ impl Btf {
         }
     }
 
-    /// Where in a structure or union a member lies, in bytes, and the number of its type.
+    /// The offset of a member in a structure or union, in bytes, and the number of its type.
     fn member(&self, of: Type, name: &str, depth: u32) -> Option<(u64, u32)> {
         if !matches!(of.kind, kind::STRUCT | kind::UNION) || depth > DEEPEST {
             return None;
@@ -191,7 +192,7 @@ impl Btf {
             let (named, number, place) = (named?, number?, place?);
             let (bits, width) = if of.has_bits { (place & 0xFF_FFFF, place >> 24) } else { (place, 0) };
             if self.is_named(named, name) {
-                // A bit field lies in no byte of its own.
+                // A bit field has no byte of its own.
                 return (bits % 8 == 0 && width == 0).then_some((u64::from(bits) / 8, number));
             }
             if self.is_named(named, "")
@@ -225,7 +226,7 @@ fn read_type(bytes: &[u8], at: usize) -> Option<Type> {
     })
 }
 
-/// Bytes that follow the common part; `None` for a kind nobody knows.
+/// Bytes that follow the common part; `None` for an unknown kind.
 fn extra(found: &Type) -> Option<usize> {
     let count = found.count as usize;
     Some(match found.kind {

@@ -1,8 +1,8 @@
-//! Clocks that are asked of the kernel.
+//! Clocks of the kernel.
 //!
-//! Before: somebody wants to know the time, which other processes know, too, or what work costs. After: it, or CPU
-//! time, whatever else the CPU ran meanwhile.
-//! Threads: any; each asks of itself, and of processes. Units: time. Promise: never goes back.
+//! Before: code needs a time that other processes share, or the cost of work. After: it has the time, or the CPU time
+//! used, whatever else the CPU ran meanwhile.
+//! Threads: any; each reads its own CPU time, and that of processes. Units: time. Promise: never goes back.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ pub fn monotonic_ns() -> u64 {
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
-/// The same for a moment that is over.
+/// The same for a moment in the past.
 pub fn monotonic_ns_at(moment: Instant) -> u64 {
     monotonic_ns().saturating_sub(moment.elapsed().as_nanos() as u64)
 }
@@ -25,9 +25,8 @@ pub fn cpu_time() -> Duration {
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// CPU time that all threads of a process have used, those that have ended included; `None` if there is no such
-/// process. No lock of that process is taken. What a thread that runs just now has used since the last tick of its CPU
-/// is not in it.
+/// CPU time that all threads of a process have used, including ended ones; `None` if there is no such process. It takes
+/// no lock of that process. It does not include what a running thread has used since the last tick of its CPU.
 pub fn process_time(pid: u32) -> Option<Duration> {
     /// All threads of the process, by the scheduler's clock, as in the kernel's `posix-timers.h`.
     const SCHED: libc::clockid_t = 2;

@@ -1,9 +1,9 @@
-//! Files for direct I/O: made without a name, so that they end with their last descriptor.
+//! Files for direct I/O: created without a name, so that they end with their last descriptor.
 //!
 //! Before: an operator names a directory. After: `store` writes far pages into the file through `ring`.
-//! Units: bytes. Promise: an error names the directory and says what it cannot do. Nobody waits for the close of a
-//! file, which on some file systems (FUSE) waits for a server: a [`DirectFile`] is closed on a thread of its own, and
-//! a descriptor from [`place_of`] closes at once everywhere.
+//! Units: bytes. Promise: an error names the directory and says what it cannot do. No caller waits for the close of a
+//! file, which on some file systems (FUSE) waits for a server: a [`DirectFile`] is closed on a thread of its own, and a
+//! descriptor from [`place_of`] closes at once everywhere.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
@@ -21,10 +21,10 @@ fn refused(dir: &Path, what: &str, errno: Errno) -> io::Error {
 /// Make a sparse file of `size` bytes in `dir`, without a name, with mode 0600, for direct I/O.
 ///
 /// # Errors
-/// If the directory is not there or not ours to write, or its file system knows no direct I/O or no nameless files, or
-/// not of that size.
+/// The directory does not exist or is not writable, or its file system supports no direct I/O, no unnamed files, or not
+/// that size.
 pub fn create_unnamed(dir: &Path, size: Bytes) -> io::Result<OwnedFd> {
-    // EXCL: nobody can give it a name later.
+    // EXCL: no process can give it a name later.
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::DIRECT | OFlags::EXCL | OFlags::CLOEXEC;
     let file = rustix::fs::open(dir, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| match errno {
         Errno::INVAL => refused(dir, "its file system does not do direct I/O (O_DIRECT)", errno),
@@ -54,7 +54,7 @@ pub fn place_of(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// A file for direct I/O. Whoever drops the last one does not wait for its close.
+/// A file for direct I/O. The thread that drops the last one does not wait for its close.
 #[derive(Debug)]
 pub struct DirectFile(Option<OwnedFd>);
 
@@ -73,9 +73,9 @@ impl AsFd for DirectFile {
 impl Drop for DirectFile {
     fn drop(&mut self) {
         let Some(fd) = self.0.take().map(IntoRawFd::into_raw_fd) else { return };
-        // SAFETY: the descriptor was ours a moment ago, and is nobody else's.
+        // SAFETY: the descriptor was ours a moment ago, and has no other owner.
         let close = move || drop(unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) });
-        // Without a thread it stays open until this process ends: that costs less than a wait without an end.
+        // Without a thread it stays open until this process ends: that costs less than an endless wait.
         let _ = std::thread::Builder::new().name("close".into()).spawn(close);
     }
 }

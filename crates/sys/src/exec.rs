@@ -1,16 +1,16 @@
 //! Exec in place: this process becomes another program and keeps descriptors that the caller names.
 //!
-//! Before: the caller has written down the numbers of its descriptors. After: the program that follows has them under
-//! these numbers, beside its standard ones and no others; or the caller goes on as before.
-//! Threads: one. Exec ends all others, and waits for each that is in a call that cannot be interrupted.
-//! Units: descriptors are numbers here, because numbers are what an exec hands on.
+//! Before: the caller has recorded the numbers of its descriptors. After: the next program has them under these
+//! numbers, beside its standard ones and no others; or the caller goes on as before.
+//! Threads: one. Exec ends all others, and waits for each that is in an uninterruptible system call.
+//! Units: descriptors are numbers here, because an exec passes on numbers.
 
 use std::ffi::{CString, OsStr};
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 
-/// Is this descriptor to stay open in the program that follows?
+/// Set whether this descriptor stays open in the next program.
 ///
 /// # Errors
 /// It is not open.
@@ -20,7 +20,7 @@ pub fn keep(number: RawFd, stays: bool) -> io::Result<()> {
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The same file once more, under a number of this process's own and closed by the next exec.
+/// Another descriptor of the same file, with a number of this process's own, closed by the next exec.
 ///
 /// # Errors
 /// It is not open, or there are too many.
@@ -34,7 +34,7 @@ pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
-/// Close all but the standard descriptors that the next exec would hand on: those that the last one did.
+/// Close all but the standard descriptors that the next exec would pass on: those that the last exec did.
 ///
 /// # Errors
 /// The kernel could not list them; then none is closed.
@@ -45,8 +45,8 @@ pub fn close_kept() -> io::Result<()> {
         // SAFETY: flags of a descriptor that may or may not be open; no memory is passed.
         let flags = unsafe { libc::fcntl(number, libc::F_GETFD) };
         if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
-            // SAFETY: what this process opens itself is close-on-exec, here and in the standard library; so no owner
-            // in this process knows this number.
+            // SAFETY: every descriptor that this process opens is close-on-exec, here and in the standard library; so
+            // no owner in this process knows this number.
             unsafe { libc::close(number) };
         }
     }

@@ -1,14 +1,14 @@
-//! Which bytes of which files: what RAM is made of, and what a process maps.
+//! Ranges of files: the files and bytes that RAM consists of, or that a process maps.
 //!
-//! Before: a region's extents, or the map of a process. After: whether two of them have bytes in common.
+//! Before: a region's extents, or the map of a process. After: it is known whether two of them have bytes in common.
 //! Threads: any; a plain value. Units: bytes of files.
-//! Promise: to ask costs no more than to read both lists, however they were made.
+//! Promise: a query costs no more than reading both lists, however they were made.
 
 use std::collections::HashMap;
 
 use crate::memfd::FileId;
 
-/// See above.
+/// Ranges by file, ascending and apart.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileRanges(HashMap<FileId, Vec<(u64, u64)>>);
 
@@ -47,7 +47,7 @@ impl FileRanges {
         self.0.keys().copied()
     }
 
-    /// A byte that both have, if there is one: its file and offset.
+    /// A byte that is in both, if there is one: its file and offset.
     pub fn overlap(&self, other: &Self) -> Option<(FileId, u64)> {
         self.0.iter().find_map(|(file, ours)| {
             let (mut ours, mut theirs) = (ours.as_slice(), other.0.get(file)?.as_slice());
@@ -66,7 +66,7 @@ impl FileRanges {
         })
     }
 
-    /// The same, but all from the first byte to the last of files with more than `most` ranges.
+    /// The same ranges, but for a file with more than `most` of them one range from its first byte to its last.
     #[must_use]
     pub fn at_most(mut self, most: usize) -> Self {
         for ranges in self.0.values_mut().filter(|ranges| ranges.len() > most) {

@@ -1,4 +1,4 @@
-//! Files of huge pages that a pool is made of: their file system, the node of their pages, and who else has them.
+//! Files of huge pages that a pool consists of: their file system, the node of their pages, and who else has them.
 //!
 //! Before: `reserve` wants memory that outlives every process. After: files in a hugetlbfs of our own.
 //! Threads: any; [`on_node`] is about the calling thread alone. Units: bytes.
@@ -17,7 +17,7 @@ use crate::memfd;
 /// Make a hugetlbfs of 2 MiB pages at this directory, unless it is one. Only its owner may enter it.
 ///
 /// # Errors
-/// If this process may not mount, or the kernel has no such file system. Caused by the setting.
+/// This process may not mount, or the kernel has no such file system. Caused by the setting.
 pub fn mount(dir: &Path) -> io::Result<()> {
     if memfd::ram_page(std::fs::File::open(dir)?)? == Some(Bytes(HUGE_SIZE as u64)) {
         return Ok(());
@@ -32,18 +32,18 @@ pub fn mount(dir: &Path) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Has nobody but this descriptor's own opening the file: no other descriptor, no mapping through one, none that
-/// travels in a socket? The kernel grants a lease on these terms alone. It is given back at once.
+/// Returns whether this descriptor's own opening of the file is the only one: no other descriptor, no mapping through
+/// one, none in flight in a socket. The kernel grants a lease only then. The lease is returned at once.
 ///
 /// # Errors
-/// If the file system has no leases.
+/// The file system has no leases.
 pub fn is_only_holder(file: impl AsFd) -> io::Result<bool> {
     let fd = file.as_fd().as_raw_fd();
     let control = |command: libc::c_int, value: libc::c_int| -> io::Result<()> {
         // SAFETY: these commands take a number and touch no memory of this process.
         if unsafe { libc::fcntl(fd, command, value) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
     };
-    // Whoever opens the file in between waits, and the kernel tells us by a signal: by default by one that kills.
+    // A process that opens the file in between waits, and the kernel sends us a signal, which kills by default.
     control(F_SETSIG, libc::SIGURG)?;
     match control(libc::F_SETLEASE, libc::F_WRLCK) {
         Ok(()) => {
@@ -55,13 +55,13 @@ pub fn is_only_holder(file: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// `F_SETSIG` of Linux, which `libc` has not for all targets.
+/// `F_SETSIG` of Linux, which `libc` does not have for all targets.
 const F_SETSIG: libc::c_int = 10;
 
-/// Take the pages that this thread causes to be allocated from this node alone; `None`: from any.
+/// Allocate the pages for this thread from this node alone; `None`: from any.
 ///
 /// # Errors
-/// If there is no such node, or the kernel knows none.
+/// There is no such node, or the kernel has no NUMA.
 pub fn on_node(node: Option<u32>) -> io::Result<()> {
     const MOST: usize = 1024;
     let mut mask = [0u64; MOST / 64];
@@ -86,7 +86,7 @@ mod tests {
     #[test]
     fn a_file_that_somebody_maps_opens_or_sends_has_another_holder() {
         let made = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        // As a file that was opened by its name: the first descriptor of a memfd counts for none.
+        // As a file that was opened by its name: the first descriptor of a memfd does not count.
         let file = memfd::reopen(made.as_fd(), true).expect("reopen");
         drop(made);
         let is_ours = || is_only_holder(&file).expect("ask");

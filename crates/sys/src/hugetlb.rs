@@ -1,7 +1,7 @@
-//! Which huge pages a file of hugetlbfs holds. The kernel has no `SEEK_DATA` for such files: it calls all of them data.
+//! Which huge pages a file of hugetlbfs has. The kernel has no `SEEK_DATA` for such files: it calls all of them data.
 //!
-//! Before: `pager` opens a region whose RAM is such a file. After: it knows holes from pages.
-//! Threads: any; two that ask for the same page at once both get the right answer.
+//! Before: `pager` opens a region whose RAM is such a file. After: it can tell holes from pages.
+//! Threads: any; two that ask about the same page at once both get the right result.
 //! Units: offsets are bytes from the start of the mapping, multiples of the page size.
 //! Promise: nothing is allocated, nothing is written, and no page stays mapped here.
 
@@ -12,8 +12,8 @@ use ballast_base::{HUGE_SIZE, Hva};
 use crate::uffd::{FillOutcome, HUGETLB_FEATURES};
 use crate::{Mapping, Uffd};
 
-/// Asks the kernel whether pages of 2 MiB are in a file: `UFFDIO_CONTINUE` maps what is there and says when nothing is.
-/// It is asked of a mapping of our own that nobody ever touches; what got mapped is unmapped at once.
+/// Asks the kernel whether pages of 2 MiB are in a file: `UFFDIO_CONTINUE` maps an existing page and fails for a hole.
+/// It is called on a mapping of our own that no thread ever touches; a mapped page is unmapped at once.
 #[derive(Debug)]
 pub struct Presence {
     uffd: Uffd,
@@ -21,10 +21,10 @@ pub struct Presence {
 }
 
 impl Presence {
-    /// For this mapping of such files, of which all lengths and offsets are multiples of 2 MiB.
+    /// For this mapping of such files, whose lengths and offsets are all multiples of 2 MiB.
     ///
     /// # Errors
-    /// If this process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
+    /// This process may not use userfaultfd, or the kernel has none for huge pages (before Linux 5.13).
     pub fn new(map: Mapping) -> io::Result<Self> {
         let (uffd, granted) = Uffd::create(HUGETLB_FEATURES)?;
         if granted != HUGETLB_FEATURES {
@@ -53,7 +53,7 @@ impl Presence {
     }
 }
 
-/// More huge pages for the host's pool while this lives: what tests and benches need, put back afterwards.
+/// More huge pages for the host's pool while this lives, for tests and benches; returned afterwards.
 #[derive(Debug)]
 pub struct PoolLoan {
     setting: &'static str,
@@ -61,19 +61,19 @@ pub struct PoolLoan {
 }
 
 impl PoolLoan {
-    /// How many pages the pool has reserved, and how many it may take from the host beyond those.
+    /// Files with the number of pages that the pool has reserved, and of those it may take from the host beyond that.
     const RESERVED: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
     const SURPLUS: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
-    /// Let `pages` more be taken as they are touched. They go back to the host as they are freed.
+    /// Let `pages` more be taken as they are touched. They return to the host as they are freed.
     ///
     /// # Errors
-    /// If this user may not, or the kernel has no huge pages.
+    /// This user may not, or the kernel has no huge pages.
     pub fn new(pages: u64) -> io::Result<Self> {
         Self::of(Self::SURPLUS, pages)
     }
 
-    /// Reserve `pages` more now. They go back to the pool as they are freed, so that later touches find used memory.
+    /// Reserve `pages` more now. They return to the pool as they are freed, so that later touches find used memory.
     ///
     /// # Errors
     /// The same, or if the host has fewer.
@@ -96,7 +96,7 @@ impl PoolLoan {
 
     fn change(setting: &str, to: impl Fn(u64) -> u64) -> io::Result<()> {
         let file = std::fs::File::options().read(true).write(true).open(setting)?;
-        // Several test programs may do so at once; the lock goes with the descriptor.
+        // Several test programs may do so at once; the lock ends with the descriptor.
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
         std::fs::write(setting, to(Self::read(setting)?).to_string())
     }

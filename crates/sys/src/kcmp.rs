@@ -1,15 +1,15 @@
-//! Do two processes run in one address space?
+//! Tells whether two processes run in one address space.
 //!
 //! Before: a process was seen to map guest RAM. After: it is known whether its touches are an attached VMM's, because
 //! the two have the same page tables and so the same userfaultfds.
-//! Threads: any, but the kernel takes a lock of both processes, which one in trouble may hold for long.
+//! Threads: any, but the kernel takes a lock of both processes, which a process in trouble may hold for long.
 
 use std::io;
 
-/// Do these processes share their memory (`CLONE_VM`)? False if one of them is gone.
+/// Returns whether these processes share their memory (`CLONE_VM`). False if one of them is gone.
 ///
 /// # Errors
-/// The kernel cannot say (it has no `kcmp`: `CONFIG_KCMP`), or does not let this user ask.
+/// The kernel cannot tell (it has no `kcmp`: `CONFIG_KCMP`), or does not let this user ask.
 pub fn same_memory(a: u32, b: u32) -> io::Result<bool> {
     const KCMP_VM: libc::c_int = 1;
     let (first, second) = (a as libc::pid_t, b as libc::pid_t);
@@ -19,12 +19,12 @@ pub fn same_memory(a: u32, b: u32) -> io::Result<bool> {
             error if error.raw_os_error() == Some(libc::ESRCH) => Ok(false),
             error => Err(error),
         },
-        // Both of two processes that are ending have no memory any more, which is the same, too, and does no harm.
+        // Two ending processes both have no memory any more, which counts as the same and does no harm.
         answer => Ok(answer == 0),
     }
 }
 
-/// Can the kernel say?
+/// Does the kernel have `kcmp`?
 pub fn is_available() -> bool {
     same_memory(std::process::id(), std::process::id()).is_ok()
 }

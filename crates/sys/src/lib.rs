@@ -3,7 +3,7 @@
 //! Before: `base` gives it units. After: `heat`, `store`, `pager`, `client` and `daemon` see meanings, not errno
 //! values.
 //! Threads: everything here may be called from any thread unless a function says otherwise.
-//! Promise: what the kernel normally returns is an outcome to match on; an error is a broken expectation.
+//! Promise: a result that the kernel normally returns is an outcome to match on; an error is a broken expectation.
 
 pub mod anon;
 pub mod bpf;

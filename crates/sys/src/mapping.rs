@@ -37,11 +37,11 @@ impl Mapping {
         Self::new(file, offset, len, ProtFlags::READ)
     }
 
-    /// Map pieces of files one after the other, as [`Self::shared`] does one: files, offsets and lengths, whole pages
+    /// Map pieces of files one after the other, as [`Self::shared`] maps one: files, offsets and lengths, whole pages
     /// of their files.
     ///
     /// # Errors
-    /// If there is none, or the kernel refuses one; then nothing is mapped.
+    /// There is none, or the kernel refuses one; then nothing is mapped.
     pub fn shared_pieces<F: AsFd>(pieces: &[(F, u64, usize)]) -> io::Result<Self> {
         if let [(file, offset, len)] = pieces {
             return Self::shared(file, *offset, *len);
@@ -49,13 +49,13 @@ impl Mapping {
         let len = pieces.iter().try_fold(0usize, |sum, (_, _, len)| sum.checked_add(*len));
         let len = len.filter(|len| *len > 0).ok_or(io::ErrorKind::InvalidInput)?;
         let base = NonNull::new(reserve_aligned(len)?.cast()).ok_or_else(|| io::Error::other("mmap answered null"))?;
-        // From here on what was mapped goes with it.
+        // From here on an error unmaps it with the rest.
         let mapping = Self { base, len };
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
         let mut at = 0;
         for (file, offset, len) in pieces {
             let place = mapping.ptr(at, *len).cast();
-            // SAFETY: the range is a part of what was just reserved, and nobody else knows it.
+            // SAFETY: the range is a part of the reservation, and no other code knows it.
             unsafe { rustix::mm::mmap(place, *len, prot, flags | MapFlags::FIXED, file, *offset)? };
             at += len;
         }
@@ -70,7 +70,7 @@ impl Mapping {
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, file, offset)? }
         } else {
             let place = reserve_aligned(len)?;
-            // SAFETY: exactly the range that was just reserved is replaced, and nobody else knows it.
+            // SAFETY: exactly the reserved range is replaced, and no other code knows it.
             let mapped = unsafe { rustix::mm::mmap(place, len, prot, flags | MapFlags::FIXED, file, offset) };
             if mapped.is_err() {
                 // SAFETY: the same range, which still holds nothing.
@@ -163,7 +163,7 @@ impl Mapping {
         if written == len as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Make the pages of a range present and mapped, in one call instead of a fault for each. What they hold stays.
+    /// Make the pages of a range present and mapped, in one call instead of a fault for each. Contents stay.
     pub fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, len);
         // SAFETY: the range is inside this mapping; the advice changes no content, it only does what touches would do.
@@ -171,11 +171,11 @@ impl Mapping {
         Ok(())
     }
 
-    /// Have the memory of a page fail, as if the machine had found it damaged: for tests. Its bytes are lost, here and
-    /// in the file. The calling thread gets a `SIGBUS`, as a thread does that finds the damage by a touch.
+    /// Have the memory of a page fail, as if the hardware had reported it: for tests. Its bytes are lost, here and in
+    /// the file. The calling thread gets a `SIGBUS`, as a thread does that touches failed memory.
     ///
     /// # Errors
-    /// `EPERM` without `CAP_SYS_ADMIN`, `EINVAL` where the kernel handles no such failures (`CONFIG_MEMORY_FAILURE`).
+    /// `EPERM` without `CAP_SYS_ADMIN`, `EINVAL` if the kernel handles no such failures (`CONFIG_MEMORY_FAILURE`).
     pub fn fail_memory(&self, offset: usize) -> io::Result<()> {
         let ptr = self.ptr(offset, PAGE_SIZE);
         // SAFETY: the page is inside this mapping of a file, to whose bytes no Rust reference exists; the caller wants

@@ -1,4 +1,4 @@
-//! Shared memory files: create, read, punch, ask what they hold.
+//! Shared memory files: create, read, punch, query.
 //!
 //! Before: a client or the keeper creates or receives the descriptor. After: `pager` reads and punches guest pages,
 //! `store` keeps its arenas here.
@@ -27,8 +27,8 @@ pub fn create_huge(name: &str, size: Bytes) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Free `len` bytes from `offset`: the pages leave the file and go back to the host. A part of a huge page that the
-/// kernel cannot split just now is filled with zeros and stays (see [`is_hole`]).
+/// Free `len` bytes from `offset`: the pages leave the file and return to the host. A part of a huge page that the
+/// kernel cannot split now is filled with zeros and stays (see [`is_hole`]).
 pub fn punch(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     loop {
         match rustix::fs::fallocate(&fd, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len) {
@@ -49,7 +49,7 @@ pub fn read_exact_at(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()>
     file.read_exact_at(out, offset)
 }
 
-/// Does this error, of a read, say that the bytes are lost: that the memory failed, or the device it was swapped to?
+/// Does this error of a read mean that the bytes are lost, because the memory failed, or the device it was swapped to?
 pub fn is_memory_error(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EIO)
 }
@@ -63,7 +63,7 @@ pub fn is_present(fd: impl AsFd, offset: u64) -> io::Result<bool> {
     }
 }
 
-/// Is nothing of this range present in the file?
+/// Is no page of this range present in the file?
 pub fn is_hole(fd: impl AsFd, offset: u64, len: u64) -> io::Result<bool> {
     match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
         Ok(next) => Ok(next >= offset + len),
@@ -83,7 +83,7 @@ pub fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<(u64, u64)>> {
 }
 
 /// The first run of present bytes in `offset..end`, cut at `end`; both are whole pages. The cost depends on the range
-/// alone, where the kernel's own search for a hole would go on to the end of a full file, 20 ns a page.
+/// alone, while the kernel's own search for a hole would go on to the end of a full file, 20 ns a page.
 pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     let start = match rustix::fs::seek(&fd, SeekFrom::Data(offset)) {
         Ok(start) if start < end => start,
@@ -105,8 +105,8 @@ pub fn next_data_within(fd: impl AsFd, offset: u64, end: u64) -> io::Result<Opti
     Ok(Some((start, stop)))
 }
 
-/// Pages of a range that the file has, in memory or swapped out by the kernel; `None` where the kernel cannot say
-/// (before Linux 6.5).
+/// Pages of a range that the file has, in memory or swapped out by the kernel; `None` if the kernel cannot tell (before
+/// Linux 6.5).
 fn cached(fd: &impl AsFd, offset: u64, len: u64) -> io::Result<Option<PageCount>> {
     // `cachestat`, its range and what it returns: in memory, dirty, in write-back, evicted, evicted recently.
     const CACHESTAT: libc::c_long = 451;
@@ -128,14 +128,14 @@ pub fn resident(fd: impl AsFd) -> io::Result<PageCount> {
     Ok(usage(fd)?.0)
 }
 
-/// The same, and how long the file is.
+/// The same, and the length of the file.
 pub fn usage(fd: impl AsFd) -> io::Result<(PageCount, Bytes)> {
     const SECTOR: u64 = 512;
     let stat = rustix::fs::fstat(&fd)?;
     Ok((Bytes(stat.st_blocks as u64 * SECTOR).pages_floor(), Bytes(stat.st_size as u64)))
 }
 
-/// Memory that a part of the file uses now. It costs some 10 ns for each page that is there.
+/// Memory that a part of the file uses now. It costs some 10 ns for each present page.
 pub fn resident_within(fd: impl AsFd, offset: u64, len: u64) -> io::Result<PageCount> {
     if let Some(pages) = cached(&fd, offset, len)? {
         return Ok(pages);
@@ -153,7 +153,7 @@ pub fn size(fd: impl AsFd) -> io::Result<Bytes> {
     Ok(Bytes(rustix::fs::fstat(&fd)?.st_size as u64))
 }
 
-/// What makes a file the same file in two processes: its device and inode numbers.
+/// The identity of a file across processes: its device and inode numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
     /// Device number.
@@ -173,7 +173,7 @@ pub fn is_shmem(fd: impl AsFd) -> io::Result<bool> {
     Ok(ram_page(fd)? == Some(Bytes(PAGE_SIZE as u64)))
 }
 
-/// Bytes of the pages that a RAM file is made of: a base page for the shared-memory file system, the page size of a
+/// Bytes of the pages that a RAM file consists of: a base page for the shared-memory file system, the page size of a
 /// hugetlbfs. `None` for a file of any other file system.
 pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -186,10 +186,10 @@ pub fn ram_page(fd: impl AsFd) -> io::Result<Option<Bytes>> {
     })
 }
 
-/// Can guest RAM be in this file? Returns the size of its pages.
+/// Check that guest RAM can be in this file. Returns the size of its pages.
 ///
 /// # Errors
-/// Why not, as the end of a sentence that begins with what file it is.
+/// Why not, as the end of a sentence that begins with the file.
 pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
     let page = ram_page(fd).map_err(|error| format!("looking at its file: {error}"))?;
     let page = page.ok_or("its file is not shared memory (a memfd, or a file in a tmpfs or a hugetlbfs)")?;
@@ -199,10 +199,11 @@ pub fn check_ram_file(fd: impl AsFd) -> Result<Bytes, String> {
     Ok(page)
 }
 
-/// Can guest RAM be a mapping of this file from `offset`, `len` bytes long, at `addr`? Returns the size of its pages.
+/// Check that guest RAM can be a mapping of this file from `offset`, `len` bytes long, at `addr`. Returns the size of
+/// its pages.
 ///
 /// # Errors
-/// Why not, as the end of a sentence that begins with what RAM it is.
+/// Why not, as the end of a sentence that begins with the RAM.
 pub fn check_ram_pages(fd: impl AsFd, addr: u64, offset: u64, len: u64) -> Result<Bytes, String> {
     let page = check_ram_file(fd)?;
     if [addr, offset, len].iter().any(|value| !value.is_multiple_of(page.0)) {

@@ -1,7 +1,7 @@
-//! What `/proc/meminfo` says of the host.
+//! Reads `/proc/meminfo`.
 //!
-//! Before: somebody wants to know how much memory there is. After: the number, in the kernel's unit or in bytes; none
-//! if the kernel does not say. Threads: any.
+//! Before: code needs to know how much memory the host has. After: it has the number, in the kernel's unit or in bytes;
+//! `None` if the kernel does not tell. Threads: any.
 
 /// The number on the line of this key: KiB, or a count of huge pages.
 pub fn number(key: &str) -> Option<u64> {

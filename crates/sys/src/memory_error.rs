@@ -1,19 +1,18 @@
-//! Memory errors: what becomes of this process when the host's memory fails under a file that it maps.
+//! Memory errors: lets this process survive when the host's memory fails under a file that it maps.
 //!
 //! Before: [`Surviving`] says what the bytes of a mapping become when they are lost, and [`install`] was called.
-//! After: a touch of a lost page, which would be the end of this process (`SIGBUS`) and of each successor, finds
-//! other bytes there, in the mapping and in the file, and whoever waits for it hears of the loss.
-//! Threads: the handler runs on whichever thread touched the page. It takes no lock but its own, allocates nothing,
-//! and calls what a signal handler may.
-//! Units: bytes; what is lost is a page of 4 KiB, or up to 2 MiB where the kernel cannot split a huge one.
-//! Promise: nobody, in this process or one that opens the file after its death, ever sees a page without bytes in
-//! place of one that was lost, unless zeros are what it is to become. A memory error anywhere else ends the process
-//! as before.
+//! After: a touch of a lost page, which would end this process (`SIGBUS`) and each successor, finds other bytes there,
+//! in the mapping and in the file, and a waiter is told of the loss.
+//! Threads: the handler runs on the thread that touched the page. It takes no lock but its own, allocates nothing, and
+//! calls only async-signal-safe functions.
+//! Units: bytes; the kernel loses a page of 4 KiB, or up to 2 MiB if it cannot split a huge one.
+//! Promise: no process, this one or one that opens the file after its death, ever sees a hole in the place of a lost
+//! page, unless zeros are what it is to become. A memory error anywhere else ends the process as before.
 //!
-//! The order, by which a thread that touches the page at the same moment sees the old page or the new one, and loses
-//! no write: an empty file is mapped over the page, so that every touch comes here and waits; the lost page is
-//! punched out of its file; the new bytes are written there; the file is mapped again. Should this process end after
-//! the punch, its journal names the page ([`Survival::journal`]).
+//! The order of the steps lets a thread that touches the page at the same moment see the old page or the new one, and
+//! lose no write: an empty file is mapped over the page, so that every touch enters the handler and waits; the lost
+//! page is punched out of its file; the new bytes are written there; the file is mapped again. If this process ends
+//! after the punch, its journal names the page ([`Survival::journal`]).
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -29,7 +28,7 @@ use slot::{Slot, WORDS};
 
 mod slot;
 
-/// A page that was found readable so often in a row is one that this cannot help.
+/// After this number of signals in a row for a readable page, the handler cannot help.
 const MOST_SPURIOUS: u32 = 1000;
 
 /// Held by the handler that replaces a page.
@@ -40,10 +39,10 @@ static NOTHING: AtomicI32 = AtomicI32::new(-1);
 static NOTIFY_FD: AtomicI32 = AtomicI32::new(-1);
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 static SPURIOUS: AtomicU32 = AtomicU32::new(0);
-/// The bytes of one page, for whoever is [`BUSY`]: a signal's stack may be small.
+/// The bytes of one page, for the holder of [`BUSY`]: a signal's stack may be small.
 static ROOM: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
-/// What came of replacing pages.
+/// The result of replacing pages.
 #[derive(PartialEq, Eq)]
 enum Replaced {
     Done,
@@ -80,13 +79,13 @@ fn replace(slot: &Slot, from: usize, to: usize) -> Replaced {
 /// Map a part of a file over what is mapped there.
 fn map(addr: usize, len: usize, fd: i32, offset: i64) -> bool {
     let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED;
-    // SAFETY: the range is inside a registered mapping, which a thread is in the middle of touching, so it stays
-    // mapped; and nobody has a reference to plain memory in it.
+    // SAFETY: the range is inside a registered mapping, which a thread is touching, so it stays mapped; and no
+    // reference to plain memory in it exists.
     let mapped = unsafe { libc::mmap(addr as *mut _, len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, offset) };
     mapped != libc::MAP_FAILED
 }
 
-/// Punch a part of a file; false if there is not a hole afterwards.
+/// Punch a part of a file; returns false if there is no hole afterwards.
 fn punch(fd: i32, offset: i64, len: i64) -> bool {
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     loop {
@@ -101,7 +100,7 @@ fn punch(fd: i32, offset: i64, len: i64) -> bool {
     }
 }
 
-/// Write a page as it is to be to a file. The caller is [`BUSY`].
+/// Write the new bytes of a page to a file. The caller is [`BUSY`].
 fn write_page(fill: &Fill, fd: i32, offset: i64) -> bool {
     for (at, word) in ROOM.iter().enumerate() {
         let value = match fill {
@@ -121,13 +120,12 @@ fn errno() -> i32 {
     unsafe { *libc::__errno_location() }
 }
 
-/// Can the page at this address be read? The kernel tries it for us, on behalf of a call that does nothing whatever
-/// it reads.
+/// Can the page at this address be read? The kernel tries it for us, in a call that has no effect whatever it reads.
 fn is_readable(addr: usize) -> bool {
     const NO_SUCH_WAY: i32 = -1;
     const LEN: usize = 8;
     let none: *mut libc::c_void = null_mut();
-    // SAFETY: the kernel reads 8 bytes or finds that it cannot; then it refuses the first argument.
+    // SAFETY: the kernel reads 8 bytes or finds that it cannot; then it rejects the first argument.
     let answer = unsafe { libc::syscall(libc::SYS_rt_sigprocmask, NO_SUCH_WAY, addr, none, LEN) };
     answer == 0 || errno() != libc::EFAULT
 }
@@ -146,8 +144,8 @@ fn is_file_readable(fd: i32, offset: u64) -> bool {
     unsafe { libc::pread(fd, (&raw mut byte).cast(), 1, offset as i64) == 1 }
 }
 
-/// Make the page at this address one that can be touched. False if it is not ours to mend, or cannot be mended. The
-/// caller is [`BUSY`]. `is_known`: the kernel said that it is memory that failed.
+/// Make the page at this address one that can be touched. Returns false if it is not ours to mend, or cannot be mended.
+/// The caller is [`BUSY`]. `is_known`: the kernel said that the memory failed.
 fn mend(addr: usize, is_known: bool) -> bool {
     let page = addr & !(PAGE_SIZE - 1);
     if is_readable(page) {
@@ -160,7 +158,7 @@ fn mend(addr: usize, is_known: bool) -> bool {
         (slot.start.load(Ordering::Acquire), slot.len.load(Ordering::Acquire), slot.fd.load(Ordering::Acquire));
     let (within, file_offset) = (page - start, slot.offset.load(Ordering::Acquire) + (page - start) as u64);
     if matches!(slot.fill(within), Fill::Copy(_)) && is_file_readable(fd, file_offset) {
-        // Another process replaced it; it is only our page table that does not know.
+        // Another process replaced it; only our page table is out of date.
         return map(page, PAGE_SIZE, fd, file_offset as i64);
     }
     if !is_known && is_hole(fd, file_offset) {
@@ -168,13 +166,12 @@ fn mend(addr: usize, is_known: bool) -> bool {
     }
     slot.note(file_offset);
     match replace(slot, within, within + PAGE_SIZE) {
-        // Past the end of a file that somebody cut, nothing can be read now either.
+        // Past the end of a file that was truncated, reads still fail.
         Replaced::Done => return is_readable(page),
         Replaced::Failed => return false,
         Replaced::Stuck => {}
     }
-    // A huge page that cannot be split. Wherever the kernel puts them, they begin at multiples of their size in the
-    // file.
+    // A huge page that cannot be split. In a file, huge pages begin at multiples of their size.
     let huge = HUGE_SIZE as u64;
     let before = (file_offset % huge) as usize;
     let (from, to) = (within.saturating_sub(before), (within + HUGE_SIZE - before).min(len));
@@ -189,11 +186,11 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
     // SAFETY: the kernel gives a handler with SA_SIGINFO a whole siginfo; that of SIGBUS has an address.
     let (code, addr) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     if code == libc::BUS_MCEERR_AO {
-        // Memory of this process that nobody is touching. If it is touched, the kernel says so again.
+        // Memory of this process that no thread is touching. A later touch raises the signal again.
         return;
     }
     let before = errno();
-    // The latter: the page could not be swapped in; or the kernel tells no errors of memory apart.
+    // The latter: the page could not be swapped in; or the kernel does not distinguish memory errors.
     if code == libc::BUS_MCEERR_AR || code == libc::BUS_ADRERR {
         while BUSY.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             // SAFETY: no arguments.
@@ -223,24 +220,24 @@ fn say(text: &str, addr: usize) {
         *digit = b"0123456789abcdef"[addr >> (4 * at) & 15];
     }
     for bytes in [text.as_bytes(), &line[..19]] {
-        // SAFETY: bytes that live during the call. If nobody reads them, nothing can be done.
+        // SAFETY: bytes that live during the call. A failure is ignored: nothing can be done about it.
         unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
     }
 }
 
-/// Have whoever waits for losses look again.
+/// Have those that wait for losses look again.
 pub fn notify() {
     let (notify_fd, one) = (NOTIFY_FD.load(Ordering::Acquire), 1u64);
     // SAFETY: eight bytes that live during the call; a descriptor that is none is refused.
     unsafe { libc::write(notify_fd, (&raw const one).cast(), 8) };
 }
 
-/// What would have happened without this handler.
+/// Do what would have happened without this handler.
 fn pass_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let handler = PREVIOUS.get().map_or(libc::SIG_DFL, |previous| previous.sa_sigaction);
     let with_info = PREVIOUS.get().is_some_and(|previous| previous.sa_flags & libc::SA_SIGINFO != 0);
     if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
-        // The access is tried again after the return, and then it is the end.
+        // The access is repeated after the return, and then ends the process.
         // SAFETY: sets a default action.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
     } else if with_info {
@@ -255,8 +252,8 @@ fn pass_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) 
     }
 }
 
-/// From now on this process survives memory errors in mappings that are registered. Returns a descriptor that becomes
-/// readable (an eventfd) when something was lost. Only the first call does anything but that.
+/// From now on this process survives memory errors in registered mappings. Returns a descriptor that becomes readable
+/// (an eventfd) when something was lost. Only the first call has an effect.
 pub fn install() -> io::Result<OwnedFd> {
     static ONCE: OnceLock<Result<OwnedFd, i32>> = OnceLock::new();
     let made = ONCE.get_or_init(|| {
@@ -266,7 +263,7 @@ pub fn install() -> io::Result<OwnedFd> {
             if notify_fd < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // SAFETY: the kernel just gave us this descriptor; nobody else owns it.
+            // SAFETY: the kernel just gave us this descriptor; it has no other owner.
             let notify_fd = unsafe { OwnedFd::from_raw_fd(notify_fd) };
             // Both stay open as long as the process lives.
             let nothing = std::mem::ManuallyDrop::new(memfd::create("ballast-nothing", Bytes(0))?);
@@ -315,9 +312,9 @@ mod tests {
         uffd: Uffd,
     }
 
-    /// A mapping whose pages become zeros, a pattern, and a copy, two of each; and what makes a touch of a page a
-    /// memory error, as it would be if the memory failed: a mark of userfaultfd. Aloud `None` where there is none
-    /// (Linux 6.6).
+    /// A mapping whose pages become zeros, a pattern, and a copy, two of each; and a mark of userfaultfd, which makes a
+    /// touch of a page a memory error, as failed memory would. `None`, with a printed skip, if there is none (Linux
+    /// 6.6).
     fn setup() -> Option<Rig> {
         let features = REQUIRED_FEATURES | feature::POISON;
         let Some((uffd, _)) = Uffd::create(features).ok().filter(|(_, granted)| *granted == features) else {

@@ -1,9 +1,10 @@
 //! Which NUMA node a page is on, and moving a process's pages from node to node: `move_pages(2)`.
 //!
-//! Before: somebody has addresses of another process (`ballast-tier`, inside a guest). After: what became of each page.
+//! Before: the caller has addresses of another process (`ballast-tier`, inside a guest). After: it knows the result for
+//! each page.
 //! Threads: any; a call waits for the memory map of the process. Units: addresses of the process, numbers of nodes.
-//! Promise: no content changes. What happened to a page is said page by page; one that the kernel did not come to is
-//! [`Place::Untried`], never taken for moved.
+//! Promise: no content changes. The result is given page by page; a page that the kernel did not reach is
+//! [`Place::Untried`], and never counts as moved.
 
 use std::io;
 use std::ptr;
@@ -17,7 +18,7 @@ pub enum Place {
     Absent,
     /// Several processes map it, and it stays.
     Shared,
-    /// It is pinned, or under I/O: later, perhaps.
+    /// It is pinned, or under I/O: a later try may succeed.
     Busy,
     /// The node has no free page for it.
     Full,
@@ -43,7 +44,7 @@ impl Place {
     }
 }
 
-/// What the status words hold before the call: no error that the kernel knows.
+/// The status words before the call: no error that the kernel has.
 const UNTRIED: i32 = i32::MIN;
 /// `MPOL_MF_MOVE`: pages that this process alone maps.
 const OWN_PAGES: libc::c_int = 1 << 1;
@@ -60,12 +61,13 @@ fn call(pid: u32, pages: &[u64], nodes: Option<&[i32]>) -> io::Result<Option<Vec
         let (addresses, status) = (pages.as_ptr(), status.as_mut_ptr());
         libc::syscall(libc::SYS_move_pages, pid, pages.len(), addresses, nodes, status, OWN_PAGES)
     };
-    // A positive answer is how many pages were not moved: they are untried.
+    // A positive result is how many pages were not moved: they are untried.
     if answer < 0 {
         let error = io::Error::last_os_error();
         return match error.raw_os_error() {
             Some(libc::ESRCH) => Ok(None),
-            // None of them had to be moved; or memory for the call itself is short. The status words say what is known.
+            // None of them had to be moved; or memory for the call itself is short. The status words tell what is
+            // known.
             Some(libc::ENOENT | libc::ENOMEM) => Ok(Some(status.into_iter().map(Place::of).collect())),
             _ => Err(error),
         };
@@ -88,8 +90,8 @@ pub fn locate(pid: u32, pages: &[u64]) -> io::Result<Option<Vec<Place>>> {
 
 /// Move these pages to a node; `None` if the process is gone.
 ///
-/// The kernel moves pages in lists. Where a list fails in part it does not say which pages stayed, and goes no further:
-/// so these are asked for afterwards.
+/// The kernel moves pages in lists. If a list fails in part it does not say which pages stayed, and stops there: so
+/// their places are read afterwards.
 ///
 /// # Errors
 /// Not permitted, no such node, or one that the process may not use (its cpuset), or a kernel without NUMA.
@@ -103,7 +105,7 @@ pub fn move_pages(pid: u32, pages: &[u64], node: u32) -> io::Result<Option<Vec<P
             let asked: Vec<u64> = open.iter().map(|at| part[*at]).collect();
             let Some(located) = locate(pid, &asked)? else { return Ok(None) };
             for (at, place) in open.into_iter().zip(located) {
-                // One that is elsewhere is still untried, as far as anybody knows.
+                // A page that is elsewhere still counts as untried.
                 if place == Place::Node(node) || place == Place::Absent {
                     places[at] = place;
                 }

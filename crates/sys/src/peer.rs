@@ -1,7 +1,7 @@
-//! Who is at the other end of a Unix socket, beyond what `SO_PEERCRED` says: the peer's supplementary groups.
+//! The process at the other end of a Unix socket, beyond `SO_PEERCRED`: its supplementary groups.
 //!
 //! Before: a connection was accepted. After: the daemon decides what this peer may do.
-//! Promise: the answer is what the peer was when it connected; nothing is looked up by process id, which may be reused.
+//! Promise: the result is what the peer had when it connected; nothing is looked up by process id, which may be reused.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,13 +1,13 @@
 //! Samples of accesses, of a thread or of a CPU, from perf: one event, one ring buffer.
 //!
-//! Before: somebody wants to know what a thread accesses. After: [`records`] with addresses, for whoever makes ranges
-//! or pages hot of them. Threads: a sampler belongs to one thread, which drains it; the kernel writes meanwhile. Units:
-//! a ring in pages. Promise: what the kernel has written is taken once and in order; what it could not write is counted
-//! by its own records; positions that cannot be are skipped and counted, never read.
+//! Before: the caller wants to know which addresses a thread accesses. After: [`records`] has them, for code that turns
+//! them into hot ranges or pages. Threads: a sampler belongs to one thread, which drains it; the kernel writes
+//! meanwhile. Units: a ring in pages. Promise: each record of the kernel is taken once and in order; its own records
+//! count what it could not write; impossible positions are skipped and counted, never read.
 //!
-//! The load-latency event needs Intel's PEBS, which in a guest needs a vPMU that the host gives it: where it is not,
-//! opening says so. It has been opened nowhere yet: what is tested live is the event for page faults, which comes
-//! through the same ring in the same layout.
+//! The load-latency event needs Intel's PEBS, which in a guest needs a vPMU from the host; without one, opening reports
+//! it. It has been opened nowhere yet: the live test uses the event for page faults, which comes through the same ring
+//! in the same layout.
 
 use std::io;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
@@ -20,7 +20,7 @@ pub mod records;
 use crate::Mapping;
 use records::{Damaged, FIELDS, Record, pieces};
 
-/// Most pages of a ring: 1 MiB. An unprivileged user may have 512 KiB a CPU.
+/// Most pages of a ring: 1 MiB. An unprivileged user may have 512 KiB per CPU.
 const MOST_PAGES: usize = 256;
 /// Of the ring's first page, where the kernel's positions are (`struct perf_event_mmap_page`): `data_head`,
 /// `data_tail`.
@@ -36,7 +36,7 @@ const LOAD_LATENCY: u64 = 0x1cd;
 const CLOSE_ON_EXEC: libc::c_ulong = 1 << 3;
 const EXCLUDE_KERNEL: u64 = 1 << 5;
 const EXCLUDE_HYPERVISOR: u64 = 1 << 6;
-/// The sampled instruction is requested to be the exact one: this is what makes it PEBS.
+/// The sampled instruction is requested to be the exact one: this selects PEBS.
 const PRECISE: u64 = 2 << 15;
 
 /// What is sampled.
@@ -52,7 +52,7 @@ pub enum Event {
     },
 }
 
-/// What opening came to.
+/// The result of opening.
 #[derive(Debug)]
 pub enum Opened {
     /// It samples.
@@ -100,17 +100,17 @@ pub struct Sampler {
     _event: OwnedFd,
 }
 
-/// What a drain found beside its records.
+/// The result of a drain beside its records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drained {
-    /// A record that could not be one, if there was. What came after it is lost.
+    /// A record that was damaged, if there was one. The records after it are lost.
     pub damaged: Option<Damaged>,
-    /// The kernel's positions could not be right, and everything was skipped.
+    /// The kernel's positions were impossible, and everything was skipped.
     pub skipped: bool,
 }
 
 impl Sampler {
-    /// Sample one in `period` events of a thread, in user space: the caller's if `thread` is 0. The ring has `pages`, a
+    /// Sample one of `period` events of a thread, in user space: the caller's if `thread` is 0. The ring has `pages`, a
     /// power of two.
     ///
     /// # Errors
@@ -120,7 +120,7 @@ impl Sampler {
         Self::open_on(event, thread as libc::pid_t, any_cpu, period, pages)
     }
 
-    /// The same of whatever runs on a CPU: each sample says which process it is of.
+    /// The same of all that runs on a CPU: each sample names its process.
     ///
     /// # Errors
     /// There is no such CPU or ring, or the kernel has no memory for it.
@@ -164,17 +164,17 @@ impl Sampler {
                 _ => Err(error),
             };
         }
-        // SAFETY: the kernel has just made this descriptor for us, and nobody else knows its number.
+        // SAFETY: the kernel has just made this descriptor for us, and no other code knows its number.
         let event = unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) };
         let ring = Mapping::shared(event.as_fd(), 0, (1 + pages) * PAGE_SIZE)?;
         Ok(Opened::Sampler(Self { ring, size: pages * PAGE_SIZE, copy: Vec::new(), _event: event }))
     }
 
-    /// Take what the kernel has written since the last time.
+    /// Take the records that the kernel has written since the last time.
     pub fn drain(&mut self, mut each: impl FnMut(Record)) -> Drained {
         let [head, tail] = self.ring.words(POSITIONS, 2) else { return Drained::default() };
-        // Acquire: the records before `head` are written when it is read. Release: they are copied when room is given
-        // back.
+        // Acquire: the records before `head` are written when it is read. Release: they are copied when the space is
+        // returned.
         let (end, start) = (head.load(Ordering::Acquire), tail.load(Ordering::Relaxed));
         let Some(pieces) = pieces(start, end, self.size) else {
             tail.store(end, Ordering::Release);
@@ -264,8 +264,7 @@ mod tests {
             }
         }
         seen.take(&mut sampler, &memory);
-        // Where the kernel maps shared memory in larger pieces, or stops an event that comes too often, some are not
-        // there.
+        // If the kernel maps shared memory in larger pieces, or stops an event that comes too often, some are missing.
         let is_huge = !seen.throttled && seen.pages.len() < 400 && seen.lost == 0;
         assert!(seen.pages.is_sorted_by(|a, b| a < b), "in order, and once: {:?}", seen.pages);
         assert!(

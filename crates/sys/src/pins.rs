@@ -1,29 +1,29 @@
-//! The pin check: does anything but its file hold a page of guest RAM?
+//! The pin check: tells whether anything but its file holds a page of guest RAM.
 //!
-//! Before: the page is zapped in every process and that was acknowledged, so nobody comes to hold it without a fault.
-//! After: `pager` copies and frees what is [`Pin::Free`] or [`Pin::Absent`], and leaves all else where it is.
-//! Threads: any; up to 8 look at once, and others wait for them. Units: pages of 4 KiB, counted from the start of the
-//! file. Promise: a page that somebody holds for the whole time of the look is never called free, whatever else the
-//! kernel does with it meanwhile; and nothing of the kernel's is written.
+//! Before: the page is zapped in every process and that was acknowledged, so no process can pin it without a fault.
+//! After: `pager` copies and frees pages that are [`Pin::Free`] or [`Pin::Absent`], and leaves all others.
+//! Threads: any; up to 8 check at once, and others wait for them. Units: pages of 4 KiB, counted from the start of the
+//! file. Promise: a page that is held for the whole time of the check is never called free, whatever else the kernel
+//! does with it meanwhile; and the check writes to no memory of the kernel.
 //!
-//! The kernel counts who holds a page: one for the page cache, one for each mapping, one for everybody else (a device,
-//! direct I/O, a system call that has not returned, the list of a CPU on which new pages wait to be sorted). It does
-//! not tell these counts to user space, so a BPF program reads them (`pins/program.rs`). It starts from this process's
-//! own descriptor and goes the way the kernel goes: the file's tree of pages, the page, its counts. Where in its
-//! structures these lie, the kernel itself says ([`Btf`]). All of it happens within one run, under RCU: what the
-//! program came by is not freed before it ends.
+//! The kernel counts references to a page: one for the page cache, one for each mapping, one for each other holder (a
+//! device, direct I/O, a system call that has not returned, the list of a CPU on which new pages wait to be sorted). It
+//! does not export these counts to user space, so a BPF program reads them (`pins/program.rs`). The program starts from
+//! this process's own descriptor and follows the kernel's pointers: the file's tree of pages, the page, its counts. The
+//! kernel itself describes the offsets in its structures ([`Btf`]). All of it happens within one run, under RCU: memory
+//! that the program reached is not freed before it ends.
 //!
-//! Why a held page is never called free. Such a page cannot be moved, swapped out or taken from the file's tree by
-//! anything but a punch: all of these first make sure that nobody holds it. So the program finds this very page, and
-//! its count holds the holder's part each time it is read. For a page of 4 KiB that is the whole argument: its count
-//! must be 1, and with the page cache's part and the holder's it is 2 at least. A large folio has one count for all its
-//! pages, and one for all mappings of any of them. If nobody has any of them mapped, the first count is as many as it
-//! has pages, and the same argument holds. Else the two must agree, and they cannot be read in one instant; they are
-//! read in turn, six readings of some 20 ns, and all must agree. A holder could hide behind that only if the folio were
-//! mapped and unmapped again as many times, and each time within one of those gaps.
+//! Why a held page is never called free: such a page cannot be moved, swapped out or taken from the file's tree by
+//! anything but a punch, because all of these first make sure that nobody holds it. So the program finds this very
+//! page, and its count includes the holder's reference each time it is read. For a page of 4 KiB that is the whole
+//! argument: its count must be 1, and with the references of page cache and holder it is at least 2. A large folio has
+//! one count for all its pages, and one for all mappings of any of them. If no page of it is mapped, the first count
+//! equals the number of its pages, and the same argument holds. Otherwise the two must agree, and they cannot be read
+//! in one instant; they are read in turn, six readings of some 20 ns, and all must agree. A holder could escape only if
+//! the folio were mapped and unmapped again as many times, and each time within one of those gaps.
 //!
-//! What is found held though nobody holds it (a CPU's list, a migration that just tries) only stays, and is looked at
-//! again later.
+//! A page that looks held though nobody holds it (a CPU's list, a migration that is just tried) only stays, and is
+//! checked again later.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -50,10 +50,10 @@ pub enum Unavailable {
     /// The kernel does not describe its types, or they are not as this code knows them.
     #[error("the kernel's layout is not known: {0}")]
     Layout(String),
-    /// The kernel does not let this process.
+    /// The kernel does not let this process load it.
     #[error("{0}")]
     Refused(String),
-    /// It ran, and did not see what was there to be seen.
+    /// It ran, and did not give the right results.
     #[error("its self-test failed: {0}")]
     SelfTest(String),
 }
@@ -69,12 +69,10 @@ pub struct PinCheck {
 }
 
 impl PinCheck {
-    /// Load the program, and see that it tells pages of this process that are held from those that are not: of 4 KiB,
-    /// and, where the kernel makes them, large ones. Takes some tens of milliseconds.
-    ///
+    /// Load the program, and check that it tells held pages of this process from free ones: pages of 4 KiB and, if the
+    /// kernel makes them, large ones. Takes some tens of milliseconds.
     /// # Errors
-    /// Why it cannot be used here. What this machine lacks only for now (memory for a huge page, say) is
-    /// [`Unavailable::SelfTest`].
+    /// Why it cannot be used here. A temporary lack (of memory for a huge page, say) is [`Unavailable::SelfTest`].
     pub fn new() -> Result<Self, Unavailable> {
         let btf = Btf::of_kernel().map_err(|error| Unavailable::Layout(error.to_string()))?;
         let layout = Layout::of(&btf).map_err(Unavailable::Layout)?;
@@ -86,20 +84,20 @@ impl PinCheck {
         Ok(Self { check, drain, drained_at: Mutex::default(), knows_large })
     }
 
-    /// Who holds these pages of a file of this process, by their numbers; returns as many as there are pages.
+    /// Returns the pin of each of these pages of a file of this process, given by their numbers.
     ///
-    /// What a page holds is not to be read before this returns: else it may change between the two.
+    /// The caller must not read the bytes of a page before this returns: else they may change between the two.
     ///
     /// # Errors
-    /// If the kernel does not run the program any more, or it does not find the file.
+    /// The kernel does not run the program any more, or the program does not find the file.
     pub fn look(&self, file: impl AsFd, pages: &[u64]) -> io::Result<Vec<Pin>> {
         self.check.look(file, pages, self.knows_large)
     }
 
-    /// Have every CPU sort the pages on its lists, unless that was done within the last second: each list holds up to
-    /// 31 pages that were filled, or found touched, on its CPU last, and counts as one that holds them. It takes some
-    /// tens of microseconds on each CPU that has any. To be called when pages look held that are probably only there;
-    /// returns whether it was done, so that another look may say something else.
+    /// Have every CPU sort the pages on its lists, unless that was done within the last second. Each list has up to 31
+    /// pages that were last filled, or found touched, on its CPU, and holds a reference to them. It takes some tens of
+    /// microseconds on each CPU that has any. Call it when pages look held that are probably only on a list; returns
+    /// whether it was done, so that another check may give another result.
     pub fn drain_if_due(&self) -> bool {
         const EVERY: Duration = Duration::from_secs(1);
         let Ok(mut last) = self.drained_at.try_lock() else { return false };
@@ -111,13 +109,13 @@ impl PinCheck {
         true
     }
 
-    /// Can it tell of large folios? Else their pages are all [`Pin::Unknown`].
+    /// Can it check large folios? Else their pages are all [`Pin::Unknown`].
     pub fn knows_large(&self) -> bool {
         self.knows_large
     }
 }
 
-/// What to say of a kernel that does not let us.
+/// The message for a kernel that refuses.
 fn why_refused(error: &io::Error) -> String {
     let lockdown = std::fs::read_to_string("/sys/kernel/security/lockdown").unwrap_or_default();
     if lockdown.contains("[confidentiality]") {

@@ -1,11 +1,11 @@
-//! Presence: who is there, as the kernel has it. A name is a byte's place in a file, and whoever is there has a lock on
+//! Presence: the kernel tells who is alive. A name is a byte's place in a file. Each holder of the name has a lock on
 //! that byte, which lasts until the last descriptor of that opening of the file is closed.
 //!
-//! Before: somebody has an opening of its own of a file that others have, too. After: those others can ask whether
-//! anybody has it still, in whatever process, or on its way to one in a message.
+//! Before: a process has an opening of its own of a file that others have, too. After: the others can ask whether any
+//! process still has it, or a message that is on its way to one.
 //! Threads: any. Units: a name is 64 bits, of which 62 count.
-//! Promise: nobody has to be alive to take a lock away. A lock that somebody else sets says that there is one who is
-//! gone, never that one is gone who is there.
+//! Promise: no process has to be alive to remove a lock. A lock that another process sets can make a dead holder look
+//! alive, never a living one dead.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -27,7 +27,7 @@ fn control(file: impl AsFd, command: libc::c_int, lock: &mut libc::flock) -> io:
     if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// From now on this opening of the file says that `name` is there, whoever has a descriptor of it.
+/// From now on this opening of the file announces `name`, whoever has a descriptor of it.
 ///
 /// # Errors
 /// The file has no locks, or is not open for reading.
@@ -48,7 +48,7 @@ pub fn announce_after(file: impl AsFd, name: u64) -> io::Result<()> {
     }
 }
 
-/// Have this name alone, until this opening announces it again; false if another one says that it is there. The file
+/// Take this name alone, until this opening announces it again. Returns false if another opening announces it. The file
 /// must be open for writing.
 ///
 /// # Errors
@@ -61,12 +61,12 @@ pub fn alone(file: impl AsFd, name: u64) -> io::Result<bool> {
     }
 }
 
-/// Does any opening of the file but this one say that `name` is there?
+/// Does any other opening of the file announce `name`?
 ///
 /// # Errors
 /// The file has no locks.
 pub fn is_present(file: impl AsFd, name: u64) -> io::Result<bool> {
-    // Who could have all of the byte is alone.
+    // If a lock on all of the byte would be granted, nobody else has one.
     let mut lock = lock_of(name, libc::F_WRLCK);
     control(file, libc::F_OFD_GETLK, &mut lock)?;
     Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK)

@@ -2,23 +2,23 @@
 //!
 //! Before: a guest's thread, or an operator, waits for what a thread is about to do. After: the scheduler gives it a
 //! CPU before threads that compute. Threads: each asks for itself alone. Units: nice values.
-//! Promise: a request and nothing more: without the right to it (`CAP_SYS_NICE`) a thread waits its turn like others.
-//! What a thread starts, a thread or a program, begins at nice 0.
+//! Promise: it is a request only: without the right to it (`CAP_SYS_NICE`) a thread waits its turn like others. A
+//! thread or program that it starts begins at nice 0.
 
 use rustix::process::setpriority_process;
 
-/// Nice value of a thread that a guest's thread waits for and that runs for microseconds. Not -20: the kernel spreads
-/// threads over CPUs by their weights, takes a worker that runs a tenth of the time at -20 for nine guests, and leaves
-/// its CPU to it and one of them. At -8 it is half of one.
+/// Nice value of a thread that a guest's thread waits for and that runs for microseconds. Not -20: the kernel
+/// distributes threads over CPUs by weight, counts a worker that runs a tenth of the time at -20 as nine guests, and
+/// leaves its CPU to it and one of them. At -8 it counts as half a guest.
 const BEFORE_GUESTS: i32 = -8;
 
 /// From now on the calling thread runs before guests.
 pub fn run_first() {
     let policy = libc::SCHED_OTHER | libc::SCHED_RESET_ON_FORK;
     // SAFETY: it reads the parameters for the length of the call; 0 is the calling thread, and SCHED_OTHER has the one
-    // static priority 0, so nothing changes but what it starts.
+    // static priority 0, so only the nice value of what it starts changes.
     unsafe { libc::sched_setscheduler(0, policy, &libc::sched_param { sched_priority: 0 }) };
-    // Of this thread alone, as Linux has it.
+    // For this thread alone, as on Linux.
     let _ = setpriority_process(None, BEFORE_GUESTS);
 }
 

@@ -1,9 +1,9 @@
-//! What this kernel can do for Ballast: each feature is really tried, on memory of our own.
+//! Probes of the kernel: each feature is really tried, on memory of our own.
 //!
 //! Before: nothing; no daemon is needed. After: `ballast doctor` prints it, tests ask what to skip.
 //! Threads: any. It takes a few milliseconds; up to 16 MiB of memory are used for that long.
-//! Promise: nothing is changed on the machine and nothing is left behind; what could not be tried is `Unknown` and
-//! says why.
+//! Promise: nothing is changed on the machine and nothing is left behind; a feature that could not be tried is
+//! `Unknown` and says why.
 
 use crate::Uffd;
 use crate::uffd::{ACCESS_FEATURES, feature};
@@ -21,17 +21,17 @@ use finding::{Finding, no, unknown, yes};
 /// One thing that Ballast uses or checks.
 #[derive(Clone, Debug)]
 pub struct Feature {
-    /// What it is called in the kernel's documentation.
+    /// Its name in the kernel's documentation.
     pub name: &'static str,
     /// Is it there?
     pub present: Presence,
-    /// Where it came from, such as `Linux 5.14`.
+    /// The version it appeared in, such as `Linux 5.14`.
     pub since: &'static str,
     /// What Ballast loses without it.
     pub without: &'static str,
     /// Must it be there to manage a VM?
     pub required: bool,
-    /// What was found: a version, a setting, an error, or what to do.
+    /// The finding: a version, a setting, an error, or advice.
     pub detail: String,
 }
 
@@ -57,7 +57,7 @@ pub fn probe() -> Vec<Feature> {
     let mut add = |name, required, since, (present, detail): Finding, without| {
         found.push(Feature { name, present, since, without, required, detail });
     };
-    // What a page's journey needs.
+    // Required for a page's journey.
     add("userfaultfd", REQUIRED, "Linux 4.3", kernel::userfaultfd(&offered), "no VM can be managed");
     add(
         "userfaultfd missing faults on shmem",
@@ -84,7 +84,7 @@ pub fn probe() -> Vec<Feature> {
         kernel::minor_round_trip(),
         "a quarantined page cannot be mapped again",
     );
-    // What makes it better.
+    // Improvements.
     add(
         "userfaultfd poison",
         OPTIONAL,
@@ -174,7 +174,7 @@ pub fn probe() -> Vec<Feature> {
         "host pressure cannot be seen",
     );
     add("DAMON", OPTIONAL, "Linux 5.18", host::damon(), "nothing is lost: tracking does not use it");
-    // The surroundings.
+    // The environment.
     add("KVM", OPTIONAL, "Linux 2.6.20", host::kvm(), "QEMU emulates (TCG), and guests are slow");
     add("cgroup version 2", OPTIONAL, "Linux 4.5", host::cgroup(), "guest RAM is charged to whoever touches it first");
     add(
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn what_the_other_tests_of_this_crate_use_is_found() {
-        // Those tests fail where these are missing, so a probe that says no there is wrong.
+        // Those tests fail if these are missing, so a probe that says no there is wrong.
         for feature in probe().iter().filter(|feature| feature.required) {
             assert_eq!(feature.present, Presence::Yes, "{}: {}", feature.name, feature.detail);
         }

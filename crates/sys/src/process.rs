@@ -1,14 +1,14 @@
-//! Processes and threads as `/proc` shows them, and whether one has come to its end.
+//! Processes and threads in `/proc`, and whether one has ended.
 //!
-//! Before: somebody has a pid, or the number of a thread. After: which process that is, and what it does.
-//! Threads: any; no lock of the process that is looked at is taken.
-//! Promise: what the kernel could not say is an error, and never a "no".
+//! Before: the caller has a pid, or the number of a thread. After: it knows which process that is, and what it does.
+//! Threads: any; no lock of the other process is taken.
+//! Promise: if the kernel could not tell, the result is an error and never a "no".
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// A process, told by its start time from a later one with the same pid.
+/// A process, identified by its start time beside its pid, which may be reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Process {
     /// The process.
@@ -21,7 +21,7 @@ impl Process {
     /// The process that has this pid now; `None` if there is none.
     ///
     /// # Errors
-    /// The kernel could not say.
+    /// The kernel could not tell.
     pub fn find(pid: u32) -> io::Result<Option<Self>> {
         let Some(stat) = read_stat(&format!("/proc/{pid}/stat"))? else { return Ok(None) };
         let start = field(&stat, 19).ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))?;
@@ -31,12 +31,12 @@ impl Process {
     /// This process.
     ///
     /// # Errors
-    /// The kernel could not say.
+    /// The kernel could not tell.
     pub fn this() -> io::Result<Self> {
         Self::find(std::process::id())?.ok_or_else(|| io::Error::other("/proc does not show this process"))
     }
 
-    /// Has its first thread ended, or is about to? Then so has, or will, every other one.
+    /// Has its first thread ended, or is it about to? Then all others have, or will.
     pub fn is_dying(self) -> bool {
         matches!(is_over(&format!("/proc/{}/stat", self.pid)), Ok(true))
     }
@@ -56,18 +56,18 @@ impl Thread {
         format!("/proc/{}/task/{}/stat", self.pid, self.thread)
     }
 
-    /// Is it gone, or so far gone that it has left its last system call?
+    /// Is it gone, or has it left its last system call?
     ///
     /// # Errors
-    /// The kernel could not say.
+    /// The kernel could not tell.
     pub fn is_over(self) -> io::Result<bool> {
         is_over(&self.stat())
     }
 
-    /// Does it sleep in a system call until that is over? Killed, it does nothing after that.
+    /// Does it sleep in a system call until that is over? If it is killed, it does nothing after that.
     ///
     /// # Errors
-    /// The kernel could not say.
+    /// The kernel could not tell.
     pub fn sleeps(self) -> io::Result<bool> {
         let stat = read_stat(&self.stat())?;
         Ok(stat.is_none_or(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('D'))))
@@ -85,16 +85,16 @@ fn read_stat(path: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// A field of a `stat`, counted from the state, which comes after a name that may hold anything, spaces and parentheses
-/// included, up to the last closing one.
+/// A field of a `stat`, counted from the state. The state follows a name that may contain anything, including spaces
+/// and parentheses, up to the last closing one.
 fn field(stat: &str, number: usize) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(number)?.parse().ok()
 }
 
-/// Is the thread with this `stat` gone, or so far gone that it has left its last system call?
+/// Is the thread with this `stat` gone, or has it left its last system call?
 fn is_over(path: &str) -> io::Result<bool> {
     const EXITING: u64 = 0x4;
-    /// It goes from its last system call to its end, and will not return from the kernel.
+    /// It is on its way from its last system call to its end, and will not return from the kernel.
     const SIGNALED: u64 = 0x400;
     let Some(stat) = read_stat(path)? else { return Ok(true) };
     let is_dead = stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X']));

@@ -1,10 +1,10 @@
-//! Another process's page tables, from outside: which 2 MiB it maps huge, and mapping them huge again.
+//! Another process's page tables, from outside: finds the 2 MiB units that it maps huge, and maps units huge again.
 //!
 //! Before: `pager` knows a view's process and where guest RAM is mapped in it. After: whole units are mapped by one
 //! entry.
 //! Threads: any. Units: addresses are in the other process, lengths in bytes.
 //! Promise: no byte of guest RAM changes. A collapse fills holes where the kernel lets it (see [`Remote::collapse`]),
-//! so whoever asks for one must know that every hole in the range stands for zeros.
+//! so a caller must know that every hole in the range stands for zeros.
 
 use std::fs::File;
 use std::io;
@@ -16,16 +16,16 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 pub(crate) const MADV_COLLAPSE: i32 = 25;
 
-/// What asking for a huge mapping came to.
+/// The outcome of a collapse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collapsed {
     /// Every unit of the range is mapped by one entry now.
     Done,
-    /// Some page was in use just now: ask again later.
+    /// Some page was in use: try again later.
     Busy,
-    /// There is a hole, and the kernel rightly leaves it.
+    /// There is a hole, and the kernel leaves it.
     Hole,
-    /// No free huge page, or the memory cgroup has no room for one.
+    /// No free huge page, or the memory cgroup has no space for one.
     NoMemory,
     /// It cannot be mapped huge: not aligned, registered for write-protection, or forbidden for the process.
     Never,
@@ -41,7 +41,7 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// The process with this number. Should the number be another process's by now, what is done to it is harmless.
+    /// The process with this number. If the number belongs to another process by now, the calls are harmless.
     pub fn open(pid: u32) -> io::Result<Self> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
         let process = pidfd_open(number, PidfdFlags::empty())?;
@@ -58,7 +58,7 @@ impl Remote {
     /// # Errors
     /// The call is not permitted or not known to this kernel.
     pub fn collapse(&self, start: Hva, len: u64) -> io::Result<Collapsed> {
-        // Some kernels do nothing for a part of a unit, and say that it is done (7.3).
+        // Some kernels do nothing for a part of a unit, and report success (7.3).
         if !is_unit_aligned(start) || !len.is_multiple_of(HUGE_SIZE as u64) {
             return Ok(Collapsed::Never);
         }
@@ -99,7 +99,7 @@ impl Remote {
         Ok(found.into_iter().map(|(start, end)| (Hva(start), Hva(end))).collect())
     }
 
-    /// The physical address of each page of a range, as many as are asked for; `None` for one that is not mapped, or if
+    /// The physical address of each page of a range, as many as `out` has; `None` for one that is not mapped, or that
     /// the caller may not know.
     pub fn physical(&self, start: Hva, out: &mut [Option<u64>]) -> io::Result<()> {
         const PRESENT: u64 = 1 << 63;
@@ -229,7 +229,7 @@ mod tests {
             map.copy_in(3 * 4096 + 7, &[1]);
             let read = [9, 10].map(|page| map.words(page * 4096, 1)[0].load(Ordering::Relaxed));
             assert_eq!(read, [0, 0]);
-            // What is not mapped is not protected: its next touch is a fault that is read.
+            // An unmapped page is not protected: its next touch is a fault that is read.
             map.zap(12 * 4096, 4096).expect("zap");
             let touched = [(page(3), page(4)), (page(9), page(11))];
             assert_eq!(remote.accessed(start, len).expect("scan"), touched);
@@ -270,7 +270,7 @@ mod tests {
         assert!(found.iter().zip((first..).step_by(4096)).all(|(found, expected)| *found == Some(expected)));
     }
 
-    /// Two units, all pages present; aloud `None` where nothing can be collapsed.
+    /// Two units, all pages present; `None`, with a printed skip, if nothing can be collapsed.
     fn two_units() -> Option<(OwnedFd, Mapping, Remote)> {
         let fd = memfd::create("ballast-test", Bytes(2 * HUGE_SIZE as u64)).expect("memfd");
         let map = Mapping::shared(&fd, 0, 2 * HUGE_SIZE).expect("map");

@@ -1,4 +1,4 @@
-//! Reads and writes of files through io_uring, with a limit to how long one waits for them.
+//! Reads and writes of files through io_uring, with a limit on the wait.
 //!
 //! Before: `store` has an extent to write, or one to read, and a buffer of its own. After: the buffer is returned with
 //! the kernel's result; or the wait was given up, and the buffer stays here until the kernel is done with it.
@@ -66,7 +66,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Which way the bytes go.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the file into the buffer.
@@ -96,7 +96,7 @@ pub struct Transfer {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ticket(usize);
 
-/// What to do when a transfer nobody waits for any more is over.
+/// What to do when an abandoned transfer is over.
 type Late = Box<dyn FnOnce() + Send>;
 
 struct Flight {
@@ -123,10 +123,9 @@ impl Ring {
     /// A ring for up to `transfers` transfers at once.
     ///
     /// # Errors
-    /// If the kernel refuses: switched off (`kernel.io_uring_disabled`), a seccomp filter, no memory, no descriptors.
+    /// The kernel refuses: switched off (`kernel.io_uring_disabled`), a seccomp filter, no memory, no descriptors.
     pub fn new(transfers: u32) -> io::Result<Self> {
-        // Completions are handled while this thread waits for them and at no other time (6.1); else as the kernel
-        // likes.
+        // Completions are handled only while this thread waits for them (6.1); on older kernels at any time.
         let uring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -161,7 +160,7 @@ impl Ring {
         Ok(Ticket(free))
     }
 
-    /// Let the kernel begin what was started. What it cannot take now, `wait` offers again.
+    /// Have the kernel begin the started transfers. `wait` offers again what it cannot take now.
     pub fn submit(&mut self) {
         let _ = self.uring.submit();
     }
@@ -181,7 +180,7 @@ impl Ring {
             let left = deadline.saturating_duration_since(Instant::now());
             let time = Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos());
             let args = SubmitArgs::new().timespec(&time);
-            // Errors here are not the transfer's: timeout, a signal, no memory to submit now. The deadline bounds them
+            // These errors are not the transfer's: timeout, a signal, no memory to submit now. The deadline bounds them
             // all.
             if self.uring.submitter().submit_with_args(1, &args).is_err() && left.is_zero() {
                 self.reap();
@@ -192,15 +191,14 @@ impl Ring {
         }
     }
 
-    /// Nobody waits for this transfer any more. When it is over, which a later call on this ring will notice, `late` is
-    /// called.
+    /// Stop waiting for this transfer. When it is over, which a later call on this ring notices, `late` is called.
     pub fn abandon(&mut self, ticket: Ticket, late: impl FnOnce() + Send + 'static) {
         if let Some(Some(flight)) = self.flights.get_mut(ticket.0) {
             flight.late = Some(Box::new(late));
         }
     }
 
-    /// Note what is over, and let go of what was abandoned.
+    /// Note which transfers are over, and release those that were abandoned.
     pub fn reap(&mut self) {
         let mut late = Vec::new();
         for completion in self.uring.completion() {

@@ -1,7 +1,7 @@
 //! Datagrams with file descriptors over Unix sockets (SCM_RIGHTS).
 //!
 //! Before: two processes share a `SOCK_SEQPACKET` socket. After: one call sends or receives a whole message with its
-//! descriptors, so no framing code exists and a peer that dies leaves no half message behind.
+//! descriptors, so there is no framing code and a peer that dies leaves no half message behind.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,12 +14,13 @@ use rustix::net::{
 
 /// Most descriptors one message may carry.
 pub const MAX_FDS: usize = 64;
-/// The kernel's own limit. There is room for as many, because the kernel closes what finds none, and closing may block.
+/// The kernel's own limit. The buffer fits as many, because the kernel closes those that do not fit, and closing may
+/// block.
 const KERNEL_MAX_FDS: usize = 253;
 /// Most bytes one message may carry.
 pub const MAX_MESSAGE: usize = 64 * 1024;
 
-/// What came out of a socket.
+/// A received message.
 #[derive(Debug)]
 pub struct Received {
     /// The message.
@@ -137,7 +138,7 @@ mod tests {
         let same = crate::memfd::file_id(&first.fds[0]).expect("stat") == crate::memfd::file_id(&extra).expect("stat");
         assert!(same, "the descriptor names another file");
         assert_eq!(receive(&b).expect("receive").expect("open").bytes, b"second");
-        // More than we take, put together by a peer that does not use this code.
+        // More than the limit, sent by a peer that does not use this code.
         let many: Vec<_> = (0..MAX_FDS + 1).map(|_| extra.as_fd()).collect();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX_FDS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -146,7 +147,7 @@ mod tests {
         let mut refused = 0;
         let error = receive_or(&b, |fds| refused = fds.len()).expect_err("too many descriptors");
         assert_eq!((error.kind(), refused), (io::ErrorKind::InvalidData, MAX_FDS + 1));
-        // A peer that sends no descriptors, and one that does all the same.
+        // A peer that should send no descriptors, and one that does all the same.
         send(&a, b"plain", &[]).expect("send");
         assert_eq!(try_receive_bytes(&b).expect("receive").expect("open"), b"plain");
         let weak = std::os::unix::net::UnixStream::pair().expect("pair");

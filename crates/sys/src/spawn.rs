@@ -1,10 +1,10 @@
 //! Starts a program that inherits none of this process's descriptors, not even for the moment before its `exec`.
 //!
 //! Before: the keeper wants an engine. After: the program runs, with one descriptor of the caller's as standard input.
-//! Threads: any; the caller waits until the program's `exec`, and no longer. The program begins at its nice value, also
-//! where threads that the caller starts would not (`priority`).
+//! Threads: any; the caller waits until the program's `exec`, and no longer. The program begins at the caller's nice
+//! value, even if threads that the caller starts do not (`priority`).
 //! Promise: a child of `fork` has a copy of every descriptor and closes most of them in `exec`, and a close can wait
-//! for a server that does not answer (the file systems FUSE and overlay flush). This child never has them: it shares
+//! for a server that does not reply (the file systems FUSE and overlay flush). This child never has copies: it shares
 //! the table until it makes its own, of the standard descriptors and one more.
 //!
 //! Linux before 6.11 (and stable kernels of that time) copies the first 64 descriptors all the same, and closes them.
@@ -30,10 +30,10 @@ pub struct Child {
 }
 
 impl Child {
-    /// A child of this process that the program before an exec started, by its pid and pidfd.
+    /// A child of this process that was started before an exec, by its pid and pidfd.
     ///
     /// # Errors
-    /// That is no pid.
+    /// The number is no pid.
     pub fn known(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no pid"))?;
@@ -60,13 +60,13 @@ impl Child {
     }
 }
 
-/// Starts programs. Keeps one low descriptor number free for what they get as standard input.
+/// Starts programs. Keeps one low descriptor number free for their standard input.
 #[derive(Debug)]
 pub struct Starter {
     slot: OwnedFd,
 }
 
-/// Where a child says why its `exec` failed: a page that both processes map.
+/// Where a child reports why its `exec` failed: a page that both processes map.
 struct Failure(*mut AtomicI32);
 
 impl Failure {
@@ -87,16 +87,16 @@ impl Failure {
 
 impl Drop for Failure {
     fn drop(&mut self) {
-        // SAFETY: the page that `new` mapped, which nobody refers to any more.
+        // SAFETY: the page that `new` mapped, to which no reference exists any more.
         let _ = unsafe { rustix::mm::munmap(self.0.cast(), Self::LEN) };
     }
 }
 
 impl Starter {
-    /// Reserve the lowest free descriptor number. To be called before this process has a descriptor that no child may
-    /// have: only larger numbers are kept from them.
+    /// Reserve the lowest free descriptor number. Call it before this process has a descriptor that no child may have:
+    /// only larger numbers are kept from children.
     ///
-    /// # Errors
+    /// `/dev/null` cannot be opened.
     /// If `/dev/null` cannot be opened.
     pub fn new() -> io::Result<Self> {
         let slot = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
@@ -124,7 +124,7 @@ impl Starter {
         let null = self.slot.try_clone()?;
         rustix::io::dup3(stdin, &mut self.slot, rustix::io::DupFlags::CLOEXEC)?;
         let mut pidfd: libc::c_int = -1;
-        // The caller sleeps until the child has left the table; so the slot can be used again when this returns.
+        // The caller sleeps until the child has left the table, so the slot can be reused when this returns.
         let flags = libc::CLONE_FILES | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
         let slot = self.slot.as_raw_fd();
         let nice = rustix::process::getpriority_process(None).unwrap_or_default();
@@ -152,7 +152,7 @@ impl Starter {
     }
 }
 
-/// What the child does: leave the shared descriptor table, take its standard input, become the program.
+/// The child: leaves the shared descriptor table, takes its standard input, becomes the program.
 ///
 /// # Safety
 /// Only in a process of one thread whose memory nobody else uses. `argv` and `envp` are lists of C strings that end
@@ -165,8 +165,8 @@ unsafe fn become_program(
     failed: &AtomicI32,
 ) -> ! {
     let first = slot as libc::c_uint + 1;
-    // SAFETY: system calls about this process and its descriptors; the lists are what the caller says. Closing with
-    // UNSHARE makes a table of the descriptors that are left, without touching the others.
+    // SAFETY: system calls about this process and its descriptors; the lists are as the caller promised. Closing with
+    // UNSHARE makes a table of the remaining descriptors, without touching the others.
     unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, nice);
         if libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE) == 0
@@ -194,7 +194,7 @@ mod tests {
     fn a_program_has_its_standard_descriptors_and_no_other_whatever_this_process_holds() {
         let mut starter = Starter::new().expect("a starter");
         let (ours, theirs) = scm::pair().expect("a pair");
-        // Not even one that an `exec` would leave open.
+        // Also those that an `exec` would leave open.
         let open = std::fs::File::open("/dev/null").expect("open");
         rustix::io::fcntl_setfd(&open, rustix::io::FdFlags::empty()).expect("fcntl");
         let script = "exec >&0; ls /proc/self/fd | tr '\\n' ' '";

@@ -1,8 +1,8 @@
-//! Swap devices: sign one, with a note to whoever finds it, switch it on and off; and have another process's memory
-//! swapped.
+//! Swap devices: writes a swap header with a note, switches a device on and off, and swaps out another process's
+//! memory.
 //!
-//! Before: `bench` has a zram device of its own. After: the kernel swaps to it, and does not any more.
-//! Threads: any. Units: bytes. Promise: `sign` writes the first page of what it is given and nothing else.
+//! Before: `bench` has a zram device of its own. After: the kernel swaps to it, until it is switched off.
+//! Threads: any. Units: bytes. Promise: `sign` writes only the first page of the device.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -20,7 +20,7 @@ pub const TOP_PRIORITY: u16 = 0x7FFF;
 
 const SWAP_FLAG_PREFER: i32 = 0x8000;
 
-/// What the kernel leaves alone at the beginning of a swap header: room for a boot loader, or for a note.
+/// The beginning of a swap header that the kernel leaves alone: space for a boot loader, or for a note.
 const BOOT_BITS: usize = 1024;
 
 /// Write the header of an empty swap area of `size` bytes (`union swap_header`, version 1) with a note of up to 1 KiB.

@@ -4,7 +4,7 @@
 //! ranges, reads faults and resolves them, from another process.
 //! Threads: any; the kernel serialises. Units: addresses are in the address space of the process that created it.
 //! Promise: `EEXIST`, `ENOENT`, `EAGAIN`, `ESRCH` are outcomes. `UFFDIO_COPY`'s byte count stays signed until it has
-//! been looked at, because kernels from about 6.15 on report a zero-progress `EAGAIN` differently.
+//! been checked, because kernels from about 6.15 on report a zero-progress `EAGAIN` differently.
 
 use std::fs::File;
 use std::io;
@@ -32,7 +32,7 @@ pub mod feature {
     pub const POISON: u64 = 1 << 14;
     /// Protection of present pages against reads and writes, to see who touches them (7.3).
     pub const RWP: u64 = 1 << 17;
-    /// Touches of pages so protected are resolved by the kernel itself, which remembers them (7.3).
+    /// The kernel itself resolves touches of protected pages, and records them (7.3).
     pub const RWP_ASYNC: u64 = 1 << 18;
 }
 
@@ -42,7 +42,7 @@ pub const REQUIRED_FEATURES: u64 = feature::MISSING_SHMEM | feature::THREAD_ID |
 /// Features that a VM on huge-page files also needs.
 pub const HUGETLB_FEATURES: u64 = feature::MISSING_HUGETLBFS | feature::MINOR_HUGETLBFS;
 
-/// Features by which the kernel sees touches for us: see [`Uffd::protect`].
+/// Features by which the kernel records touches: see [`Uffd::protect`].
 pub const ACCESS_FEATURES: u64 = feature::RWP | feature::RWP_ASYNC;
 
 #[repr(C)]
@@ -118,7 +118,7 @@ const UFFDIO_POISON: u64 = request(READ_WRITE, 0x08, size_of::<FillArg>());
 const UFFDIO_RWPROTECT: u64 = request(READ_WRITE, 0x09, size_of::<ProtectArg>());
 const UFFDIO_API: u64 = request(READ_WRITE, 0x3F, size_of::<ApiArg>());
 
-// The numbers of include/uapi/linux/userfaultfd.h, written out, against what the formula above makes of our structs.
+// The numbers of include/uapi/linux/userfaultfd.h, compared with those that the formula above gives for our structs.
 const _: () = assert!(UFFDIO_REGISTER == 0xC020_AA00 && UFFDIO_UNREGISTER == 0x8010_AA01);
 const _: () = assert!(UFFDIO_WAKE == 0x8010_AA02 && UFFDIO_COPY == 0xC028_AA03);
 const _: () = assert!(UFFDIO_ZEROPAGE == 0xC020_AA04 && UFFDIO_CONTINUE == 0xC020_AA07);
@@ -133,7 +133,7 @@ const RWPROTECT_MODE_RWP: u64 = 1 << 0;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
-/// Faults that are read at once at most.
+/// Most faults in one read.
 pub const READ_AT_ONCE: usize = 64;
 
 /// One fault.
@@ -164,7 +164,7 @@ impl Uffd {
                 // SAFETY: this request takes its flags by value and writes no memory.
                 let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
                 if fd >= 0 {
-                    // SAFETY: the kernel just gave us this descriptor; nobody else owns it.
+                    // SAFETY: the kernel just gave us this descriptor; it has no other owner.
                     return Ok(Self(unsafe { File::from_raw_fd(fd) }));
                 }
             }
@@ -176,7 +176,7 @@ impl Uffd {
             // SAFETY: as above; descriptors fit an int.
             Ok(Self(unsafe { File::from_raw_fd(fd as i32) }))
         };
-        // The first API call on a descriptor decides, so what exists is asked of a descriptor of its own.
+        // The first API call on a descriptor is final, so the features are queried on a descriptor of its own.
         let probe = open()?;
         let mut arg = ApiArg { api: UFFD_API, features: 0, ioctls: 0 };
         probe.ioctl(UFFDIO_API, &mut arg)?;
@@ -205,7 +205,7 @@ impl Uffd {
     }
 
     /// The same for a descriptor that has [`ACCESS_FEATURES`]: [`Uffd::protect`] may then be used. Until it is
-    /// unregistered the range cannot be mapped huge where it is not, and not be registered without this.
+    /// unregistered the range cannot be newly mapped huge, nor be registered without this.
     pub fn register_for_accesses(&self, start: Hva, len: u64) -> io::Result<()> {
         self.register_as(REGISTER_MODE_MISSING | REGISTER_MODE_MINOR | REGISTER_MODE_RWP, start, len)
     }
@@ -217,9 +217,9 @@ impl Uffd {
 
     /// Protect the pages of this range that are mapped now, so that the kernel records touches, or unprotect them. The
     /// first touch of such a page, or of the huge page it is mapped in, lifts the protection inside the kernel. Nothing
-    /// is read from this descriptor; [`crate::Remote::accessed`] returns what was touched. Pages that are mapped later
-    /// are not protected and count as touched; a zap or a punch forgets. Returns false if a part of the range is not
-    /// registered with [`Uffd::register_for_accesses`] (any more), or the process is gone.
+    /// is read from this descriptor; [`crate::Remote::accessed`] returns which pages were touched. Pages that are
+    /// mapped later are not protected and count as touched; a zap or a punch forgets. Returns false if a part of the
+    /// range is not registered with [`Uffd::register_for_accesses`] (any more), or the process is gone.
     ///
     /// # Errors
     /// `EAGAIN`: the address space is changing.
@@ -235,11 +235,12 @@ impl Uffd {
     pub fn unregister(&self, start: Hva, len: u64) -> io::Result<()> {
         let answer = self.ioctl(UFFDIO_UNREGISTER, &mut RangeArg { start: start.0, len });
         // The kernel wakes the waiters first and unregisters then, and no lock keeps a fault out in between (Linux 6.6
-        // to 7.3 at least). Nobody else would ever wake that one: its page cannot be mapped through us any more.
+        // to 7.3 at least). Without this nothing would ever wake that thread: its page cannot be mapped through us any
+        // more.
         answer.and(self.wake(start, len))
     }
 
-    /// Wake whoever waits in a range; they touch again and fault again if they must.
+    /// Wake the threads that wait in a range; they repeat the access and may fault again.
     pub fn wake(&self, start: Hva, len: u64) -> io::Result<()> {
         self.ioctl(UFFDIO_WAKE, &mut RangeArg { start: start.0, len })
     }
@@ -249,7 +250,7 @@ impl Uffd {
         self.copy(dst, bytes)
     }
 
-    /// The same with one page of whatever size the file is made of: a base page, or a huge page.
+    /// The same with one page of the file's page size: a base page, or a huge page.
     pub fn copy(&self, dst: Hva, bytes: &[u8]) -> io::Result<FillOutcome> {
         let mut arg = CopyArg { dst: dst.0, src: bytes.as_ptr() as u64, len: bytes.len() as u64, mode: 0, copied: 0 };
         let answer = self.ioctl(UFFDIO_COPY, &mut arg);
@@ -265,7 +266,7 @@ impl Uffd {
         if answer.is_ok() {
             return Ok((pages.len(), FillOutcome::Done));
         }
-        // The bytes that were put, or what the first page met.
+        // The bytes that were put, or the outcome of the first page.
         let put = usize::try_from(arg.copied).unwrap_or(0) / PAGE_SIZE;
         if put > 0 { Ok((put, FillOutcome::Retry)) } else { Ok((0, outcome(answer, arg.copied)?)) }
     }
@@ -281,7 +282,7 @@ impl Uffd {
     }
 
     /// Map the base pages of a range that are in the file; wake the waiters. Returns how many were mapped, from the
-    /// first on, and the outcome of the one after them: `Retry` says to go on from there, `Done` if there is none.
+    /// first on, and the outcome of the one after them: `Retry` means to go on from there, `Done` if there is none.
     pub fn map_run(&self, dst: Hva, pages: u64) -> io::Result<(u64, FillOutcome)> {
         let len = pages * PAGE_SIZE as u64;
         let mut arg = FillArg { range: RangeArg { start: dst.0, len }, mode: 0, done: 0 };
@@ -289,7 +290,7 @@ impl Uffd {
         if answer.is_ok() {
             return Ok((pages, FillOutcome::Done));
         }
-        // The bytes that were mapped, or what the first page met.
+        // The bytes that were mapped, or the outcome of the first page.
         let mapped = u64::try_from(arg.done).unwrap_or(0) / PAGE_SIZE as u64;
         if mapped > 0 { Ok((mapped, FillOutcome::Retry)) } else { Ok((0, outcome(answer, arg.done)?)) }
     }
@@ -338,7 +339,7 @@ impl Uffd {
     }
 
     /// Read without waiting, whatever `O_NONBLOCK` says: that is a flag of the open file, which the VMM shares and may
-    /// clear. Linux before 6.10 knows no such read of a userfaultfd; there the flag decides.
+    /// clear. Linux before 6.10 supports no such read of a userfaultfd; there the flag decides.
     fn read_now(&self, raw: &mut [RawMessage; READ_AT_ONCE]) -> io::Result<usize> {
         static KNOWS_NOWAIT: AtomicBool = AtomicBool::new(true);
         let (fd, len) = (self.0.as_raw_fd(), size_of_val(raw));
@@ -364,7 +365,7 @@ impl Uffd {
         usize::try_from(read).map_err(|_| io::Error::last_os_error())
     }
 
-    /// How many threads wait for faults that were read, by whoever it was.
+    /// How many threads wait for faults that were read, by any process.
     pub fn unanswered(&self) -> io::Result<u64> {
         let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.0.as_raw_fd()))?;
         let field = |name| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok());
@@ -391,10 +392,11 @@ fn outcome(answer: io::Result<()>, done: i64) -> io::Result<FillOutcome> {
             _ => Ok(FillOutcome::Retry),
         },
         Some(libc::EFAULT) => Ok(FillOutcome::NotInFile),
-        // The host, or the memory cgroup that is charged, is short of memory for a moment: reclaim mends that.
+        // The host, or the memory cgroup that is charged, is short of memory for a moment: reclaim ends that.
         Some(libc::ENOMEM | libc::EINTR) => Ok(FillOutcome::Retry),
         Some(libc::ENOENT | libc::ESRCH) => Ok(FillOutcome::Gone),
-        // What `UFFDIO_CONTINUE` says of a page in the file that the kernel marked as poisoned, or could not swap in.
+        // `UFFDIO_CONTINUE` returns this for a page in the file that the kernel marked as poisoned, or could not swap
+        // in.
         Some(libc::EIO) => Ok(FillOutcome::Failed),
         _ => Err(error),
     }
@@ -421,7 +423,7 @@ mod tests {
 
     const LEN: u64 = 16 * PAGE_SIZE as u64;
 
-    /// `None`, aloud, where there is no such userfaultfd for this user.
+    /// `None`, with a printed skip, if this user can have no such userfaultfd.
     fn setup() -> Option<(OwnedFd, Mapping, Uffd)> {
         let Some((uffd, _)) = Uffd::create(REQUIRED_FEATURES).ok().filter(|(_, granted)| *granted == REQUIRED_FEATURES)
         else {

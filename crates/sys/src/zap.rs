@@ -1,6 +1,6 @@
 //! Zap: drop this process's page-table entries of many ranges, with few interruptions of the other CPUs.
 //!
-//! Before: somebody chose pages to unmap. After: their bytes are where they were, in their files, and a touch faults.
+//! Before: the caller chose pages to unmap. After: their bytes are unchanged in their files, and a touch faults.
 //! Threads: any; threads that touch the ranges meanwhile fault or do not, each for itself. Units: addresses and bytes.
 //! Promise: when a call returns, no CPU uses an old translation any more.
 //!
@@ -23,7 +23,7 @@ pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
     const MOST: usize = libc::UIO_MAXIOV as usize;
     let mut failed = Vec::new();
     for (done, some) in (0..).step_by(MOST).zip(ranges.chunks(MOST)) {
-        // SAFETY: the caller's promise, twice: zapping again what is zapped changes nothing.
+        // SAFETY: the caller's promise, twice: a second zap changes nothing.
         unsafe {
             if some.len() > 1 && together(some) {
                 continue;
@@ -36,16 +36,16 @@ pub unsafe fn zap(ranges: &[(usize, usize)]) -> Vec<(usize, io::Error)> {
     failed
 }
 
-/// All in one call. False if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
+/// All in one call. Returns false if the kernel refuses (before Linux 6.13 it does), or did not do all of it.
 ///
 /// # Safety
 /// As [`zap`].
 unsafe fn together(ranges: &[(usize, usize)]) -> bool {
-    // Opened anew each time: one that was kept would be another process's in a fork.
+    // Opened anew each time: in a fork, a kept one would be another process's.
     let Ok(this) = pidfd_open(getpid(), PidfdFlags::empty()) else { return false };
     let vectors: Vec<libc::iovec> =
         ranges.iter().map(|&(start, len)| libc::iovec { iov_base: start as *mut _, iov_len: len }).collect();
-    // SAFETY: the advice takes no content away, as the caller promised; `vectors` is alive and only read.
+    // SAFETY: the advice discards no content, as the caller promised; `vectors` is alive and only read.
     let done = unsafe {
         let (this, first) = (this.as_raw_fd(), vectors.as_ptr());
         libc::syscall(libc::SYS_process_madvise, this, first, vectors.len(), libc::MADV_DONTNEED, 0u32)

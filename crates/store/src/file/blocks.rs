@@ -1,7 +1,9 @@
-//! Pages into blocks and back: which block a page gets, what is written as one extent, what a failure means.
+//! Pages into blocks and back: the block of a page, the extents that are written as one, and the consequences of a
+//! failure.
 //!
-//! Before: `file` has pages to keep, or handles to read. After: `disk` moved the bytes; the index says what is where.
-//! Threads: any. Units: a block is 4096 bytes; a piece is up to 64 pages that follow one another in blocks that do.
+//! Before: `file` has pages to store, or handles to read. After: `disk` moved the bytes; the index says which page is
+//! where.
+//! Threads: any. Units: a block is 4096 bytes; a piece is up to 64 consecutive pages in consecutive blocks.
 //! Promise: a header fits a handle only while its block holds that page; a block that failed is never used again.
 
 use std::collections::HashMap;
@@ -25,16 +27,16 @@ const CLASS_SINGLE: usize = 0;
 const CLASS_RUN: usize = 1;
 const LONG_RUN: usize = 64;
 
-/// Areas without a page that stay allocated (and charged) until somebody asks for the usage: blocks that were written
-/// before are written without a change to the file system's own records.
+/// Areas without a page that stay allocated (and charged) until a query of the usage: blocks that were written before
+/// are written without a change to the file system's metadata.
 const EMPTY_AREAS_KEPT: usize = 8;
 
-/// What `BlobHeader::encoding` says of a block that is being written: it fits no handle.
+/// `BlobHeader::encoding` of a block that is being written: it fits no handle.
 pub(super) const BEING_WRITTEN: u8 = 0;
-/// ... and of one that the device failed to write or read: it is never used again.
+/// ... and of a block that the device failed to write or read: it is never used again.
 pub(super) const BAD: u8 = 0xbd;
 
-/// A block that cannot be read is asked for this often before its page is given up: `Busy`, `Busy`, ..., `Corrupt`.
+/// Tries to read a block before its page is given up: `Busy`, `Busy`, ..., `Corrupt`.
 const UNREADABLE_MAX: u8 = 5;
 
 #[derive(Clone, Copy)]
@@ -50,9 +52,9 @@ pub(super) struct Inner {
     pub(super) allocator: Allocator,
     pub(super) disk: Disk,
     pub(super) limits: Limits,
-    /// Blocks that could not be read, and how often that was so.
+    /// Blocks that could not be read, and how often.
     unreadable: Mutex<HashMap<u64, u8>>,
-    /// How many those are: nearly always none.
+    /// Their number: nearly always 0.
     unreadable_count: AtomicUsize,
     /// Blocks with writes that nobody waits for and that are not over. Below zero for a moment, when one is over before
     /// it is counted.
@@ -109,7 +111,7 @@ impl Inner {
         self.allocator.arena().copy_in(place.slab, place.slot * HEADER_BYTES, &header.to_bytes());
     }
 
-    /// All blocks that are somebody's.
+    /// All blocks that are taken.
     pub(super) fn taken(&self) -> impl Iterator<Item = Place> + '_ {
         let areas = 0..self.allocator.arena().fresh();
         areas
@@ -136,7 +138,7 @@ impl Inner {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forget what is known about reading this block; true if it could not be read the last time.
+    /// Forget earlier failures to read this block; returns true if the last read failed.
     fn was_unreadable(&self, block: u64) -> bool {
         self.unreadable_count.load(Ordering::Acquire) > 0 && {
             let mut unreadable = self.unreadable();
@@ -146,7 +148,7 @@ impl Inner {
         }
     }
 
-    /// What to answer when a read failed.
+    /// The outcome of a get whose read failed.
     fn read_failed(&self, block: u64, error: &io::Error) -> GetOutcome {
         if !limits::is_of_the_medium(error) {
             return GetOutcome::Busy;
@@ -159,7 +161,7 @@ impl Inner {
         if lost { GetOutcome::Corrupt } else { GetOutcome::Busy }
     }
 
-    /// What to answer when the block of a page was not written, and what to do with the block.
+    /// The outcome of a put whose block was not written; decides what to do with the block.
     fn write_failed(&self, place: Place, error: &io::Error) -> PutOutcome {
         let (outcome, block_is_bad) = self.limits.write_failed(error);
         if block_is_bad {
@@ -170,7 +172,7 @@ impl Inner {
         outcome
     }
 
-    /// A write that nobody waits for is over. `recover` may have freed the block before, and another page may have it
+    /// A write that nobody waited for is over. `recover` may have freed the block before, and another page may use it
     /// by now: then the header is not this write's any more.
     fn was_late(&self, place: Place, tag: u8) {
         self.late.fetch_sub(1, Ordering::AcqRel);
@@ -185,7 +187,7 @@ impl Inner {
         self.late.load(Ordering::Acquire) != 0
     }
 
-    /// Blocks for those pages that need one; the others get their outcome. Up to one extent's worth.
+    /// Take blocks for those pages that need one; the others get their outcome. At most one extent.
     fn take_for(&self, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) -> Vec<Taken> {
         let class = if pages.len() < LONG_RUN { CLASS_SINGLE } else { CLASS_RUN };
         let today = &self.allocator.arena().own_words()[WORD_TODAY];
@@ -209,7 +211,7 @@ impl Inner {
     pub(super) fn put_extent(inner: &Arc<Self>, first: PageKey, pages: &[PageBytes], outcomes: &mut [PutOutcome]) {
         inner.allocator.settle(EMPTY_AREAS_KEPT);
         let taken = inner.take_for(first, pages, outcomes);
-        // Pages that follow one another and got blocks that do go together.
+        // Consecutive pages that got consecutive blocks go together.
         let runs: Vec<&[Taken]> = taken
             .chunk_by(|a, b| a.index + 1 == b.index && block_of(a.place) + 1 == block_of(b.place))
             .flat_map(|extent| extent.chunks(PIECE_BLOCKS))
@@ -250,7 +252,7 @@ impl Inner {
         handle::of_blob(taken.place, taken.tag).map_or(PutOutcome::Full, PutOutcome::Stored)
     }
 
-    /// The header of the block that a handle names, if it holds this page.
+    /// The header of the block that a handle names, if the block holds this page.
     fn find(&self, key: PageKey, place: Place, tag: u8) -> Result<BlobHeader, GetOutcome> {
         if self.allocator.occupied(place).is_none() {
             return Err(GetOutcome::Absent);
@@ -262,8 +264,8 @@ impl Inner {
         if header.key_check == codec::key_check(key) { Ok(header) } else { Err(GetOutcome::Corrupt) }
     }
 
-    /// Bring pages back: `handles`, `out` and `outcomes` are equally long. Blocks that follow one another are read
-    /// together, in pieces, and several pieces at once.
+    /// Read pages: `handles`, `out` and `outcomes` are equally long. Consecutive blocks are read together, in pieces,
+    /// and several pieces at once.
     pub(super) fn get_run(
         &self,
         first: PageKey,
@@ -285,7 +287,8 @@ impl Inner {
         let follows = |a: &Wanted, b: &Wanted| a.index + 1 == b.index && a.block + 1 == b.block;
         let pieces: Vec<&[Wanted]> = wanted.chunk_by(follows).flat_map(|piece| piece.chunks(PIECE_BLOCKS)).collect();
         for (piece, moved) in pieces.iter().zip(self.read(first, &pieces, out, outcomes)) {
-            // One bad block must not cost the others of its piece; and one page may be spoilt on the way: once more.
+            // One bad block must not cost the other pages of its piece, and a page may have been corrupted in transfer:
+            // try once more.
             let again = |wanted: &&Wanted| match &moved {
                 Moved::Done => outcomes[wanted.index] == GetOutcome::Corrupt,
                 Moved::Failed(_) => piece.len() > 1,
@@ -298,7 +301,7 @@ impl Inner {
         }
     }
 
-    /// Read pieces and judge their pages.
+    /// Read pieces and check their pages.
     fn read(
         &self,
         first: PageKey,
@@ -319,7 +322,7 @@ impl Inner {
             for wanted in *piece {
                 match moved {
                     Moved::Done => {}
-                    // Of a longer piece it is not known which block it was; the caller reads them one by one.
+                    // A longer piece does not tell which block failed; the caller reads them one by one.
                     Moved::Failed(error) if piece.len() == 1 => {
                         outcomes[wanted.index] = self.read_failed(wanted.block, error);
                     }

@@ -1,11 +1,11 @@
 //! Blocks on their way to a disk and back, past the page cache, through the calling thread's ring.
 //!
 //! Before: `file` has taken blocks for pages, or looks for a page. After: the bytes are on the device, or in the
-//! caller's buffers, or it is known what went wrong.
+//! caller's buffers, or the failure is known.
 //! Threads: any; each has a ring of its own, so that one that waits for a slow block delays nobody else.
 //! Units: a block is 4096 bytes; a piece is 1 to 64 blocks that follow one another.
-//! Promise: bytes are copied to a buffer of our own first, so nobody's memory is in the kernel's hands when we give up
-//! waiting. Transfers that come back short are continued.
+//! Promise: bytes are first copied to a buffer of our own, so the kernel holds no caller's memory when we give up
+//! waiting. Short transfers are continued.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -19,34 +19,34 @@ use ballast_sys::ring::{Buffer, Direction, Ring, Ticket, Transfer};
 
 use crate::PageBytes;
 
-/// Blocks of one transfer at most: 256 KiB. A longer extent goes in pieces, all of them under way at once, so that one
-/// is copied and checked while the device works on the others: 2 MiB are read in 0.47 ms and not 0.64 (XFS on a loop
+/// Most blocks of one transfer: 256 KiB. A longer extent goes in pieces, all of them under way at once, so that one is
+/// copied and checked while the device works on the others: 2 MiB are read in 0.47 ms and not 0.64 (XFS on a loop
 /// device).
 pub(crate) const PIECE_BLOCKS: usize = 64;
-/// Pieces under way at once: 2 MiB. What a thread gave up waiting for comes on top.
+/// Pieces under way at once: 2 MiB. Transfers that a thread gave up waiting for are not counted.
 const AT_ONCE: usize = 8;
 const RING_TRANSFERS: u32 = 2 * AT_ONCE as u32;
-/// Sizes of buffers, and how many of each a thread keeps for reuse: 2 MiB and a bit.
+/// Sizes of buffers, and how many of each a thread keeps for reuse: a little over 2 MiB.
 const BUFFERS: [(usize, usize); 2] = [(PAGE_SIZE, AT_ONCE), (PIECE_BLOCKS * PAGE_SIZE, AT_ONCE)];
-/// How long a fault worker waits for a page before it serves others and asks again. No device that works takes as long.
+/// How long a fault worker waits for a page before it serves others and asks again. A healthy device is faster.
 const READ_TIMEOUT: Duration = Duration::from_millis(100);
-/// Reclaim has time, and a write given up costs its block until it is over.
+/// Reclaim has time, and an abandoned write blocks its block until it is over.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the kernel may return "interrupted" or "not now" before that is an error.
 const TRIES: usize = 16;
 
-/// What became of a piece.
+/// The result of a piece.
 #[derive(Debug)]
 pub(crate) enum Moved {
     /// All of it was written, or read.
     Done,
-    /// It was not over in time. What to do when it is was left with the ring.
+    /// It was not over in time. Its completion was left with the ring.
     Late,
-    /// The kernel said no, and this is what it said.
+    /// The kernel refused, with this error.
     Failed(io::Error),
 }
 
-/// What a disk does wrong, on command: for tests of the file store and of what uses it.
+/// Faults of a disk on command: for tests of the file store and of its users.
 #[derive(Debug, Default)]
 pub struct DiskFaults {
     reads: Mutex<VecDeque<DiskFault>>,
@@ -72,12 +72,12 @@ impl DiskFaults {
         }
     }
 
-    /// The next `n` reads go wrong like this, after those ordered before.
+    /// The next `n` reads fail like this, after those ordered before.
     pub fn fail_reads(&self, n: usize, fault: DiskFault) {
         self.order(Direction::Read, n, fault);
     }
 
-    /// The next `n` writes go wrong like this, after those ordered before.
+    /// The next `n` writes fail like this, after those ordered before.
     pub fn fail_writes(&self, n: usize, fault: DiskFault) {
         self.order(Direction::Write, n, fault);
     }
@@ -99,7 +99,7 @@ pub(crate) struct Disk {
     pub(crate) faults: Option<Arc<DiskFaults>>,
 }
 
-/// What a thread moves blocks with.
+/// The ring and buffers of a thread.
 struct Transfers {
     ring: Ring,
     /// For each size in `BUFFERS`.
@@ -139,7 +139,7 @@ fn with_transfers<R>(work: impl FnOnce(&mut Transfers) -> R) -> io::Result<R> {
             })?;
             *transfers = Some(Transfers { ring, spares: Default::default() });
         }
-        // It was just made, if it was not there.
+        // It was just made, if it did not exist.
         transfers.as_mut().map(work).ok_or_else(|| io::Error::other("no ring"))
     })
 }
@@ -178,7 +178,7 @@ impl Disk {
         }
     }
 
-    /// Wait until `bytes` are moved. The buffer comes back, unless it was too late for that.
+    /// Wait until `bytes` are moved. Returns the buffer, unless it was too late for that.
     fn finish(
         &self,
         transfers: &mut Transfers,
@@ -197,7 +197,7 @@ impl Disk {
             };
             match result {
                 Ok(moved) if moved > 0 && transfer.done + moved >= bytes => return Ok(transfer.buffer),
-                // The end of the file, or a device that writes nothing and says it is fine.
+                // The end of the file, or a device that writes nothing and reports success.
                 Ok(0) => {
                     transfers.put_back(transfer.buffer);
                     return Err(Moved::Failed(io::ErrorKind::UnexpectedEof.into()));
@@ -209,19 +209,19 @@ impl Disk {
                     return Err(Moved::Failed(error));
                 }
             }
-            // Direct I/O goes on at block borders only: what was moved of a block is moved again.
+            // Direct I/O continues at block borders only: the moved part of a block is moved again.
             transfer.done -= transfer.done % PAGE_SIZE;
             transfer.end = bytes;
             begun = self.begin(transfers, direction, transfer).map_err(Moved::Failed)?;
         }
-        // Still under way or begun anew, and it never gets further.
+        // It was continued or begun anew too often without progress.
         transfers.ring.abandon(begun.ticket, when_late);
         Err(Moved::Late)
     }
 
-    /// Write pieces, each given by its first block and its pages. One outcome each, in order. When a piece is `Late`,
-    /// what `when_late` made for its index will be called when it is over. `meanwhile` is done once, while the device
-    /// works.
+    /// Write pieces, each given by its first block and its pages. One outcome each, in order. For a `Late` piece, the
+    /// function that `when_late` returned for its index is called when the write is over. `meanwhile` is called once,
+    /// while the device works.
     pub(crate) fn write<L: FnOnce() + Send + 'static>(
         &self,
         pieces: &[(u64, &[PageBytes])],
@@ -233,8 +233,8 @@ impl Disk {
         self.all(Direction::Write, &sizes, fill, when_late, meanwhile, |_, _| ())
     }
 
-    /// Read pieces, each given by its first block and a number of pages. One outcome each, in order; for each that is
-    /// `Done`, `take` got its index and its pages.
+    /// Read pieces, each given by its first block and a number of pages. One outcome each, in order; for each `Done`
+    /// piece, `take` was called with its index and its pages.
     pub(crate) fn read(&self, pieces: &[(u64, usize)], mut take: impl FnMut(usize, &[PageBytes])) -> Vec<Moved> {
         let done = |index: usize, bytes: &[u8]| take(index, bytes.as_chunks().0);
         self.all(Direction::Read, pieces, |_, _| (), |_| || (), || (), done)

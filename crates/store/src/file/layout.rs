@@ -1,4 +1,4 @@
-//! How the file and its index are laid out: areas, blocks, and the index's own words.
+//! The layout of the file and its index: areas, blocks, and the index's own words.
 //!
 //! Before: `file` creates or opens a store. After: `blocks` finds the header of a block, `file` the block of a page.
 //! Threads: none; these are constants. Units: a block is 4096 bytes, an area 512 blocks.

@@ -1,10 +1,10 @@
 //! When a file store does not write: the day's bytes are used up, the disk is full, or it fails.
 //!
-//! Before: `file` is about to take a block, or a write failed. After: it writes, or returns the outcome given
-//! here; an operator can read why.
+//! Before: `file` is about to take a block, or a write failed. After: it writes, or returns the outcome given here; an
+//! operator can read the reason.
 //! Threads: any; atomics, and a lock for the last refusal only.
 //! Units: bytes; a day is one of UTC, counted from 1970.
-//! Promise: the day's bytes are counted in the shared index, so a successor does not begin anew.
+//! Promise: the day's bytes are counted in the shared index, so a successor continues the count.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,9 +15,9 @@ use ballast_base::{Bytes, PAGE_SIZE};
 
 use crate::PutOutcome;
 
-/// Writes that fail one after the other before it is the device that is bad, and not those blocks.
+/// Writes that fail in a row before the device counts as bad, and not those blocks.
 const FAILURES_MAX: u64 = 16;
-/// Of the puts to a bad device, one in this many tries whether it works again.
+/// 1 of this number of puts to a bad device tests whether it works again.
 const TRY_ONE_IN: u64 = 64;
 
 /// Why a put was refused.
@@ -62,9 +62,9 @@ fn written_on(day: u64, word: u64) -> u64 {
     if word >> BLOCK_BITS == day { word & BLOCK_MASK } else { 0 }
 }
 
-/// Is this error one of the medium under the block, so that another block may do better?
+/// Is this an error of the medium under the block, so that another block may work?
 pub(crate) fn is_of_the_medium(error: &io::Error) -> bool {
-    // EIO, EBADMSG, EILSEQ, EUCLEAN, EREMOTEIO, ENODATA: what block layers and file systems make of a bad sector.
+    // EIO, EBADMSG, EILSEQ, EUCLEAN, EREMOTEIO, ENODATA: block layers and file systems return these for a bad sector.
     matches!(error.raw_os_error(), Some(5 | 61 | 74 | 84 | 117 | 121)) || error.kind() == io::ErrorKind::UnexpectedEof
 }
 
@@ -98,7 +98,7 @@ impl Limits {
         Bytes(written_on(day(), today.load(Ordering::Relaxed)) * PAGE_SIZE as u64)
     }
 
-    /// Note a refusal and say how to answer: `Full` if waiting a moment does not help.
+    /// Record a refusal and return its outcome: `Full` if waiting a moment does not help.
     pub(crate) fn refuse(&self, why: Refusal) -> PutOutcome {
         let outcome = match why {
             Refusal::Budget | Refusal::DiskFull(_) | Refusal::WritesPerDay { .. } => PutOutcome::Full,
@@ -108,8 +108,8 @@ impl Limits {
         outcome
     }
 
-    /// Ask to write one block, which is counted; `Some` if it must not be. A block that is counted and then not written
-    /// stays counted.
+    /// Ask to write one block, and count it; `Some` if it must not be written. A block that is counted and then not
+    /// written stays counted.
     pub(crate) fn may_write(&self, today: &AtomicU64) -> Option<PutOutcome> {
         let failures = self.failures_in_a_row.load(Ordering::Relaxed);
         if failures >= FAILURES_MAX
@@ -142,7 +142,7 @@ impl Limits {
         }
     }
 
-    /// A write failed: how to answer, and whether to use the block no more.
+    /// A write failed. Returns the outcome, and whether to retire the block.
     pub(crate) fn write_failed(&self, error: &io::Error) -> (PutOutcome, bool) {
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

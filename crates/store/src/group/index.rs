@@ -1,10 +1,10 @@
-//! What a group's blobs are known by, and how many pages name each: in this process's memory, made anew by each engine.
+//! The index of a group: its blobs by content, and how many pages name each. It is in memory, made anew by each engine.
 //!
-//! Before: a page of a member goes or comes. After: the blob with its bytes, if one is known; or that nobody here names
-//! a blob any more.
+//! Before: a page of a member is evicted or restored. After: the blob with its bytes, if one is known; or the fact that
+//! no page here names a blob any more.
 //! Threads: one at a time, by the locks of the group and its members. Units: references are pages of members.
-//! Promise: what a page names is noted as often as it was put and not freed, so that a handle freed twice, or under
-//! another page, costs nobody a reference.
+//! Promise: a page's reference is noted as often as it was put and not freed, so that a handle freed twice, or under
+//! another page, costs no other page a reference.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -15,22 +15,22 @@ use ballast_base::wire::VmId;
 
 use crate::{Handle, PageKey};
 
-/// The blobs, and who the members are.
+/// The blobs and the members.
 #[derive(Debug, Default)]
 pub(super) struct Index {
     /// The blobs, by their checksums.
     pub by_content: HashMap<u64, Blob>,
-    /// References of blobs whose checksum another blob has there.
+    /// References of blobs whose checksum belongs to another blob in `by_content`.
     pub others: HashMap<Handle, u32>,
     /// The members here.
     pub members: HashMap<VmId, Arc<Mutex<Pages>>>,
     /// Members, by their words in the arena, that have not come.
     pub missing: HashSet<u64>,
-    /// Those of them that were here: another engine has them, or is about to.
+    /// Missing members that were here before: another engine has them, or is about to.
     pub parted: HashSet<u64>,
-    /// When it was last asked which of these are gone.
+    /// When the kernel was last asked which of these are gone.
     pub asked: Option<Instant>,
-    /// There may be blobs that nobody names and that are not known here.
+    /// There may be blobs that no word names and that are not known here.
     pub unswept: bool,
 }
 
@@ -41,21 +41,21 @@ pub(super) struct Blob {
     pub references: u32,
 }
 
-/// What a member's pages name.
+/// The references of a member's pages.
 #[derive(Debug, Default)]
 pub(super) struct Pages {
     named: HashMap<u64, Handle>,
-    /// What pages name that name something already: one copy is on its way while another one is not freed yet.
+    /// Second references of pages: one copy is on its way while another is not freed yet.
     more: Vec<(u64, Handle)>,
 }
 
-/// A page among all of a VM: regions have less than 2^36 pages.
+/// The number of a page within its VM: regions have less than 2^36 pages.
 pub(super) fn number_of(key: PageKey) -> u64 {
     u64::from(key.region.number) << 36 | key.page.0
 }
 
 impl Pages {
-    /// One more.
+    /// Add one.
     pub fn add(&mut self, page: u64, handle: Handle) {
         match self.named.entry(page) {
             Entry::Vacant(place) => drop(place.insert(handle)),
@@ -68,13 +68,13 @@ impl Pages {
         self.named.get(&page) == Some(&handle) || self.more.contains(&(page, handle))
     }
 
-    /// Those that are named and that are not in `live`, which has a handle for each page.
+    /// Named references that are not in `live`, which has a handle for each page.
     pub fn not_in(&self, live: &HashMap<u64, Handle>) -> Vec<(u64, Handle)> {
         let named = self.named.iter().map(|(page, handle)| (*page, *handle)).chain(self.more.iter().copied());
         named.filter(|(page, handle)| live.get(page) != Some(handle)).collect()
     }
 
-    /// Take one away; false if there is none.
+    /// Remove one; returns false if there is none.
     pub fn remove(&mut self, page: u64, handle: Handle) -> bool {
         if self.named.get(&page) == Some(&handle) {
             self.named.remove(&page);
@@ -84,12 +84,12 @@ impl Pages {
         at.map(|at| self.more.swap_remove(at)).is_some()
     }
 
-    /// All that is named, as often as it is, in no order.
+    /// All references, in no order.
     pub fn handles(&self) -> impl Iterator<Item = Handle> {
         self.named.values().copied().chain(self.more.iter().map(|(_, handle)| *handle))
     }
 
-    /// How many.
+    /// How many there are.
     pub fn len(&self) -> usize {
         self.named.len() + self.more.len()
     }
@@ -104,7 +104,7 @@ impl Index {
         }
     }
 
-    /// One more reference of a blob that is there.
+    /// Add a reference of a known blob.
     pub fn add(&mut self, handle: Handle, checksum: u64) {
         if let Some(references) = self.references(handle, checksum) {
             *references += 1;
@@ -115,7 +115,7 @@ impl Index {
         }
     }
 
-    /// Nobody names it any more, and it is freed.
+    /// No page names it any more, and it is freed.
     pub fn forget(&mut self, handle: Handle, checksum: u64) {
         if self.others.remove(&handle).is_none() {
             self.by_content.remove(&checksum);

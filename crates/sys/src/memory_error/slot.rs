@@ -1,10 +1,10 @@
-//! What the handler of memory errors knows: one slot for each mapping that is to survive them.
+//! The data of the handler of memory errors: one slot for each mapping that is to survive them.
 //!
-//! Before: somebody maps a file and says what its pages become when they are lost. After: the handler finds the mapping
-//! by an address in it, and who waits for losses finds out which there were.
-//! Threads: any; [`Slot::find`] and what it leads to are called by a signal handler, so slots are never freed, and
-//! nothing here waits. Units: bytes; pages of 4 KiB.
-//! Promise: the handler sees a slot only as a whole, and never one of a mapping that is gone.
+//! Before: code maps a file and says what its pages become when they are lost. After: the handler finds the mapping by
+//! an address in it, and a waiter finds out which losses there were.
+//! Threads: any. A signal handler calls [`Slot::find`] and what follows from it, so slots are never freed, and nothing
+//! here waits. Units: bytes; pages of 4 KiB.
+//! Promise: the handler sees a slot only in a consistent state, and never one of a mapping that is gone.
 
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -17,7 +17,7 @@ use ballast_base::PAGE_SIZE;
 use crate::Mapping;
 
 pub(super) const WORDS: usize = PAGE_SIZE / 8;
-/// Losses of one mapping that are told one by one; of more only the number.
+/// Losses of one mapping that are listed one by one; beyond that, only their number.
 const TOLD: usize = 16;
 
 /// What a lost page becomes.
@@ -27,8 +27,8 @@ pub enum Fill {
     Zeros,
     /// The same eight bytes all over.
     Pattern(u64),
-    /// What is in this copy then. A process that finds that another one has replaced the page already leaves it as it
-    /// is.
+    /// The content of this copy at that time. A process that finds that another one has replaced the page already
+    /// leaves it.
     Copy(Arc<PageCopy>),
 }
 
@@ -52,33 +52,33 @@ impl PageCopy {
 /// How a mapping survives.
 #[derive(Debug)]
 pub struct Survival {
-    /// What is mapped.
+    /// The file that is mapped.
     pub file: Arc<OwnedFd>,
-    /// From where on.
+    /// Offset of the mapping in the file.
     pub offset: u64,
     /// What pages become: each entry holds up to this offset in the mapping, a multiple of the page size; the last
-    /// for all that follows.
+    /// holds for all that follows.
     pub fills: Vec<(usize, Fill)>,
-    /// Where to write down which part of the file is being replaced ([`in_journal`]): a word of another mapping.
+    /// Where to record which part of the file is being replaced ([`in_journal`]): a word of another mapping.
     pub journal: Option<(Arc<Surviving>, usize)>,
 }
 
-/// What a word of a journal says: offset and length in the file. Nothing if it is zero.
+/// The meaning of a word of a journal: offset and length in the file. `None` if it is zero.
 pub fn in_journal(word: u64) -> Option<(u64, u64)> {
     let pages = word & (PAGE_SIZE as u64 - 1);
     (pages > 0).then_some((word - pages, pages * PAGE_SIZE as u64))
 }
 
-/// What was lost of a mapping since it was last asked.
+/// The losses of a mapping since the last query.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Losses {
     /// Offsets in the file of the first lost pages.
     pub offsets: Vec<u64>,
-    /// How many pages it were in all.
+    /// The number of lost pages in all.
     pub pages: u64,
 }
 
-/// One mapping, for the handler. Never freed, but used again.
+/// One mapping, for the handler. Never freed, but reused.
 pub(super) struct Slot {
     next: AtomicPtr<Slot>,
     /// Odd while it is being changed.
@@ -92,7 +92,7 @@ pub(super) struct Slot {
     fills: AtomicPtr<(usize, Fill)>,
     fill_count: AtomicUsize,
     journal: AtomicPtr<AtomicU64>,
-    /// Pages lost since the mapping was registered, and how many of them were told.
+    /// Pages lost since the mapping was registered, and how many of them were reported.
     lost: AtomicU64,
     told: AtomicU64,
     offsets: [AtomicU64; TOLD],
@@ -100,14 +100,14 @@ pub(super) struct Slot {
 
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(null_mut());
 
-/// A mapping that survives memory errors, as far as [`super::install`] was called.
+/// A mapping that survives memory errors, provided that [`super::install`] was called.
 #[derive(Debug)]
 pub struct Surviving {
     slot: &'static Slot,
     /// What the slot points to. Boxed, so that it stays where it is.
     _fills: Box<[(usize, Fill)]>,
     _survival: (Arc<OwnedFd>, Option<(Arc<Surviving>, usize)>),
-    /// Last: what is mapped there next is not ours to mend.
+    /// Last: after the unmap, the handler must not mend what is mapped there next.
     mapping: Mapping,
 }
 
@@ -126,7 +126,7 @@ impl std::fmt::Debug for Slot {
 }
 
 impl Surviving {
-    /// From now on memory errors in this mapping, a writable one, are survived.
+    /// From now on this process survives memory errors in this mapping, which is writable.
     ///
     /// # Panics
     /// If the journal's word is outside its mapping.
@@ -149,12 +149,12 @@ impl Surviving {
         Self { slot, _fills: fills, _survival: (file, journal), mapping }
     }
 
-    /// Pages of it that were lost and replaced since then.
+    /// Its pages that were lost and replaced since then.
     pub fn lost(&self) -> u64 {
         self.slot.lost.load(Ordering::Acquire)
     }
 
-    /// Those of which nobody was told.
+    /// Losses that were not reported yet.
     pub fn losses(&self) -> Losses {
         let lost = self.lost();
         let told = self.slot.told.swap(lost, Ordering::AcqRel);
@@ -168,7 +168,7 @@ impl Surviving {
 
 impl Drop for Surviving {
     fn drop(&mut self) {
-        // Before the memory is unmapped: then no thread is in the handler for an address of it, and none comes.
+        // Before the memory is unmapped: then no thread is in the handler for an address of it, and none enters.
         self.slot.sequence.fetch_add(1, Ordering::AcqRel);
         self.slot.len.store(0, Ordering::Release);
         self.slot.sequence.fetch_add(1, Ordering::AcqRel);
@@ -177,10 +177,10 @@ impl Drop for Surviving {
 }
 
 impl Slot {
-    /// One that nobody uses, or a new one.
+    /// An unused slot, or a new one.
     fn take() -> &'static Self {
         let mut at = SLOTS.load(Ordering::Acquire);
-        // SAFETY: slots are leaked boxes, made below and linked when they are whole; none is ever freed.
+        // SAFETY: slots are leaked boxes, made below and linked when they are complete; none is ever freed.
         while let Some(slot) = unsafe { at.as_ref() } {
             if slot.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 return slot;
@@ -229,7 +229,7 @@ impl Slot {
         None
     }
 
-    /// What the page at this offset in the mapping becomes.
+    /// The new content of the page at this offset in the mapping.
     pub(super) fn fill(&self, within: usize) -> &Fill {
         let (fills, count) = (self.fills.load(Ordering::Acquire), self.fill_count.load(Ordering::Acquire));
         // SAFETY: the thread that runs this touched the mapping, so its owner, which has these in a box, lives.

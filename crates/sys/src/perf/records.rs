@@ -1,8 +1,8 @@
-//! Records of perf's ring buffer: samples of accesses, and what became of others.
+//! Records of perf's ring buffer: samples of accesses, and counts of lost ones.
 //!
 //! Before: [`crate::perf`] copies bytes out of a ring that the kernel writes. After: a source of heat has addresses.
-//! Threads: none. Units: bytes; nanoseconds of perf's clock. Promise: pure; whatever the bytes are, nothing panics and
-//! nothing outside of them is read. Damage ends the reading: where the next record begins is not known then.
+//! Threads: none. Units: bytes; nanoseconds of perf's clock. Promise: pure; no bytes cause a panic or a read outside of
+//! them. Damage ends the reading: the start of the next record is unknown then.
 //!
 //! The kernel writes the fields of a sample in a fixed order, those that [`FIELDS`] asks for (`perf_event_open(2)`):
 //!
@@ -14,7 +14,7 @@
 use std::fmt;
 use std::ops::Range;
 
-/// What a sample holds (`perf_event_attr.sample_type`): instruction, thread, time, address, weight, data source.
+/// The fields of a sample (`perf_event_attr.sample_type`): instruction, thread, time, address, weight, data source.
 pub const FIELDS: u64 = 1 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 14 | 1 << 15;
 
 const HEADER: usize = 8;
@@ -35,9 +35,9 @@ pub struct Sample {
     pub tid: u32,
     /// By perf's clock.
     pub time_ns: u64,
-    /// What was accessed: a virtual address of the process. 0 if the event has none.
+    /// The accessed virtual address of the process. 0 if the event has none.
     pub address: u64,
-    /// Of a load-latency event the latency in core cycles; else 0.
+    /// The latency in core cycles for a load-latency event; else 0.
     pub weight: u64,
     /// Where the data came from (`union perf_mem_data_src`).
     pub source: u64,
@@ -54,7 +54,7 @@ pub enum Record {
     Throttled,
     /// It has started it again.
     Unthrottled,
-    /// A record of a kind that tells nothing of accesses.
+    /// A record of a kind without accesses.
     Other(u32),
 }
 
@@ -63,7 +63,7 @@ pub enum Record {
 pub struct Damaged {
     /// Where it begins, among the bytes that were read.
     pub offset: usize,
-    /// Its size, as it states it; what is there, if that is less than a header.
+    /// The size that it states; the bytes that are there, if they are less than a header.
     pub size: usize,
 }
 
@@ -137,8 +137,8 @@ impl Iterator for Records<'_> {
     }
 }
 
-/// Where the bytes between `tail` and `head`, which only grow, lie in a ring of `size` bytes: in up to two pieces.
-/// `None` if they cannot be: more than the ring holds, or of no ring's size.
+/// The place of the bytes between `tail` and `head`, which only grow, in a ring of `size` bytes: up to two pieces.
+/// `None` if they are impossible: more than the ring has, or of no ring's size.
 pub fn pieces(tail: u64, head: u64, size: usize) -> Option<[Range<usize>; 2]> {
     let new = usize::try_from(head.wrapping_sub(tail)).ok().filter(|new| *new <= size && size.is_power_of_two())?;
     let from = (tail % size as u64) as usize;
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// As the kernel writes it.
+    /// A record in the kernel's layout.
     fn written(record: Record) -> Vec<u8> {
         let numbers = |list: &[u64]| list.iter().flat_map(|number| number.to_ne_bytes()).collect::<Vec<u8>>();
         let (kind, body) = match record {

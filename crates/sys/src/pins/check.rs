@@ -1,7 +1,7 @@
-//! The program at work: a batch of pages in, what was found of each out.
+//! Runs the program of the pin check: a batch of pages in, the findings for each out.
 //!
-//! Before: `program` is written for this kernel. After: `own` has seen that it is right, and `pins` lends it out.
-//! Threads: any, as many at once as there are slots. Units: pages of a file. Promise: what is not as it must be is
+//! Before: `program` is written for this kernel. After: `own` has tested it, and `pins` offers it.
+//! Threads: any, as many at once as there are slots. Units: pages of a file. Promise: a page in an unexpected state is
 //! [`Pin::Unknown`].
 
 use std::io;
@@ -61,15 +61,15 @@ impl Check {
             let found = |index: usize| Found::read(&words[place(index) / 8..][..WORDS]);
             pins.extend(batch.iter().enumerate().map(|(index, page)| found(index).judge(*page, knows_large)));
         }
-        // Whoever held a page and let it go has written to it before; that is read after this.
+        // A holder that let go of a page has written to it before; the caller reads the bytes after this.
         fence(Ordering::Acquire);
         Ok(pins)
     }
 
-    /// A slot that nobody uses.
+    /// An unused slot.
     fn slot(&self) -> (usize, MutexGuard<'_, ()>) {
         let free = self.slots.iter().enumerate().find_map(|(number, slot)| Some((number, slot.try_lock().ok()?)));
-        // What a thread that panicked left in a slot is written anew.
+        // The contents that a panicked thread left in a slot are overwritten.
         free.unwrap_or_else(|| (0, self.slots[0].lock().unwrap_or_else(PoisonError::into_inner)))
     }
 }

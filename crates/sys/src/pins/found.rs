@@ -1,8 +1,8 @@
-//! What the program of the pin check found of one page, and what that means.
+//! The findings of the pin check's program for one page, and their meaning.
 //!
 //! Before: `program` wrote it into a slot of the map. After: `check` returns the meaning.
 //! Threads: any. Units: offsets are bytes from the start of what was found of this page; counts are the kernel's.
-//! Promise: what is not as it must be is [`Pin::Unknown`].
+//! Promise: a page in an unexpected state is [`Pin::Unknown`].
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -26,37 +26,37 @@ pub(super) const ABSENT: i32 = 1;
 pub(super) const PAGE: i32 = 2;
 pub(super) const LARGE: i32 = 3;
 
-/// Who holds a page.
+/// The holders of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pin {
-    /// Nobody but its file. (Of a large folio, other pages may be mapped.)
+    /// Nobody but its file. (Other pages of a large folio may be mapped.)
     Free,
     /// It is not in memory: a hole, or swapped out by the kernel.
     Absent,
-    /// It is mapped somewhere, and nobody else holds it. Told of pages of 4 KiB only.
+    /// It is mapped somewhere, and has no other reference. Only pages of 4 KiB get this result.
     Mapped,
-    /// Its memory failed (the kernel holds it for that), so that it cannot be read either.
+    /// Its memory failed (the kernel holds a reference for that), so that it cannot be read either.
     Failed,
-    /// Somebody: this many references more than the page cache and the mappings have.
+    /// It has this number of references more than the page cache and the mappings.
     Held(u32),
-    /// It changed while it was looked at, or could not be looked at.
+    /// It changed during the check, or could not be checked.
     Unknown,
 }
 
 impl Pin {
-    /// Is it sure that nobody holds it, so that it can be freed?
+    /// Is it certain that nobody holds it, so that it can be freed?
     pub fn may_go(self) -> bool {
         matches!(self, Self::Free | Self::Absent)
     }
 }
 
-/// What the program found of one page.
+/// The findings for one page.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found {
     pub(super) what: i32,
     pub(super) order: u32,
     pub(super) index: u64,
-    /// As the kernel has it: one less than there are.
+    /// In the kernel's encoding: one less than there are.
     pub(super) mapcount: i32,
     pub(super) refs: [i32; 3],
     pub(super) mappings: [i32; 3],
@@ -79,8 +79,7 @@ impl Found {
         }
     }
 
-    /// What that means for page number `page` of the file; of a large folio only if such a one was part of the
-    /// self-test.
+    /// The meaning for page number `page` of the file; for a large folio only if the self-test included one.
     pub(super) fn judge(&self, page: u64, knows_large: bool) -> Pin {
         /// Larger folios do not exist.
         const LARGEST_ORDER: u32 = 20;
@@ -91,7 +90,7 @@ impl Found {
         };
         match self.what {
             ABSENT => Pin::Absent,
-            // Of a large folio this is known of its first page; the others count as usual.
+            // For a large folio the first page has this; the others count as usual.
             PAGE | LARGE if self.failed && self.index == page => Pin::Failed,
             PAGE if self.index == page => {
                 let mapped = i64::from(self.mapcount) + 1;
@@ -107,7 +106,7 @@ impl Found {
                 if !(self.index..self.index.saturating_add(pages)).contains(&page) || mapped < 0 {
                     Pin::Unknown
                 } else if i64::from(self.refs[0]) == pages as i64 {
-                    // Nobody has any of it mapped, nor holds it.
+                    // No page of it is mapped or held.
                     Pin::Free
                 } else if self.refs.iter().any(|refs| *refs != self.refs[0])
                     || self.mappings.iter().any(|mappings| *mappings != self.mappings[0])

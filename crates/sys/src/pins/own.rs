@@ -1,4 +1,4 @@
-//! The self-test of the pin check, on memory of this process; and how the lists of the CPUs are emptied.
+//! The self-test of the pin check, on memory of this process; and the draining of the CPUs' lists.
 //!
 //! Before: the program is loaded. After: it is known to tell held pages from free ones, or it is not used.
 //! Threads: any. Units: bytes, pages. Promise: leaves nothing behind.
@@ -14,7 +14,7 @@ use super::found::Pin;
 use super::program::CHUNK;
 use crate::{Mapping, memfd};
 
-/// Look until it is as expected: what the kernel itself does holds pages for a moment.
+/// Check until the result is as expected: the kernel itself holds pages for a moment.
 pub(super) fn expect(
     (check, drain, knows_large): (&Check, &Drain, bool),
     what: &str,
@@ -36,7 +36,7 @@ pub(super) fn expect(
 
 /// Mapped, zapped, absent and held pages.
 pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
-    // More than a node of the tree has slots, so that there is more than one level.
+    // More pages than a node of the tree has slots, so that there is more than one level.
     const PAGES: u64 = 4 * CHUNK as u64 * CHUNK as u64;
     const USED: [u64; 4] = [0, 1, CHUNK as u64 + 1, PAGES - 1];
     let failed = |error: io::Error| error.to_string();
@@ -57,8 +57,8 @@ pub(super) fn test_pages(check: &Check, drain: &Drain) -> Result<(), String> {
     expect((check, drain, false), "a page that was held", &file, &USED, |pins| pins.iter().all(|pin| *pin == Pin::Free))
 }
 
-/// The same of a large folio. False if there was none to be had: then the kernel makes none by itself, and its pool of
-/// huge pages is empty.
+/// The same of a large folio. Returns false if none was available: then the kernel makes none by itself, and its pool
+/// of huge pages is empty.
 pub(super) fn test_large(check: &Check, drain: &Drain) -> Result<bool, String> {
     const PAGES: [u64; 3] = [0, 7, 511];
     let failed = |error: io::Error| error.to_string();
@@ -85,7 +85,7 @@ pub(super) fn own_memory(size: Bytes) -> io::Result<(OwnedFd, Mapping)> {
     Ok((file, map))
 }
 
-/// The same, which is one large folio; `None` where there is none.
+/// The same as one large folio; `None` if there is none.
 pub(super) fn own_large_folio() -> io::Result<Option<(OwnedFd, Mapping)>> {
     let (file, map) = own_memory(Bytes(HUGE_SIZE as u64))?;
     map.populate(0, HUGE_SIZE)?;
@@ -98,7 +98,7 @@ pub(super) fn own_large_folio() -> io::Result<Option<(OwnedFd, Mapping)>> {
     drop((file, map));
     let file = memfd::create_huge("ballast-pin-check", Bytes(HUGE_SIZE as u64))?;
     let Ok(map) = Mapping::shared(&file, 0, HUGE_SIZE) else { return Ok(None) };
-    // Where the pool is empty this is an error, and a touch would be a signal.
+    // If the pool is empty this is an error, while a touch would be a signal.
     Ok(map.populate(0, HUGE_SIZE).is_ok().then_some((file, map)))
 }
 
@@ -122,7 +122,7 @@ impl Held {
 /// `madvise(MADV_COLLAPSE)` of memory of our own.
 fn collapse(addr: usize, len: usize) -> io::Result<()> {
     const MADV_COLLAPSE: i32 = 25;
-    /// The kernel says EAGAIN when a page was busy for a moment.
+    /// The kernel returns EAGAIN when a page was busy for a moment.
     const TRIES: u32 = 20;
     let mut result = Ok(());
     for _ in 0..TRIES {
@@ -138,9 +138,9 @@ fn collapse(addr: usize, len: usize) -> io::Result<()> {
     result
 }
 
-/// How the lists of the CPUs are emptied: `MADV_COLLAPSE` begins with that (`lru_add_drain_all` in `madvise_collapse`,
-/// `mm/khugepaged.c`), whatever there is to do. Of a huge page of our own that is mapped as one there is nothing.
-/// (Since Linux 7.3 the range must hold a whole huge page, else the call returns before that.)
+/// Drains the lists of the CPUs: `MADV_COLLAPSE` begins with that (`lru_add_drain_all` in `madvise_collapse`,
+/// `mm/khugepaged.c`), whatever else it does. For a huge page of our own that is mapped as one it does nothing else.
+/// (Since Linux 7.3 the range must have a whole huge page, else the call returns before that.)
 #[derive(Debug)]
 pub(super) struct Drain {
     map: Mapping,
@@ -154,7 +154,7 @@ impl Drain {
     }
 
     pub(super) fn drain(&self) {
-        // Whether it did what it is for, the self-test has found out; it does so where no huge page can be had, too.
+        // The self-test has found out whether this drains the lists, also if there is no huge page.
         let _ = collapse(self.map.addr(), HUGE_SIZE);
     }
 }

@@ -1,8 +1,8 @@
-//! The program of the pin check: where it finds what it reads, and what it leaves in its slot of the map.
+//! The program of the pin check: the offsets that it reads at, and the findings that it leaves in its slot of the map.
 //!
-//! Before: `pins` wrote a descriptor and page numbers into a slot. After: it judges what was found.
+//! Before: `pins` wrote a descriptor and page numbers into a slot. After: it judges the findings.
 //! Threads: none of its own. Units: bytes in structures, pages in files.
-//! Promise: written for the very kernel it runs on, from that kernel's description of itself; or not at all.
+//! Promise: it is written for the very kernel it runs on, from that kernel's description of its types; or not at all.
 
 use std::os::fd::BorrowedFd;
 
@@ -11,7 +11,7 @@ use super::slot::{self, BATCH};
 use crate::bpf::{Asm, Call, If, Label, Op, Reg, Width};
 use crate::btf::Btf;
 
-/// Where this kernel keeps what the program reads: bytes from the start of the structure named first.
+/// The offsets in this kernel, in bytes from the start of the structure named first.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     task_files: i32,
@@ -29,15 +29,15 @@ pub(super) struct Layout {
     /// These three are in the second `struct page` of a folio, and there only if it is a large one.
     folio_order: i32,
     folio_mappings: i32,
-    /// Bit of the flags that says that it is.
+    /// Bit of the flags that marks a large folio.
     large_bit: i32,
-    /// Bit of the flags that says that its memory failed; none where the kernel does not see such failures.
+    /// Bit of the flags that marks failed memory; `None` if the kernel does not handle such failures.
     failed_bit: Option<i32>,
 }
 
 /// Bytes of a `struct page`: 64 on every 64-bit kernel that a distribution builds.
 const PAGE_STRUCT: u64 = 64;
-/// The slots of a node of a file's tree, each for one part in 64 of what the node covers.
+/// A node of a file's tree has 2^6 slots, each for 1/64 of what the node covers.
 const CHUNK_SHIFT: i32 = 6;
 pub(super) const CHUNK: i32 = 1 << CHUNK_SHIFT;
 
@@ -85,9 +85,9 @@ impl Layout {
 /// Results of a run.
 pub(super) const DONE: u32 = 0;
 
-/// Entries of a file's tree, as `linux/xarray.h` has them: the lowest bits say what it is. `x1` is a value (a page
+/// Entries of a file's tree, as `linux/xarray.h` has them: the lowest bits give the kind. `x1` is a value (a page
 /// swapped out); `10` is internal: a node above 4096, else one that refers to the entry of another slot, up to 63, or a
-/// mark of the tree's own. All else is a page.
+/// mark of the tree's own. Any other entry is a page.
 const VALUE: i32 = 1;
 const INTERNAL: i32 = 2;
 const KIND: i32 = 3;
@@ -125,7 +125,7 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
         asm.load(Double, R3, Fp, READ);
         asm.jump_if(If::Eq, R3, 0, lost);
     };
-    // R1 = where to write what is found of page R7.
+    // R1 = where to write the findings for page R7.
     let found_of = |asm: &mut Asm| {
         asm.alu(Op::Mov, R1, R7);
         asm.alu(Op::Mul, R1, slot::FOUND_BYTES);
@@ -179,8 +179,8 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.alu(Op::Add, R1, slot::PAGES);
     asm.load(Double, R8, R1, 0);
 
-    // R9 = the node that the last page was in, if this one is in it, too. What is not in it any more does not matter: a
-    // page that is held does not leave its node.
+    // R9 = the node that the last page was in, if this one is in it, too. It does not matter if the page has left it: a
+    // held page does not leave its node.
     asm.load(Double, R9, R6, slot::NODE);
     asm.jump_if(If::Eq, R9, 0, root);
     asm.load(Double, R1, R6, slot::SHIFT);
@@ -213,7 +213,7 @@ pub(super) fn program(at: &Layout, map: BorrowedFd<'_>) -> Asm {
     asm.jump_if(If::Ne, R8, 0, absent);
     asm.jump(entry);
 
-    // Down the tree, written out: to the checker a loop in a loop is many times the work.
+    // Down the tree, unrolled: for the verifier a loop in a loop is many times the work.
     asm.place(descend);
     for _ in 0..LEVELS {
         asm.load(Double, R1, R6, slot::SHIFT);

@@ -1,11 +1,11 @@
-//! What a slot of the map of the pin check holds: the descriptor and how many pages, what the program remembers from
-//! page to page, the pages, and what it found of each.
+//! The layout of a slot of the pin check's map: the descriptor and the number of pages, what the program keeps from
+//! page to page, the pages, and the findings for each.
 //!
-//! Before: `check` writes a descriptor and page numbers into a slot. After: `program` reads them and writes what it
-//! found, which `found` reads. Threads: one a slot. Units: bytes from the start of the slot.
+//! Before: `check` writes a descriptor and page numbers into a slot. After: `program` reads them and writes its
+//! findings, which `found` reads. Threads: one a slot. Units: bytes from the start of the slot.
 
-/// Pages that one run of the program looks at. With more the kernel's checker takes longer to accept it, in proportion
-/// (20 ms with these), and a page costs hardly less (0.15 us with these, 0.13 with twice as many).
+/// Pages per run of the program. With more the kernel's verifier takes longer to accept it, in proportion (20 ms with
+/// these), and a page costs hardly less (0.15 us with these, 0.13 with twice as many).
 pub(super) const BATCH: usize = 32;
 
 pub(super) const FD: i16 = 0;

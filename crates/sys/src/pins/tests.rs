@@ -1,4 +1,4 @@
-//! What the pin check promises, against the real kernel.
+//! The promises of the pin check, against the real kernel.
 
 use super::check::SLOTS;
 use super::found::{self, Found};
@@ -15,7 +15,7 @@ fn check() -> Option<PinCheck> {
     PinCheck::new().inspect_err(|why| skip("pin-check", why)).ok()
 }
 
-/// Look until it is as expected: what the kernel itself does holds pages for a moment.
+/// Check until the result is as expected: the kernel itself holds pages for a moment.
 fn expect(
     check: &PinCheck,
     what: &str,
@@ -26,7 +26,7 @@ fn expect(
     super::own::expect((&check.check, &check.drain, check.knows_large), what, file, pages, expected)
 }
 
-/// Run `around` again and again on a thread of its own, while these pages are looked at many times; what was found.
+/// Run `around` again and again on a thread of its own, while these pages are checked many times; returns the findings.
 fn look_while(check: &PinCheck, file: impl AsFd, pages: &[u64], around: impl Fn(u64) + Sync) -> Vec<Pin> {
     const LOOKS: u64 = 20_000;
     let over = AtomicBool::new(false);

@@ -1,6 +1,6 @@
-//! What trying a feature came to.
+//! The result of trying a feature.
 //!
-//! Before: a probe made a call. After: `doctor` prints it. Promise: an error that says nothing about the feature leaves
+//! Before: a probe made a call. After: `doctor` prints it. Promise: an error that does not concern the feature leaves
 //! it unknown.
 
 use std::io;
@@ -16,7 +16,7 @@ pub enum Presence {
     Unknown(String),
 }
 
-/// What trying came to: present or not, and what was found.
+/// The result of a try: whether it is present, and the detail.
 pub(super) type Finding = (Presence, String);
 
 pub(super) fn yes(detail: impl Into<String>) -> Finding {
@@ -31,7 +31,7 @@ pub(super) fn unknown(why: impl Into<String>) -> Finding {
     (Presence::Unknown(why.into()), String::new())
 }
 
-/// An error of the kernel as a finding: not there if it says so, unknown if it says anything else.
+/// An error of the kernel as a finding: absent if the error says so, unknown for any other error.
 pub(super) fn refused(what: &str, error: &io::Error) -> Finding {
     match error.raw_os_error() {
         Some(libc::ENOSYS | libc::ENOTTY | libc::EOPNOTSUPP | libc::EINVAL | libc::ENOENT | libc::ENODEV) => {

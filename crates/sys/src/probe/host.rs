@@ -35,7 +35,7 @@ pub(super) fn readable(path: &str) -> Finding {
     }
 }
 
-/// DAMON's sysfs interface, and whether somebody has it page out memory already: guest RAM as well, behind our back.
+/// DAMON's sysfs interface, and whether it is set to page out memory already: that would take guest RAM as well.
 pub(super) fn damon() -> Finding {
     const THREADS: &str = "/sys/kernel/mm/damon/admin/kdamonds";
     let Ok(threads) = fs::read_dir(THREADS) else { return no("DAMON's sysfs interface is not there") };

@@ -1,8 +1,8 @@
-//! May khugepaged fill holes of guest RAM?
+//! Tells whether khugepaged may fill holes of guest RAM.
 //!
 //! Before: guest RAM is in a shared memory file, and some of its holes are far pages. After: it is known whether the
 //! kernel may collapse such a range by itself, with zeros in the holes.
-//! Threads: any. Promise: where it cannot be known, the result is that it may.
+//! Threads: any. Promise: if it cannot be known, the result is that it may.
 //!
 //! Since Linux 6.4 a collapse respects a registration for missing faults. Older kernels fill the holes: khugepaged does
 //! so on its own in shared memory files that it may make huge. Seen on Linux 6.1, with holes in one page of four:
@@ -16,10 +16,10 @@ use super::finding::{Finding, Presence, no, yes};
 use super::host::{kernel_release, selected};
 use super::kernel::collapse_spares_holes;
 
-/// What decides it.
+/// The settings that decide it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Khugepaged {
-    /// Does a collapse fill the holes of a registered range? Tried; `None` if it could not be (Linux before 6.1).
+    /// Does a collapse fill the holes of a registered range? Tried; `None` if it could not be tried (Linux before 6.1).
     pub fills: Option<bool>,
     /// The kernel's release.
     pub release: String,
@@ -29,7 +29,7 @@ pub struct Khugepaged {
     pub shmem: Option<String>,
 }
 
-/// How a shared memory file may become huge.
+/// What decides whether a shared memory file may become huge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind<'a> {
     /// By `shmem_enabled`: a memfd.
@@ -41,7 +41,7 @@ pub enum Kind<'a> {
 }
 
 impl Khugepaged {
-    /// As it is now. What was `tried` once stays true as long as the kernel runs.
+    /// The settings now. The result of `tried` stays true as long as the kernel runs.
     pub fn now(tried: Option<bool>) -> Self {
         const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
         let setting = |name: &str| selected(&format!("{DIRECTORY}/{name}")).ok();
@@ -49,9 +49,9 @@ impl Khugepaged {
         Self { fills: tried, release: kernel_release(), enabled, shmem }
     }
 
-    /// What to change before holes in such a file are safe; `None` if they are.
+    /// The setting to change before holes in such a file are safe; `None` if they are.
     pub fn danger(&self, kind: Kind<'_>) -> Option<String> {
-        /// The first kernel whose collapse looks for userfaultfds.
+        /// The first kernel whose collapse respects userfaultfds.
         const SPARES: (u32, u32) = (6, 4);
         let may_fill = self.fills.unwrap_or_else(|| version(&self.release).is_none_or(|version| version < SPARES));
         let never = |setting: &Option<String>| setting.as_deref().is_none_or(|word| word == "never");
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn a_memfd_is_in_danger_where_the_kernel_fills_holes_and_may_make_it_huge() {
         let table = [
-            // As tried on Linux 6.1; what could not be tried is told by the version.
+            // As tried on Linux 6.1; untried cases go by the version.
             (Some(true), "6.1.0-56-cloud-amd64", "madvise", "always", true),
             (Some(true), "6.1.0-56-cloud-amd64", "madvise", "within_size", true),
             (Some(true), "6.1.0-56-cloud-amd64", "always", "advise", true),
@@ -135,7 +135,7 @@ mod tests {
             (None, "6.3.9", "always", "always", true),
             (None, "6.4.0", "always", "always", false),
             (None, "a kernel of one's own", "always", "always", true),
-            // A kernel of a distributor may have it though its version says no, and the other way round.
+            // A distributor's kernel may have it although its version says no, and the reverse.
             (Some(false), "5.14.0-427.el9.x86_64", "always", "always", false),
             (Some(true), "6.18.0", "always", "always", true),
         ];
