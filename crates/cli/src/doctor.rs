@@ -1,5 +1,5 @@
-//! `ballast doctor`: what this kernel can do for Ballast, tried on the spot. Needs no daemon. `--store`: what the
-//! daemon found wrong with the remote store.
+//! `ballast doctor`: tries what this kernel can do for Ballast. Needs no daemon. `--store`: the daemon's findings about
+//! the remote store.
 
 use std::fmt::Write;
 
@@ -54,7 +54,7 @@ pub fn run(json: bool) -> Result<Exit> {
     Ok(if ok { Exit::Ok } else { Exit::Failure })
 }
 
-/// Print what the engine found wrong with the remote store, and say by the exit code whether pages may be lost.
+/// Print the engine's findings about the remote store, and return by the exit code whether pages may be lost.
 pub fn store(host: &HostStat, json: bool) -> Result<Exit> {
     let remote = host.remote.as_ref().context("No remote store is set: see [remote] in ballastd.toml")?;
     let ok = !remote.findings.iter().any(|finding| finding.serious);
@@ -93,7 +93,7 @@ fn describe(report: &Findings<'_>) -> String {
         0 => format!("all {} required features are there", count(true, true)),
         missing => format!("{missing} required features are missing or could not be tried: VMs cannot be managed here"),
     };
-    // Writing to a String has no way to fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(
         text,
         "\nLinux {}: {verdict}; of the others, {} are there and {} are not.",

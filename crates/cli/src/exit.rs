@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use ballast_api::ClientError;
 
-/// What the command's exit code means. Scripts rely on these; `docs/cli.md` lists them.
+/// The meaning of the command's exit code. Scripts rely on these; `docs/cli.md` lists them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {
@@ -17,7 +17,7 @@ pub enum Exit {
     Usage = 2,
     /// No VM has that name.
     NoSuchVm = 3,
-    /// The daemon does not answer, or this user may not connect.
+    /// The daemon does not respond, or this user may not connect.
     Unreachable = 4,
     /// The kernel or the machine lacks something the command needs; `ballast doctor` says more.
     MissingFeature = 5,
@@ -34,7 +34,7 @@ impl From<Exit> for ExitCode {
 pub struct Coded {
     /// The code.
     pub exit: Exit,
-    /// What went wrong and what to do.
+    /// The failure and the advice.
     pub message: String,
 }
 

@@ -57,10 +57,10 @@ fn track(text: &str) -> Result<Track, String> {
 
 /// Most a recording may hold: it is read into memory.
 const MOST_BYTES: u64 = 1 << 30;
-/// Between two requests for cycles.
+/// Time between two requests for cycles.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Do it.
+/// Run it.
 pub fn run(client: &Client, args: &HeatArgs, json: bool) -> Result<()> {
     let format = args.out.as_deref().map(Format::of).transpose()?;
     let (heat, recording) = match (&args.replay, &args.name) {
@@ -142,7 +142,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
         }
         for frame in frames {
             match &frame {
-                // Said with every answer; only news goes into the recording.
+                // Each response has it; only news goes into the recording.
                 Frame::Layout(pages) if layout.as_ref() == Some(pages) => continue,
                 Frame::Layout(pages) => layout = Some(pages.clone()),
                 Frame::Cycle(cycle) => after = cycle.number,
@@ -160,7 +160,7 @@ fn watch(client: &Client, name: &str, file: Option<&Path>, time: Duration) -> Re
 /// Everything on one screen.
 fn screen(heat: &VmHeat, is_recording: bool) -> String {
     let mut text = String::new();
-    // Writing to a String has no way to fail.
+    // Writing to a String cannot fail.
     if let Some(source) = &heat.source {
         let _ = writeln!(
             text,

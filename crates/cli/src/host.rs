@@ -22,7 +22,7 @@ pub fn events(client: &Client, json: bool) -> Result<()> {
 fn describe(host: &HostStat) -> String {
     let mut text = String::new();
     let size = show::size;
-    // Writing to a String has no way to fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(
         text,
         "ballast {}, up {}; engine {} (pid {}), {} replaced after dying; keeper pid {}",

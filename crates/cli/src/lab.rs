@@ -1,7 +1,7 @@
-//! `ballast bench` and `ballast demo`: this process becomes `ballast-bench`, which is installed apart.
+//! `ballast bench` and `ballast demo`: this process becomes `ballast-bench`, which is a separate program.
 //!
-//! Before: the words that were typed. After: the program of the lab has them, as typed.
-//! Promise: what measures and shows the product is no part of it: nothing of it is linked here.
+//! Before: the typed words. After: the program of the lab has them unchanged.
+//! Promise: the lab measures and shows the product and is no part of it: nothing of it is linked here.
 
 use std::convert::Infallible;
 use std::ffi::OsString;

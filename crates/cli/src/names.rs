@@ -1,4 +1,4 @@
-//! A VM's name that no VM has: which names come close.
+//! Suggestions for a VM name that no VM has.
 //!
 //! Before: a request for a VM failed. After: an error that the operator can act on. Promise: any other error is
 //! unchanged.

@@ -1,7 +1,7 @@
 //! `ballast policy`, `plan`, `explain`, `record` and `replay`: who decides, what, and why.
 //!
 //! Before: the daemon's control loop decides and remembers. After: tables and sentences for people, the API's documents
-//! as JSON for programs. `replay` needs no daemon: policies are pure, and a recording holds all they look at.
+//! as JSON for programs. `replay` needs no daemon: policies are pure, and a recording holds their whole input.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -39,7 +39,7 @@ pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
 fn describe(stat: &PolicyStat) -> String {
     let mut text = String::new();
     let size = show::size;
-    // Writing to a String has no way to fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(text, "policy     {}, every {} ms", stat.policy, stat.tick_ms);
     let given = if stat.budget_bytes.is_some() { "as set" } else { "what the host can spare now" };
     let _ = writeln!(text, "budget     {} for all guests ({given})", size(stat.effective_budget_bytes));
@@ -60,7 +60,7 @@ fn describe(stat: &PolicyStat) -> String {
     text
 }
 
-/// The state word and when memory is gone.
+/// The state word and the time until memory is exhausted.
 pub fn host_state(state: Option<HostState>, exhaustion_ms: Option<u64>) -> String {
     let Some(state) = state else { return "not watched while nobody decides".into() };
     match exhaustion_ms {
@@ -131,7 +131,7 @@ fn story(name: &str, records: &[DecisionRecord]) -> String {
                 format!("{}, {times} times since {}", show::time(record.last_unix_ms), show::time(record.first_unix_ms))
             }
         };
-        // Writing to a String has no way to fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(
             text,
             "{since}\n{name} {what}{before}, said {}, with the host {}:",
@@ -162,7 +162,7 @@ pub fn record(client: &Client, args: &RecordArgs) -> Result<()> {
                 .with_context(|| format!("Writing {}", args.file.display()))?;
             written += 1;
         }
-        // Asked for twice as often as the loop takes snapshots. Where nobody decides, each request takes one.
+        // Asked for twice as often as the loop takes snapshots. With the policy `none`, each request takes one.
         let stat = client.policy()?;
         let looks = if stat.policy == Kind::None && stat.lease.is_none() { 1 } else { 2 };
         std::thread::sleep(Duration::from_millis(stat.tick_ms.clamp(20, 60_000) / looks));

@@ -1,8 +1,8 @@
 //! `ballast pool`: memory that is reserved for VMs.
 //!
 //! Before: an operator has a host. After: memory is reserved, lent or shown.
-//! Promise: each change says how much there is to be, so it may be typed again; what could not be done is said on
-//! standard error, and the exit code is 1 if nothing was.
+//! Promise: each change states the resulting amount, so it may be repeated; failures are printed on standard error, and
+//! the exit code is 1 if nothing was done.
 
 use std::fmt::Write;
 use std::str::FromStr;
@@ -68,7 +68,7 @@ impl FromStr for Part {
     }
 }
 
-/// Do it.
+/// Run it.
 pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
     let pool = match command {
         PoolCommand::Show => client.pool()?,
@@ -111,7 +111,7 @@ fn describe(pool: &PoolStat) -> String {
     let mut text = show::lines(&table);
     for node in &pool.nodes {
         let file = show::size(pool.file_bytes);
-        // Writing to a String has no way to fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(
             text,
             "\nnode {}, {file} a letter (U u a VM's, - free, z to be zeroed, l lent, . not reserved):",

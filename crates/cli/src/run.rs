@@ -1,8 +1,8 @@
 //! `ballast run`: start a VMM so that Ballast manages its guest RAM.
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
-//! Promise: a VMM that could not be managed is not started, and the error says why. Of the command line nothing is
-//! changed without `--add-memory-backend`; QEMU gets one more monitor, for the preload library alone.
+//! Promise: a VMM that could not be managed is not started, and the error says why. Without `--add-memory-backend` the
+//! command line is unchanged; QEMU gets one more monitor, for the preload library alone.
 
 mod command_line;
 mod monitor;
@@ -141,14 +141,14 @@ fn find_preload() -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged in silence.
+/// Refuse a program that the dynamic loader would start without the preload library: it would run unmanaged unnoticed.
 fn check_program(program: &OsStr) -> Result<()> {
     let candidates: Vec<PathBuf> = if program.to_string_lossy().contains('/') {
         vec![program.into()]
     } else {
         std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).map(|dir| dir.join(program)).collect()
     };
-    // One that is not found is for `exec` to complain about.
+    // `exec` will report a missing one.
     let Some(path) = candidates.into_iter().find(|path| path.is_file()) else { return Ok(()) };
     let mode = std::fs::metadata(&path).map_or(0, |meta| meta.permissions().mode());
     if mode & 0o6000 != 0 {

@@ -1,4 +1,4 @@
-//! Putting figures into words and columns, the same way in every command.
+//! Formats figures as words and columns, in the same way for every command.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -41,7 +41,7 @@ pub fn percent(part: u64, whole: u64) -> String {
     format!("{share:.1} %")
 }
 
-/// Microseconds, with a decimal while it says something.
+/// Microseconds, with a decimal if the number is small.
 pub fn micros(value: f64) -> String {
     if value < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
 }
@@ -117,7 +117,7 @@ pub fn print(text: &str) -> io::Result<()> {
     print_to_reader(text).map(drop)
 }
 
-/// Print text and answer whether anybody still reads.
+/// Print text and return whether anybody still reads.
 pub fn print_to_reader(text: &str) -> io::Result<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

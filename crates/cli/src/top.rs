@@ -1,7 +1,7 @@
 //! `ballast top`: all VMs, again and again. First line: the host. Rows: VMs.
 //!
-//! Keys: `q` ends; `n z m l f t p` sort by name, size, resident, limit, far, stall, fault time; `r` turns the order.
-//! A daemon that stops answering leaves the last figures on the screen, under a line that says so.
+//! Keys: `q` ends; `n z m l f t p` sort by name, size, resident, limit, far, stall, fault time; `r` reverses the order.
+//! If the daemon stops responding, the last figures stay on the screen, under a line that says so.
 
 use std::cmp::Ordering;
 use std::io::{self, IsTerminal};
@@ -50,7 +50,7 @@ impl Sort {
     }
 }
 
-/// The cap that holds: the operator's or the policy's.
+/// The limit that holds: the operator's or the policy's.
 fn lower_limit(vm: &VmStat) -> Option<u64> {
     vm.limit_bytes.into_iter().chain(vm.target_bytes).min()
 }
@@ -70,7 +70,7 @@ impl Look {
 
 /// Watch, or print one frame.
 pub fn run(client: Client, args: TopArgs, json: bool) -> Result<()> {
-    // A screen that stands still for 5 s while engines change would look broken; it says so instead and asks again.
+    // A screen that stands still for 5 s while engines change would look broken; this one says so and asks again.
     let client = if args.once { client } else { client.retry_for(Duration::ZERO) };
     let mut screen = Screen { look: Look::take(&client)?, sort: args.sort, reverse: false, error: None };
     match (json, args.once) {
@@ -136,7 +136,7 @@ struct Screen {
     error: Option<String>,
 }
 
-/// Narrower terminals than this do without the columns marked so.
+/// Narrower terminals show no columns marked so.
 const WIDE: u16 = 120;
 
 struct Column {
@@ -175,7 +175,7 @@ const COLUMNS: [Column; 11] = [
 const WORDS: usize = 2;
 
 impl Screen {
-    /// A key was pressed. True ends the program.
+    /// A key was pressed. Returns true if the program is to end.
     fn key(&mut self, key: KeyEvent) -> bool {
         match key.code {
             KeyCode::Char('q') | KeyCode::Esc => return true,

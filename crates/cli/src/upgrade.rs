@@ -1,9 +1,9 @@
 //! `ballast upgrade`: another engine follows the one that serves, and the keeper becomes its program.
 //!
-//! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the one that served goes on and it
-//! is said why.
-//! Promise: standard output has the result only; what goes on meanwhile is on standard error. The command may be ended
-//! at any time: the upgrade goes on without it.
+//! Before: an operator has another `ballastd`. After: its engine serves all VMs, or the old one goes on and the command
+//! says why.
+//! Promise: standard output has the result only; progress is on standard error. The command may be ended at any time:
+//! the upgrade goes on without it.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,9 +13,9 @@ use ballast_api::{Client, UpgradeRequest, UpgradeStage, UpgradeStat};
 
 use crate::show;
 
-/// How often to ask how it stands.
+/// Time between two requests for its state.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long the API may be silent: it answers when all VMs have moved.
+/// How long the API may be silent: it responds when all VMs have moved.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// Begin one, and wait for its end.

@@ -1,4 +1,4 @@
-//! `ballast vm`: list, one screen about one, its heat, its limit, and what it is worth.
+//! `ballast vm`: a list, one VM on one screen, its heat, its limit, and its weight.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::heat;
 use crate::names::explain;
 use crate::show;
 
-/// Do it.
+/// Run it.
 pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     match command {
         VmCommand::List => {
@@ -66,10 +66,10 @@ pub fn run(client: &Client, command: &VmCommand, json: bool) -> Result<()> {
     }
 }
 
-/// Before a VM's first limit counts, the engine looks who else maps its RAM: wait for that, so that what it found is
-/// said.
+/// Before a VM's first limit takes effect, the engine looks for other processes that map its RAM. Wait for that, so
+/// that the finding is printed.
 fn looked_at(client: &Client, mut vm: VmStat) -> Result<VmStat> {
-    /// Between two samples, and how many of them.
+    /// Time between two samples, and how many of them.
     const PAUSE: Duration = Duration::from_millis(20);
     const MOST: usize = 100;
     for _ in 0..MOST {
@@ -82,8 +82,8 @@ fn looked_at(client: &Client, mut vm: VmStat) -> Result<VmStat> {
     Ok(vm)
 }
 
-/// Limit the VMs of these names, or every one if there are none. Those that can be limited are, whatever becomes of
-/// others.
+/// Limit the VMs of these names, or all if there are none. A VM that cannot be limited does not keep the others from
+/// it.
 fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, json: bool) -> Result<()> {
     let vms = (!names.is_empty()).then(|| names.to_vec());
     let changes = client.set_limits(&LimitsPatch { vms, limit_bytes }).context("Setting the limit of several VMs")?;
@@ -102,14 +102,14 @@ fn limit_several(client: &Client, names: &[String], limit_bytes: Option<u64>, js
 
 /// Have all of a VM restored, and wait until it is.
 fn restore(client: &Client, name: &str) -> Result<VmStat> {
-    /// Between two samples.
+    /// Time between two samples.
     const PAUSE: Duration = Duration::from_millis(100);
     /// How long it may make no progress before it is given up.
     const TIMEOUT: Duration = Duration::from_secs(60);
     let mut vm = client.restore(name).map_err(|error| explain(client, name, error))?;
     let mut changed = Instant::now();
     loop {
-        // What is registered is not mapped everywhere. A page that is lost keeps its surroundings registered.
+        // A registered page may not be mapped everywhere. A lost page keeps its surroundings registered.
         let left = |vm: &VmStat| {
             let registered = if vm.poisoned_bytes > 0 { 0 } else { vm.registered_bytes };
             [vm.far_bytes, vm.zero_bytes, vm.quarantine_bytes, registered]
@@ -133,7 +133,7 @@ fn list(vms: &[VmStat]) -> String {
     if vms.is_empty() {
         return "No VM is attached. `ballast run -- qemu-system-x86_64 ...` starts one.\n".into();
     }
-    // Targets are shown where somebody decides.
+    // Targets are shown if a policy or a program decides.
     let decided = vms.iter().any(|vm| vm.target_bytes.is_some());
     let mut head = vec!["NAME", ">PID", "CLASS", "STATUS", ">SIZE", ">LIMIT"];
     head.extend(decided.then_some(">TARGET"));
@@ -149,7 +149,7 @@ fn list(vms: &[VmStat]) -> String {
     show::lines(&table)
 }
 
-/// What the operator said of a VM, beside its limit.
+/// The operator's settings of a VM, beside its limit.
 fn worth(vm: &VmStat) -> String {
     let settings = &vm.settings;
     let most = vm.limit_bytes.map_or(vm.size_bytes, |limit| limit.min(vm.size_bytes));
@@ -183,7 +183,7 @@ fn limit_set(vm: &VmStat) -> String {
 /// Everything about one VM on one screen.
 fn screen(vm: &VmStat) -> String {
     let mut text = String::new();
-    // Writing to a String has no way to fail.
+    // Writing to a String cannot fail.
     let _ = writeln!(text, "{}: {}, {}, limit {}", vm.name, vm.class, vm.status, show::limit(vm.limit_bytes));
     if let Some(reason) = &vm.status_reason {
         let _ = writeln!(text, "because {reason}");
@@ -208,7 +208,7 @@ fn screen(vm: &VmStat) -> String {
     text + &guest_addresses(vm)
 }
 
-/// Which of the guest's addresses are which part of which region.
+/// The guest-physical addresses of each region's parts.
 fn guest_addresses(vm: &VmStat) -> String {
     let seen = |region: &RegionStat| {
         let index = region.index;

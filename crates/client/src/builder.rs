@@ -1,6 +1,6 @@
-//! Attaching: what the keeper is told of this VMM, the userfaultfds, and the service thread.
+//! Attaching: the description of this VMM for the keeper, the userfaultfds, and the service thread.
 //!
-//! Before: the VMM has mapped its RAM. After: a [`Client`], once the keeper has answered.
+//! Before: the VMM has mapped its RAM. After: a [`Client`], once the keeper has replied.
 //! Threads: the caller's; it starts `ballast-client`. Units: bytes; addresses of this process.
 //! Promise: a description that the keeper would refuse is refused here, by name.
 
@@ -23,12 +23,12 @@ use crate::regions::{Region, Table};
 use crate::shared::{FailStop, Shared, Timing, announce, cut};
 use crate::{fault_workers, service, thread, visit};
 
-/// Where the keeper listens unless told otherwise.
+/// The keeper's default attach socket.
 pub const DEFAULT_SOCKET: &str = "/run/ballast/attach.sock";
 /// The environment variable that names another socket.
 pub const SOCKET_VARIABLE: &str = "BALLAST_SOCKET";
 
-/// Collects what the keeper is told at attach.
+/// Collects the description for the keeper.
 pub struct Builder {
     socket: PathBuf,
     name: String,
@@ -49,7 +49,7 @@ impl std::fmt::Debug for Builder {
 }
 
 impl Builder {
-    /// What operators will call the VM: letters, digits, `.`, `_`, `-`; at most 64. Default: `vm-PID`.
+    /// The VM's name for operators: letters, digits, `.`, `_`, `-`; at most 64. Default: `vm-PID`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
@@ -61,7 +61,7 @@ impl Builder {
         self
     }
 
-    /// Where the keeper listens. Default: `$BALLAST_SOCKET`, else [`DEFAULT_SOCKET`].
+    /// The keeper's attach socket. Default: `$BALLAST_SOCKET`, else [`DEFAULT_SOCKET`].
     pub fn socket(mut self, path: impl Into<PathBuf>) -> Self {
         self.socket = path.into();
         self
@@ -74,9 +74,9 @@ impl Builder {
     }
 
     /// May the kernel or a device write to guest RAM for a while without touching it through the page table (reads with
-    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? Where the engine cannot see who holds
-    /// a page, none is then evicted before the full quarantine time. Default: true, which is always safe. False is a
-    /// promise: call [`Client::may_pin`] before the first such access.
+    /// O_DIRECT, or from FUSE, virtiofs, 9p or CIFS past the page cache; vhost)? If so, and the engine cannot see who
+    /// holds a page, no page is evicted before the full quarantine time. Default: true, which is always safe. False is
+    /// a promise: call [`Client::may_pin`] before the first such access.
     pub fn may_pin(mut self, may_pin: bool) -> Self {
         self.may_pin = may_pin;
         self
@@ -94,13 +94,13 @@ impl Builder {
         self.ram(Ram::one(fd, hva, len, file_offset))
     }
 
-    /// The same of RAM that is made of several pieces, or whose guest-physical address is known.
+    /// The same for RAM that consists of several pieces, or whose guest-physical address is known.
     pub fn ram(mut self, ram: Ram) -> Self {
         self.regions.push(ram);
         self
     }
 
-    /// What to do when the engine says that the guest's memory can no longer be kept right. Runs on the service thread;
+    /// Called when the engine reports that the guest's memory can no longer be kept right. Runs on the service thread;
     /// the guest must not run on afterwards. Default: print the reason and abort the process.
     pub fn on_fail_stop(mut self, handler: impl Fn(&str) + Send + Sync + 'static) -> Self {
         self.fail_stop = Arc::new(handler);
@@ -113,7 +113,7 @@ impl Builder {
         self
     }
 
-    /// Make the userfaultfds, start the service thread, and tell the keeper. Returns when the keeper has answered.
+    /// Make the userfaultfds, start the service thread, and tell the keeper. Returns when the keeper has replied.
     pub fn attach(self) -> Result<Client, AttachError> {
         let _quiet = visit::enter();
         wire::check_name(&self.name).map_err(AttachError::Config)?;

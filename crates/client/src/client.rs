@@ -1,8 +1,8 @@
-//! An attachment: what a VMM thread may ask of Ballast.
+//! An attachment: the requests that a VMM thread may make of Ballast.
 //!
-//! Before: `builder` has attached. After: the keeper has answered, or the engine has dropped its far copies.
+//! Before: `builder` has attached. After: the keeper has replied, or the engine has dropped its far copies.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
-//! Promise: `Ok` means that it is done. After an error the memory in question holds what it held.
+//! Promise: `Ok` means that it is done. After an error the memory in question is unchanged.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Of an attachment that the keeper has accepted.
+    /// For an attachment that the keeper has accepted.
     pub(crate) fn new(shared: Arc<Shared>, vm: VmId) -> Self {
         Self { shared, vm }
     }
@@ -53,7 +53,7 @@ impl Client {
         self.add_ram(Ram::one(fd, hva, len, file_offset))
     }
 
-    /// The same for RAM that is made of several pieces, or whose guest-physical address is known.
+    /// The same for RAM that consists of several pieces, or whose guest-physical address is known.
     pub fn add_ram(&self, ram: Ram) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (shared, hva) = (&self.shared, ram.hva);
@@ -66,7 +66,7 @@ impl Client {
         let sent = sent.map_err(|error| RequestError::Invalid(error.to_string()))?;
         let mut region = Some(region);
         {
-            // As the next attach message will have it.
+            // As the next attach message will contain it.
             let mut table = lock(&shared.table);
             table.extend(region.take());
             let (infos, files) = table.describe();
@@ -85,7 +85,7 @@ impl Client {
             });
             match answer {
                 Ok(Asked::Again) => {
-                    // Else the attach message after a keeper's death would have it, and so would the next request.
+                    // Else the attach message after a keeper's death would contain it, and so would the next request.
                     region = lock(&shared.table).take(hva);
                     if region.is_none() {
                         return Err(RequestError::Invalid(format!(
@@ -103,10 +103,10 @@ impl Client {
         }
     }
 
-    /// Where the guest sees the region at `hva`, once the VMM knows. It replaces what was said before; no range says
+    /// Tell where the guest sees the region at `hva`, once the VMM knows. It replaces earlier ranges; no range means
     /// that it is not known. While there is no keeper this waits, for a minute at most.
     pub fn set_guest_ranges(&self, hva: Hva, ranges: &[GuestRange]) -> Result<(), RequestError> {
-        /// How long a keeper that is away is waited for.
+        /// How long to wait for a missing keeper.
         const WAIT: Duration = Duration::from_secs(60);
         let _quiet = visit::enter();
         let region = self.regions().into_iter().find(|region| region.0 == hva);
@@ -116,13 +116,13 @@ impl Client {
         loop {
             match self.shared.link.ask(&message, &[], self.shared.timing.answer, false, |_| ())? {
                 Asked::Done => return Ok(()),
-                // What the next attach message says of the region does not have it.
+                // The next attach message does not contain it.
                 Asked::Later | Asked::Again => self.shared.link.wait_for_keeper(WAIT)?,
             }
         }
     }
 
-    /// Where announced RAM is mapped, region by region.
+    /// The address ranges of announced RAM, region by region.
     pub fn regions(&self) -> Vec<Range> {
         let _quiet = visit::enter();
         lock(&self.shared.table).iter().map(|region| (region.hva(), region.ram.span.len.0)).collect()
@@ -130,7 +130,7 @@ impl Client {
 
     /// RAM is about to be unplugged: call before unmapping it, and unmap after this returns, whatever it returns.
     pub fn remove_region(&self, hva: Hva) -> Result<(), RequestError> {
-        /// More keepers do not die during one unplug.
+        /// No more than this number of keepers die during one unplug.
         const MOST_KEEPERS: usize = 8;
         let _quiet = visit::enter();
         let shared = &self.shared;
@@ -139,11 +139,11 @@ impl Client {
         }
         let mut answer = Ok(Asked::Later);
         let mut unlisted = false;
-        // When the keeper dies before it answers, its successor may have been told of the region: ask that one too.
+        // If the keeper dies before it replies, its successor may have been told of the region: ask that one too.
         for _ in 0..MOST_KEEPERS {
             let timing = shared.timing;
             answer = shared.link.ask(&ClientToKeeper::RemoveRegion(hva), &[], timing.answer, false, |state| {
-                // With no keeper there, the next attach message must not have it; else it stays until the answer.
+                // If there is no keeper, the next attach message must not contain it; else it stays until the reply.
                 if state.phase != link::Phase::Up {
                     unlisted = lock(&shared.table).remove(hva);
                 }
@@ -152,13 +152,13 @@ impl Client {
                 break;
             }
         }
-        // No zap may hit what is mapped there next.
+        // No zap may hit memory that is mapped there next.
         lock(&shared.table).remove(hva);
         answer.map(|_: Asked| ())
     }
 
     /// From now on no page may be reclaimed, for this reason. `Ok` means that the keeper has confirmed it; without it,
-    /// do not do what needs the pin. Pages that are far already are restored by a touch; [`Client::restore_all`]
+    /// do not do anything that needs the pin. A touch restores a page that is far already; [`Client::restore_all`]
     /// touches all.
     pub fn pin(&self, reason: &str) -> Result<(), RequestError> {
         let _quiet = visit::enter();
@@ -182,7 +182,7 @@ impl Client {
     /// This process is about to hand its RAM on: to a program that it executes, or to another VMM that opens the file.
     /// Restores every far page, and reclaims none from now on, for this reason, which stays as after [`Client::pin`].
     /// `Ok` means that all pages are in their files; without it, do not go on. It takes a second for some 100,000 far
-    /// pages, and gives up when no page was restored for 30 seconds (no memory, or a store that does not answer).
+    /// pages, and gives up when no page was restored for 30 seconds (no memory, or a store that does not respond).
     pub fn bring_back(&self, reason: &str) -> Result<(), RequestError> {
         let _quiet = visit::enter();
         let (shared, limit) = (&self.shared, self.shared.timing.handshake);
@@ -193,7 +193,7 @@ impl Client {
             let now = lock(&shared.table).resident();
             now > seen.replace(now)
         };
-        // A keeper that dies over it says nothing about pages: only the answer of one that was asked does.
+        // If a keeper dies meanwhile, ask the next: only a reply proves that the pages are back.
         loop {
             let change = |state: &mut link::State| {
                 state.pinned.get_or_insert(reason.clone());
@@ -246,7 +246,7 @@ impl Client {
         lock(&self.shared.table).overlap(hva, len)
     }
 
-    /// Where `[offset, offset + len)` of a file is mapped as announced RAM.
+    /// The addresses at which `[offset, offset + len)` of a file is mapped as announced RAM.
     pub fn of_file(&self, file: FileId, offset: u64, len: u64) -> Vec<Range> {
         let _quiet = visit::enter();
         lock(&self.shared.table).of_file(file, offset, len)
@@ -262,7 +262,7 @@ impl Client {
             if populate((hva, len)).is_ok() {
                 continue;
             }
-            // One page that cannot be read must not keep the others far. A memory error may be why it is mapped over.
+            // One unreadable page must not keep the others far. A memory error may be why it is mapped over.
             for at in (hva.0..hva.0 + len).step_by(ballast_base::PAGE_SIZE) {
                 let _ = populate((Hva(at), ballast_base::PAGE_SIZE as u64));
             }

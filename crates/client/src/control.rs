@@ -1,9 +1,10 @@
-//! The control socket's client end, and discards: "I am about to free this memory" with a proof that it was heard.
+//! The client's end of the control socket, and discards: announcements of freed memory, with a proof of receipt.
 //!
 //! Before: a VMM thread wants to free memory. After: the engine has dropped its far copies, or the message was taken
 //! back.
-//! Threads: VMM threads send and wait; the service thread delivers answers and swaps the socket. One lock, short.
-//! Promise: a discard that failed will never take effect later. A waiter trusts only the answer to the *last* copy it
+//! Threads: VMM threads send and wait; the service thread delivers replies and swaps the socket. One lock, held
+//! briefly.
+//! Promise: a discard that failed will never take effect later. A waiter trusts only the reply to the *last* copy it
 //! sent: one engine reads in order, so every earlier copy was read before or died with its reader.
 
 use std::io;
@@ -32,7 +33,7 @@ impl Pair {
         Ok(Self { ours, theirs })
     }
 
-    /// Send without waiting. `Ok(false)`: the queue is full, nobody has read for long.
+    /// Send without waiting. `Ok(false)`: the queue is full, because no engine has read for long.
     pub fn send(&self, message: &ClientToEngine) -> io::Result<bool> {
         match scm::send(&self.ours, &wire::encode(message), &[]) {
             Ok(()) => Ok(true),
@@ -41,11 +42,11 @@ impl Pair {
         }
     }
 
-    /// Take every message back that no engine has read.
+    /// Take back every message that no engine has read.
     fn take_back(&self) -> Vec<Vec<u8>> {
         let mut messages = Vec::new();
-        // `theirs` is blocking (engines share its file description), so ask first. Should an engine read the message
-        // between the question and the read, MSG_DONTWAIT says so instead of waiting.
+        // `theirs` is blocking (engines share its file description), so ask first. If an engine reads the message
+        // between the question and the read, MSG_DONTWAIT returns an error instead of waiting.
         let mut buffer = vec![0; scm::MAX_MESSAGE];
         while let Ok((len, _)) =
             rustix::net::recv(&self.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT)
@@ -63,7 +64,7 @@ impl Pair {
 struct Waiter {
     id: u64,
     ranges: Vec<Range>,
-    /// Sequence numbers of the copies sent on the current socket; the last one is the one that counts.
+    /// Sequence numbers of the copies sent on the current socket; only the last one counts.
     copies: Vec<u64>,
     done: Option<Result<(), String>>,
 }
@@ -100,8 +101,8 @@ impl State {
                 Ok(ClientToEngine::Discard { seq, .. }) if waiter.copies.contains(&seq) => {
                     waiter.copies.retain(|copy| *copy != seq);
                 }
-                // Room was just made by taking it, and this lock keeps other discards out; an answer to a zap that
-                // finds no room is lost to an engine that has not read for seconds.
+                // Taking the message back made space, and this lock keeps other discards out. If a reply to a zap finds
+                // no space, it is lost to an engine that has not read for seconds.
                 _ => drop(scm::send(&pair.ours, &bytes, &[])),
             }
         }
@@ -109,7 +110,7 @@ impl State {
     }
 }
 
-/// Why a discard did not happen. The memory must not be freed then; it still holds what it held.
+/// Why a discard did not happen. The memory must not be freed then; its content is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscardError {
     /// Caused by the VMM: these are not whole pages inside one announced region each.
@@ -123,7 +124,7 @@ pub enum DiscardError {
     Failed(String),
 }
 
-/// The control socket and who waits on it.
+/// The control socket and the discards that wait on it.
 #[derive(Debug, Default)]
 pub(crate) struct ControlSocket {
     state: Mutex<State>,
@@ -131,12 +132,13 @@ pub(crate) struct ControlSocket {
 }
 
 impl ControlSocket {
-    /// The socket engines are told to use now.
+    /// The socket that engines are told to use now.
     pub fn pair(&self) -> Option<std::sync::Arc<Pair>> {
         lock(&self.state).pair.clone()
     }
 
-    /// Use a new socket from now on. What nobody read on the old one is taken back and sent again on the new one.
+    /// Use a new socket from now on. Messages that no engine read on the old one are taken back and sent on the new
+    /// one.
     pub fn replace(&self, pair: std::sync::Arc<Pair>) {
         let mut state = lock(&self.state);
         if let Some(old) = state.pair.replace(pair) {
@@ -150,7 +152,7 @@ impl ControlSocket {
         self.changed.notify_all();
     }
 
-    /// An engine has answered. Only the answer to the last copy counts: then no other copy is left to be read.
+    /// An engine has replied. Only the reply to the last copy counts: then no other copy is left to be read.
     pub fn discard_done(&self, seq: u64, result: Result<(), String>) {
         let mut state = lock(&self.state);
         if let Some(waiter) = state.waiters.iter_mut().find(|waiter| waiter.copies.last() == Some(&seq)) {
@@ -159,11 +161,11 @@ impl ControlSocket {
         }
     }
 
-    /// Tell the engine and wait. Repeats the message, because an engine may die between reading and answering.
+    /// Tell the engine and wait. Repeats the message, because an engine may die between reading and replying.
     ///
-    /// After `timeout` without an answer the message is taken back. If that fails, because some engine has read it and
-    /// may act on it at any time, this waits on (and says so through `announce`): a discard that takes effect after
-    /// the guest has reused the page would destroy data.
+    /// After `timeout` without a reply the message is taken back. If that fails, because some engine has read it and
+    /// may act on it at any time, this waits on (and reports that through `announce`): a discard that takes effect
+    /// after the guest has reused the page would destroy data.
     pub fn discard(&self, ranges: Vec<Range>, timeout: Duration, announce: impl Fn()) -> Result<(), DiscardError> {
         const FIRST_REPEAT: Duration = Duration::from_millis(200);
         let mut state = lock(&self.state);
@@ -240,13 +242,13 @@ mod tests {
         let (control, pair) = connected();
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| control.discard(vec![RANGE], Duration::from_millis(250), || ()));
-            // The first engine dies with the message in its hand; its answer never comes.
+            // The first engine dies after it read the message; its reply never comes.
             let ClientToEngine::Discard { seq: first, .. } = read(&pair) else { panic!("not a discard") };
             let ClientToEngine::Discard { seq: second, ranges } = read(&pair) else { panic!("not a discard") };
             assert_eq!(ranges, [RANGE]);
             control.discard_done(first, Ok(()));
             assert!(second > first);
-            // Answer every copy there is, as an engine does, until the waiter is content.
+            // Reply to every copy there is, as an engine does, until the waiter is done.
             control.discard_done(second, Ok(()));
             while !waiting.is_finished() {
                 if let Some(ClientToEngine::Discard { seq, .. }) =
@@ -295,7 +297,7 @@ mod tests {
                 let mut random = 0x9E37_79B9_7F4A_7C15_u64;
                 while !over.load(Ordering::Relaxed) {
                     random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    // Away for longer or shorter than the discards wait: the two race in every way.
+                    // Absent for longer or shorter than the discards wait: the two race in every way.
                     std::thread::sleep(Duration::from_micros(random >> 51));
                     let mut buffer = vec![0; scm::MAX_MESSAGE];
                     let got = rustix::net::recv(&pair.theirs, buffer.as_mut_slice(), rustix::net::RecvFlags::DONTWAIT);
@@ -304,7 +306,7 @@ mod tests {
                         panic!("not a discard");
                     };
                     read.insert(ranges[0].0.0);
-                    // Every eighth time it dies before it answers.
+                    // Every eighth time it dies before it replies.
                     if random >> 40 & 7 != 0 {
                         control.discard_done(seq, Ok(()));
                     }

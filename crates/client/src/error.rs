@@ -1,5 +1,4 @@
-//! Why an attachment or a request to the keeper failed. Operators read these, so they say what to do where that is
-//! known.
+//! Why an attachment or a request to the keeper failed. Operators read these, so they give advice where there is any.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,7 +8,7 @@ use ballast_base::wire::WireError;
 /// Attaching failed; the VMM is not managed and nothing in it was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// Caused by the VMM: what it says of itself cannot be right.
+    /// Caused by the VMM: its description cannot be right.
     #[error("Attaching to Ballast: {0}")]
     Config(String),
     /// The kernel gives no userfaultfd.
@@ -21,33 +20,33 @@ pub enum AttachError {
     /// The kernel's userfaultfd cannot do what Ballast needs.
     #[error("Attaching to Ballast: this kernel lacks userfaultfd features {0:#x}; run `ballast doctor`")]
     Features(u64),
-    /// The keeper does not answer at its socket.
+    /// The keeper does not respond at its socket.
     #[error("Attaching to Ballast: connecting to the keeper at {path} (is ballastd running?)")]
     Connect {
         /// The socket.
         path: PathBuf,
-        /// What connecting answered.
+        /// The error of the connect.
         #[source]
         source: io::Error,
     },
-    /// The keeper does not want this VM.
+    /// The keeper refuses this VM.
     #[error("Attaching to Ballast: the keeper refused: {0}")]
     Refused(String),
-    /// The keeper is not ready for this RAM. Never the answer to the first attach, which waits.
+    /// The keeper is not ready for this RAM. The first attach, which waits, never returns it.
     #[error("Attaching to Ballast: the keeper asks to wait: {0}")]
     Later(String),
-    /// The keeper hung up or did not answer in time.
+    /// The keeper hung up or did not reply in time.
     #[error("Attaching to Ballast: the keeper {0}")]
     NoAnswer(&'static str),
-    /// The keeper's answer makes no sense.
+    /// The keeper's reply makes no sense.
     #[error("Attaching to Ballast: the keeper's answer is not understood")]
     Protocol(#[from] WireError),
     /// A resource of this process ran out.
     #[error("Attaching to Ballast: {what}")]
     System {
-        /// What was being done.
+        /// The activity.
         what: &'static str,
-        /// What the kernel answered.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -59,7 +58,7 @@ pub enum RequestError {
     /// Caused by the VMM: the request cannot be right.
     #[error("{0}")]
     Invalid(String),
-    /// The keeper said no, for this reason.
+    /// The keeper refused, for this reason.
     #[error("the keeper refused: {0}")]
     Refused(String),
     /// The keeper is gone or silent.

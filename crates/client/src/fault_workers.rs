@@ -1,4 +1,4 @@
-//! How many threads of the engine may serve this process's faults at a time: one for each userfaultfd the client makes.
+//! The number of engine threads that may serve this process's faults at a time: one for each userfaultfd of the client.
 //!
 //! Before: the VMM attaches. After: the number, which stays as long as the process lives.
 //! Promise: small VMs and small hosts have one.
@@ -6,10 +6,9 @@
 use ballast_base::units::GIB;
 use ballast_base::wire::MAX_SHARDS;
 
-/// The environment variable that says how many.
+/// The environment variable that sets the number.
 pub const VARIABLE: &str = "BALLAST_FAULT_WORKERS";
-/// CPUs for each worker. A worker whose guest does nothing but fault takes one CPU, so busy workers take an eighth of a
-/// host.
+/// CPUs for each worker. A worker whose guest faults all the time takes one CPU, so busy workers take 1/8 of a host.
 const CPUS: u64 = 8;
 /// Guest RAM for each worker: 8 vCPUs usually have 16 GiB or more. Each costs a descriptor in three processes.
 const RAM: u64 = 16 * GIB;

@@ -1,4 +1,4 @@
-//! The C face of the client; `include/ballast.h` says the same in C.
+//! The C interface of the client; `include/ballast.h` declares it in C.
 //!
 //! Promise: no panic crosses into C; every failure is a negative errno (or NULL) plus a text from `ballast_last_error`.
 
@@ -12,7 +12,7 @@ use ballast_base::guest::{GuestRange, MAX_GUEST_RANGES};
 
 use crate::{AttachError, Builder, Bytes, Client, DiscardError, Hva, Ram, RamExtent, RequestError, chain};
 
-/// `struct ballast_config`. Growing it is possible: `size` says what the caller knows.
+/// `struct ballast_config`. It can grow: `size` says which fields the caller knows.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastConfig {
@@ -35,13 +35,13 @@ pub struct BallastConfig {
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastRegion {
-    /// Where it is mapped.
+    /// Its address.
     pub address: *mut c_void,
     /// Bytes.
     pub length: u64,
     /// Its file; duplicated, so the caller may close its own.
     pub fd: c_int,
-    /// Where the mapping begins in the file.
+    /// Offset of the mapping in the file.
     pub file_offset: u64,
 }
 
@@ -51,7 +51,7 @@ pub struct BallastRegion {
 pub struct BallastExtent {
     /// The file; duplicated, so the caller may close its own.
     pub fd: c_int,
-    /// Where the piece begins in the file.
+    /// Offset of the piece in the file.
     pub file_offset: u64,
     /// Bytes.
     pub length: u64,
@@ -60,19 +60,19 @@ pub struct BallastExtent {
 /// `BALLAST_UNKNOWN`.
 pub const UNKNOWN: u64 = u64::MAX;
 
-/// `struct ballast_ram`. Growing it is possible: `size` says what the caller knows, and how far it is to the next.
+/// `struct ballast_ram`. It can grow: `size` says which fields the caller knows, and is the distance to the next one.
 #[repr(C)]
 #[derive(Debug)]
 pub struct BallastRam {
     /// `sizeof(struct ballast_ram)`.
     pub size: usize,
-    /// Where it is mapped.
+    /// Its address.
     pub address: *mut c_void,
-    /// What is mapped there, one after the other.
+    /// The extents mapped there, one after the other.
     pub extents: *const BallastExtent,
-    /// How many.
+    /// Their number.
     pub extent_count: usize,
-    /// Where the guest sees the first byte, or [`UNKNOWN`].
+    /// The guest-physical address of the first byte, or [`UNKNOWN`].
     pub guest_address: u64,
 }
 
@@ -80,7 +80,7 @@ pub struct BallastRam {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BallastGuestRange {
-    /// Where the range begins in the region.
+    /// Offset of the range in the region.
     pub offset: u64,
     /// Its guest-physical address.
     pub guest_address: u64,
@@ -102,7 +102,7 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// A failure on its way into C: errno and text.
+/// A failure to be returned to C: errno and text.
 struct Failure(c_int, String);
 
 impl From<AttachError> for Failure {
@@ -244,10 +244,10 @@ pub unsafe extern "C" fn ballast_attach(
     guarded(attach).unwrap_or(std::ptr::null())
 }
 
-/// Attach with RAM that is made of several extents, or whose guest-physical address is known. NULL on failure.
+/// Attach with RAM that consists of several extents, or whose guest-physical address is known. NULL on failure.
 ///
 /// # Safety
-/// As for [`ballast_attach`]; `rams` points to `count` pieces of RAM of the size that the first one says.
+/// As for [`ballast_attach`]; `rams` points to `count` pieces of RAM of the size in the first one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ballast_attach_ram(
     config: *const BallastConfig,
@@ -262,7 +262,7 @@ pub unsafe extern "C" fn ballast_attach_ram(
         let mut builder = unsafe { configured(config)? };
         for at in 0..count {
             // SAFETY: not null, and `count` are there, by the caller's promise. One of another size is refused before
-            // the next is looked for.
+            // the next is read.
             builder = builder.ram(unsafe { ram(&*rams.add(at))? });
         }
         Ok(Box::into_raw(Box::new(builder.attach()?)))
@@ -292,7 +292,7 @@ unsafe fn configured(config: *const BallastConfig) -> Result<Builder, Failure> {
     Ok(builder)
 }
 
-/// RAM was hot-plugged that is made of several extents, or whose guest-physical address is known.
+/// RAM was hot-plugged that consists of several extents, or whose guest-physical address is known.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `added` points to RAM.
@@ -320,7 +320,7 @@ pub unsafe extern "C" fn ballast_add_region(client: *const Client, added: *const
     })
 }
 
-/// Where the guest sees a region.
+/// Tell where the guest sees a region.
 ///
 /// # Safety
 /// `client` came from [`ballast_attach`]; `ranges` points to `count` ranges, or `count` is 0.

@@ -1,10 +1,10 @@
-//! What a VMM links (or preloads) so that Ballast can take its cold guest memory and give it back on touch.
+//! The client: a VMM links (or preloads) it, so that Ballast can take its cold guest memory and restore it on touch.
 //!
 //! Before: the VMM maps guest RAM as shared memory. After: keeper and engine hold its userfaultfds and RAM files.
 //! Threads: one, `ballast-client`, started by [`Builder::attach`]; everything public may be called from any thread.
 //! Units: addresses are host virtual addresses of this process, lengths are bytes.
-//! Promise: no panic leaves the C functions, only announced RAM is ever zapped, and a keeper or an engine that dies is
-//! only a pause.
+//! Promise: no panic leaves the C functions, only announced RAM is ever zapped, and the death of a keeper or an engine
+//! is only a pause.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,9 +1,9 @@
-//! Requests over the attach socket, and what must survive the keeper: VM id, escrow files, pinned reason,
+//! Requests over the attach socket, and the state that must survive the keeper: VM id, escrow files, pinned reason,
 //! may-pin flag.
 //!
-//! Before: a VMM thread adds, removes or pins. After: the keeper has answered, or the next attach message will say it.
-//! Threads: VMM threads ask, one at a time; the service thread changes the phase and delivers answers.
-//! Promise: a request never waits longer than its limit; a late answer is never taken for that to a later request.
+//! Before: a VMM thread adds, removes or pins. After: the keeper has replied, or the next attach message will say it.
+//! Threads: VMM threads ask, one at a time; the service thread changes the phase and delivers replies.
+//! Promise: a request never waits longer than its limit; a late reply never counts for a later request.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,12 +17,12 @@ use ballast_sys::scm;
 use crate::error::{AttachError, RequestError};
 use crate::lock::lock;
 
-/// How things stand between client and keeper.
+/// The state between client and keeper.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// Not connected (yet, or any more).
     Down,
-    /// The attach message is sent; what it says can no longer be changed.
+    /// The attach message is sent; its content can no longer be changed.
     Pending,
     /// Attached.
     Up,
@@ -30,12 +30,12 @@ pub(crate) enum Phase {
     Failed,
 }
 
-/// What is kept for the next keeper.
+/// The files that are kept for the next keeper.
 #[derive(Debug)]
 pub(crate) struct Escrow {
-    /// How many files of which store there are.
+    /// How many files there are of which store.
     pub stores: Vec<StoreFiles>,
-    /// The state file, then those.
+    /// The state file, then the files of the stores.
     pub files: Vec<OwnedFd>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct State {
     pub vm: Option<VmId>,
     pub escrow: Option<Escrow>,
     pub pinned: Option<String>,
-    /// What the next attach message says; true also after a `MayPin` that nobody answered.
+    /// The value in the next attach message; true also after a `MayPin` without a reply.
     pub may_pin: bool,
     socket: Option<Arc<OwnedFd>>,
     sent: u64,
@@ -67,23 +67,23 @@ pub(crate) struct Link {
     changed: Condvar,
     /// Held for a whole request, so that there is one at a time.
     asking: Mutex<()>,
-    /// A keeper has confirmed that this VM may pin. It stays so: every later attach message says it too.
+    /// A keeper has confirmed that this VM may pin. That is final: every later attach message says it too.
     may_pin_confirmed: AtomicBool,
 }
 
-/// How a request fared.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
     /// The keeper did it.
     Done,
-    /// The keeper did nothing, and is to be asked again in a moment.
+    /// The keeper did nothing, and should be asked again in a moment.
     Again,
-    /// There is no keeper now; the next attach message carries the new truth.
+    /// There is no keeper now; the next attach message carries the change.
     Later,
 }
 
 impl Link {
-    /// `may_pin` is part of the first attach message, so whoever holds a client knows that a keeper has heard it.
+    /// `may_pin` is part of the first attach message, so once there is a client a keeper has read it.
     pub fn new(pinned: Option<String>, may_pin: bool) -> Self {
         let state = State {
             phase: Phase::Down,
@@ -184,7 +184,7 @@ impl Link {
         }
     }
 
-    /// See to it that the keeper knows that this VM may pin; asks at most once successfully.
+    /// Make sure that the keeper knows that this VM may pin; asks at most once successfully.
     pub fn may_pin(&self, limit: Duration) -> Result<(), RequestError> {
         if self.may_pin_confirmed.load(Ordering::Acquire) {
             return Ok(());
@@ -194,8 +194,9 @@ impl Link {
         Ok(())
     }
 
-    /// Make `change` to what the next attach message says, and if the keeper is there, ask it and wait at most `limit`.
-    /// With `waits`, wait for a missing keeper too (and then ask it, or see that its attach message had the change).
+    /// Make `change` to the content of the next attach message, and if the keeper is there, ask it and wait at most
+    /// `limit`. With `waits`, wait for a missing keeper too (and then ask it, or find that its attach message had the
+    /// change).
     pub fn ask(
         &self,
         message: &ClientToKeeper,
@@ -207,7 +208,7 @@ impl Link {
         self.ask_while(message, fds, limit, waits, change, &|| false)
     }
 
-    /// The same, but a keeper that is there is waited for as long as `goes_on` says so whenever `limit` is over.
+    /// The same, but whenever `limit` is over, a keeper that is there is waited for as long as `goes_on` returns true.
     pub fn ask_while(
         &self,
         message: &ClientToKeeper,
@@ -230,9 +231,9 @@ impl Link {
         if let (Phase::Up, Some(socket)) = (state.phase, state.socket.clone()) {
             match scm::send(socket.as_fd(), &wire::encode(message), fds) {
                 Ok(()) => state.sent += 1,
-                // A keeper that reads nothing is there, but will not see this.
+                // This keeper does not read, and will not see the request.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(RequestError::NoAnswer),
-                // It is gone; the service thread is about to notice.
+                // It is gone; the service thread will notice soon.
                 Err(_) => return self.settle(state, &socket, until, waits),
             }
             let number = state.sent;
@@ -248,7 +249,7 @@ impl Link {
             }
             if state.is_on(&socket) {
                 return match state.answer.clone() {
-                    // A keeper has no reason to say so of anything else.
+                    // A keeper has no reason to say so about any other request.
                     Ok(Asked::Again) if !matches!(message, ClientToKeeper::AddRegion { .. }) => {
                         Err(RequestError::NoAnswer)
                     }
@@ -273,7 +274,7 @@ impl Link {
         Ok(())
     }
 
-    /// The socket a request went out on has failed: wait until the service thread has noticed.
+    /// The socket of a request has failed: wait until the service thread has noticed.
     fn settle(
         &self,
         mut state: MutexGuard<'_, State>,
@@ -290,7 +291,7 @@ impl Link {
         self.missing(state, until, waits)
     }
 
-    /// The keeper is away; every attach message from here on has the change.
+    /// The keeper is missing; every attach message from here on has the change.
     fn missing(&self, mut state: MutexGuard<'_, State>, until: Instant, waits: bool) -> Result<Asked, RequestError> {
         while waits && state.phase != Phase::Up {
             if Instant::now() >= until {

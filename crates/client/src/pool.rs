@@ -1,9 +1,9 @@
-//! RAM from the pool: ask for it, and get parts of files that nobody else has.
+//! RAM from the pool: requests it, and gets parts of files that no other process has.
 //!
 //! Before: a VMM is about to have RAM. After: it maps these parts one after the other, and attaches with them. When its
 //! last mapping and descriptor of them is gone, the memory returns to the pool.
 //! Threads: the caller's, which waits: until enough is zeroed if need be, and while an engine is being replaced.
-//! Promise: what is returned is zero, as large as was asked for, and of whole huge pages.
+//! Promise: the returned memory is zero, as large as requested, and of whole huge pages.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,25 +17,25 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 use crate::ram::RamExtent;
 
-/// How long nobody may answer: an engine takes as long to follow another one.
+/// How long there may be no response: an engine takes as long to follow another one.
 const SILENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Why a VM gets no memory of the pool.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// Nobody answers. Caused by the setting.
+    /// No response. Caused by the setting.
     #[error("asking for memory at {socket}: {source}; is ballastd running?")]
     Silent {
-        /// Where.
+        /// The socket.
         socket: String,
-        /// What the kernel said last.
+        /// The kernel's last error.
         source: io::Error,
     },
-    /// The pool has too little, or it cannot be.
+    /// The pool has too little, or the request is impossible.
     #[error("the pool gave no memory: {0}")]
     Refused(String),
-    /// The answer is not understood. Caused by a daemon of another version.
+    /// The response is not understood. Caused by a daemon of another version.
     #[error("the pool's answer: {0}")]
     Answer(String),
 }
@@ -43,13 +43,13 @@ pub enum PoolError {
 /// Take memory.
 ///
 /// # Errors
-/// If there is none, or nobody answers.
+/// There is none, or no response.
 pub fn take(socket: &Path, wanted: &Take) -> Result<Vec<RamExtent>, PoolError> {
     let begun = Instant::now();
     loop {
         match ask(socket, wanted) {
             Ok(received) => return understand(wanted, received),
-            // What an engine gave before it died is nobody's, and returns to the pool.
+            // Memory from an engine that then died has no owner, and returns to the pool.
             Err(_) if begun.elapsed() < SILENCE => std::thread::sleep(PAUSE),
             Err(source) => return Err(PoolError::Silent { socket: socket.display().to_string(), source }),
         }

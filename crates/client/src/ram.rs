@@ -1,8 +1,8 @@
-//! RAM as the VMM describes it, and what is checked of it before anybody else is told.
+//! RAM as the VMM describes it, and the checks before it is announced.
 //!
 //! Before: the VMM has mapped it. After: [`crate::regions::Table`] has it, and the keeper is told.
 //! Threads: any; plain values. Units: bytes; addresses of this process.
-//! Promise: what passes is a shared mapping of those files at those offsets, all of it.
+//! Promise: RAM that passes is a shared mapping of those files at those offsets, all of it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,18 +18,18 @@ pub struct RamExtent {
     pub fd: OwnedFd,
     /// Where the piece begins in it.
     pub offset: Bytes,
-    /// Its length.
+    /// Offset of the piece in the file.
     pub len: Bytes,
 }
 
 /// A contiguous range of guest RAM: pieces of files, mapped `MAP_SHARED` one after the other.
 #[derive(Debug)]
 pub struct Ram {
-    /// Where the first one is mapped.
+    /// Address of the first one.
     pub hva: Hva,
-    /// They, in the order of their addresses. Some may be of one file.
+    /// The pieces, in the order of their addresses. Some may be of one file.
     pub extents: Vec<RamExtent>,
-    /// Where the guest sees the first byte, if the VMM knows and it sees all of it in one place.
+    /// The guest-physical address of the first byte, if the VMM knows it and the guest sees all of it in one place.
     pub guest_address: Option<u64>,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Checked {
     pub guest_address: Option<u64>,
     /// The files that extents name, each once.
     pub files: Vec<(OwnedFd, FileId)>,
-    /// Bytes of the pages it is made of.
+    /// Bytes of its pages.
     pub page: u64,
 }
 
@@ -105,7 +105,7 @@ impl Checked {
         Ok(Self { span, extents, guest_address, files, page: page.0 })
     }
 
-    /// What the keeper is told, if the files have these numbers.
+    /// The description for the keeper, if the files have these numbers.
     pub fn info(&self, number: impl Fn(FileId) -> u16) -> RegionInfo {
         let extents = self.extents.renumbered(|file| number(self.files[usize::from(file)].1));
         RegionInfo { span: self.span, extents: extents.list().to_vec(), guest_address: self.guest_address }
@@ -125,7 +125,7 @@ fn line(text: &str) -> Option<Line> {
     Some((hex(from)?, hex(to)?, shared, hex(offset)?, inode.parse().ok()?))
 }
 
-/// Is this range of addresses made of shared mappings of that inode, in file order from this offset on?
+/// Does this range of addresses consist of shared mappings of that inode, in file order from this offset on?
 fn is_shared_mapping(maps: &[Line], (start, end): (u64, u64), file_offset: u64, inode: u64) -> bool {
     let mut next = start;
     for &(from, to, shared, offset, ino) in maps {

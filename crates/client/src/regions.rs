@@ -1,9 +1,9 @@
-//! The table of announced guest RAM: what may be zapped, and which addresses a file range has.
+//! The table of announced guest RAM: which memory may be zapped, and the addresses of a file range.
 //!
 //! Before: the VMM names a region. After: `service` asks it before every zap, `preload` asks it at every discard.
 //! Threads: any, behind the one lock in `Shared`; the lock is held across a zap, so memory that was taken off the table
 //! is never zapped afterwards.
-//! Promise: a range is allowed only if it lies whole inside one announced region and was not unmapped since.
+//! Promise: a range is allowed only if it lies wholly inside one announced region and was not unmapped since.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -33,7 +33,7 @@ impl Region {
         self.ram.page > PAGE_SIZE as u64
     }
 
-    /// Where it begins.
+    /// Its address.
     pub fn hva(&self) -> Hva {
         self.ram.span.hva
     }
@@ -42,7 +42,7 @@ impl Region {
         (self.ram.span.hva.0, self.ram.span.hva.0 + self.ram.span.len.0)
     }
 
-    /// What the keeper is told of it alone, and its files.
+    /// The description of this region alone for the keeper, and its files.
     pub fn describe(&self) -> (RegionInfo, Vec<BorrowedFd<'_>>) {
         let number = |id| self.ram.files.iter().position(|(_, other)| *other == id).unwrap_or(0) as u16;
         (self.ram.info(number), self.ram.files.iter().map(|(fd, _)| fd.as_fd()).collect())
@@ -64,17 +64,17 @@ impl Table {
         self.regions.push(region);
     }
 
-    /// Take away what was put there last.
+    /// Remove the region added last.
     pub fn pop(&mut self) -> Option<Region> {
         self.regions.pop()
     }
 
-    /// Put it there, if there is one.
+    /// Add the region, if there is one.
     pub fn extend(&mut self, region: Option<Region>) {
         self.regions.extend(region);
     }
 
-    /// The regions in a form the keeper gets, and their files, each once.
+    /// The regions as the keeper gets them, and their files, each once.
     pub fn describe(&self) -> (Vec<RegionInfo>, Vec<BorrowedFd<'_>>) {
         let mut numbers: HashMap<FileId, u16> = HashMap::new();
         let mut files = Vec::new();
@@ -109,7 +109,7 @@ impl Table {
             })
     }
 
-    /// The parts of this range that may be zapped, and the others. A range that is not whole pages may not be at all.
+    /// The parts of this range that may be zapped, and the others. No part of a range that is not whole pages may be.
     pub fn split(&self, range: Range) -> (Vec<Range>, Vec<Range>) {
         let (hva, len) = range;
         let whole = |page: u64| hva.0.is_multiple_of(page) && len.is_multiple_of(page);
@@ -152,7 +152,7 @@ impl Table {
         parts
     }
 
-    /// Where the bytes `[offset, offset + len)` of a file are mapped.
+    /// The addresses at which the bytes `[offset, offset + len)` of a file are mapped.
     pub fn of_file(&self, file: FileId, offset: u64, len: u64) -> Vec<Range> {
         let mut parts = Vec::new();
         for region in &self.regions {
@@ -164,8 +164,8 @@ impl Table {
         parts
     }
 
-    /// These addresses are about to be unmapped or mapped over. Returns which regions they cover whole (the keeper must
-    /// be told), and which parts of others, which from now on are holes that are never zapped again.
+    /// These addresses are about to be unmapped or mapped over. Returns which regions they cover wholly (the keeper
+    /// must be told), and which parts of others, which from now on are holes that are never zapped again.
     pub fn unmapping(&mut self, hva: Hva, len: u64) -> (Vec<Hva>, Vec<Range>) {
         let end = hva.0.saturating_add(len);
         let parts = self.overlap(hva, len);
@@ -202,7 +202,7 @@ impl Table {
     }
 }
 
-/// Sort and join what touches, so that the list stays as short as the address space is simple.
+/// Sort and join neighbours, so that the list stays as short as the address space is simple.
 fn merge(holes: &mut Vec<(u64, u64)>) {
     holes.sort_unstable();
     holes.dedup_by(|next, kept| {

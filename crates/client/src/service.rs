@@ -1,10 +1,10 @@
-//! The one thread a client adds to its VMM: zaps on request, watches the keeper, reconnects.
+//! The service thread, the only thread of a client: zaps on request, watches the keeper, reconnects.
 //!
 //! Before: `Builder::attach` starts it. After: the engine reclaims, because this thread drops page-table entries for
 //! it.
 //! Threads: `ballast-client`, all signals blocked. It never touches guest RAM, so it can never wait for a fault itself.
-//! Promise: whatever arrives on a socket, nothing outside announced RAM is zapped, no wait is unbounded, and a dead
-//! keeper or engine is only ever a pause.
+//! Promise: no message makes it zap anything outside announced RAM, no wait is unbounded, and the death of a keeper or
+//! an engine is only a pause.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,17 +24,17 @@ use crate::link::{Asked, Escrow, Phase};
 use crate::lock::lock;
 use crate::shared::{Shared, announce};
 
-/// Most messages taken from one socket before the others get their turn.
+/// Most messages taken from one socket before the others have their turn.
 const BURST: usize = 64;
 
-/// An attach message that waits for its answer.
+/// An attach message that waits for its reply.
 struct Pending {
     socket: Arc<OwnedFd>,
     pair: Arc<Pair>,
     until: Instant,
 }
 
-/// The state only this thread has.
+/// The state of this thread alone.
 struct Service<'a> {
     shared: &'a Shared,
     pending: Option<Pending>,
@@ -42,10 +42,10 @@ struct Service<'a> {
     backoff: Duration,
     /// The keeper's absence was announced.
     told_gone: bool,
-    /// A refused resume, or an answer that makes no sense, was announced.
+    /// A refused resume, or a reply that makes no sense, was announced.
     told_refused: bool,
     told_garbage: bool,
-    /// That the keeper asks to wait was announced.
+    /// It was announced that the keeper asks to wait.
     told_later: bool,
 }
 
@@ -118,7 +118,7 @@ impl Service<'_> {
         }
     }
 
-    /// Connect and send the attach message with everything that is known now.
+    /// Connect and send the attach message with all that is known now.
     fn begin(&mut self) -> Result<Pending, AttachError> {
         let shared = self.shared;
         let path = &shared.socket;
@@ -126,7 +126,7 @@ impl Service<'_> {
         let connect = || -> io::Result<OwnedFd> {
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-            // Where hundreds of VMs start at once, the first attach waits for room in the keeper's queue. Later ones
+            // Where hundreds of VMs start at once, the first attach waits for space in the keeper's queue. Later ones
             // are tried again instead: this thread has an engine to serve.
             rustix::io::ioctl_fionbio(&socket, !is_first)?;
             set_socket_timeout(&socket, Timeout::Send, Some(shared.timing.handshake))?;
@@ -165,7 +165,7 @@ impl Service<'_> {
         Ok(Pending { socket: Arc::new(socket), pair: Arc::new(pair), until: Instant::now() + shared.timing.handshake })
     }
 
-    /// An attempt came to nothing: report it if it was the first, else try again later.
+    /// An attempt failed: report it if it was the first, else try again later.
     fn failed(&mut self, error: AttachError) {
         if let AttachError::Later(_) = &error {
             // However long it takes: without Ballast the VM would read zeros where pages are still far.
@@ -173,7 +173,7 @@ impl Service<'_> {
         } else if self.shared.link.first() {
             return self.shared.link.fail(error);
         }
-        // What only a person can change is tried slowly. A keeper that is just not there (yet) is not of this kind.
+        // An error that only a person can mend is retried slowly. A missing keeper is not of this kind.
         let slow = match &error {
             AttachError::Refused(_) | AttachError::Protocol(_) | AttachError::Config(_) => true,
             AttachError::Connect { source, .. } => source.kind() == io::ErrorKind::PermissionDenied,
@@ -307,7 +307,7 @@ impl Service<'_> {
 }
 
 /// Drop the page-table entries of these ranges. Returns the parts that were left alone: those that are not announced
-/// RAM, and those that the kernel would not zap.
+/// RAM, and those that the kernel did not zap.
 ///
 /// # Errors
 /// EINVAL: more ranges than an engine may send; nothing was done.
@@ -333,7 +333,7 @@ fn zap(shared: &Shared, ranges: &[wire::Range]) -> Result<Vec<wire::Range>, i32>
     }
     let mut kept = Vec::new();
     for (number, (range, left)) in ranges.iter().zip(left).enumerate() {
-        // One answer for each later range has to fit; of what is in too many pieces, all counts as left alone.
+        // One entry for each later range has to fit; a range in too many pieces counts as left alone.
         let room = MAX_RANGES - (ranges.len() - number - 1) - kept.len();
         if left.len() <= room { kept.extend(left) } else { kept.push(*range) }
     }

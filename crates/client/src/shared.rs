@@ -1,4 +1,4 @@
-//! What VMM threads and the service thread share, and how both tell the operator something.
+//! State shared by VMM threads and the service thread, and the messages to the operator.
 //!
 //! Before: `builder` has made the userfaultfds. After: `client` and `service` use it as long as the process lives.
 //! Threads: any. Units: in the types. Promise: locks are taken in the order link, table; `control` is apart.
@@ -19,10 +19,10 @@ pub(crate) type FailStop = Arc<dyn Fn(&str) + Send + Sync>;
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// From the attach message, or new RAM, to its answer. If a part of that RAM is far, faults must be served first,
-    /// if need be by the engine that replaces a hung one.
+    /// From the attach message, or new RAM, to its reply. If a part of that RAM is far, faults must be served first, if
+    /// need be by the engine that replaces a hung one.
     pub handshake: Duration,
-    /// From a request or a discard to its answer.
+    /// From a request or a discard to its reply.
     pub answer: Duration,
     /// Pause before the first reconnect; doubles up to the last.
     pub backoff_first: Duration,
@@ -44,7 +44,7 @@ impl Default for Timing {
     }
 }
 
-/// What VMM threads and the service thread share. Locks are taken in the order link, table; `control` is apart.
+/// State shared by VMM threads and the service thread. Locks are taken in the order link, table; `control` is separate.
 pub(crate) struct Shared {
     pub socket: PathBuf,
     pub name: String,
@@ -72,7 +72,7 @@ pub(crate) fn announce(text: &str) {
     let _ = writeln!(std::io::stderr(), "ballast: {text}");
 }
 
-/// The longest text a message may hold, cut at a character border.
+/// The longest text that fits into a message, cut at a character border.
 pub(crate) fn cut(mut text: String) -> String {
     const LONGEST: usize = 256;
     let mut end = text.len().min(LONGEST);

@@ -1,11 +1,11 @@
-//! A thread in somebody else's process: it takes no signals and is none of the VMM's business.
+//! A thread in a process that is not ours: it takes no signals and does not disturb the VMM.
 //!
 //! Before: the client or the preload library has something to wait for. After: it waits on a thread of its own.
 //! Threads: the new one; hooks look at nothing that it does. Promise: the VMM's signals are for the VMM's threads.
 
 use crate::visit;
 
-/// Start one that runs this.
+/// Start a thread that runs this.
 ///
 /// # Errors
 /// The kernel gives no thread.

@@ -1,5 +1,5 @@
-//! Is this thread inside the client just now? The preload library asks, so that the client's own calls (an allocator
-//! that maps memory, say) are not taken for the VMM's.
+//! Tells whether this thread is inside the client. The preload library asks, so that the client's own calls (an
+//! allocator that maps memory, say) do not count as the VMM's.
 
 use std::cell::Cell;
 

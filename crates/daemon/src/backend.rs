@@ -1,7 +1,7 @@
-//! What the API shows: the engine's VMs as JSON types.
+//! The engine's VMs as the API's JSON types.
 //!
 //! Before: `http` asks. After: numbers read from counters, words and files; nothing here waits for a worker.
-//! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is what the others leave.
+//! Promise: `size = resident + far + zero + untouched + poisoned`, because untouched is the remainder.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -37,9 +37,9 @@ use crate::tracking;
 pub struct Shown {
     /// The VMs.
     pub host: Arc<Host>,
-    /// Who decides how much each VM may have.
+    /// Decides how much memory each VM may have.
     pub governor: Arc<Governor>,
-    /// Who starts engines.
+    /// Starts engines.
     pub keeper: Arc<OwnedFd>,
 }
 
@@ -62,7 +62,8 @@ impl Shown {
         Ok(())
     }
 
-    /// Before the first page of a VM may go, somebody looks who else maps its RAM: nobody does while no page may.
+    /// Before the first page of a VM may be evicted, somebody must look for other processes that map its RAM: nobody
+    /// does while no page may.
     fn look_before_first_limit(&self, served: &Arc<Served>, limit: Option<Bytes>) -> Result<(), String> {
         let vm = &served.vm;
         if vm.effective_limit().is_some() || limit.is_none_or(|limit| limit >= vm.size().bytes()) {
@@ -193,7 +194,7 @@ impl Backend for Shown {
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError> {
         let served = self.host.by_name(name).ok_or(ChangeError::NotFound)?;
         let vm = &served.vm;
-        // The word first: an engine that takes over now goes on with it.
+        // The word first: an engine that takes over now continues with it.
         let was = vm.state.kept();
         vm.state.set_kept(kept);
         if kept {
@@ -382,7 +383,7 @@ fn stat(served: &Served) -> VmStat {
     }
 }
 
-/// The same per region. The figures of an only region are the VM's; those of several are counted by their words.
+/// The figures of each region. Those of an only region are the VM's; those of several are counted by their words.
 fn regions(vm: &Vm, whole: MemoryBreakdown) -> Vec<RegionStat> {
     let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
     let (only, records) = (regions.len() == 1, vm.state.regions());

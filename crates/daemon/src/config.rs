@@ -1,7 +1,7 @@
 //! Settings. `ballastd` needs no file; `configs/ballastd.toml` explains each key.
 //!
-//! Promise: an unknown key, a size without a unit or a value out of range is an error that names it; what was typed
-//! becomes what it means here and nowhere else.
+//! Promise: an unknown key, a size without a unit or a value out of range is an error that names it; typed values are
+//! converted here and nowhere else.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::tracking::Tracking;
 
-/// How far pages are compressed.
+/// The compression of pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compression {
@@ -28,16 +28,16 @@ pub enum Compression {
     Zstd,
 }
 
-/// Everything that can be set.
+/// All settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
-    /// Where the sockets are: `attach.sock` and `api.sock`.
+    /// Directory of the sockets `attach.sock` and `api.sock`.
     pub runtime_dir: PathBuf,
     /// Most memory the compressed store may use; `None` is half of the host's.
     #[serde(with = "size", skip_serializing_if = "Option::is_none")]
     pub store_budget: Option<Bytes>,
-    /// How far pages are compressed.
+    /// The compression of pages.
     pub compression: Compression,
     /// How long a page stays zapped and watched before it is evicted, in milliseconds.
     pub quarantine_ms: u64,
@@ -53,12 +53,12 @@ pub struct Config {
     /// A cluster on other machines for such pages, if there is no file or it is full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<Remote>,
-    /// Groups of VMs that trust each other and have equal pages once: their members, by name.
+    /// Groups of VMs that trust each other and store equal pages once: their members, by name.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub dedup: BTreeMap<String, Vec<String>>,
     /// When VMs are tracked.
     pub heat: Tracking,
-    /// Who decides how much memory each VM may have.
+    /// The policy that decides how much memory each VM may have.
     pub policy: Policy,
 }
 
@@ -66,14 +66,14 @@ pub struct Config {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Policy {
-    /// Who decides.
+    /// The policy.
     pub name: Kind,
-    /// How often, in milliseconds.
+    /// Time between decisions, in milliseconds.
     pub tick_ms: u64,
     /// DRAM for all guests together; `None` is what the host can spare.
     #[serde(with = "size", skip_serializing_if = "Option::is_none")]
     pub budget: Option<Bytes>,
-    /// Maestro: over how long faults count, in seconds.
+    /// Maestro: window over which faults count, in seconds.
     pub window_s: f64,
     /// Pressure: the share of time a VM may stall, 0 to 1.
     pub threshold: f64,
@@ -92,7 +92,7 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// The same for the loop.
+    /// The same as the loop's type.
     pub fn setup(&self) -> Setup {
         let defaults = Params::default();
         let watermark_bytes = self.watermark.map_or(defaults.watermark_bytes, |watermark| watermark.0);
@@ -100,13 +100,13 @@ impl Policy {
             policy: self.name,
             tick_ms: self.tick_ms,
             budget_bytes: self.budget.map(|budget| budget.0),
-            // Out of range becomes 0 or the largest number, which `check` refuses.
+            // A value out of range becomes 0 or the largest number, which `check` refuses.
             params: Params { window_ms: (self.window_s * 1e3) as u64, threshold: self.threshold, watermark_bytes },
         }
     }
 }
 
-/// Where pages go that have been far for long.
+/// The store of pages that have been far for long.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Spill {
@@ -115,7 +115,7 @@ pub struct Spill {
     /// Most disk space that all VMs together may use.
     #[serde(with = "size")]
     pub budget: Option<Bytes>,
-    /// How long a page is in the compressed store before it goes, at least, in seconds.
+    /// Least time a page is in the compressed store before it is spilled, in seconds.
     #[serde(default = "five_minutes")]
     pub after_s: u64,
     /// Bytes that may be written for each VM in a day (UTC); `None` is no limit.
@@ -129,7 +129,7 @@ pub struct Spill {
 pub struct Remote {
     /// Some of its nodes, `HOST:PORT`; they know the others.
     pub nodes: Vec<String>,
-    /// Who we are to it.
+    /// Our user name there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     /// A file whose first line is the password.
@@ -141,7 +141,7 @@ pub struct Remote {
     /// Most memory of the cluster that all VMs of this host together may use.
     #[serde(with = "size")]
     pub budget: Option<Bytes>,
-    /// How long a page is in the compressed store before it goes, at least, in seconds.
+    /// Least time a page is in the compressed store before it is sent, in seconds.
     #[serde(default = "five_minutes")]
     pub after_s: u64,
 }
@@ -154,7 +154,7 @@ const fn five_minutes() -> u64 {
     300
 }
 
-/// What a file store can be: one area of 2 MiB to 8 TiB.
+/// Sizes of a file store: one area of 2 MiB to 8 TiB.
 const SPILL_BUDGET: std::ops::RangeInclusive<u64> = 2 * MIB..=8192 * GIB;
 
 impl Default for Config {
@@ -196,7 +196,7 @@ impl Config {
         for (group, members) in &self.dedup {
             ensure!(!members.is_empty(), "dedup.{group} must name a VM at least");
             for member in members {
-                // The name of a VM, or how names begin.
+                // The name of a VM, or the beginning of names.
                 let name = member.strip_suffix('*').filter(|name| !name.is_empty()).unwrap_or(member);
                 check_name(name).map_err(|why| anyhow::anyhow!("dedup.{group}: {member:?}: {why}"))?;
             }
@@ -207,7 +207,7 @@ impl Config {
         self.remote.as_ref().map_or(Ok(()), Remote::validate)
     }
 
-    /// The effective values, as a file that says the same.
+    /// The effective values, as a file with the same meaning.
     pub fn to_toml(&self) -> anyhow::Result<String> {
         Ok(toml::to_string(self)?)
     }
@@ -217,17 +217,17 @@ impl Config {
         self.store_budget.unwrap_or_else(|| Bytes(meminfo::bytes("MemTotal").unwrap_or(2 * GIB) / 2))
     }
 
-    /// Where VMMs attach.
+    /// Socket on which VMMs attach.
     pub fn attach_socket(&self) -> PathBuf {
         self.runtime_dir.join("attach.sock")
     }
 
-    /// Where VMMs ask for memory of the pool.
+    /// Socket on which VMMs ask for memory of the pool.
     pub fn pool_socket(&self) -> PathBuf {
         self.runtime_dir.join("pool.sock")
     }
 
-    /// Where operators ask.
+    /// Socket of the API.
     pub fn api_socket(&self) -> PathBuf {
         self.runtime_dir.join("api.sock")
     }
@@ -271,7 +271,7 @@ impl Remote {
         Ok(())
     }
 
-    /// What may be used of the cluster.
+    /// The part of the cluster that may be used.
     pub fn budget(&self) -> Bytes {
         self.budget.unwrap_or(Bytes(0))
     }

@@ -1,4 +1,4 @@
-//! The last things worth telling an operator, in memory; each is logged as well.
+//! The last events for operators, in memory; each is logged as well.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -29,11 +29,11 @@ impl Events {
     /// All of them for another engine, in messages.
     pub fn for_successor(&self) -> Vec<Vec<u8>> {
         let pieces = self.list();
-        // Serialising plain data has no way to fail.
+        // Serialising plain data cannot fail.
         pieces.chunks(IN_A_MESSAGE).map(|events| serde_json::to_vec(events).expect("events serialise")).collect()
     }
 
-    /// What an engine before this one remembered, in such a message. It goes before what this one has seen.
+    /// Add the events of an engine before this one, from such a message. They go before this engine's.
     pub fn add_past(&self, message: &[u8]) -> Result<(), serde_json::Error> {
         let past: Vec<Event> = serde_json::from_slice(message)?;
         let mut events = self.0.lock().expect("no panic while held");

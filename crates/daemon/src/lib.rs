@@ -6,11 +6,11 @@
 //! ```
 //!
 //! The keeper (`ballast-keeper`) is small and stays: it listens, checks an attach, holds every descriptor, and starts
-//! an engine again whenever one dies. [`engine`] does the work with `ballast-pager` and answers the API through
-//! [`backend`]. What the two have in common, messages and files, is `ballast-handover`. [`config`] is what an operator
-//! writes, [`settings`] the engine's part of it, which travels through the keeper.
+//! an engine again whenever one dies. [`engine`] does the work with `ballast-pager` and serves the API through
+//! [`backend`]. Their common messages and files are `ballast-handover`. [`config`] is the operator's file, [`settings`]
+//! the engine's part of it, which travels through the keeper.
 //!
-//! Promise: whichever of the two dies, and whenever, no descriptor and no byte is lost. See ARCHITECTURE.md.
+//! Promise: if either of the two dies, at any time, no descriptor and no byte is lost. See ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
 pub mod backend;

@@ -1,7 +1,7 @@
-//! What an engine must know to serve: the part of the configuration that is the engine's, in a message of its own.
+//! The engine's part of the configuration, in a message of its own.
 //!
-//! Before: the program that becomes the keeper read the configuration. After: each engine gets these, through the
-//! keeper, to which they are bytes. What an operator changes goes back the same way, for the next engine.
+//! Before: the program that becomes the keeper read the configuration. After: each engine gets these settings through
+//! the keeper, to which they are bytes. An operator's change goes back the same way, for the next engine.
 //! Promise: an engine that cannot read them says so and ends; a restart of the keeper helps.
 
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Compression, Config};
 use crate::tracking::Tracking;
 
-/// See the file's head.
+/// The settings of an engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
     /// Most memory the store may use.
@@ -34,7 +34,7 @@ pub struct Settings {
     pub policy: Setup,
     /// A cluster that pages go to.
     pub remote: Option<Remoting>,
-    /// The pool; none, if the keeper is older than it.
+    /// The pool; `None` if the keeper is older than it.
     pub pool: Option<Pooling>,
 }
 
@@ -43,7 +43,7 @@ pub struct Settings {
 pub struct Remoting {
     /// Some of its nodes.
     pub nodes: Vec<String>,
-    /// Who we are to it.
+    /// Our user name there.
     pub user: Option<String>,
     /// A file with the password.
     pub password_file: Option<String>,
@@ -51,7 +51,7 @@ pub struct Remoting {
     pub replicas: u32,
     /// Most memory of the cluster.
     pub budget: Bytes,
-    /// How long a page is far before it goes, at least.
+    /// Least time a page is far before it is sent.
     pub after_s: u64,
 }
 
@@ -73,14 +73,14 @@ pub struct Spilling {
     pub dir: PathBuf,
     /// Most disk space.
     pub budget: Bytes,
-    /// How long a page is far before it goes, at least.
+    /// Least time a page is far before it is spilled.
     pub after_s: u64,
     /// Bytes that may be written for each VM in a day; 0 is no limit.
     pub writes_per_day: Bytes,
 }
 
 impl Settings {
-    /// Those of a configuration.
+    /// The settings in a configuration.
     pub fn of(config: &Config) -> Self {
         Self {
             store_budget: config.store_budget(),
@@ -112,7 +112,7 @@ impl Settings {
     }
 }
 
-/// What the keeper gets of a configuration: the engine's part as bytes.
+/// The keeper's options in a configuration, with the engine's part as bytes.
 pub fn for_keeper(config: &Config) -> Options {
     Options {
         runtime_dir: config.runtime_dir.clone(),

@@ -10,17 +10,17 @@ use ballast_heat::generations::Promotion;
 use ballast_heat::pace::Budget;
 use serde::{Deserialize, Serialize};
 
-/// See above.
+/// The settings of tracking.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tracking {
-    /// When to find out who is hot.
+    /// When to track which memory is hot.
     pub track: Track,
     /// What it may cost, in percent of one CPU, and again of the time guest threads wait.
     pub cost_percent: f64,
-    /// Look into hot huge pages, for those of their pages that are cold.
+    /// Scan hot huge pages for their cold pages.
     pub fine_cycles: bool,
-    /// A huge page that was touched becomes one generation younger; otherwise youngest at once, as a base page does.
+    /// A touched huge page becomes one generation younger; otherwise it becomes youngest at once, as a base page does.
     pub fair: bool,
 }
 

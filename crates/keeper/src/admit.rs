@@ -1,8 +1,9 @@
-//! Admit: is this attach what it claims to be? Everything about the descriptors is looked at here, once.
+//! Admission: checks the descriptors of an attach, once.
 //!
 //! Before: the keeper decoded an [`Attach`]. After: descriptors with meanings, or a reason a person understands.
-//! Promise: nothing a client sends makes us map a file it could shrink under us, or use a descriptor as what it is not.
-//! What a descriptor is, is asked only in ways that cannot wait: `fstat` on a file of a FUSE server that is gone would.
+//! Promise: no message of a client makes us map a file that the client could shrink under us, or use a descriptor as
+//! what it is not. The kind of a descriptor is asked only by calls that cannot wait: `fstat` on a file of a dead FUSE
+//! server would.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -28,11 +29,11 @@ pub struct Admitted {
     pub control: SentFd,
     /// The regions.
     pub ram: Vec<Ram>,
-    /// On resume: what the client had in escrow, opened anew for writing.
+    /// On resume: the client's escrow, opened anew for writing.
     pub resumed: Option<Escrow>,
 }
 
-/// What clients keep for the next keeper.
+/// Files that clients keep for the next keeper.
 #[derive(Debug)]
 pub struct Escrow {
     /// The state file.
@@ -44,18 +45,18 @@ pub struct Escrow {
 /// A region as a process maps it.
 #[derive(Debug)]
 pub struct Ram {
-    /// Where.
+    /// Its addresses.
     pub span: Span,
-    /// Where the guest sees it, if that is known.
+    /// Its guest-physical address, if known.
     pub guest_address: Option<u64>,
-    /// What it is made of.
+    /// Its extents.
     pub extents: Extents,
     /// The files that extents name, each once.
     pub files: Vec<(Arc<SentFd>, FileId)>,
 }
 
 impl Ram {
-    /// Where its extents are: files, first bytes, and the bytes after the last ones.
+    /// Where its extents are: file, first byte, and the byte after the last one.
     pub fn places(&self) -> impl Iterator<Item = (FileId, u64, u64)> + use<'_> {
         let place = |extent: &Extent| (self.files[usize::from(extent.file)].1, extent.offset.0, extent.end());
         self.extents.list().iter().map(place)
@@ -99,7 +100,7 @@ pub fn admit(attach: &Attach, fds: Vec<SentFd>) -> Result<Admitted, String> {
 /// The largest region: 16 TiB, whose table takes 32 GiB of address space.
 const LARGEST_REGION: Bytes = Bytes(16 << 40);
 
-/// A RAM file that was looked at.
+/// A RAM file that was checked.
 struct RamFile {
     fd: Arc<SentFd>,
     id: FileId,
@@ -108,7 +109,7 @@ struct RamFile {
     size: Bytes,
 }
 
-/// Check the files of regions that [`ballast_base::wire::check_regions`] has let pass, and whose faults arrive through
+/// Check the files of regions that [`ballast_base::wire::check_regions`] has accepted, and whose faults arrive through
 /// userfaultfds with these features.
 pub fn check_ram(regions: &[RegionInfo], fds: Vec<SentFd>, uffd_features: u64) -> Result<Vec<Ram>, String> {
     let files = fds.into_iter().enumerate().map(|(number, fd)| check_file(number, fd));
@@ -162,7 +163,8 @@ fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<
 }
 
 fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
-    // Only files of these kinds have seals, and the kernel answers that without asking the file's own file system; then
+    // Only files of these kinds have seals, and the kernel returns those without asking the file's own file system.
+    // After that the rest may be asked, too.
     // the rest may be asked, too.
     if fcntl_get_seals(&fd).is_err() {
         return Err(format!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));

@@ -1,10 +1,11 @@
-//! Attach: how a process's RAM becomes a VM, or one more view of one, or a VM that was there before.
+//! Attach: how a process's RAM becomes a VM, one more view of a VM, or a VM that existed before.
 //!
-//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client is
-//! answered: one that joins a VM, when its faults are served.
+//! Before: a client sent its attach message, or hot-plugged RAM. After: the engine has been told, and the client has
+//! its reply: a client that joins a VM when its faults are served.
 //! Threads: the keeper's one.
-//! Promise: a VM is who its id says. A resumed one gets its words back whoever has taken its name, and whichever of its
-//! processes comes first; no engine has it before the one that may have been serving it is done with it.
+//! Promise: its id identifies a VM. A resumed VM gets its words back even if another VM has taken its name, and
+//! whichever of its processes comes first. No engine has it before the one that may have been serving it is done with
+//! it.
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, OwnedFd};
@@ -63,7 +64,7 @@ impl Keeper {
         }
     }
 
-    /// The rest of it: a VM that is new to this keeper gets this file store, or it is said why it has none.
+    /// The rest of it: a VM that is new to this keeper gets this file store, or a note of why it has none.
     pub(crate) fn attach_with(
         &mut self,
         key: u64,
@@ -73,7 +74,7 @@ impl Keeper {
     ) -> Result<(), String> {
         let client = self.clients.get(&key).ok_or("this client is gone")?;
         let (pid, uid) = (client.pid, client.uid);
-        // Others may have come while this one waited.
+        // Other processes may have come while this one waited.
         self.check_memory(uid, attach.regions.iter().map(|region| region.span.len))?;
         let Admitted { uffds, control, ram, resumed } = admitted;
         let ranges = Ram::ranges(&ram);
@@ -107,7 +108,7 @@ impl Keeper {
                     }
                     None => {}
                 }
-                // Before anybody serves it: without escrow it could not come back after this keeper's death.
+                // Before any engine serves it: without escrow it could not come back after this keeper's death.
                 let escrow = entry.escrow()?;
                 self.vms.push(entry);
                 (self.vms.len() - 1, Some(escrow))
@@ -118,7 +119,7 @@ impl Keeper {
         if self.views_of(vm).any(|(other, _)| other == pid) {
             return Err("this process is attached to that VM already".into());
         }
-        // Only a process that was part of the VM may bring what is not known: it was plugged while no keeper ran.
+        // Only a process that was part of the VM may bring an unknown region: it was plugged while no keeper ran.
         let may_add = is_new || attach.resume.is_some();
         let mut added = Vec::new();
         let spans = self.vms[index].number(ram, may_add, &mut added);
@@ -129,7 +130,7 @@ impl Keeper {
             self.tell_added(vm, pid, &added);
         }
         let spans = spans?;
-        // Only now: until then the engine may write back, and nobody else shall have the file.
+        // Only now: until then the engine may write back, and no other process may have the file.
         self.reopened(vm);
         let numbers = spans.iter().map(|(_, number)| *number).collect();
         let entry = &mut self.vms[index];
@@ -149,12 +150,12 @@ impl Keeper {
         self.clients.get_mut(&key).ok_or("this client is gone")?.view = Some(view);
         tracing::info!(vm = name, id = %vm, pid, regions = attach.regions.len(), "attached");
         if let Some(escrow) = escrow {
-            // Nothing of a new VM is far. What is far of one that comes back is registered, and its faults wait.
+            // A new VM has no far page. Far pages of a returning VM are registered, and their faults wait.
             self.search_or_hand_over(vm);
             let stores = Files::counts(&self.vms[index].stores);
             self.give_escrow(key, vm, stores, &escrow);
         } else if !self.vms[index].is_handed_over() {
-            // That may take a minute or more, and nobody is served meanwhile.
+            // That may take a minute or more, and no fault is served meanwhile.
             if attach.resume.is_some() {
                 self.answer_attached(key);
             } else {
@@ -180,7 +181,7 @@ impl Keeper {
     fn check_joins(&self, index: usize, resumed: Option<&Escrow>, ram: &FileRanges) -> Result<(), String> {
         let vm = &self.vms[index];
         if let Some(Escrow { state, .. }) = resumed {
-            // That it has the VM's own state file shows that it was part of it; that it knows the id does not.
+            // The VM's own state file proves that it was part of the VM; knowing the id does not.
             let same = memfd::file_id(state).ok() == memfd::file_id(vm.state.fd()).ok();
             if !same {
                 return Err("the state file is another VM's".into());
@@ -192,7 +193,7 @@ impl Keeper {
         }
     }
 
-    /// A VM nobody has seen before.
+    /// A VM that no keeper has seen before.
     pub(crate) fn create(&self, attach: &Attach, uid: u32) -> Result<VmEntry, String> {
         if self.has_name(&attach.name) {
             return Err(format!("a VM named {:?} is attached already", attach.name));
@@ -206,8 +207,8 @@ impl Keeper {
         Ok(entry)
     }
 
-    /// An opening of its own of the arena that this user's VMs of a group have, or of a new one: whoever may attach may
-    /// give a VM any name, and shall see nobody else's memory by it.
+    /// An opening of its own of the arena that this user's VMs of a group have, or of a new one. Any user who may
+    /// attach may give a VM any name, so an arena is per user: a name must not give access to others' memory.
     fn group_arena(&self, group: &str, uid: u32) -> Result<OwnedFd, String> {
         let say = |error: std::io::Error| format!("Opening the arena of group {group:?}: {error}");
         let is_of = |vm: &&VmEntry| vm.uid == uid && group_of(&self.groups, &vm.state.name()) == Some(group);
@@ -217,13 +218,13 @@ impl Keeper {
         }
         let made = arena::create().map_err(say)?;
         rustix::fs::fchmod(&made, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| say(error.into()))?;
-        // The opening that made it is another one, which says of nobody that he is there.
+        // The opening that made it is another one, which announces no member.
         memfd::reopen(made.as_fd(), true).map_err(say)
     }
 
     /// A VM whose keeper died, or whose attach socket was cut. The engine of an earlier keeper may be serving it, or be
-    /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until nothing of it is left. Our own engine
-    /// was told to close the VM before this, and carries out the orders about a VM in turn.
+    /// about to open it: it is killed here, and [`Keeper::hand_over`] waits until all of it is gone. Our own engine was
+    /// told to close the VM before this, and carries out the orders about a VM in turn.
     pub(crate) fn resume(
         &mut self,
         attach: &Attach,
@@ -235,7 +236,7 @@ impl Keeper {
         if Some(state.id()) != attach.resume {
             return Err("the state file is another VM's".into());
         }
-        // What no engine of ours can open stays with the one that can. (An index was opened to find its file.)
+        // A store that no engine of ours can open stays with one that can. (An index was opened to find its file.)
         for files in &stores {
             let layout = match files.store() {
                 RAM_STORE => &arena::RAM,
@@ -249,7 +250,7 @@ impl Keeper {
         }
         let named = state.engine().map(|(pid, start)| Process { pid, start });
         let leaving = state.leaving().map(|(pid, start)| Process { pid, start });
-        // One of ours closes it, after what it was told before; the same one opens it again.
+        // One of ours closes it, after its earlier orders; the same one opens it again.
         let next = self.upgrade.as_ref().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| upgrade.next.process);
         let at = if named.is_some() && named == next { At::Next } else { At::Engine };
         let ours = self.ours();
@@ -263,7 +264,7 @@ impl Keeper {
         }
         let name = state.name();
         if self.has_name(&name) {
-            // Its guest waits for its memory; what it is called can be mended later.
+            // Its guest waits for its memory; its name can be mended later.
             let free = free_name(&name, |name| self.has_name(name));
             state.rename(&free);
             self.note(
@@ -281,7 +282,7 @@ impl Keeper {
         self.vms.iter().any(|vm| vm.state.name() == name)
     }
 
-    /// Hand a VM to the engine, or begin to look for the regions that nobody has brought.
+    /// Hand a VM to the engine, or begin to look for the regions that no process has brought.
     fn search_or_hand_over(&mut self, id: VmId) {
         let Some(vm) = self.vms.iter_mut().find(|vm| vm.state.id() == id) else { return };
         let missing = missing_files(vm);
@@ -401,7 +402,7 @@ impl Keeper {
         let Some(view) = self.clients.get_mut(&key).and_then(|client| client.view.as_mut()) else { return };
         let Some(at) = view.spans.iter().position(|(span, _)| span.hva == hva) else { return };
         let (_, number) = view.spans.remove(at);
-        // Another process may go on with it.
+        // Another process may continue it.
         let mut spans = self.clients.values().filter_map(|client| client.view.as_ref()).filter(|view| view.vm == vm);
         if spans.any(|view| view.spans.iter().any(|(_, other)| *other == number)) {
             return;
@@ -427,11 +428,11 @@ fn missing_files(vm: &VmEntry) -> HashSet<FileId> {
     vm.missing().into_iter().flat_map(|(_, record)| record.files).collect()
 }
 
-/// A name like this one that nobody has.
+/// A name like this one that is free.
 fn free_name(name: &str, is_taken: impl Fn(&str) -> bool) -> String {
     let named = |number: u64| {
         let suffix = format!("-{number}");
-        // Names are ASCII, but the state file's bytes were once somebody else's.
+        // Names are ASCII, but the bytes of the state file were once another process's.
         let mut end = name.len().min(MAX_NAME - suffix.len());
         while !name.is_char_boundary(end) {
             end -= 1;

@@ -1,10 +1,10 @@
-//! Could a program be the keeper? It is asked in a process of its own before this one becomes it.
+//! Asks a program whether it could be the keeper, in a process of its own, before this process becomes it.
 //!
-//! Before: an engine of the program serves. After: the program has read what this keeper would leave it, and the state
-//! file of every VM, and has said whether it could go on with that.
+//! Before: an engine of the program serves. After: the program has read the record that this keeper would leave it, and
+//! the state file of every VM, and has said whether it could go on with them.
 //! Threads: the keeper's one; nothing here waits on its side.
-//! Promise: the program that is asked has read-only copies of what is written down, duplicates of the state files, and
-//! nothing else. Whatever it does, this keeper goes on.
+//! Promise: the program has only read-only copies of the record and duplicates of the state files. Whatever it does,
+//! this keeper goes on.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +23,7 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use crate::stage::Deadline;
 
-/// What the program is called with.
+/// The argument of the program.
 const ROLE: &str = "check-keeper";
 
 /// A program that has been asked.
@@ -55,7 +55,7 @@ impl Checker {
         Ok(Self { child, socket, deadline: Deadline::new(Instant::now()) })
     }
 
-    /// What it says, once it says it.
+    /// Its reply, once there is one.
     pub fn answer(&self) -> Option<Result<(), String>> {
         match scm::receive(&self.socket) {
             Err(error) if error.kind() == ErrorKind::WouldBlock => None,
@@ -68,14 +68,14 @@ impl Checker {
         }
     }
 
-    /// It is not needed any more. Returns what to reap.
+    /// It is not needed any more. Returns the child to reap.
     pub fn end(self) -> Child {
         let _ = pidfd_send_signal(self.child.pidfd(), Signal::KILL);
         self.child
     }
 }
 
-/// What the program that is asked does: its standard input has what the keeper holds, and takes the answer.
+/// The program's side: its standard input has the keeper's record, and takes the reply.
 pub fn check() -> anyhow::Result<()> {
     let stdin = io::stdin();
     let result = look(&stdin).map_err(|error| format!("{error:#}"));

@@ -1,6 +1,6 @@
 //! A process that connected, and what it attached with.
 //!
-//! Before: `clients` took its connection. After: the keeper knows whose it is, and what of a VM it maps.
+//! Before: `clients` took its connection. After: the keeper knows its user, and which parts of a VM it maps.
 //! Threads: the keeper's one.
 
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use rustix::event::PollFlags;
 
 use crate::closer::SentFd;
 
-/// Requests of one client that are under way. Ours asks one at a time.
+/// Most requests of one client that are under way. Our client makes one at a time.
 const MOST_PENDING: usize = 8;
 
 /// A process that connected. It has a `view` once it attached.
@@ -38,7 +38,7 @@ pub struct ClientView {
 }
 
 impl Client {
-    /// What to wait for on its socket. While it has asked too much at once, its next messages wait.
+    /// The events to wait for on its socket. After too many requests at once, its next messages wait.
     pub fn interest(&self) -> PollFlags {
         if self.pending < MOST_PENDING { PollFlags::IN } else { PollFlags::empty() }
     }
@@ -47,7 +47,7 @@ impl Client {
 /// Connections by key, in no order.
 pub type Clients = HashMap<u64, Client>;
 
-/// What to wait for on each connection.
+/// The events to wait for on each connection.
 pub fn interests(clients: &Clients) -> impl Iterator<Item = (u64, BorrowedFd<'_>, PollFlags)> {
     clients.iter().map(|(key, client)| (*key, client.socket.as_fd(), client.interest()))
 }

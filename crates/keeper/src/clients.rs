@@ -2,7 +2,7 @@
 //!
 //! Before: a process connected to the attach socket. After: its messages went where they belong, one at a time.
 //! Threads: the keeper's one.
-//! Promise: a client costs itself only. What it may leave open, unsaid or unanswered is bounded per user and per
+//! Promise: a client harms itself only. What it may leave open, unsaid or unanswered is bounded per user and per
 //! client, and every descriptor it sends becomes a [`SentFd`] at once, so that none can hold up the keeper.
 
 use std::io::ErrorKind;
@@ -25,21 +25,21 @@ use crate::waiting::{Answer, Asked};
 
 /// Connections, attached or not.
 const MOST_CLIENTS: usize = 4096;
-/// Connections of a user who is not root: a quarter, so that no three of them keep everybody else out.
+/// Connections of a user who is not root: a quarter, so that three such users cannot keep all others out.
 const MOST_OF_A_USER: usize = MOST_CLIENTS / 4;
 /// RAM that all processes of such a user may announce, in times the host's memory. It costs the user nothing while it
-/// is not touched, but each page of it that is discarded or watched costs the engine a word: a 512th.
+/// is not touched, but each page of it that is discarded or watched costs the engine a word: 1/512 of it.
 const RAM_OF_A_USER: u64 = 16;
 /// Connections of one user that have not attached: some VMs that start or come back at the same time.
 const MOST_UNATTACHED: usize = 64;
 /// How long a connection may take to attach. A client sends its attach message right after it connected.
 const TIME_TO_ATTACH: Duration = Duration::from_secs(10);
-/// Connections taken before those that are there are heard again, which attaches them.
+/// Connections taken before the existing ones are served again, which attaches them.
 const BURST: usize = 16;
 /// Descriptors of one user whose closing hangs, before connections of that user are refused.
 pub const MOST_STUCK: usize = 4;
-/// Messages of one client that were refused, or whose answer it did not take, before it is hung up on. A client that is
-/// refused connects anew; only one that talks nonsense comes this far.
+/// Messages of one client that were refused, or whose reply it did not take, before the keeper hangs up. A client that
+/// is refused connects anew; only a client that sends nonsense comes this far.
 const MOST_FAULTS: u32 = 16;
 /// How long to leave the listening socket alone when there are no descriptors left: it stays readable.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
@@ -63,7 +63,7 @@ fn has_room(uid: u32, clients: impl Iterator<Item = (u32, bool)>) -> Result<(), 
     }
 }
 
-/// May a user's processes announce so much more RAM, on a host with so much memory?
+/// May a user's processes announce `more` RAM, on a host with this much memory?
 fn has_memory(uid: u32, announced: u64, more: u64, host: u64) -> Result<(), String> {
     let most = host.saturating_mul(RAM_OF_A_USER);
     if uid == 0 || announced.saturating_add(more) <= most {
@@ -127,7 +127,7 @@ impl Keeper {
         }
     }
 
-    /// Hang up on those who never said who they are.
+    /// Hang up on connections that never attached.
     pub(crate) fn tend_clients(&mut self, now: Instant) {
         let silent = |client: &Client| client.view.is_none() && now - client.since > TIME_TO_ATTACH;
         let late: Vec<u64> = self.clients.iter().filter(|(_, client)| silent(client)).map(|(key, _)| *key).collect();
@@ -154,7 +154,7 @@ impl Keeper {
         }
     }
 
-    /// Tell a client that what it asked for is not to be had.
+    /// Refuse a client's request.
     pub(crate) fn refuse(&mut self, key: u64, reason: String) {
         if let Some(client) = self.clients.get_mut(&key) {
             tracing::warn!(pid = client.pid, "refused: {reason}");
@@ -201,7 +201,7 @@ impl Keeper {
         }
     }
 
-    /// Answer a client; one that does not take its answers is remembered for it.
+    /// Reply to a client; one that does not take its replies is remembered for that.
     pub(crate) fn answer(&mut self, key: u64, answer: &KeeperToClient, fds: &[BorrowedFd<'_>]) {
         let Some(client) = self.clients.get_mut(&key) else { return };
         if let Err(error) = scm::send(&client.socket, &wire::encode(answer), fds) {
@@ -210,7 +210,7 @@ impl Keeper {
         }
     }
 
-    /// The engine has carried out, or refused, what a client waits for.
+    /// The engine has carried out, or refused, the order that a client waits for.
     pub(crate) fn answered(&mut self, Asked { client: key, order, answer }: &Asked, result: Result<(), String>) {
         if let Some(client) = self.clients.get_mut(key) {
             client.pending = client.pending.saturating_sub(1);
@@ -243,7 +243,7 @@ impl Keeper {
         self.answer(key, &KeeperToClient::Attached { vm, stores }, &files);
     }
 
-    /// It looked well when it attached, and cannot be after all.
+    /// It passed the checks when it attached, and failed after all.
     fn refuse_attached(&mut self, key: u64, reason: &str) {
         self.answer(key, &KeeperToClient::Refused(reason.to_owned()), &[]);
         self.drop_client(key, reason);
@@ -252,7 +252,7 @@ impl Keeper {
     pub(crate) fn drop_client(&mut self, key: u64, why: &str) {
         let Some(client) = self.clients.remove(&key) else { return };
         self.pending.retain(|_, asked| asked.client != key);
-        // Closing its socket made room, if descriptors were short.
+        // Closing its socket freed descriptors, if they were short.
         self.accept_again = None;
         let Some(view) = client.view else {
             tracing::debug!(pid = client.pid, "a process that did not attach {why}");
@@ -273,7 +273,7 @@ impl Keeper {
         views.filter(move |(_, view)| view.vm == vm)
     }
 
-    /// Answer a client when it can touch these regions of its VM (see [`Order::Reach`]).
+    /// Reply to a client when it can touch these regions of its VM (see [`Order::Reach`]).
     pub(crate) fn answer_when_served(&mut self, key: u64, regions: Vec<u32>, answer: Answer) -> Result<(), String> {
         self.ask_engine(key, answer, |seq, vm, pid| Order::Reach { seq, vm, pid, regions })
     }
@@ -291,7 +291,7 @@ impl Keeper {
         let seq = self.next_seq;
         self.next_seq += 1;
         let order = order(seq, vm, client.pid);
-        // An engine that is to get the VM later, or to have it alone, gets what is pending, too.
+        // An engine that is to get the VM later, or to have it alone, then also gets the pending orders.
         if self.vm(vm).is_some_and(|vm| vm.is_handed_over() && vm.at != At::Both) {
             self.order(&order, &[]);
         }

@@ -1,10 +1,11 @@
-//! The closer: closes what clients sent, on threads that have nothing else to do.
+//! The closer: closes descriptors of clients, on threads that do nothing else.
 //!
-//! Before: somebody who may attach sent a descriptor. After: it is closed, or a thread waits for that and nobody else
-//! does. Closing can take for ever: a socket that lingers, a file of a FUSE server that does not answer. It can take
-//! long: the last descriptor of a large RAM file.
+//! Before: a client sent a descriptor. After: it is closed, or only a closing thread waits for that. A close can take
+//! for ever: a socket that lingers, a file of a FUSE server that does not respond. It can take long: the last
+//! descriptor of a large RAM file.
 //! Threads: any may drop a [`SentFd`]; closing threads are started as needed, at most [`MOST_THREADS`].
-//! Promise: dropping a [`SentFd`] never waits. A user whose descriptors do not close is known ([`Closer::stuck`]).
+//! Promise: dropping a [`SentFd`] never waits. The closer knows the users whose descriptors do not close
+//! ([`Closer::stuck`]).
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,7 +19,7 @@ const MOST_THREADS: usize = 32;
 
 type Thing = Box<dyn Send>;
 
-/// See the file's head.
+/// Closes descriptors on its own threads.
 #[derive(Default)]
 pub struct Closer {
     state: Mutex<State>,
@@ -27,9 +28,9 @@ pub struct Closer {
 
 #[derive(Default)]
 struct State {
-    /// Whose, and what.
+    /// The user, and the thing to close.
     waiting: VecDeque<(u32, Thing)>,
-    /// By number of the thread: whose, since when.
+    /// By number of the thread: the user, and since when.
     closing: HashMap<u64, (u32, Instant)>,
     threads: u64,
     next_thread: u64,
@@ -42,7 +43,7 @@ impl Closer {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // What is dropped may panic, but not while the lock is held.
+        // Dropping it may panic, but not while the lock is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -57,7 +58,7 @@ impl Closer {
         self.changed.notify_one();
     }
 
-    /// See to it that things are closed although the closing of others hangs. Called every now and then.
+    /// Close things although the closing of others hangs. Called now and then.
     pub fn tend(self: &Arc<Self>, hangs_after: Duration) {
         let mut state = self.state();
         let all_hang = state.closing.len() as u64 == state.threads
@@ -111,7 +112,7 @@ impl Closer {
     }
 }
 
-/// A descriptor that somebody sent us, or a connection to somebody. Nobody knows what closing it does.
+/// A descriptor that a client sent, or a connection to a client. Its close may wait for anything.
 pub struct SentFd {
     fd: Option<OwnedFd>,
     uid: u32,

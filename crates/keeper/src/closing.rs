@@ -1,10 +1,10 @@
-//! VMs whose processes are gone while their memory may still be on its way back into RAM files that others can reach.
-//!
+//! VMs whose processes are gone while their memory may still be on its way back into RAM files that other processes can
+//! reach.
 //! Before: the last process of a VM is gone. After: the engine says that it is done with the VM; its descriptors are
 //! closed.
 //! Threads: the keeper's one.
-//! Promise: an engine that dies over it has a successor that goes on. Nobody else gets such a file as RAM of another VM
-//! meanwhile: a client that brings it, with its attach or later, is told to come again.
+//! Promise: if an engine dies meanwhile, its successor goes on. No other VM gets such a file as RAM meanwhile: a client
+//! that brings it, with its attach or later, is told to come again.
 
 use ballast_base::Bytes;
 use ballast_base::wire::VmId;
@@ -18,9 +18,9 @@ use crate::keeper::Keeper;
 use crate::regions::{At, VmEntry};
 use crate::waiting::{Closing, UNASKED};
 
-/// VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the engine a
-/// thread and its descriptors, for as long as there is no memory for what was far: permanently, where the RAM is in a
-/// full tmpfs.
+/// Most VMs of one user who is not root that may be closing when another one of that user attaches. Each costs the
+/// engine a thread and its descriptors, for as long as there is no memory for its far pages: permanently, if the RAM is
+/// in a full tmpfs.
 const MOST_OF_A_USER: usize = 64;
 
 impl Keeper {
@@ -45,7 +45,7 @@ impl Keeper {
             }
             At::Engine | At::Next => {}
         }
-        // One that waits for regions no engine has.
+        // A VM that waits for regions is with no engine.
         if entry.search.is_none() {
             self.closing.push(Closing { seq, entry, given });
         }
@@ -64,8 +64,8 @@ impl Keeper {
         self.closing.retain(|closing| closing.entry.state.id() != id);
     }
 
-    /// Must a process that is, or comes back as, this VM wait with this RAM, and why? The RAM of any other VM may be
-    /// on its way back into them until now.
+    /// Must a process that is, or comes back as, this VM wait with this RAM, and why? The RAM of any other VM may be on
+    /// its way back into these files until now.
     pub(crate) fn must_wait(&self, vm: Option<VmId>, ram: &FileRanges) -> Option<String> {
         let is_it = |closing: &&Closing| Some(closing.entry.state.id()) == vm;
         let (own, others): (Vec<_>, Vec<_>) = self.closing.iter().partition(is_it);
@@ -95,8 +95,7 @@ impl Keeper {
         Bytes(regions.map(|record| record.pages().bytes().0).fold(0, u64::saturating_add))
     }
 
-    /// Have a new engine finish what the last one had begun, when nothing of that is left. Returns whether some must
-    /// wait.
+    /// Have a new engine finish what the last one had begun, when the last one is gone. Returns whether some must wait.
     pub(crate) fn tend_closing(&mut self) -> bool {
         let ours = self.ours();
         let is_free = |entry: &VmEntry, engine: Process| {

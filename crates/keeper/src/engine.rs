@@ -1,7 +1,7 @@
-//! An engine as its keeper sees it: a child, a socket, a pulse, and the orders that it has not taken.
+//! An engine from its keeper's side: a child, a socket, a pulse, and the orders that it has not taken.
 //!
-//! Before: `engine_child` starts one. After: it is given orders, and known to be alive or not.
-//! Threads: the keeper's one. Nothing here waits: what the engine's socket does not take stays in a queue.
+//! Before: `engine_child` starts one. After: it gets orders, and the keeper knows whether it is alive.
+//! Threads: the keeper's one. Nothing here waits: orders that the engine's socket does not take stay in a queue.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -21,16 +21,16 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use crate::closer::SentFd;
 
-/// How often the engine is asked whether it is there.
+/// Time between pings to the engine.
 pub const PING_EVERY: Duration = Duration::from_secs(1);
-/// How many times it may be asked in vain before it is replaced.
+/// Unanswered pings after which it is replaced.
 const SILENCE: u32 = 15;
-/// How many times it may answer without saying that it serves. Opening a VM takes seconds at most; ten minutes without
-/// an end is an engine that waits for itself.
+/// Most replies without having begun to serve. Opening a VM takes seconds at most; an engine that does not serve after
+/// ten minutes waits for itself.
 const STARTING: u32 = 600;
 
-/// Does the engine still answer? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
-/// or a host that slept, has gone without an answer for one round, not for sixty.
+/// Does the engine still reply? Counted in rounds of this keeper, not in time: a keeper that was stopped for a minute,
+/// or a host that slept, has gone without a reply for one round, not for sixty.
 #[derive(Debug)]
 pub(crate) struct Pulse {
     pub asked: Instant,
@@ -89,16 +89,16 @@ pub struct Engine {
     /// The other end is its standard input.
     pub socket: OwnedFd,
     pub pulse: Pulse,
-    /// What it has not taken yet.
+    /// Orders that it has not taken yet.
     pub orders: VecDeque<(Vec<u8>, Vec<Arc<SentFd>>)>,
-    /// The kernel has no room for the next order, and will not say when it has.
+    /// The kernel has no space for the next order, and does not report when it has.
     pub starved: bool,
     /// Why it was killed, if it was.
     pub killed: Option<&'static str>,
     pub begun: Instant,
     /// It was told that it has all VMs there are.
     pub told_to_serve: bool,
-    /// The version of what it says; 0 before it has said anything.
+    /// The version of its messages; 0 before the first one.
     pub version: u16,
 }
 
@@ -119,7 +119,7 @@ impl Engine {
         }
     }
 
-    /// What to wait for on its socket.
+    /// The events to wait for on its socket.
     pub fn interest(&self) -> PollFlags {
         if self.orders.is_empty() || self.starved { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT }
     }
@@ -132,7 +132,7 @@ impl Engine {
         }
     }
 
-    /// Give it what it takes now.
+    /// Give it as many orders as it takes now.
     pub fn flush(&mut self) {
         self.starved = false;
         while let Some((bytes, fds)) = self.orders.front() {
@@ -143,12 +143,12 @@ impl Engine {
                 Err(error) if error.kind() == ErrorKind::BrokenPipe || error.kind() == ErrorKind::ConnectionReset => {
                     return self.orders.clear();
                 }
-                // It will never be, and others wait behind it.
+                // It will never be sent, and others wait behind it.
                 Err(error) if error.kind() == ErrorKind::InvalidInput => {
                     tracing::error!("An order with {} descriptors is left out: {error}", fds.len());
                 }
                 Err(error) => {
-                    // Too many descriptors on their way, or no memory: an order is never left out.
+                    // Too many descriptors in flight, or no memory: an order is never left out.
                     tracing::warn!("Giving the engine an order: {error}; trying again");
                     self.starved = true;
                     return;
@@ -170,7 +170,7 @@ pub(crate) fn spawn(starter: &mut Starter, program: &Path) -> anyhow::Result<Eng
     let process = match known.and_then(|process| process.context("The engine has no start time")) {
         Ok(process) => process,
         Err(error) => {
-            // An engine that no later keeper could tell from others must not be given a VM.
+            // A later keeper could not tell this engine from others, so it must not be given a VM.
             let _ = pidfd_send_signal(child.pidfd(), Signal::KILL);
             return Err(error);
         }

@@ -1,10 +1,9 @@
-//! The keeper's engine: started, given orders, listened to, replaced when it dies or falls silent.
+//! The keeper's engine: started, given orders, read, replaced when it dies or does not reply.
 //!
-//! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in an order that makes
-//! sense.
-//! Threads: the keeper's one. Nothing here waits: what the engine's socket does not take stays in a queue.
-//! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and never two engines
-//! in turn before the first can do nothing to the VM any more. A VM for which that takes long delays no other.
+//! Before: the keeper has VMs to be served. After: an engine has been told of all of them, in a sensible order.
+//! Threads: the keeper's one. Nothing here waits: orders that the engine's socket does not take stay in a queue.
+//! Promise: the state file of a VM names an engine before that engine can have heard of the VM, and a second engine
+//! only after the first can do nothing to the VM any more. A VM for which that takes long delays no other.
 
 use std::io;
 use std::sync::Arc;
@@ -28,13 +27,13 @@ use crate::store_files::Files;
 use crate::waiting::{Closing, Making, UNASKED};
 
 /// How long the API of a new engine waits for VMs that dead engines are not done with. They take milliseconds, or as
-/// long as the kernel likes.
+/// long as the kernel takes.
 const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often to look whether they are done after that.
 const LATER: Duration = Duration::from_millis(200);
 /// When operators are told that a VM waits.
 const TELL_AFTER: Duration = Duration::from_secs(2);
-/// Engines that die before they serve, one after the other, are started again ever more slowly, up to this.
+/// Engines that die in a row before they serve are started again ever more slowly, up to this pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl Keeper {
@@ -42,7 +41,7 @@ impl Keeper {
     pub(crate) fn keep_engine(&mut self) {
         self.zombies.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
         self.tend_leaving();
-        // What they said while we did something else, or were stopped, counts before their silence does.
+        // Messages that arrived while the keeper did something else, or was stopped, count before the silence does.
         self.hear(Who::Engine);
         self.hear(Who::Next);
         self.keep_next();
@@ -62,13 +61,13 @@ impl Keeper {
         };
         match engine.pulse.beat(Instant::now()) {
             Beat::Rest => {}
-            // Its pidfd is silent while the kernel keeps one of its threads. That is in the way of one VM, not of all.
+            // Its pidfd is silent while the kernel keeps one of its threads. That delays one VM, not all.
             _ if engine.killed.is_some() || engine.process.is_dying() => return self.reap_engine(),
-            // With orders waiting, a ping would only make the queue longer, and answers are missing anyway.
+            // With orders waiting, a ping would only make the queue longer, and replies are missing anyway.
             Beat::Ask if engine.orders.is_empty() => self.order(&Order::Ping, &[]),
             Beat::Ask => {}
             Beat::Dead(how) => {
-                // Not waited for here: its pidfd tells, or the next beat.
+                // The keeper does not wait for it here: its pidfd tells, or the next round.
                 tracing::error!(pid = engine.process.pid, "the engine is alive but {how}: ending it");
                 let _ = pidfd_send_signal(engine.child.pidfd(), Signal::KILL);
                 engine.killed = Some(how);
@@ -115,7 +114,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// An engine's first order, and the listener of the API that goes with it.
+    /// An engine's first order, and the listening socket of the API that goes with it.
     pub(crate) fn begin(&self) -> (Order, [Arc<SentFd>; 1]) {
         let begin = Begin {
             keeper_pid: std::process::id(),
@@ -126,8 +125,8 @@ impl Keeper {
         (Order::Begin(begin), [self.api.clone()])
     }
 
-    /// Hand over the VMs whose last engines are done with them by now, and have the engine serve when it has all, or
-    /// when that takes long. Returns how soon to look again, if some wait.
+    /// Hand over the VMs that dead engines are done with by now, and have the engine serve when it has all, or when
+    /// that takes long. Returns how soon to look again, if some wait.
     pub(crate) fn tend_fences(&mut self) -> Option<Duration> {
         let fenced = |vm: &VmEntry| vm.fenced.as_ref().map(|fenced| (vm.state.id(), fenced.unserved_since_ns));
         for (vm, since) in self.vms.iter().filter_map(fenced).collect::<Vec<_>>() {
@@ -144,8 +143,8 @@ impl Keeper {
         waited.map(|waited| if waited < SERVE_TIMEOUT { SOON } else { LATER }).or(closing)
     }
 
-    /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway.
-    /// What is about a VM goes to the engine that has it.
+    /// Give an order: it is sent now or as soon as the engine takes it. A new engine is told everything anyway. An
+    /// order about a VM goes to the engine that has the VM.
     pub(crate) fn order(&mut self, order: &Order, fds: &[Arc<SentFd>]) {
         if order.vm().is_some_and(|vm| self.is_with_next(vm)) {
             return self.order_next(order, fds);
@@ -177,7 +176,7 @@ impl Keeper {
         self.engine.iter().map(|engine| engine.process).chain(next).collect()
     }
 
-    /// Something for the event list, which is the engine's; said later if there is none now.
+    /// An event for the event list, which is the engine's; sent later if there is none now.
     pub(crate) fn note(&mut self, vm: String, kind: &str, message: String) {
         tracing::warn!(vm, kind, "{message}");
         let note = Order::Note { vm: Some(vm), kind: kind.into(), message };
@@ -203,7 +202,8 @@ impl Keeper {
             Ok(Left::Nothing) => vm.fenced = None,
             left => return self.wait_for(id, unserved_since_ns, left),
         }
-        // One of the two that had it is dead. The other one, which this is if it is ours, has served its faults so far.
+        // One of the two engines that had it is dead. The other one, which this is if it is ours, has served its faults
+        // so far.
         let had_two = vm.at != At::Both && vm.state.leaving().is_some();
         let (order, fds) = open_order(vm, engine);
         if had_two {
@@ -217,8 +217,8 @@ impl Keeper {
         self.order_pending(id);
     }
 
-    /// Give the engine that has this VM what clients wait for, unless another one serves the VM as well: that would
-    /// not know of it.
+    /// Give the engine that has this VM the orders that clients wait for, unless another one serves the VM as well: the
+    /// other one would not know of them.
     pub(crate) fn order_pending(&mut self, id: VmId) {
         if self.vm(id).is_some_and(|vm| vm.at == At::Both) {
             return;
@@ -257,7 +257,7 @@ impl Keeper {
         self.note(name, sleep::STUCK, message);
     }
 
-    /// Take all that an engine has said.
+    /// Read all messages of an engine.
     pub(crate) fn hear(&mut self, who: Who) {
         loop {
             let next = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &mut upgrade.next);
@@ -301,7 +301,7 @@ impl Keeper {
         }
     }
 
-    /// Give an engine what it takes now.
+    /// Give an engine the orders that it takes now.
     pub(crate) fn flush(&mut self, who: Who) {
         let next = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &mut upgrade.next);
         let engine = match who {
@@ -313,7 +313,7 @@ impl Keeper {
         }
     }
 
-    /// An order is carried out that somebody waits for.
+    /// An order is carried out that a client or the keeper waits for.
     fn done(&mut self, seq: u64, result: Result<(), String>) {
         let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq) };
         let is_moving =

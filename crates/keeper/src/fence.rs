@@ -1,17 +1,16 @@
-//! Fence: what an engine that was killed may still do to a VM, and how to be sure that it can do nothing any more.
+//! The fence: makes sure that a killed engine can do nothing to a VM any more.
 //!
 //! Before: an engine died, or a client brings back a VM whose keeper died. After: no thread of the engine that the VM's
 //! state file names can change anything of the VM, and another engine may have it.
 //! Threads: any; nothing here waits.
-//! Promise: "nothing any more" is only ever what the kernel said. When it cannot be known, the VM waits and is looked
-//! at again: two engines that mend the same words at the same time would lose bytes.
+//! Promise: only the kernel's word counts as proof. If it cannot be known, the VM waits and is checked again, because
+//! two engines that mend the same words at the same time would lose bytes.
 //!
-//! A process that was killed runs none of its code any more, but a system call that cannot be interrupted goes on
-//! until it is over: one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock, say. Such a
-//! thread is in the way of its own VM only, and the VM's state file lists the threads that work for it
-//! (`ballast_handover::threads`). A thread that is on its way out ("exiting") has done its last call for any VM. One
-//! that sleeps over the file store's disk does no harm either: for what such calls and io_uring still do to the file,
-//! the next engine's store waits before it frees anything.
+//! A killed process runs none of its code any more, but an uninterruptible system call goes on until it is over: for
+//! example one that wants the `mmap_lock` of a VMM whose own thread hangs with that lock. Such a thread delays its own
+//! VM only, and the VM's state file lists the threads that work for it (`ballast_handover::threads`). A thread that is
+//! exiting has done its last call for any VM. One that sleeps over the file store's disk does no harm either: the next
+//! engine's store waits for such calls and io_uring before it frees anything.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,10 +21,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-/// Kill this process, if it is still there. Returns what becomes readable when all of it is gone; `None` if it is.
+/// Kill this process, if it still exists. Returns a descriptor that is readable when all of it is gone; `None` if it
+/// is.
 ///
 /// # Errors
-/// It may still be there and run: the kernel could not say (no descriptors left), or would not kill it.
+/// It may still exist and run: the kernel could not tell (no descriptors left), or did not kill it.
 pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     let Some(pid) = i32::try_from(process.pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
         return Ok(None);
@@ -33,7 +33,7 @@ pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     let pidfd = match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => pidfd,
         Err(Errno::SRCH) => return Ok(None),
-        // Some kernels say so when the number is a thread's of another process by now; its start time decides.
+        // Some kernels return this when the number is a thread's of another process by now; its start time decides.
         Err(error) if Process::find(process.pid)? == Some(process) => return Err(error.into()),
         Err(Errno::INVAL | Errno::NOENT) => return Ok(None),
         Err(error) => return Err(error.into()),
@@ -48,21 +48,21 @@ pub fn kill(process: Process) -> io::Result<Option<OwnedFd>> {
     }
 }
 
-/// What is left of a killed engine as far as one VM is concerned.
+/// The rest of a killed engine that matters to one VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Left {
-    /// Nothing that could change anything of the VM.
+    /// No thread that could change anything of the VM.
     Nothing,
     /// These threads may be in a call about it.
     Threads(Vec<u32>),
-    /// Nobody knows which of its threads work for the VM: its engine has not written that down. All of it must go.
+    /// It is unknown which threads work for the VM: its engine has not recorded them. All of it must go.
     All,
 }
 
-/// Kill the engines that this VM's state file names, unless they are `ours`, and say what is left of them.
+/// Kill the engines that this VM's state file names, unless they are `ours`. Returns what is left of them.
 ///
 /// # Errors
-/// As for [`kill`]; or the kernel could not say what is left.
+/// As for [`kill`]; or the kernel could not tell what is left.
 pub fn end_for(state: &StateFile, ours: impl IntoIterator<Item = Process>) -> io::Result<Left> {
     let ours: Vec<_> = ours.into_iter().collect();
     for (pid, start) in state.leaving().into_iter().chain(state.engine()) {
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn without_descriptors_left_nobody_is_taken_for_gone() {
-        // In a process of its own, because the limit is the whole process's.
+        // In a process of its own, because the limit applies to the whole process.
         let program = std::env::current_exe().expect("this test program");
         let (mut victim, _) = sleeping();
         let status = Command::new("sh")

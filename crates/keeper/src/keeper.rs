@@ -1,4 +1,4 @@
-//! What the keeper holds.
+//! The keeper's state.
 //!
 //! Before: `run` made it. After: each of the other files adds what the keeper does about its subject.
 //! Threads: the keeper's one.
@@ -21,25 +21,25 @@ use crate::replacing::Replacing;
 use crate::upgrading::{Leaving, Upgrade};
 use crate::waiting::{Asked, Closing, Making};
 
-/// How long to wait at most while something must be looked at without anybody saying when.
+/// The longest wait while something must be checked without an event.
 pub(crate) const SOON: Duration = Duration::from_millis(20);
 
 /// What makes a process the one keeper of its directory.
 pub(crate) struct Standing {
-    /// The number of the file with the lock. It is open until the process ends: closed once, the lock is gone.
+    /// The number of the lock file's descriptor. It is open until the process ends: closing it once loses the lock.
     pub lock: RawFd,
     pub attach: Arc<OwnedFd>,
 }
 
-/// See above.
+/// The keeper's state.
 pub(crate) struct Keeper {
     /// `None` before it listens.
     pub(crate) standing: Option<Standing>,
     pub(crate) file_stores: bool,
     pub(crate) groups: Vec<(String, Vec<String>)>,
-    /// What engines are to begin with: what the program was started with until an operator changed it.
+    /// The settings that engines begin with: those of the program's start until an operator changed them.
     pub(crate) settings: Vec<u8>,
-    /// What engines are started from.
+    /// The program that engines are started from.
     pub(crate) program: PathBuf,
     /// The file of this keeper itself.
     pub(crate) own_program: PathBuf,
@@ -50,11 +50,11 @@ pub(crate) struct Keeper {
     pub(crate) engine: Option<Engine>,
     /// One that is to follow it.
     pub(crate) upgrade: Option<Upgrade>,
-    /// How the last upgrade stands.
+    /// The state of the last upgrade.
     pub(crate) last_upgrade: Upgrading,
     /// This process is about to become another program.
     pub(crate) replacing: Option<Replacing>,
-    /// What engines were started from before the last upgrade, until the new one has served once.
+    /// The program before the last upgrade, until the new one has served once.
     pub(crate) last_program: Option<PathBuf>,
     /// Engines that were followed and have not ended.
     pub(crate) leaving: Vec<Leaving>,
@@ -62,7 +62,7 @@ pub(crate) struct Keeper {
     pub(crate) making: Vec<Making>,
     /// Children that died and have not been reaped: the kernel may keep threads of them.
     pub(crate) zombies: Vec<Child>,
-    /// Readable when an engine of an earlier keeper, which was killed, is gone.
+    /// Each is readable when a killed engine of an earlier keeper is gone.
     pub(crate) dying: Vec<OwnedFd>,
     pub(crate) restarts: u64,
     /// Engines in a row that died before they served.
@@ -79,13 +79,13 @@ pub(crate) struct Keeper {
     /// When the first pages of their state files are remembered next.
     pub(crate) remember_at: Instant,
     pub(crate) closing: Vec<Closing>,
-    /// What clients wait for, by the number of the order.
+    /// Orders that clients wait for, by number.
     pub(crate) pending: BTreeMap<u64, Asked>,
     pub(crate) next_seq: u64,
 }
 
 impl Keeper {
-    /// A keeper without engine and VMs. `program` is what engines are started from.
+    /// A keeper without engine and VMs. Engines are started from `program`.
     pub(crate) fn new(options: Options, program: PathBuf, starter: Starter, api: OwnedFd) -> Self {
         let closer = Closer::new();
         Self {

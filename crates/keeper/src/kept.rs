@@ -1,10 +1,10 @@
-//! A keeper written down, and made again of what was written.
+//! A keeper's record, and a keeper made from it.
 //!
-//! Before: nothing is in the way of an exec (`replace`). After: the program that follows has the same VMs, clients and
-//! engine as this one had.
+//! Before: nothing prevents an exec (`replace`). After: the next program has the same VMs, clients and engine as this
+//! one had.
 //! Threads: the keeper's one.
-//! Promise: to make a keeper changes nothing that another program could not still use: it takes duplicates of the
-//! descriptors, reads files, and sends nothing. So a program that fails here can be followed by the one before it.
+//! Promise: making a keeper changes nothing that another program could not still use: it takes duplicates of the
+//! descriptors, reads files, and sends nothing. So if a program fails here, the one before it can follow.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -34,7 +34,7 @@ use crate::store_files::Files;
 use crate::waiting::{Answer, Asked, Closing};
 
 impl Keeper {
-    /// Everything that this keeper holds; `None` where it cannot be written down (`replace` says why).
+    /// The record of this keeper; `None` if it cannot be recorded (`replace` says why).
     pub(crate) fn kept(&self) -> Option<Kept> {
         let (standing, engine) = (self.standing.as_ref()?, self.engine.as_ref()?);
         let number = |fd: &dyn AsFd| fd.as_fd().as_raw_fd();
@@ -88,7 +88,7 @@ impl Keeper {
         })
     }
 
-    /// The keeper that wrote this, in the program that follows. `own_program` is the file of that.
+    /// The keeper of this record, in the next program. `own_program` is the next program's file.
     ///
     /// # Errors
     /// A descriptor is not open, or a file cannot be read by this program.

@@ -1,16 +1,16 @@
-//! The keeper: holds every descriptor, and sees to it that an engine runs.
+//! The keeper: holds every descriptor, and keeps an engine running.
 //!
 //! Before: systemd or a person starts `ballastd`. After: VMMs attach, engines come and go.
-//! Threads: one, which waits in `poll` for clients, the engine's answers and the engine's death; nothing it does takes
-//! long. What may take long ([`closer`], [`lost`]) has threads of its own that hold no keeper's state.
-//! Promise: it never touches a page. An engine that dies, or no longer answers, is replaced at once and announced; when
+//! Threads: one, which waits in `poll` for clients, the engine's replies and the engine's death; nothing it does takes
+//! long. Work that may take long ([`closer`], [`lost`]) has threads of its own without the keeper's state.
+//! Promise: it never touches a page. An engine that dies, or no longer replies, is replaced at once and announced; when
 //! the keeper itself dies, its engine serves on without reclaiming, and clients bring everything to the next keeper.
 //!
-//! [`run`](mod@run) is the loop over what [`keeper`] holds. [`clients`] listens to VMMs; [`attach`] makes VMs of them,
-//! with [`admit`], [`store_files`], [`regions`] and [`lost`]; [`closing`] sees them off; [`engine_child`] has the
-//! engine; [`fence`] knows when an engine that died can do no more to a VM; [`upgrade`] has another one follow while
-//! the first serves, in the stages of [`stage`]; then [`replace`] has this process become that program, too, which
-//! makes its keeper of what is [`kept`].
+//! [`run`](mod@run) is the loop over the state in [`keeper`]. [`clients`] listens to VMMs; [`attach`] makes VMs of
+//! them, with [`admit`], [`store_files`], [`regions`] and [`lost`]; [`closing`] ends them; [`engine_child`] has the
+//! engine; [`fence`] tells when a dead engine can do nothing to a VM any more; [`upgrade`] has another engine follow
+//! while the first serves, in the stages of [`stage`]; then [`replace`] has this process become the new program, too,
+//! which makes its keeper from the record in [`kept`].
 #![forbid(unsafe_code)]
 
 mod admit;

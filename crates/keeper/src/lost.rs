@@ -1,10 +1,12 @@
-//! Regions that a resumed VM has and nobody has brought: unplugged while no keeper ran, or another process's to bring?
+//! Regions of a resumed VM that no process has brought: they were unplugged while no keeper ran, or another process has
+//! them.
 //!
 //! Before: a process of a VM attached again without all the regions of the state file. After: the others are there, or
 //! no process maps them any more; only then is the VM handed to the engine, whose recovery wants all of them or none.
 //! Threads: the search reads `/proc`, which may take for ever, on a thread of its own.
-//! Promise: a region that some process maps is waited for; guests wait too, as they do without a keeper. If it is still
-//! missing after [`LONGEST_WAIT`] the others must go on without it, and it is remembered that its pages are lost.
+//! Promise: the keeper waits for a region that some process maps; guests wait too, as they do without a keeper. If it
+//! is still missing after [`LONGEST_WAIT`] the others must go on without it, and the state file records that its pages
+//! are lost.
 
 use std::collections::HashSet;
 use std::sync::mpsc::{self, TryRecvError};
@@ -13,7 +15,7 @@ use std::time::{Duration, Instant};
 use ballast_handover::watch;
 use ballast_sys::memfd::FileId;
 
-/// From one look to the next.
+/// Time from one look to the next.
 const EVERY: Duration = Duration::from_secs(1);
 /// A client reconnects several times a second. One that does not may be stopped, or may never have been a client.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -21,21 +23,21 @@ pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// A search that is under way.
 #[derive(Debug)]
 pub struct Search {
-    /// Time in which the keeper was there to be found: a keeper, or a host, that stood still has not waited.
+    /// Time in which clients could find the keeper: a keeper, or a host, that stood still has not waited.
     waited: Duration,
     asked: Instant,
     looked: Instant,
     answer: Option<mpsc::Receiver<Seen>>,
 }
 
-/// What a search has come to.
+/// The result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// Nothing yet.
     Waiting,
     /// No process maps them: they were unplugged.
     Nobody,
-    /// Somebody may map them, and has not come for [`LONGEST_WAIT`].
+    /// A process may map them, and has not come for [`LONGEST_WAIT`].
     NobodyCame,
 }
 
@@ -46,7 +48,7 @@ impl Search {
         Self { waited: Duration::ZERO, asked: now, looked: now, answer: look(files) }
     }
 
-    /// How does it stand? `files` are those still missing.
+    /// The state of the search. `files` are those still missing.
     pub fn ask(&mut self, files: impl FnOnce() -> HashSet<FileId>) -> Found {
         let now = Instant::now();
         self.waited += now.duration_since(self.asked).min(EVERY);
@@ -68,7 +70,7 @@ impl Search {
 
 enum Seen {
     Nobody,
-    /// Or a process that cannot be looked at, which might be one.
+    /// A process maps one of the files, or is one that cannot be examined.
     Somebody,
 }
 

@@ -1,9 +1,9 @@
 //! Making: attaches that wait for a file store, which the engine makes.
 //!
 //! Before: a process attaches as a VM that is to have a file store and has none. After: it is attached; its VM has one,
-//! or it is said why not.
-//! Threads: the keeper's one. Promise: an engine that dies over it has a successor that makes the store; no attach
-//! waits longer than [`MAKE_TIMEOUT`].
+//! or a note of why not.
+//! Threads: the keeper's one. Promise: if an engine dies meanwhile, its successor makes the store; no attach waits
+//! longer than [`MAKE_TIMEOUT`].
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::admit::Admitted;
 use crate::keeper::Keeper;
 use crate::waiting::{Made, Making};
 
-/// How long an attach waits for an engine. One that works takes milliseconds, and two seconds more if the disk hangs.
+/// How long an attach waits for an engine. A healthy one takes milliseconds, and two seconds more if the disk hangs.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Keeper {
@@ -31,7 +31,7 @@ impl Keeper {
         self.making.push(making);
     }
 
-    /// The engine made one, or could not: go on with the attach.
+    /// The engine made one, or could not: continue with the attach.
     pub(crate) fn made(&mut self, seq: u64, made: impl FnOnce(u32) -> Made) {
         let waiting = self.making.iter().position(|making| making.seq == seq);
         let waiting = waiting.map(|at| self.making.remove(at));
@@ -42,7 +42,7 @@ impl Keeper {
         }
     }
 
-    /// Go on with attaches that have waited for long.
+    /// Continue with attaches that have waited for long.
     pub(crate) fn tend_making(&mut self) {
         while let Some(at) = self.making.iter().position(|making| making.since.elapsed() > MAKE_TIMEOUT) {
             let making = self.making.remove(at);

@@ -1,9 +1,9 @@
-//! How VMs go from the engine that serves to the one that is to follow it, and back if that fails.
+//! Moving: VMs go from the serving engine to its successor, and back if that fails.
 //!
 //! Before: the new engine could serve all VMs, and the old one decides nothing any more (`upgrade`). After: each VM is
 //! with the new engine; or all are with the old one again. The steps of a VM are in `stage`.
 //! Threads: the keeper's one. Nothing here waits.
-//! Promise: a VM's state file names every engine that may have it, before that can have heard of it.
+//! Promise: a VM's state file names every engine that may have it, before that engine can have heard of it.
 
 use std::time::Instant;
 
@@ -17,11 +17,12 @@ use crate::stage::Stage;
 use crate::upgrading::Asked;
 use crate::waiting::UNASKED;
 
-/// VMs that move at once. Each waits for the others of its group, so not many; nor one, which may wait for its VMM.
+/// VMs that move at once. Each waits for the others of its group, so few; more than one, because one may wait for its
+/// VMM.
 const AT_ONCE: usize = 4;
 
 impl Keeper {
-    /// Have the old engine let go of some more VMs, so that they can move; when none is left, the new engine serves.
+    /// Have the old engine give up some more VMs, so that they can move; when none is left, the new engine serves.
     pub(crate) fn move_some(&mut self) {
         let Some(upgrade) = &self.upgrade else { return };
         let moving = |vm: &&VmEntry| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..));
@@ -60,7 +61,7 @@ impl Keeper {
     /// The old engine is done with this VM: the new one gets it.
     pub(crate) fn move_on(&mut self, vm: VmId, seq: u64) {
         let Some(entry) = self.entry(vm) else { return };
-        // It may have gone and come back meanwhile.
+        // The VM may have gone and come back meanwhile.
         let since = match entry.at {
             At::Parting(since, by) if by == seq => since,
             _ => return,
@@ -72,7 +73,7 @@ impl Keeper {
         self.give_to_next(vm, Some(since));
     }
 
-    /// Have the new engine open a VM that is on its way to it. `since`: when the last one closed it.
+    /// Have the new engine open a VM that is on its way to it. `since`: when the old one closed it.
     fn give_to_next(&mut self, vm: VmId, since: Option<Instant>) {
         self.hand_over(vm, since.map(clock::monotonic_ns_at));
         let seq = self.ask(Asked::Opened(vm));
@@ -81,7 +82,7 @@ impl Keeper {
 
     /// The old engine does nothing for this VM but serve its faults: the new one does so, too. Or it cannot.
     pub(crate) fn faults_only(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
-        // It may have gone and come back meanwhile.
+        // The VM may have gone and come back meanwhile.
         let Some(entry) = self.entry(vm).filter(|entry| entry.at == At::Resting(seq)) else { return };
         if let Err(why) = result {
             tracing::info!("VM {} is served by no engine while it moves: {why}", entry.state.name());
@@ -107,7 +108,7 @@ impl Keeper {
         let is_complete = !upgrade.incomplete.contains(&vm);
         match result {
             Err(why) if is_complete => return self.upgrade_fails(&format!("it could not serve {name}: {why}")),
-            // What it says is not all there is to go by.
+            // Its report is not the only evidence.
             Ok(()) if !entry.is_opened_since_named() => {
                 return self.upgrade_fails(&format!("it said that it serves {name}, and has not opened it"));
             }
@@ -151,14 +152,14 @@ impl Keeper {
         self.show_upgrade();
     }
 
-    /// The old engine gets again what the new one had, and what it was about to part with.
+    /// The old engine gets back the VMs of the new one, and those it was about to give up.
     pub(crate) fn take_back(&mut self) {
         let (mut back, mut open) = (Vec::new(), Vec::new());
         for entry in &mut self.vms {
             let since = match entry.at {
                 At::Engine => continue,
                 At::Parting(since, _) => since,
-                // What both have the old one serves until it can open it anew (`hand_over`).
+                // VMs that both have are served by the old one until it can open them anew (`hand_over`).
                 At::Both | At::Next => Instant::now(),
                 At::Resting(_) => {
                     open.push(entry.state.id());
@@ -176,7 +177,7 @@ impl Keeper {
             closing.take_back();
         }
         for vm in open {
-            // It does nothing for it but serve faults, and cannot do more again: it closes it, and opens it anew.
+            // The old engine only serves its faults, and cannot do more again: it closes the VM, and opens it anew.
             self.order(&Order::HandOver { seq: UNASKED, vm }, &[]);
         }
         for (vm, since) in back {
@@ -185,7 +186,7 @@ impl Keeper {
         self.tend_fences();
     }
 
-    /// What clients wait for of this VM has new numbers: under the old ones an engine may yet say that it broke it off.
+    /// Orders that clients of this VM wait for get new numbers: an engine may yet report the old ones as broken off.
     fn ask_anew(&mut self, vm: VmId) {
         let asked = self.pending.iter().filter(|(_, asked)| asked.order.vm() == Some(vm));
         for seq in asked.map(|(seq, _)| *seq).collect::<Vec<_>>() {

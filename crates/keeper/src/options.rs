@@ -1,8 +1,8 @@
-//! What a keeper must know of the configuration. The rest is its engines', and passes through it as bytes.
+//! The part of the configuration that the keeper uses. The rest is its engines', and passes through it as bytes.
 
 use std::path::PathBuf;
 
-/// See the file's head.
+/// The options of the keeper.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// The directory of the lock: one keeper at a time has it.
@@ -11,19 +11,19 @@ pub struct Options {
     pub attach_socket: PathBuf,
     /// Where operators ask; the engine answers.
     pub api_socket: PathBuf,
-    /// Members of this group may connect to the first of these, beside root.
+    /// Members of this group may connect to the attach socket, beside root.
     pub attach_gid: Option<u32>,
-    /// Members of this group may connect to the second.
+    /// Members of this group may connect to the API socket.
     pub reader_gid: Option<u32>,
     /// A new VM is to have a file store, which the engine makes.
     pub file_stores: bool,
-    /// Groups whose members have equal pages once, and patterns of their members' names.
+    /// Groups whose members store equal pages once, and patterns of their members' names.
     pub groups: Vec<(String, Vec<String>)>,
-    /// What the first engine is to begin with.
+    /// The settings that the first engine begins with.
     pub engine: Vec<u8>,
 }
 
-/// Which of these groups a VM of this name is in: the first with a pattern that is the name, or its beginning and `*`.
+/// The group of a VM of this name: the first with a pattern that is the name, or its beginning and `*`.
 pub(crate) fn group_of<'a>(groups: &'a [(String, Vec<String>)], name: &str) -> Option<&'a str> {
     let fits = |pattern: &String| match pattern.strip_suffix('*') {
         Some(beginning) => name.starts_with(beginning),

@@ -1,6 +1,6 @@
-//! A VM as the keeper holds it: its state file, its arena, its file store, and which descriptor is which region.
+//! A VM as the keeper holds it: its state file, its arena, its file store, and the descriptors of its regions.
 //!
-//! Before: an attach was admitted. After: every region a client named has the number the state file knows it by.
+//! Before: an attach was admitted. After: every region of a client has its number in the state file.
 //! Promise: two regions never share bytes of a file, and a region's number means the same bytes for ever.
 
 use std::collections::{HashMap, HashSet};
@@ -23,15 +23,16 @@ use crate::store_files::Files;
 
 /// A VM.
 pub struct VmEntry {
-    /// What outlives engines.
+    /// The part that outlives engines.
     pub state: StateFile,
     /// The same file, for the engine.
     file: Arc<SentFd>,
     /// The files of its stores.
     pub stores: Vec<Files>,
-    /// The files of each region, by its number; `None` for one that was unplugged, or that nobody has brought back yet.
+    /// The files of each region, by its number; `None` for one that was unplugged, or that no process has brought back
+    /// yet.
     pub ram: Vec<Option<RamFiles>>,
-    /// Whose it is.
+    /// Its user.
     pub uid: u32,
     /// The VMM program.
     pub vmm: String,
@@ -45,7 +46,7 @@ pub struct VmEntry {
     pub at: At,
     /// How many engines had opened it when the last one was named.
     pub named_at: u64,
-    /// Set while its last engine, which is dead, may still change something of it: no other has it then.
+    /// Set while its last engine, which is dead, may still change something of it: no other engine has it then.
     pub fenced: Option<Fenced>,
 }
 
@@ -54,11 +55,11 @@ pub struct VmEntry {
 pub enum At {
     /// The keeper's engine.
     Engine,
-    /// That one is to do nothing for it any more but serve its faults, by this order.
+    /// The keeper's engine is told by this order to do nothing for it any more but serve its faults.
     Resting(u64),
-    /// That one serves its faults, and so does the one that is to follow, which has it when the other has closed it.
+    /// The keeper's engine serves its faults, and so does the next one, which has it when the first has closed it.
     Both,
-    /// That one closes it: since when, and by which order. The one that is to follow it gets it next.
+    /// The keeper's engine closes it: since when, and by which order. The next engine gets it then.
     Parting(Instant, u64),
     /// The engine that is to follow.
     Next,
@@ -77,7 +78,7 @@ pub struct Fenced {
 }
 
 impl VmEntry {
-    /// A VM nobody has seen before.
+    /// A VM that no keeper has seen before.
     pub fn create(attach: &Attach, uid: u32, closer: &Arc<Closer>) -> Result<Self, String> {
         let mut id = [0; 16];
         let filled = rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty());
@@ -86,7 +87,7 @@ impl VmEntry {
         }
         let state = StateFile::create(VmId(id), &attach.name).map_err(|error| format!("{error}"))?;
         state.set_limit(attach.limit);
-        // The engine lays it out: a VM can attach while there is none.
+        // The engine lays it out: a VM can attach while there is no engine.
         let arena = arena::create().map_err(|error| format!("Making the store's file: {error}"))?;
         rustix::fs::fchmod(&arena, rustix::fs::Mode::from_raw_mode(0o600)).map_err(|error| error.to_string())?;
         let arena = Files::ram(SentFd::new(arena, uid, closer.clone()));
@@ -139,10 +140,10 @@ impl VmEntry {
         self.state.epoch() > self.named_at
     }
 
-    /// What travels beside `OpenVm`, and how many of the last of these are RAM files.
+    /// The descriptors that travel with `OpenVm`, and how many of the last of these are RAM files.
     pub fn descriptors(&self) -> (Vec<Arc<SentFd>>, u8) {
         let mut seen = HashSet::new();
-        // Of a region that is unplugged the engine needs none, also if a process that could not be served holds it yet.
+        // The engine needs no files of an unplugged region, even if a process that could not be served still has it.
         let records = self.state.regions().into_iter().zip(&self.ram);
         let live = records.filter(|(record, _)| !record.removed).filter_map(|(_, ram)| ram.as_ref());
         let ram: Vec<_> = live.flatten().filter(|(_, id)| seen.insert(*id)).collect();
@@ -162,16 +163,16 @@ impl VmEntry {
         self.ranges().overlap(ram).is_some()
     }
 
-    /// Regions that are not unplugged and whose RAM nobody has brought.
+    /// Regions that are not unplugged and whose RAM no process has brought.
     pub fn missing(&self) -> Vec<(u32, RegionRecord)> {
         let records = self.state.regions().into_iter().zip(&self.ram).enumerate();
         let missing = records.filter(|(_, (record, ram))| !record.removed && ram.is_none());
         missing.map(|(number, (record, _))| (number as u32, record)).collect()
     }
 
-    /// Give every region of an attach its number: those of the state file are matched, and if `may_add`, what is new is
-    /// added and its number put into `added`, also when something fails afterwards. Without it a region that is not
-    /// known is refused.
+    /// Give every region of an attach its number: those of the state file are matched, and if `may_add`, new ones are
+    /// added and their numbers put into `added`, also when something fails afterwards. Without it an unknown region is
+    /// refused.
     pub fn number(&mut self, ram: Vec<Ram>, may_add: bool, added: &mut Vec<u32>) -> Result<Vec<(Span, u32)>, String> {
         let mut spans = Vec::new();
         for ram in ram {
@@ -257,8 +258,8 @@ impl VmEntry {
         Ok(number)
     }
 
-    /// Take what is missing for unplugged. If a process still maps it, `permanently` is false, and a process that
-    /// brings it later is refused rather than shown zeros.
+    /// Treat missing regions as unplugged. If a process still maps one, `permanently` is false, and a process that
+    /// brings it later is refused, because it would read zeros.
     pub fn give_up_missing(&mut self, permanently: bool) {
         for (number, _) in self.missing() {
             if permanently {
@@ -269,7 +270,7 @@ impl VmEntry {
         }
     }
 
-    /// Its files once more, read-only: what the client keeps for the next keeper.
+    /// Read-only descriptors of its files, for the client to keep for the next keeper.
     pub fn escrow(&self) -> Result<Vec<OwnedFd>, String> {
         let mut reopened = vec![memfd::reopen(self.file.as_fd(), false)];
         for files in &self.stores {

@@ -1,16 +1,17 @@
-//! The keeper becomes another program, in the same process: the pid, the children, the sockets and the lock stay.
+//! Replace: the keeper becomes another program, in the same process: the pid, the children, the sockets and the lock
+//! stay.
 //!
 //! Before: the engine of an upgrade serves all VMs. After: this process runs the upgrade's program, with the same VMs,
-//! clients and engine; or the keeper is what it was, and operators are told why.
-//! Threads: the keeper's one. An exec ends all others, and waits for one that is in a call that cannot be interrupted;
-//! so there is none but idle ones when it begins.
-//! Promise: nothing waits in this keeper that is not written down. A message that a client or the engine has sent is in
-//! its socket, whole, until the program that follows reads it.
+//! clients and engine; or the keeper is as before, and operators are told why.
+//! Threads: the keeper's one. An exec ends all others, and waits for one that is in an uninterruptible call; so there
+//! are only idle ones when it begins.
+//! Promise: all pending state of this keeper is recorded. A message that a client or the engine has sent is in its
+//! socket, whole, until the next program reads it.
 //!
 //! | Step | Goes on when | Otherwise |
 //! |---|---|---|
 //! | Checking: `PROGRAM check-keeper` reads what this keeper would leave and all state files | it says yes | stays |
-//! | Waiting: engine, VMs, attaches come to rest; clients are not heard when only these are left | they have | stays |
+//! | Waiting: engine, VMs, attaches come to rest; clients are not read when only these are left | they have | stays |
 //! | Exec: descriptors are kept open, all is written down | the program runs | the exec fails: stays |
 //! | Following: the new program makes a keeper of it ([`Keeper::of`]) | it is made | becomes the last program again |
 //! | Serving: duplicates in hand, it closes what it was handed | | |
@@ -43,19 +44,19 @@ use crate::stage::Deadline;
 
 /// How long a program may take to say that it could be the keeper.
 const CHECK_WITHIN: Duration = Duration::from_secs(10);
-/// How long something may be in the way. An engine that leaves has 5 s, as has an attach that waits for its file store.
-/// Shorter than a client's time to attach: it may not be heard meanwhile.
+/// How long something may prevent the exec. An engine that leaves has 5 s, as has an attach that waits for its file
+/// store. Shorter than a client's time to attach, because clients may not be read meanwhile.
 const WAIT_WITHIN: Duration = Duration::from_secs(8);
 
-/// How a program is told that it is the keeper: the number of the descriptor that says all, and what to become if it
-/// cannot be; or why it is the keeper again.
+/// Arguments of a program that becomes the keeper: the descriptor of the record, and the program to become if it cannot
+/// be the keeper; or why it is the keeper again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Follow {
     /// A file that [`Kept`] wrote.
     pub kept: Number,
     /// The program before it.
     pub back: Option<PathBuf>,
-    /// Why that is what it is.
+    /// Why the program before it failed.
     pub because: Option<String>,
 }
 
@@ -74,7 +75,7 @@ impl Keeper {
         }
     }
 
-    /// See that it goes on. Returns how soon to look again.
+    /// Continue it. Returns how soon to look again.
     pub(crate) fn tend_replacing(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let replacing = self.replacing.as_mut()?;
@@ -111,13 +112,13 @@ impl Keeper {
         self.replacing = Some(Replacing { program, step: Step::Waiting(Deadline::new(Instant::now())) });
     }
 
-    /// Are clients not heard, because what they ask for would be in the way?
+    /// Are clients not read, because their requests would prevent the exec?
     pub(crate) fn is_hushed(&self) -> bool {
         let waits = self.replacing.as_ref().is_some_and(|replacing| matches!(replacing.step, Step::Waiting(_)));
         waits && self.engine_in_the_way().is_none()
     }
 
-    /// What has nothing to do with clients.
+    /// Obstacles that do not come from clients.
     fn engine_in_the_way(&self) -> Option<String> {
         let is_at_rest = |vm: &VmEntry| vm.fenced.is_none() && vm.search.is_none() && vm.at == At::Engine;
         let serves = self.engine.as_ref().is_some_and(|engine| engine.pulse.starting.is_none() && engine.told_to_serve);
@@ -145,7 +146,7 @@ impl Keeper {
         if self.engine.as_ref().is_some_and(|engine| !engine.orders.is_empty()) {
             return Some("the engine does not take its orders".into());
         }
-        // An exec would wait for them, and nobody would keep anything meanwhile.
+        // An exec would wait for these threads, and no keeper would run meanwhile.
         let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
         if self.closer.idle() != Some(threads.saturating_sub(1)) {
             return Some("a descriptor that a client sent is being closed, or processes are being looked at".into());
@@ -174,7 +175,7 @@ impl Keeper {
         exec().err().unwrap_or_else(|| anyhow::anyhow!("the exec has returned"))
     }
 
-    /// It does not come to that.
+    /// The exec is called off.
     fn stays(&mut self, why: &str) {
         if let Some(Replacing { step: Step::Checking(checker), .. }) = self.replacing.take() {
             self.zombies.push(checker.end());
@@ -193,7 +194,7 @@ impl Keeper {
         let kind = if result.is_ok() { "keeper-upgraded" } else { "keeper-stays" };
         self.last_upgrade.keeper = Some(result);
         self.last_upgrade.stage = Shown::Done;
-        // Whoever sees that it is done finds the event, too.
+        // An observer who sees that it is done finds the event, too.
         self.host_note(kind, message);
         self.show_upgrade();
     }
@@ -210,7 +211,7 @@ fn become_follower(program: &OsStr, Follow { kept, back, because }: &Follow) -> 
     become_program(program, &args.iter().map(OsString::as_os_str).collect::<Vec<_>>())
 }
 
-/// The keeper that the program before this one was, in this one. If that cannot be, become that program again.
+/// The keeper that the previous program was, in this one. If that fails, become the previous program again.
 ///
 /// # Errors
 /// It cannot be, and there is no program to become.
@@ -228,14 +229,14 @@ pub(crate) fn follow(follow: &Follow, starter: Starter) -> anyhow::Result<Keeper
         Ok(made) => made,
         Err(error) => return Err(go_back(follow, error)),
     };
-    // Not one of these is lost yet. The lock's must never be closed, because the lock would go with it.
+    // None of these may be lost yet. The lock's must never be closed, because the lock would go with it.
     keep(kept.lock, false).context("Taking over the lock")?;
     close_kept().context("Closing what is not needed twice")?;
     keeper.replaced(follow.because.clone().map_or(Ok(()), Err));
     Ok(keeper)
 }
 
-/// Become the program before this one. Returns why that failed, or is not to be had.
+/// Become the previous program. Returns why that failed.
 fn go_back(Follow { kept, back, .. }: &Follow, error: anyhow::Error) -> anyhow::Error {
     let Some(back) = back else { return error };
     tracing::error!("this program cannot be the keeper: {error:#}; going back to the last one");

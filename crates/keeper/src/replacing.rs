@@ -1,6 +1,7 @@
-//! What the keeper holds while it is about to become another program.
+//! The keeper's state while it is about to become another program.
 //!
-//! Before: an upgrade's engine serves. After: this process is the other program's; or it stays, and it is said why.
+//! Before: an upgrade's engine serves. After: this process is the other program's; or it stays, and operators are told
+//! why.
 //! Threads: the keeper's one.
 
 use std::path::PathBuf;
@@ -8,16 +9,16 @@ use std::path::PathBuf;
 use crate::checker::Checker;
 use crate::stage::Deadline;
 
-/// See the file's head.
+/// The replacement under way.
 pub(crate) struct Replacing {
     pub program: PathBuf,
     pub step: Step,
 }
 
-/// Where it is.
+/// The step it is at.
 pub(crate) enum Step {
     /// The program is asked whether it could be the keeper.
     Checking(Checker),
-    /// It could. Something is in the way yet.
+    /// It could. Something still prevents the exec.
     Waiting(Deadline),
 }

@@ -1,8 +1,8 @@
-//! The keeper's loop: what it listens to, and what it looks at between.
+//! The keeper's loop: the events that it waits for, and its checks in between.
 //!
 //! Before: `ballastd` is started, or another program became it. After: it is killed, or becomes another program.
 //! Threads: the keeper's one, which waits in `poll` for clients, the engine's answers and the engine's death.
-//! Promise: no two keepers have one runtime directory. Nothing that the loop calls waits for anybody.
+//! Promise: no two keepers have one runtime directory. No call of the loop waits for another process.
 
 use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
 use std::path::Path;
@@ -24,11 +24,11 @@ use crate::replace::{self, Follow};
 
 /// Run until killed.
 pub fn run(options: Options) -> anyhow::Result<()> {
-    // Before anything else that an engine must not inherit.
+    // Before anything that an engine must not inherit.
     let starter = Starter::new().context("Opening /dev/null")?;
     std::fs::create_dir_all(&options.runtime_dir)
         .with_context(|| format!("Making the directory {}", options.runtime_dir.display()))?;
-    // Never closed: with it would go the lock.
+    // Never closed, because the lock would go with it.
     let lock = lock(&options.runtime_dir.join("keeper.lock"))?.into_raw_fd();
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
@@ -41,9 +41,9 @@ pub fn run(options: Options) -> anyhow::Result<()> {
     keeper.serve(&errors_seen)
 }
 
-/// Go on where the program before this one was: in this process, and with what it held. Run until killed.
+/// Continue where the previous program was: in this process, with its record. Run until killed.
 pub fn follow(follow: &Follow) -> anyhow::Result<()> {
-    // It has the number that the last one had: that is closed, and all others are larger.
+    // It has the number of the previous one's: that is closed, and all others are larger.
     let starter = Starter::new().context("Opening /dev/null")?;
     raise_descriptor_limit();
     let errors_seen = memory_error::install().context("Preparing for memory errors")?;
@@ -52,9 +52,9 @@ pub fn follow(follow: &Follow) -> anyhow::Result<()> {
     keeper.serve(&errors_seen)
 }
 
-/// One keeper at a time: two would fight for the sockets. The lock is one that goes with the descriptor table, at once:
-/// a `flock` would stay until a dead keeper has closed all files, and what a client sent may never close. An engine
-/// that is just being started shares the table for a moment; so it is tried for a while.
+/// One keeper at a time: two would fight for the sockets. This lock goes with the descriptor table, at once. A `flock`
+/// would stay until a dead keeper has closed all files, and a client's descriptor may never close. An engine that is
+/// being started shares the table for a moment, so the lock is tried for a while.
 fn lock(path: &Path) -> anyhow::Result<std::fs::File> {
     let file = std::fs::File::create(path).with_context(|| format!("Opening {}", path.display()))?;
     let begun = Instant::now();
@@ -80,8 +80,8 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// Listen here, without blocking. Who looks finds a socket at any moment, the last one's or this one, and nobody finds
-/// it before its mode is right: it takes the place of the last one when it is ready.
+/// Listen here, without blocking. At any moment there is a socket under the name, the old one or this one, and none
+/// before its mode is right: the new one replaces the old one when it is ready.
 pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> anyhow::Result<OwnedFd> {
     let bind = || -> std::io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, socket_with};
@@ -97,7 +97,7 @@ pub fn listen(path: &Path, kind: rustix::net::SocketType, gid: Option<u32>) -> a
             std::os::unix::fs::chown(&new, None, Some(gid))?;
         }
         std::fs::set_permissions(&new, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
-        // Of VMs that attach at once none is turned away; the kernel takes its own limit if that is lower.
+        // None of the VMs that attach at once is turned away; the kernel applies its own limit if that is lower.
         rustix::net::listen(&fd, 4096)?;
         std::fs::rename(&new, path)?;
         Ok(fd)
@@ -124,8 +124,8 @@ impl Keeper {
         }
     }
 
-    /// Say which pages of state files this process met that memory errors had cost; the files go on with what it
-    /// remembers.
+    /// Report which pages of state files this process found lost to memory errors; the files go on with the remembered
+    /// content.
     fn tell_losses(&mut self, errors_seen: &OwnedFd) {
         if rustix::io::read(errors_seen, &mut [0; 8]).is_err() {
             return;
@@ -137,7 +137,7 @@ impl Keeper {
         }
     }
 
-    /// Wait for one round of events, at most so long, and handle them.
+    /// Wait for one round of events, for at most `pause`, and handle them.
     fn turn(&mut self, attach: &OwnedFd, pause: Duration) -> anyhow::Result<()> {
         let is_heard = !self.is_hushed();
         let interests = client::interests(&self.clients).filter(|_| is_heard);
@@ -171,7 +171,7 @@ impl Keeper {
             self.hear(*who);
             self.flush(*who);
         }
-        // The one that was to follow first: if both are dead, nobody takes the other one's place. By now it may have.
+        // The next engine first: if both are dead, neither takes the other's place. It may have taken it by now.
         for (who, process, _) in engines.into_iter().rev().filter(|(.., at)| ready[*at]) {
             match who {
                 Who::Next if self.upgrade.as_ref().is_some_and(|upgrade| upgrade.next.process == process) => {
@@ -184,7 +184,7 @@ impl Keeper {
             }
         }
         for (key, _) in keys.into_iter().zip(&ready[first_client..first_dying]).filter(|(_, ready)| **ready) {
-            // One that was heard before it may have had to do with this one's end.
+            // An event handled before may already have dealt with this one's end.
             if self.clients.contains_key(&key) {
                 self.hear_client(key);
             }

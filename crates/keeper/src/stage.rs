@@ -2,9 +2,9 @@
 //!
 //! Before: an operator asked for an engine of another program. After: one engine has all VMs: the successor, or the one
 //! that had them before.
-//! Promise: a VM is given to an engine only when the other one has closed it, is dead, or does nothing for it but serve
-//! faults, and then the new one does no more than that either. There is no stage without an end: each has a deadline.
-//! `tests_upgrade.rs` plays both engines against the real keeper, in any order of events.
+//! Promise: a VM is given to an engine only when the other one has closed it, is dead, or only serves its faults, and
+//! in that case the new one does no more either. Every stage ends: each has a deadline. `tests_upgrade.rs` plays both
+//! engines against the real keeper, in any order of events.
 //!
 //! *Old* is the engine that served when the upgrade began, *new* its successor.
 //!
@@ -12,7 +12,7 @@
 //! |---|---|---|---|---|
 //! | Checking | rests, looks at each VM, reads only | serves, decides, answers | old | new has looked at all |
 //! | Resting | rests | serves; stops deciding and answering | old | old says that it rests |
-//! | Moving | opens what it is given | lets go what it is told | each: old, both, new | new has all |
+//! | Moving | opens the VMs it is given | gives up the VMs it is told to | each: old, both, new | new has all |
 //! | Serving | begins to decide and answer | has no VM | new | new says that it serves: old leaves |
 //! | Returning | is dead | gets its VMs again, decides, answers | old | all are given back |
 //!
@@ -22,26 +22,25 @@
 //! | old is late | - | return | return | - | failed: its silence ends it as always |
 //! | old dies | failed; new ends; start old's program | the same | promote | promote | failed; start old's program |
 //! | a VM comes | old has it, unchecked | old | new has it | new | old |
-//! | a VM comes back whose connection was cut | old | old | who had it; old: then moved | the same | old |
+//! | a VM comes back whose connection was cut | old | old | its engine; old: then moved | the same | old |
 //! | a VM goes | its engine closes it | the same | the same, in turn | new | old |
 //! | the keeper dies | new ends: it has no VM | the same | each serves what it has | new serves | old serves |
 //!
 //! A VM moves in steps, each when the one before is done: old does nothing for it but serve its faults; new opens it
 //! and serves its faults as well; old closes it; new does all the rest. The state file names both engines from the
-//! second step to the third. Where one of the two is too old for that, or old says that it cannot (a write to the VM's
-//! disk is overdue, say), old closes the VM, then new opens it, and nobody serves it in between.
+//! second step to the third. If one of the two is too old for that, or old reports that it cannot (a write to the VM's
+//! disk is overdue, say), old closes the VM, then new opens it, and no engine serves it in between.
 //!
-//! *Return*: new is killed. Of what it had opened nothing moves until the kernel says that nothing is left of it, as
-//! for any engine that dies (`fence`); then old opens the VM again, and recovery mends what new left. What old was
-//! about to close, or serves the faults of and no more, it closes and opens again: it carries out the orders about a VM
-//! in turn.
-//! *Promote*: new is the keeper's engine from now on. What old had is recovered as after any engine's death; so is what
-//! both had, which new closes first, when nothing is left of old: it may have died with pages locked.
+//! *Return*: new is killed. VMs that it had opened stay until the kernel says that nothing is left of new, as for any
+//! engine that dies (`fence`); then old opens each again, and recovery mends its words. VMs that old was about to
+//! close, or whose faults it only serves, it closes and opens again: it carries out the orders about a VM in turn.
+//! *Promote*: new is the keeper's engine from now on. VMs of old are recovered as after any engine's death; so are VMs
+//! of both, which new closes first, when nothing is left of old: old may have died with pages locked.
 //! *Late* is counted in the keeper's own rounds: a keeper, or a host, that slept has waited for one round.
 
 use std::time::{Duration, Instant};
 
-/// See the tables above. The end of an upgrade is no stage: there is none then.
+/// See the tables above. The end of an upgrade is no stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
     Checking,
@@ -51,10 +50,10 @@ pub(crate) enum Stage {
     Returning,
 }
 
-/// What happens.
+/// An event of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Happens {
-    /// What the stage waits for.
+    /// The condition that the stage waits for.
     Done,
     /// New refused, died, or was late; or old was late.
     Fails,
@@ -62,14 +61,14 @@ pub(crate) enum Happens {
     OldDies,
 }
 
-/// What follows.
+/// The reaction to an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Then {
     /// This stage begins.
     Go(Stage),
     /// New serves all: old leaves.
     Leave,
-    /// The upgrade is over, and old goes on, or what is started from its program.
+    /// The upgrade is over, and old goes on, or an engine that is started from its program.
     Fail,
     /// New takes the place of old, which is dead.
     Promote,
@@ -91,8 +90,8 @@ impl Stage {
         }
     }
 
-    /// How long may pass without anything that brings the stage nearer to its end. A VM of hundreds of GiB is looked
-    /// through, or opened, in seconds.
+    /// The longest time without progress of the stage. An engine looks through, or opens, a VM of hundreds of GiB in
+    /// seconds.
     pub const fn longest(self) -> Duration {
         match self {
             Self::Checking | Self::Moving => Duration::from_secs(20),
@@ -124,7 +123,7 @@ impl Deadline {
         self.waited += round;
     }
 
-    /// One more round. Returns whether it has been waited for so long.
+    /// Count one more round. Returns whether the wait is over.
     pub fn is_over(&mut self, now: Instant, at_most: Duration) -> bool {
         self.waited += now.saturating_duration_since(self.looked).min(Self::ROUND);
         self.looked = now;
@@ -142,7 +141,7 @@ mod tests {
     fn every_stage_ends_whatever_happens_and_a_failure_never_leads_on() {
         for stage in ALL {
             for happens in [Happens::Done, Happens::Fails, Happens::OldDies] {
-                // From anywhere, by anything that goes wrong, the end is two steps away.
+                // From anywhere, after any failure, the end is two steps away.
                 match stage.then(happens) {
                     Then::Go(next) if happens == Happens::Done => assert_ne!(next, stage),
                     Then::Go(next) => assert_eq!(next, Stage::Returning),

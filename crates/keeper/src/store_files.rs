@@ -1,9 +1,10 @@
-//! The files of a VM's stores, by the number of the store: what keepers hold, give away for escrow, and take back.
+//! The files of a VM's stores, by the number of the store: keepers hold them, give them away for escrow, and take them
+//! back.
 //!
-//! Before: a store was made, or a client brought its files back. After: whoever opens the store has them, in their
-//! order.
-//! Threads: the keeper's one. Promise: what a client brings is taken for a store's file only if we made it. A store
-//! that this program does not know is refused by name.
+//! Before: a store was made, or a client brought its files back. After: the engine that opens the store has them, in
+//! their order.
+//! Threads: the keeper's one. Promise: a client's file counts as a store's file only if we made it. A store that this
+//! program does not know is refused by name.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,22 +28,22 @@ pub struct Files {
 }
 
 impl Files {
-    /// Of the RAM store.
+    /// The file of the RAM store.
     pub fn ram(arena: SentFd) -> Self {
         Self { store: RAM_STORE, files: vec![Arc::new(arena)] }
     }
 
-    /// Of the file store: the place of its file, and its index.
+    /// The files of the file store: the place of its file, and its index.
     pub fn file(files: [SentFd; 2]) -> Self {
         Self { store: FILE_STORE, files: files.into_iter().map(Arc::new).collect() }
     }
 
-    /// Of the store with this number, as a keeper held them.
+    /// The files of the store with this number, as a keeper held them.
     pub fn of(store: u8, files: Vec<Arc<SentFd>>) -> Self {
         Self { store, files }
     }
 
-    /// Of the group store, for this VM: an opening of its own of the group's arena.
+    /// The file of the group store, for this VM: an opening of its own of the group's arena.
     ///
     /// # Errors
     /// The kernel refuses, in words.
@@ -56,10 +57,10 @@ impl Files {
         self.files.first().filter(|_| self.store == GROUP_STORE)
     }
 
-    /// What a client brings back of these stores of this VM, opened anew for writing.
+    /// The files of this VM's stores that a client brings back, opened anew for writing.
     ///
     /// # Errors
-    /// It is not what this client was given, in words.
+    /// They are not what this client was given, in words.
     pub fn take_back(
         vm: VmId,
         stores: &[StoreFiles],
@@ -94,20 +95,20 @@ impl Files {
         self.store
     }
 
-    /// What is said of these beside a message.
+    /// The counts of these files, for a message.
     pub fn counts(stores: &[Self]) -> Vec<StoreFiles> {
         stores.iter().map(|files| StoreFiles { store: files.store, count: files.files.len() as u8 }).collect()
     }
 
-    /// They.
+    /// The files.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<SentFd>> {
         self.files.iter()
     }
 
-    /// The same once more, for a client of this VM to keep: read-only, and a place as a place.
+    /// Descriptors of the same files, for a client of this VM to keep: read-only, and a place as a place.
     pub fn escrow(&self, vm: VmId) -> io::Result<Vec<OwnedFd>> {
         match (self.store, self.files.as_slice()) {
-            // To open the file might wait for its disk, and to close it then, too.
+            // Opening the file might wait for its disk, and closing it then, too.
             (FILE_STORE, [file, index]) => {
                 Ok(vec![file.as_fd().try_clone_to_owned()?, memfd::reopen(index.as_fd(), false)?])
             }
@@ -122,13 +123,13 @@ impl Files {
 }
 
 /// Is it a file of the shared-memory file system? Only such files (and huge-page files) have seals, and the kernel
-/// answers that without asking the file's own file system; then the rest may be asked, too.
+/// returns those without asking the file's own file system; then the rest may be asked, too.
 fn is_shmem(fd: impl AsFd) -> std::io::Result<bool> {
     Ok(fcntl_get_seals(&fd).is_ok() && memfd::is_shmem(&fd)?)
 }
 
-/// Open anew, for writing, a file that we made and gave away read-only. That it is ours is seen by its owner and mode:
-/// nobody else can make a file of this user with mode 0600.
+/// Open anew, for writing, a file that we made and gave away read-only. Its owner and mode prove that it is ours: no
+/// other user can make a file of this user with mode 0600.
 pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the {what} file: {error}");
     let strange = "it is not the file this client was given";
@@ -145,7 +146,7 @@ pub fn reopen_ours(fd: SentFd, what: &str) -> Result<SentFd, String> {
 }
 
 /// Take back the file on a disk that an index of ours names, as a place: only the engine opens it. Its identity is
-/// asked without waiting for its file system: until it is known, it may be anything.
+/// asked without waiting for its file system: until it is known, it may be any file.
 fn place_named(fd: SentFd, index: &SentFd) -> Result<SentFd, String> {
     let say = |error: &dyn std::fmt::Display| format!("Taking back the file of the file store: {error}");
     let index = index.as_fd().try_clone_to_owned().map_err(|error| say(&error))?;

@@ -1,4 +1,4 @@
-//! The keeper without VMMs, and with a program in the place of its engine that takes no orders.
+//! The keeper without VMMs, and with a program in place of its engine that takes no orders.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
@@ -51,7 +51,7 @@ pub(crate) fn attach_as(name: &str, resume: Option<VmId>) -> Attach {
     }
 }
 
-/// 1 MiB of RAM in a file of which nobody looks who it is.
+/// 1 MiB of RAM in a file whose identity is not checked.
 fn ram(keeper: &Keeper, file: FileId, offset: u64) -> Ram {
     let fd = memfd::create("ballast-test", Bytes(0)).expect("memfd");
     Ram {
@@ -69,7 +69,7 @@ fn new_vm(keeper: &mut Keeper, name: &str) -> VmId {
     id
 }
 
-/// What a client brings back to this keeper, as it is admitted.
+/// The files that a client brings back to this keeper, as admitted.
 fn sent_back(keeper: &Keeper, escrow: &[std::os::fd::OwnedFd]) -> Escrow {
     let back = |at: usize| {
         let fd = memfd::reopen(escrow[at].as_fd(), true).expect("reopen");

@@ -1,5 +1,5 @@
-//! An upgrade with the real keeper and with engines that a test plays: whatever they do, and in whatever order, no VM
-//! is given to one while the other does more for it than serve its faults, and in the end one engine has all.
+//! An upgrade with the real keeper and with engines that a test plays. In any order of events, no VM is given to one
+//! engine while the other does more for it than serve its faults, and in the end one engine has all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -52,11 +52,11 @@ enum Does {
 struct Played {
     process: Process,
     socket: OwnedFd,
-    /// What it has been told and has not done.
+    /// Orders that it has not carried out.
     orders: Vec<(Order, Vec<OwnedFd>)>,
     /// VMs it has open.
     open: BTreeMap<VmId, (StateFile, Does)>,
-    /// VMs that it cannot serve the faults of alone.
+    /// VMs whose faults it cannot serve alone.
     rigid: BTreeSet<VmId>,
     rests: bool,
     is_dead: bool,
@@ -181,7 +181,7 @@ impl World {
         self.played[at].open.clear();
     }
 
-    /// Whom the keeper has killed does nothing more.
+    /// Engines that the keeper has killed do nothing more.
     fn reap(&mut self) {
         for played in self.played.iter_mut().filter(|played| !played.is_dead && played.process.is_dying()) {
             played.is_dead = true;
@@ -234,7 +234,7 @@ impl World {
                 if manners == Manners::Good || manners == Manners::Refuses {
                     let state = StateFile::open(fds.into_iter().next().expect("a state file")).expect("open");
                     if state.engine() != Some((process.pid, process.start)) {
-                        // As an engine does that finds this: nothing. The keeper has just killed it.
+                        // An engine that finds this does nothing. The keeper has just killed it.
                         return die(process);
                     }
                     let other = others.get(&vm);
@@ -320,10 +320,10 @@ impl World {
         self.play_new();
     }
 
-    /// One engine has all VMs, is the keeper's, and neither rests nor is anybody else named.
+    /// One engine has all VMs, is the keeper's, and does not rest; no other engine is named.
     fn check_end(&self) -> usize {
         let engine = self.keeper.engine.as_ref().expect("an engine").process;
-        // Whom the keeper has just killed takes a moment to die.
+        // An engine that the keeper has just killed takes a moment to die.
         let others = self.played.iter().filter(|played| played.process != engine);
         others.for_each(|played| die(played.process));
         let alive: Vec<usize> = (0..self.played.len()).filter(|at| self.played[*at].process == engine).collect();

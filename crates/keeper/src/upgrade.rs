@@ -1,9 +1,9 @@
-//! Upgrade: another engine follows the one that serves, while that serves.
+//! Upgrade: another engine follows the serving one, while that one serves.
 //!
-//! Before: an operator named a program (`Report::Upgrade`). After: the engine of that program has all VMs; or the one
-//! that had them goes on, and it is said why. What happens in which stage is in `stage`.
+//! Before: an operator named a program (`Report::Upgrade`). After: the engine of that program has all VMs; or the old
+//! one goes on, and operators are told why. `stage` says what happens in which stage.
 //! Threads: the keeper's one. Nothing here waits.
-//! Promise: nothing of the old engine ends before the new one has looked at every VM and could serve it. A VM is with
+//! Promise: no work of the old engine ends before the new one has looked at every VM and could serve it. A VM is with
 //! one engine at a time, or with both while neither does more than serve its faults; its state file says which.
 
 use std::collections::HashMap;
@@ -27,7 +27,7 @@ use crate::upgrading::{Asked, Leaving, Upgrade};
 use crate::waiting::Making;
 
 impl Keeper {
-    /// An engine passed an operator's wish on.
+    /// An engine passed an operator's request on.
     pub(crate) fn asked_to_upgrade(&mut self, who: Who, ask: u64, program: String) {
         let result = self.begin_upgrade(program);
         if let Err(why) = &result {
@@ -41,7 +41,7 @@ impl Keeper {
         }
     }
 
-    /// What the new engine says beside its answers.
+    /// A message of the new engine that is no reply: it serves.
     pub(crate) fn next_serves(&mut self) {
         if let Some(upgrade) = &mut self.upgrade {
             upgrade.next.pulse.starting = None;
@@ -57,20 +57,20 @@ impl Keeper {
         }
     }
 
-    /// Does the one that is to follow hear of events itself? Until the other one rests, it hears them from there.
+    /// Does the next engine read events itself? Until the old one rests, it gets them from there.
     pub(crate) fn tells_next(&self) -> bool {
         self.upgrade.as_ref().is_some_and(|upgrade| matches!(upgrade.stage, Stage::Moving | Stage::Serving))
     }
 
-    /// Which engine gets a VM that nobody has seen before: once VMs move, the one that is to follow. A user whose VMs
-    /// come all the time would else keep the upgrade from its end.
+    /// The engine that gets a new VM: once VMs move, the next one. Else a user whose VMs come all the time would keep
+    /// the upgrade from ending.
     pub(crate) fn at_for_new(&self) -> At {
         if self.tells_next() { At::Next } else { At::Engine }
     }
 
     /// The engine that is to follow is dead.
     pub(crate) fn next_died(&mut self) {
-        // It may have said why.
+        // It may have given the reason.
         self.hear(Who::Next);
         if self.upgrade.as_ref().is_some_and(|upgrade| !upgrade.is_dead()) {
             self.upgrade_fails("it ended; its reason is in the log");
@@ -140,7 +140,7 @@ impl Keeper {
         });
         let (begin, api) = self.begin();
         self.order_next(&begin, &api);
-        // It decides and answers when it has all VMs.
+        // It decides and answers the API when it has all VMs.
         let seq = self.ask(Asked::Begun);
         self.order_next(&Order::Rest { seq }, &[]);
         let checks: Vec<_> = self.vms.iter().filter(|vm| vm.is_handed_over()).map(check).collect();
@@ -167,7 +167,7 @@ impl Keeper {
         seq
     }
 
-    /// The engines are told how it stands, for whoever asks them.
+    /// Tell the engines how it stands, for API clients that ask them.
     pub(crate) fn show_upgrade(&mut self) {
         if let Some(upgrade) = &mut self.upgrade {
             upgrade.shown.took_us = upgrade.begun.elapsed().as_micros() as u64;
@@ -178,7 +178,7 @@ impl Keeper {
         self.order_next(&order, &[]);
     }
 
-    /// Is this the answer to an order of the upgrade? Then it is dealt with.
+    /// Is this the reply to an order of the upgrade? Then handle it.
     pub(crate) fn answered_upgrade(&mut self, seq: u64, result: &Result<(), String>) -> bool {
         let Some(upgrade) = &mut self.upgrade else { return false };
         let Some(asked) = upgrade.asked.remove(&seq) else { return false };
@@ -209,7 +209,7 @@ impl Keeper {
         self.vm(vm).map_or_else(|| format!("VM {vm}"), |entry| format!("VM {}", entry.state.name()))
     }
 
-    /// See that the upgrade goes on. Returns how soon to look again.
+    /// Continue the upgrade. Returns how soon to look again.
     pub(crate) fn tend_upgrade(&mut self) -> Option<Duration> {
         let now = Instant::now();
         let upgrade = self.upgrade.as_mut()?;
@@ -261,7 +261,7 @@ impl Keeper {
         self.upgrade_then(upgrade.stage.then(Happens::Done), None);
     }
 
-    /// The new engine refused, died, lied or was late; or the old one was.
+    /// The new engine refused, died, lied or was late; or the old one was late.
     pub(crate) fn upgrade_fails(&mut self, why: &str) {
         let Some(upgrade) = &self.upgrade else { return };
         self.upgrade_then(upgrade.stage.then(Happens::Fails), Some(why));
@@ -315,7 +315,7 @@ impl Keeper {
         }
     }
 
-    /// Kill the new engine. Its pidfd tells when it is dead; nothing it says counts any more.
+    /// Kill the new engine. Its pidfd tells when it is dead; its messages do not count any more.
     fn end_next(&mut self) {
         let Some(upgrade) = &mut self.upgrade else { return };
         let why = &upgrade.shown.message;
@@ -324,7 +324,7 @@ impl Keeper {
         upgrade.next.orders.clear();
     }
 
-    /// It is over, and the old engine has all VMs, or none is left of it.
+    /// It is over, and the old engine has all VMs, or is gone.
     fn upgrade_failed(&mut self) {
         self.end_next();
         let Some(mut upgrade) = self.upgrade.take() else { return };
@@ -361,7 +361,8 @@ impl Keeper {
         let ours = self.engine.as_ref().map(|engine| engine.process);
         let named = |vm: &VmEntry| vm.state.engine() == ours.map(|process| (process.pid, process.start));
         let left: Vec<_> = self.vms.iter().filter(|vm| !named(vm)).map(|vm| vm.state.id()).collect();
-        // What both had the new one serves until it can open it anew: what the dead one had locked must be mended.
+        // VMs of both are served by the new one until it can open them anew: words that the dead one had locked must be
+        // mended.
         for vm in left.into_iter().chain(both) {
             self.hand_over(vm, since);
         }
@@ -380,7 +381,7 @@ impl Keeper {
         self.last_program = Some(last).filter(|last| *last != self.program);
         let mut entries: Vec<&mut VmEntry> = self.vms.iter_mut().collect();
         for closing in &mut self.closing {
-            // The old engine was busy with it: the new one opens it and goes on.
+            // The old engine was making it: the new one opens it and goes on.
             if closing.entry.at != At::Next {
                 closing.take_back();
             }

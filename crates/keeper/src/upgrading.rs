@@ -1,4 +1,4 @@
-//! What the keeper holds of an upgrade that is under way, and of an engine that was followed.
+//! The keeper's state of an upgrade under way, and of an engine that was followed.
 //!
 //! Before: `upgrade` began one. After: it goes from stage to stage.
 //! Threads: the keeper's one.
@@ -18,7 +18,7 @@ use crate::stage::{Deadline, Stage};
 pub(crate) struct Upgrade {
     pub next: Engine,
     pub stage: Stage,
-    /// What operators are shown.
+    /// The state that operators see.
     pub shown: Upgrading,
     pub begun: Instant,
     pub deadline: Deadline,
@@ -30,28 +30,28 @@ pub(crate) struct Upgrade {
     pub opening: HashMap<VmId, Instant>,
     /// VMs that two engines serve, and since when.
     pub both: HashMap<VmId, Instant>,
-    /// VMs that were not served wherever they are mapped, by the old engine either.
+    /// VMs whose faults neither engine served everywhere, because a process could not be served.
     pub incomplete: Vec<VmId>,
     /// The new engine has said that it serves.
     pub serves: bool,
 }
 
-/// What an order of the upgrade was.
+/// The subject of an order of the upgrade.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Asked {
     Begun,
     Check(VmId),
     Rest,
-    /// That the old engine does nothing for it but serve faults.
+    /// The old engine only serves its faults.
     ServeFaults(VmId),
     Part(VmId),
     Opened(VmId),
-    /// That the old engine closes it, which the new one serves as well.
+    /// The old engine closes it, which the new one serves as well.
     Leave(VmId),
 }
 
 impl Upgrade {
-    /// Nothing that the new engine says or does counts any more.
+    /// No message or act of the new engine counts any more.
     pub fn is_dead(&self) -> bool {
         self.stage == Stage::Returning
     }

@@ -1,4 +1,4 @@
-//! What waits for the engine: a client for an answer, an attach for a file store, a VM without processes for its end.
+//! Waits for the engine: of a client for a reply, of an attach for a file store, of a VM without processes for its end.
 //!
 //! Before: the engine was given an order. After: it says that it is done; or it dies, and the next one is asked again.
 //! Threads: the keeper's one.
@@ -12,10 +12,10 @@ use crate::admit::Admitted;
 use crate::closer::SentFd;
 use crate::regions::VmEntry;
 
-/// Number of an order whose answer nobody waits for.
+/// Number of an order whose reply nobody waits for.
 pub const UNASKED: u64 = u64::MAX;
 
-/// What a client waits for.
+/// A client's wait.
 pub struct Asked {
     pub client: u64,
     /// The order whose end it waits for; a new engine is given it again.
@@ -23,7 +23,7 @@ pub struct Asked {
     pub answer: Answer,
 }
 
-/// What a client is told when the order it waits for has been carried out.
+/// The message to a client once the order it waits for has been carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     Ok,
@@ -43,7 +43,7 @@ pub struct Making {
 pub type Made = Result<[SentFd; 2], String>;
 
 impl Making {
-    /// The order to make what this one waits for.
+    /// The order that makes its store.
     pub fn order(&self) -> Order {
         Order::MakeFileStore { seq: self.seq }
     }
@@ -51,7 +51,7 @@ impl Making {
 
 /// A VM without processes.
 pub struct Closing {
-    /// Of the order to close it.
+    /// Number of the order to close it.
     pub seq: u64,
     pub entry: VmEntry,
     /// The engine has it.

@@ -1,8 +1,8 @@
-//! Pixels that plotters draws on, with letters of their own.
+//! Pixels that plotters draws on, with a built-in font.
 //!
 //! Before: [`super::picture`] draws. After: an image of three bytes a pixel, row by row, which `png` encodes.
 //! Threads: one. Units: pixels. Promise: it needs no fonts of the machine: letters come from a table in the program,
-//! all of one size. What lies outside the picture is cut off.
+//! all of one size. Parts outside the picture are cut off.
 
 use std::convert::Infallible;
 
@@ -15,7 +15,7 @@ const HEIGHT: RasterHeight = RasterHeight::Size16;
 
 type Drawn = Result<(), DrawingErrorKind<Infallible>>;
 
-/// See the module.
+/// The canvas.
 pub struct Canvas<'a> {
     size: (u32, u32),
     pixels: &'a mut [u8],

@@ -1,19 +1,19 @@
 //! A heat map over time: a column for each cycle over all memory, a row for each piece of the address space.
 //!
 //! Before: a recording is read. After: `picture` draws it. Units: seconds, bytes.
-//! Promise: it is of a bounded size, whatever the recording holds.
+//! Promise: its size is bounded, whatever the recording contains.
 
 use ballast_base::PageCount;
 use ballast_heat::ages::Cell;
 use ballast_heat::record::{Frame, Memory, Recording};
 use ballast_heat::{Phase, Settings, heat};
 
-/// Pieces of the address space.
+/// Rows of the map.
 const ROWS: usize = 256;
 /// Columns beyond this are thinned out: there are hardly more pixels.
 const MOST_COLUMNS: usize = 512;
 
-/// What was known at the end of one cycle. Times count from the beginning of tracking.
+/// The state at the end of one cycle. Times count from the beginning of tracking.
 pub struct Column {
     /// The end of the column before, or the beginning of the first cycle.
     pub from_s: f64,
@@ -27,13 +27,13 @@ pub struct Column {
 
 /// A map ready to be drawn.
 pub struct Map {
-    /// What is shown.
+    /// The title.
     pub title: String,
-    /// Of all regions.
+    /// RAM of all regions.
     pub ram_bytes: u64,
     /// At least one, in order.
     pub columns: Vec<Column>,
-    /// What the VM had and might have, and when.
+    /// Limit and resident memory of the VM, and when.
     pub memory: Vec<(f64, Memory)>,
 }
 
@@ -75,7 +75,7 @@ pub(super) mod tests {
     use ballast_heat::source::{Cost, Seen, UnitId};
     use std::time::Duration;
 
-    /// 8 MiB of RAM; the first 2 are touched, the next 2 are not, the rest is not there.
+    /// 8 MiB of RAM; the first 2 are touched, the next 2 are not, the rest is not in memory.
     pub fn recording(cycles: u64) -> Recording {
         let line = |unit, touched| Line {
             unit: UnitId { region: 0, unit },

@@ -3,7 +3,7 @@
 //!
 //! Before: `map` has the figures. After: the bytes of a PNG or SVG file.
 //! Threads: one. Units: pixels; seconds to the right; bytes upwards, in the unit that the axis names.
-//! Promise: both parts have the same times above each other.
+//! Promise: both parts share the time axis.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use plotters::prelude::*;
 use super::canvas::Canvas;
 use super::map::{Column, Map};
 
-/// Of the whole picture.
+/// Size of the whole picture.
 const SIZE: (u32, u32) = (1100, 760);
 /// Height of the title.
 const TITLE: u32 = 30;
@@ -26,23 +26,23 @@ const UPPER: u32 = 220;
 const LEFT: u32 = 90;
 /// Width of the legends on the right.
 const RIGHT: u32 = 170;
-/// Of words.
+/// Font of words.
 const FONT: (&str, i32) = ("sans-serif", 16);
 /// Height of a line of words.
 const LINE: i32 = 20;
-/// Colours of what is in DRAM.
+/// Colours for memory in DRAM.
 const LEVELS: u32 = 16;
 
 const LIMIT: RGBColor = RGBColor(200, 30, 30);
 const RESIDENT: RGBColor = RGBColor(120, 120, 120);
 const WORKING_SET: RGBColor = RGBColor(20, 90, 170);
 
-/// Of a curve: seconds, and bytes in the unit of the axis.
+/// A curve: seconds, and bytes in the unit of the axis.
 type Points = Vec<(f64, f64)>;
 type Area<B> = DrawingArea<B, Shift>;
 type Drawn<B> = Result<(), DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
 
-/// How to write it.
+/// The format of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Pixels.
@@ -63,7 +63,7 @@ impl Format {
 }
 
 impl Map {
-    /// As a file's bytes.
+    /// The bytes of the file.
     pub fn draw(&self, format: Format) -> Result<Vec<u8>> {
         match format {
             Format::Png => self.png(),
@@ -205,7 +205,7 @@ fn stretches(limits: &[(f64, Option<u64>)], end: f64) -> Vec<[(f64, u64); 2]> {
         .collect()
 }
 
-/// What the colours mean.
+/// The legend of the colours.
 fn draw_scale<B: DrawingBackend<ErrorType: 'static>>(area: &Area<B>) -> Drawn<B> {
     const TOP: i32 = 2 * LINE + 4;
     const STEP: i32 = 14;
@@ -225,7 +225,7 @@ fn draw_scale<B: DrawingBackend<ErrorType: 'static>>(area: &Area<B>) -> Drawn<B>
     area.draw(&Text::new("not in DRAM", (38, BOTTOM + STEP - 1), FONT))
 }
 
-/// The unit in which a size is a number that one can read.
+/// The unit in which a size is a readable number.
 fn unit(bytes: u64) -> (f64, &'static str) {
     if bytes >= 4 * GIB { (GIB as f64, "GiB") } else { (MIB as f64, "MiB") }
 }
@@ -234,12 +234,12 @@ fn number(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-/// Which of the colours; `None` where nothing is in memory.
+/// The colour's number; `None` if nothing is in memory.
 fn level(cell: &Cell) -> Option<u32> {
     (cell.present > 0.0).then(|| level_of(cell.hot))
 }
 
-/// A small share is what one looks for, so low shares get more of the scale. Nothing touched has a level of its own.
+/// Low shares matter most, so they get more of the scale. Nothing touched has a level of its own.
 fn level_of(share: f64) -> u32 {
     if share <= 0.0 { 0 } else { 1 + (share.clamp(0.0, 1.0).sqrt() * f64::from(LEVELS - 2)).round() as u32 }
 }

@@ -1,8 +1,8 @@
-//! A monitor of QEMU's for the preload library, which asks there where the guest sees its memory.
+//! A monitor of QEMU for the preload library, which asks there for guest-physical addresses.
 //!
 //! Before: QEMU is about to take this process's place. After: it has both ends of a socket, one for its monitor and one
 //! for the library (`crates/preload/src/guest.rs`).
-//! Promise: nobody else can come to this monitor; it is no path and no port.
+//! Promise: no other process can reach this monitor; it is no path and no port.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -1,8 +1,9 @@
-//! Check: could this engine serve a VM that another engine serves at this moment?
+//! Check: tells whether this engine could serve a VM that another engine serves at this moment.
 //!
 //! Before: this engine is to follow another one; the keeper sends each VM's descriptors. After: nothing has changed,
-//! and the keeper knows that this engine can open the VM; or what is in the way, and where.
-//! Threads: the VM's worker. Promise: reads only. What is checked is what opening would refuse: layouts, words, store
+//! and the keeper knows that this engine can open the VM; or the obstacle, and where it is.
+//! Threads: the VM's worker. Promise: it only reads. It checks everything that opening would refuse: layouts, words,
+//! store numbers, RAM files. Unfinished work of the other engine is no reason to refuse: recovery mends it if it must.
 //! numbers, RAM files. What the other engine is in the middle of is no reason to refuse: recovery mends it if it must.
 
 use std::os::fd::OwnedFd;
@@ -18,10 +19,10 @@ use super::shared::Engine;
 use super::vms::{Files, ram_files, store_files};
 
 impl Engine {
-    /// See the file's head.
+    /// Check this VM; see the head of this file.
     ///
     /// # Errors
-    /// What this engine could not open, or does not understand.
+    /// The part that this engine could not open, or does not understand.
     pub(super) fn check_vm(
         &self,
         id: VmId,
@@ -38,7 +39,7 @@ impl Engine {
             arena::inspect(&arena::GROUP, group)?;
         }
         if let Some([_, index]) = &file {
-            // The file itself is on a disk, which may not answer; opening does not wait for it either.
+            // The file itself is on a disk, which may not respond; opening does not wait for it either.
             arena::inspect(&arena::INDEX, index)?;
         }
         let ram = ram_files(fds.collect(), files)?;

@@ -1,11 +1,11 @@
-//! The watch: no page leaves a VM while a process that has not attached maps its RAM.
+//! The watch for foreign mappers: no page leaves a VM while a process that has not attached maps its RAM.
 //!
 //! Before: a view came, a limit was set, or [`EVERY`] is over. After: VMs with foreign mappers are held, and their
 //! pages are restored; a VM whose foreign mappers are gone is released.
-//! Threads: one, which may be kept waiting by other processes; bringing pages back has a thread of the VM's own.
-//! Promise: a VM is not reclaimed from before a look that began after its view or its first limit was known. All that
-//! ask in the meantime share one look, so what it costs does not depend on how many ask. Who cannot be looked at is
-//! said once.
+//! Threads: one, which other processes may delay; restoring pages has a thread of the VM's own.
+//! Promise: a VM is not reclaimed from before a look that began after its view or its first limit was known. All
+//! requests made meanwhile share one look, so its cost does not depend on their number. Processes that cannot be
+//! examined are reported once.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, mpsc};
@@ -23,7 +23,7 @@ use super::host::Host;
 use super::huge_pages::HugePages;
 use super::served::Served;
 
-/// How often processes are looked through.
+/// Time between looks.
 const EVERY: Duration = Duration::from_secs(5);
 /// The watch rests this many times as long as its last look took, at most [`LONGEST_REST`], so that VMs that come one
 /// after the other share looks as well.
@@ -54,12 +54,12 @@ pub fn start(host: Arc<Host>) -> anyhow::Result<mpsc::Sender<Arc<Served>>> {
 struct Watcher {
     host: Arc<Host>,
     processes: Processes,
-    /// Processes that could not be looked at, of which it was said.
+    /// Processes that could not be examined, as reported.
     unreadable: HashSet<Process>,
 }
 
 impl Watcher {
-    /// Look for all VMs that want it: those that asked are among them.
+    /// Look for all VMs that need it: those that asked are among them.
     fn look(&mut self) {
         let wanted: Vec<(Arc<Served>, u64)> = self.host.all().into_iter().filter_map(wants_look).collect();
         if wanted.is_empty() {
@@ -83,7 +83,7 @@ impl Watcher {
     }
 }
 
-/// What an operator is told about processes that could not be looked at.
+/// The report about processes that could not be examined.
 fn unreadable_text(processes: &[Process]) -> String {
     let names: Vec<String> = processes.iter().map(|process| watch::name(*process)).collect();
     format!(
@@ -92,8 +92,8 @@ fn unreadable_text(processes: &[Process]) -> String {
     )
 }
 
-/// Only a VM from which pages may go needs a look, one that is waiting for it, and one with a foreign mapper that may
-/// have gone. With it comes which look it is waiting for.
+/// Three kinds of VMs need a look: those from which pages may go, those that wait for one, and those with a foreign
+/// mapper that may have gone. Returns the VM with the number of the look it waits for.
 fn wants_look(served: Arc<Served>) -> Option<(Arc<Served>, u64)> {
     let vm = &served.vm;
     let asked = served.asked();
@@ -117,20 +117,21 @@ fn look_for_foreign_mappers(processes: &mut Processes, vms: &[&Arc<Served>]) -> 
     }
     let all = of_file.keys().copied().collect();
     let attached = owners.iter().flat_map(|(_, pids)| pids).copied().collect();
-    // Known is who is a view of every VM of which it maps RAM: of a file that several VMs have parts of, their parts.
+    // A process is known if it is a view of every VM whose RAM it maps; of a file that several VMs share, only their
+    // parts count.
     watch::foreign_mappers(processes, &all, attached, |process, found| {
         let mut owners = found.files().filter_map(|file| of_file.get(&file)).flatten();
         owners.all(|(ram, pids)| pids.contains(&process.pid) || ram.overlap(found).is_none())
     })
 }
 
-/// Who may map a VM's RAM: its processes, and this engine, which asks hugetlbfs what a file holds through a
+/// Processes that may map a VM's RAM: its own, and this engine, which asks hugetlbfs for the pages of a file through a
 /// mapping that nobody ever touches.
 fn pids_of(served: &Served) -> HashSet<u32> {
     served.pids().into_iter().chain([std::process::id()]).collect()
 }
 
-/// Why no page may leave this VM, by what the look has found.
+/// Why no page may leave this VM, by the result of the look.
 fn foreign_mapper(served: &Served, look: &Look) -> Option<String> {
     if let Some(reason) = served.unserved() {
         return Some(reason);
@@ -148,7 +149,7 @@ fn foreign_mapper(served: &Served, look: &Look) -> Option<String> {
     Some(format!("process {who} maps this VM's RAM and has not attached to Ballast, so no page may leave it{unknown}"))
 }
 
-/// Hold a VM while there is such a reason; let it go again when that is over.
+/// Hold a VM while there is such a reason; release it when the reason is gone.
 fn judge(served: &Arc<Served>, kind: Hold, event: &str, reason: Option<String>, over: &str) {
     let vm = &served.vm;
     match (reason, vm.is_held_for(kind)) {

@@ -1,7 +1,7 @@
-//! Groups: the arenas in which VMs of a group keep equal pages once, each opened once by this engine.
+//! Groups: the arenas in which VMs of a group store equal pages once, each opened once by this engine.
 //!
-//! Before: a VM that is a member is opened, with an opening of its own of the arena. After: it shares the store with
-//! the members that are here already.
+//! Before: a member VM is opened, with an opening of its own of the arena. After: it shares the store with the members
+//! that are here already.
 //! Threads: the workers of VMs; the list is locked while an arena is opened.
 //! Promise: two members of one arena have one store, as long as either is here.
 
@@ -12,7 +12,7 @@ use ballast_base::wire::VmId;
 use ballast_store::{Group, GroupMember, RamOptions};
 use ballast_sys::memfd::{self, FileId};
 
-/// See the file's head.
+/// The groups that have members here.
 #[derive(Debug, Default)]
 pub struct Groups(Mutex<Vec<(FileId, Weak<Group>)>>);
 

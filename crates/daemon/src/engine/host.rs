@@ -1,6 +1,6 @@
-//! The host: all VMs that this engine serves, and who pays for their far pages.
+//! The host: all VMs that this engine serves, and the budgets of their far pages.
 //!
-//! Before: the keeper said what this engine is to begin with. After: every part of the engine finds the VMs here.
+//! Before: the keeper sent this engine's first order. After: every part of the engine finds the VMs here.
 //! Threads: any; the list is locked for a moment.
 
 use std::sync::{Arc, RwLock};
@@ -18,26 +18,26 @@ use super::upgrades::Upgrades;
 use crate::events::Events;
 use crate::settings::Settings;
 
-/// See the file's head.
+/// The state of one engine.
 #[derive(Debug)]
 pub struct Host {
-    /// What the keeper said.
+    /// The keeper's first order.
     pub begin: Begin,
-    /// What it wants of this engine; the control loop may have been changed since.
+    /// The settings it began with; the control loop's may have changed since.
     pub settings: Settings,
     /// The VMs, in the order of their attach.
     pub vms: RwLock<Vec<Arc<Served>>>,
-    /// What happened.
+    /// Events for operators.
     pub events: Arc<Events>,
-    /// Who pays for far pages.
+    /// The budget of far pages in RAM.
     pub budget: Arc<Budget>,
-    /// Who pays for those on disk.
+    /// The budget of far pages on disk.
     pub file_budget: Arc<Budget>,
-    /// Where VMs of a group have equal pages once.
+    /// The stores in which VMs of a group store equal pages once.
     pub groups: Groups,
-    /// The cluster they may go to.
+    /// The cluster that far pages may go to.
     pub remote: Option<Remote>,
-    /// Whether it can be known who holds a page.
+    /// The pin check of the host.
     pub pins: Arc<Pins>,
     /// The last upgrade.
     pub upgrades: Upgrades,

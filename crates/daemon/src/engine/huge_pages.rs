@@ -1,8 +1,9 @@
-//! A VM is not reclaimed from where khugepaged may put zeros in the place of its far pages.
+//! Holds a VM while khugepaged may put zeros in the place of its far pages.
 //!
 //! Before: the watch looks at a VM. After: the reason to hold it, if there is one.
 //! Threads: the watch's, the API's. Promise: the kernel is tried once and the settings are read at each look, so a
-//! change counts within seconds; what the kernel filled in between is mended by whoever touches it (`fault`).
+//! change takes effect within seconds; pages that the kernel filled in between are mended when they are touched
+//! (`fault`).
 
 use std::sync::LazyLock;
 
@@ -15,7 +16,7 @@ use super::served::Served;
 /// Does a collapse fill the holes of a registered range?
 static FILLS: LazyLock<Option<bool>> = LazyLock::new(khugepaged::fills_holes);
 
-/// What khugepaged may do now; `None` inside: whatever it does harms no far page.
+/// What khugepaged may do now; `None` inside: it cannot harm far pages.
 #[derive(Debug)]
 pub struct HugePages(Option<Khugepaged>);
 
@@ -25,7 +26,7 @@ impl HugePages {
         Self((*FILLS != Some(false)).then(|| Khugepaged::now(*FILLS)))
     }
 
-    /// Why no page may leave this VM, as far as khugepaged is concerned.
+    /// Why no page may leave this VM because of khugepaged.
     pub fn danger(&self, served: &Served) -> Option<String> {
         let now = self.0.as_ref()?;
         let regions = served.vm.regions();

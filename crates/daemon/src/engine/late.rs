@@ -1,11 +1,11 @@
-//! Late: opens a VM's file store on a thread of its own, because its disk may not answer.
+//! Late: opens a VM's file store on a thread of its own, because its disk may not respond.
 //!
-//! Before: the VM is being opened. After: its file store is there; or the VM is served without it, and what is in the
-//! file waits until the disk answers.
+//! Before: the VM is being opened. After: its file store is there; or the VM is served without it, and pages in the
+//! file wait until the disk responds.
 //! Threads: one for each VM with a file store, until that is open. The VM's worker waits for it, [`OPEN_TIMEOUT`] at
 //! most.
-//! Promise: nobody uses the store before it has waited for what a dead engine left under way, and was swept; and it
-//! is not swept any more when the VM is closed, and may be opened again by somebody else.
+//! Promise: nobody uses the store before it has waited for writes that a dead engine left under way, and was swept. It
+//! is not swept any more once the VM is closed, because another engine may then open it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,18 +18,18 @@ use ballast_pager::tier::stores::LateStore;
 use ballast_pager::vm::{Reporter, Vm};
 use ballast_store::{FileOptions, FileStore, Handle};
 
-/// How long a VM waits for its disk. One that works takes milliseconds.
+/// How long a VM waits for its disk. A healthy one takes milliseconds.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A file store that is being opened.
 #[derive(Debug)]
 pub struct LateFile {
-    /// What the words name in it, sent when that is known.
+    /// The handles that the words name in it, sent once they are known.
     live: Sender<Option<Vec<Handle>>>,
     over: Receiver<()>,
 }
 
-/// The file store of a VM, as far as it is open.
+/// The file store of a VM, once it is open.
 #[derive(Clone, Debug, Default)]
 pub struct File(Arc<Shared>);
 
@@ -45,14 +45,14 @@ impl File {
         self.0.opened.get()
     }
 
-    /// The VM is closed: its store is not swept, and nothing comes of its opening any more.
+    /// The VM is closed: its store is not swept, and the opening is abandoned.
     pub fn cancel(&self) {
         *self.0.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }
 }
 
 impl LateFile {
-    /// Begin to open it for the VM of this state file, of these descriptors; it arrives in `store`. The thread holds
+    /// Begin to open it for the VM of this state file, from these descriptors; it arrives in `store`. The thread holds
     /// nothing else of the VM, whose memory must not wait for the disk when it ends.
     pub fn begin(
         state: StateFile,
@@ -72,7 +72,7 @@ impl LateFile {
             if let Err(error) = opened {
                 say("spill-unavailable", format!("it is there and cannot be opened, its pages wait: {error}"));
             }
-            // Whoever waits for it sees the end of the channel.
+            // A waiter sees the end of the channel.
             drop(end);
         };
         std::thread::Builder::new().name("file".into()).spawn(body)?;
@@ -80,7 +80,7 @@ impl LateFile {
     }
 
     /// These are the objects that the words name; `None` if no engine has had the VM before. Waits until the store is
-    /// there, or can not be had, or the disk does not answer.
+    /// there, or cannot be opened, or the disk does not respond.
     pub fn finish(self, vm: &Vm, live: Option<Vec<Handle>>) {
         let Self { live: tell, over } = self;
         let _ = tell.send(live);
@@ -111,7 +111,7 @@ fn open(
     match (waited, live) {
         (Ok(()), Some(live)) => drop(opened.sweep(live.into_iter())),
         (Ok(()), None) => {}
-        // It works; what the dead engine left in it takes room until the next one tries again.
+        // It works; objects that the dead engine left in it occupy space until the next engine tries again.
         (Err(error), _) => {
             say("spill-unswept", format!("freeing what the last engine left in it: {error}"));
         }

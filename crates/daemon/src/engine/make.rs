@@ -1,10 +1,10 @@
-//! Make: the file store of a VM, made beside everything else because its disk may not answer; and here, so that nothing
-//! of the keeper's can ever wait for that disk.
+//! Make: makes the file store of a VM, beside everything else because its disk may not respond; and in the engine, so
+//! that no thread of the keeper can ever wait for that disk.
 //!
-//! Before: a process attaches as a VM that is to have a file store and has none. After: the keeper has the descriptors
-//! of one, and whoever holds those can have the store opened.
-//! Threads: two for each store that is made; the one that asks the disk ends when that answers.
-//! Promise: a disk that hangs costs those who attach [`MAKE_TIMEOUT`], once: while a store is overdue no other is
+//! Before: a process attaches as a VM that is to have a file store and has none. After: the keeper has the store's
+//! descriptors, from which an engine can open it.
+//! Threads: two for each store that is made; the one that asks the disk ends when that responds.
+//! Promise: a disk that hangs costs attaching processes [`MAKE_TIMEOUT`], once: while a store is overdue no other is
 //! begun.
 
 use std::os::fd::AsFd;
@@ -23,7 +23,7 @@ use rustix::fs::Mode;
 use super::shared::{Engine, Made};
 use crate::settings::Spilling;
 
-/// How long an attach waits for the disk. One that works takes milliseconds.
+/// How long an attach waits for the disk. A healthy one takes milliseconds.
 const MAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Engine {
@@ -63,7 +63,7 @@ impl Engine {
 }
 
 fn make(dir: &Path, max_bytes: Bytes) -> Made {
-    // It is opened again, with the budget that counts.
+    // It is opened again later, with the budget that counts.
     let options = FileOptions { max_bytes, ..FileOptions::new(Budget::new(Bytes(0))) };
     let (_, file, index) = FileStore::create(dir, options).map_err(|error| error.to_string())?;
     // Only its owner may open it for writing: clients keep a descriptor of it.

@@ -1,15 +1,15 @@
-//! Memory errors: pages of a VM's own files (its state file, its stores) whose memory failed.
+//! Memory errors: handles pages of a VM's own files (its state file, its stores) whose memory failed.
 //!
-//! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` put bytes in its place that
-//! are safe. After: operators know what was lost; and where words or tables were, the VM was opened anew, which mends
-//! what can be.
-//! Threads: one waits for losses; what is done about them is done by the VM's worker, in turn with its orders.
-//! Promise: one VM's loss is that VM's. Nobody else notices, and the engine stays.
+//! Before: a thread touched such a page, and the handler of `ballast_sys::memory_error` put safe bytes in its place.
+//! After: operators know the loss; if words or tables were lost, the VM was opened anew, which mends what can be
+//! mended.
+//! Threads: one waits for losses; the VM's worker handles them, in turn with its orders.
+//! Promise: one VM's loss affects only that VM, and the engine stays.
 //!
-//! *Anew* is what a successor does after an engine's death, for one VM: all its workers end, so that nobody holds a
-//! page's lock; `recover` looks at every word, and has bytes that are in their file count; the stores sweep what no
+//! *Anew* is the same as a successor does after an engine's death, for one VM: all its workers end, so that nobody
+//! holds a page's lock; `recover` reads every word, and bytes in their file count; the stores sweep objects that no
 //! word names; workers begin again, and every waiting thread is woken. With workers running nothing could be mended: a
-//! lost word may have been locked, and who had it locked writes it once more.
+//! lost word may have been locked, and the holder of the lock writes it once more.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,7 +26,7 @@ use super::served::Served;
 use super::shared::{Engine, Unlists, mend};
 use super::workers::Workers;
 
-/// Wait for losses, from now on.
+/// Begin to wait for losses.
 pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_seen: OwnedFd) -> io::Result<()> {
     let (engine, workers) = (engine.clone(), workers.clone());
     std::thread::Builder::new().name("memory".into()).spawn(move || {
@@ -57,13 +57,13 @@ pub(super) fn start(engine: &Arc<Engine>, workers: &Arc<Mutex<Workers>>, errors_
     Ok(())
 }
 
-/// Say what was lost of this VM's files. Returns whether it must be opened anew.
+/// Report the losses of this VM's files. Returns whether it must be opened anew.
 fn say(served: &Served) -> bool {
     let state = served.vm.losses();
     let (ram, ram_damaged) = served.store.losses();
     let (file, file_damaged) = served.file.opened().map(|file| file.losses()).unwrap_or_default();
     let anew = !state.is_empty() || ram_damaged || file_damaged;
-    // Nothing is to be done about a group's: what it costs, each member finds when it is touched.
+    // Nothing is to be done about a group's losses: each member finds its own when it touches the pages.
     let group = served.group.iter().flat_map(|member| member.group().losses());
     for what in state.into_iter().chain(ram).chain(group).chain(file) {
         served.vm.report("memory-error", format!("memory of the host failed, and with it was lost: {what}"));
@@ -75,7 +75,8 @@ impl Engine {
     /// Open a VM anew whose words or tables were damaged.
     fn open_anew(&self, served: &Arc<Served>) {
         if served.vm.is_stopping() || served.vm.state.leaving().is_some() {
-            // Nothing can be mended while another engine serves the VM's faults: the next one to open it does.
+            // Nothing can be mended while another engine serves the VM's faults: the next engine that opens it mends
+            // it.
             let text = "the VM is looked through by the next engine: two have it at this moment";
             return served.vm.report("memory-error", text.into());
         }
@@ -102,7 +103,7 @@ impl Engine {
         let state = last.vm.state.fd().try_clone_to_owned().context("Duplicating a descriptor")?;
         let state = StateFile::open(state)?;
         let epoch = state.take_over(self.me.pid, self.me.start, LOST).context("Taking the state file over")?;
-        // The list of threads may have been lost. This one is the only one that works for the VM now.
+        // The list of threads may have been lost. This thread is the only one that works for the VM now.
         drop(listed);
         state.unlist_thread();
         std::mem::forget(state.list_thread());
@@ -132,7 +133,7 @@ impl Engine {
         for view in last.vm.views() {
             served.vm.add_view(view, &[]).context("Serving a process again")?;
         }
-        // Whoever asked for it has been told that it failed, or was done already.
+        // The caller has been told that it failed, or was done already.
         for kind in [Hold::Pinned, Hold::Shared, Hold::Kept] {
             if served.vm.is_held_for(kind) {
                 served.restore(kind, served.vm.held().unwrap_or_default(), |_| ())?;

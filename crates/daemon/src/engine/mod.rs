@@ -1,13 +1,13 @@
-//! The engine: opens what the keeper hands over and keeps it served.
+//! The engine: opens the VMs that the keeper hands over and serves them.
 //!
 //! Before: the keeper starts it with a socket as standard input. After: it is killed, or the keeper is gone and the
 //! last VM too.
-//! Threads: this one takes orders and never waits for what they are about; the API, the watch, the control loop and the
-//! look for stuck threads have one each, and change nothing of any VM but words in memory; orders are carried out on
-//! the threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it
+//! Threads: this one takes orders and never waits for their execution; the API, the watch, the control loop and the
+//! look for stuck threads have one each, and change only words in memory of any VM; orders are carried out on the
+//! threads of the pool, and VMs have fault workers and jobs. A thread is in the list of a VM's state file while it
 //! works for that VM (`ballast_handover::threads`).
-//! Promise: it may be killed at any instruction. What must outlive it is in the state files and arenas already. It
-//! opens only VMs whose state file names it.
+//! Promise: it may be killed at any instruction. State that must outlive it is in the state files and arenas already.
+//! It opens only VMs whose state file names it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -58,14 +58,14 @@ mod vms;
 pub mod workers;
 mod write_back;
 
-/// How long the API waits for VMs to be opened: one of hundreds of GiB takes a second or two.
+/// How long the API waits for VMs to be opened: a VM of hundreds of GiB takes a second or two.
 const OPENING: Duration = Duration::from_secs(3);
-/// How often an engine without keeper looks whether any VM is left.
+/// How often an engine without keeper checks whether any VM is left.
 const ORPHAN_LOOKS_EVERY: Duration = Duration::from_millis(200);
 
 /// Take orders until the keeper is gone and no VM is left.
 pub fn run() -> anyhow::Result<()> {
-    // Guests wait for a new engine. What it starts does not.
+    // Guests wait for a new engine. The threads it starts do not run first.
     run_first();
     let keeper = std::io::stdin().as_fd().try_clone_to_owned().context("Taking the keeper's socket")?;
     let keeper = Arc::new(keeper);
@@ -80,7 +80,7 @@ pub fn run() -> anyhow::Result<()> {
     };
     let settings = wire::decode::<Settings>(&begin.settings);
     let settings = settings.context("This engine cannot read its settings: restart ballastd").inspect_err(|error| {
-        // Whoever wants this engine to follow another one hears why it will not.
+        // An operator who wants this engine to follow another one is told why it will not.
         let _ = scm::send(&*keeper, &wire::encode(&Report::Refused(format!("{error:#}"))), &[]);
     })?;
     protect_from_oom_killer();
@@ -135,7 +135,7 @@ pub fn run() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The kernel should rather kill a guest than the process that holds back memory of many.
+/// The kernel should kill a guest before the process that holds the far memory of many.
 fn protect_from_oom_killer() {
     if let Err(error) = std::fs::write("/proc/self/oom_score_adj", "-900") {
         tracing::debug!("Lowering this process's OOM score: {error}");
@@ -145,7 +145,7 @@ fn protect_from_oom_killer() {
 fn serve_api(listener: OwnedFd, shown: Arc<Shown>, reader_gid: Option<u32>, gate: Gate) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("Starting the API")?;
     std::thread::Builder::new().name("api".into()).spawn(move || {
-        // An operator who waits for an answer must not wait behind hundreds of vCPUs.
+        // An operator who waits for a response must not wait behind hundreds of vCPUs.
         run_first();
         runtime.block_on(async {
             match tokio::net::UnixListener::from_std(listener.into()) {
@@ -178,7 +178,7 @@ struct Orders {
     api: Option<OwnedFd>,
     /// Closed while VMs move between engines.
     gate: Gate,
-    /// Counts the orders to rest and to go on: what an earlier one began does not undo a later one.
+    /// Counts the orders to rest and to go on: an earlier one does not undo a later one.
     rests: Arc<Mutex<u64>>,
 }
 
@@ -202,7 +202,7 @@ impl Orders {
                 Ok(Some(received)) => received,
                 Ok(None) => return Ok(End::Orphaned),
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(End::Orphaned),
-                // Its descriptors found no room in our table: one VM is not served as it should be, all others are.
+                // Its descriptors did not fit into our table: one VM is not served as it should be, all others are.
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     self.engine.failed(None, "an order", &anyhow::Error::new(error).context("Receiving it whole"));
                     continue;
@@ -254,7 +254,7 @@ impl Orders {
         Ok(())
     }
 
-    /// VMs are about to move: decide nothing, and answer no requests, until told otherwise.
+    /// VMs are about to move: decide nothing, and serve no API requests, until told otherwise.
     fn rest(&self, seq: u64) -> io::Result<()> {
         let (engine, gate) = (self.engine.clone(), self.gate.clone());
         let (rests, this) = (self.rests.clone(), self.begin_rest());
@@ -293,7 +293,7 @@ impl Orders {
         *last
     }
 
-    /// Have a VM closed, after what was ordered before, and say so to whoever waits for it.
+    /// Have a VM closed, after its earlier orders, and report it to the caller that waits.
     fn close(&mut self, vm: VmId, seq: Option<u64>) -> io::Result<()> {
         let engine = self.engine.clone();
         // From now on, so that an order to open it again finds it.
@@ -307,8 +307,8 @@ impl Orders {
         })
     }
 
-    /// Begin to answer the API, once the VMs handed over are open: nobody shall be told that a VM does not exist
-    /// because it has not been opened yet. One that does not open in time keeps nobody from all the others.
+    /// Begin to serve the API, once the VMs handed over are open: no client may be told that a VM does not exist
+    /// because it has not been opened yet. A VM that does not open in time does not keep clients from all the others.
     fn serve(&mut self) -> anyhow::Result<()> {
         let (opened, is_serving) = {
             let mut workers = self.workers();
@@ -336,8 +336,8 @@ impl Orders {
         Ok(())
     }
 
-    /// The keeper is gone in the middle of an upgrade: what another engine serves beside this one is closed here. What
-    /// that does not serve is served on.
+    /// The keeper is gone in the middle of an upgrade: VMs that another engine serves beside this one are closed here.
+    /// The others are served on.
     fn leave_to_followers(&mut self) {
         let me = (self.engine.me.pid, self.engine.me.start);
         for served in self.engine.host.all() {
@@ -346,7 +346,8 @@ impl Orders {
                 let (engine, id) = (self.engine.clone(), served.vm.state.id());
                 let given = self.workers().give_last(id, move || {
                     drop(engine.part_with_vm(id));
-                    // Faults that were read here and not served are that engine's, which nobody tells that it is alone.
+                    // Faults that were read here and not served are the other engine's, which is not told that it is
+                    // alone.
                     served.vm.views().iter().for_each(|view| drop(view.wake_all()));
                 });
                 if let Err(error) = given {

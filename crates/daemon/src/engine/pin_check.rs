@@ -1,10 +1,10 @@
-//! Finding out whether it can be known who holds a page of guest RAM.
+//! Loads the pin check, and tries again now and then.
 //!
-//! Before: the engine began; until it is known, time alone says when a page may go. After: the reclaim workers of all
-//! VMs ask.
+//! Before: the engine began; until there is a check, time alone says when a page may be evicted. After: the reclaim
+//! workers of all VMs ask the check.
 //! Threads: one of its own, because it takes some tens of milliseconds in which faults are to be served. Units:
 //! seconds.
-//! Promise: what changes is logged once.
+//! Promise: each change is logged once.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use std::time::Duration;
 use anyhow::Context;
 use ballast_pager::reclaim::pinned::Pins;
 
-/// What is missing may come (memory for a huge page), and what there is may go. A try costs 30 ms of CPU time.
+/// A missing condition may appear (memory for a huge page), and a check may be lost. A try costs 30 ms of CPU time.
 const EVERY: Duration = Duration::from_secs(60);
 
-/// Find out, and look again now and then.
+/// Load it, and look again now and then.
 pub fn start(pins: Arc<Pins>) -> anyhow::Result<()> {
     let look = move || {
         let mut said = None;

@@ -1,7 +1,7 @@
-//! Served: a VM that the engine serves, with what is known of its processes and what goes on beside its workers.
+//! Served: a VM that the engine serves, with its processes and the work beside its workers.
 //!
 //! Before: the keeper handed it over. After: orders, the watch, the control loop and the API find all of it here.
-//! Threads: any; what is locked is locked for a moment.
+//! Threads: any; locks are held for a moment.
 //! Promise: reclaim is held until a look for foreign mappers that began after the last change is over.
 
 use std::collections::{HashMap, HashSet};
@@ -31,22 +31,22 @@ pub struct Served {
     pub store: Arc<RamStore>,
     /// Its part of its group's store, if it is in a group.
     pub group: Option<Arc<GroupMember>>,
-    /// Its file store, as far as it is open.
+    /// Its file store, once it is open.
     pub file: late::File,
     /// The VMM program.
     pub vmm: String,
-    /// What is going on beside its orders and workers.
+    /// Work beside its orders and workers.
     pub jobs: Jobs,
-    /// Its processes, those included that are about to be served.
+    /// Its processes, including those that are about to be served.
     pids: Mutex<HashSet<u32>>,
-    /// Its processes that are not served wherever they map its RAM, and why.
+    /// Its processes that are not served everywhere they map its RAM, and why.
     unserved: Mutex<HashMap<u32, String>>,
-    /// How often a look for foreign mappers was asked for: the hold ends with a look that began after the last time.
+    /// How often a look for foreign mappers was requested: the hold ends with a look that began after the last request.
     looks_asked: Mutex<u64>,
 }
 
 impl Served {
-    /// A VM without processes yet.
+    /// A VM without processes.
     pub fn new(
         vm: Arc<Vm>,
         store: Arc<RamStore>,
@@ -58,7 +58,7 @@ impl Served {
         Self { vm, store, group, file, vmm, jobs: Jobs::default(), pids, unserved, looks_asked }
     }
 
-    /// What its far pages occupy in RAM; of what its group has once, its share.
+    /// RAM that its far pages occupy; for pages that its group stores once, its share.
     pub fn store_bytes(&self) -> u64 {
         self.store.usage().bytes + self.group.as_ref().map_or(0, |group| group.usage().bytes)
     }
@@ -67,19 +67,19 @@ impl Served {
         self.looks_asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hold reclaim until somebody has looked who else maps its RAM. Whoever says so then asks the watch for a look.
+    /// Hold reclaim until a look for other processes that map its RAM. The caller then requests a look of the watch.
     pub fn hold_unchecked(&self) {
         let mut asked = self.looks_asked();
         *asked += 1;
         self.vm.hold(Hold::Unchecked, Some(VmStat::NOT_LOOKED_AT.into()));
     }
 
-    /// How often a look was asked for by now.
+    /// How often a look has been requested.
     pub fn asked(&self) -> u64 {
         *self.looks_asked()
     }
 
-    /// A look is over; `asked` had been asked for when it began.
+    /// A look is over; `asked` looks had been requested when it began.
     pub fn checked(&self, asked: u64) {
         let now = self.looks_asked();
         if *now == asked {
@@ -87,7 +87,7 @@ impl Served {
         }
     }
 
-    /// Hold reclaim at once, and bring every page back on a thread of its own, which then says how it went.
+    /// Hold reclaim at once, and bring every page back on a thread of its own, which then reports the result.
     pub fn restore(
         &self,
         kind: Hold,
@@ -130,12 +130,12 @@ impl Served {
         self.all_unserved().get(&pid).cloned()
     }
 
-    /// This process is not served wherever it maps the RAM.
+    /// This process is not served everywhere it maps the RAM.
     pub fn set_unserved(&self, pid: u32, reason: String) {
         self.all_unserved().insert(pid, reason);
     }
 
-    /// Take over what is known of the processes of the same VM.
+    /// Take over what an earlier opening of the same VM knew of its processes.
     pub fn take_after(&self, last: &Self) {
         *self.all_unserved() = last.all_unserved().clone();
         let pids = last.pids().into_iter().collect();

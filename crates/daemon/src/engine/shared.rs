@@ -1,4 +1,4 @@
-//! What the thread that takes orders and the workers of VMs share.
+//! State shared by the thread that takes orders and the workers of VMs.
 //!
 //! Before: the engine has begun. After: `mod` takes orders with it, and `vms`, `make`, `memory` and `write_back` carry
 //! them out. Threads: any.
@@ -26,28 +26,28 @@ use crate::settings::Settings;
 /// The place of a file store's file, and its index.
 pub(super) type Made = Result<[OwnedFd; 2], String>;
 
-/// File stores whose disk has not answered in time.
+/// File stores whose disk has not responded in time.
 #[derive(Debug, Default)]
 pub(super) struct Overdue(Mutex<Vec<Receiver<Made>>>);
 
 impl Overdue {
-    /// Is there one still?
+    /// Is there still one?
     pub fn is_any(&self) -> bool {
         let mut overdue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         overdue.retain(|made| matches!(made.try_recv(), Err(TryRecvError::Empty)));
         !overdue.is_empty()
     }
 
-    /// One more, which sends when its disk has answered.
+    /// Add one, which sends when its disk has responded.
     pub fn add(&self, made: Receiver<Made>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(made);
     }
 }
 
-/// A VM that is being closed: set when what is far of it is not to be written back any more.
+/// A VM that is being closed: set when its far pages are not to be written back any more.
 pub(super) type Closing = Arc<AtomicBool>;
 
-/// The calling thread works for the VM no more when this is dropped.
+/// When this is dropped, the calling thread no longer works for the VM.
 pub(super) struct Unlists<'a>(pub &'a Vm);
 
 impl Drop for Unlists<'_> {
@@ -64,7 +64,7 @@ pub(super) fn mend(vm: &Vm) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the thread that takes orders and the workers share.
+/// State shared by the thread that takes orders and the workers.
 pub(super) struct Engine {
     pub keeper: Arc<OwnedFd>,
     pub me: Process,
@@ -82,12 +82,12 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// What it is to do.
+    /// The engine's settings.
     pub fn settings(&self) -> &Settings {
         &self.host.settings
     }
 
-    /// Say so to the keeper.
+    /// Send a report to the keeper.
     pub fn report(&self, report: &Report) -> anyhow::Result<()> {
         scm::send(&*self.keeper, &wire::encode(report), &[]).context("Reporting to the keeper")
     }
@@ -112,7 +112,7 @@ impl Engine {
         self.events.add(vm, "order-failed", format!("{error:#}"));
     }
 
-    /// The order of this number is carried out, or why it could not be.
+    /// The order of this number is carried out, or failed for this reason.
     pub fn done(&self, seq: u64, result: io::Result<()>) -> anyhow::Result<()> {
         self.report(&Report::Done { seq, result: result.map_err(|error| error.to_string()) })
     }

@@ -1,9 +1,10 @@
-//! Stuck: says when a VM waits for a thread of this engine that the kernel does not let go on.
+//! Stuck: reports when a VM waits for a thread of this engine that sleeps in the kernel.
 //!
-//! Before: a thread that works for a VM sleeps in a system call, for the `mmap_lock` of a VMM that holds it, say.
-//! After: an operator has been told which, and again when it goes on. Other VMs do not wait for it: each has threads of
-//! its own.
-//! Threads: one, which looks at the states of threads and at nothing that could keep it waiting.
+//! Before: a thread that works for a VM sleeps in a system call, for example for the `mmap_lock` of a VMM that holds
+//! it.
+//! After: an operator has been told which thread, and again when it goes on. Other VMs do not wait for it: each has
+//! threads of its own.
+//! Threads: one, which reads the states of threads and nothing that could delay it.
 //! Promise: one event for a sleep and one for its end, however long it takes. A thread that works for many VMs is
 //! looked at once for all of them.
 
@@ -17,7 +18,7 @@ use ballast_handover::sleep::{STUCK, Sleeper, reason};
 use super::host::Host;
 use super::served::Served;
 
-/// How often threads are looked at, and how long one must have slept without a break to be told of.
+/// Time between looks, and how long a thread must have slept without a break to be reported.
 const EVERY: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(4);
 
@@ -33,7 +34,7 @@ pub fn start(host: Arc<Host>) -> std::io::Result<()> {
     std::thread::Builder::new().name("stuck".into()).spawn(body).map(drop)
 }
 
-/// What was seen of a VM.
+/// The state of a VM at the last look.
 #[derive(Default)]
 struct Seen {
     /// Threads that slept at the last look, how long they had run by then, and since when that has not changed.
@@ -64,7 +65,7 @@ fn look(host: &Host, seen: &mut HashMap<VmId, Seen>) {
 }
 
 impl Seen {
-    /// What there is to say of this VM now.
+    /// The reports about this VM.
     fn look(&mut self, served: &Served, sleepers: &[Sleeper], now: Instant) -> Option<String> {
         let me = std::process::id();
         let before = std::mem::take(&mut self.sleeping);

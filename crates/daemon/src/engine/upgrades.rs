@@ -1,8 +1,8 @@
-//! Upgrades, as the engine sees them: it is asked for one, passes that on to the keeper, and shows how it stands.
+//! Upgrades, from the engine's side: it is asked for one, passes that on to the keeper, and shows the state.
 //!
-//! Before: an operator asks the API. After: the keeper has said whether it begins, and tells each engine how it goes,
-//! so that whoever asks the successor hears the end of it.
-//! Threads: any; one takes orders and brings what the keeper says.
+//! Before: an operator asks the API. After: the keeper has said whether it begins, and tells each engine the state, so
+//! that a client that asks the successor learns the result.
+//! Threads: any; the one that takes orders brings the keeper's messages.
 
 use std::collections::HashMap;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -15,7 +15,7 @@ use ballast_handover::orders::{Report, Stage, Upgrading};
 /// How long the keeper may take to say whether it begins. It waits for nobody.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-/// See the file's head.
+/// The state of the last upgrade, and open requests.
 #[derive(Debug, Default)]
 pub struct Upgrades(Mutex<State>);
 
@@ -31,7 +31,7 @@ impl Upgrades {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The keeper says how it stands.
+    /// The keeper reports the state.
     pub fn set(&self, now: Upgrading) {
         self.lock().now = now;
     }
@@ -39,12 +39,12 @@ impl Upgrades {
     /// The keeper says whether it begins one.
     pub fn answered(&self, ask: u64, result: Result<(), String>) {
         if let Some(waiting) = self.lock().asked.remove(&ask) {
-            // Whoever asked may have given up.
+            // The caller may have given up.
             let _ = waiting.send(result);
         }
     }
 
-    /// How the last one stands.
+    /// The state of the last one.
     pub fn stat(&self) -> UpgradeStat {
         let now = self.lock().now.clone();
         UpgradeStat {
@@ -70,7 +70,7 @@ impl Upgrades {
         }
     }
 
-    /// Have the keeper begin one. `report` brings it the wish.
+    /// Have the keeper begin one. `report` brings it the request.
     ///
     /// # Errors
     /// Why it does not begin.

@@ -1,9 +1,10 @@
-//! Views: a process whose faults are to be served, also when not all of its RAM can be.
+//! Views: a process whose faults are to be served, even if not all of its RAM can be.
 //!
-//! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served; of a region that the
-//! kernel would not register (the VMM unmapped it without a word) they cannot be, and the VM is not reclaimed from.
+//! Before: the keeper handed over userfaultfds and a control socket. After: its faults are served. In a region that the
+//! kernel would not register (the VMM unmapped it unannounced) they cannot be, and the VM is not reclaimed from.
 //! Threads: the VM's worker.
-//! Promise: what can be served is served. One region that cannot costs an event and the limit, not the other regions.
+//! Promise: all that can be served is served. A region that cannot be costs an event and the limit, not the other
+//! regions.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -36,7 +37,8 @@ pub fn add(
         let reason = format!("RAM that process {pid} said it maps cannot be watched there ({})", what.join("; "));
         vm.report("view-incomplete", reason.clone());
         served.set_unserved(pid, reason.clone());
-        // It may read zeros where pages are far, so none may be: those that another mapping can bring back come back.
+        // It may read zeros where pages are far, so no page may be far: those that another mapping can restore are
+        // restored.
         vm.hold(Hold::Shared, Some(reason));
     }
     let added = vm.add_view(view, &good);
@@ -52,8 +54,8 @@ pub fn add(
 
 type Split = (Vec<(Span, u32)>, Vec<(u32, io::Error)>);
 
-/// Which spans can be registered where they must be, because pages there may be away? Registering what is registered
-/// already changes nothing.
+/// The spans that can be registered where they must be, because pages there may be far. A repeated registration changes
+/// nothing.
 fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
     let (mut good, mut bad) = Split::default();
     for (span, number) in spans {
@@ -66,7 +68,7 @@ fn split(vm: &Vm, view: &View, spans: &[(Span, u32)]) -> Split {
     (good, bad)
 }
 
-/// What an engine is given with a view: userfaultfds, then the control socket.
+/// The descriptors that come with a view: userfaultfds, then the control socket.
 pub fn descriptors(mut fds: Vec<OwnedFd>) -> anyhow::Result<(Shards, OwnedFd)> {
     let control = fds.pop().context("a view needs descriptors, none came")?;
     let shards = Shards::new(fds.into_iter().map(Uffd::from).collect());

@@ -1,7 +1,7 @@
 //! Orders about one VM: opened, joined by a process, given RAM, brought back, closed.
 //!
-//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the VM is as the order says, or it is
-//! said why not.
+//! Before: `mod` took an order about a VM and gave it to the VM's worker. After: the VM is as the order says, or an
+//! event says why not.
 //! Threads: the VM's worker; the calling thread is in the list of the VM's state file meanwhile.
 //! Promise: only a VM whose state file names this engine is opened.
 
@@ -35,7 +35,7 @@ use super::views;
 use crate::config::Compression;
 use crate::tracking;
 
-/// What an order to open a VM says of it.
+/// The content of an order to open a VM.
 struct Opening {
     vmm: String,
     pinned: Option<String>,
@@ -76,11 +76,11 @@ pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = 
     Ok(Files { arena: arena.context("the arena is missing")?, group, file })
 }
 
-/// Do nothing for this VM from now on but serve its faults, from whatever store. `all`: the other engine can do so as
-/// well; one that is too old for that can do so only from stores that return at once and that nobody shares.
+/// Only serve this VM's faults from now on, from whatever store. `all`: the other engine can do so as well; an engine
+/// that is too old for that can do so only from stores that return at once and that nobody shares.
 ///
-/// Nothing is put into any store from then on. What is under way in one that only recovery could bring to its end (a
-/// write that the disk has not taken for long, a file that is being opened and swept) has the VM move without that.
+/// Nothing is put into any store from then on. If an operation is under way that only recovery could finish (a write
+/// that the disk has not taken for long, a file that is being opened and swept), the VM moves without that.
 fn serve_faults_only(served: Option<&Served>, all: bool) -> io::Result<()> {
     let served = served.ok_or_else(|| io::Error::other("it is not open"))?;
     let stores = &served.vm.stores;
@@ -100,7 +100,7 @@ fn serve_faults_only(served: Option<&Served>, all: bool) -> io::Result<()> {
     }
     served.vm.serve_faults_only();
     served.jobs.close();
-    // What was put off so far; what its faults put off from now on is done when it is closed.
+    // Tasks put off so far are done; those that its faults put off from now on are done when it is closed.
     stores.first().store.tidy();
     // The last spill may have given up waiting.
     finished()
@@ -159,7 +159,7 @@ impl Engine {
                 served.forget_pid(pid);
                 Ok(())
             }
-            // Nothing is reclaimed from a VM that is not open: what they ask for is so.
+            // Nothing is reclaimed from a VM that is not open, so their request is met.
             (Order::RemoveRegion { seq, .. } | Order::Pin { seq, .. } | Order::MayPin { seq, .. }, None) => {
                 self.done(seq, Ok(()))
             }
@@ -182,8 +182,8 @@ impl Engine {
         owns
     }
 
-    /// Is this process served in these regions? If not, it may read zeros where pages are far, so the answer is that
-    /// none is.
+    /// Report whether this process is served in these regions. If not, it may read zeros where pages are far, so it is
+    /// answered once no page is.
     fn reach(&self, served: &Arc<Served>, seq: u64, pid: u32, regions: &[u32]) -> anyhow::Result<()> {
         let (its, others): (Vec<_>, Vec<_>) = served.vm.views().into_iter().partition(|view| view.pid == pid);
         let in_all =
@@ -200,8 +200,8 @@ impl Engine {
         self.restore(served, Hold::Shared, reason, seq)
     }
 
-    /// Keep every page in memory, and answer when all are back: a VMM that is about to pin its memory must not wait for
-    /// a far page in the kernel, and a process that cannot be served must find none. From a thread of its own, because
+    /// Keep every page in memory, and report when all are back: a VMM that is about to pin its memory must not wait for
+    /// a far page in the kernel, and a process that cannot be served must find none. On a thread of its own, because
     /// that takes a second for some 100,000 far pages.
     fn restore(&self, served: &Arc<Served>, kind: Hold, reason: String, seq: u64) -> anyhow::Result<()> {
         let keeper = self.keeper.clone();
@@ -286,7 +286,7 @@ impl Engine {
             vm.open_region(&ram)?;
         }
         if epoch > 1 {
-            // Beside another engine nothing is to be mended: what is locked is being worked on.
+            // Nothing is mended beside another engine: its workers hold the locked words.
             match beside {
                 true => vm.follow_stores().context("Reading what its words name")?,
                 false => mend(&vm)?,
@@ -308,7 +308,7 @@ impl Engine {
         }
         let served = Arc::new(Served::new(vm.clone(), store, group, late_file, vmm));
         self.host.vms.write().expect("no panic while held").push(served.clone());
-        // What was found lost while it was opened is told now that it is known.
+        // Losses found while it was opened are reported now that it is known.
         memory_error::notify();
         self.governor.opened(&served);
         if epoch == 1 {
@@ -317,14 +317,14 @@ impl Engine {
         Ok(())
     }
 
-    /// How long a page is far before it goes on; nothing if there is nowhere to go.
+    /// How long a page is far before it is spilled; `None` if there is no slow store.
     fn spill_after(&self, has_file: bool) -> Option<Duration> {
         let file = self.settings().spill.as_ref().filter(|_| has_file).map(|spill| spill.after_s);
         let after = file.or_else(|| Some(self.settings().remote.as_ref()?.after_s));
         after.map(Duration::from_secs)
     }
 
-    /// What a VM's file store is opened with.
+    /// The options of a VM's file store.
     fn file_options(&self) -> FileOptions {
         let writes_per_day = self.settings().spill.as_ref().map_or(Bytes(0), |spill| spill.writes_per_day);
         FileOptions { writes_per_day, ..FileOptions::new(self.host.file_budget.clone()) }
@@ -356,7 +356,7 @@ impl Engine {
             served.restore(Hold::Kept, KEPT.into(), |_| ())?;
         }
         if served.vm.state.leaving().is_some() {
-            // That engine may map its RAM. The look is asked for when it is gone, and until then reclaim is held.
+            // That engine may map its RAM. The look is requested when it is gone, and until then reclaim is held.
             return Ok(());
         }
         self.watch.send(served.clone()).context("Asking the watch to look")
@@ -379,7 +379,7 @@ impl Engine {
         if let Some((view, span)) = view.zip(span) {
             let added = vm.add_span(&view, span, number);
             if let Err(error) = &added {
-                // As for a view that is not complete: it may read zeros where pages are far, so none may be.
+                // As for an incomplete view: it may read zeros where pages are far, so no page may be far.
                 let reason = format!("RAM that process {pid} added cannot be watched there: region {number}: {error}");
                 vm.report("view-incomplete", reason.clone());
                 served.set_unserved(pid, reason.clone());
@@ -400,8 +400,8 @@ impl Engine {
         }
     }
 
-    /// Another engine is to have the VM: nothing here changes anything of it any more. Says whether it was served
-    /// wherever it is mapped, and why not.
+    /// Another engine is to have the VM: this one stops changing anything of it. Returns an error if the VM was not
+    /// served everywhere it is mapped, with the reason.
     pub(super) fn part_with_vm(&self, id: VmId) -> io::Result<()> {
         let Some(served) = self.stop_vm(id) else {
             return Err(io::Error::other(self.why_unopened(id).unwrap_or_else(|| "it was not open".into())));
@@ -417,7 +417,7 @@ impl Engine {
         served.unserved().map_or(Ok(()), |why| Err(io::Error::other(why)))
     }
 
-    /// End all that works for a VM.
+    /// End all work for a VM.
     fn stop_vm(&self, id: VmId) -> Option<Arc<Served>> {
         let stopped = {
             let mut vms = self.host.vms.write().expect("no panic while held");
@@ -428,8 +428,8 @@ impl Engine {
         stopped.file.cancel();
         stopped.vm.stop();
         stopped.jobs.close();
-        // Nothing is freed from here on. Somebody may still look at this VM when its arena has been opened again, and
-        // what was put off must not be done then.
+        // Nothing is freed from here on. Another thread may still look at this VM when its arena has been opened again,
+        // and postponed frees must not be done then.
         stopped.vm.stores.first().store.tidy();
         drop(listed);
         Some(stopped)

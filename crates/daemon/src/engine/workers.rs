@@ -1,11 +1,11 @@
-//! Workers: the orders about each VM, one after the other, on threads that all VMs share: what takes long for one
-//! delays no other, and never the thread that takes orders.
+//! Workers: carry out the orders about each VM in turn, on threads that all VMs share. A long order delays no other VM,
+//! and never the thread that takes orders.
 //!
 //! Before: an order about a VM came. After: it is carried out, after the earlier ones about the same VM.
-//! Threads: those of a pool of its own (`ballast_pager::run`), which makes up for one that waits. In the pool of the
-//! VMs' tasks an order would wait for the reclaim of hundreds of VMs. What takes longest (bringing back every page of a
-//! VM) is a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that either.
-//! Promise: orders about one VM are carried out one at a time, in the order in which they came, also when the VM was
+//! Threads: those of a pool of its own (`ballast_pager::run`), which replaces one that waits. In the pool of the VMs'
+//! tasks an order would wait for the reclaim of hundreds of VMs. The longest work (bringing back every page of a VM) is
+//! a [`Jobs`] thread beside it, so that later orders about the VM need not wait for that either.
+//! Promise: orders about one VM are carried out one at a time, in the order in which they came, even if the VM was
 //! closed and comes again.
 
 use std::collections::{HashMap, VecDeque};
@@ -63,7 +63,7 @@ impl Worker {
         let orders = Arc::new(Mutex::new(Orders::default()));
         let taken = orders.clone();
         let next = move |_: Instant| {
-            // Guests whose VMs are open run again. They must not take the CPUs that others wait for to be opened.
+            // Guests whose VMs are open run again. They must not take the CPUs that opening the others needs.
             go_first(!is_serving.load(Ordering::Acquire));
             let (work, is_closed) = {
                 let mut orders = lock(&taken);
@@ -100,12 +100,12 @@ impl Default for Workers {
 }
 
 impl Workers {
-    /// What to set when every VM that was handed over is served.
+    /// The flag to set when every VM that was handed over is served.
     pub fn is_serving(&self) -> Arc<AtomicBool> {
         self.is_serving.clone()
     }
 
-    /// Have this done for the VM, after what was given before.
+    /// Have this done for the VM, after its earlier orders.
     pub fn give(&mut self, vm: VmId, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
         self.sweep();
         let worker = match self.vms.entry(vm) {
@@ -139,7 +139,7 @@ impl Workers {
         self.vms.retain(|_, worker| !worker.ended.load(Ordering::Acquire));
     }
 
-    /// Something that tells when all that has been given so far is done.
+    /// A handle that tells when all orders so far are done.
     pub fn all_so_far(&mut self) -> Done {
         let (sender, receiver) = mpsc::channel();
         for worker in self.vms.values() {
@@ -151,7 +151,7 @@ impl Workers {
 }
 
 fn run(work: Work) {
-    // What it left undone is its own VM's trouble; the next order may be the one that closes the VM.
+    // Unfinished work affects only its own VM; the next order may be the one that closes the VM.
     if catch_unwind(AssertUnwindSafe(work)).is_err() {
         tracing::error!("carrying out an order panicked");
     }
@@ -162,7 +162,7 @@ fn run(work: Work) {
 pub struct Done(Receiver<()>);
 
 impl Done {
-    /// Wait for it, at most so long; returns whether it is done.
+    /// Wait for it, at most this long; returns whether it is done.
     pub fn wait(&self, at_most: Duration) -> bool {
         self.0.recv_timeout(at_most) == Err(RecvTimeoutError::Disconnected)
     }
@@ -194,7 +194,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Let nothing begin any more, and wait for what has.
+    /// Let nothing begin any more, and wait for what has begun.
     pub fn close(&self) {
         let threads = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,11 +1,11 @@
-//! What is far of a VM whose processes are gone: dropped, or written back because its RAM files outlive them.
+//! The far pages of a VM whose processes are gone: dropped, or written back because its RAM files outlive them.
 //!
-//! Before: the keeper ordered the VM closed, and its workers have ended. After: nobody can ever come to its RAM files,
-//! or what was far is in them again.
-//! Threads: the VM's worker, which may be kept waiting by other processes and for memory.
-//! Promise: what nobody can reach is dropped at once; what somebody can reach is written back, whatever its limit was,
-//! as far as the host has memory. It cannot be in time for somebody who reads before it is done: a VMM that means to
-//! hand its memory on has it brought back first (see `preload`).
+//! Before: the keeper ordered the VM closed, and its workers have ended. After: no process can ever reach its RAM
+//! files, or its far pages are in them again.
+//! Threads: the VM's worker, which other processes and a lack of memory may delay.
+//! Promise: a file that nobody can reach is dropped at once; one that somebody can reach gets its pages back, whatever
+//! the limit was, as far as the host has memory. A process that reads earlier reads zeros: a VMM that means to hand its
+//! memory on has it brought back first (see `preload`).
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
@@ -21,11 +21,11 @@ use ballast_sys::meminfo;
 use super::served::Served;
 use super::shared::{Closing, Engine};
 
-/// Memory of the host that is left to others, as a share of all.
+/// Memory of the host that is left to others, as 1/N of all.
 const LEFT_TO_OTHERS: u64 = 32;
-/// How often to look again whether anybody can reach the files: a file is deleted, a process ends.
+/// Time between checks whether anybody can reach the files: a file is deleted, a process ends.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// How long to wait for memory before it is asked again.
+/// Pause before memory is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Engine {
@@ -48,16 +48,16 @@ impl Engine {
         }
     }
 
-    /// The VM is to be opened again: only its attach socket had been cut. What is far may stay so.
+    /// The VM is to be opened again: only its attach socket had been cut. Its far pages may stay far.
     pub(super) fn stop_writing_back(&self, vm: VmId) {
         if let Some(closing) = self.all_closing().get(&vm) {
             closing.store(true, Ordering::Release);
         }
     }
 
-    /// Leave nothing in memory of a VM that is closed, unless it is opened again: what is far is written back if
-    /// anybody can reach it, and is dropped. Its processes may have kept its files, whose memory nobody's budget counts
-    /// any more.
+    /// Leave nothing in memory of a VM that is closed, unless it is opened again: its far pages are written back if a
+    /// process can reach their file, and dropped from the stores. Its processes may have kept its files, whose memory
+    /// no budget counts any more.
     pub(super) fn leave(&self, served: &Served, closing: &Closing) {
         let vm = &served.vm;
         let regions: Vec<_> = vm.regions().into_iter().filter(|region| !region.is_removed()).collect();
@@ -79,8 +79,7 @@ impl Engine {
         if let Some(remote) = self.host.remote.as_ref().filter(|_| vm.state.is_given_up()) {
             remote.ended(vm.state.id());
         }
-        // Whoever is opened again has the copies that are there freed one by one: only here nobody puts any more into
-        // it.
+        // If a VM is opened again, its copies are freed one by one: only here no thread puts any more into the store.
         if let Some(file) = served.file.opened().filter(|_| vm.state.is_given_up()).cloned() {
             let empty = move || {
                 let emptied = file.wait_for_writes().map(|()| file.sweep(std::iter::empty()));
@@ -94,9 +93,9 @@ impl Engine {
         }
     }
 
-    /// Write back what is far of a VM that is closed, if anybody can reach it and the VM is not opened again. Returns
-    /// the regions of which nothing is far any more, the only ones that anybody can reach; `None` if there are others,
-    /// whose copies a process may come back for.
+    /// Write back the far pages of a VM that is closed, if a process can reach them and the VM is not opened again.
+    /// Returns the regions without far pages, the only ones that a process can reach; `None` if there are others, whose
+    /// copies a process may come back for.
     fn write_back(
         &self,
         served: &Served,
@@ -153,12 +152,12 @@ impl Engine {
         }
     }
 
-    /// The regions whose files somebody can come to, and how.
+    /// The regions whose files a process can reach, and how.
     fn reachable(&self, regions: &[Arc<Region>]) -> (Vec<Arc<Region>>, Option<String>) {
         let linked: Vec<_> = regions
             .iter()
             .filter(|region| region.files().iter().any(|file| file.links().is_ok_and(|links| links > 0)))
-            // The pool's files have names, which nobody but the pool comes to, and that zeroes them.
+            // The pool's files have names, but only the pool can reach them, and it zeroes them.
             .filter(|region| !region.files().iter().all(|file| self.host.pool.has(file.id)))
             .collect();
         let by_name = (!linked.is_empty()).then(|| "its RAM file still has a name".to_owned());
@@ -168,7 +167,7 @@ impl Engine {
         let others = regions.iter().filter(|region| reachable.iter().all(|other| other.number != region.number));
         let held: Vec<_> = others
             .filter(|region| {
-                // Whoever cannot be asked about may have it.
+                // A process that cannot be examined may have it.
                 let files = region.files().iter().map(|file| file.id).collect();
                 let holder = watch::holder(&files, &ours).unwrap_or(Some(self.me));
                 if let Some(process) = holder {

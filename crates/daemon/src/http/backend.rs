@@ -1,4 +1,4 @@
-//! What the API needs of the engine: a backend that shows its VMs, the host and the control loop, and changes them.
+//! The API's view of the engine: a backend that shows its VMs, the host and the control loop, and changes them.
 //!
 //! Before: the engine implements [`Backend`]. After: the routes and the metrics page call it.
 //! Threads: any; every call runs on a blocking thread.
@@ -9,7 +9,7 @@ use ballast_api::{
 };
 use ballast_policy::{Kind, Plan, Snapshot};
 
-/// What the API shows and changes. Calls may block for a short time; a panic in one answers 500 and nothing else.
+/// The backend of the API. Calls may block for a short time; a panic in one becomes a 500 and nothing else.
 pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
     /// Every VM, in the order to show them.
     fn vms(&self) -> Vec<VmStat>;
@@ -17,11 +17,11 @@ pub trait Backend: Governing + Upgrades + Pooling + Send + Sync + 'static {
     fn vm(&self, name: &str) -> Option<VmStat>;
     /// How hot its memory is, with a strip of `cells` cells.
     fn heat(&self, name: &str, cells: usize) -> Option<VmHeat>;
-    /// Say when it is tracked. Returns its heat.
+    /// Set when it is tracked. Returns its heat.
     fn set_track(&self, name: &str, track: Track) -> Option<VmHeat>;
-    /// Its access cycles after that number, as a recording; empty while they are not to be had.
+    /// Its access cycles after that number, as a recording; empty while there are none.
     fn heat_cycles(&self, name: &str, after: u64) -> Option<Vec<u8>>;
-    /// Change what the operator says of a VM, all of it or nothing. Returns its state after the change.
+    /// Change the operator's settings of a VM, all of them or none. Returns its state after the change.
     fn patch_vm(&self, name: &str, patch: &VmPatch) -> Result<VmStat, ChangeError>;
     /// Bring all of a VM back and keep it in memory, or let its limit count again. Returns its state now.
     fn keep(&self, name: &str, kept: bool) -> Result<VmStat, ChangeError>;
@@ -41,7 +41,7 @@ pub enum ChangeError {
     /// No VM has that name.
     #[error("no VM has that name")]
     NotFound,
-    /// The value cannot be; the text says why and what could be.
+    /// The value is impossible; the text says why and gives the possible ones.
     #[error("{0}")]
     Invalid(String),
 }
@@ -58,13 +58,13 @@ pub struct Histogram {
     pub sum_s: f64,
 }
 
-/// What the API shows and changes of the control loop. A backend without one says so.
+/// The control loop. A backend without one returns errors.
 pub trait Governing {
-    /// What policies look at.
+    /// The input of policies.
     fn snapshot(&self) -> Snapshot {
         Snapshot::default()
     }
-    /// What the policy in force, or this one, would do now.
+    /// The plan that the policy in force, or this one, would make now.
     fn plan(&self, _policy: Option<Kind>) -> Result<Plan, String> {
         Err("nobody decides here".into())
     }
@@ -86,19 +86,19 @@ pub trait Governing {
     }
 }
 
-/// What the API shows of upgrades, and how it asks for one. A backend without a keeper says so.
+/// Upgrades. A backend without a keeper returns errors.
 pub trait Upgrades {
-    /// How the last one stands.
+    /// The state of the last one.
     fn upgrade(&self) -> UpgradeStat {
         UpgradeStat::default()
     }
-    /// Begin one to this program, or to the one that engines are started from. Returns how it stands.
+    /// Begin one to this program, or to the one that engines are started from. Returns the state.
     fn begin_upgrade(&self, _program: Option<String>) -> Result<UpgradeStat, String> {
         Err("nobody starts engines here".into())
     }
 }
 
-/// What the API shows and changes of the pool. A backend without one says so.
+/// The pool. A backend without one returns errors.
 pub trait Pooling {
     /// The pool.
     fn pool(&self) -> PoolStat {

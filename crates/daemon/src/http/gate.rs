@@ -1,8 +1,8 @@
-//! The gate of the API: closed while VMs move between engines, so that nobody is told of some of them only.
+//! The gate of the API: closed while VMs move between engines, so that no client sees only some of them.
 //!
-//! Before: another engine is to serve, or has given up. After: requests that had come are answered; those that come
-//! wait in the listening socket, which every engine has, until one opens its gate.
-//! Threads: any may close and open it; connections are tasks that look at it.
+//! Before: another engine is to serve, or has given up. After: requests inside are answered; later ones wait in the
+//! listening socket, which every engine has, until one opens its gate.
+//! Threads: any may close and open it; connections are tasks that watch it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-/// See the file's head.
+/// The gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
     open: Arc<watch::Sender<bool>>,
@@ -43,7 +43,7 @@ impl Gate {
         self.open.send_replace(false);
     }
 
-    /// Wait until those inside have been answered, at most so long.
+    /// Wait until the connections inside have been answered, for at most this long.
     pub fn wait_until_empty(&self, at_most: Duration) {
         const LOOK_EVERY: Duration = Duration::from_millis(1);
         let begun = Instant::now();
@@ -96,7 +96,7 @@ mod tests {
         gate.wait_until_empty(Duration::ZERO);
         assert_eq!(gate.inside.load(Ordering::Acquire), 1, "one is inside");
         drop(inside);
-        // For ever, if anybody were.
+        // This would wait for ever if a connection were inside.
         gate.wait_until_empty(Duration::MAX);
     }
 }

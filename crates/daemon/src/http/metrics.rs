@@ -356,7 +356,7 @@ pub(super) fn page(backend: &dyn Backend) -> String {
             }
         }
     }
-    // Without a cell of the strip, which nobody would see.
+    // Without the cells of the strip, which the page does not show.
     let heats = vms.iter().filter_map(|vm| backend.heat(&vm.name, 0)).filter(|heat| heat.cycles > 0);
     let heats: Vec<VmHeat> = heats.filter(|heat| heat.source.is_some()).collect();
     for metric in HEAT {
@@ -419,7 +419,7 @@ impl Page {
     }
 
     fn put(&mut self, text: fmt::Arguments<'_>) {
-        // Writing to a String has no way to fail.
+        // Writing to a String cannot fail.
         let _ = self.0.write_fmt(text);
     }
 }

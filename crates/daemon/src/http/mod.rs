@@ -1,9 +1,9 @@
 //! The HTTP/JSON API and the metrics page, on a Unix socket.
 //!
 //! Before: the engine implements [`Backend`] over its counters. After: `ballast-api`'s client, curl, Prometheus.
-//! Threads: connections are tasks of the caller's runtime; every backend call runs on a blocking thread, so one that
+//! Threads: connections are tasks of the caller's runtime; every backend call runs on a blocking thread, so a call that
 //! waits for a lock delays its own request only. Fault workers never come here.
-//! Promise: whatever a peer sends, slowly or not at all, the server answers the next one.
+//! Promise: no peer, slow or silent, keeps the server from the next one.
 
 mod backend;
 mod control;
@@ -29,17 +29,17 @@ pub use backend::{Backend, ChangeError, Governing, Histogram, Pooling, Upgrades}
 pub use gate::Gate;
 pub use peer::{Access, PeerPolicy};
 
-/// How long and how many. The three kinds of peer have places of their own, so that readers, or users who are
-/// refused everything, cannot keep the operator out.
+/// Times and numbers. The three kinds of peer have places of their own, so that readers, or users without access,
+/// cannot keep the operator out.
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
     /// For a whole request head to arrive, and between requests.
     head: Duration,
     /// For a whole request body to arrive.
     body: Duration,
-    /// For a connection, after which it ends at the next answer.
+    /// For a connection, after which it ends at the next response.
     connection: Duration,
-    /// For that last answer to be taken.
+    /// For that last response to be taken.
     last_answer: Duration,
     /// Connections of owners, of readers and of users without access.
     places: [usize; 3],
@@ -53,9 +53,9 @@ const BOUNDS: Bounds = Bounds {
     places: [64, 32, 4],
 };
 
-/// How long a connection may take for its last answer once the gate is closed. Whoever is cut off asks again.
+/// How long a connection may take for its last response once the gate is closed. A peer that is cut off asks again.
 pub const GATE_CLOSES_WITHIN: Duration = Duration::from_millis(500);
-/// Who has just connected is about to ask.
+/// A new connection is about to send a request.
 const REQUEST_COMES_WITHIN: Duration = Duration::from_millis(20);
 /// Longest request head: request line and headers.
 const MAX_HEAD_BYTES: usize = 16 * 1024;
@@ -64,8 +64,8 @@ const MAX_HEADERS: usize = 64;
 /// A listener that cannot accept (no descriptors left) is asked again after this long.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Serve the API to whoever connects to `listener`, for as long as the future is polled. Dropping it stops accepting;
-/// answers under way are finished by their own tasks. While the gate is closed nobody is let in.
+/// Serve the API to the peers that connect to `listener`, for as long as the future is polled. Dropping it stops
+/// accepting; responses under way are finished by their own tasks. While the gate is closed no peer is let in.
 pub async fn serve(listener: UnixListener, backend: Arc<dyn Backend>, allowed: PeerPolicy, gate: Gate) {
     serve_within(listener, backend, allowed, gate, BOUNDS).await;
 }
@@ -80,7 +80,7 @@ async fn serve_within(
     let places = bounds.places.map(|count| Arc::new(Semaphore::new(count)));
     loop {
         gate.opened().await;
-        // Whoever closes the gate waits until no connection is between the listener and its task.
+        // The thread that closes the gate waits until no connection is between the listener and its task.
         let _inside = gate.enter();
         loop {
             let accepted = tokio::select! {

@@ -1,22 +1,22 @@
-//! What a peer may do, decided once per connection from its kernel-given credentials.
+//! The rights of a peer, decided once per connection from its kernel-given credentials.
 //!
-//! Before: a connection was accepted. After: `routes` refuses what is not allowed.
+//! Before: a connection was accepted. After: `routes` refuses requests without the right.
 //! Promise: credentials that cannot be read give no access.
 
 use tokio::net::UnixStream;
 
-/// What a peer may do.
+/// The rights of a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Look and change.
     Write = 0,
     /// Look.
     Read = 1,
-    /// Nothing; every request is answered 403.
+    /// No rights; every request gets a 403.
     Denied = 2,
 }
 
-/// Who may do what. Root may always do everything.
+/// The rights of users and groups. Root always has all.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerPolicy {
     /// This user may look and change: the daemon's own.
@@ -26,12 +26,12 @@ pub struct PeerPolicy {
 }
 
 impl PeerPolicy {
-    /// The user of this process may do everything, members of `reader_gid` may look.
+    /// The user of this process has all rights, members of `reader_gid` may read.
     pub fn new(reader_gid: Option<u32>) -> Self {
         Self { owner_uid: rustix::process::geteuid().as_raw(), reader_gid }
     }
 
-    /// What a peer with this user, primary group and supplementary groups may do.
+    /// The rights of a peer with this user, primary group and supplementary groups.
     pub fn access(&self, uid: u32, gid: u32, groups: &[u32]) -> Access {
         if uid == 0 || uid == self.owner_uid {
             Access::Write

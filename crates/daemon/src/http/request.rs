@@ -1,6 +1,6 @@
-//! What every route uses: the connection, a request's body as data, answers and refusals.
+//! Common parts of all routes: the connection, a request's body as data, responses and refusals.
 //!
-//! Before: a connection was accepted. After: the routes read, ask the backend and answer with what is here.
+//! Before: a connection was accepted. After: the routes read, ask the backend and respond with these functions.
 //! Threads: any of the runtime; the backend is called on blocking threads.
 //! Promise: every refusal is a problem document that says what was wrong. A body has a bounded length and time.
 
@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use super::backend::Backend;
 use super::peer::Access;
 
-/// Written to a connection there is no place for.
+/// Sent to a connection for which there is no place.
 pub(super) const BUSY_ANSWER: &str = concat!(
     "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\nconnection: close\r\n",
     "retry-after: 1\r\ncontent-length: 125\r\n\r\n",
@@ -41,7 +41,7 @@ pub(super) struct Refusal(pub(super) Problem);
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // Serialising a struct of strings has no way to fail.
+        // Serialising a struct of strings cannot fail.
         let body = serde_json::to_vec(&self.0).expect("a problem serialises");
         (status, [(header::CONTENT_TYPE, Problem::MEDIA_TYPE)], body).into_response()
     }
@@ -62,7 +62,7 @@ pub(super) async fn ask<T: Send + 'static>(
 }
 
 pub(super) fn json<T: Serialize>(value: &T) -> Answer {
-    // Serialising the API's plain data has no way to fail (a number that is not finite becomes null).
+    // Serialising the API's plain data cannot fail (a number that is not finite becomes null).
     let body = serde_json::to_vec(value).expect("API types serialise");
     Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
 }

@@ -66,7 +66,7 @@ async fn vm(State(connection): State<Connection>, name: Result<Path<String>, Pat
     json(&vm.ok_or_else(|| no_such_vm(&name))?)
 }
 
-/// The one number a query may hold, if it holds it.
+/// The one number that a query may have, if it has it.
 fn query_number(uri: &Uri, key: &str, default: u64) -> Result<u64, Refusal> {
     let mut number = default;
     for pair in uri.query().unwrap_or("").split('&').filter(|pair| !pair.is_empty()) {

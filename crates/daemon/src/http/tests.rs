@@ -1,4 +1,5 @@
-//! The server on a real socket: what it answers, and what it survives. The backend is canned: the server is on trial.
+//! The server on a real socket: its responses, and what it survives. The backend is canned, because the server is
+//! tested.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream as Stream;
@@ -111,7 +112,7 @@ fn usual() -> Server {
     start(PeerPolicy::new(None), BOUNDS)
 }
 
-/// Send bytes, say that no more follow, and read whatever comes until the server ends the connection.
+/// Send bytes, close that direction, and read until the server ends the connection.
 fn raw(socket: &Path, bytes: &[u8]) -> Vec<u8> {
     let mut stream = Stream::connect(socket).expect("connect");
     // The server may refuse and close before it has read everything.
@@ -288,7 +289,7 @@ fn slow_and_silent_peers_are_cut_and_free_their_places() {
             stream
         })
         .collect();
-    // All places are taken, so one more is turned away, or its place was freed in between: both are answers.
+    // All places are taken, so one more is turned away, or its place was freed in between: both are correct.
     let (status, _) = status_and_problem(&raw(&server.socket, b"GET /v1/host HTTP/1.1\r\nhost: x\r\n\r\n"));
     assert!(matches!(status, 503 | 200), "{status}");
     for (peer, beginning) in peers.iter_mut().zip(beginnings) {

@@ -1,4 +1,4 @@
-//! The upgrade's part of the API: begin one, and look how it stands.
+//! The upgrade's part of the API: begin one, and read its state.
 //!
 //! Before: `routes` mounts it. After: the engine passes it on to its keeper.
 //! Promise: a request that is sent again while that upgrade is under way begins no second one.

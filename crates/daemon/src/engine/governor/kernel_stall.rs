@@ -1,15 +1,15 @@
 //! The kernel's own pressure stall information of a VM that has a cgroup to itself.
 //!
 //! Before: the sampler asks once per tick. After: the policy sees the larger of the two stalls: Ballast's own, which
-//! the kernel does not see, and the kernel's, such as of a cgroup limit below the VM's. Units: microseconds. Promise:
-//! what cannot be read is no stall; a cgroup with other processes in it says nothing.
+//! the kernel does not see, and the kernel's, for example of a cgroup limit below the VM's. Units: microseconds.
+//! Promise: an unreadable value is no stall; a cgroup with other processes in it has no value.
 
 use std::path::{Path, PathBuf};
 
 /// Where the kernel mounts cgroup version 2, alone and beside version 1.
 const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 
-/// Microseconds in which some thread waited for memory, in all, if these processes have a cgroup of their own.
+/// Total microseconds in which some thread waited for memory, if these processes have a cgroup of their own.
 pub fn some_us(pids: &[u32]) -> Option<u64> {
     let pid = pids.first()?;
     let cgroups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
@@ -21,7 +21,7 @@ pub fn some_us(pids: &[u32]) -> Option<u64> {
     total_us(&std::fs::read_to_string(directory.join("memory.pressure")).ok()?)
 }
 
-/// The directory of the version 2 cgroup; none for the root, where everybody is.
+/// The directory of the version 2 cgroup; `None` for the root, which all share.
 fn directory(cgroups: &str) -> Option<PathBuf> {
     let path = cgroups.lines().find_map(|line| line.strip_prefix("0::/"))?.trim_end();
     let mut mounts = MOUNTS.iter().map(Path::new).filter(|mount| mount.join("cgroup.controllers").exists());

@@ -1,7 +1,7 @@
-//! The decision log: the last decisions about each VM, with what was known.
+//! The decision log: the last decisions about each VM, and their inputs.
 //!
-//! Before: the loop decided. After: `ballast explain`. Promise: bounded: decisions in a row that say the same are one
-//! record, a VM has at most [`MOST`], one that is gone none.
+//! Before: the loop decided. After: `ballast explain`. Promise: it is bounded: equal decisions in a row are one record,
+//! a VM has at most [`MOST`], a VM that is gone has none.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::discriminant;
@@ -17,7 +17,7 @@ const MOST: usize = 64;
 pub struct Log(BTreeMap<String, VecDeque<DecisionRecord>>);
 
 impl Log {
-    /// Write down what was decided on this snapshot.
+    /// Record the decisions on this snapshot.
     pub fn add(&mut self, snapshot: &Snapshot, plan: &Plan, unix_ms: u64) {
         self.0.retain(|id, _| snapshot.vms.iter().any(|vm| vm.id == *id));
         for (vm, decision) in snapshot.vms.iter().zip(&plan.decisions) {
@@ -35,7 +35,7 @@ impl Log {
         }
     }
 
-    /// What is known of a VM.
+    /// The records of a VM.
     pub fn of(&self, id: &str) -> Vec<DecisionRecord> {
         self.0.get(id).map(|records| records.iter().cloned().collect()).unwrap_or_default()
     }
@@ -54,7 +54,7 @@ fn record(vm: &VmSample, decision: &Decision, plan: &Plan, unix_ms: u64) -> Deci
     }
 }
 
-/// The same policy came to the same limit for the same kinds of reasons; the figures in them may differ.
+/// Has the same policy come to the same limit for the same kinds of reasons? The figures in them may differ.
 fn says_the_same(last: &DecisionRecord, new: &DecisionRecord) -> bool {
     let kinds = |record: &DecisionRecord| record.decision.reasons.iter().map(discriminant).collect::<Vec<_>>();
     let outcome = |record: &DecisionRecord| (record.decision.action, record.decision.after_bytes());

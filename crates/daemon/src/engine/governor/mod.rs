@@ -6,10 +6,10 @@
 //!
 //! Before: the engine serves VMs, an operator named a policy. After: each VM has a target beside its operator's limit;
 //! the lower one holds, and the reclaim worker does the rest.
-//! Threads: one runs the loop; API threads ask under its lock. No worker ever comes here: the pager cannot name this.
+//! Threads: one runs the loop; API threads ask under its lock. No worker ever calls this: the pager cannot name it.
 //! Units: milliseconds of the monotonic clock. Promise: with the policy *none* and no lease it sleeps and no VM has a
 //! target. A VM that is held, pinned, or left with an orphaned engine keeps what it has. A policy that panics changes
-//! nothing and is said loudly; a program that falls silent is followed by the policy.
+//! nothing and raises an event; when a program stops sending plans, the policy decides again.
 
 mod kernel_stall;
 mod log;
@@ -34,12 +34,12 @@ use crate::engine::served::Served;
 use log::Log;
 use sample::{Sampler, now_ms};
 
-/// What leases may be.
+/// Range of lease lengths.
 const LEASES_MS: std::ops::RangeInclusive<u64> = 100..=600_000;
 /// Longest name of a program that decides.
 const MAX_NAME: usize = 64;
 
-/// The loop, as its thread and the API see it.
+/// The loop, for its thread and the API.
 pub struct Governor {
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -58,7 +58,7 @@ struct Inner {
     lease: Option<Lease>,
     /// The last tick's snapshot.
     last: Option<Snapshot>,
-    /// When the next tick is due; none while nobody decides.
+    /// When the next tick is due; `None` while the policy is `none` and there is no lease.
     due_ms: Option<u64>,
     host_state: HostState,
     exhaustion_ms: Option<u64>,
@@ -88,7 +88,7 @@ impl Inner {
         self.setup.policy != Kind::None || self.lease.is_some()
     }
 
-    /// What the last tick saw; while there are no ticks, what is to be seen now, with rates since somebody asked last.
+    /// The last tick's snapshot. While there are no ticks: a new one, with rates since the last call.
     fn snapshot(&mut self, host: &Host) -> Snapshot {
         match self.last.clone().filter(|_| self.is_active()) {
             Some(last) => last,
@@ -96,7 +96,7 @@ impl Inner {
         }
     }
 
-    /// The same for those who do not ask for rates.
+    /// The same for callers that need no rates.
     fn seen(&self, host: &Host) -> Snapshot {
         let last = self.last.clone().filter(|_| self.is_active());
         last.unwrap_or_else(|| self.sampler.peek(host, &self.setup, now_ms()))
@@ -172,13 +172,13 @@ impl Governor {
         self.changed.notify_all();
     }
 
-    /// Decide nothing while VMs move between engines: who sees some of them only would divide all memory among these.
-    /// Returns when no tick is under way.
+    /// Decide nothing while VMs move between engines: an engine that sees some of them would divide all memory among
+    /// these. Returns when no tick is under way.
     pub fn rest(&self) {
         self.lock().rests = true;
     }
 
-    /// Decide again, from what is to be seen now.
+    /// Decide again, from the present state.
     pub fn resume(&self) {
         let mut inner = self.lock();
         if std::mem::replace(&mut inner.rests, false) {
@@ -186,7 +186,7 @@ impl Governor {
         }
     }
 
-    /// A VM was opened: a target that an earlier engine left is nobody's if nobody decides.
+    /// A VM was opened: a target that an earlier engine left has no owner if there is no policy and no lease.
     pub fn opened(&self, served: &Served) {
         if !self.lock().is_active() {
             served.vm.state.set_target(None);
@@ -218,14 +218,14 @@ impl Governor {
         inner.last = Some(snapshot);
     }
 
-    /// Hold a VM until somebody has looked who else maps its RAM.
+    /// Hold a VM until a look for other processes that map its RAM.
     pub fn look(&self, served: &Arc<Served>) -> Result<(), String> {
         served.hold_unchecked();
         let is_sent = self.watch.get().is_some_and(|watch| watch.send(served.clone()).is_ok());
         if is_sent { Ok(()) } else { Err("nobody can look who else maps its RAM: the watch has ended".into()) }
     }
 
-    /// Give a VM what was decided. Returns whether that changed anything.
+    /// Give a VM the decided limit. Returns whether that changed anything.
     fn apply(&self, served: &Arc<Served>, decision: &Decision) -> bool {
         let (vm, before) = (&served.vm, served.vm.state.target());
         let after = match decision.action {
@@ -237,7 +237,7 @@ impl Governor {
             return false;
         }
         if vm.effective_limit().is_none() && after.is_some_and(|after| after < vm.size().bytes()) {
-            // Nobody looks for foreign mappers while no page may go: so look before the first one does.
+            // Nobody looks for foreign mappers while no page may be evicted, so look before the first one is.
             if self.look(served).is_err() {
                 return false;
             }
@@ -248,7 +248,7 @@ impl Governor {
     }
 }
 
-/// What the program that holds the lease wants, if one does and may.
+/// The plan of the program that holds the lease, if one does and may.
 fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -> Option<Plan> {
     let lease = inner.lease.as_ref()?;
     let holder = lease.wanted.policy.clone();
@@ -268,7 +268,7 @@ fn lease_plan(inner: &mut Inner, host: &Host, snapshot: &Snapshot, at_ms: u64) -
     None
 }
 
-/// What the policy in force wants. Without one, every target goes.
+/// The plan of the policy in force. Without one, every target is removed.
 fn built_in(inner: &mut Inner, host: &Host, snapshot: &Snapshot) -> Option<Plan> {
     let Some(policy) = inner.setup.policy.policy(inner.setup.params) else {
         return Some(free_all(snapshot));
@@ -280,7 +280,7 @@ fn built_in(inner: &mut Inner, host: &Host, snapshot: &Snapshot) -> Option<Plan>
             Some(plan)
         }
         Err(_) => {
-            // What it remembers may be why. Said at the 1st, 2nd, 4th, 8th ... time.
+            // Its state may be the cause. Reported at the 1st, 2nd, 4th, 8th ... time.
             inner.state = State::default();
             inner.failures += 1;
             if inner.failures.is_power_of_two() {
@@ -396,7 +396,7 @@ impl Governor {
         }
     }
 
-    /// Change it, now and for the engines that follow.
+    /// Change it, now and for the next engines.
     pub fn set(&self, host: &Host, patch: &PolicyPatch) -> Result<(), String> {
         let mut inner = self.lock();
         let before = inner.setup;
@@ -427,7 +427,7 @@ impl Governor {
         host.events.add(None, "policy", text);
         self.notify(&mut inner);
         drop(inner);
-        // Without the lock: a keeper that is stopped may keep this waiting.
+        // Without the lock: a stopped keeper may delay this.
         (self.keep)(setup);
         Ok(())
     }
@@ -437,7 +437,7 @@ impl Governor {
         self.lock().log.of(id)
     }
 
-    /// What `ballast host` shows: who decides, the state, time to exhaustion, the budget and what may be reserved.
+    /// The figures of `ballast host`: policy, host state, time to exhaustion, budget, and memory that may be reserved.
     pub fn brief(&self, host: &Host) -> Brief {
         let inner = self.lock();
         let admission = Admission::of(&inner.seen(host));
@@ -450,8 +450,8 @@ impl Governor {
         }
     }
 
-    /// Change what the operator says of a VM, if it does not contradict itself or what others were promised. `change`
-    /// is called when it does not, before anybody else can change such things.
+    /// Change the operator's settings of a VM, unless they contradict themselves or other VMs' reservations. `change`
+    /// is called if they do not, before another thread can change such settings.
     pub fn admit(
         &self,
         host: &Host,
@@ -465,7 +465,8 @@ impl Governor {
             return Err(why);
         }
         let mut inner = self.lock();
-        // Whoever takes no more is never refused, even where too much had been promised; then nobody else matters.
+        // A change that takes no more is never refused, even if too much had been promised; then other VMs do not
+        // matter.
         if reserved(served, settings, limit) > reserved(served, operator::read(state.settings()), state.limit()) {
             let mut snapshot = inner.sampler.peek(host, &inner.setup, now_ms());
             let id = state.id().to_string();
@@ -486,7 +487,7 @@ impl Governor {
     }
 }
 
-/// What a VM is promised with these settings and this limit.
+/// The reservation of a VM with these settings and this limit.
 fn reserved(served: &Served, settings: Settings, limit: Option<Bytes>) -> u64 {
     let size = served.vm.size().bytes();
     if served.vm.is_pinned() || settings.class == Class::Pinned {
@@ -498,11 +499,11 @@ fn reserved(served: &Served, settings: Settings, limit: Option<Bytes>) -> u64 {
 /// See [`Governor::brief`].
 #[derive(Clone, Copy, Debug)]
 pub struct Brief {
-    /// Who decides.
+    /// The policy.
     pub policy: Kind,
-    /// The host's state, while somebody decides.
+    /// The host's state, while a policy or a program decides.
     pub state: Option<HostState>,
-    /// When nothing is free any more.
+    /// The time to exhaustion.
     pub exhaustion_ms: Option<u64>,
     /// DRAM for all guests.
     pub budget_bytes: u64,

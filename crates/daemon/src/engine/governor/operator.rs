@@ -1,6 +1,6 @@
-//! What an operator said of a VM, as words of its state file.
+//! The operator's settings of a VM, as words of its state file.
 //!
-//! Promise: zero says nothing, so a state file from before these words reads as the defaults; a value out of range,
+//! Promise: zero has no meaning, so a state file from before these words reads as the defaults; a value out of range,
 //! which only damage can leave, reads as the nearest one in range.
 
 use ballast_handover::state_file::SETTINGS;
@@ -10,10 +10,10 @@ use ballast_policy::{Class, Settings};
 const GUARANTEED: u64 = 1;
 const BEST_EFFORT: u64 = 2;
 
-/// As the state file keeps it: class, reservation, protect, shares and one, headroom.
+/// The words of the state file: class, reservation, protect, shares plus one, headroom.
 pub fn write(settings: &Settings) -> [u64; SETTINGS] {
     let class = match settings.class {
-        // Pinned is found anew by each engine.
+        // Each engine finds out anew whether a VM is pinned.
         Class::Burstable | Class::Pinned => 0,
         Class::Guaranteed => GUARANTEED,
         Class::BestEffort => BEST_EFFORT,
@@ -22,7 +22,7 @@ pub fn write(settings: &Settings) -> [u64; SETTINGS] {
     [class, settings.reservation_bytes, settings.protect_bytes, shares, settings.headroom_percent.into()]
 }
 
-/// The same back.
+/// The settings in these words.
 pub fn read([class, reservation_bytes, protect_bytes, shares, headroom]: [u64; SETTINGS]) -> Settings {
     Settings {
         class: match class {

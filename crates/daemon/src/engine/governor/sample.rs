@@ -1,8 +1,8 @@
 //! Sampling: the counters of all VMs as a [`Snapshot`].
 //!
-//! Before: the loop's tick, or somebody who asks. After: a policy decides on it.
+//! Before: the loop's tick, or an API request. After: a policy decides on it.
 //! Threads: the loop's, or an API thread, under the loop's lock; nothing here waits for a worker.
-//! Promise: a VM that may not be reclaimed now is in it, with the reason.
+//! Promise: a VM that may not be reclaimed from now is included, with the reason.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -17,13 +17,13 @@ use super::{kernel_stall, operator};
 use crate::engine::host::Host;
 use crate::engine::served::{SMALLEST_LIMIT, Served};
 
-/// Part of the host's memory that is kept free, and the most of it.
+/// 1/N of the host's memory is kept free, and this much at most.
 const FREE_PART: u64 = 64;
 const MOST_FREE: u64 = GIB;
-/// How much better than nothing far memory is taken to compress at best.
+/// The best compression ratio assumed for far memory before any is measured.
 const BEST_RATIO: f64 = 8.0;
 
-/// What was seen last time, to tell rates.
+/// The last sample, for rates.
 #[derive(Debug, Default)]
 pub struct Sampler {
     at_ms: u64,
@@ -39,7 +39,7 @@ struct Seen {
 }
 
 impl Sampler {
-    /// Look at everything. Rates are since the last `take`.
+    /// Sample everything. Rates are since the last `take`.
     pub fn take(&mut self, host: &Host, setup: &Setup, at_ms: u64) -> Snapshot {
         let (snapshot, vms) = self.look(host, setup, at_ms);
         *self = Self { at_ms, vms };
@@ -71,8 +71,8 @@ fn host_sample(host: &Host, setup: &Setup, vms: &[VmSample]) -> HostSample {
     let resident = sum(|vm| vm.resident_bytes);
     let available = meminfo::bytes("MemAvailable").unwrap_or(0);
     let min_free_bytes = (meminfo::bytes("MemTotal").unwrap_or(0) / FREE_PART).min(MOST_FREE);
-    // What the kernel calls available also counts what other programs would give up. A budget that was set is there to
-    // be used up: that nothing of it is left does not make the host short of memory.
+    // The kernel's *available* also counts memory that other programs would give up. A configured budget is there to be
+    // used up: when nothing of it is left, the host is not short of memory.
     let budget_bytes = setup.budget_bytes.unwrap_or((resident + available).saturating_sub(min_free_bytes));
     let free_bytes = available;
     let far_in_ram = sum(|vm| vm.far_bytes);
@@ -92,7 +92,7 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
     let views = vm.views();
     let pids: Vec<u32> = views.iter().map(|view| view.pid).collect();
 
-    // Prefetch saves a guest the faults, not the memory: what it reads in order comes back nearly without any.
+    // Prefetch saves a guest the faults, not the memory: pages that it reads in order come back nearly without faults.
     let restores = stats.get(Counter::FaultRestore) + stats.get(Counter::Prefetched);
     let mut now =
         Seen { stall_ns: stats.get(Counter::StallSomeNs), kernel_us: kernel_stall::some_us(&pids), ..Seen::default() };
@@ -141,7 +141,7 @@ fn sample(served: &Served, before: Option<&Seen>, setup: &Setup, at_ms: u64, ela
     (sample, now)
 }
 
-/// The working set as tracking measured it, if it did: in whole huge pages where the VM is paged so.
+/// The working set as tracking measured it, if it did: in whole huge pages if the VM is paged so.
 fn measured(vm: &Vm, page_bytes: u64) -> Option<WorkingSet> {
     vm.heat.source()?;
     let heat = vm.heat.heat(1);
@@ -149,12 +149,12 @@ fn measured(vm: &Vm, page_bytes: u64) -> Option<WorkingSet> {
     (heat.cycles > 0).then_some(WorkingSet { bytes, estimated: false })
 }
 
-/// The working set where nobody measures it: what is resident, and what had to come back in the window.
+/// The estimated working set of a VM without tracking: its resident memory, and the pages restored in the window.
 fn estimate(resident: u64, came_back: u64, size: u64) -> WorkingSet {
     WorkingSet { bytes: resident.saturating_add(came_back).min(size), estimated: true }
 }
 
-/// Milliseconds on the clock that all engines of a boot share.
+/// Milliseconds of the clock that all engines of a boot share.
 pub fn now_ms() -> u64 {
     clock::monotonic_ns() / 1_000_000
 }
