@@ -19,8 +19,9 @@ use std::time::{Duration, Instant};
 
 /// What a group may run for at each turn.
 pub const QUANTUM: Duration = Duration::from_millis(1);
-/// A group owes at most this many quanta: a task that ran for long in one go does not wait for ever.
-const MOST_DEBT: i64 = 16;
+/// A group owes at most this much, in nanoseconds: a task that ran for long in one go does not wait for ever. More than
+/// a visit of a fault worker may take before its userfaultfd goes apart.
+const MOST_DEBT: i64 = 16_000_000;
 
 /// Shares that change nothing, and the bounds beyond which shares have no more effect: so a turn is four quanta at
 /// most, and the group with the fewest shares has a quarter of the usual turn.
@@ -133,6 +134,13 @@ struct Group {
     has_turn: bool,
 }
 
+impl Group {
+    fn charge(&mut self, spent: Duration) {
+        let spent = i64::try_from(spent.as_nanos()).unwrap_or(i64::MAX);
+        self.credit = self.credit.saturating_sub(spent).max(-MOST_DEBT);
+    }
+}
+
 /// The queue.
 #[derive(Debug)]
 pub struct Queue {
@@ -186,9 +194,9 @@ impl Queue {
         self.notify(id);
     }
 
-    /// Forgets a task that does not run.
-    pub fn remove(&mut self, id: TaskId) {
-        let Some(task) = self.tasks.remove(&id) else { return };
+    /// Forgets a task that does not run. Returns what its group owes if that was the last one it had.
+    pub fn remove(&mut self, id: TaskId) -> Duration {
+        let Some(task) = self.tasks.remove(&id) else { return Duration::ZERO };
         let group = self.groups.get_mut(&task.group).expect("it has a task");
         match task.state {
             State::At(at) => drop(self.timers.remove(&(at, id))),
@@ -202,8 +210,17 @@ impl Queue {
             State::Idle | State::Running { .. } => {}
         }
         group.tasks -= 1;
-        if group.tasks == 0 {
-            self.groups.remove(&task.group);
+        if group.tasks > 0 {
+            return Duration::ZERO;
+        }
+        let owed = self.groups.remove(&task.group).map_or(0, |group| group.credit.min(0).unsigned_abs());
+        Duration::from_nanos(owed)
+    }
+
+    /// A group with a task owes this much from elsewhere.
+    pub fn owe(&mut self, group: GroupId, owed: Duration) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.charge(owed);
         }
     }
 
@@ -273,12 +290,10 @@ impl Queue {
         let task = self.tasks.get_mut(&id).expect("it ran");
         let group = task.group;
         let known = self.groups.get_mut(&group).expect("it has a task");
-        let quantum = self.quantum;
-        let spent = i64::try_from(spent.as_nanos()).unwrap_or(i64::MAX);
-        known.credit = known.credit.saturating_sub(spent).max(-MOST_DEBT * quantum);
+        known.charge(spent);
         if known.ready.is_empty() {
             // A group with nothing to do saves no credit.
-            known.credit = known.credit.min(quantum);
+            known.credit = known.credit.min(self.quantum);
         }
         let notified = task.state == State::Running { notified: true };
         match next {
@@ -392,6 +407,33 @@ mod tests {
             queue.ran(task, runs[at], Next::Again);
             assert!(spent[0].abs_diff(spent[1]) <= 4 * MS, "{spent:?}");
         }
+    }
+
+    #[test]
+    fn who_moves_from_queue_to_queue_owes_in_one_what_it_took_in_the_other() {
+        let now = Instant::now();
+        let (mover, others) = (TaskId::new(1), [TaskId::new(2), TaskId::new(3)]);
+        let mut queues = others.map(|other| {
+            let mut queue = Queue::new(MS / 10);
+            queue.add_as(other, GroupId(other.number()));
+            queue
+        });
+        queues[0].add_as(mover, GroupId(1));
+        let (mut at, mut spent) = (0, [Duration::ZERO; 2]);
+        for _ in 0..20_000 {
+            let task = queues[at].take(now).expect("the other always has more to do");
+            let ran = if task == mover { 4 * MS } else { MS / 10 };
+            spent[usize::from(task == mover)] += ran;
+            queues[at].ran(task, ran, Next::Again);
+            if task == mover {
+                let owed = queues[at].remove(mover);
+                at = 1 - at;
+                queues[at].add_as(mover, GroupId(1));
+                queues[at].owe(GroupId(1), owed);
+            }
+        }
+        // It always competes with one other, and each of them has half.
+        assert!(spent[0].abs_diff(spent[1]) <= 16 * MS, "{spent:?}");
     }
 
     #[derive(Clone, Copy, Debug)]

@@ -175,7 +175,7 @@ impl Slot {
         let mut place = self.place();
         set.listen(self)?;
         *place = Some(set.clone());
-        set.take_in(self);
+        set.take_in(self, Duration::ZERO);
         Ok(())
     }
 
@@ -199,14 +199,14 @@ impl Slot {
             return Ok(false);
         }
         to.listen(self)?;
-        if !from.let_go(self) {
+        let Some(owed) = from.let_go(self) else {
             // Another thread ends it.
             to.unlisten(self);
             return Ok(false);
-        }
+        };
         from.unlisten(self);
         *place = Some(to.clone());
-        to.take_in(self);
+        to.take_in(self, owed);
         Ok(true)
     }
 
@@ -326,19 +326,20 @@ impl Set {
         }
     }
 
-    /// Makes it ready here. Its place is locked.
-    fn take_in(&self, slot: &Arc<Slot>) {
+    /// Makes it ready here. Its group owes this much from where it was. Its place is locked.
+    fn take_in(&self, slot: &Arc<Slot>, owed: Duration) {
         let mut inner = self.lock();
         inner.slots.insert(slot.id, slot.clone());
         inner.queue.add_as(slot.id, slot.group);
+        inner.queue.owe(slot.group, owed);
         self.wake();
     }
 
-    /// Takes it out. Returns whether it was here. It is not visited now, and its place is locked.
-    fn let_go(&self, slot: &Slot) -> bool {
+    /// Takes it out. Returns what its group owes, if it was here. It is not visited now, and its place is locked.
+    fn let_go(&self, slot: &Slot) -> Option<Duration> {
         let mut inner = self.lock();
-        inner.queue.remove(slot.id);
-        inner.slots.remove(&slot.id).is_some()
+        let owed = inner.queue.remove(slot.id);
+        inner.slots.remove(&slot.id).map(|_| owed)
     }
 
     fn notify(&self, id: TaskId) {
