@@ -156,6 +156,11 @@ impl Throttle {
         self.is_limited.load(Ordering::Acquire) && near()
     }
 
+    /// Returns whether the throttle held a fault back since the last call of [`was_short`](Self::was_short).
+    pub fn is_short(&self) -> bool {
+        self.was_short.load(Ordering::Relaxed)
+    }
+
     /// Returns whether the throttle held a fault back since the last call.
     pub fn was_short(&self) -> bool {
         self.was_short.swap(false, Ordering::Relaxed)

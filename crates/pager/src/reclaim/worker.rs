@@ -34,6 +34,7 @@ use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
 use crate::reclaim::interval;
+use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::Asked;
 use crate::reclaim::quarantine::{Due, Quarantine};
 use crate::reclaim::refault::{Guess, RefaultHistory};
@@ -111,6 +112,8 @@ pub(crate) struct ReclaimWorker {
     checked: u64,
     /// The pause while there is nothing to do.
     pause: Duration,
+    /// When a round begins after a client's answer.
+    pace: Pace,
     /// The last round found the VM at or below low.
     is_low: bool,
     /// The VM was tracked after the last round.
@@ -150,6 +153,7 @@ impl ReclaimWorker {
             resident: 0,
             checked: 0,
             pause: IDLE,
+            pace: Pace::default(),
             is_low: false,
             was_tracked: false,
             has_more: false,
@@ -173,7 +177,10 @@ impl ReclaimWorker {
             vm.forget_ended();
         }
         vm.pressure.sample(vm.stats(), now);
-        let pause = match self.round() {
+        let pause = match self.was_only_answered(now).and_then(|answered| match answered {
+            true => Ok(self.pace.pause),
+            false => self.round(),
+        }) {
             Ok(pause) => pause,
             Err(error) => {
                 vm.report("reclaim-failed", format!("Reclaiming memory: {error}"));
@@ -194,7 +201,17 @@ impl ReclaimWorker {
         if pause > DIRECT {
             vm.stores.first().store.tidy();
         }
+        self.pace.pause = pause;
         self.next(now, pause)
+    }
+
+    /// Takes replies. Returns whether a client replied and nothing else is to be done.
+    fn was_only_answered(&mut self, now: Instant) -> std::io::Result<bool> {
+        let was_zapping = self.quarantine.is_zapping();
+        self.quarantine.take_answers(now)?;
+        let vm = &self.vm;
+        let answered = was_zapping && !self.quarantine.is_zapping() && vm.held().is_none();
+        Ok(answered && !self.pace.is_round_due(now, vm.effective_limit(), vm.mail.throttle.is_short()))
     }
 
     /// When the next piece of work is due after this pause, or earlier because a client must have replied by then.
@@ -202,8 +219,10 @@ impl ReclaimWorker {
         if let Some(until) = self.quarantine.until() {
             // The reply notifies. Without pages to evict there is nothing to do before that.
             let has_due = self.quarantine.is_waiting();
+            self.pace.due = has_due.then(|| now + pause);
             return if has_due { Next::after(now, pause) } else { Next::At(until.max(now)) };
         }
+        self.pace.due = None;
         if pause < IDLE {
             self.pause = IDLE;
             self.vm.mail.rest_at(None);
@@ -227,6 +246,7 @@ impl ReclaimWorker {
         let vm = self.vm.clone();
         let now = Instant::now();
         self.is_low = false;
+        self.pace.held_to = vm.effective_limit();
         self.look_at_pinned(now);
         let limit = match self.limit(now) {
             Ok(limit) => limit,
@@ -252,8 +272,6 @@ impl ReclaimWorker {
             vm.mail.throttle.set(pages(resident), pages(limit.0), pages(margin));
         }
         let low = limit.0.saturating_sub(margin);
-        // Also if nothing is to be evicted: a pending zap would keep the worker looking.
-        self.quarantine.take_answers(now)?;
         self.is_low = resident <= low;
         if self.is_low {
             if resident + 2 * margin <= low {

@@ -1,0 +1,51 @@
+//! Pace: whether a notified reclaim worker begins a round, or only takes a client's reply.
+//!
+//! Before: a round ended, said how long to pause, and a client may be zapping. After: the client's answer, which
+//! notifies the worker, begins that pause and no round.
+//! Threads: the VM's reclaim worker. Units: time. Promise: what anybody else notifies for begins a round: a limit, a
+//! fault that waits for credits, pages that are due.
+//!
+//! Why: a worker near the low watermark keeps a supply of pages in quarantine. With a round after each answer it zaps
+//! the few pages that are missing again as soon as the client is ready, and each zap interrupts the guest and wakes
+//! three threads.
+
+use std::time::{Duration, Instant};
+
+use ballast_base::Bytes;
+
+/// What the last round left.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    /// What it held the VM to.
+    pub held_to: Option<Bytes>,
+    /// How long it wanted to pause.
+    pub pause: Duration,
+    /// When that is over, if pages wait for T meanwhile.
+    pub due: Option<Instant>,
+}
+
+impl Pace {
+    /// Returns whether a round begins although a client has just replied to the last zap. `is_short`: a fault waits for credits.
+    pub fn is_round_due(&self, now: Instant, limit: Option<Bytes>, is_short: bool) -> bool {
+        self.pause.is_zero() || self.due.is_some_and(|due| due <= now) || is_short || limit != self.held_to
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAUSE: Duration = Duration::from_millis(20);
+
+    #[test]
+    fn an_answer_begins_no_round_but_whatever_else_there_is_to_do_does() {
+        let (now, limit) = (Instant::now(), Some(Bytes(1 << 20)));
+        let pace = |pause, due| Pace { held_to: limit, pause, due };
+        let waits = pace(PAUSE, Some(now + PAUSE));
+        assert!(!waits.is_round_due(now, limit, false) && !pace(PAUSE, None).is_round_due(now, limit, false));
+        assert!(waits.is_round_due(now + PAUSE, limit, false), "the pause is over");
+        assert!(waits.is_round_due(now, limit, true), "a fault waits for credits");
+        assert!(waits.is_round_due(now, None, false) && waits.is_round_due(now, Some(Bytes(1)), false), "a limit");
+        assert!(pace(Duration::ZERO, None).is_round_due(now, limit, false), "no pause was wanted");
+    }
+}
