@@ -88,6 +88,9 @@ struct BenchArgs {
     /// density: this number of VMs alone [default: 1 to 1,000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     vms: Option<u16>,
+    /// balance: eight VMs at these levels of their memory alone, in percent [default: 100,75,60,45]
+    #[arg(long, value_name = "PCT", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(30..=100))]
+    levels: Vec<u16>,
 }
 
 /// What to draw and where.
@@ -122,6 +125,9 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
     if args.vms.is_some() && args.what != Which::Density {
         bail!("--vms is for bench density");
     }
+    if !args.levels.is_empty() && args.part != Some(Part::Levels) {
+        bail!("--levels is for bench balance --part levels");
+    }
     let dir = args.dir.unwrap_or_else(std::env::temp_dir);
     let dir = std::path::absolute(&dir).with_context(|| format!("Finding {}", dir.display()))?;
     let options = Options {
@@ -131,6 +137,7 @@ fn bench(args: BenchArgs, json: bool) -> Result<()> {
         dir,
         part: args.part,
         vms: args.vms.map(usize::from),
+        levels: args.levels.into_iter().map(u64::from).collect(),
     };
     let mut described = json;
     ballast_bench::run(options, &mut |row, machine| {

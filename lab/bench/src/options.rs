@@ -114,6 +114,8 @@ pub struct Options {
     pub part: Option<Part>,
     /// Density: this number of VMs alone.
     pub vms: Option<usize>,
+    /// Balance: the levels of memory, in percent; the bench's own if there is none.
+    pub levels: Vec<u64>,
 }
 
 impl Options {

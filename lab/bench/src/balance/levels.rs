@@ -20,7 +20,7 @@ use crate::sweep::Side;
 /// Percent of all RAM.
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
 /// A quick run has these.
-const QUICK: [u64; 2] = [100, 60];
+const QUICK: [u64; 3] = [100, 75, 60];
 /// At this one, all policies are measured; where memory is short otherwise, Maestro's beside ours.
 const SHORT: u64 = 60;
 
@@ -101,7 +101,9 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
         Ok(_) => Alone::start(bench, Side::Kernel, &specs, scale).map_err(|error| format!("{error:#}")),
         Err(why) => Err(why),
     };
-    for level in LEVELS.into_iter().filter(|level| !bench.options.quick || QUICK.contains(level)) {
+    let levels: &[u64] = if bench.options.quick { &QUICK } else { &LEVELS };
+    let levels = Some(bench.options.levels.clone()).filter(|chosen| !chosen.is_empty()).unwrap_or(levels.to_vec());
+    for level in levels {
         let bytes = ours.cast.size_bytes() * level / 100;
         let mut row = bench.row(&format!("eight VMs, {level} % of their memory"));
         row.fact("vms", specs.len());
