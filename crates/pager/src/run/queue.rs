@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn who_moves_from_queue_to_queue_owes_in_one_what_it_took_in_the_other() {
+    fn a_task_that_moves_between_queues_takes_its_debt_along() {
         let now = Instant::now();
         let (mover, others) = (TaskId::new(1), [TaskId::new(2), TaskId::new(3)]);
         let mut queues = others.map(|other| {
