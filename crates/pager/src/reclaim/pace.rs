@@ -25,7 +25,7 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// Returns whether a round begins although a client has just replied to the last zap. `is_short`: a fault waits for credits.
+    /// Returns whether a round begins although a client has just replied. `is_short`: a fault waits for credits.
     pub fn is_round_due(&self, now: Instant, limit: Option<Bytes>, is_short: bool) -> bool {
         self.pause.is_zero() || self.due.is_some_and(|due| due <= now) || is_short || limit != self.held_to
     }
