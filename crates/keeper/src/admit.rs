@@ -165,7 +165,6 @@ fn ram_of(region: &RegionInfo, files: &[RamFile], uffd_features: u64) -> Result<
 fn check_file(number: usize, fd: SentFd) -> Result<RamFile, String> {
     // Only files of these kinds have seals, and the kernel returns those without asking the file's own file system.
     // After that the rest may be asked, too.
-    // the rest may be asked, too.
     if fcntl_get_seals(&fd).is_err() {
         return Err(format!("RAM file {number} is not a shared memory file (memfd, tmpfs or hugetlbfs)"));
     }

@@ -96,8 +96,8 @@ impl Starter {
     /// Reserve the lowest free descriptor number. Call it before this process has a descriptor that no child may have:
     /// only larger numbers are kept from children.
     ///
+    /// # Errors
     /// `/dev/null` cannot be opened.
-    /// If `/dev/null` cannot be opened.
     pub fn new() -> io::Result<Self> {
         let slot = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         Ok(Self { slot })

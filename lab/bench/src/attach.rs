@@ -1,8 +1,7 @@
-//! What attaching costs: a large VM's time, ten VMs' memory. Part of `ballast bench scale`.
+//! The cost of attaching: a large VM's time, ten VMs' memory. Part of `ballast bench scale`.
 //!
 //! Before: a daemon without these VMs. After: they are gone again, with the processes that made them.
-//! Units: milliseconds, bytes. Promise: the RAM is sparse, as a VM's is that has just started; nothing of it is
-//! touched.
+//! Units: milliseconds, bytes. Promise: the RAM is sparse, like a new VM's; no page of it is touched.
 
 use std::time::Instant;
 

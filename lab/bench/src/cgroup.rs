@@ -1,8 +1,8 @@
 //! A memory cgroup of the bench's own, version 1 or 2.
 //!
-//! Before: root, a mounted memory controller. After: removed again; who is in it has ended by then.
-//! Threads: one. Promise: no cgroup of anybody else is changed, except that version 2's root is told to hand the memory
-//! controller down if it does not yet, which is put back.
+//! Before: root, a mounted memory controller. After: removed again; its processes have ended by then.
+//! Threads: one. Promise: no other cgroup is changed, except that version 2's root passes the memory controller down if
+//! it does not yet, which is put back.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -108,7 +108,7 @@ impl Drop for Cgroup {
         let start = Instant::now();
         let removed = loop {
             match fs::remove_dir(&self.path) {
-                // Its processes are being ended; there is nothing to wait on but their going.
+                // Its processes are ending; there is no event to wait for.
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) && start.elapsed() < REMOVAL_TIMEOUT => {
                     std::thread::sleep(Duration::from_millis(5));
                 }

@@ -46,7 +46,7 @@ pub(crate) fn of_machine() -> Result<f64> {
     busy_us(&text).context("/proc/stat does not begin with the time of all CPUs")
 }
 
-/// User, nice and system time, in hundredths of a second; what interrupts take is nobody's.
+/// User, nice and system time, in hundredths of a second; time of interrupts is not counted.
 fn busy_us(stat: &str) -> Option<f64> {
     let mut words = stat.lines().next()?.strip_prefix("cpu ")?.split_ascii_whitespace();
     (0..3).map(|_| words.next()?.parse::<f64>().ok()).sum::<Option<f64>>().map(|ticks| ticks * 1e4)
@@ -69,7 +69,7 @@ fn run_us(schedstat: &str) -> Option<f64> {
     Some(schedstat.split_ascii_whitespace().next()?.parse::<u64>().ok()? as f64 / 1e3)
 }
 
-/// While it lives, the thread that made it stays on the CPU it was on, and so does what that thread starts.
+/// While it lives, the thread that made it stays on its CPU, and so do threads that it starts.
 #[derive(Debug)]
 pub(crate) struct Stay {
     before: Option<CpuSet>,
@@ -80,7 +80,7 @@ impl Stay {
         let before = sched_getaffinity(None).ok();
         let mut here = CpuSet::new();
         here.set(sched_getcpu());
-        // Without it the figures are those of a thread that moves: worse, and not wrong.
+        // If it fails, the figures are those of a thread that moves: worse, and not wrong.
         let _ = sched_setaffinity(None, &here);
         Self { before }
     }

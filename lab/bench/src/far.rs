@@ -39,7 +39,7 @@ const RUN: usize = 64;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
 
-/// What was measured of one store, or of a bare connection.
+/// The figures of one store, or of a bare connection.
 #[derive(Default)]
 struct Series {
     single: Vec<Summary>,
@@ -100,7 +100,7 @@ fn stored(store: &dyn Store, content: &[PageBytes], seed: u64, series: &mut Seri
     Ok(())
 }
 
-/// A connection that does nothing but ask.
+/// A connection that only asks.
 struct Bare {
     streams: Vec<TcpStream>,
     buffer: Vec<u8>,

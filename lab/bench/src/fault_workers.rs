@@ -1,4 +1,4 @@
-//! What a second fault worker adds to one VM of which two threads touch far pages at the same time. Part of `ballast
+//! The gain of a second fault worker for one VM of which two threads touch far pages at the same time. Part of `ballast
 //! bench scale`.
 //!
 //! Before: two VMs with the same data, one served by one fault worker, one by two. After: how fast pages were restored

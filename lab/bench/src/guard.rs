@@ -1,9 +1,10 @@
-//! The guard: a process that changes settings of the machine for the bench and puts them back whatever becomes of it.
+//! The guard: a process that changes settings of the machine for the bench and puts them back whatever happens to the
+//! bench.
 //!
 //! Before: the bench starts it first. After: its input ends, because the bench is done or was killed in any way, and it
 //! undoes everything in reverse order.
-//! Threads: one. Promise: interrupt, termination and hang-up do not end it; what cannot be put back is named on
-//! standard error.
+//! Threads: one. Promise: interrupt, termination and hang-up do not end it; a setting that cannot be put back is named
+//! on standard error.
 
 use std::path::PathBuf;
 
@@ -20,7 +21,7 @@ use crate::setting::warn;
 use crate::worker::Worker;
 use crate::zram::{Swap, SwapFile};
 
-/// A process to end, by a descriptor that cannot come to mean another.
+/// A process to end, by a descriptor that cannot refer to another.
 struct Process(OwnedFd);
 
 impl Drop for Process {
@@ -92,7 +93,7 @@ pub(crate) fn run() -> Result<()> {
     result
 }
 
-/// The guard as the bench sees it.
+/// The bench's handle of the guard.
 #[derive(Debug)]
 pub struct Guard {
     worker: Worker,

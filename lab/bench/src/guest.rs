@@ -1,8 +1,8 @@
 //! A guest in a helper process: a thread, a KVM virtual CPU or QEMU, which take the same orders.
 //!
 //! Before: `role` gives orders. After: `native`, `vcpu` or `qemu` has carried them out.
-//! Threads: this one. Units: pages. Promise: an order that the kind of guest cannot do is an error; only pages that are
-//! out are touched by [`Order::Touch`], and wrong bytes are counted by every kind.
+//! Threads: this one. Units: pages. Promise: an order that the kind of guest cannot carry out is an error;
+//! [`Order::Touch`] touches only pages that are out, and every kind counts wrong bytes.
 
 use anyhow::{Result, bail};
 

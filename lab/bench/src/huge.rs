@@ -1,4 +1,4 @@
-//! 4 KiB against 2 MiB: what a guest on huge pages gains and loses, by how it uses its memory.
+//! 4 KiB against 2 MiB: the gains and losses of a guest on huge pages, by its access pattern.
 //!
 //! Before: guests of both kinds hold their data. After: one touch of a far huge page against its floor; then, with half
 //! of their memory, the time per touch for three orders of touches, beside the kernel's swap.
@@ -25,7 +25,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
         bail!("this bench has native guests alone");
     }
     let (pages, repetitions) = if bench.options.quick { (8192, 2) } else { (32_768, 5) };
-    // Its data, and what reclaim leaves above the limit.
+    // Its data, and the memory that reclaim leaves above the limit.
     bench.guard.huge_pages(pages / PAGES_PER_UNIT + 4)?;
     let data = Data::HalfCompressible;
     let progress = bench.progress.clone();
@@ -89,7 +89,7 @@ fn under_pressure(
 ) -> Result<()> {
     let mut series: [Vec<f64>; WAYS.len()] = Default::default();
     let times = if bench.options.quick { (SETTLE / 5, MEASURE / 5) } else { (SETTLE, MEASURE) };
-    // No fault waits until there is room, so a guest of Ballast that wants more may be above its limit.
+    // No fault waits for credits, so a guest of Ballast that wants more may be above its limit.
     let mut over: [Vec<f64>; WAYS.len()] = Default::default();
     let mut killed = false;
     for subject in &mut *subjects {
@@ -133,7 +133,7 @@ fn under_pressure(
     Ok(())
 }
 
-/// How long a guest walks before it is measured, so that it is where its limit leaves it, and while it is.
+/// How long a guest walks before it is measured, so that it has settled at its limit, and while it is measured.
 const SETTLE: Duration = Duration::from_millis(1000);
 const MEASURE: Duration = Duration::from_millis(1000);
 

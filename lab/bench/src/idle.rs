@@ -1,11 +1,11 @@
-//! What being attached costs a VM without a limit.
+//! The cost of being attached for a VM without a limit.
 //!
 //! Before: two VMs with the same workload, neither attached. After: by how much one of them got slower when it was
 //! attached, with the other for reference.
 //! Threads: the bench's one; VMs are processes. Units: operations per second, of time and of CPU time.
-//! Promise: only one VM runs at a time, in short turns, so the machine's other load hits both alike. All run on one
-//! CPU, engine and timers included: the VMs pay for what these take, and no VM moves to a CPU of another speed, which
-//! would change more than what is measured. Attaching changes nothing else, not even where the memory lies.
+//! Promise: only one VM runs at a time, in short turns, so the machine's other load affects both alike. All run on one
+//! CPU, engine and timers included: the VMs pay for their time, and no VM moves to a CPU of another speed, which would
+//! change more than the measured cost. Attaching changes nothing else, not even the place of the memory.
 //!
 //! ```text
 //! phase      first VM     second VM
@@ -14,7 +14,7 @@
 //!   2        attached     free          ├ how far 2 is below the mean of 1 and 3 is the cost
 //!   3        attached     attached      ┘
 //! ```
-//! In phase 3 both pay the cost, so their ratio is that of phase 1. A machine that drifts evenly changes nothing.
+//! In phase 3 both pay the cost, so their ratio is that of phase 1. An even drift of the machine has no effect.
 
 use std::time::Instant;
 
@@ -33,7 +33,7 @@ use crate::{cpu, idle_qemu};
 /// The phases in which one VM more is attached.
 const FIRST_ATTACHED: usize = 2;
 const BOTH_ATTACHED: usize = 3;
-/// Turns of each VM that nobody counts, before each phase.
+/// Turns of each VM that are not counted, before each phase.
 const SETTLE: usize = 2;
 
 /// A VM that stands still except in its turn.
@@ -106,7 +106,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
         Ok(daemon + clients)
     };
     let vms = [first.0.pid(), second.0.pid()];
-    // To warm up: a whole phase, since VMs get faster at first, and not all at the same pace.
+    // To warm up: a whole phase, because VMs get faster at first, and not all at the same pace.
     for _ in 0..turns {
         first.speed(ms)?;
         second.speed(ms)?;
@@ -117,7 +117,7 @@ fn pair(bench: &mut Bench, zipf: bool, ram_bytes: u64, turns: usize, ms: u64) ->
             BOTH_ATTACHED => second.turn(&Order::Attach).map(drop)?,
             _ => {}
         }
-        // Taking a VM over is not what an idle one costs: that is done with before the phase begins.
+        // Taking a VM over is no cost of an idle one: it is finished before the phase begins.
         for _ in 0..SETTLE {
             first.speed(ms)?;
             second.speed(ms)?;

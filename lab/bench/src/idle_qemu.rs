@@ -1,10 +1,10 @@
-//! What being attached costs a QEMU guest without a limit.
+//! The cost of being attached for a QEMU guest without a limit.
 //!
 //! Before: three guests, one under `ballast run`, two as they are. After: by how much the attached one is slower than
 //! another, and, as the noise, by how much the third is. Which of the three is attached changes with each repetition.
-//! Units: as in `idle`. Promise: only one of them works at a time, in short turns; the others wait for an order.
-//! A QEMU attaches when it starts or never: so the three differ in where their memory lies, too, and the noise between
-//! two that are alike says how much that makes.
+//! Units: as in `idle`. Promise: only one of them works at a time, in short turns; the others wait for an order. A QEMU
+//! attaches at its start or never, so the three differ in the place of their memory, too; the noise between two equal
+//! ones shows how much that matters.
 
 use anyhow::{Context, Result, bail};
 

@@ -1,9 +1,8 @@
-//! What a bench left behind that was killed together with its guard: found by a note on its swap, and put back.
-//!
+//! Finds what a bench that was killed together with its guard left behind, by a note on its swap, and puts it back.
 //! Before: the machine's lock is held, so no bench that could own any of it lives. After: swap, settings and cgroups
-//! are as they were before that bench. Huge pages lent to the pool are not found again: nothing says whose they are.
-//! Threads: one. Promise: only what carries our note or our name is touched, and of the settings only the two a bench
-//! changes.
+//! are as they were before that bench. Huge pages lent to the pool are not found again: their owner is unknown.
+//! Threads: one. Promise: it touches only objects with our note or our name, and of the settings only the two that a
+//! bench changes.
 
 use std::fs;
 use std::path::Path;
@@ -15,13 +14,13 @@ use crate::cgroup;
 use crate::setting::Setting;
 use crate::swaps::{self, Active, Named, Sized};
 
-/// How a note begins. Each further line is a setting's path, a tab, and its value before.
+/// The beginning of a note. Each further line is a setting's path, a tab, and its value before.
 const FIRST_LINE: &str = "ballast bench: swapoff this, and put these back";
 
-/// The settings a bench changes and a reset of its device does not put back.
+/// The settings that a bench changes and that a reset of its device does not put back.
 const SETTINGS: [&str; 2] = [swaps::PAGE_CLUSTER, swaps::ZSWAP];
 
-/// What is written on a swap device before it is used.
+/// The text on a swap device before it is used.
 pub(crate) fn note(settings: &[Setting]) -> String {
     let kept = settings.iter().map(Setting::before).filter(|(path, _)| SETTINGS.iter().any(|known| path == known));
     let lines: String = kept.map(|(path, before)| format!("{}\t{before}\n", path.display())).collect();
@@ -35,7 +34,7 @@ fn read(note: &str) -> Option<Vec<Setting>> {
     Some(known.map(|(path, before)| Setting::changed(path.into(), before.to_owned())).collect())
 }
 
-/// Put everything back that can be found. The caller holds the machine's lock.
+/// Put back everything that can be found. The caller holds the machine's lock.
 pub(crate) fn put_back() -> Result<()> {
     let active = swaps::swaps()?;
     let is_active = |path: &Path| active.iter().any(|swap| Path::new(swap) == path);

@@ -4,7 +4,7 @@
 //! machine that is as it was.
 //! Threads: the caller's; guests, handler, guard and daemon are processes.
 //! Units: in every key. Promise: all sides are measured in the same run, on the same data, in the same order of
-//! touches, in turns; every page's contents are checked; a figure that could not be measured says why.
+//! touches, in turns; every page's contents are checked; a missing figure has a reason.
 //!
 //! ```text
 //! bench ── orders, answers ──► guest (ballast) ◄── faults ── keeper, engine     `testhost`
@@ -77,13 +77,13 @@ pub use worker::ROLE_COMMAND;
 use progress::Progress;
 use rig::{Bench, KernelSwap};
 
-/// Wait until no bench runs, and put back what one left that was killed together with its guard.
+/// Wait until no bench runs, and put back the leftovers of one that was killed together with its guard.
 pub fn put_back_leftovers() -> Result<()> {
     let _held = swaps::lock()?;
     leftover::put_back()
 }
 
-/// Measure; `each` gets every row as soon as it is there, with the description of the machine.
+/// Measure; `each` gets every row as soon as it is ready, with the description of the machine.
 pub fn run(options: Options, each: &mut dyn FnMut(&Row, &Value) -> Result<()>) -> Result<()> {
     if options.which == Which::Tiers {
         // Neither a daemon nor a guest has a part in it.

@@ -43,7 +43,7 @@ const QUICK: Plan = Plan {
     after: Duration::from_secs(1),
 };
 
-/// What was seen at one time. Rates are those since the sample before.
+/// The values at one time. Rates are those since the sample before.
 #[derive(Default)]
 struct Samples {
     t_s: Vec<f64>,

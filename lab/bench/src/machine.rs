@@ -1,6 +1,6 @@
-//! What the numbers were measured on, and with which build.
+//! The machine of the measurement, and the build.
 //!
-//! Promise: only reads; what cannot be read is null.
+//! Promise: it only reads; an unreadable value is null.
 
 use std::fs;
 use std::process::Command;
@@ -13,7 +13,7 @@ pub fn is_release() -> bool {
     !cfg!(debug_assertions)
 }
 
-/// The machine, as it stands in every row.
+/// The machine, as in every row.
 pub fn describe() -> Value {
     let read = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     let field = |path, key: &str| {
@@ -40,7 +40,7 @@ pub fn describe() -> Value {
     })
 }
 
-/// Memory that the host could give now, in bytes; `None` if it does not say.
+/// Memory that the host has available, in bytes; `None` if it does not tell.
 pub(crate) fn mem_available() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

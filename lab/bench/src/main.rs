@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use ballast_bench::{GuestKind, Options, Part, Which};
 use clap::{Parser, Subcommand};
 
-/// The machine lacks something that the command needs: the same code as that of `ballast`.
+/// The machine lacks something that the command needs: the same code as `ballast`'s.
 const MISSING_FEATURE: u8 = 5;
 
 /// The lab of Ballast: what measures and shows it.

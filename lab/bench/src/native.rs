@@ -46,7 +46,7 @@ fn ram_len(config: &GuestConfig) -> u64 {
     PageCount(2 * config.pages).bytes().0
 }
 
-/// Native memory and what it must hold.
+/// Native memory and its expected contents.
 pub(crate) struct Native {
     ram: Arc<Ram>,
     pager: Pager,

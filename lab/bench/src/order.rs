@@ -1,5 +1,5 @@
-//! What the bench tells its helper processes, and what they answer: one line of JSON each, over their standard input
-//! and output.
+//! The bench's orders to its helper processes, and their answers: one line of JSON each, over their standard input and
+//! output.
 //!
 //! Before: `worker` starts `ballast bench-role ROLE`. After: [`crate::role::run`] plays the role until its input ends.
 //! Units: in the names. Promise: every order has one answer; a helper that fails returns [`Answer::Failed`] with the
@@ -27,7 +27,7 @@ pub enum GuestKind {
 }
 
 impl GuestKind {
-    /// As it stands in JSON and tables.
+    /// Its name in JSON and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
@@ -37,7 +37,7 @@ impl GuestKind {
     }
 }
 
-/// What a helper process is.
+/// The role of a helper process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Role {
     /// A guest whose pages go out and are restored.
@@ -48,18 +48,18 @@ pub enum Role {
     Sparse(SparseConfig),
     /// One of many small guests that read all of their memory.
     Reader(ReaderConfig),
-    /// Becomes the program named by the words after it, and ends with whoever started it.
+    /// Becomes the program named by the words after it, and ends with the process that started it.
     Become {
         /// The file of a memory cgroup that takes a process id.
         procs: Option<PathBuf>,
     },
     /// The plain userfaultfd handler; its standard input is a socket to its guest.
     Handler,
-    /// Changes settings of the machine and puts them back, whatever becomes of the bench.
+    /// Changes settings of the machine and puts them back, whatever happens to the bench.
     Guard,
 }
 
-/// A VM whose RAM nobody touches.
+/// A VM whose RAM is never touched.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SparseConfig {
     /// Where to attach.
@@ -73,7 +73,7 @@ pub struct SparseConfig {
 /// One of many small guests.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ReaderConfig {
-    /// Who may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
+    /// The side that may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
     pub backing: Backing,
     /// Size of its RAM, all of which holds data.
     pub ram_bytes: u64,
@@ -94,7 +94,7 @@ pub enum Data {
 }
 
 impl Data {
-    /// As it stands in JSON and tables.
+    /// Its name in JSON and tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::HalfCompressible => "half_compressible",
@@ -114,7 +114,7 @@ impl Data {
     }
 }
 
-/// Who takes a guest's pages away.
+/// The side that takes a guest's pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Backing {
     /// A ballastd.
@@ -131,30 +131,30 @@ pub enum Backing {
     },
     /// A handler of our own: one thread, one page at a time.
     Plain,
-    /// Nobody: pages are unmapped and stay in memory.
+    /// No side: pages are unmapped and stay in memory.
     Floor,
 }
 
 /// A guest.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GuestConfig {
-    /// Who takes its pages.
+    /// The side that takes its pages.
     pub backing: Backing,
     /// What touches the memory.
     pub kind: GuestKind,
     /// Pages with data. RAM is larger, so that a limit can be above the data and below RAM.
     pub pages: u64,
-    /// What they hold.
+    /// Their contents.
     pub data: Data,
     /// RAM of huge pages (native guests alone).
     pub huge: bool,
     /// Fault workers; `None`: the client decides (native guests alone).
     pub fault_workers: Option<usize>,
-    /// Where its files go (QEMU guests alone). Its process may be killed, so somebody else removes it.
+    /// Directory of its files (QEMU guests alone). Its process may be killed, so another process removes it.
     pub dir: PathBuf,
 }
 
-/// In which order pages are touched, wherever they are.
+/// The order in which pages are touched, wherever they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pattern {
     /// One after the other.
@@ -170,11 +170,11 @@ pub enum Pattern {
 /// A workload VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct WorkloadConfig {
-    /// What it does; its operations have no end.
+    /// Its workload; its operations have no end.
     pub spec: Spec,
     /// In a KVM guest.
     pub kvm: bool,
-    /// Who may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
+    /// The side that may take its memory: a ballastd, once [`Order::Attach`] was given, or the kernel, from the start.
     pub backing: Backing,
 }
 
@@ -274,7 +274,7 @@ pub enum Order {
     RemoveDir(PathBuf),
 }
 
-/// What came of it.
+/// The answer to an order.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Answer {
     /// Done.
@@ -298,7 +298,7 @@ pub enum Answer {
         ops: u64,
         /// How long it took.
         wall_us: f64,
-        /// What all threads of the helper used meanwhile.
+        /// CPU time of all threads of the helper meanwhile.
         cpu_us: f64,
     },
     /// Operations done so far.

@@ -1,4 +1,4 @@
-//! What the engine and keeper themselves need for a GiB of guest RAM. Part of `ballast bench scale`.
+//! The memory of engine and keeper for a GiB of guest RAM. Part of `ballast bench scale`.
 //!
 //! Before: a daemon without VMs. After: a VM of which half holds data was attached, then all its data went far.
 //! Threads: the bench's one. Units: bytes per GiB of guest RAM.
@@ -18,7 +18,7 @@ use crate::report::Row;
 use crate::rig::Bench;
 use crate::subject::{Subject, Way, out};
 
-/// How the engine names its memory files: page states, and arenas with their index.
+/// Names of the engine's memory files: page states, and arenas with their index.
 const OWN_FILES: [&str; 2] = ["ballast-state", "ballast-store"];
 
 /// How long the files of a VM may stay after it.

@@ -1,4 +1,4 @@
-//! Who puts a guest's pages out: the daemon, the kernel, the plain handler, or nobody.
+//! The pager of a guest: the daemon, the kernel, the plain handler, or none.
 //!
 //! Before: a guest in a helper process has RAM. After: its pages go out when the bench says so.
 //! Threads: the guest's; the client has one of its own. Units: pages; microseconds of CPU time.
@@ -17,7 +17,7 @@ use ballast_testvm::GuestRam;
 use crate::order::Backing;
 use crate::plain::Handler;
 
-/// Who is asked to put pages out.
+/// Puts pages out.
 pub(crate) enum Pager {
     /// The daemon, by its limit; the client stays attached as long as the process lives.
     Ballast(#[expect(dead_code, reason = "kept, not used")] Client),
@@ -25,7 +25,7 @@ pub(crate) enum Pager {
     Kernel,
     /// The plain handler.
     Plain(Handler),
-    /// Nobody.
+    /// None.
     Floor,
 }
 
@@ -40,7 +40,7 @@ impl Pager {
         let hva = Hva(ram.addr() as u64);
         Ok(match backing {
             Backing::Ballast { socket, name } => {
-                // Nothing but the guest touches this memory, so the short quarantine is right.
+                // Only the guest touches this memory, so the short quarantine is right.
                 let builder = Client::builder().name(name).socket(socket).may_pin(false);
                 let builder = fault_workers.into_iter().fold(builder, ballast_client::Builder::fault_workers);
                 let memory = ram.memfd().try_clone_to_owned().context("Duplicating the memory file")?;

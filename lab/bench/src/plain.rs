@@ -3,8 +3,8 @@
 //!
 //! Before: a guest in a helper process makes the userfaultfd. After: its pages go out and are restored as simply as can
 //! be.
-//! Threads: one. Units: pages. Promise: what any first version of such a program would do, with LZ4 blocks as
-//! Ballast's store, made by a common library; no quarantine, no checksums, no budget, nothing that outlives it.
+//! Threads: one. Units: pages. Promise: it does what any first version of such a program would do, with LZ4 blocks as
+//! Ballast's store, made by a common library; no quarantine, no checksums, no budget, no state that outlives it.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,6 +1,6 @@
-//! A sign of life on standard error while a bench measures, which may take an hour.
+//! Progress on standard error while a bench measures, which may take an hour.
 //!
-//! Before: a bench starts. After: it ends, and nothing of this stays on the terminal.
+//! Before: a bench starts. After: it ends, and the terminal is clear of it.
 //! Threads: the bench's; on a terminal one more, which draws once a second. Units: rows, and steps within a row.
 //! Promise: standard output has rows alone. Without a terminal there is a line per row, and one per minute within it.
 
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Often enough to show that time passes, seldom enough to cost what is measured nothing.
+/// Often enough to show that time passes, seldom enough not to disturb the measurement.
 const TICK: Duration = Duration::from_secs(1);
 /// Between two lines about one row, where there is no terminal.
 const QUIET: Duration = Duration::from_secs(60);
@@ -34,14 +34,14 @@ impl Progress {
         Self { bar, said: Arc::new(Mutex::new(Instant::now())) }
     }
 
-    /// What is measured from now on.
+    /// Show what is measured from now on.
     pub(crate) fn row(&self, title: &str) {
         self.bar.set_message("");
         self.bar.set_prefix(title.to_owned());
         self.say(Duration::ZERO, || title.to_owned());
     }
 
-    /// Where in it the bench is: step `at` of `of`.
+    /// Show the position within it: step `at` of `of`.
     pub(crate) fn step(&self, what: &str, at: usize, of: usize) {
         let text = format!(": {what} {at} of {of}");
         self.say(QUIET, || format!("{}{text}", self.bar.prefix()));
@@ -60,7 +60,7 @@ impl Progress {
         self.bar.suspend(print)
     }
 
-    /// Nothing more is shown.
+    /// Show nothing more.
     pub(crate) fn end(&self) {
         self.bar.finish_and_clear();
     }

@@ -32,7 +32,7 @@ pub(crate) struct Vmm {
     ram: PathBuf,
     /// Where RAM is mapped: address and length.
     mapped: (Hva, u64),
-    /// Nobody takes its pages: how many there are.
+    /// If no side takes its pages: how many there are.
     stays: Option<u64>,
 }
 
@@ -98,7 +98,7 @@ impl Vmm {
         Ok(Touched { summary, faults: summary, wall_us: ns as f64 / 1e3, wrong })
     }
 
-    /// Work for so long, by the guest's clock.
+    /// Work for this long, by the guest's clock.
     pub(crate) fn work(&mut self, zipf: bool, ms: u64) -> Result<Answer> {
         let cpu = cpu::of_threads(self.pid(), |_| true)?;
         let numbers = self.ask(&format!("r {} {ms}", u8::from(zipf)), "ran")?;
@@ -147,7 +147,7 @@ fn mapping_of(pid: u32) -> Result<(Hva, u64)> {
     found.context("QEMU does not map its memory file")
 }
 
-/// What every row of such guests says.
+/// The facts in every row of such guests.
 pub(crate) fn facts(row: &mut Row) {
     row.fact("accelerator", if Accel::detect() == Accel::Kvm { "kvm" } else { "tcg" });
     row.because("a plain handler of a QEMU guest: QEMU hands its memory to nobody but the preload library");

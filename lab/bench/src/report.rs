@@ -46,7 +46,7 @@ impl Row {
         &self.title
     }
 
-    /// Something that is so, and was not measured in repetitions.
+    /// Something that was not measured in repetitions.
     pub fn fact(&mut self, key: &str, value: impl Into<Value>) {
         self.facts.push((key.to_owned(), value.into()));
     }
@@ -134,7 +134,7 @@ impl Row {
     }
 }
 
-/// Four digits say all that such a measurement can.
+/// Four digits: such a measurement has no more.
 pub(crate) fn rounded(value: f64) -> Value {
     if value == 0.0 || !value.is_finite() {
         return json!(value);

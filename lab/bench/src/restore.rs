@@ -17,12 +17,12 @@ const WAYS: [Way; 4] = [Way::Ballast, Way::Kernel, Way::Plain, Way::Floor];
 
 /// A pinned vCPU, as fast as it can: the headline figures.
 const PINNED: Pace = Pace { pinned: true, ..Pace::ALL };
-/// With computing in between, so that whoever serves the touches has gone to sleep.
+/// With computing in between, so that the worker that serves the touches has gone to sleep.
 const PACED: Pace = Pace { most: 1000, think_us: 100, pinned: true, ..Pace::ALL };
 /// A thread that the scheduler migrates.
 const MOVING: Pace = Pace { most: 2000, ..Pace::ALL };
 
-/// What the rounds of one way came to.
+/// The figures of the rounds of one way.
 #[derive(Default)]
 pub(crate) struct Series {
     pub(crate) p50: Vec<f64>,
@@ -133,7 +133,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
     Ok(())
 }
 
-/// Where the engine's part of the time went, of all rounds.
+/// Where the engine's part of the time went, over all rounds.
 pub(crate) fn stages(row: &mut Row, stages: &RestoreStages) {
     let RestoreStages { queue, lookup, read, install } = stages;
     for (name, stage) in [("queue", queue), ("lookup", lookup), ("read", read), ("install", install)] {
@@ -143,7 +143,7 @@ pub(crate) fn stages(row: &mut Row, stages: &RestoreStages) {
     row.fact("stages_watched", queue.count);
 }
 
-/// What far pages occupy, and what the engine itself measured.
+/// The memory that far pages occupy, and the engine's own measurements.
 fn memory(bench: &mut Bench, subjects: &mut [Subject], row: &mut Row) -> Result<()> {
     for subject in subjects {
         match subject.way {

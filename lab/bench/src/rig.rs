@@ -1,4 +1,5 @@
-//! What every bench runs with: its daemon, the kernel's swap, the guard that puts the machine back, and the next name.
+//! The equipment of every bench: its daemon, the kernel's swap, the guard that puts the machine back, and the next
+//! name.
 //!
 //! Before: `lib` knows which bench runs, and what settings and swap that needs. After: a bench starts guests.
 //! Threads: the bench's one. Units: none. Promise: fields are dropped in order, so the guard puts things back last.
@@ -16,7 +17,7 @@ use crate::order::GuestKind;
 use crate::progress::Progress;
 use crate::report::Row;
 
-/// What the kernel swaps to.
+/// The kernel's swap space.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum KernelSwap {
     /// The bench has no figures of the kernel's.

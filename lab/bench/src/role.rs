@@ -1,4 +1,4 @@
-//! What a helper process plays: which role takes which orders.
+//! The roles of a helper process, and the orders that each takes.
 //!
 //! Before: `worker` started this process. After: exit when the orders end, or when the bench dies.
 //! Promise: all roles but the guard's end with the bench.

@@ -1,4 +1,4 @@
-//! What a second VM adds: two that are reclaimed (or restored) at once against one.
+//! The gain of a second VM: two that are reclaimed (or restored) at once against one.
 //!
 //! Before: two guests of each way hold their data. After: throughput of two over throughput of one.
 //! Threads: the bench's one. Units: pages per second. Promise: one and two take turns, from the same start.

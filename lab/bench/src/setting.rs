@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Say what could not be put back.
+/// Report a value that could not be put back.
 pub(crate) fn warn(what: &str, result: std::io::Result<()>) {
     if let Err(error) = result {
         eprintln!("ballast bench: {what}: {error}");

@@ -25,13 +25,13 @@ const GUESTS: u8 = 3;
 /// All guests of this bench.
 const GROUP: &str = "[dedup]\nguests = [\"bench-*\"]\n";
 const KSM: &str = "/sys/kernel/mm/ksm";
-/// As quick as it goes: the CPU time of a page is what is asked.
+/// As fast as possible: the question is the CPU time of a page.
 const KSM_SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "5000"), ("sleep_millisecs", "1"), ("run", "1")];
 /// A merge that takes longer has failed.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// What was measured of one way.
+/// The figures of one way.
 #[derive(Default)]
 struct Series {
     saved_mib: Vec<f64>,
@@ -126,7 +126,7 @@ fn ksmd() -> Result<u32> {
     pids.into_iter().find(is_it).context("there is no thread ksmd")
 }
 
-/// The same content in private memory of one process, merged until nothing more is.
+/// The same content in private memory of one process, merged until no page is merged any more.
 fn merged(count: u64, series: &mut Series) -> Result<()> {
     ensure!(ksm("run")? == 0, "it runs already, for others");
     let pid = ksmd()?;

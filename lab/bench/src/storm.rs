@@ -1,4 +1,4 @@
-//! What a neighbour that faults as fast as it can does to a VM's restores.
+//! The effect of a neighbour that faults as fast as it can on a VM's restores.
 //!
 //! Before: a victim with far pages, and a neighbour that is held to half of the memory it touches. After: the
 //! victim's percentiles alone and beside the storm.
@@ -23,7 +23,7 @@ const KEYS: [&str; 2] = ["storm_victim_p99_ratio", "storm_victim_p50_ratio"];
 const TURN: u64 = 2000;
 /// The storm is well under way before the victim's turn begins.
 const LEAD: Duration = Duration::from_millis(10);
-/// Of the neighbour, which is held to half of them.
+/// Pages of the neighbour, which is held to half of them.
 const NEIGHBOUR_PAGES: u64 = 16_384;
 
 #[derive(Default)]

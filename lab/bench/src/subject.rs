@@ -1,4 +1,4 @@
-//! What is measured: a guest whose pages are put out and restored by one of four ways.
+//! The subject of a measurement: a guest whose pages are put out and restored in one of four ways.
 //!
 //! Before: the bench has a daemon, and the kernel's swap if it could be had. After: figures of one round.
 //! Threads: the bench's one; the guests are processes. Units: pages, microseconds.
@@ -102,7 +102,7 @@ impl Subject {
     }
 
     fn start(&mut self, bench: &mut Bench) -> Result<()> {
-        // The old one first: its memory is what the new one should get.
+        // The old one first: the new one should get its memory.
         (self.worker, self.ram) = (None, None);
         if let Backing::Ballast { name, .. } = &mut self.config.backing {
             *name = bench.vm_name();

@@ -1,4 +1,4 @@
-//! The swap devices of this host: which there are, what they hold, and what ends each when it is dropped.
+//! The swap devices of this host: the list, their contents, and the guards that end each when dropped.
 //!
 //! Before: root. After: `zram` and `leftover` hold or put back what is here.
 //! Threads: one. Units: bytes, pages. Promise: reading changes nothing; a drop that fails says so on standard error.
@@ -47,7 +47,7 @@ impl Drop for Named {
     }
 }
 
-/// The lock of whoever changes the machine; waits for another bench.
+/// The lock of a process that changes the machine; waits for another bench.
 pub(crate) fn lock() -> Result<File> {
     ensure!(rustix::process::geteuid().is_root(), "the kernel's swap can be measured by root only");
     let lock = File::open(BLOCK).with_context(|| format!("Opening {BLOCK}"))?;

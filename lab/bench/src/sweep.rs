@@ -23,7 +23,7 @@ use crate::order::{Answer, Backing, GuestKind, Order, WorkloadConfig};
 use crate::rig::Bench;
 use crate::stats::median;
 
-/// Who takes the memory.
+/// The side that takes the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     /// Ballast, by its limit.
@@ -35,7 +35,7 @@ pub(crate) enum Side {
 /// How to search.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
-    /// Before the first limit: also what a tracker has to get to know the guest.
+    /// Before the first limit: also the time that a tracker needs to know the guest.
     pub warm_ms: u64,
     /// From a new limit until the first slice.
     pub settle_ms: u64,
@@ -61,9 +61,9 @@ impl Plan {
 /// A sweep.
 #[derive(Clone, Debug)]
 pub(crate) struct Sweep {
-    /// What both guests do; without an end.
+    /// The workload of both guests; without an end.
     pub spec: Spec,
-    /// Who takes the memory of one of them.
+    /// The side that takes the memory of one of them.
     pub side: Side,
     /// Percent of RAM that is mapped huge once it is filled; the rest is in base pages.
     pub huge_pct: u32,
@@ -73,7 +73,7 @@ pub(crate) struct Sweep {
     pub plan: Plan,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Found {
     /// This part of RAM was taken.
@@ -99,7 +99,7 @@ enum Held {
 }
 
 impl Sweep {
-    /// Do it.
+    /// Run it.
     pub(crate) fn run(&self, bench: &mut Bench) -> Result<Found> {
         let mut pair = self.start(bench)?;
         let plan = self.plan;
@@ -116,7 +116,7 @@ impl Sweep {
             for _ in 0..2 {
                 let (ratio, is_kept) = match pair.squeeze(bench, taken, plan) {
                     Ok(outcome) => outcome,
-                    // The kernel ends who it cannot squeeze; nothing more can be asked of it then.
+                    // The kernel kills a guest that it cannot squeeze; then it can be asked nothing more.
                     Err(_) if self.side == Side::Kernel => return Ok(found),
                     Err(error) => return Err(error),
                 };

@@ -1,4 +1,4 @@
-//! What VMs notice when another engine follows the one that serves.
+//! The effect of an upgrade on VMs, while another engine follows the serving one.
 //!
 //! Before: VMs that are held to half of their RAM read all of it over and over. After: how long touches took with an
 //! upgrade in the middle and without one, how long each VM had no engine, and whether anything went wrong.
@@ -20,9 +20,9 @@ use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// Before what counts: all read by then.
+/// Uncounted time: all have read by then.
 const LEAD: Duration = Duration::from_millis(300);
-/// What counts. The upgrade begins with it.
+/// Counted time. The upgrade begins with it.
 const TIME: Duration = Duration::from_millis(1500);
 const LONGEST: Duration = Duration::from_secs(120);
 

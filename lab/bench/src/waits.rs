@@ -1,7 +1,7 @@
 //! How long touches took, of many guests: counts by length, which can be added up.
 //!
 //! Before: a guest times each touch. After: percentiles over all guests.
-//! Threads: none. Units: nanoseconds. Promise: a percentile is at most one part in 32 too long; the longest is exact.
+//! Threads: none. Units: nanoseconds. Promise: a percentile is at most 1/32 too long; the longest is exact.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! A helper process, as the bench sees it.
+//! A helper process, from the bench's side.
 //!
 //! Before: a [`Role`]. After: `ballast-bench bench-role` plays it in a process of its own, which ends with the bench.
 //! Threads: the one that started the helper. Promise: when this is dropped, the helper is ended and reaped, and its

@@ -125,7 +125,7 @@ impl Runner {
         Ok(Answer::Sliced { ops: after.ops - before.ops, wall_us, cpu_us: cpu::of_process()? - cpu_us })
     }
 
-    /// From now on it is this busy.
+    /// Set how busy it is from now on.
     pub(crate) fn think(&self, rounds: u64) -> Result<Answer> {
         self.running()?.0.think(rounds);
         Ok(Answer::Done)

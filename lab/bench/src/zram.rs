@@ -2,9 +2,9 @@
 //! or a file on a disk.
 //!
 //! Before: root, an unused zram device, no other swap. After: everything is as it was.
-//! Threads: one. Units: bytes. Promise: a device that is in use is never touched, and what was changed is put back when
-//! [`Swap`] is dropped, in reverse order. Two benches do not disturb each other: the second waits for the first. What a
-//! bench left that was killed together with its guard is put back by the next ([`crate::leftover`]).
+//! Threads: one. Units: bytes. Promise: a device in use is never touched, and every change is undone when [`Swap`] is
+//! dropped, in reverse order. Two benches do not disturb each other: the second waits for the first. The next bench
+//! puts back the leftovers of one that was killed together with its guard ([`crate::leftover`]).
 
 use std::fs::{self, File};
 use std::os::unix::fs::OpenOptionsExt;
@@ -128,14 +128,14 @@ mod tests {
     use crate::swaps::{used, used_pages};
     use ballast_needs::skip;
 
-    /// What a bench may change, as it is now.
+    /// The settings that a bench may change, as they are now.
     fn machine() -> Vec<String> {
         let zram = |file| fs::read_to_string(Path::new("/sys/block/zram0").join(file)).unwrap_or_default();
         let page_cluster = fs::read_to_string("/proc/sys/vm/page-cluster").expect("page-cluster");
         vec![zram("disksize"), zram("comp_algorithm"), page_cluster, format!("{:?}", swaps().expect("swaps"))]
     }
 
-    /// The same while no bench runs, without what one left. `None`, said aloud, if that cannot be had.
+    /// The same while no bench runs, without leftovers. `None`, with a printed skip, if that is impossible.
     fn machine_before() -> Option<Vec<String>> {
         let _held = match lock() {
             Ok(lock) => lock,
@@ -186,7 +186,7 @@ mod tests {
         let Some(before) = machine_before() else { return };
         let dir = tempfile::tempdir().expect("a directory");
         match Swap::new() {
-            // What a killed process leaves: everything but its lock.
+            // A killed process leaves everything but its lock.
             Ok(Swap { active, _sized, _settings, _lock }) => {
                 std::mem::forget((active, _sized, _settings));
                 drop(_lock);

@@ -1,6 +1,6 @@
 //! Why a VM could not be made or could not finish.
 //!
-//! Before: `workload` refuses a spec, the kernel a step, or a vCPU stops. After: whoever runs the VM is told.
+//! Before: `workload` refuses a spec, the kernel a step, or a vCPU stops. After: the caller that runs the VM is told.
 
 use std::io;
 
@@ -22,7 +22,7 @@ pub enum Error {
     Kvm {
         /// The step.
         step: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         #[source]
         source: io::Error,
     },
@@ -40,7 +40,7 @@ pub enum Error {
         /// Its last page-fault address.
         cr2: u64,
     },
-    /// Host memory could not be had.
+    /// Host memory was not available.
     #[error("Allocating {size} for {what}")]
     Memory {
         /// The purpose.

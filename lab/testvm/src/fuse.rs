@@ -1,12 +1,12 @@
-//! A small FUSE server, for tests of what a file system does that answers late, or never.
+//! A small FUSE server, for tests with a file system that responds late, or never.
 //!
 //! Before: a test wants a file whose disk, host or network hangs. After: a directory of files under [`Fuse::dir`],
 //! which any process that may look into this one's `/proc/PID/fd` can open. Requests are answered at once, after a
 //! delay, or when the test says so.
-//! Threads: one takes requests, one answers those that are to be answered late; the callers may be any.
+//! Threads: one takes requests, one sends the late answers; the callers may be any.
 //! Units: bytes.
-//! Promise: nothing is mounted where anybody could find it, so nothing is left behind, even when the test is killed.
-//! When the server goes, the kernel ends every request with an error.
+//! Promise: nothing is mounted where another process could find it, so nothing is left behind, even when the test is
+//! killed. When the server goes, the kernel ends every request with an error.
 //!
 //! A file's bytes are those of a memory file of the server. Any name that is asked for exists from then on, empty.
 
@@ -129,13 +129,13 @@ impl Fuse {
         Ok(Self { mount, shared, running: Mutex::new(Some(Running { stop, threads })) })
     }
 
-    /// Its directory, as other processes may name it, too.
+    /// Its directory, under a name that other processes may use, too.
     pub fn dir(&self) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.mount.as_raw_fd()).into()
     }
 
     /// From now on files are opened past the page cache (as with virtiofs, 9p or CIFS without a cache), or through it.
-    /// What is open stays as it is. Who opens with `O_DIRECT` always goes past it.
+    /// Open files stay as they are. An open with `O_DIRECT` always goes past it.
     pub fn set_direct(&self, direct: bool) {
         self.shared.lock().direct = direct;
     }
@@ -150,14 +150,14 @@ impl Fuse {
         self.shared.lock().held = true;
     }
 
-    /// From now on nothing is answered, until what this returns is dropped: else nothing of a test that fails could be
+    /// From now on nothing is answered, until the returned value is dropped: else nothing of a failed test could be
     /// ended.
     pub fn hold_on(&self) -> Held<'_> {
         self.hold();
         Held(self)
     }
 
-    /// Answer what was held, and all that comes.
+    /// Answer the held requests, and all that come.
     pub fn release(&self) {
         self.shared.lock().held = false;
         self.shared.changed.notify_all();
@@ -175,7 +175,7 @@ impl Fuse {
         self.shared.lock().reads
     }
 
-    /// Stop serving: the kernel ends what was not answered, and all that is asked later, with an error.
+    /// Stop serving: the kernel ends unanswered and later requests with an error.
     pub fn end(&self) {
         let Some(Running { stop, threads }) = self.running.lock().unwrap_or_else(PoisonError::into_inner).take() else {
             return;
@@ -213,7 +213,7 @@ impl Shared {
     }
 }
 
-/// What both threads have.
+/// State that both threads share.
 struct Server {
     device: OwnedFd,
     shared: Arc<Shared>,
@@ -288,7 +288,7 @@ impl Server {
             Err(errno) => (-errno.raw_os_error(), Vec::new()),
         };
         let reply = Body::default().u32(16 + body.len() as u32).u32(error as u32).u64(unique).bytes(&body);
-        // The one who asked may be gone by now.
+        // The caller may be gone by now.
         let _ = rustix::io::write(&self.device, &reply.0);
     }
 }
@@ -352,7 +352,7 @@ impl State {
         }
     }
 
-    /// The answer to who opens a file with these flags.
+    /// The answer to an open with these flags.
     fn opened(&self, arg: &[u8]) -> Body {
         let direct = self.direct || u32_at(arg, 0) & OFlags::DIRECT.bits() != 0;
         Body::default().u64(0).u32(if direct { DIRECT_IO } else { 0 }).u32(0)
@@ -425,7 +425,7 @@ impl Body {
     }
 }
 
-/// A field of a request. The kernel sends whole ones; what is missing is zero.
+/// A field of a request. The kernel sends whole ones; a missing one is zero.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |field| u32::from_ne_bytes(*field))
 }

@@ -1,11 +1,11 @@
 //! The workload itself: fill, run, verify. The same source runs in native threads and, compiled again, in KVM vCPUs.
 //!
-//! The children `law` and `programs` say what cells hold, which ones operations take, and what some workloads do.
+//! The children `law` and `programs` define the contents of cells, the cells of operations, and what some workloads do.
 //!
 //! Before: `vm` lays out a [`Job`] per worker. After: the job's results; events on the way through a [`Port`].
 //! Threads: one worker per job; workers own disjoint cells. The host reads a job's atomics at any time.
 //! Units: a *cell* is the piece of guest RAM that is checked and updated as one: a page, or a key-value slot.
-//! Promise: every word is compared with what it must be before it is replaced; guest RAM is touched only by volatile
+//! Promise: every word is compared with its expected value before it is replaced; guest RAM is touched only by volatile
 //! 8-byte accesses; nothing outside `core` is used and nothing can panic.
 
 #[path = "law.rs"]
@@ -22,7 +22,7 @@ pub const IMAGE_ADDR: u64 = 0x10000;
 /// I/O port a KVM guest writes its events to.
 pub const PORT: u16 = 0x0B0A;
 
-/// Arrived before phase `event & 0xFF`; the answer says whether to go on.
+/// The worker arrived before phase `event & 0xFF`; the answer says whether to go on.
 pub const EVENT_ARRIVE: u32 = 0x100;
 /// A wrong word was recorded.
 pub const EVENT_WRONG: u32 = 0x200;
@@ -74,13 +74,13 @@ pub const MAX_RECORDS: usize = 16;
 /// Histogram buckets: eight per power of two.
 pub const BUCKETS: usize = 496;
 
-/// How a worker talks to its host.
+/// The channel of a worker to its host.
 pub trait Port {
     /// Report an event; false means stop here. A KVM guest never sees false: its host does not resume it.
     fn tell(&self, event: u32) -> bool;
 }
 
-/// What a worker is to do. Written by the host before the start, constant afterwards.
+/// A worker's orders. Written by the host before the start, constant afterwards.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Params {
@@ -229,7 +229,7 @@ impl<P: Port> Worker<'_, P> {
             record.op.store(job.ops_done.load(Relaxed), Relaxed);
             record.phase.store(self.phase, Relaxed);
         }
-        // Release: whoever sees the count sees the record.
+        // Release: a thread that sees the count sees the record.
         job.wrong_words.store(count.wrapping_add(1), core::sync::atomic::Ordering::Release);
         if count < MAX_RECORDS as u64 {
             self.port.tell(EVENT_WRONG);

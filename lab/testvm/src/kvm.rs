@@ -3,7 +3,7 @@
 //! Before: `vm` lays out memory. After: each vCPU runs the guest program over its worker's job.
 //! Threads: one per vCPU, in `run_vcpu`. Units: guest virtual and guest physical addresses are equal.
 //! Promise: guest RAM is a memory slot of its own, over the very mapping of `GuestRam`; program, page tables, stacks
-//! and jobs are in another slot. Anything the program cannot have caused stops the run with the vCPU's registers.
+//! and jobs are in another slot. An exit that the program cannot have caused stops the run with the vCPU's registers.
 //!
 //! ```text
 //! 0            page 0 unused, program at 0x10000, task state, tables, jobs, stacks, versions     slot 0 (private)

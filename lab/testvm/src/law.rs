@@ -1,4 +1,4 @@
-//! What memory holds and which of it an operation takes: arithmetic that the guest and the model of its outcome share.
+//! The contents of memory and the cells of operations: arithmetic that the guest and the model of its outcome share.
 //!
 //! Before: a worker's [`Params`]. After: contents of cells, cells of operations; hashes, random numbers, buckets.
 //! Threads: none. Units: as in `guest`, of which this is a child. Promise: pure; only `core` is used and nothing can

@@ -202,12 +202,12 @@ fn run(args: &Args) -> Result<Outcome, Error> {
     })
 }
 
-/// Hand the guest's RAM over before anything touches it. A test guest that was to be managed and is not tests nothing,
-/// so it ends.
+/// Hand the guest's RAM over before anything touches it. A test guest that should be managed and is not would test
+/// nothing, so it ends.
 fn attach(args: &Args, name: &str, ram: &GuestRam) -> Client {
     let memfd = ram.memfd().try_clone_to_owned().map_err(|error| error.to_string());
     let attached = memfd.and_then(|memfd| {
-        // Nothing but the guest touches this memory, so a limit may be enforced at once.
+        // Only the guest touches this memory, so a limit may be enforced at once.
         let builder = Client::builder().name(name).socket(&args.attach_socket).may_pin(false);
         let builder = args.limit.iter().fold(builder, |builder, limit| builder.limit(limit.0));
         let region = builder.region(memfd, Hva(ram.addr() as u64), Bytes(ram.len() as u64), Bytes(0));

@@ -1,4 +1,4 @@
-//! What a run came to, and how it compares with the model.
+//! The result of a run, and its comparison with the model.
 //!
 //! Before: `vm` collects the workers' results. After: the caller, or one line of JSON.
 //! Threads: none. Units: in every key; checksums and words are hexadecimal text, since JSON numbers lose bits.

@@ -1,4 +1,4 @@
-//! Parking: how a process comes to hold its own `mmap_lock` for as long as a file server likes.
+//! Parking: makes a process hold its own `mmap_lock` for as long as a file server keeps it waiting.
 //!
 //! Before: a test serves a file by [`crate::fuse`]. After: a thread of this process sleeps in `mmap` and holds the lock
 //! for writing. Nothing can end it, so every thread that needs the lock of this address space waits as well.
@@ -32,7 +32,7 @@ impl Parking {
         Ok(Self { cached: File::open(path)?, direct })
     }
 
-    /// Read a page that nobody answers for: do this when the server holds its answers.
+    /// Read a page without an answer: call this while the server holds its answers.
     pub fn read(&self) -> io::Result<()> {
         let file = self.cached.try_clone()?;
         let body = move || drop(file.read_at(&mut [0], 0));

@@ -1,6 +1,6 @@
 //! The workers' private memory: orders, version words, stacks, and what a KVM guest needs beside them.
 //!
-//! Before: `vm` knows how much there must be. After: `vm` and `kvm` take pieces of it.
+//! Before: `vm` knows the amount. After: `vm` and `kvm` take pieces of it.
 //! Threads: one lays it out; the workers use what is theirs. Units: bytes; offsets from its start.
 //! Promise: pieces begin at pages and never overlap.
 
@@ -11,7 +11,7 @@ use ballast_sys::{Mapping, memfd};
 
 use crate::outcome::GuestKind;
 
-/// Memory that only the workers and the host use, with the addresses workers know it by.
+/// Memory that only the workers and the host use, with the addresses by which workers know it.
 #[derive(Debug)]
 pub(crate) struct Private {
     pub map: Mapping,

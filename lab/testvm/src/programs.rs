@@ -4,9 +4,10 @@
 //! Before: `guest` has a job of such a kind. After: the same phases, fill, operations, verify.
 //! Threads: one worker each, on its own share of RAM. Units: *words* of 8 bytes, counted from the start of the share;
 //! *slots* are version words in private memory.
-//! Promise: control flow depends on seeds and versions alone, never on what guest RAM holds, so wrong data is reported
-//! and leads nowhere; every word that is read is compared with what it must be, which costs no table but `weights`;
-//! nothing outside `core` is used and nothing can panic. The model runs the same programs over memory that is right.
+//! Promise: control flow depends on seeds and versions alone, never on the contents of guest RAM, so wrong data is
+//! reported and leads nowhere; every word that is read is compared with its expected value, which costs no table but
+//! `weights`; nothing outside `core` is used and nothing can panic. The model runs the same programs over memory that
+//! is right.
 //!
 //! ```text
 //! graph   | state, a word a vertex | offsets | edges ....................................... |
@@ -27,7 +28,7 @@ const SELECTED: u64 = 8;
 /// Hash-table slots count as cells from here, so that no page of the table has the same contents.
 const SLOT_CELLS: u64 = 1 << 32;
 
-/// What a program runs on.
+/// The memory that a program runs on.
 pub trait Memory {
     /// Read a word, which must hold this.
     fn read(&mut self, word: u64, expected: u64);

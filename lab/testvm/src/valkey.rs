@@ -3,8 +3,8 @@
 //! Before: `scripts/valkey.sh` unpacked the server. After: the remote store has something to be tested with.
 //! Threads: the caller's. Units: ports on 127.0.0.1, free when they were picked; memory is `Bytes`.
 //! Promise: servers keep nothing on disk but their logs, in a directory that goes with them; each is ended, by its
-//! process id, when the cluster is dropped or the thread that started it ends. What is said to them here goes through a
-//! client library that the product does not use.
+//! process id, when the cluster is dropped or the thread that started it ends. Commands are sent by a client library
+//! that the product does not use.
 
 use std::io;
 use std::net::TcpListener;
@@ -29,7 +29,7 @@ pub struct Layout {
     pub primaries: usize,
     /// How many replicas each has.
     pub replicas: usize,
-    /// After this silence a node is taken for dead.
+    /// A node that is silent for this long counts as dead.
     pub node_timeout: Duration,
     /// Memory of each node.
     pub maxmemory: Bytes,
@@ -41,7 +41,7 @@ impl Default for Layout {
     }
 }
 
-/// See above.
+/// A cluster.
 #[derive(Debug)]
 pub struct Valkey {
     nodes: Vec<Server>,
@@ -203,7 +203,7 @@ impl Valkey {
         self.pid(node).is_some()
     }
 
-    /// Start a node that does not run. It has forgotten its data, and not who it is.
+    /// Start a node that does not run. It has forgotten its data, and not its identity.
     ///
     /// # Errors
     /// It does not start; the end of its log says why.
@@ -236,7 +236,7 @@ impl Valkey {
         self.nodes[node].end();
     }
 
-    /// Stop a node: it is there, and does nothing.
+    /// Stop a node: it exists, and does nothing.
     ///
     /// # Errors
     /// It does not run.
@@ -244,7 +244,7 @@ impl Valkey {
         self.signal(node, Signal::STOP)
     }
 
-    /// It goes on.
+    /// Continue it.
     ///
     /// # Errors
     /// It does not run.
@@ -264,7 +264,7 @@ impl Valkey {
         Ok(connection)
     }
 
-    /// Say something to a node.
+    /// Send a command to a node.
     ///
     /// # Errors
     /// It does not answer, or refuses.
@@ -282,7 +282,7 @@ impl Valkey {
         redis::from_redis_value(self.say(node, words)?).map_err(other)
     }
 
-    /// Does this node have slots, says itself?
+    /// Does this node say of itself that it has slots?
     pub fn is_primary(&self, node: usize) -> bool {
         self.text(node, &["CLUSTER", "NODES"]).is_ok_and(|text| {
             let own = text.lines().find(|line| line.contains("myself"));
@@ -294,7 +294,7 @@ impl Valkey {
         self.text(node, &["CLUSTER", "MYID"])
     }
 
-    /// The node that has this slot, as this one says.
+    /// The node that has this slot, by this one's answer.
     ///
     /// # Errors
     /// It does not answer.
@@ -337,7 +337,7 @@ impl Valkey {
         Ok(keys.len())
     }
 
-    /// End the move: the slot is there.
+    /// End the move: the slot is at its new node.
     ///
     /// # Errors
     /// A node refuses.

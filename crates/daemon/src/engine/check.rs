@@ -4,7 +4,6 @@
 //! and the keeper knows that this engine can open the VM; or the obstacle, and where it is.
 //! Threads: the VM's worker. Promise: it only reads. It checks everything that opening would refuse: layouts, words,
 //! store numbers, RAM files. Unfinished work of the other engine is no reason to refuse: recovery mends it if it must.
-//! numbers, RAM files. What the other engine is in the middle of is no reason to refuse: recovery mends it if it must.
 
 use std::os::fd::OwnedFd;
 

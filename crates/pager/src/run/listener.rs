@@ -5,7 +5,6 @@
 //! Threads: one, which must not wait for anything else: a source passes on what takes time, with the [`Rearm`].
 //! Promise: a source is not told of more input before the `Rearm` that it was given is dropped, and not told at all
 //! after [`Watched`] is dropped. A socket with much input delays another by one call.
-//! when [`Watched`] is dropped. A socket with much input delays another by one call.
 
 use std::collections::HashMap;
 use std::io;

@@ -28,7 +28,6 @@
 //! worker waits for a client's reply (`Peer::zap`) or for another worker. While a page is read from a disk, 1 is held
 //! shared if all pages are being brought back; slow workers hold `View::serving_from_disk`, for which no other fault
 //! waits.
-//! fault waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};

@@ -1,6 +1,7 @@
 //! The VMs of this bench: how they are started, held to an amount of memory and measured, all at once.
 //!
-//! Before: a list of workloads and a side. After: operations per second of each VM, and what all of them together held.
+//! Before: a list of workloads and a side. After: operations per second of each VM, and the memory that all of them
+//! together held.
 //! Threads: the caller's; each VM is a process. Units: bytes; operations per second.
 //! Promise: both sides run the same programs with the same seeds. A side that is not measured stands still, and takes
 //! no CPU time from the other.
@@ -50,7 +51,7 @@ pub(super) fn word(workload: Workload) -> &'static str {
     }
 }
 
-/// What a VM of the cast runs. `store_ops`: operations with each pattern of the store.
+/// The workload of a VM of the cast. `store_ops`: operations with each pattern of the store.
 pub(super) fn spec(workload: Workload, ram_bytes: u64, seed: u64, store_ops: u64) -> Spec {
     let mut spec = Spec::new(workload, Bytes(ram_bytes));
     spec.seed = seed;
@@ -77,11 +78,11 @@ pub(super) struct Cast {
     pub vms: Vec<Vm>,
     pub side: Side,
     cgroup: PathBuf,
-    /// Kernel: what the processes need beyond guest RAM.
+    /// Kernel: memory that the processes need beyond guest RAM.
     pub own_bytes: u64,
 }
 
-/// What was seen in a window of time.
+/// The figures of a window of time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Window {
     /// Of each VM.
@@ -174,7 +175,7 @@ impl Cast {
     pub fn rest(&self, bench: &Bench) -> Result<()> {
         self.hold_to(bench, Kind::None, None)?;
         let start = Instant::now();
-        // A process that stands still cannot answer reclaim.
+        // A process that stands still cannot reply to reclaim.
         loop {
             let vms = bench.daemon.api().vms()?;
             let busy = |vm: &ballast_api::VmStat| vm.target_bytes.is_some() || vm.quarantine_bytes > 0;
@@ -211,7 +212,7 @@ impl Cast {
             let patch = PolicyPatch {
                 policy: Some(policy),
                 budget_bytes: Some(bytes),
-                // The default is made for VMs of some GiB.
+                // The default suits VMs of some GiB.
                 watermark_bytes: Some(biggest / 32),
                 ..PolicyPatch::default()
             };
@@ -220,7 +221,7 @@ impl Cast {
         }
         let bytes = bytes.map_or(UNLIMITED, |bytes| bytes + self.own_bytes);
         let start = Instant::now();
-        // The kernel takes away what is above the limit before it accepts it, and gives up sooner than we do.
+        // The kernel reclaims down to the limit before it accepts it, and gives up sooner than we do.
         while let Err(error) = cgroup::limit(&self.cgroup, bytes) {
             if start.elapsed() > TIMEOUT {
                 return Err(error);

@@ -1,4 +1,4 @@
-//! A VM whose demand jumps: how soon it runs as fast as it will.
+//! A VM whose demand jumps: how soon it reaches its final speed.
 //!
 //! Before: four VMs share less memory than they have; one is nearly idle, and its memory has gone to the others.
 //! After: it is as busy as the others, and its speed was followed.
@@ -117,7 +117,7 @@ fn last(course: &[(f64, f64)]) -> f64 {
     median(&last).unwrap_or(0.0)
 }
 
-/// From when on the median of five slices is fast enough.
+/// The time from which on the median of five slices is fast enough.
 fn converged(speeds: &[(f64, f64)], enough: f64) -> Option<Duration> {
     let fast = |five: &&[(f64, f64)]| median(&five.iter().map(|(_, speed)| *speed).collect::<Vec<_>>()) >= Some(enough);
     speeds.windows(5).find(fast).map(|five| Duration::from_secs_f64(five[2].0))

@@ -21,7 +21,7 @@ use crate::sweep::Side;
 const LEVELS: [u64; 4] = [100, 75, 60, 45];
 /// A quick run has these.
 const QUICK: [u64; 3] = [100, 75, 60];
-/// At this one, all policies are measured; where memory is short otherwise, Maestro's beside ours.
+/// At this level all policies are measured; at the other levels with scarce memory, Maestro's beside ours.
 const SHORT: u64 = 60;
 
 /// Speed of each VM without pressure: the mean over all windows.
@@ -64,7 +64,7 @@ pub(super) struct Alone {
     pub speeds: Vec<f64>,
 }
 
-/// What a level is compared with.
+/// The base that a level is compared with.
 pub(super) struct Base {
     /// Speed of each VM without pressure: the mean of before and after.
     pub speeds: Vec<f64>,

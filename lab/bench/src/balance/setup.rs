@@ -1,4 +1,4 @@
-//! What the parts of this bench share: workloads, policy, sizes and times.
+//! The common parts of this bench: workloads, policy, sizes and times.
 //!
 //! Before: `mod` knows which part runs. After: a part starts its VMs.
 //! Threads: the caller's. Units: bytes, time. Promise: Ballast is measured before the kernel, whose failure is a reason

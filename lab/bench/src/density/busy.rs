@@ -23,7 +23,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How long it is measured.
 struct Plan {
     turns: u64,
-    /// What nobody counts before each turn; with it, what each guest adds.
+    /// Time that is not counted before each turn; with it, the time that each guest adds.
     lead: Duration,
     lead_per_vm: Duration,
     time: Duration,
@@ -105,7 +105,7 @@ pub(super) fn row(bench: &mut Bench, vms: usize, ram_bytes: u64) -> Result<Row> 
     }
     let mut sides = sides.into_iter();
     let (mut ballast, ours) = sides.next().context("there is a side")?;
-    // Ended before the rest: its processes are nobody's business there.
+    // Ended before the rest: its processes would disturb that.
     let theirs = sides.next().map(|(_, series)| series).unwrap_or_default();
     ours.report(&mut row, "");
     theirs.report(&mut row, "kernel_");
@@ -171,7 +171,7 @@ fn killed(bench: &Bench, fleet: &mut Fleet, lead: Duration, time: Duration) -> R
         let pid = Pid::from_raw(before.cast_signed()).context("the engine has no process id")?;
         kill_process(pid, Signal::KILL).context("Killing the engine")?;
         let killed = Instant::now();
-        // With a connection of its own: requests that were cut off are sent again only for some seconds.
+        // With a connection of its own: requests that were cut off are repeated only for some seconds.
         let api = Client::new(bench.daemon.dir().join("api.sock"))?.retry_for(Duration::from_secs(60));
         while api.host().map_or(before, |host| host.engine_pid) == before {
             ensure!(killed.elapsed() < Duration::from_secs(120), "no new engine serves the API");

@@ -1,8 +1,8 @@
 //! Guests of one side, which do the same at the same time.
 //!
-//! Before: a daemon, or the kernel's swap. After: what all of them saw together.
+//! Before: a daemon, or the kernel's swap. After: the figures of all of them together.
 //! Threads: the caller's; guests are processes. Units: in the names.
-//! Promise: guests are told one after the other, long before what they do counts.
+//! Promise: guests get their orders one after the other, long before the time that counts.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::{cgroup, cpu};
 const SQUEEZE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(20);
 
-/// Who takes the guests' memory.
+/// The side that takes the guests' memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     Ballast,
@@ -43,7 +43,7 @@ pub(crate) struct Fleet {
     members: Vec<Member>,
 }
 
-/// What the guests of a fleet saw in one turn.
+/// The figures of a fleet in one turn.
 #[derive(Debug, Default)]
 pub(crate) struct Turn {
     pub(crate) touches_per_s: f64,
@@ -99,8 +99,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Limit each guest to half of its RAM (the kernel's: and what its process needs itself). Returns how long each
-    /// took, in milliseconds.
+    /// Limit each guest to half of its RAM (the kernel's: and the memory of its process). Returns how long each took,
+    /// in milliseconds.
     pub(crate) fn limit(&mut self, bench: &Bench) -> Result<Vec<f64>> {
         let half = self.ram_bytes / 2;
         let mut times = Vec::new();
@@ -128,7 +128,7 @@ impl Fleet {
         }
     }
 
-    /// Have all of them read at once: `lead` that nobody counts, then `time` that counts, while `meanwhile` runs.
+    /// Have all of them read at once: `lead` is not counted, `time` is, while `meanwhile` runs.
     pub(crate) fn read<T>(
         &mut self,
         lead: Duration,

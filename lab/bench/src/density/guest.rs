@@ -21,7 +21,7 @@ use crate::waits::Waits;
 
 const WORDS: usize = PAGE_SIZE / 8;
 
-/// What the pages hold: one page of half compressible data, in which the words of noise differ from page to page.
+/// The contents of the pages: one page of half compressible data, in which the words of noise differ from page to page.
 struct Contents {
     words: [u64; WORDS],
     number: u64,

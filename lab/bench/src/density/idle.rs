@@ -1,5 +1,4 @@
-//! What the service costs with VMs that do nothing, and what is asked of it one VM at a time. Part of `ballast bench
-//! density`.
+//! The cost of the service with idle VMs, and of requests for one VM at a time. Part of `ballast bench density`.
 //!
 //! Before: a daemon without VMs. After: CPU time, threads, memory and descriptors of engine and keeper, and how long an
 //! attach, a limit and a list take.

@@ -1,5 +1,5 @@
-//! Many small VMs at once: how they fare while all of them read all of their memory, and what the service costs with
-//! each idle one.
+//! Many small VMs at once: their speed while all of them read all of their memory, and the cost of the service for each
+//! idle one.
 //!
 //! Before: the kernel's swap to zram, if it could be had. After: a row for each number of busy VMs, one for each number
 //! of VMs whose engine is killed, then one for each number of idle ones. Each row has a daemon of its own.

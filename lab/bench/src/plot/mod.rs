@@ -1,8 +1,8 @@
 //! Plots of the headlines, made from the rows of benches: `ballast-bench plot`.
 //!
 //! Before: `ballast bench WHAT --json` wrote rows to files. After: one SVG for each headline that they have.
-//! Threads: none. Units: in the axes. Promise: nothing is drawn that is not in a row; a range is that of the rounds, or
-//! the confidence interval of the median.
+//! Threads: none. Units: in the axes. Promise: all figures come from rows; a range is that of the rounds, or the
+//! confidence interval of the median.
 //!
 //! | File | Headline |
 //! |---|---|

@@ -21,7 +21,7 @@ const TOP: u32 = 64;
 const FONT: (&str, i32) = ("sans-serif", 14);
 const TITLE: (&str, i32) = ("sans-serif", 16);
 
-/// What is compared: its name and colour, which is the same in every chart.
+/// A side of the comparison: its name and colour, which is the same in every chart.
 #[derive(Clone, Copy)]
 pub(super) struct Side(pub &'static str, pub RGBColor);
 
@@ -31,10 +31,10 @@ pub(super) const KERNEL: RGBColor = RGBColor(200, 90, 30);
 pub(super) const PLAIN: RGBColor = RGBColor(110, 110, 110);
 pub(super) const FLOOR: RGBColor = RGBColor(170, 170, 170);
 
-/// What is drawn.
+/// A chart.
 pub(super) struct Chart {
     pub title: String,
-    /// What the axis measures, with its unit.
+    /// The quantity of the axis, with its unit.
     pub axis: &'static str,
     pub logarithmic: bool,
     pub sides: Vec<Side>,

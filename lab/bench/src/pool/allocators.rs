@@ -15,7 +15,7 @@ use ballast_pool::{
     Class, Domain, Extent, FRAME_SLICES, GuestIdx, Kind, Layout, Mode, NodeIdx, NodeSpec, Pool, Request, SliceIdx, VmId,
 };
 
-/// What a VM has.
+/// The memory of a VM.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Got {
     /// Pieces of it.
@@ -58,7 +58,7 @@ impl Ours {
         Ok(ours)
     }
 
-    /// There is no memory: what is dirty is zero at once.
+    /// This model has no memory: a dirty slice is zero at once.
     fn zero(&mut self) {
         while let Some(dirty) = self.pool.next_dirty(u32::MAX) {
             let Ok(zeroed) = dirty.zero(|_| Ok::<_, Infallible>(()));

@@ -1,4 +1,4 @@
-//! Real memory for a pool: files, filled before anybody asks, and a VM's RAM mapped from them.
+//! Real memory for a pool: files, filled before any request, and a VM's RAM mapped from them.
 //!
 //! Before: `ready` says how much, of what. After: it asks for memory as a VMM does. The pool's state is in shared
 //! memory, too, as it would be in a daemon.
@@ -175,14 +175,14 @@ impl Ram {
         ensure!(at + len <= self.len as u64, "a piece of {len:#x} bytes at {at:#x} is outside of RAM");
         let place = (self.base + at as usize) as *mut std::ffi::c_void;
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
-        // SAFETY: the range is inside what this value has reserved, as was just checked, and nobody else uses it.
+        // SAFETY: the range is inside this value's reservation, as was just checked, and no other code uses it.
         unsafe { rustix::mm::mmap(place, len as usize, prot, flags, file, offset) }.context("Mapping a piece")?;
         Ok(())
     }
 
     /// Fill the page tables.
     fn populate(&self) -> Result<()> {
-        // SAFETY: the range is this value's own; the advice does what touches would do.
+        // SAFETY: the range is this value's own; the advice has the effect of touches.
         unsafe { rustix::mm::madvise(self.base as *mut _, self.len, Advice::LinuxPopulateWrite) }
             .context("Filling page tables")
     }

@@ -1,4 +1,4 @@
-//! VMs come and go, as many as a host holds: what can be sold, and what is left in whole GiB.
+//! VMs come and go, as many as a host holds: the memory that can be sold, and the memory left in whole GiB.
 //!
 //! Before: an occupancy. After: a row. Units: slices; shares in percent. Promise: all allocators see the same VMs on
 //! the same nodes in the same order. This is a model: no memory is reserved, and zeroing takes no time.

@@ -1,4 +1,4 @@
-//! What the pool needs to know of its memory, in bytes.
+//! The pool's metadata, in bytes.
 //!
 //! Before: the size of a host. After: a row. Units: bytes; GiB, where the paper says GB.
 //! Promise: computed from a pool of that size whose VMs were really handed out, not measured as memory of a process:

@@ -1,9 +1,9 @@
-//! The pool: what it needs to know, what it can sell, and how soon memory of it can be used.
+//! The pool: its metadata, the memory it can sell, and how soon memory of it can be used.
 //!
 //! Before: the bench has its guard. After: rows of four kinds (`measures`). *Metadata* and *churn* are computed by the
-//! pool itself, without memory; *ready* and *zeroing* use real memory, which the guard gives back.
-//! Threads: the bench's one. Units: in the keys. Promise: nothing is taken that others may need: sizes for which memory
-//! is short are left out and said so.
+//! pool itself, without memory; *ready* and *zeroing* use real memory, which the guard returns.
+//! Threads: the bench's one. Units: in the keys. Promise: no memory is taken that others may need: sizes for which
+//! memory is short are left out, with the reason.
 
 mod allocators;
 mod bricks;
@@ -22,7 +22,7 @@ use crate::order::GuestKind;
 use crate::report::Row;
 use crate::rig::Bench;
 
-/// What others are left.
+/// Memory that is left to others.
 const SPARE: Bytes = Bytes(8 * GIB);
 
 pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -61,7 +61,7 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
 /// Why rows are left out.
 const NO_HUGE_PAGES: &str = "the host has not as many huge pages to spare";
 
-/// Huge pages that the guard has reserved and will give back.
+/// Huge pages that the guard has reserved and will return.
 struct HugePages {
     pages: u64,
 }

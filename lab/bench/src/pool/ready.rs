@@ -1,9 +1,9 @@
 //! From a request to memory that can be used: the pool beside the kernel's ways.
 //!
-//! Before: a size, and what the pool is made of. After: a row. Units: microseconds, GiB per second.
-//! Promise: the sides take turns, forwards and backwards; a round that nobody counts comes first, so that nobody pays
-//! for memory that the host sees for the first time. Every request of the pool is looked through for what the VM before
-//! it has left there.
+//! Before: a size, and the kind of the pool's memory. After: a row. Units: microseconds, GiB per second.
+//! Promise: the sides take turns, forwards and backwards; an uncounted round comes first, so that no side pays for
+//! memory that the host uses for the first time. In every request of the pool, the contents are searched for the secret
+//! of the VM before it.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! How much memory VMs have, in a cloud that has published it.
+//! Memory sizes of VMs, in a cloud that has published them.
 //!
 //! Before: nothing. After: `churn` draws VMs from it.
 //! Source: AzurePublicDatasetV1 (Cortez et al., Resource Central, SOSP 2017; CC-BY 4.0), one region's first-party VMs

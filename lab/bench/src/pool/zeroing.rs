@@ -1,7 +1,7 @@
 //! How fast memory is zeroed: with ordinary stores, past the caches, and by the kernel.
 //!
-//! Before: a size. After: a row. Units: GiB per second. Promise: the same huge pages for all, by turns; none of them is
-//! fresh; the last word of what was zeroed is looked at.
+//! Before: a size. After: a row. Units: GiB per second. Promise: the same huge pages for all, in turns; none of them is
+//! fresh; the last word of the zeroed memory is checked.
 
 use std::time::Instant;
 

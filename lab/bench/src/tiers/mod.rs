@@ -33,7 +33,7 @@ struct Plan {
     fast_pct: &'static [u64],
     /// Samples a second to show what depends on them.
     rates: &'static [usize],
-    /// Epochs of which the CPU time is measured together: the kernel counts it in ticks.
+    /// Epochs whose CPU time is measured together, because the kernel counts it in ticks.
     cost_epochs: u64,
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn run(quick: bool, begin: &dyn Fn(&str), each: &mut dyn FnMut(Row) -
     each(row)
 }
 
-/// What one way came to in one simulation.
+/// The result of one way in one simulation.
 #[derive(Default)]
 struct Outcome {
     hit_pct: f64,
@@ -129,7 +129,7 @@ fn hits(row: &mut Row, plan: &Plan, kind: Kind, fast_pct: u64, rate: usize) {
             }
             stream.advance();
         }
-        // The second half: what a program has that runs for long, moves of its hot set included.
+        // The second half: the state of a program that runs for long, moves of its hot set included.
         let settled = |shares: &[f64]| mean(&shares[shares.len() / 2..]) * 100.0;
         for (oracle, best) in oracles.iter_mut().zip(&best) {
             oracle.push(settled(best));

@@ -1,4 +1,4 @@
-//! A guest with a fast and a slow tier, simulated: who serves its accesses under each way of placing pages.
+//! A guest with a fast and a slow tier, simulated: the tier that serves its accesses under each way of placing pages.
 //!
 //! Before: a stream, and samples of it. After: the share of accesses that the fast tier served, epoch by epoch, and
 //! what was moved for it. Nothing is timed: that share is computed from the stream's truth. Units: 2 MiB pages; an
@@ -124,7 +124,7 @@ impl Way {
     }
 }
 
-/// Where each page is.
+/// The place of each page.
 struct Memory {
     base: u64,
     tiers: Vec<Tier>,

@@ -1,4 +1,4 @@
-//! Access streams whose truth is known: which share of its accesses a program makes to which part of its memory.
+//! Access streams whose truth is known: the share of a program's accesses to each part of its memory.
 //!
 //! Before: a seed. After: samples for classifiers, and the truth that they are judged by.
 //! Units: offsets in memory in bytes, shares of 1; an epoch is 500 ms. Promise: the same seed gives the same stream;
@@ -10,7 +10,7 @@ use crate::stats::{random, shuffle};
 use crate::tiers::graph::Search;
 
 const UNIT: u64 = HUGE_SIZE as u64;
-/// Share of all accesses that goes to what is hot: ten times as many as go to the rest (Demeter §5.2).
+/// Share of all accesses to the hot set: ten times as many as to the rest (Demeter §5.2).
 const HOT_SHARE: f64 = 10.0 / 11.0;
 /// 1/N of memory is hot.
 const HOT_PART: u64 = 8;
@@ -19,7 +19,7 @@ const MOVES_EVERY: u64 = 40;
 /// Exponent of the Zipf law.
 const ZIPF: f64 = 0.99;
 
-/// What a program does.
+/// The program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// One hot eighth (GUPS).
@@ -165,7 +165,7 @@ fn law(kind: Kind, pages: u64, mut seed: u64) -> Vec<f64> {
     let hot = HOT_SHARE / (length * spots) as f64;
     let mut shares = vec![(1.0 - HOT_SHARE) / (pages - length * spots) as f64; pages as usize];
     for spot in 0..spots {
-        // What is touched first is not what is hot.
+        // The order of first touch is not the order of heat.
         let least = if spots == 1 { part / 2 } else { 0 };
         let start = spot * part + least + random(&mut seed) % (part - least - length);
         shares[start as usize..(start + length) as usize].fill(hot);

@@ -1,4 +1,4 @@
-//! Who is hot: how well Ballast knows it, and what knowing costs. `ballast bench track`.
+//! Tracking: how well Ballast knows which memory is hot, and what that costs. `ballast bench track`.
 //!
 //! Before: a daemon; guests attach with their memory mapped huge and run workloads of `testvm`, whose truth is known.
 //! After: a row for each question.
@@ -8,7 +8,7 @@
 //! | Row | File |
 //! |---|---|
 //! | the hot set page by page against the truth; huge pages alone; a sample of 5 % | `accuracy` |
-//! | what tracking costs the guest | `overhead` |
+//! | the cost of tracking for the guest | `overhead` |
 //! | splitting and coalescing one unit's mapping, against the kernel's | `units` |
 //! | the touch of a watched base page | `touches` |
 //! | what can be taken from a guest with hot bloat | `bloat` |

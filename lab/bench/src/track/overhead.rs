@@ -1,4 +1,4 @@
-//! What tracking costs the guest.
+//! The cost of tracking for the guest.
 //!
 //! Before: a guest that works. After: by how many percent it is slower while it is tracked, on 10 s of every 20
 //! (HugeScope §4.2.1), for a small guest and for large working sets.

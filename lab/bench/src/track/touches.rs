@@ -2,8 +2,8 @@
 //!
 //! Before: memory of this process in base pages, and a thread that serves its faults as a fault worker does. After:
 //! microseconds per page touched. Threads: the caller's touches, one serves. Units: microseconds.
-//! Promise: all pages of [`UNITS`] units are touched in order, each once in a cycle, and every touch is one that was
-//! watched.
+//! Promise: all pages of [`UNITS`] units are touched in order, each once in a cycle, and every touch is of a watched
+//! page.
 //!
 //! | | watched | a touch |
 //! |---|---|---|

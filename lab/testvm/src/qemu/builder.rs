@@ -3,7 +3,7 @@
 //! Before: a test says what it wants. After: [`QemuGuest`] runs.
 //! Threads: `spawn` starts the console's reader.
 //! Units: sizes are [`Bytes`].
-//! Promise: no device but those asked for; RAM is a shared memfd unless it was declined.
+//! Promise: it has only the requested devices; RAM is a shared memfd unless it was declined.
 
 use std::fs::File;
 use std::io;
@@ -215,7 +215,7 @@ impl Builder {
         put(&["-smp", &self.cpus.to_string()]);
         let size = self.memory.0;
         if self.shared_memory {
-            // Not reserved beforehand: what is far frees its place in the pool, for whoever needs it.
+            // Not reserved beforehand: a far page frees its place in the pool for other users.
             let huge = if self.huge_pages { ",hugetlb=on,hugetlbsize=2M,reserve=off" } else { "" };
             let memfd = format!("memory-backend-memfd,id=ram0,size={size},share=on{huge}");
             put(&["-object", self.memory_object.as_ref().unwrap_or(&memfd)]);

@@ -3,7 +3,7 @@
 //! Before: QEMU's standard output. After: `wait_ready` and `wait_run` look at [`Said`].
 //! Threads: one reader per guest; waiters sleep on `changed`.
 //! Units: lines.
-//! Promise: `closed` is set only after every line that was written has been heard.
+//! Promise: `closed` is set only after every written line has been read.
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! A running guest in QEMU: what it says, what it is told, and its end.
+//! A running guest in QEMU: its console, its input, and its end.
 //!
 //! Before: `builder` started it. After: it was killed, at the latest when it is dropped.
 //! Threads: the caller's; one more reads the console. Units: ports of 127.0.0.1.

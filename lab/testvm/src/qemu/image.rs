@@ -1,4 +1,4 @@
-//! What a guest in QEMU boots, and whether it can run here at all.
+//! The files that a guest in QEMU boots, and whether it can run here at all.
 //!
 //! Before: `scripts/guest-image.sh`. After: `builder` puts both files on the command line.
 

@@ -4,8 +4,8 @@
 //! loaded keys.
 //! Threads: the caller's; one connection per call. Loads of several guests may run beside each other.
 //! Units: sizes are bytes, times are `Duration`, rates are per second.
-//! Promise: a value is a function of seed, key and version, so a swapped, stale or damaged value is seen; nothing is
-//! taken for right that was not read back and compared whole.
+//! Promise: a value is a function of seed, key and version, so a swapped, stale or damaged value is seen; a value
+//! counts as right only if it was read back and compared whole.
 
 use std::net::SocketAddr;
 use std::ops::Range;

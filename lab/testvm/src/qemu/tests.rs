@@ -1,4 +1,4 @@
-//! What we promise of a guest, tried on real ones.
+//! The promises of a guest, tried on real ones.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -80,7 +80,7 @@ fn a_running_guest_takes_a_dimm_and_gives_memory_to_the_balloon() {
     let target = Bytes((320 + 128 - 128) * MIB);
     qmp.set_balloon(target).expect("the balloon moves");
     until("the balloon is full", || qmp.balloon().expect("the monitor answers") == target);
-    // Much of what the balloon took was never touched; what was is the host's again.
+    // Many pages that the balloon took were never touched; the touched ones are the host's again.
     assert!(host_bytes(&guest) <= before);
     assert!(qmp.plug_dimm("dimm0", Bytes(128 * MIB)).is_err_and(|error| error.to_string().contains("dimm0")));
 }
