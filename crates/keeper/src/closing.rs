@@ -1,5 +1,6 @@
 //! VMs whose processes are gone while their memory may still be on its way back into RAM files that other processes can
 //! reach.
+//!
 //! Before: the last process of a VM is gone. After: the engine says that it is done with the VM; its descriptors are
 //! closed.
 //! Threads: the keeper's one.

@@ -1,4 +1,5 @@
 //! Finds what a bench that was killed together with its guard left behind, by a note on its swap, and puts it back.
+//!
 //! Before: the machine's lock is held, so no bench that could own any of it lives. After: swap, settings and cgroups
 //! are as they were before that bench. Huge pages lent to the pool are not found again: their owner is unknown.
 //! Threads: one. Promise: it touches only objects with our note or our name, and of the settings only the two that a
