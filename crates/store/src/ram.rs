@@ -33,14 +33,20 @@ pub struct RamOptions {
     pub codec: Codec,
     /// The budget that is charged for the memory; stores that share a budget share its limit.
     pub budget: Arc<Budget>,
-    /// Slabs of 64 KiB that a *new* arena has space for. The file is sparse, so the largest costs nothing; an existing
-    /// arena keeps its own number.
+    /// Slabs of 64 KiB that a *new* arena has space for; an existing arena keeps its own number. The file is sparse, so
+    /// the largest costs no memory, but it takes 256 GiB of the 128 TiB of addresses that a process has.
     pub max_slabs: u32,
     /// Return memory in `tidy` and `usage`, and not in the `free` of a slab's last page. That takes 10 us and
     /// interrupts every CPU on which a thread of this process runs, and fault workers free pages. Waiting slabs are
     /// charged and reused first; when the budget is short, at most 16 MiB wait.
     pub punch_later: bool,
 }
+
+/// The fewest slabs of a VM's arena, 64 GiB: 1,000 VMs with an arena and an index each fit into a process's addresses,
+/// and a small VM that gets much more memory later has space for it.
+const FEWEST_SLABS: u32 = 1 << 20;
+/// Bytes of arena for a byte of the VM's RAM. Blobs are smaller than pages, but slabs can be partly empty.
+const ARENA_PER_RAM: u64 = 4;
 
 /// Slabs that may wait for `tidy` when the budget is short: 16 MiB.
 const PUNCH_LATER_MAX: usize = 256;
@@ -49,6 +55,13 @@ impl RamOptions {
     /// LZ4, the largest arena, this budget; memory is returned at once.
     pub fn new(budget: Arc<Budget>) -> Self {
         Self { codec: Codec::default(), budget, max_slabs: MAX_SLABS, punch_later: false }
+    }
+
+    /// Returns how many slabs a new arena has for a VM with this much RAM. A full arena loses nothing: pages stay in
+    /// RAM or go to the next store.
+    pub fn slabs_for(ram: Bytes) -> u32 {
+        let slabs = ram.0.saturating_mul(ARENA_PER_RAM).div_ceil(arena::RAM.layout.slab_bytes as u64);
+        u32::try_from(slabs).unwrap_or(MAX_SLABS).clamp(FEWEST_SLABS, MAX_SLABS)
     }
 }
 

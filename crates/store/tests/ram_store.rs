@@ -24,6 +24,10 @@ fn options(budget: &Arc<Budget>, codec: Codec) -> RamOptions {
     RamOptions { codec, max_slabs: 1024, ..RamOptions::new(Arc::clone(budget)) }
 }
 
+fn arena_bytes(slabs: u32) -> u64 {
+    u64::from(slabs) * SLAB_BYTES as u64
+}
+
 fn small_store(limit: u64) -> (RamStore, OwnedFd, Arc<Budget>) {
     let budget = Budget::new(Bytes(limit));
     let (store, fd) = RamStore::create(options(&budget, Codec::Lz4)).expect("create");
@@ -106,6 +110,26 @@ fn memory_given_back_later_is_charged_until_then_used_again_first_and_gone_after
     let store = RamStore::open(fd.try_clone().expect("dup"), later).expect("open");
     assert_eq!((store.usage().bytes, budget.used().0), (0, 0));
     store.validate().expect("valid");
+}
+
+#[test]
+fn the_arenas_of_a_thousand_vms_fit_into_one_process() {
+    // A process has 128 TiB of addresses, and an index of a file store takes half as much as the smallest arena.
+    let slabs = RamOptions::slabs_for(Bytes(1 << 30));
+    assert!(1000 * (arena_bytes(slabs) + (32 << 30)) < 128 << 40);
+    let budget = Budget::new(Bytes(1 << 30));
+    let options = RamOptions { max_slabs: slabs, ..RamOptions::new(budget) };
+    let stores: Vec<_> = (0..1000).map(|_| RamStore::create(options.clone()).expect("create").0).collect();
+    for (number, store) in (0..).zip(&stores) {
+        let bytes = pages::incompressible(number);
+        must_hold(store, number, put(store, number, &bytes), &bytes);
+    }
+}
+
+#[test]
+fn an_arena_has_space_for_four_times_the_ram_of_its_vm() {
+    let gib = |gib: u64| arena_bytes(RamOptions::slabs_for(Bytes(gib << 30))) >> 30;
+    assert_eq!([0, 1, 16, 17, 64, 1 << 20].map(gib), [64, 64, 64, 68, 256, 256]);
 }
 
 #[test]

@@ -241,7 +241,9 @@ impl Engine {
             Compression::Zstd => Codec::Zstd { level: 1 },
         };
         let options = RamOptions { codec, punch_later: true, ..RamOptions::new(self.host.budget.clone()) };
-        let store = Arc::new(RamStore::open(arena, options.clone()).context("Opening the arena")?);
+        let size = Bytes(state.regions().iter().map(|region| region.pages().bytes().0).sum());
+        let own = RamOptions { max_slabs: RamOptions::slabs_for(size), ..options.clone() };
+        let store = Arc::new(RamStore::open(arena, own).context("Opening the arena")?);
         let events = self.events.clone();
         let name = state.name();
         let report = {
