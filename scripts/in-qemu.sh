@@ -57,6 +57,8 @@ mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs devtmpfs /dev
 mount -t tmpfs tmpfs /tmp
+mkdir /dev/shm
+mount -t tmpfs tmpfs /dev/shm
 # Only now, because they may belong below /tmp.
 [ ! -d /files ] || { cp -a /files/. / && rm -rf /files; }
 ip link set lo up

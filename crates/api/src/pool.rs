@@ -22,6 +22,9 @@ pub struct PoolStat {
     pub metadata_bytes: u64,
     /// `struct page`s that the kernel has freed (HVO).
     pub vmemmap_freed_bytes: u64,
+    /// Lent at most while the host is short; 0: by command alone.
+    #[serde(default)]
+    pub lent_when_short_bytes: u64,
 }
 
 /// A node of the host.
@@ -46,7 +49,7 @@ pub struct PoolNode {
     /// Its memory failed.
     pub failed_bytes: u64,
     /// A letter for each file: `U` a VM has all of it, `u` a part, `-` free, `z` to be zeroed, `l` some of it is lent,
-    /// `.` not reserved.
+    /// `.` not reserved, `F` memory of it failed.
     pub map: String,
 }
 
@@ -88,4 +91,8 @@ pub struct LendRequest {
     /// Of this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
+    /// Not now, but up to so much while the host is short, and no more when it has memory to spare. A request without
+    /// this ends it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub when_short: bool,
 }

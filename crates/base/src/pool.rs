@@ -46,6 +46,68 @@ impl std::fmt::Display for Pages {
     }
 }
 
+/// The nodes of the host that a VM's memory comes from. The first two are what an `Option` of a node was in version 1.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Nodes {
+    /// One that has it all, or all as evenly as it goes.
+    #[default]
+    Any,
+    /// This one.
+    One(u32),
+    /// As much from each of these; the VM's memory is divided in this order.
+    Balanced(Vec<u32>),
+    /// So much from each, in the order of the VM's memory.
+    Split(Vec<(u32, Bytes)>),
+}
+
+impl Nodes {
+    /// For a piece of RAM of this size. A split is of all of a VM's memory at its start; what comes later is balanced
+    /// over the same nodes.
+    #[must_use]
+    pub fn of_piece(self, size: Bytes) -> Self {
+        match self {
+            Self::Split(parts) if parts.iter().map(|(_, part)| part.0).sum::<u64>() != size.0 => {
+                Self::Balanced(parts.into_iter().map(|(node, _)| node).collect())
+            }
+            nodes => nodes,
+        }
+    }
+}
+
+impl std::str::FromStr for Nodes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is no node, no list of nodes such as 0,1, and no split such as 0=3G,1=1G");
+        let node = |text: &str| text.parse::<u32>().map_err(|_| wrong());
+        if text.contains('=') {
+            let part = |part: &str| {
+                let (number, size) = part.split_once('=').ok_or_else(wrong)?;
+                let size: Bytes = size.parse().map_err(|why| format!("{text:?}: {why}"))?;
+                Ok::<_, String>((node(number)?, size))
+            };
+            return Ok(Self::Split(text.split(',').map(part).collect::<Result<_, _>>()?));
+        }
+        let nodes = text.split(',').map(node).collect::<Result<Vec<_>, _>>()?;
+        Ok(if let [one] = nodes[..] { Self::One(one) } else { Self::Balanced(nodes) })
+    }
+}
+
+impl std::fmt::Display for Nodes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let join = |parts: Vec<String>| parts.join(",");
+        match self {
+            Self::Any => f.write_str("any"),
+            Self::One(node) => write!(f, "{node}"),
+            Self::Balanced(nodes) => f.write_str(&join(nodes.iter().map(u32::to_string).collect())),
+            // In bytes: a size of which a digit is rounded away would be another one.
+            Self::Split(parts) => {
+                f.write_str(&join(parts.iter().map(|(node, size)| format!("{node}={}B", size.0)).collect()))
+            }
+        }
+    }
+}
+
 /// Memory for a VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Take {
@@ -55,8 +117,8 @@ pub struct Take {
     pub size: Bytes,
     /// What it is made of.
     pub pages: Pages,
-    /// From which node; none: any.
-    pub node: Option<u32>,
+    /// Where it comes from.
+    pub nodes: Nodes,
 }
 
 /// The answer.
@@ -68,7 +130,7 @@ pub enum Given {
     Refused(String),
 }
 
-const FORMAT: Format = Format { version: 1, least_reader: 1, oldest: 1 };
+const FORMAT: Format = Format { version: 2, least_reader: 1, oldest: 1 };
 
 impl Message for Take {
     const FORMAT: Format = FORMAT;
@@ -103,10 +165,13 @@ mod tests {
     use crate::format::{HEADER, encode};
 
     #[test]
-    fn messages_are_these_bytes_in_version_1() {
+    fn messages_are_these_bytes_in_version_2() {
         let hex = |bytes: Vec<u8>| bytes[HEADER..].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let take = Take { name: "vm".into(), size: Bytes(5), pages: Pages::Gib, node: Some(7) };
+        let take = Take { name: "vm".into(), size: Bytes(5), pages: Pages::Gib, nodes: Nodes::One(7) };
         assert_eq!(hex(encode(&take)), "02766d05020107");
+        let of = |nodes| hex(encode(&Take { nodes, ..take.clone() }))[10..].to_owned();
+        assert_eq!((of(Nodes::Any).as_str(), of(Nodes::Balanced(vec![0, 1])).as_str()), ("00", "02020001"));
+        assert_eq!(of(Nodes::Split(vec![(1, Bytes(5))])), "03010105");
         let extent = Extent { file: 1, offset: Bytes(2), len: Bytes(3) };
         assert_eq!(hex(encode(&Given::Memory(vec![extent]))), "0001010203");
         assert_eq!(hex(encode(&Given::Refused("no".into()))), "01026e6f");
@@ -127,6 +192,20 @@ mod tests {
         ] {
             assert!(check(&extents, mib(6), files).is_err(), "{extents:?}");
         }
+    }
+
+    #[test]
+    fn nodes_are_read_as_they_are_written() {
+        let split = Nodes::Split(vec![(0, Bytes(3 << 30)), (1, Bytes(1 << 20))]);
+        for nodes in [Nodes::One(3), Nodes::Balanced(vec![0, 2]), split.clone()] {
+            assert_eq!(nodes.to_string().parse(), Ok(nodes));
+        }
+        assert_eq!("0=3G,1=1M".parse(), Ok(split.clone()));
+        for wrong in ["", "x", "0,", "0=", "0=x,1", "0=1G,1", "-1"] {
+            assert!(wrong.parse::<Nodes>().is_err(), "{wrong}");
+        }
+        assert_eq!(split.clone().of_piece(Bytes((3 << 30) + (1 << 20))), split);
+        assert_eq!(split.of_piece(Bytes(2 << 20)), Nodes::Balanced(vec![0, 1]), "of a DIMM");
     }
 
     #[test]

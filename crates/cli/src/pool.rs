@@ -31,13 +31,16 @@ pub enum PoolCommand {
         #[arg(long, value_name = "BYTES")]
         file_size: Option<Bytes>,
     },
-    /// Lend unused memory of the pool to the host, so much in all
+    /// Lend unused memory of the pool to the host, so much in all, or only while the host is short
     Lend {
         /// The size with its unit
         size: Bytes,
         /// Of this node alone, instead of as much of each
-        #[arg(long)]
+        #[arg(long, conflicts_with = "when_short")]
         node: Option<u32>,
+        /// Not now, but up to so much while the host is short of memory
+        #[arg(long)]
+        when_short: bool,
     },
     /// Take back all that is lent
     TakeBack {
@@ -80,8 +83,10 @@ pub fn run(client: &Client, command: &PoolCommand, json: bool) -> Result<()> {
             let file_bytes = file_size.map(|size| size.0);
             client.reserve_pool(&PoolRequest { bytes, percent, node: *node, file_bytes })?
         }
-        PoolCommand::Lend { size, node } => client.lend_pool(&LendRequest { bytes: size.0, node: *node })?,
-        PoolCommand::TakeBack { node } => client.lend_pool(&LendRequest { bytes: 0, node: *node })?,
+        PoolCommand::Lend { size, node, when_short } => {
+            client.lend_pool(&LendRequest { bytes: size.0, node: *node, when_short: *when_short })?
+        }
+        PoolCommand::TakeBack { node } => client.lend_pool(&LendRequest { node: *node, ..LendRequest::default() })?,
     };
     for note in &pool.notes {
         eprintln!("ballast: {note}");
@@ -114,7 +119,7 @@ fn describe(pool: &PoolStat) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "\nnode {}, {file} a letter (U u a VM's, - free, z to be zeroed, l lent, . not reserved):",
+            "\nnode {}, {file} a letter (U u a VM's, - free, z to be zeroed, l lent, . not reserved, F failed):",
             node.numa
         );
         for line in node.map.as_bytes().chunks(64) {
@@ -136,6 +141,10 @@ fn describe(pool: &PoolStat) -> String {
         let _ = write!(text, "; the kernel has freed {} of struct pages", show::size(pool.vmemmap_freed_bytes));
     }
     text.push('\n');
+    if pool.lent_when_short_bytes > 0 {
+        let most = show::size(pool.lent_when_short_bytes);
+        let _ = writeln!(text, "up to {most} are lent while the host is short of memory");
+    }
     text
 }
 

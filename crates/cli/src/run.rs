@@ -16,7 +16,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::Bytes;
-use ballast_base::pool::Pages;
+use ballast_base::pool::{Nodes, Pages};
 use ballast_base::wire::check_name;
 use ballast_sys::memfd;
 
@@ -39,6 +39,10 @@ pub struct RunArgs {
     /// Take guest RAM from the pool, in pages of 2 MiB: 2M, or mix, which has whole GiB first. QEMU only
     #[arg(long, value_name = "2M|mix|1G", conflicts_with_all = ["optional", "add_memory_backend"])]
     pool: Option<Pages>,
+    /// Take it of these nodes: one (1), as much of each (0,1), or so much of each (0=3G,1=1G) [default: one that has it
+    /// all, else as much of each]
+    #[arg(long, value_name = "NODES", requires = "pool")]
+    pool_nodes: Option<Nodes>,
     /// Run unmanaged, with a warning, if the keeper does not answer
     #[arg(long)]
     optional: bool,
@@ -105,6 +109,10 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
             command.env("BALLAST_POOL", pages.to_string()).env("BALLAST_POOL_SOCKET", socket)
         }
         None => command.env_remove("BALLAST_POOL"),
+    };
+    match args.pool_nodes {
+        Some(nodes) => command.env("BALLAST_POOL_NODES", nodes.to_string()),
+        None => command.env_remove("BALLAST_POOL_NODES"),
     };
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ballast_api::LendRequest;
-use ballast_base::pool::{Pages, Take};
+use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
 use ballast_client::pool::take;
@@ -27,6 +27,10 @@ const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 const BE_A_VM: &str = "BALLAST_TEST_POOL_VM";
 /// Somebody else's memory was there.
 const FOUND: i32 = 77;
+
+fn lend(bytes: u64) -> LendRequest {
+    LendRequest { bytes, ..LendRequest::default() }
+}
 
 impl Pooled {
     fn vm(&self, name: &str, mib: u64) -> Child {
@@ -51,7 +55,7 @@ fn a_vm_that_looks_for_what_others_left() {
     let Ok(told) = std::env::var(BE_A_VM) else { return };
     let [name, mib, socket] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{told}") };
     let size = Bytes(mib.parse::<u64>().expect("a number") * MIB);
-    let wanted = Take { name: name.into(), size, pages: Pages::Slices, node: None };
+    let wanted = Take { name: name.into(), size, pages: Pages::Slices, nodes: Nodes::Any };
     let Ok(pieces) = take(Path::new(socket), &wanted) else { std::process::exit(0) };
     let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
     let map = Mapping::shared_pieces(&places).expect("map");
@@ -116,9 +120,20 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
     next.wait().expect("reap");
     pooled.settled(64);
     assert_eq!(pooled.pages(), 32);
-    let lent = pooled.daemon().api.lend_pool(&LendRequest { bytes: 64 * MIB, node: None }).expect("lend");
+    let lent = pooled.daemon().api.lend_pool(&lend(64 * MIB)).expect("lend");
     assert_eq!((lent.nodes[0].lent_bytes, pooled.pages()), (64 * MIB, 0));
-    let said = pooled.daemon().api.lend_pool(&LendRequest { bytes: 0, node: Some(99) }).expect_err("no such node");
+    // Up to so much while the host is short: kept by the engine that follows, until another command.
+    let when_short = LendRequest { when_short: true, ..lend(128 * MIB) };
+    let set = pooled.daemon().api.lend_pool(&when_short).expect("lend");
+    assert_eq!((set.lent_when_short_bytes, set.nodes[0].lent_bytes), (128 * MIB, 64 * MIB));
+    let old = pooled.daemon().kill_engine();
+    pooled.daemon().wait_for_engine_after(old);
+    until("the next engine has the pool", || pooled.stat().lent_when_short_bytes == 128 * MIB);
+    let said = pooled.daemon().api.lend_pool(&LendRequest { node: Some(0), ..when_short }).expect_err("of a node");
+    assert!(said.to_string().contains("of all nodes"), "{said}");
+    let ended = pooled.daemon().api.lend_pool(&lend(64 * MIB)).expect("lend");
+    assert_eq!(ended.lent_when_short_bytes, 0);
+    let said = pooled.daemon().api.lend_pool(&LendRequest { node: Some(99), ..lend(0) }).expect_err("no such node");
     assert!(said.to_string().contains("the pool has no node 99"), "{said}");
 }
 
@@ -158,8 +173,8 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
                 // Killed in the middle of it now and then: by the next round.
                 let api = ballast_api::Client::new(pooled.dir.join("api.sock")).expect("client");
                 let bytes = rng.below(40) as u64 * MIB;
-                let lend = move || drop(api.lend_pool(&LendRequest { bytes, node: None }));
-                lenders.push(std::thread::spawn(lend));
+                let lender = move || drop(api.lend_pool(&lend(bytes)));
+                lenders.push(std::thread::spawn(lender));
             }
             _ => {}
         }
@@ -172,7 +187,7 @@ fn no_vm_finds_anothers_memory_and_no_page_is_lost_when_any_process_is_killed_at
     // A request that was cut off is sent again: only now is none under way.
     lenders.into_iter().for_each(|lender| lender.join().expect("joined"));
     until("all is taken back", || {
-        let taken = pooled.daemon().api.lend_pool(&LendRequest { bytes: 0, node: None });
+        let taken = pooled.daemon().api.lend_pool(&lend(0));
         taken.is_ok_and(|pool| pool.nodes.iter().any(|node| node.lent_bytes == 0))
     });
     // A request of a VM that is dead may still be answered, and its memory comes back.

@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ballast_base::pool::{Pages, Take};
+use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE, MIB};
 use ballast_client::pool::take;
 use ballast_sys::Mapping;
@@ -91,7 +91,7 @@ fn a_debian_guest_on_the_pool_is_paged_in_huge_pages_and_its_memory_comes_back_z
     until("the VM is gone", || pooled.stat().vms.is_empty());
     pooled.settled(POOL);
     assert_eq!(pooled.pages() * HUGE_SIZE as u64, POOL * MIB, "a page is lost, or one too many");
-    let wanted = Take { name: "next".into(), size: Bytes(POOL * MIB), pages: Pages::Slices, node: None };
+    let wanted = Take { name: "next".into(), size: Bytes(POOL * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     let pieces = take(&pooled.dir.join("pool.sock"), &wanted).expect("all of it");
     let places: Vec<_> = pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
     let map = Mapping::shared_pieces(&places).expect("map");
@@ -161,7 +161,7 @@ fn memory_that_is_unplugged_returns_to_the_pool_while_its_vm_runs_on() {
         daemon.api.set_limit("dimms", None).expect("no limit");
     }
     // Another VM has it while this one runs.
-    let wanted = Take { name: "next".into(), size: Bytes(96 * MIB), pages: Pages::Slices, node: None };
+    let wanted = Take { name: "next".into(), size: Bytes(96 * MIB), pages: Pages::Slices, nodes: Nodes::Any };
     let next = take(&pooled.dir.join("pool.sock"), &wanted).expect("all that is left");
     qmp("query-status", json!({}));
     drop(next);

@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ballast_base::pool::{Pages, Take};
+use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, HUGE_SIZE, Hva};
 use ballast_client::{Ram, Range, pool, visit};
 use ballast_sys::memfd::{self, FileId};
@@ -23,6 +23,8 @@ use crate::next;
 
 /// Of which pages RAM is to be (`2M`, `mix`, `1G`).
 pub const VARIABLE: &str = "BALLAST_POOL";
+/// From which nodes of the host it is to come; none: any.
+pub const NODES: &str = "BALLAST_POOL_NODES";
 /// Where it is asked for.
 pub const SOCKET: &str = "BALLAST_POOL_SOCKET";
 
@@ -95,7 +97,10 @@ unsafe fn map(place: StandIn, prot: c_int, flags: c_int, pages: &str) -> Result<
     let socket = std::env::var_os(SOCKET).map_or_else(|| PathBuf::from("/run/ballast/pool.sock"), PathBuf::from);
     let name = std::env::var("BALLAST_VM_NAME").ok().filter(|name| !name.is_empty());
     let name = name.unwrap_or_else(|| format!("vm-{}", std::process::id()));
-    let extents = pool::take(&socket, &Take { name, size: Bytes(place.len), pages, node: None });
+    let nodes = std::env::var(NODES).ok().filter(|value| !value.is_empty());
+    let nodes: Nodes = nodes.map_or(Ok(Nodes::Any), |nodes| nodes.parse().map_err(|why| format!("{NODES}: {why}")))?;
+    let size = Bytes(place.len);
+    let extents = pool::take(&socket, &Take { name, size, pages, nodes: nodes.of_piece(size) });
     let extents = extents.map_err(|error| error.to_string())?;
     // Every page is there, so filling the page tables costs less than the faults would.
     let flags = libc::MAP_SHARED

@@ -2,13 +2,13 @@
 //!
 //! Before: the state says which brick is whose. After: descriptors, pages taken out of files and put into them.
 //! Threads: the owner's; [`refill`] a worker's. Units: bytes; bricks by their number.
-//! Promise: each descriptor that leaves is an opening of its own, so that the kernel can say when the last is gone. A
-//! file that a VM had is never another VM's.
+//! Promise: each descriptor that leaves was opened through a door of its VM's own (`sys/src/huge_files.rs`), so that
+//! the kernel can say when the last is gone. A file that a VM had is never another VM's.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -45,18 +45,33 @@ impl Files {
         Ok(place.insert(Arc::new(file.into())).clone())
     }
 
-    /// An opening of a brick for somebody else.
-    pub fn hand_out(&mut self, number: u32) -> io::Result<OwnedFd> {
-        memfd::reopen(self.get(number)?.as_fd(), true)
+    /// A VM is to get bricks: make the door through which they are opened for it.
+    pub fn open_door(&self, vm: u64) -> io::Result<()> {
+        huge_files::open_door(&self.dir, &self.door(vm))
     }
 
-    /// Has anybody else a brick?
-    pub fn is_held(&mut self, number: u32) -> io::Result<bool> {
-        Ok(!huge_files::is_only_holder(&*self.get(number)?)?)
+    /// An opening of a brick for this VM.
+    pub fn hand_out(&mut self, number: u32, vm: u64) -> io::Result<OwnedFd> {
+        self.get(number)?;
+        let file = path(&self.door(vm), number);
+        Ok(std::fs::File::options().read(true).write(true).open(file)?.into())
     }
 
-    /// Put a new file in the place of a brick that nobody has, one of holes. A descriptor that only names the old one
-    /// (`O_PATH`) counts for none, and whoever kept one could open it again.
+    /// Has nobody anything that was opened for this VM? Then its door is taken away.
+    pub fn close_door(&self, vm: u64) -> io::Result<bool> {
+        huge_files::close_door(&self.door(vm))
+    }
+
+    /// The VMs that have doors.
+    pub fn doors(&self) -> io::Result<Vec<u64>> {
+        Ok(self.names()?.iter().filter_map(|name| u64::from_str_radix(name.strip_prefix("vm-")?, 16).ok()).collect())
+    }
+
+    fn door(&self, vm: u64) -> PathBuf {
+        self.dir.join(format!("vm-{vm:016x}"))
+    }
+
+    /// Put a new file in the place of a brick that nobody has, one of holes.
     pub fn replace(&mut self, number: u32) -> io::Result<()> {
         // Its pages go now, also those beyond its size, whoever names it.
         rustix::fs::ftruncate(&*self.get(number)?, 0)?;
@@ -66,9 +81,12 @@ impl Files {
 
     /// The bricks that there are.
     pub fn numbers(&self) -> io::Result<Vec<u32>> {
-        let names = std::fs::read_dir(&self.dir)?.map(|entry| Ok(entry?.file_name()));
-        let names = names.collect::<io::Result<Vec<_>>>()?;
-        Ok(names.iter().filter_map(|name| name.to_str()?.strip_prefix("brick-")?.parse().ok()).collect())
+        Ok(self.names()?.iter().filter_map(|name| name.strip_prefix("brick-")?.parse().ok()).collect())
+    }
+
+    fn names(&self) -> io::Result<Vec<String>> {
+        let names = std::fs::read_dir(&self.dir)?.map(|entry| Ok(entry?.file_name().into_string().unwrap_or_default()));
+        names.collect()
     }
 }
 

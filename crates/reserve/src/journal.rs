@@ -31,10 +31,7 @@ impl Journal {
 
     /// It is done.
     pub fn end(&self) -> io::Result<()> {
-        match std::fs::remove_file(&self.0) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        remove(&self.0)
     }
 
     /// What was under way when the last owner ended.
@@ -48,6 +45,14 @@ pub fn store<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     let new = path.with_extension("new");
     std::fs::write(&new, serde_json::to_vec(value)?)?;
     std::fs::rename(&new, path)
+}
+
+/// Remove it, if it is there.
+pub fn remove(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Read it; `None`: it is not there.

@@ -1,15 +1,74 @@
-//! Unused slices go to the host, and come back.
+//! Unused slices go to the host, and come back: by command, or as the host is short and no longer.
 //!
 //! Before: the host is short of memory, or has it to spare again. After: the kernel has fewer or more pages reserved.
 //! Threads: the owner's. Promise: what a VM has stays; the state says that a slice is lent before its page goes.
 
+use std::io;
+
 use ballast_base::Bytes;
 use ballast_pool::unit::slices_to_bytes;
 use ballast_pool::{Kind, SLICE_SIZE, SliceState};
+use serde::{Deserialize, Serialize};
 
+use crate::host::Memory;
+use crate::journal;
 use crate::reserve::{During, Error, Reserve};
 
+const FILE: &str = "lending.json";
+
+/// What may be lent while the host is short. It outlives the owner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lending {
+    /// What is lent at all times.
+    pub least: Bytes,
+    /// What is lent at most.
+    pub most: Bytes,
+}
+
 impl Reserve {
+    /// From now on up to `most` may be lent while the host is short, and what is lent now is lent at all times; `None`:
+    /// what is lent stays what it is.
+    ///
+    /// # Errors
+    /// If there is no pool, or the directory cannot be written.
+    pub fn set_lending(&mut self, most: Option<Bytes>) -> Result<(), Error> {
+        if self.live.is_none() {
+            return Err(Error::Request("nothing is reserved that could be lent".into()));
+        }
+        const WHAT: &str = "Writing what may be lent";
+        let file = self.dir.join(FILE);
+        match most {
+            Some(most) => journal::store(&file, &Lending { least: self.lent(), most }).during(WHAT),
+            None => journal::remove(&file).during(WHAT),
+        }
+    }
+
+    /// What was set.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn lending(&self) -> Result<Option<Lending>, Error> {
+        journal::load(&self.dir.join(FILE)).during("Reading what may be lent")
+    }
+
+    /// What the host has of the pool.
+    pub fn lent(&self) -> Bytes {
+        let Some(live) = &self.live else { return Bytes(0) };
+        let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
+        slices_to_bytes(stats.map(|stats| stats.lent).sum())
+    }
+
+    /// Memory of the host, and what programs could have of it.
+    ///
+    /// # Errors
+    /// If the kernel does not say.
+    pub fn host_memory(&self) -> Result<Memory, Error> {
+        let nodes = self.host.nodes().during("Asking for the host's nodes")?;
+        let total = nodes.into_iter().map(|node| Ok(self.host.memory(node)?.total.0)).sum::<io::Result<u64>>();
+        let total = Bytes(total.during("Asking for a node's memory")?);
+        Ok(Memory { total, spare: self.host.available().during("Asking for the host's memory")? })
+    }
+
     /// So much is lent from now on, in all, or of this node: more goes, or some comes back. What could not be done is
     /// said in the notes.
     ///

@@ -8,8 +8,8 @@
 //!
 //! [`host`] reads and sets what the kernel has for each node; [`balance`] says how much each node gives; [`files`] are
 //! the bricks, named files in a hugetlbfs of our own; [`journal`] makes a change of the kernel's number be undone when
-//! its author dies; [`refill`] is the worker's part; `owed` keeps pages that others have theirs; [`reserve`] has it
-//! all; [`lend`] and [`overview`] add to it.
+//! its author dies; [`failed`] finds memory that failed; [`refill`] is the worker's part; `owed` keeps pages that
+//! others have theirs; [`reserve`] has it all; [`lend`] and [`overview`] add to it.
 //!
 //! Everything is in one directory: the state of `ballast-pool`, who has what by name, the journal, and the mount with
 //! the bricks. Nothing else is kept, no process is asked, and no descriptor is handed from one owner to the next: who
@@ -27,6 +27,8 @@
 #![forbid(unsafe_code)]
 
 pub mod balance;
+pub mod failed;
+mod failure;
 pub mod files;
 pub mod host;
 mod journal;
@@ -38,7 +40,9 @@ pub mod reserve;
 mod shared;
 
 pub use balance::Want;
+pub use failure::Failure;
 pub use host::Host;
+pub use lend::Lending;
 pub use overview::{Node, Overview, Tenant};
 pub use refill::{Done, Job};
 pub use reserve::{Error, FILES, Grant, Reserve};

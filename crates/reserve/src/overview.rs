@@ -25,6 +25,8 @@ pub struct Overview {
     pub metadata: Bytes,
     /// `struct page`s that the kernel has freed.
     pub vmemmap_freed: Bytes,
+    /// Lent at most while the host is short; zero: by command alone.
+    pub lent_when_short: Bytes,
 }
 
 /// A node.
@@ -49,7 +51,7 @@ pub struct Node {
     /// Its memory failed.
     pub failed: Bytes,
     /// A letter for each file: `.` none of it is reserved, `-` it is free, `z` some of it is to be zeroed, `U` a VM has
-    /// all of it, `u` a part, `l` some of it is lent.
+    /// all of it, `u` a part, `l` some of it is lent; `F` before all of these: memory of it failed.
     pub map: String,
 }
 
@@ -87,6 +89,7 @@ impl Reserve {
             waiting: slices_to_bytes(live.waiting.len() as u32),
             metadata: Bytes(live.pool.metadata_bytes()),
             vmemmap_freed: Bytes(freed),
+            lent_when_short: self.lending().ok().flatten().map_or(Bytes(0), |lending| lending.most),
         }
     }
 }
@@ -122,6 +125,7 @@ impl Live {
         let all = |is: fn(SliceState) -> bool| brick.each().all(|at| is(self.pool.state(at)));
         match () {
             () if all(|state| state == SliceState::Hole) => '.',
+            () if any(|state| matches!(state, SliceState::Mce | SliceState::MceUsed)) => 'F',
             () if all(SliceState::is_owned) => 'U',
             () if any(SliceState::is_owned) => 'u',
             () if any(|state| state == SliceState::Borrow) => 'l',

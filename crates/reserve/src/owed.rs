@@ -46,10 +46,7 @@ impl Reserve {
 
     /// The kernel's number is right.
     pub(crate) fn owe_nothing(&self) -> Result<(), Error> {
-        match std::fs::remove_file(self.dir.join(FILE)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).during("Forgetting what is owed"),
-            _ => Ok(()),
-        }
+        journal::remove(&self.dir.join(FILE)).during("Forgetting what is owed")
     }
 
     /// Give back what can be.

@@ -14,6 +14,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use ballast_base::extent::MAX_EXTENTS;
+use ballast_base::pool::Nodes;
 use ballast_base::wire::MAX_FILES;
 use ballast_base::{Bytes, Extent as FileExtent};
 use ballast_pool::unit::slices_to_bytes;
@@ -25,6 +26,7 @@ use ballast_pool::{
 use serde::{Deserialize, Serialize};
 
 use crate::balance::{self, Room, Want};
+use crate::failure::Failure;
 use crate::files::Files;
 use crate::host::Host;
 use crate::journal::{self, Journal, Others};
@@ -92,6 +94,12 @@ pub struct Reserve {
     pub(crate) live: Option<Live>,
     /// What the last change came to.
     pub(crate) notes: Vec<String>,
+    /// Pages that had failed when all of the pool was looked at.
+    pub(crate) failed_pages: u64,
+    /// Memory that failed, and that nobody was told of.
+    pub(crate) failures: Vec<Failure>,
+    /// How often all waiting slices were tried in vain while the kernel said that it had pages.
+    pub(crate) in_vain: u32,
     _lock: File,
 }
 
@@ -121,7 +129,17 @@ impl Reserve {
         }
         let live = shared::open(&dir.join("state"))?.map(|pool| Live::new(dir, pool)).transpose()?;
         let journal = Journal::at(dir);
-        let mut reserve = Self { dir: dir.into(), host, journal, live, notes: Vec::new(), _lock: lock };
+        let mut reserve = Self {
+            dir: dir.into(),
+            host,
+            journal,
+            live,
+            notes: Vec::new(),
+            failed_pages: 0,
+            failures: Vec::new(),
+            in_vain: 0,
+            _lock: lock,
+        };
         if reserve.live.is_some() && !reserve.is_of_these_files()? {
             reserve.forget()?;
         }
@@ -149,11 +167,8 @@ impl Reserve {
             }
         }
         self.live = None;
-        for file in ["journal.json", "owed.json", "names.json", "state", "origin.json"] {
-            match std::fs::remove_file(self.dir.join(file)) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).during("Forgetting a pool")?,
-                _ => {}
-            }
+        for file in ["journal.json", "owed.json", "lending.json", "names.json", "state", "origin.json"] {
+            journal::remove(&self.dir.join(file)).during("Forgetting a pool")?;
         }
         self.notes = vec!["the files of the pool were gone, and it was forgotten: reserve it again".into()];
         Ok(())
@@ -292,25 +307,28 @@ impl Reserve {
         self.journal.end().during("Ending the pool's journal")
     }
 
-    /// Give a VM memory, from this node, from one that has it all, or from all as evenly as it goes.
+    /// Give a VM memory of these nodes.
     ///
     /// # Errors
     /// If there is too little that is zeroed, or it would be in too many pieces.
-    pub fn grant(&mut self, name: &str, size: Bytes, mode: Mode, node: Option<u32>) -> Result<Grant, Error> {
+    pub fn grant(&mut self, name: &str, size: Bytes, mode: Mode, nodes: &Nodes) -> Result<Grant, Error> {
         let names = self.dir.join("names.json");
+        self.look_for_failures()?;
         let live = self.live.as_mut().ok_or_else(|| Error::Request("nothing is reserved for VMs".into()))?;
         let slices = u32::try_from(size.0 / SLICE_SIZE).ok().filter(|_| size.0.is_multiple_of(SLICE_SIZE));
         let slices = slices.ok_or_else(|| Error::Request(format!("{size} is no multiple of 2 MiB")))?;
-        let parts = live.parts(slices, node)?;
+        let parts = live.parts(slices, nodes)?;
         let (id, domain) = live.new_vm().during("Asking for random numbers")?;
         // The name first: a name without a VM is forgotten, a VM without a name would be nobody's.
         live.names.insert(id.get(), name.to_owned());
         journal::store(&names, &live.names).during("Writing who has what")?;
         let request = Request { vm: VmId(id), domain, kind: Kind::Hugetlb, mode, parts };
         let given = live.pool.allocate(&request).map_err(Error::from).and_then(|grant| {
-            live.cut(&grant.segments).map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
+            let cut = live.cut(id.get(), &grant.segments);
+            cut.map(|(extents, files)| Grant { vm: id.get(), extents, files }).inspect_err(|_| {
                 // Nobody has seen it.
                 let _ = live.pool.release(VmId(id));
+                let _ = live.files.close_door(id.get());
             })
         });
         if given.is_err() {
@@ -325,11 +343,13 @@ impl Reserve {
     /// # Errors
     /// If the kernel cannot say who has a file.
     pub fn tend(&mut self) -> Result<usize, Error> {
+        // First: the page of a VM that its memory killed leaves its file below, and nobody could tell it then.
+        self.look_for_failures()?;
         let Some(live) = &mut self.live else { return Ok(0) };
         let vms: Vec<VmId> = live.pool.tenants().map(|tenant| tenant.vm).collect();
         let mut gone = 0;
         for vm in vms {
-            if !live.is_held(vm).during("Asking who has a file of the pool")? {
+            if live.files.close_door(vm.0.get()).during("Asking who has a file of the pool")? {
                 // Files first: if this process dies in between, the VM is gone all the same, and so are its pages.
                 for number in live.numbers(vm) {
                     live.files.replace(number).during("Replacing a file of the pool that a VM had")?;
@@ -425,6 +445,11 @@ impl Live {
             journal::load(&dir.join("names.json")).during("Reading who has what")?.unwrap_or_default();
         // One whose author died before its VM had memory is nobody's.
         names.retain(|id, _| pool.tenants().any(|tenant| tenant.vm.0.get() == *id));
+        for vm in files.doors().during("Listing the pool's files")? {
+            if !names.contains_key(&vm) {
+                files.close_door(vm).during("Forgetting a VM that is gone")?;
+            }
+        }
         Ok(Self { pool, files, names, waiting: Vec::new() })
     }
 
@@ -476,10 +501,30 @@ impl Live {
     }
 
     /// Where a VM's memory is to come from.
-    fn parts(&self, slices: u32, node: Option<u32>) -> Result<Vec<Part>, Error> {
+    fn parts(&self, slices: u32, nodes: &Nodes) -> Result<Vec<Part>, Error> {
         let all = [(GuestIdx(0), slices)];
-        if let Some(numa) = node {
-            return Ok(request::on_one_node(&all, self.node(numa)?));
+        match nodes {
+            Nodes::Any => {}
+            Nodes::One(numa) => return Ok(request::on_one_node(&all, self.node(*numa)?)),
+            Nodes::Balanced(nodes) => {
+                let nodes = nodes.iter().map(|numa| self.node(*numa)).collect::<Result<Vec<_>, _>>()?;
+                return Ok(request::balanced(&all, &nodes));
+            }
+            Nodes::Split(parts) => {
+                let part = |(numa, size): &(u32, Bytes)| {
+                    if !size.0.is_multiple_of(SLICE_SIZE) {
+                        return Err(Error::Request(format!("{size} of node {numa} is no multiple of 2 MiB")));
+                    }
+                    Ok((self.node(*numa)?, size.0 / SLICE_SIZE))
+                };
+                let shares = parts.iter().map(part).collect::<Result<Vec<_>, _>>()?;
+                let sum = shares.iter().fold(0u64, |sum, (_, share)| sum.saturating_add(*share));
+                if sum != u64::from(slices) {
+                    let (parts, all) = (Bytes(sum.saturating_mul(SLICE_SIZE)), slices_to_bytes(slices));
+                    return Err(Error::Request(format!("the parts by nodes are {parts}; the VM wants {all}")));
+                }
+                return Ok(request::split(&all, &shares));
+            }
         }
         let ready = |node: &NodeIdx| self.pool.stats(*node).map_or(0, |stats| stats.ready - stats.fenced);
         let nodes: Vec<NodeIdx> = self.pool.layout().nodes().map(|(node, _)| node).collect();
@@ -506,7 +551,7 @@ impl Live {
     }
 
     /// Cut a VM's memory into pieces of files, and open those.
-    fn cut(&mut self, segments: &[Segment]) -> Result<(Vec<FileExtent>, Vec<OwnedFd>), Error> {
+    fn cut(&mut self, vm: u64, segments: &[Segment]) -> Result<(Vec<FileExtent>, Vec<OwnedFd>), Error> {
         let mut numbers: Vec<u32> = Vec::new();
         let mut extents = Vec::new();
         for segment in segments {
@@ -528,8 +573,10 @@ impl Live {
                 numbers.len()
             )));
         }
-        let files = numbers.into_iter().map(|number| self.files.hand_out(number)).collect::<io::Result<_>>();
-        Ok((extents, files.during("Opening a file of the pool for a VM")?))
+        const WHAT: &str = "Opening a file of the pool for a VM";
+        self.files.open_door(vm).during(WHAT)?;
+        let files = numbers.into_iter().map(|number| self.files.hand_out(number, vm)).collect::<io::Result<_>>();
+        Ok((extents, files.during(WHAT)?))
     }
 
     /// The files of a VM.
@@ -542,20 +589,9 @@ impl Live {
         numbers
     }
 
-    /// Has anybody a file of this VM?
-    fn is_held(&mut self, vm: VmId) -> io::Result<bool> {
-        for number in self.numbers(vm) {
-            if self.files.is_held(number)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
     fn job(&mut self, dirty: Dirty) -> Result<Job, Error> {
         let Extent { start, slices } = dirty.extent();
-        let node = self.first_slices().filter(|(first, _)| *first <= start.0).last().map(|(_, spec)| spec.numa);
-        let node = node.filter(|_| self.pool.layout().nodes().count() > 1);
+        let node = Some(self.numa_of(start)).filter(|_| self.pool.layout().nodes().count() > 1);
         let brick = slices_to_bytes(self.pool.layout().brick_slices());
         match self.files.get(self.number(start)) {
             Ok(file) => {

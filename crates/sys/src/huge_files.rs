@@ -4,10 +4,10 @@
 //! Threads: any; [`on_node`] is about the calling thread alone. Units: bytes.
 //! Promise: nothing here maps a file or reads one.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
 use ballast_base::{Bytes, HUGE_SIZE};
@@ -19,44 +19,63 @@ use crate::memfd;
 /// # Errors
 /// This process may not mount, or the kernel has no such file system. Caused by the setting.
 pub fn mount(dir: &Path) -> io::Result<()> {
-    if memfd::ram_page(std::fs::File::open(dir)?)? == Some(Bytes(HUGE_SIZE as u64)) {
-        return Ok(());
+    if memfd::ram_page(std::fs::File::open(dir)?)? != Some(Bytes(HUGE_SIZE as u64)) {
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+        mount_call(c"ballast-pool", dir, flags, Some(c"pagesize=2M,mode=0700"))?;
     }
-    let target = CString::new(dir.as_os_str().as_bytes())?;
-    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-    let options = c"pagesize=2M,mode=0700";
-    // SAFETY: all arguments are C strings that live for the length of the call, which only reads them.
-    let done = unsafe {
-        libc::mount(c"ballast-pool".as_ptr(), target.as_ptr(), c"hugetlbfs".as_ptr(), flags, options.as_ptr().cast())
-    };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    // A door below it would otherwise appear below every other door, too.
+    mount_call(c"none", dir, libc::MS_PRIVATE, None)
 }
 
-/// Returns whether this descriptor's own opening of the file is the only one: no other descriptor, no mapping through
-/// one, none in flight in a socket. The kernel grants a lease only then. The lease is returned at once.
+/// Make a *door* to this file system: the directory `door` shows it as well, as a mount of its own. The kernel knows
+/// whether a file is open that somebody opened through it.
 ///
 /// # Errors
-/// The file system has no leases.
-pub fn is_only_holder(file: impl AsFd) -> io::Result<bool> {
-    let fd = file.as_fd().as_raw_fd();
-    let control = |command: libc::c_int, value: libc::c_int| -> io::Result<()> {
-        // SAFETY: these commands take a number and touch no memory of this process.
-        if unsafe { libc::fcntl(fd, command, value) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
-    };
-    // A process that opens the file in between waits, and the kernel sends us a signal, which kills by default.
-    control(F_SETSIG, libc::SIGURG)?;
-    match control(libc::F_SETLEASE, libc::F_WRLCK) {
-        Ok(()) => {
-            control(libc::F_SETLEASE, libc::F_UNLCK)?;
-            Ok(true)
-        }
-        Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => Ok(false),
-        Err(error) => Err(error),
-    }
+/// If this process may not mount.
+pub fn open_door(dir: &Path, door: &Path) -> io::Result<()> {
+    std::fs::DirBuilder::new().mode(0o700).create(door)?;
+    mount_call(&path(dir)?, door, libc::MS_BIND, None)
 }
 
-/// `F_SETSIG` of Linux, which `libc` does not have for all targets.
-const F_SETSIG: libc::c_int = 10;
+/// Take a door away if nobody has a file that was opened through it: no descriptor, not even one that only names it
+/// (`O_PATH`), no mapping, none that travels in a socket. Returns whether it is gone, now or before.
+///
+/// # Errors
+/// If this process may not unmount.
+pub fn close_door(door: &Path) -> io::Result<bool> {
+    // SAFETY: the argument is a C string that lives for the length of the call, which only reads it.
+    if unsafe { libc::umount2(path(door)?.as_ptr(), libc::UMOUNT_NOFOLLOW) } == -1 {
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EBUSY) => return Ok(false),
+            Some(libc::ENOENT) => return Ok(true),
+            // Also said of what is no mount: its directory alone is left.
+            Some(libc::EINVAL) if !is_mount(door)? => {}
+            _ => return Err(error),
+        }
+    }
+    std::fs::remove_dir(door).map(|()| true)
+}
+
+fn is_mount(dir: &Path) -> io::Result<bool> {
+    use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+    let found = statx(CWD, dir, AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT, StatxFlags::BASIC_STATS)?;
+    // STATX_ATTR_MOUNT_ROOT, since Linux 5.8.
+    const MOUNT_ROOT: u64 = 0x2000;
+    Ok(found.stx_attributes.bits() & MOUNT_ROOT != 0)
+}
+
+fn path(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+fn mount_call(source: &CStr, target: &Path, flags: libc::c_ulong, options: Option<&CStr>) -> io::Result<()> {
+    let (target, options) = (path(target)?, options.map_or(std::ptr::null(), CStr::as_ptr));
+    // SAFETY: all arguments are C strings that live for the length of the call, which only reads them; no options are a
+    // null pointer.
+    let done = unsafe { libc::mount(source.as_ptr(), target.as_ptr(), c"hugetlbfs".as_ptr(), flags, options.cast()) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
 
 /// Allocate the pages for this thread from this node alone; `None`: from any.
 ///
@@ -82,31 +101,53 @@ pub fn on_node(node: Option<u32>) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::Mapping;
+    use std::os::fd::AsFd;
 
     #[test]
-    fn a_file_that_somebody_maps_opens_or_sends_has_another_holder() {
-        let made = memfd::create("ballast-test", Bytes(4096)).expect("memfd");
-        // As a file that was opened by its name: the first descriptor of a memfd does not count.
-        let file = memfd::reopen(made.as_fd(), true).expect("reopen");
-        drop(made);
-        let is_ours = || is_only_holder(&file).expect("ask");
-        assert!(is_ours());
-        let own = Mapping::shared(&file, 0, 4096).expect("map");
-        assert!(is_ours(), "a mapping of our own opening is ours");
-        let other = memfd::reopen(file.as_fd(), true).expect("reopen");
-        assert!(!is_ours(), "a descriptor");
-        let map = Mapping::shared(&other, 0, 4096).expect("map");
-        drop(other);
-        assert!(!is_ours(), "a mapping");
-        drop(map);
-        assert!(is_ours());
+    fn a_door_stays_while_a_file_that_came_through_it_is_named_open_mapped_or_on_its_way() {
+        use rustix::fs::{Mode, OFlags, open};
+        if !rustix::process::geteuid().is_root() {
+            return ballast_needs::skip("root", "only root mounts file systems");
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let (pool, door) = (dir.path().join("pool"), dir.path().join("pool/door"));
+        std::fs::create_dir(&pool).expect("make");
+        if let Err(why) = mount(&pool) {
+            return ballast_needs::skip("hugetlb", why);
+        }
+        mount(&pool).expect("again");
+        let size = 2 * HUGE_SIZE;
+        let own = std::fs::File::create_new(pool.join("file")).expect("make");
+        own.set_len(size as u64).expect("size");
+        open_door(&pool, &door).expect("a door");
+        let other_door = pool.join("other");
+        open_door(&pool, &other_door).expect("another door");
+        assert!(!door.join("other/file").exists(), "doors are not seen through doors");
+        let through = |flags| open(door.join("file"), flags | OFlags::CLOEXEC, Mode::empty()).expect("open");
+        let is_gone = || close_door(&door).expect("ask");
+        let named = through(OFlags::PATH);
+        assert!(!is_gone(), "it is named");
+        let file = memfd::reopen(named.as_fd(), true).expect("reopen");
+        drop(named);
+        assert!(!is_gone(), "it is open");
+        let map = Mapping::shared(&file, 0, size).expect("map");
+        drop(file);
+        assert!(!is_gone(), "it is mapped");
         let (one, two) = crate::scm::pair().expect("pair");
-        let other = memfd::reopen(file.as_fd(), true).expect("reopen");
-        crate::scm::send(&one, b"x", &[other.as_fd()]).expect("send");
-        drop(other);
-        assert!(!is_ours(), "it is on its way");
-        drop((one, two, own));
-        assert!(is_ours());
+        let file = through(OFlags::RDWR);
+        drop(map);
+        crate::scm::send(&one, b"x", &[file.as_fd()]).expect("send");
+        drop(file);
+        assert!(!is_gone(), "it is on its way");
+        drop((one, two));
+        assert!(is_gone() && !door.exists(), "only those who opened it elsewhere have it");
+        assert!(is_gone(), "and again");
+        std::fs::create_dir(&door).expect("what a dead process left");
+        assert!(is_gone() && !door.exists());
+        assert!(close_door(&other_door).expect("ask"));
+        drop(own);
+        let unmounted = std::process::Command::new("umount").arg(&pool).status().expect("umount");
+        assert!(unmounted.success());
     }
 
     #[test]

@@ -12,6 +12,17 @@ use ballast_base::{HUGE_SIZE, Hva};
 use crate::uffd::{FillOutcome, HUGETLB_FEATURES};
 use crate::{Mapping, Uffd};
 
+/// What a place of such a file has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// No page.
+    Hole,
+    /// A page.
+    Page,
+    /// A page whose memory failed: the kernel keeps it in the file, so that nobody reads zeros there.
+    Failed,
+}
+
 /// Asks the kernel whether pages of 2 MiB are in a file: `UFFDIO_CONTINUE` maps an existing page and fails for a hole.
 /// It is called on a mapping of our own that no thread ever touches; a mapped page is unmapped at once.
 #[derive(Debug)]
@@ -36,16 +47,24 @@ impl Presence {
 
     /// Is the page at `offset` in the file?
     pub fn is_present(&self, offset: usize) -> io::Result<bool> {
+        Ok(self.look(offset)? != Place::Hole)
+    }
+
+    /// What is at `offset` of the file?
+    ///
+    /// # Errors
+    /// If the file is too short, or the kernel refuses.
+    pub fn look(&self, offset: usize) -> io::Result<Place> {
         let addr = Hva(self.map.ptr(offset, HUGE_SIZE) as u64);
         loop {
             match self.uffd.map_existing(addr, HUGE_SIZE as u64)? {
                 FillOutcome::Done | FillOutcome::AlreadyThere => {
                     self.map.zap(offset, HUGE_SIZE)?;
-                    return Ok(true);
+                    return Ok(Place::Page);
                 }
-                FillOutcome::NotInFile => return Ok(false),
+                FillOutcome::NotInFile => return Ok(Place::Hole),
                 // It is there, and nothing was mapped.
-                FillOutcome::Failed => return Ok(true),
+                FillOutcome::Failed => return Ok(Place::Failed),
                 FillOutcome::Retry => std::thread::yield_now(),
                 FillOutcome::Gone => return Err(io::Error::other("a mapping of our own is not registered")),
             }

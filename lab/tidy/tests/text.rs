@@ -49,11 +49,11 @@ const PAGES: [(&str, usize); 10] = [
     ("README.md", 900),
     ("docs/install.md", 1400),
     ("docs/operate.md", 2200),
-    ("docs/events.md", 1400),
+    ("docs/events.md", 1450),
     ("docs/cli.md", 1500),
     ("docs/api.md", 1500),
     ("docs/embed.md", 1500),
-    ("docs/pool.md", 1000),
+    ("docs/pool.md", 1200),
     ("docs/metrics.md", 1500),
     ("docs/performance.md", 1500),
 ];

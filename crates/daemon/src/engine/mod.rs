@@ -44,6 +44,7 @@ mod groups;
 pub mod host;
 pub mod huge_pages;
 pub mod late;
+mod lending;
 mod make;
 mod memory;
 mod pin_check;

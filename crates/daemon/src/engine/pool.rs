@@ -22,8 +22,9 @@ use ballast_base::{Bytes, wire};
 use ballast_pool::{Mode, Refused};
 use ballast_reserve::{Error, Grant, Host, Reserve, Want};
 use ballast_sys::memfd::FileId;
-use ballast_sys::scm;
+use ballast_sys::{clock, scm};
 
+use crate::engine::lending::Lender;
 use crate::events::Events;
 use crate::settings::Pooling;
 
@@ -96,9 +97,9 @@ impl Room {
         if let Err(error) = self.listen(place) {
             events.add(None, "pool-unavailable", format!("VMs get no memory of the pool: {error:#}"));
         }
-        let (mut looked, mut again) = (None::<Instant>, Instant::now());
+        let (mut looked, mut again, mut lender) = (None::<Instant>, Instant::now(), Lender::default());
         loop {
-            if let Err(error) = self.round(&mut looked, &mut again)
+            if let Err(error) = self.round(&mut looked, &mut again, &mut lender, events)
                 && said != error.to_string()
             {
                 said = error.to_string();
@@ -108,18 +109,31 @@ impl Room {
     }
 
     /// Look for VMs that are gone, if it is time, and zero one slice, or wait.
-    fn round(&self, looked: &mut Option<Instant>, again: &mut Instant) -> Result<(), Error> {
+    fn round(
+        &self,
+        looked: &mut Option<Instant>,
+        again: &mut Instant,
+        lender: &mut Lender,
+        events: &Events,
+    ) -> Result<(), Error> {
         let mut state = self.lock();
         let State::Ours(reserve) = &mut *state else { return Ok(()) };
         if looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
             *looked = Some(Instant::now());
             reserve.tend()?;
+            if let Some(lent) = lender.look(reserve, clock::monotonic_ns() / 1_000_000)? {
+                events.add(None, "pool-lent", lent);
+            }
+        }
+        for failure in reserve.take_failures() {
+            events.add(failure.owner.clone().map(|(name, _)| name), "pool-memory-failed", failure.to_string());
         }
         let mut jobs = Vec::new();
         if again.elapsed() >= AGAIN_EVERY {
             *again = Instant::now();
             jobs = reserve.jobs_again();
         }
+        let mut left = jobs.len();
         match reserve.next_job() {
             Ok(job) => jobs.extend(job),
             // What there is to do is done all the same: a job that is dropped is never done.
@@ -129,16 +143,23 @@ impl Room {
         if jobs.is_empty() {
             match reserve.is_at_rest() {
                 // Nobody has anything of it, and nothing is to be done: whoever changes that says so.
-                true => drop(self.changed.wait(state)),
-                false => drop(self.changed.wait_timeout(state, LOOK_EVERY)),
+                true if reserve.lending()?.is_none() => drop(self.changed.wait(state)),
+                _ => drop(self.changed.wait_timeout(state, LOOK_EVERY)),
             }
             return Ok(());
         }
         drop(state);
+        let mut found_a_page = false;
         for job in jobs {
             let done = job.run();
-            if let State::Ours(reserve) = &mut *self.lock() {
-                reserve.finish(done);
+            let State::Ours(reserve) = &mut *self.lock() else { return Ok(()) };
+            let is_ready = reserve.finish(done);
+            if left > 0 {
+                found_a_page |= is_ready;
+                left -= 1;
+                if left == 0 {
+                    reserve.count_in_vain(found_a_page)?;
+                }
             }
         }
         self.changed.notify_all();
@@ -211,7 +232,7 @@ impl Room {
         loop {
             let State::Ours(reserve) = &mut *state else { bail!("this engine has not got the pool yet") };
             // Somebody may have gone since the last look.
-            let error = match reserve.grant(&take.name, take.size, mode, take.node) {
+            let error = match reserve.grant(&take.name, take.size, mode, &take.nodes) {
                 Ok(grant) => {
                     // Its end is to be looked for.
                     self.changed.notify_all();
@@ -221,18 +242,25 @@ impl Room {
             };
             let is_short = matches!(error, Error::Refused(Refused::NoRoom { .. }));
             let is_coming = is_short && (reserve.tend()? > 0 || reserve.is_zeroing());
+            self.changed.notify_all();
             if !is_coming || begun.elapsed() > ZEROED_WITHIN {
                 return Err(error.into());
             }
-            self.changed.notify_all();
             state = self.changed.wait_timeout(state, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// The pool as it is.
     pub fn stat(&self) -> PoolStat {
-        match &*self.lock() {
-            State::Ours(reserve) => stat(reserve),
+        match &mut *self.lock() {
+            State::Ours(reserve) => {
+                // While nobody has memory of it, nobody else looks.
+                if let Err(error) = reserve.look_for_failures() {
+                    tracing::warn!("Looking for failed memory of the pool: {error}");
+                }
+                self.changed.notify_all();
+                stat(reserve)
+            }
             State::Without(why) => PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
         }
     }
@@ -250,7 +278,17 @@ impl Room {
 
     /// Lend, or take back.
     pub fn lend(&self, request: &LendRequest) -> Result<PoolStat, String> {
-        self.change(|reserve| reserve.lend(Bytes(request.bytes), request.node))
+        let most = Bytes(request.bytes);
+        self.change(|reserve| {
+            if request.when_short {
+                if request.node.is_some() {
+                    return Err(Error::Request("what is lent when the host is short is of all nodes".into()));
+                }
+                return reserve.set_lending(Some(most));
+            }
+            reserve.set_lending(None)?;
+            reserve.lend(most, request.node)
+        })
     }
 
     fn change(&self, what: impl FnOnce(&mut Reserve) -> Result<(), Error>) -> Result<PoolStat, String> {
@@ -298,5 +336,6 @@ fn stat(reserve: &Reserve) -> PoolStat {
         waiting_bytes: overview.waiting.0,
         metadata_bytes: overview.metadata.0,
         vmemmap_freed_bytes: overview.vmemmap_freed.0,
+        lent_when_short_bytes: overview.lent_when_short.0,
     }
 }

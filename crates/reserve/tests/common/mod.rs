@@ -16,7 +16,8 @@ static ONE: Mutex<()> = Mutex::new(());
 /// Where a pool is.
 pub struct Place {
     dir: tempfile::TempDir,
-    pages: u64,
+    /// Huge pages that each node had.
+    pages: Vec<(u32, u64)>,
     _one: MutexGuard<'static, ()>,
 }
 
@@ -28,8 +29,8 @@ impl Place {
             skip("root", "only root mounts file systems and reserves huge pages");
             return None;
         }
-        let pages = match Host::default().pages(0) {
-            Ok(pages) => pages.total,
+        let pages = match all_pages() {
+            Ok(pages) => pages,
             Err(error) => {
                 skip("hugetlb", error);
                 return None;
@@ -51,8 +52,13 @@ impl Place {
 
     /// A pool of this size in files of that size, all zeroed; `None` where the host has too little.
     pub fn pool(&self, size_mib: u64, brick_mib: u64) -> Option<Reserve> {
+        self.pool_of(size_mib, brick_mib, None)
+    }
+
+    /// The same of one node.
+    pub fn pool_of(&self, size_mib: u64, brick_mib: u64, node: Option<u32>) -> Option<Reserve> {
         let mut reserve = self.open();
-        let grown = reserve.grow(Want::Bytes(Bytes(size_mib * MIB)), None, Some(Bytes(brick_mib * MIB)));
+        let grown = reserve.grow(Want::Bytes(Bytes(size_mib * MIB)), node, Some(Bytes(brick_mib * MIB)));
         if let Err(error) = grown {
             skip("hugetlb", error);
             return None;
@@ -67,23 +73,31 @@ impl Place {
 
     /// Huge pages of the host now, beyond what it had.
     pub fn pages(&self) -> u64 {
-        Host::default().pages(0).expect("pages").total - self.pages
+        let sum = |pages: &[(u32, u64)]| pages.iter().map(|(_, pages)| pages).sum::<u64>();
+        sum(&all_pages().expect("pages")) - sum(&self.pages)
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
         unmount(&self.dir().join("2M"));
-        if let Err(error) = Host::default().set_pages(0, self.pages) {
-            eprintln!("Putting back the number of huge pages: {error}");
+        for (node, pages) in &self.pages {
+            if let Err(error) = Host::default().set_pages(*node, *pages) {
+                eprintln!("Putting back the number of huge pages: {error}");
+            }
         }
     }
+}
+
+fn all_pages() -> std::io::Result<Vec<(u32, u64)>> {
+    let host = Host::default();
+    host.nodes()?.into_iter().map(|node| Ok((node, host.pages(node)?.total))).collect()
 }
 
 /// Take the file system of a pool away.
 pub fn unmount(dir: &Path) {
     if dir.exists() {
-        let _ = Command::new("umount").arg("--lazy").arg(dir).status();
+        let _ = Command::new("umount").arg("-l").arg(dir).status();
     }
 }
 

@@ -1,0 +1,147 @@
+//! Memory of the pool that failed: found, never handed out again, and said whose it was.
+//!
+//! The kernel counts pages whose memory failed (`HardwareCorrupted` in `/proc/meminfo`). When that number has changed,
+//! every page of the pool is asked for: the kernel keeps a failed one in its file, and `UFFDIO_CONTINUE` says so of it
+//! without touching it (`ballast_sys::hugetlb`). The slice is then marked, which outlives the owner. Its page stays
+//! counted as the pool's: the kernel gives a failed page to nobody, wherever it is, so the number of huge pages and
+//! that of slices stay the same, and nobody else has one less.
+//!
+//! A VM to which a failed slice belongs keeps it. It learns of it as of any page: the kernel sends the VMM the bus
+//! error of a machine check when it is touched, or the engine does where the page is not mapped.
+//!
+//! A VM may punch its failed page out of its file before anybody looks. Then the kernel has a free page that nobody
+//! gets, and the pool a slice for which there is no page; see [`Reserve::count_in_vain`].
+//!
+//! Before: `reserve` is about to hand memory out, or looks for VMs that are gone. After: events, and the overview.
+//! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
+//! Promise: what had failed and was counted when a VM asked for memory is not given to it.
+
+use ballast_base::{Bytes, HUGE_SIZE};
+use ballast_pool::{Content, Extent, Hit, SLICE_SIZE, SliceIdx, SliceState};
+use ballast_sys::Mapping;
+use ballast_sys::hugetlb::{Place, Presence};
+
+use crate::failure::Failure;
+use crate::reserve::{During, Error, Live, Reserve};
+
+/// How often waiting slices are tried in vain until one is taken for failed.
+const IN_VAIN: u32 = 3;
+
+impl Reserve {
+    /// Look at every page of the pool, if the kernel has counted other failures than when it was last done.
+    ///
+    /// # Errors
+    /// If the kernel does not say.
+    pub fn look_for_failures(&mut self) -> Result<(), Error> {
+        let pages = self.host.failed_pages().during("Asking how much memory has failed")?;
+        if pages == self.failed_pages {
+            return Ok(());
+        }
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let mut found = Vec::new();
+        for number in live.files.numbers().during("Listing the pool's files")? {
+            // A file that cannot be looked at is one of a VM that made it short, say: the others are not its fault.
+            match live.failed_in(live.brick(number)) {
+                Ok(failed) => found.extend(failed),
+                Err(error) => tracing::warn!("Looking for failed memory in file {number} of the pool: {error}"),
+            }
+        }
+        self.failed_pages = pages;
+        self.mark(&found)
+    }
+
+    /// Never hand these out again, and remember to say so.
+    fn mark(&mut self, slices: &[SliceIdx]) -> Result<(), Error> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        for at in slices {
+            let owner = match live.pool.poison(*at)? {
+                Hit::Known | Hit::NotOurs => continue,
+                Hit::Free => None,
+                Hit::Owned { vm, guest, .. } => {
+                    Some((live.names.get(&vm.0.get()).cloned().unwrap_or_default(), Bytes(guest.address())))
+                }
+            };
+            self.failures.push(Failure { numa: live.numa_of(*at), slice: at.0, owner });
+        }
+        Ok(())
+    }
+
+    /// What failed since this was last asked.
+    pub fn take_failures(&mut self) -> Vec<Failure> {
+        std::mem::take(&mut self.failures)
+    }
+
+    /// All waiting slices were tried once more. If none found a page, several times, while the kernel says that it has
+    /// free ones which nobody was promised, then those are pages whose memory failed: they left their file before they
+    /// were found. As many slices are marked as the kernel has counted failures that no slice stands for.
+    ///
+    /// # Errors
+    /// If the kernel does not say what it has.
+    pub fn count_in_vain(&mut self, found_a_page: bool) -> Result<(), Error> {
+        let Some(live) = &mut self.live else { return Ok(()) };
+        let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
+        let known: u32 = stats.map(|stats| stats.mce + stats.mce_used).sum();
+        let unknown = self.failed_pages.saturating_sub(known.into());
+        if found_a_page || live.waiting.is_empty() || unknown == 0 {
+            self.in_vain = 0;
+            return Ok(());
+        }
+        let mut unusable = std::collections::BTreeMap::new();
+        for (_, spec) in live.pool.layout().nodes() {
+            unusable.insert(spec.numa, self.host.unpromised(spec.numa).during("Asking for huge pages")?);
+        }
+        if unusable.values().all(|pages| *pages == 0) {
+            self.in_vain = 0;
+            return Ok(());
+        }
+        self.in_vain += 1;
+        if self.in_vain < IN_VAIN {
+            return Ok(());
+        }
+        self.in_vain = 0;
+        let mut failed = Vec::new();
+        for dirty in std::mem::take(&mut live.waiting) {
+            let at = dirty.extent().start;
+            let pages = unusable.entry(live.numa_of(at)).or_default();
+            if *pages > 0 && (failed.len() as u64) < unknown {
+                *pages -= 1;
+                failed.push(at);
+                live.pool.put_back(dirty);
+            } else {
+                live.waiting.push(dirty);
+            }
+        }
+        self.mark(&failed)
+    }
+}
+
+impl Live {
+    /// What the host calls the node of this slice.
+    pub(crate) fn numa_of(&self, at: SliceIdx) -> u32 {
+        let node = self.first_slices().filter(|(first, _)| *first <= at.0).last();
+        node.map_or(0, |(_, spec)| spec.numa)
+    }
+
+    /// Slices of this brick whose memory failed and that are not known to. Those to be zeroed have no page, or one that
+    /// goes.
+    fn failed_in(&mut self, brick: Extent) -> Result<Vec<SliceIdx>, Error> {
+        const WHAT: &str = "Looking for memory that failed";
+        let has_page =
+            |at: &SliceIdx| matches!(self.pool.state(*at), SliceState::Used | SliceState::Free(Content::Zeroed));
+        let slices: Vec<SliceIdx> = brick.each().filter(has_page).collect();
+        if slices.is_empty() {
+            return Ok(Vec::new());
+        }
+        let file = self.files.get(brick.start.0 / brick.slices).during(WHAT)?;
+        let len = brick.slices as usize * HUGE_SIZE;
+        let presence = Presence::new(Mapping::shared(&*file, 0, len).during(WHAT)?).during(WHAT)?;
+        let mut failed = Vec::new();
+        for at in slices {
+            let offset = u64::from(at.0 - brick.start.0) * SLICE_SIZE;
+            if presence.look(offset as usize).during(WHAT)? == Place::Failed {
+                failed.push(at);
+            }
+        }
+        Ok(failed)
+    }
+}

@@ -1,0 +1,27 @@
+//! What is said of memory of the pool that failed.
+//!
+//! Before: [`crate::failed`] found it. After: an event. Units: slices; bytes of the VM's memory.
+
+use ballast_base::Bytes;
+
+/// A slice whose memory failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// On which node.
+    pub numa: u32,
+    /// Which slice of the pool.
+    pub slice: u32,
+    /// Whose it is, and where the VM has it; none: nobody's.
+    pub owner: Option<(String, Bytes)>,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { numa, slice, owner } = self;
+        write!(f, "memory of the pool failed: slice {slice} (2 MiB) of node {numa}, ")?;
+        match owner {
+            Some((name, at)) => write!(f, "which VM {name} has {at} from the start of its memory"),
+            None => write!(f, "which no VM has; none will get it"),
+        }
+    }
+}
