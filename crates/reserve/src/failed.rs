@@ -9,8 +9,8 @@
 //! A VM to which a failed slice belongs keeps it. It learns of it as of any page: the kernel sends the VMM the bus
 //! error of a machine check when it is touched, or the engine does where the page is not mapped.
 //!
-//! A VM may punch its failed page out of its file before anybody looks. Then the kernel has a free page that nobody
-//! gets, and the pool a slice for which there is no page; see [`Reserve::count_in_vain`].
+//! A VM may punch its failed page out of its file before anybody looks. The kernel keeps such a page and calls it used,
+//! and the pool has a slice for which there is no page; see [`Reserve::replenish`].
 //!
 //! Before: `reserve` is about to hand memory out, or looks for VMs that are gone. After: events, and the overview.
 //! Threads: the owner's. Units: slices; pages of 4 KiB as the kernel counts them.
@@ -23,9 +23,6 @@ use ballast_sys::hugetlb::{Place, Presence};
 
 use crate::failure::Failure;
 use crate::reserve::{During, Error, Live, Reserve};
-
-/// How often waiting slices are tried in vain until one is taken for failed.
-const IN_VAIN: u32 = 3;
 
 impl Reserve {
     /// Look at every page of the pool, if the kernel has counted other failures than when it was last done.
@@ -56,7 +53,11 @@ impl Reserve {
         for at in slices {
             let owner = match live.pool.poison(*at)? {
                 Hit::Known | Hit::NotOurs => continue,
-                Hit::Free => None,
+                Hit::Free => {
+                    // So that no file has a page of a slice that is nobody's and failed (see `owed.rs`).
+                    live.empty(Extent { start: *at, slices: 1 }, |_| true)?;
+                    None
+                }
                 Hit::Owned { vm, guest, .. } => {
                     Some((live.names.get(&vm.0.get()).cloned().unwrap_or_default(), Bytes(guest.address())))
                 }
@@ -69,49 +70,6 @@ impl Reserve {
     /// What failed since this was last asked.
     pub fn take_failures(&mut self) -> Vec<Failure> {
         std::mem::take(&mut self.failures)
-    }
-
-    /// All waiting slices were tried once more. If none found a page, several times, while the kernel says that it has
-    /// free ones which nobody was promised, then those are pages whose memory failed: they left their file before they
-    /// were found. As many slices are marked as the kernel has counted failures that no slice stands for.
-    ///
-    /// # Errors
-    /// If the kernel does not say what it has.
-    pub fn count_in_vain(&mut self, found_a_page: bool) -> Result<(), Error> {
-        let Some(live) = &mut self.live else { return Ok(()) };
-        let stats = live.pool.layout().nodes().filter_map(|(node, _)| live.pool.stats(node));
-        let known: u32 = stats.map(|stats| stats.mce + stats.mce_used).sum();
-        let unknown = self.failed_pages.saturating_sub(known.into());
-        if found_a_page || live.waiting.is_empty() || unknown == 0 {
-            self.in_vain = 0;
-            return Ok(());
-        }
-        let mut unusable = std::collections::BTreeMap::new();
-        for (_, spec) in live.pool.layout().nodes() {
-            unusable.insert(spec.numa, self.host.unpromised(spec.numa).during("Asking for huge pages")?);
-        }
-        if unusable.values().all(|pages| *pages == 0) {
-            self.in_vain = 0;
-            return Ok(());
-        }
-        self.in_vain += 1;
-        if self.in_vain < IN_VAIN {
-            return Ok(());
-        }
-        self.in_vain = 0;
-        let mut failed = Vec::new();
-        for dirty in std::mem::take(&mut live.waiting) {
-            let at = dirty.extent().start;
-            let pages = unusable.entry(live.numa_of(at)).or_default();
-            if *pages > 0 && (failed.len() as u64) < unknown {
-                *pages -= 1;
-                failed.push(at);
-                live.pool.put_back(dirty);
-            } else {
-                live.waiting.push(dirty);
-            }
-        }
-        self.mark(&failed)
     }
 }
 

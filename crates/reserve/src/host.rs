@@ -171,15 +171,6 @@ impl Host {
         Ok(meminfo::number_in(&text, "HardwareCorrupted").unwrap_or(0) / 4)
     }
 
-    /// Huge pages that nobody has or was promised, on this node as far as the kernel says: promises are of no node.
-    ///
-    /// # Errors
-    /// If the kernel does not say.
-    pub fn unpromised(&self, node: u32) -> io::Result<u64> {
-        let promised = number(&self.root.join("sys/kernel/mm").join(PAGES).join("resv_hugepages")).unwrap_or(0);
-        Ok(self.pages(node)?.free.saturating_sub(promised))
-    }
-
     /// Does the kernel free most of the `struct page`s of huge pages (HVO)?
     pub fn frees_vmemmap(&self) -> bool {
         read(&self.root.join("proc/sys/vm/hugetlb_optimize_vmemmap")).is_ok_and(|text| text.trim() == "1")

@@ -5,6 +5,11 @@
 //! when its own pages are in its files, or enough are free, the number goes down again. The kernel then frees pages
 //! that nobody uses, and calls the others what they were.
 //!
+//! The same goes the other way: while others have pages beyond the reserved ones, the first pages that the pool's VMs
+//! free go to the host, and pages of others count as reserved from then on. And a page that something holds (a pipe, a
+//! device, the kernel itself if its memory failed) counts as reserved, and nobody gets it. Then slices wait, and the
+//! pool asks for other pages (`replenish`), which it owes as well.
+//!
 //! Before: `reserve` grows. After: the kernel's number is what others had and what the pool has.
 //! Threads: the owner's. Units: pages of 2 MiB.
 //! Promise: a page that the pool or its VMs still want is not given away. If the owner dies over it, the journal has
@@ -19,6 +24,14 @@ use crate::journal;
 use crate::reserve::{During, Error, Reserve};
 
 const FILE: &str = "owed.json";
+/// How often waiting slices are tried in vain before others take the place of their pages.
+const IN_VAIN: u32 = 3;
+/// No more pages take the place of others than this part of the pool's, or this number: who holds pages of the pool
+/// could have all of the host's otherwise.
+const MOST_PART: u64 = 64;
+const MOST: u64 = 8;
+/// This part of the host's memory stays free.
+const FREE_PART: u64 = 64;
 
 impl Reserve {
     /// What is owed, by what the host calls a node.
@@ -49,10 +62,49 @@ impl Reserve {
         journal::remove(&self.dir.join(FILE)).during("Forgetting what is owed")
     }
 
+    /// All waiting slices were tried once more. If none of them found a page, several times, the kernel is asked for
+    /// other pages.
+    ///
+    /// # Errors
+    /// The kernel does not say what it has, or refuses.
+    pub fn replenish(&mut self, found_a_page: bool) -> Result<(), Error> {
+        let Some(live) = &self.live else { return Ok(()) };
+        self.in_vain = if found_a_page || live.waiting.is_empty() { 0 } else { self.in_vain + 1 };
+        if self.in_vain < IN_VAIN {
+            return Ok(());
+        }
+        self.in_vain = 0;
+        let mut wanted = BTreeMap::<u32, u64>::new();
+        for dirty in &live.waiting {
+            *wanted.entry(live.numa_of(dirty.extent().start)).or_default() += u64::from(dirty.extent().slices);
+        }
+        let memory = self.host_memory()?;
+        let mut room = memory.spare.0.saturating_sub(memory.total.0 / FREE_PART) / SLICE_SIZE;
+        for (numa, wanted) in wanted {
+            let most = (u64::from(self.has(numa)) / MOST_PART).max(MOST);
+            let beyond = self.host.pages(numa).during("Asking for huge pages")?.surplus + self.owes(numa)?;
+            let more = wanted.min(room).min(most.saturating_sub(beyond));
+            if more > 0 {
+                self.begin()?;
+                let got = self.host.change_pages(numa, more as i64).during("Reserving huge pages")?.max(0);
+                self.owe(numa, got)?;
+                self.end()?;
+                room -= (got as u64).min(room);
+            }
+        }
+        Ok(())
+    }
+
+    /// Slices of a node that are nobody's because their memory failed: there is no page for them.
+    fn failed(&self, numa: u32) -> u32 {
+        let Some(live) = &self.live else { return 0 };
+        live.node(numa).ok().and_then(|node| live.pool.stats(node)).map_or(0, |stats| stats.mce)
+    }
+
     /// Give back what can be.
     pub(crate) fn give_back(&mut self) -> Result<(), Error> {
         for (numa, owed) in self.owed()? {
-            let missing = u64::from(self.has(numa)).saturating_sub(self.in_files(numa)?);
+            let missing = u64::from(self.has(numa) - self.failed(numa)).saturating_sub(self.in_files(numa)?);
             let free = self.host.pages(numa).during("Asking for huge pages")?.free;
             let back = if missing == 0 { owed } else { owed.min(free.saturating_sub(missing)) };
             if back > 0 {

@@ -158,7 +158,7 @@ impl Room {
                 found_a_page |= is_ready;
                 left -= 1;
                 if left == 0 {
-                    reserve.count_in_vain(found_a_page)?;
+                    reserve.replenish(found_a_page)?;
                 }
             }
         }
