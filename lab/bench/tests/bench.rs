@@ -185,6 +185,14 @@ fn the_pool_has_its_metadata_its_churn_and_real_memory_and_gives_the_huge_pages_
         }
         assert!(row["ratio_ready"].is_number() || row["not_measured"].is_array(), "{row}");
     }
+    for row in of("sold") {
+        let share = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+        let all = || share("real_sellable_pct") + share("real_fenced_pct");
+        assert!(row["not_measured"].is_array() || (all() - 100.0).abs() < 0.1, "{row}");
+    }
+    for row in of("speed") {
+        assert!(row["ratio_guest_speed_hugetlb"].is_number() || row["not_measured"].is_array(), "{row}");
+    }
     for row in of("zeroing") {
         for key in ["zero_memset_gib_per_s", "zero_nontemporal_gib_per_s", "zero_kernel_gib_per_s"] {
             assert_figure(row, key);

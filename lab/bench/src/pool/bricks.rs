@@ -90,6 +90,11 @@ impl Bricks {
         Ok(())
     }
 
+    /// Bytes of the pool's state and its look-ups.
+    pub(super) fn state_bytes(&self) -> u64 {
+        self.pool.metadata_bytes()
+    }
+
     /// RAM for a VM of all of it, as a VMM would have it: mapped in pieces, each from its file, and in the page tables.
     pub(super) fn request(&mut self) -> Result<Ram> {
         self.vms += 1;
@@ -185,6 +190,11 @@ impl Ram {
         // SAFETY: the range is this value's own; the advice has the effect of touches.
         unsafe { rustix::mm::madvise(self.base as *mut _, self.len, Advice::LinuxPopulateWrite) }
             .context("Filling page tables")
+    }
+
+    /// Its first word. The memory is this value's as long as it lives.
+    pub(super) fn start(&self) -> *mut u64 {
+        self.base as *mut u64
     }
 
     /// Look at a word of each page, which must be zero, and leave a secret there.

@@ -1,7 +1,7 @@
 //! The pool: its metadata, the memory it can sell, and how soon memory of it can be used.
 //!
-//! Before: the bench has its guard. After: rows of four kinds (`measures`). *Metadata* and *churn* are computed by the
-//! pool itself, without memory; *ready* and *zeroing* use real memory, which the guard returns.
+//! Before: the bench has its guard. After: rows of six kinds (`measures`). *Metadata* and *churn* are computed by the
+//! pool itself, without memory; *ready*, *sold*, *speed* and *zeroing* use real memory, which the guard returns.
 //! Threads: the bench's one. Units: in the keys. Promise: no memory is taken that others may need: sizes for which
 //! memory is short are left out, with the reason.
 
@@ -11,6 +11,8 @@ mod churn;
 mod metadata;
 mod ready;
 mod sizes;
+mod sold;
+mod speed;
 mod zeroing;
 
 use anyhow::{Result, bail};
@@ -45,6 +47,21 @@ pub(crate) fn run(bench: &mut Bench, each: &mut dyn FnMut(Row) -> Result<()>) ->
             let row = bench.row(&format!("{} ready", Bytes(*size)));
             each(ready(bench, row, kind, *size, &mut huge, rounds)?)?;
         }
+    }
+    let size = if quick { 128 * MIB } else { 4 * GIB };
+    let row = bench.row(&format!("sold of {}", Bytes(size)));
+    if huge.have(bench, size) {
+        let (rounds, steps) = if quick { (1, 10) } else { (4, 100) };
+        each(sold::row(row, Bytes(size), rounds, steps)?)?;
+    } else {
+        each(left_out(row, "sold", size, "real_sellable_pct", NO_HUGE_PAGES))?;
+    }
+    let size = if quick { 64 * MIB } else { 2 * GIB };
+    let row = bench.row(&format!("speed of {}", Bytes(size)));
+    if huge.have(bench, 2 * size) {
+        each(speed::row(row, (size / SLICE_SIZE) as u32, rounds, &bench.progress)?)?;
+    } else {
+        each(left_out(row, "speed", size, "ratio_guest_speed_hugetlb", NO_HUGE_PAGES))?;
     }
     let zeroed: &[u64] = if quick { &[64 * MIB] } else { &[2 * MIB, 64 * MIB, GIB] };
     for size in zeroed {

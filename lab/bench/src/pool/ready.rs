@@ -1,6 +1,7 @@
 //! From a request to memory that can be used: the pool beside the kernel's ways.
 //!
-//! Before: a size, and the kind of the pool's memory. After: a row. Units: microseconds, GiB per second.
+//! Before: a size, and the kind of the pool's memory. After: a row. Units: microseconds, GiB per second;
+//! bytes a GiB.
 //! Promise: the sides take turns, forwards and backwards; an uncounted round comes first, so that no side pays for
 //! memory that the host uses for the first time. In every request of the pool, the contents are searched for the secret
 //! of the VM before it.
@@ -10,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use ballast_base::{Bytes, GIB, PAGE_SIZE};
 use ballast_pool::{Kind, SLICE_SIZE};
-use ballast_sys::{Mapping, memfd};
+use ballast_sys::{Mapping, memfd, meminfo};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::bricks::Bricks;
@@ -28,14 +29,17 @@ pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32
     row.fact("collapsed_pct", bricks.collapsed_pct);
     let mut times: [Vec<f64>; 4] = Default::default();
     let mut zero_gib_per_s = Vec::new();
+    let (mut tables, gib): ([Vec<f64>; 3], f64) = (Default::default(), size.0 as f64 / GIB as f64);
     for round in progress.over("round", 0..=rounds) {
         let order: [usize; 4] = if round % 2 == 0 { [0, 1, 2, 3] } else { [3, 2, 1, 0] };
         for side in order {
+            let before = page_tables();
             let took = match side {
                 0 => {
                     let start = Instant::now();
                     let ram = bricks.request()?;
                     let took = micros(start);
+                    tables[0].push((page_tables() - before) as f64 / gib);
                     ram.check_and_mark()?;
                     let zeroing_us = bricks.release(ram, memset)?;
                     if round > 0 {
@@ -44,8 +48,16 @@ pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32
                     took
                 }
                 1 if !huge => continue,
-                1 => hugetlb(size)?,
-                2 => touch(size)?,
+                1 => {
+                    let (took, _map) = hugetlb(size)?;
+                    tables[1].push((page_tables() - before) as f64 / gib);
+                    took
+                }
+                2 => {
+                    let (took, _map) = touch(size)?;
+                    tables[2].push((page_tables() - before) as f64 / gib);
+                    took
+                }
                 _ => populate(size)?,
             };
             if round > 0 {
@@ -60,6 +72,10 @@ pub(super) fn row(mut row: Row, kind: Kind, slices: u32, huge: bool, rounds: u32
     row.figure("memfd_populate_ready_us", populate);
     row.ratio("ratio_ready", ours, hugetlb);
     row.ratio("ratio_ready_memfd_touch", ours, touch);
+    row.figure("state_bytes_per_gib", &[bricks.state_bytes() as f64 / gib]);
+    row.figure("page_table_bytes_per_gib", &tables[0]);
+    row.figure("hugetlb_page_table_bytes_per_gib", &tables[1]);
+    row.figure("memfd_page_table_bytes_per_gib", &tables[2]);
     row.figure("zero_at_release_gib_per_s", &zero_gib_per_s);
     if !huge {
         row.because("the host has not as many huge pages to spare");
@@ -72,23 +88,29 @@ fn micros(start: Instant) -> f64 {
 }
 
 /// A file of huge pages that the host has reserved, mapped and faulted in: the kernel zeroes.
-fn hugetlb(size: Bytes) -> Result<f64> {
+fn hugetlb(size: Bytes) -> Result<(f64, Mapping)> {
     let start = Instant::now();
     let file = memfd::create_huge("ballast-bench-hugetlb", size).context("Making a file of huge pages")?;
     let map = Mapping::shared(&file, 0, size.0 as usize)?;
     map.populate(0, map.len()).context("Faulting huge pages in")?;
-    Ok(micros(start))
+    Ok((micros(start), map))
 }
 
 /// A memory file, each page touched.
-fn touch(size: Bytes) -> Result<f64> {
+fn touch(size: Bytes) -> Result<(f64, Mapping)> {
     let start = Instant::now();
     let file = memfd::create("ballast-bench-touch", size).context("Making a memory file")?;
     let map = Mapping::shared(&file, 0, size.0 as usize)?;
     for offset in (0..map.len()).step_by(PAGE_SIZE) {
         map.words(offset, 1)[0].store(1, std::sync::atomic::Ordering::Relaxed);
     }
-    Ok(micros(start))
+    Ok((micros(start), map))
+}
+
+/// Bytes of page tables of this process.
+fn page_tables() -> i64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    meminfo::number_in(&text, "VmPTE").map_or(0, |kib| (kib << 10) as i64)
 }
 
 /// A memory file, mapped with `MAP_POPULATE`.
