@@ -75,3 +75,112 @@ fn decide(state: HostState, free: u64, min_free: u64, lent: u64) -> u64 {
         HostState::Clear => lent,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::MIB;
+    use ballast_needs::skip;
+    use ballast_reserve::{Host, Want};
+    use std::path::Path;
+
+    const PAGES: &str = "sys/devices/system/node/node0/hugepages/hugepages-2048kB";
+
+    /// The kernel's files of a host of 16 GiB.
+    fn host(root: &Path) -> Host {
+        let write = |file: &str, text: &str| {
+            let file = root.join(file);
+            std::fs::create_dir_all(file.parent().expect("a folder")).expect("make");
+            std::fs::write(file, text).expect("write");
+        };
+        write("sys/devices/system/node/has_memory", "0\n");
+        let line = |key: &str, kib: u64| format!("Node 0 {key}: {kib} kB\n");
+        let all = [("MemTotal", 16 << 20), ("MemFree", 8 << 20), ("Active(file)", 0), ("Inactive(file)", 0)];
+        write("sys/devices/system/node/node0/meminfo", &all.map(|(key, kib)| line(key, kib)).concat());
+        for (file, count) in [("nr_hugepages", 5), ("free_hugepages", 5), ("surplus_hugepages", 0)] {
+            write(&format!("{PAGES}/{file}"), &format!("{count}\n"));
+        }
+        Host::at(root)
+    }
+
+    #[test]
+    fn what_is_lent_goes_when_the_host_is_short_and_returns_when_it_is_not_and_the_next_engine_goes_on() {
+        if !rustix::process::geteuid().is_root() {
+            return skip("root", "only root mounts file systems");
+        }
+        let root = tempfile::tempdir().expect("a directory");
+        let place = tempfile::Builder::new().prefix("ballast-pool-").tempdir_in("/dev/shm").expect("a directory");
+        let dir = place.path().join("pool");
+        let host = host(root.path());
+        let has = |mib: u64| {
+            let text = format!("MemAvailable: {} kB\n", mib << 10);
+            std::fs::write(root.path().join("proc/meminfo"), text).expect("write");
+        };
+        std::fs::create_dir_all(root.path().join("proc")).expect("make");
+        has(8 << 10);
+        let open = || Reserve::open(&dir, host.clone());
+        let mut reserve = open().expect("open");
+        let said = reserve.set_lending(Some(Bytes(MIB))).expect_err("no pool").to_string();
+        assert!(said.contains("nothing is reserved"), "{said}");
+        if let Err(why) = reserve.grow(Want::Bytes(Bytes(1 << 30)), None, None) {
+            return skip("hugetlb", why);
+        }
+        let mount = dir.join(ballast_reserve::FILES);
+        scopeguard(
+            || drop(std::process::Command::new("umount").arg("--lazy").arg(&mount).status()),
+            || {
+                let pages = || host.pages(0).expect("pages").total;
+                assert_eq!(pages(), 5 + 512);
+                let mut lender = Lender::default();
+                // Nobody has allowed it.
+                has(100);
+                assert_eq!(lender.look(&mut reserve, 0).expect("look"), None);
+                has(8 << 10);
+                let mut lender = Lender::default();
+                reserve.lend(Bytes(32 * MIB), None).expect("lend");
+                reserve.set_lending(Some(Bytes(512 * MIB))).expect("set");
+                let mut look = |reserve: &mut Reserve, at_ms| lender.look(reserve, at_ms).expect("look");
+                assert_eq!((look(&mut reserve, 0), reserve.lent()), (None, Bytes(32 * MIB)), "the host is well");
+                // 256 MiB are to be free; twice that is aimed at.
+                has(100);
+                let told = look(&mut reserve, 1_000).expect("it is short");
+                assert!(told.contains("is short of memory (100 MiB free): 444 MiB of the pool are lent"), "{told}");
+                assert_eq!((reserve.lent(), pages()), (Bytes(444 * MIB), 5 + 512 - 222));
+                assert_eq!(look(&mut reserve, 1_001), None, "not so soon again");
+                has(50);
+                assert!(look(&mut reserve, 2_000).is_some());
+                assert_eq!(reserve.lent(), Bytes(512 * MIB), "and no more");
+                // The next engine.
+                drop(reserve);
+                let mut reserve = open().expect("open");
+                let mut lender = Lender::default();
+                let mut look = |reserve: &mut Reserve, at_ms| lender.look(reserve, at_ms).expect("look");
+                assert_eq!((look(&mut reserve, 0), reserve.lent()), (None, Bytes(512 * MIB)));
+                has(700);
+                assert_eq!(look(&mut reserve, 1_000), None, "it has not been well for long");
+                let back = look(&mut reserve, 7_000).expect("it is well");
+                assert!(back.contains("has memory to spare"), "{back}");
+                assert_eq!(reserve.lent(), Bytes(324 * MIB), "what it can spare");
+                has(4 << 10);
+                assert!(look(&mut reserve, 8_000).is_some());
+                assert_eq!(
+                    (reserve.lent(), pages()),
+                    (Bytes(32 * MIB), 5 + 512 - 16),
+                    "what was lent before, stays lent"
+                );
+                reserve.set_lending(None).expect("set");
+                has(50);
+                assert_eq!(look(&mut reserve, 9_000), None);
+            },
+        );
+    }
+
+    /// Do the second, and then the first, also if the second panics.
+    fn scopeguard(last: impl FnOnce(), first: impl FnOnce()) {
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(first));
+        last();
+        if let Err(panic) = done {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
