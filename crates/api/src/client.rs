@@ -113,7 +113,7 @@ impl Client {
 
     /// Say when it is tracked. Returns its heat.
     pub fn set_track(&self, name: &str, track: Track) -> Result<VmHeat, ClientError> {
-        // Serialising a word has no way to fail.
+        // Serialising a word cannot fail.
         let body = serde_json::to_vec(&HeatPatch { track: Some(track) }).expect("a patch serialises");
         self.json(Method::PATCH, &format!("{}/heat", vm_path(name)), body)
     }
@@ -129,7 +129,7 @@ impl Client {
         self.patch_vm(name, &VmPatch { limit_bytes: Some(limit_bytes), ..VmPatch::default() })
     }
 
-    /// Set or remove the DRAM cap of several VMs, or of all. Returns what became of each.
+    /// Set or remove the DRAM cap of several VMs, or of all. Returns the result for each.
     pub fn set_limits(&self, patch: &LimitsPatch) -> Result<Vec<VmChange>, ClientError> {
         self.json(Method::PATCH, "/v1/vms", body(patch))
     }
@@ -288,7 +288,7 @@ impl Client {
     }
 }
 
-/// Plain data as a request body. Serialising it has no way to fail.
+/// Plain data as a request body. Serialising it cannot fail.
 fn body(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain data serialises")
 }

@@ -12,7 +12,7 @@ use crate::types::present;
 /// The control loop.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PolicyStat {
-    /// Who decides.
+    /// The policy.
     pub policy: Kind,
     /// How often.
     pub tick_ms: u64,
@@ -51,7 +51,7 @@ pub struct LeaseStat {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyPatch {
-    /// Who is to decide.
+    /// The policy to use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<Kind>,
     /// How often.
@@ -103,7 +103,7 @@ pub struct DecisionRecord {
     pub last_unix_ms: u64,
     /// How often in a row.
     pub times: u64,
-    /// Who decided.
+    /// The policy or program that decided.
     pub policy: String,
     /// How hard-pressed the host was, the last time.
     pub host_state: HostState,

@@ -57,7 +57,7 @@ pub struct VmHeat {
     pub name: String,
     /// When it is tracked.
     pub track: Track,
-    /// Who tells what is touched; null while nobody tracks this VM.
+    /// The source that tells which memory is touched; null while this VM is not tracked.
     pub source: Option<HeatSource>,
     /// Cycles over all memory so far; with 0 the figures below mean nothing yet.
     pub cycles: u64,
@@ -75,13 +75,13 @@ pub struct VmHeat {
     pub wss_bytes: u64,
     /// The same if a huge page counts as a whole once it is touched.
     pub wss_huge_bytes: u64,
-    /// The last three cycles took so long.
+    /// The time of the last three cycles.
     pub wss_span_s: f64,
     /// Part of the touched huge pages that had a fine scan: this part of the estimate is measured.
     pub known_percent: f64,
     /// Memory by age, youngest first.
     pub ages: Vec<AgeBucket>,
-    /// So much of the memory was touched within this time.
+    /// This much of the memory was touched within this time.
     pub percentiles: Vec<AgePercentile>,
     /// Memory by generation, youngest first; reclaim drains the last.
     pub generations_bytes: Vec<u64>,
@@ -93,7 +93,7 @@ pub struct VmHeat {
     pub strip: Vec<HeatCell>,
 }
 
-/// Who tells what is touched, and how well.
+/// The source that tells which memory is touched, and how well.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HeatSource {
     /// Such as `zap-scan`.
@@ -107,7 +107,7 @@ pub struct HeatSource {
 pub struct AgeBucket {
     /// Touched within this time, and not within that of the bucket before; null for all that is older.
     pub up_to_s: Option<u64>,
-    /// So much.
+    /// The amount.
     pub bytes: u64,
 }
 

@@ -8,23 +8,26 @@
 mod client;
 mod control;
 mod heat;
+mod host;
 mod openapi;
 mod pool;
 mod problem;
 mod types;
+mod upgrade;
 
 pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
 pub use control::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};
 pub use heat::{AgeBucket, AgePercentile, DEFAULT_CELLS, HeatCell, HeatPatch, HeatSource, MAX_CELLS, Track, VmHeat};
+pub use host::{Event, HostStat, RemoteFinding, RemoteNode, RemoteStat};
 pub use openapi::{document, document_json};
 pub use pool::{LendRequest, PoolNode, PoolRequest, PoolStat, PoolVm};
 pub use problem::Problem;
 pub use types::{
-    EngineTime, Event, FaultCounts, GuestRange, HostStat, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat,
-    RemoteFinding, RemoteNode, RemoteStat, RestoreStages, Stall, UpgradeRequest, UpgradeStage, UpgradeStat, VmChange,
-    VmClass, VmPatch, VmStat, VmStatus,
+    EngineTime, FaultCounts, GuestRange, Latency, LimitsPatch, Psi, ReclaimCounts, RegionStat, RestoreStages, Stall,
+    VmChange, VmClass, VmPatch, VmStat, VmStatus,
 };
+pub use upgrade::{UpgradeRequest, UpgradeStage, UpgradeStat};
 
 /// Where the daemon listens unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/ballast/api.sock";

@@ -136,7 +136,7 @@ fn operations() -> Vec<(&'static str, HttpMethod, Operation)> {
             Patch,
             operation(
                 "limitVms",
-                "Set or remove the limit of several VMs, or of all; answers what became of each",
+                "Set or remove the limit of several VMs, or of all; returns the result for each",
                 Answer::Many("VmChange"),
                 &[refused[0], refused[2]],
             )
@@ -286,7 +286,7 @@ pub fn document() -> Document {
 
 /// The document as indented JSON, with a newline at the end.
 pub fn document_json() -> String {
-    // Serialising plain data we made ourselves into a string has no way to fail.
+    // Serialising plain data we made ourselves into a string cannot fail.
     document().to_pretty_json().expect("the document serialises") + "\n"
 }
 

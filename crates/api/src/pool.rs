@@ -12,7 +12,7 @@ pub struct PoolStat {
     pub file_bytes: u64,
     /// Its nodes.
     pub nodes: Vec<PoolNode>,
-    /// Who has memory of it.
+    /// The VMs that have memory of it.
     pub vms: Vec<PoolVm>,
     /// What the last change did not bring, and why.
     pub notes: Vec<String>,
@@ -36,7 +36,7 @@ pub struct PoolNode {
     pub reserved_bytes: u64,
     /// Zeroed, and for any VM.
     pub ready_bytes: u64,
-    /// Of that, in whole aligned GiB.
+    /// Part of that, in whole aligned GiB.
     pub ready_gib_bytes: u64,
     /// VMs have it.
     pub used_bytes: u64,
@@ -68,13 +68,13 @@ pub struct PoolVm {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PoolRequest {
-    /// So much.
+    /// The amount.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     /// This part of the host's memory, 1 to 100.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub percent: Option<u8>,
-    /// Of this node alone.
+    /// For this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
     /// Size of a file: a power of two, 2 MiB to 1 GiB. Once there is a pool it cannot change.
@@ -88,7 +88,7 @@ pub struct PoolRequest {
 pub struct LendRequest {
     /// All in all; 0 takes everything back.
     pub bytes: u64,
-    /// Of this node alone.
+    /// For this node alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
     /// Not now, but up to so much while the host is short, and no more when it has memory to spare. A request without

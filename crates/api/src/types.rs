@@ -1,4 +1,4 @@
-//! What the API says about VMs and the host.
+//! What the API says about VMs.
 //!
 //! Before: `daemon` reads counters and page tables. After: JSON on a socket, and the document in `openapi`.
 //! Units: in the field names. Counters only grow while an engine lives and survive its replacement.
@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use ballast_policy::{HostState, Kind, Settings};
+use ballast_policy::Settings;
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::ToSchema;
 
@@ -75,7 +75,7 @@ pub struct VmStat {
     /// way, a registered buffer) and could write to unseen. Seen again each second.
     #[serde(default)]
     pub pinned_pages: u64,
-    /// Of those, held for a minute or longer.
+    /// Part of those, held for a minute or longer.
     #[serde(default)]
     pub pinned_long_pages: u64,
     /// Content lives in a store. Uncompressed size; see `store_bytes`.
@@ -158,7 +158,7 @@ pub struct FaultCounts {
     pub fresh: u64,
     /// Met a busy page or store and was put back to be served again.
     pub deferred: u64,
-    /// Of all faults, those that waited for room because the VM was above its limit.
+    /// Part of all faults: those that waited for credits because the VM was above its limit.
     pub throttled: u64,
     /// How long those waited for it, all together.
     pub throttled_us: u64,
@@ -274,179 +274,6 @@ pub struct RegionStat {
     pub guest_ranges: Vec<GuestRange>,
 }
 
-/// The remote store: a cluster that far pages may go to.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct RemoteStat {
-    /// What far pages of this host's VMs occupy there, estimated from the size of those that were put.
-    pub used_bytes: u64,
-    /// Most they may occupy.
-    pub budget_bytes: u64,
-    /// Guest memory that is there. Sum over VMs.
-    pub far_bytes: u64,
-    /// Its nodes, as far as this engine has asked them.
-    pub nodes: Vec<RemoteNode>,
-    /// What is wrong with its settings, the serious first.
-    pub findings: Vec<RemoteFinding>,
-}
-
-/// A node of the remote store, since the engine began.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct RemoteNode {
-    /// Host and port.
-    pub addr: String,
-    /// Requests that it answered.
-    pub requests: u64,
-    /// Requests that came to nothing.
-    pub errors: u64,
-    /// Half of the requests took no longer than this, in microseconds, to a power of two.
-    pub p50_us: u64,
-    /// 99 of 100 took no longer.
-    pub p99_us: u64,
-}
-
-/// A setting of the remote store that is not as it should be.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct RemoteFinding {
-    /// Pages may be lost by it, or cannot be stored; else it is good to know.
-    pub serious: bool,
-    /// What, where, and what would be right.
-    pub text: String,
-}
-
-/// The host and Ballast itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct HostStat {
-    /// Version of the engine that answered.
-    pub version: String,
-    /// Process id of the engine.
-    pub engine_pid: u32,
-    /// Process id of the keeper.
-    pub keeper_pid: u32,
-    /// How many engines there have been; a change means another engine answers.
-    pub engine_epoch: u64,
-    /// Engines that were replaced because they died.
-    pub engine_restarts: u64,
-    /// Since the keeper started.
-    pub uptime_s: u64,
-    /// Host DRAM.
-    pub mem_total_bytes: u64,
-    /// The kernel's `MemAvailable`.
-    pub mem_available_bytes: u64,
-    /// What far pages of all VMs occupy in RAM.
-    pub store_bytes: u64,
-    /// Most they may occupy there.
-    pub store_budget_bytes: u64,
-    /// What far pages of all VMs occupy on disk.
-    pub file_bytes: u64,
-    /// Most they may occupy there; 0 if no page goes to disk.
-    pub file_budget_bytes: u64,
-    /// VMs attached.
-    pub vms: u32,
-    /// Sum over VMs.
-    pub size_bytes: u64,
-    /// Sum over VMs.
-    pub resident_bytes: u64,
-    /// Sum over VMs.
-    pub far_bytes: u64,
-    /// Part of far: on disk. Sum over VMs.
-    pub far_file_bytes: u64,
-    /// The remote store; null if none is set.
-    #[serde(default)]
-    pub remote: Option<RemoteStat>,
-    /// Sum over VMs.
-    pub zero_bytes: u64,
-    /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
-    pub saved_bytes: u64,
-    /// Who decides how much each VM may have.
-    pub policy: Kind,
-    /// How hard-pressed the host is; null while nobody decides.
-    pub state: Option<HostState>,
-    /// At the present rate, when no memory is free any more; null if never.
-    pub exhaustion_ms: Option<u64>,
-    /// DRAM that all guests together may use.
-    pub guest_budget_bytes: u64,
-    /// The part of it that may still be reserved.
-    pub schedulable_bytes: u64,
-    /// Why it cannot be known who holds a page, so that a VM that may pin memory is held to its limit more slowly; null
-    /// if it can.
-    #[serde(default)]
-    pub pin_check_missing: Option<String>,
-}
-
-/// An upgrade that is wanted. Unknown keys are refused.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct UpgradeRequest {
-    /// The absolute path of the `ballastd` that the next engine is started from; null for the one that engines are
-    /// started from anyway, which may have been replaced.
-    #[serde(default)]
-    pub program: Option<String>,
-}
-
-/// Where an upgrade is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum UpgradeStage {
-    /// There was none since the keeper started.
-    #[default]
-    None,
-    /// The successor looks at every VM and changes nothing; the engine serves as before.
-    Checking,
-    /// VMs go to the successor, a few at a time.
-    Switching,
-    /// It failed while VMs moved: they go back to the engine that had them.
-    Returning,
-    /// The successor serves all VMs, and its predecessor is gone.
-    Done,
-    /// The engine serves on as if nothing had been.
-    Failed,
-}
-
-/// The last upgrade.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct UpgradeStat {
-    /// Counts the upgrades since the keeper started.
-    pub number: u64,
-    /// What the successor was started from.
-    pub program: String,
-    /// Where it is.
-    pub stage: UpgradeStage,
-    /// VMs that there were when it began.
-    pub vms: u32,
-    /// VMs that the successor has looked through.
-    pub checked: u32,
-    /// VMs that the successor serves.
-    pub moved: u32,
-    /// How long it took, or has taken so far, in microseconds.
-    pub took_us: u64,
-    /// The longest time for which a VM was served by no engine, in microseconds.
-    pub longest_gap_us: u64,
-    /// The longest time for which two engines had a VM, so that its faults were served and nothing was reclaimed.
-    #[serde(default)]
-    pub longest_switch_us: u64,
-    /// Why it failed; empty otherwise.
-    pub message: String,
-    /// Whether the keeper is the new program's, too; null before that is known.
-    #[serde(default)]
-    pub keeper_replaced: Option<bool>,
-    /// Why it is not; empty otherwise.
-    #[serde(default)]
-    pub keeper_message: String,
-}
-
-/// Something worth telling an operator.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct Event {
-    /// Milliseconds since 1970-01-01 00:00 UTC.
-    pub at_unix_ms: u64,
-    /// The VM it is about; null for the host.
-    pub vm: Option<String>,
-    /// A short stable word such as `attached`, `engine-replaced`, `store-full`, `page-lost`.
-    pub kind: String,
-    /// The story in one sentence.
-    pub message: String,
-}
-
 /// A change to a VM. Only the keys that are present change anything; null takes back what was said. Unknown keys are
 /// refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -500,7 +327,7 @@ pub struct LimitsPatch {
     pub limit_bytes: Option<u64>,
 }
 
-/// What became of one of several VMs.
+/// The result for one of several VMs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmChange {
     /// Its name.

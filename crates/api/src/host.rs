@@ -1,0 +1,119 @@
+//! What the API says about the host: its memory, its stores, its events.
+//!
+//! Before: the engine reads counters. After: JSON, and the document in `openapi`. Units: in the field names.
+
+use ballast_policy::{HostState, Kind};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The remote store: a cluster that far pages may go to.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteStat {
+    /// What far pages of this host's VMs occupy there, estimated from the size of those that were put.
+    pub used_bytes: u64,
+    /// Most they may occupy.
+    pub budget_bytes: u64,
+    /// Guest memory that is there. Sum over VMs.
+    pub far_bytes: u64,
+    /// Its nodes, as far as this engine has asked them.
+    pub nodes: Vec<RemoteNode>,
+    /// What is wrong with its settings, the serious first.
+    pub findings: Vec<RemoteFinding>,
+}
+
+/// A node of the remote store, since the engine began.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteNode {
+    /// Host and port.
+    pub addr: String,
+    /// Requests that it answered.
+    pub requests: u64,
+    /// Requests that came to nothing.
+    pub errors: u64,
+    /// Half of the requests took no longer than this, in microseconds, to a power of two.
+    pub p50_us: u64,
+    /// 99 of 100 took no longer.
+    pub p99_us: u64,
+}
+
+/// A setting of the remote store that is not as it should be.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RemoteFinding {
+    /// Pages may be lost by it, or cannot be stored; else it is good to know.
+    pub serious: bool,
+    /// What, where, and what would be right.
+    pub text: String,
+}
+
+/// The host and Ballast itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostStat {
+    /// Version of the engine that answered.
+    pub version: String,
+    /// Process id of the engine.
+    pub engine_pid: u32,
+    /// Process id of the keeper.
+    pub keeper_pid: u32,
+    /// How many engines there have been; a change means another engine answers.
+    pub engine_epoch: u64,
+    /// Engines that were replaced because they died.
+    pub engine_restarts: u64,
+    /// Since the keeper started.
+    pub uptime_s: u64,
+    /// Host DRAM.
+    pub mem_total_bytes: u64,
+    /// The kernel's `MemAvailable`.
+    pub mem_available_bytes: u64,
+    /// What far pages of all VMs occupy in RAM.
+    pub store_bytes: u64,
+    /// Most they may occupy there.
+    pub store_budget_bytes: u64,
+    /// What far pages of all VMs occupy on disk.
+    pub file_bytes: u64,
+    /// Most they may occupy there; 0 if no page goes to disk.
+    pub file_budget_bytes: u64,
+    /// VMs attached.
+    pub vms: u32,
+    /// Sum over VMs.
+    pub size_bytes: u64,
+    /// Sum over VMs.
+    pub resident_bytes: u64,
+    /// Sum over VMs.
+    pub far_bytes: u64,
+    /// Part of far: on disk. Sum over VMs.
+    pub far_file_bytes: u64,
+    /// The remote store; null if none is set.
+    #[serde(default)]
+    pub remote: Option<RemoteStat>,
+    /// Sum over VMs.
+    pub zero_bytes: u64,
+    /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
+    pub saved_bytes: u64,
+    /// Who decides how much each VM may have.
+    pub policy: Kind,
+    /// How hard-pressed the host is; null while nobody decides.
+    pub state: Option<HostState>,
+    /// At the present rate, when no memory is free any more; null if never.
+    pub exhaustion_ms: Option<u64>,
+    /// DRAM that all guests together may use.
+    pub guest_budget_bytes: u64,
+    /// The part of it that may still be reserved.
+    pub schedulable_bytes: u64,
+    /// Why it cannot be known who holds a page, so that a VM that may pin memory is held to its limit more slowly; null
+    /// if it can.
+    #[serde(default)]
+    pub pin_check_missing: Option<String>,
+}
+
+/// Something worth telling an operator.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Event {
+    /// Milliseconds since 1970-01-01 00:00 UTC.
+    pub at_unix_ms: u64,
+    /// The VM it is about; null for the host.
+    pub vm: Option<String>,
+    /// A short stable word such as `attached`, `engine-replaced`, `store-full`, `page-lost`.
+    pub kind: String,
+    /// The story in one sentence.
+    pub message: String,
+}

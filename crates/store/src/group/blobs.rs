@@ -1,0 +1,338 @@
+//! The blobs of a group, and its members, in one engine.
+//!
+//! Before: `group` has a page of a member, or a member that comes or goes. After: the page is a blob with one more
+//! reference, or a reference fewer; blobs without references are freed when the head of `group.rs` says so.
+//! Threads: any; look-ups hold a lock for a moment, and nothing is compressed or compared under a lock.
+//! Units: one object is one page. Promise: a blob stays as long as a word of any member may name it.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use ballast_base::wire::VmId;
+use ballast_base::{PAGE_SIZE, PageIdx};
+use ballast_handover::arena::{ENGINES, member as word_of};
+use ballast_sys::{memfd, presence};
+
+use super::index::{Index, Pages, number_of};
+use crate::arena::{self, Arena};
+use crate::codec;
+use crate::ram::{RamOptions, RamStore};
+use crate::{GetOutcome, Handle, PageBytes, PageKey, PutOutcome, RegionKey, Store};
+
+/// Time between checks which of the missing members are gone.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// Replaces a member's word: the list of members was lost with the arena's header.
+const UNKNOWN: u64 = u64::MAX;
+
+/// The contents of a group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupUsage {
+    /// Pages of all members here that name a blob.
+    pub references: u64,
+    /// Blobs.
+    pub blobs: u64,
+    /// Memory they occupy, in slabs.
+    pub bytes: u64,
+    /// Puts that found an equal page, since this engine began.
+    pub equal_puts: u64,
+    /// Members whose words are yet to be read: until then nothing is freed.
+    pub missing: u64,
+}
+
+/// A group's arena, in one engine.
+#[derive(Debug)]
+pub struct Group {
+    pub(super) ram: RamStore,
+    /// The key under which all its blobs are sealed.
+    pub(super) key: PageKey,
+    /// An opening of its own, which announces no member.
+    file: OwnedFd,
+    pub(super) index: Mutex<Index>,
+    /// Held by threads that take or free slots; exclusively for a sweep.
+    using: RwLock<()>,
+    references: AtomicU64,
+    equal_puts: AtomicU64,
+}
+
+/// No thread leaves these half changed, so a poisoned lock is usable.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Group {
+    /// The group of this arena, whose members are yet to come. A file without a layout becomes an empty arena.
+    ///
+    /// # Errors
+    /// It is no such arena, or has a layout that this program cannot read.
+    pub fn open(arena: impl AsFd, options: RamOptions) -> io::Result<Arc<Self>> {
+        let reopen = || memfd::reopen(arena.as_fd(), true);
+        let fd = reopen()?;
+        if ballast_handover::arena::is_new(&fd)? {
+            ballast_handover::arena::format(arena::GROUP.layout, &fd, options.max_slabs)?;
+        }
+        let id = memfd::file_id(&fd)?;
+        let opened = Arena::open(&arena::GROUP, fd)?;
+        if opened.header_was_lost() {
+            // The members are unknown: nothing that they may name is freed any more.
+            opened.set_member(0, 0, UNKNOWN);
+        }
+        let words = opened.members().iter().map(|word| word.load(Relaxed)).filter(|word| *word != 0);
+        let index = Index { missing: words.collect(), unswept: true, ..Index::default() };
+        let mut seed = [0; 16];
+        let [low, high] = [id.dev, id.ino].map(u64::to_le_bytes);
+        seed.iter_mut().zip(low.into_iter().chain(high)).for_each(|(seed, byte)| *seed = byte);
+        let file = reopen()?;
+        // Waits for an engine that sweeps, which takes milliseconds.
+        presence::announce_after(&file, ENGINES)?;
+        Ok(Arc::new(Self {
+            key: RegionKey { vm: VmId(seed), number: u32::MAX }.page(PageIdx(0)),
+            file,
+            ram: RamStore::on(opened, options),
+            index: Mutex::new(index),
+            using: RwLock::new(()),
+            references: AtomicU64::new(0),
+            equal_puts: AtomicU64::new(0),
+        }))
+    }
+
+    /// Another engine has, or is to have, a member that was here: see the head of `group.rs`.
+    pub(super) fn part(&self, vm: VmId) {
+        let mut index = lock(&self.index);
+        index.missing.insert(word_of(vm));
+        index.parted.insert(word_of(vm));
+        index.unswept = true;
+    }
+
+    /// Its contents.
+    pub fn usage(&self) -> GroupUsage {
+        let detail = self.ram.usage_detail();
+        GroupUsage {
+            references: self.references.load(Relaxed),
+            blobs: detail.blob_pages,
+            bytes: detail.slabs * crate::SLAB_BYTES as u64,
+            equal_puts: self.equal_puts.load(Relaxed),
+            missing: lock(&self.index).missing.len() as u64,
+        }
+    }
+
+    /// Losses of its arena not yet returned, in words.
+    pub fn losses(&self) -> Vec<String> {
+        self.ram.losses().0
+    }
+
+    /// Check its counts. Only meaningful while nobody uses it and nobody is missing.
+    ///
+    /// # Errors
+    /// The first contradiction found.
+    pub fn validate(&self) -> Result<(), crate::Inconsistent> {
+        self.ram.validate()?;
+        let index = lock(&self.index);
+        let named: usize = index.members.values().map(|pages| lock(pages).len()).sum();
+        let references = index.by_content.values().map(|blob| blob.references).chain(index.others.values().copied());
+        let (blobs, counted) = references.fold((0, 0), |(blobs, sum), one| (blobs + 1, sum + u64::from(one)));
+        let (references, held) = (self.references.load(Relaxed), self.ram.usage_detail().blob_pages);
+        if (named as u64, counted, blobs) == (references, references, held) {
+            return Ok(());
+        }
+        Err(crate::Inconsistent(format!(
+            "{named} pages name blobs, {counted} and {references} are counted; {blobs} blobs are known of {held}"
+        )))
+    }
+
+    pub(super) fn using(&self) -> std::sync::RwLockReadGuard<'_, ()> {
+        self.using.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Store a page, or add a reference of a blob that has its bytes.
+    pub(super) fn put(&self, bytes: &PageBytes) -> PutOutcome {
+        let _using = self.using();
+        let checksum = codec::checksum(self.key, bytes);
+        let known = {
+            let mut index = lock(&self.index);
+            let alone = index.parted.is_empty();
+            let known = index.by_content.get_mut(&checksum).filter(|blob| alone && blob.references < u32::MAX);
+            // From here on the blob stays, whatever else names it.
+            known.map(|blob| {
+                blob.references += 1;
+                blob.handle
+            })
+        };
+        if let Some(handle) = known {
+            self.references.fetch_add(1, Relaxed);
+            let mut kept: PageBytes = [0; PAGE_SIZE];
+            if self.ram.get(self.key, handle, &mut kept) == GetOutcome::Found && kept == *bytes {
+                self.equal_puts.fetch_add(1, Relaxed);
+                return PutOutcome::Stored(handle);
+            }
+            self.drop_reference(handle);
+        }
+        let outcome = self.ram.put(self.key, bytes);
+        if let PutOutcome::Stored(handle) = outcome {
+            lock(&self.index).add(handle, checksum);
+            self.references.fetch_add(1, Relaxed);
+        }
+        outcome
+    }
+
+    /// One page fewer names a blob. Called while slots may be freed.
+    pub(super) fn drop_reference(&self, handle: Handle) {
+        let freed = {
+            let mut index = lock(&self.index);
+            // A blob with a damaged header is not found: its references stay, and so does its slot.
+            let Some((checksum, _)) = self.ram.look(handle) else { return };
+            let Some(references) = index.references(handle, checksum) else { return };
+            *references = references.saturating_sub(1);
+            let freed = *references == 0 && index.missing.is_empty();
+            if freed {
+                index.forget(handle, checksum);
+            }
+            freed
+        };
+        self.references.fetch_sub(1, Relaxed);
+        if freed {
+            self.ram.free(self.key, handle);
+        }
+    }
+
+    /// A member's pages name exactly these from now on. Returns how many of them do not exist.
+    pub(super) fn recover(
+        &self,
+        vm: VmId,
+        pages: &Mutex<Pages>,
+        live: &mut dyn Iterator<Item = (PageKey, Handle)>,
+    ) -> (u64, u64) {
+        let (mut named, mut missing) = (Pages::default(), 0);
+        {
+            let _using = self.using();
+            for (key, handle) in live {
+                let mut index = lock(&self.index);
+                match self.ram.look(handle) {
+                    Some((checksum, _)) => {
+                        index.add(handle, checksum);
+                        self.references.fetch_add(1, Relaxed);
+                        named.add(number_of(key), handle);
+                    }
+                    None => missing += 1,
+                }
+            }
+            let kept = named.len() as u64;
+            // Members that went to the other engine may name the blobs that this one no longer names.
+            self.look_for_others(&mut lock(&self.index));
+            let before = std::mem::replace(&mut *lock(pages), named);
+            before.handles().for_each(|handle| self.drop_reference(handle));
+            lock(&self.index).missing.remove(&word_of(vm));
+            if !lock(&self.index).missing.is_empty() {
+                return (kept, missing);
+            }
+        }
+        self.sweep();
+        (lock(pages).len() as u64, missing)
+    }
+
+    /// A member's pages name these at most; another engine has it, too.
+    pub(super) fn follow(&self, pages: &Mutex<Pages>, live: &mut dyn Iterator<Item = (PageKey, Handle)>) {
+        let _using = self.using();
+        let before = std::mem::take(&mut *lock(pages));
+        for (key, handle) in live {
+            // The other engine freed the missing ones before it gave up any member.
+            let Some((checksum, _)) = self.ram.look(handle) else { continue };
+            lock(&self.index).add(handle, checksum);
+            self.references.fetch_add(1, Relaxed);
+            lock(pages).add(number_of(key), handle);
+        }
+        before.handles().for_each(|handle| self.drop_reference(handle));
+    }
+
+    /// A member is here alone. Its pages name exactly these, except what is freed at this moment.
+    pub(super) fn own(&self, vm: VmId, pages: &Mutex<Pages>, live: &HashMap<u64, Handle>) {
+        {
+            let _using = self.using();
+            let gone = lock(pages).not_in(live);
+            for (page, handle) in gone {
+                if lock(pages).remove(page, handle) {
+                    self.drop_reference(handle);
+                }
+            }
+            let mut index = lock(&self.index);
+            self.look_for_others(&mut index);
+            index.missing.remove(&word_of(vm));
+        }
+        self.sweep();
+    }
+
+    /// Free blobs that no word names, if all members have come and no other engine has the arena; else later.
+    fn sweep(&self) {
+        if !lock(&self.index).missing.is_empty() || !presence::alone(&self.file, ENGINES).unwrap_or(false) {
+            return;
+        }
+        let _shares_again = Shares(&self.file);
+        self.sweep_alone();
+    }
+
+    fn sweep_alone(&self) {
+        let _alone = self.using.write().unwrap_or_else(PoisonError::into_inner);
+        let mut index = lock(&self.index);
+        self.look_for_others(&mut index);
+        if !index.missing.is_empty() {
+            return;
+        }
+        index.unswept = false;
+        index.by_content.retain(|_, blob| blob.references > 0);
+        index.others.retain(|_, references| *references > 0);
+        let live = index.by_content.values().map(|blob| blob.handle).chain(index.others.keys().copied());
+        self.ram.sweep(live);
+    }
+
+    /// Members that came to another engine are missing here.
+    fn look_for_others(&self, index: &mut Index) {
+        let here: Vec<u64> = index.members.keys().map(|vm| word_of(*vm)).collect();
+        let words = self.ram.arena().members().iter().map(|word| word.load(Relaxed));
+        index.missing.extend(words.filter(|word| *word != 0 && !here.contains(word)));
+        index.unswept |= !index.missing.is_empty();
+    }
+
+    /// Find out which of the missing members are gone.
+    pub(super) fn ask(&self) {
+        let mut index = lock(&self.index);
+        let now = Instant::now();
+        if !index.unswept || index.asked.is_some_and(|asked| now - asked < ASK_EVERY) {
+            return;
+        }
+        index.asked = Some(now);
+        // If the check fails, the member counts as alive.
+        let is_there = |word: &u64| *word == UNKNOWN || presence::is_present(&self.file, *word).unwrap_or(true);
+        let gone: Vec<u64> = index.missing.iter().copied().filter(|word| !is_there(word)).collect();
+        for word in &gone {
+            index.missing.remove(word);
+            index.parted.remove(word);
+            self.strike(*word);
+        }
+        let all = index.missing.is_empty();
+        drop(index);
+        if all {
+            self.sweep();
+        }
+    }
+
+    /// It is no member any more.
+    pub(super) fn strike(&self, word: u64) {
+        let arena = self.ram.arena();
+        for at in 0..arena.members().len() {
+            arena.set_member(at, word, 0);
+        }
+    }
+}
+
+/// Lets other engines open the arena again when it is dropped, also by a panic.
+struct Shares<'a>(&'a OwnedFd);
+
+impl Drop for Shares<'_> {
+    fn drop(&mut self) {
+        // Weakening a held lock does not fail.
+        let _ = presence::announce(self.0, ENGINES);
+    }
+}
