@@ -31,7 +31,7 @@ struct Chunk {
     memory: Owned,
 }
 
-/// See above.
+/// The balloon.
 #[derive(Debug, Default)]
 pub struct Balloon {
     pins: Option<Pins>,

@@ -35,7 +35,7 @@ const MOST_RANGES: u64 = 1000;
 pub struct Range {
     /// First page, and the one after the last.
     pub page: u64,
-    /// See above.
+    /// DAMON in this guest.
     pub end: u64,
     /// In how many samples of the last aggregation it was accessed.
     pub accesses: u32,

@@ -23,7 +23,7 @@ fn system_ram(iomem: &str) -> Vec<(u64, u64)> {
         let (first, last) = place.split_once('-')?;
         let number = |text: &str| u64::from_str_radix(text, 16).ok();
         let (page, end) = (number(first)?.div_ceil(4096), (number(last)? + 1) / 4096);
-        // Not what is inside of it, which is indented. Addresses are zero for whoever may not know them.
+        // Not what is inside of it, which is indented. Addresses are zero for a process that may not know them.
         (what == "System RAM" && page < end).then_some((page, end))
     };
     iomem.lines().filter_map(range).collect()

@@ -18,7 +18,7 @@ const BIND: libc::c_long = 2;
 const PRESENT: u64 = 1 << 63;
 const FRAME: u64 = (1 << 55) - 1;
 
-/// See above.
+/// Memory that the agent holds.
 #[derive(Debug)]
 pub struct Owned {
     start: *mut u8,

@@ -18,7 +18,7 @@ use crate::files;
 /// What the host may be behind with: reports and ticks that come beyond this are dropped.
 const BEHIND: usize = 512 << 10;
 
-/// See above.
+/// The port.
 #[derive(Debug)]
 pub struct Port {
     file: File,

@@ -23,7 +23,7 @@ fn path(name: &str) -> String {
     if name.is_empty() { COMPACTION.into() } else { format!("{THP}/{name}") }
 }
 
-/// See above.
+/// The guest's services.
 #[derive(Debug, Default)]
 pub struct Services {
     /// What was set before: file and value.

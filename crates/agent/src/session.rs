@@ -76,7 +76,7 @@ enum Source {
     /// Nobody wants them, or it was not tried yet.
     None,
     Damon(Damon),
-    /// It cannot be had; it is tried again at this time.
+    /// It is not available; the next try is at this time.
     Without(Instant),
 }
 
@@ -267,7 +267,7 @@ impl Guest {
         self.say(port, &ToHost::Tick(tick));
     }
 
-    /// Have DAMON at work, if it can be had.
+    /// Have DAMON at work, if it is available.
     fn watch(&mut self, now: Instant) {
         match self.source {
             Source::Damon(_) => return,

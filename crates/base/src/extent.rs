@@ -33,7 +33,7 @@ impl Extent {
     }
 }
 
-/// What is wrong with a list of extents. Caused by whoever describes its RAM so.
+/// What is wrong with a list of extents. Caused by the VMM that describes its RAM so.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExtentError {
     /// There is none.

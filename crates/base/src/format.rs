@@ -12,8 +12,8 @@
 //! 4. A reader refuses what it is too old for (least reader above its own version) and what it no longer knows (version
 //!    below [`Format::oldest`]). The error names both sides.
 //!
-//! 5. A file is written by many programs in its life. Whoever opens it to write raises its stamp to what its own says
-//!    ([`Format::raise`]), and leaves alone what it does not know. Whoever is refused has changed nothing.
+//! 5. A file is written by many programs in its life. A program that opens it to write raises its stamp to what its own
+//!    says ([`Format::raise`]), and leaves alone what it does not know. A refused program has changed nothing.
 //!
 //! Each format has a test that holds its bytes or offsets against the version, so a change without a new version fails.
 
@@ -152,7 +152,7 @@ pub fn encode<T: Message>(message: &T) -> Vec<u8> {
     bytes.extend_from_slice(&MAGIC);
     bytes.extend_from_slice(&T::FORMAT.of_message().version.to_le_bytes());
     bytes.extend_from_slice(&message.least_reader().to_le_bytes());
-    // Serialising our own plain data types into a growing buffer has no way to fail.
+    // Serialising our own plain data types into a growing buffer cannot fail.
     postcard::to_extend(&(message, ADDED), bytes).expect("messages serialise")
 }
 

@@ -228,7 +228,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// Is something of it under way that outlives this process, and that whoever has the store next must wait for and
+    /// Is something of it under way that outlives this process, and that its next user must wait for and
     /// mend ([`Store::recover`])?
     fn must_recover(&self) -> bool {
         false

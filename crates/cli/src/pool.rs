@@ -24,7 +24,7 @@ pub enum PoolCommand {
         /// A size with its unit, such as 64G, or a part of the host's memory, such as 80%
         #[arg(value_name = "SIZE|PERCENT%")]
         size: Part,
-        /// Of this node alone, instead of as much of each
+        /// For this node alone, instead of as much of each
         #[arg(long)]
         node: Option<u32>,
         /// Size of the pool's files, of which a VM has up to 32 for itself; fixed once there is a pool
@@ -44,13 +44,13 @@ pub enum PoolCommand {
     },
     /// Take back all that is lent
     TakeBack {
-        /// Of this node alone
+        /// For this node alone
         #[arg(long)]
         node: Option<u32>,
     },
 }
 
-/// So much memory, or a part of all.
+/// An amount of memory, or a part of all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     Bytes(Bytes),

@@ -352,7 +352,7 @@ fn a_descriptor_whose_closing_takes_for_ever_delays_nobody_else() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
     let mut readers = Vec::new();
     for _ in 0..3 {
-        // A connection full of bytes that nobody reads, and that whoever closes it last must wait for.
+        // A connection full of bytes that nobody reads, and that the process that closes it last must wait for.
         let stuck = TcpStream::connect(listener.local_addr().expect("address")).expect("connect");
         readers.push(listener.accept().expect("accept"));
         rustix::net::sockopt::set_socket_linger(&stuck, Some(Duration::from_secs(30_000))).expect("linger");
@@ -360,7 +360,7 @@ fn a_descriptor_whose_closing_takes_for_ever_delays_nobody_else() {
         while (&stuck).write(&[0; 1 << 16]).is_ok() {}
         let socket = connect(&daemon.attach_socket()).expect("connect");
         let message = wire::encode(&ClientToKeeper::MayPin);
-        // The keeper shall be the last to close it.
+        // The keeper is to be the last to close it.
         daemon.signal_keeper(Signal::STOP);
         scm::send(&socket, &message, &[stuck.as_fd()]).expect("send");
         drop(stuck);

@@ -1,5 +1,5 @@
-//! A disk that does not answer, under the file stores: what is on it waits, and nothing else does, whoever comes or
-//! dies meanwhile. When it answers again, every byte is right. Real processes; the disk is a real FUSE server. Needs
+//! A disk that does not answer, under the file stores: what is on it waits, and nothing else does, whichever VM comes
+//! or dies meanwhile. When it answers again, every byte is right. Real processes; the disk is a real FUSE server. Needs
 //! root.
 
 mod common;

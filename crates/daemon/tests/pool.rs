@@ -1,4 +1,4 @@
-//! The pool in a real daemon: what one VM leaves no other one finds, whoever is killed and when.
+//! The pool in a real daemon: no VM finds another one's data, when any process is killed at any time.
 //!
 //! A VM is this program again, as a test that does nothing unless it is told to be one: it takes memory, looks for what
 //! is not zero, and writes a secret into every page until it is killed.

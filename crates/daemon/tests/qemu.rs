@@ -561,7 +561,7 @@ fn where_a_guest_sees_its_memory_is_what_it_says_itself_around_the_pci_hole_and_
     let screen = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(screen.contains("0x100000000-0x17fffffff"), "{screen}");
 
-    // It outlives whoever learned it.
+    // It outlives the engine that learned it.
     let old = daemon.kill_engine();
     daemon.wait_for_engine_after(old);
     until("it is served again", || seen(&daemon) == expected);

@@ -1,7 +1,8 @@
 //! Another engine follows the one that serves, under a guest that writes and verifies all the time: forth and back,
-//! with whoever killed at any moment, and with programs that are no engines. Not one wrong byte, and no operation that
-//! fails. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default 12), `BALLAST_NEXT` names the `ballastd`
-//! of another build (`scripts/next-build.sh`), with another layout; without it the same build is its own successor.
+//! with any process killed at any moment, and with programs that are no engines. Not one wrong byte, and no operation
+//! that fails. Needs root (userfaultfd); `BALLAST_UPGRADES` sets how many (default 12), `BALLAST_NEXT` names the
+//! `ballastd` of another build (`scripts/next-build.sh`), with another layout; without it the same build is its own
+//! successor.
 
 mod common;
 

@@ -91,7 +91,7 @@ fn a_child_of_the_vmm_executes_what_it_likes_and_costs_the_vm_nothing() {
     }
     let vm = daemon.vm("parent");
     assert!(vm.status != VmStatus::Blocked && vm.far_bytes > 0, "{vm:?}");
-    // One that comes to nothing costs the VM its limit, and no byte.
+    // A failed one costs the VM its limit, and no byte.
     assert_eq!(vmm.ask("execv-nowhere"), "ENOENT");
     assert_eq!(daemon.vm("parent").far_bytes, 0);
     assert_eq!(vmm.ask("verify"), "wrong 0");
@@ -121,7 +121,7 @@ fn what_a_vmm_that_executes_itself_unseen_leaves_far_is_written_back() {
     let mut vmm = program.start(&daemon, "unseen", "memfd", PAGES);
     squeeze(&daemon, "unseen");
     assert_eq!(vmm.ask("raw"), "next");
-    // Whoever looks before this may look too early.
+    // A look before this may be too early.
     until("its pages are back", || has_event(&daemon, "written-back"));
     assert_eq!(vmm.ask("verify"), "wrong 0", "{}", daemon.log());
 }

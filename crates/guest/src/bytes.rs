@@ -63,7 +63,7 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Of a body; `older`: its writer's version is below this program's.
+    /// Reads a body; `older`: its writer's version is below this program's.
     pub fn new(body: &'a [u8], older: bool) -> Self {
         Self { rest: body, pads: older }
     }

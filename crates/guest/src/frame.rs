@@ -27,7 +27,7 @@ pub struct Frame {
     pub version: u16,
     /// Which message it is.
     pub kind: u16,
-    /// Of which session.
+    /// The session.
     pub session: u64,
     /// The message.
     pub body: Vec<u8>,

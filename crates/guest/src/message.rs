@@ -47,7 +47,7 @@ pub enum ToGuest {
     /// Which of these pages does the kernel's allocator have *now*? They have been unmapped by the host before this was
     /// asked.
     Ask {
-        /// Of the question.
+        /// Number of the question.
         id: u64,
         /// The pages.
         runs: Vec<Run>,
@@ -96,9 +96,9 @@ pub struct Tick {
     pub free: u64,
     /// What programs could have without swapping (`MemAvailable`).
     pub available: u64,
-    /// Microseconds in which some task waited for memory, since boot; and all of them.
+    /// Microseconds in which some task waited for memory, since boot.
     pub stall_some_us: u64,
-    /// See above.
+    /// Microseconds in which all tasks did.
     pub stall_full_us: u64,
     /// CPU time of the agent and of DAMON's thread, in microseconds.
     pub cpu_us: u64,
@@ -143,7 +143,7 @@ pub enum ToHost {
     },
     /// In answer to a question: these pages are free, of those asked.
     Free {
-        /// Of the question.
+        /// Number of the question.
         id: u64,
         /// The pages.
         runs: Vec<Run>,
@@ -152,7 +152,7 @@ pub enum ToHost {
     Proof(Vec<Run>),
     /// The agent holds these pages from now on; what is in them is worth nothing.
     Taken {
-        /// Of which node.
+        /// The node.
         node: u32,
         /// The pages.
         runs: Vec<Run>,

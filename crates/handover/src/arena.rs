@@ -233,7 +233,7 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     if size < PAGE_SIZE as u64 {
         return Err(invalid(format!("the file has {size} bytes, less than a header")));
     }
-    // Of one that was lost there is a hole, if whoever met it died before it was written again.
+    // Of a lost header there is a hole, if the process that met the loss died before it wrote the header again.
     let table = TABLE_START as u64;
     let is_hole = memfd::is_hole(&**fd, 0, table)? && memfd::next_data(&**fd, table)?.is_some();
     let fills = vec![(PAGE_SIZE, Fill::Zeros)];
@@ -253,7 +253,7 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     Ok(Head { slabs, was_lost, words })
 }
 
-/// Could [`read`] open this arena? Changes nothing, whoever uses the arena meanwhile. One that was never laid out is
+/// Could [`read`] open this arena? Changes nothing, even while others use the arena. One that was never laid out is
 /// fine.
 ///
 /// # Errors
@@ -295,7 +295,8 @@ pub fn check(layout: &Layout, fd: OwnedFd) -> io::Result<()> {
     if is_new(&fd)? { Ok(()) } else { read(layout, &Arc::new(fd)).map(drop) }
 }
 
-/// Which file an index belongs to: for whoever must know that a descriptor is this file before asking it anything.
+/// Which file an index belongs to: for a caller that must know that a descriptor is this file before asking it
+/// anything.
 ///
 /// # Errors
 /// If it is no index that this program can read.

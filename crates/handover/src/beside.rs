@@ -2,9 +2,9 @@
 //! leaves, which does nothing but that any more.
 //!
 //! Before: a keeper has had the engine of a VM do nothing for it but serve faults. After: one engine has the VM.
-//! Threads: any. Promise: whoever finds the file can end every engine that may change anything of the VM. A program
-//! that knows of one engine only is refused meanwhile: the least reader of the file is raised for as long as it names
-//! two.
+//! Threads: any. Promise: a program that finds the file can end every engine that may change anything of the VM. A
+//! program that knows of one engine only is refused meanwhile: the least reader of the file is raised for as long as it
+//! names two.
 //!
 //! Whose threads are in the list (`threads`) nobody can tell while there are two. So an engine that dies meanwhile must
 //! be gone entirely before another one may mend what it left.

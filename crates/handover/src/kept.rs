@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 /// The number of a descriptor.
 pub type Number = i32;
 
-/// See the file's head.
+/// The record of a keeper.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
     /// The file whose lock keeps a second keeper away. The lock stays, because the process does.
@@ -110,9 +110,9 @@ pub struct KeptClient {
     pub key: u64,
     /// The connection.
     pub socket: Number,
-    /// Whose it is.
+    /// Its process.
     pub pid: u32,
-    /// See above.
+    /// Its user.
     pub uid: u32,
     /// Messages of it that were refused.
     pub faults: u32,

@@ -1,7 +1,7 @@
 //! What keeper and engine hand over to each other and to their successors.
 //!
 //! Before: the keeper makes the files of a VM, and checks those that a client brings back. After: an engine maps them
-//! and serves the VM (`ballast-pager`); whoever comes next finds in them what must outlive it.
+//! and serves the VM (`ballast-pager`); its successor finds in them the state that must outlive it.
 //!
 //! [`state_file`] is the file of one VM: who it is, who serves it ([`threads`]; for a moment that may be two engines,
 //! `beside`), its regions ([`records`]), and the tables of its page-state words ([`table`]). What those words mean is

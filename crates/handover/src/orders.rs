@@ -244,7 +244,7 @@ pub enum Order {
     Past(Vec<u8>),
     /// How an upgrade stands.
     Upgrading(Upgrading),
-    /// What became of [`Report::Upgrade`].
+    /// The result of [`Report::Upgrade`].
     Asked {
         /// From the report.
         ask: u64,

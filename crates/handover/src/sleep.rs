@@ -49,7 +49,7 @@ impl Sleeper {
 /// Why a VM waits for these sleeping threads of an engine, as far as can be seen from outside. `views` are its
 /// processes.
 pub fn reason(sleepers: &[Sleeper], engine: u32, views: &[u32]) -> String {
-    /// Of a VMM with hundreds of threads.
+    /// The threads of a VMM with hundreds of them.
     const MOST: usize = 5;
     let mut text = format!("of engine {engine}");
     for sleeper in sleepers.iter().take(MOST) {

@@ -145,8 +145,8 @@ impl StateFile {
         Ok(Self { fd, header, remembered, tag: AtomicU64::new(0), records: Mutex::default() })
     }
 
-    /// Keep what the first page says now, for the case that its memory fails. Whoever has the file open does so now
-    /// and then, because other processes write there, too.
+    /// Keep what the first page says now, for the case that its memory fails. A program that has the file open does so
+    /// now and then, because other processes write there, too.
     pub fn remember(&self) {
         if self.get(Field::Magic) != MAGIC {
             // Another process is replacing it at this moment.
@@ -247,7 +247,7 @@ impl StateFile {
     }
 
     /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
-    /// later keeper ends whoever is named here, also one that has not come round to opening it.
+    /// later keeper ends every engine named here, even one that has not come round to opening it.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         match self.is_one_of_two(pid, start_time) {
@@ -318,7 +318,7 @@ impl StateFile {
         let count = (self.get(Field::RegionCount) as usize).min(MAX_REGIONS);
         let mut known = self.records.lock().expect("no panic while held");
         while known.len() < count {
-            // Another process, the keeper, has added it. One that cannot be read is not there for whoever asks for it.
+            // Another process, the keeper, has added it. One that cannot be read counts as absent.
             let size = memfd::size(&self.fd).map_or(0, |size| size.0);
             let Ok(record) = records::read(self.record_words(known.len()), &self.fd, size) else { break };
             known.push(record);

@@ -59,9 +59,9 @@ struct Known {
 }
 
 impl Processes {
-    /// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. Whoever
-    /// could not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if `/proc`
-    /// is.
+    /// Look through all processes. Those we may not look at are passed over, as are those that end meanwhile. A process
+    /// that could not be looked at for any other reason (no descriptors left, say) is unreadable, and so are we if
+    /// `/proc` is.
     pub fn look(&mut self, files: &HashSet<FileId>) -> Look {
         match entries() {
             Ok(entries) => self.look_at(entries, files, &(Arc::new(mapped) as Arc<Read>)),
@@ -178,7 +178,8 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
             for pid in batch {
                 let process = find(pid);
                 let found = read(pid);
-                // Both under the lock, so that whoever gave up on this process either finds the answer or is taken off.
+                // Both under the lock, so that a caller that gave up on this process either finds the answer or is
+                // taken off.
                 let mut stuck = stuck();
                 process.map(|process| stuck.remove(&process));
                 if answer.send(found).is_err() {

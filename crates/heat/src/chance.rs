@@ -36,7 +36,7 @@ impl Counts {
         }
     }
 
-    /// Of the pages that at least the scan before had missed, the share touched; `None` if there were none.
+    /// The share touched of the pages that at least the scan before had missed; `None` if there were none.
     pub fn of_missed(&self) -> Option<f64> {
         (self.missed[0] > 0.0).then(|| self.seen[0] / self.missed[0])
     }

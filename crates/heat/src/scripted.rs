@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::source::{Ability, AccessSource, Cost, CycleReport, Granularity, PageMap, Seen, UnitId, Watch};
 
-/// See above.
+/// The source.
 #[derive(Debug, Default)]
 pub struct Scripted {
     touched: BTreeMap<UnitId, PageMap>,

@@ -352,7 +352,8 @@ mod tests {
         }
     }
 
-    /// What became of four pages that were to go, and what the guest would get of each: the file's byte, or the copy's.
+    /// The results for four pages that were to go, and what the guest would get of each: the file's byte, or the
+    /// copy's.
     fn evicted(run: PageRange, backing: &Failing) -> (Evicted, [State; 4], [Option<u8>; 4]) {
         let ticket = Ticket::new(1, 1);
         let words: [AtomicU64; 4] = Default::default();

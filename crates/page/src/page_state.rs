@@ -31,7 +31,7 @@
 //! | Poisoned | no, or its memory failed and cannot be read | no | memory error |
 //! | the word itself was lost ([`Word::LOST`], always locked) | ? | ? | waits until recovery |
 //!
-//! Who moves it on, holding what:
+//! The thread that moves it on, and what it holds:
 //!
 //! - **Resident**. Reclaim: to Quarantine(ticket), by CAS. Fault: to Poisoned, under the lock, if its memory failed (so
 //!   from Quarantine and Evicting).

@@ -16,7 +16,7 @@ use crate::granule::Granule;
 use crate::memory::{Backing, Holds, Punched};
 use crate::page_state::{Locked, State, Word};
 
-/// What became of a batch of pages that went through `evict`.
+/// The result for a batch of pages that went through `evict`.
 #[derive(Debug, Default)]
 pub struct Evicted {
     /// Pages whose bytes are in the store now.

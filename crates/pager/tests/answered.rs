@@ -64,7 +64,7 @@ fn a_thread_whose_fault_somebody_else_read_goes_on_and_operators_are_told() {
     let stolen = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // Until a fault was read by the thief and not by the worker, whoever is first.
+            // Until a fault was read by the thief and not by the worker, if the thief was first.
             while !stolen.load(Ordering::Acquire) {
                 rig.guest.zap(0, PAGE_SIZE).expect("zap");
                 assert!(rig.holds(0, 1));

@@ -151,7 +151,7 @@ fn memory_that_fails_under_a_page_on_its_way_out_stays_and_reclaim_goes_on() {
     assert_eq!(rig.vm.halted(), None);
 }
 
-/// Of a huge page the kernel itself says that its memory failed, before it would ask us.
+/// The kernel itself says that the memory of a huge page failed, before it would ask us.
 #[test]
 fn memory_that_fails_under_an_unmapped_huge_page_is_a_memory_error_until_it_is_discarded() {
     if !can_fail() {
@@ -164,7 +164,7 @@ fn memory_that_fails_under_an_unmapped_huge_page_is_a_memory_error_until_it_is_d
     let region = rig.vm.region(0).expect("region");
     let page = PageIdx(3 * PAGES_PER_UNIT);
     failed_page(&rig, page.0, HUGE_SIZE);
-    assert!(region.is_present(page).expect("ask"), "it is in its file, whatever became of its memory");
+    assert!(region.is_present(page).expect("ask"), "it is in its file, whatever happened to its memory");
     rig.set_limit(Some(LIMIT));
     until("all that can go has gone", || rig.resident() <= LIMIT && rig.reported("memory-error"));
     rig.vm.hold(Hold::Shared, Some("test".into()));

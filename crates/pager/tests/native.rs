@@ -520,7 +520,7 @@ fn nobody_has_the_files_of_a_region_that_was_unplugged() {
     let now = rig.vm.region(0).expect("its number stays");
     assert!(now.is_removed() && now.files().is_empty(), "{:?}", now.files());
     assert!(worked_with.is_removed() && worked_with.pages().0 == 0);
-    until("whoever worked with it has finished", || std::sync::Arc::strong_count(&worked_with) == 1);
+    until("those that worked with it have finished", || std::sync::Arc::strong_count(&worked_with) == 1);
     assert_eq!((rig.vm.size().0, rig.vm.lost()), (0, 0));
     assert_eq!(rig.vm.remove_region(&rig.view, Hva(rig.guest.addr() as u64)).expect("once"), None);
 }

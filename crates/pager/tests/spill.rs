@@ -29,7 +29,7 @@ const RAM: Bytes = Bytes(32 * MIB);
 const LIMIT: Bytes = Bytes(8 * MIB);
 const AMPLE: Bytes = Bytes(64 * MIB);
 
-/// A file store on a disk; where there is none to be had, a store in memory stands in for it, and that is said.
+/// A file store on a disk; if there is none, a store in memory replaces it, and a line says so.
 fn disk() -> Arc<dyn Store> {
     match FileStore::create(&std::env::temp_dir(), FileOptions::new(Budget::new(AMPLE))) {
         Ok((store, ..)) => Arc::new(store),

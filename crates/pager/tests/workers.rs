@@ -135,7 +135,7 @@ fn a_worker_that_panics_over_one_vm_goes_on_with_the_others_and_stops_that_one_w
         other.check_bytes();
         assert!(!other.reported("worker-panic") && other.vm.halted().is_none());
         bad.panics.store(0, Ordering::Relaxed);
-        // Nobody serves it: the thread that waits is let go by whoever has the memory next.
+        // Nobody serves it: the thread that waits is woken by the next engine of the memory.
         bad.vm.stop();
         let uffd = bad.view.shards().get(0);
         let start = ballast_base::Hva(bad.guest.addr() as u64);

@@ -217,7 +217,7 @@ mod tests {
         };
         let any = [(0, 1000); 3];
         assert_eq!(lent([0.0, 0.0, 90.0], any, 200.0), [100.0, 50.0, 50.0]);
-        assert_eq!(lent([130.0, 0.0, 30.0], any, 300.0), [130.0, 50.0, 30.0], "the rest is for whoever divides");
+        assert_eq!(lent([130.0, 0.0, 30.0], any, 300.0), [130.0, 50.0, 30.0], "the rest is left to the division");
         assert_eq!(lent([130.0, 0.0, 30.0], any, 150.0), [100.0, 50.0, 10.0], "there is nothing left");
         let kept = [(0, 1000), (100, 1000), (0, 40)];
         assert_eq!(lent([0.0, 80.0, 90.0], kept, 300.0), [100.0, 100.0, 40.0], "as much as it will have, or may have");

@@ -143,7 +143,7 @@ pub enum Reason {
     Tightened {
         /// The state.
         state: HostState,
-        /// So much less.
+        /// The difference.
         by_bytes: u64,
     },
     /// Its limit would have changed by no more than this share of it, so it stays.
@@ -255,9 +255,11 @@ impl fmt::Display for Reason {
                 write!(f, "the host is in state {state}: {} of the budget are kept back", size(by_bytes))
             }
             Self::Settled { one_in } => {
-                write!(f, "its limit would have changed by no more than one part in {one_in}, so it stays")
+                write!(f, "its limit would have changed by at most 1/{one_in}, so it stays")
             }
-            Self::Gently { one_in } => write!(f, "it would lose more, but loses one part in {one_in} at a time"),
+            Self::Gently { one_in } => {
+                write!(f, "it would lose more, but loses at most 1/{one_in} of its limit at a time")
+            }
             Self::External { policy } => write!(f, "the program {policy} decided"),
         }
     }

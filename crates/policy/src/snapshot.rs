@@ -126,9 +126,9 @@ pub struct WorkingSet {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(utoipa::ToSchema))]
 pub struct Plan {
-    /// Of the snapshot.
+    /// Time of the snapshot.
     pub at_ms: u64,
-    /// Who decided.
+    /// The policy or program that decided.
     pub policy: String,
     /// The host, as decided now.
     pub host_state: HostState,

@@ -1,7 +1,7 @@
 //! Why the state of a pool cannot be used, or is not what it must be.
 //!
 //! Before: a file was opened, or [`crate::Pool::validate`] was asked. After: a message with names and places.
-//! Who can cause it: a program of another version; memory that failed; a bug. No guest and no VMM can write there.
+//! Causes: a program of another version; memory that failed; a bug. No guest and no VMM can write there.
 
 use ballast_base::format::Unreadable;
 

@@ -27,7 +27,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Of a state that was checked.
+    /// From a state that was checked.
     pub(crate) fn new<W: Words>(table: &Table<W>) -> Self {
         let mut index = Self::default();
         let mut by_slot: Vec<Vec<u32>> = vec![Vec::new(); table.vm_mark().into()];

@@ -2,8 +2,8 @@
 //!
 //! Before: an operation has decided what to do. After: it is done, also if its writer was killed in the middle.
 //! Threads: one writer. Promise: each change below can be done again from any point of itself and comes to the same.
-//! A writer stores the operand, then the intent in one word, then the changes, then an intent of zero. Whoever opens
-//! the state and finds an intent does that change again. So after [`recover`] the state is that from before the
+//! A writer stores the operand, then the intent in one word, then the changes, then an intent of zero. A program that
+//! opens the state and finds an intent does that change again. So after [`recover`] the state is that from before the
 //! intent was stored, or that from after it was cleared, and never one in between.
 //!
 //! | Intent | Done again |

@@ -4,7 +4,7 @@
 //! Threads: one, the owner's; a worker that zeroes holds a [`Dirty`] and needs no pool. Units: slices.
 //! Promise: no I/O and no clock. After every operation, and after a death in the middle of one, [`Pool::validate`]
 //! finds nothing. The state comes first: memory is mapped, punched or given to the host after the operation has
-//! returned, and whoever opens the pool after a death makes the memory what the state says.
+//! returned, and a program that opens the pool after a death makes the memory what the state says.
 
 use std::collections::BTreeSet;
 

@@ -90,7 +90,7 @@ pub struct Grant {
 /// Why a VM got nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// It is asked for in a way that cannot be. Caused by whoever configures the VM.
+    /// It is asked for in a way that cannot be. Caused by the VM's configuration.
     #[error("Taking memory for VM {}: {why}", vm.0)]
     Request {
         /// For whom.

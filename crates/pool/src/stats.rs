@@ -19,7 +19,7 @@ pub struct NodeStats {
     pub used: u32,
     /// Zeroed: they can be handed out.
     pub ready: u32,
-    /// Of these, in files of a trust domain: only its VMs can have them.
+    /// Part of these, in files of a trust domain: only its VMs can have them.
     pub fenced: u32,
     /// To be zeroed.
     pub dirty: u32,

@@ -81,7 +81,7 @@ pub(crate) struct Table<W> {
 }
 
 impl<W: Words> Table<W> {
-    /// Of words whose header was read: every byte must mean something, and the marks must be within their tables.
+    /// From words whose header was read: every byte must mean something, and the marks must be within their tables.
     pub(crate) fn new(words: W, layout: Layout) -> Result<Self, Damage> {
         let counts = vec![FrameCount::default(); layout.frames as usize];
         let mut table = Self { words, layout, counts };

@@ -1,9 +1,9 @@
 //! The memory that a pool's state lives in: words of 64 bits.
 //!
-//! Before: whoever owns the state maps a file, or has a vector. After: `table` reads and writes it, and nothing else.
-//! Threads: one writer. Promise asked of an implementation: whoever finds a store finds all stores before it. A mapping
-//! of shared memory keeps it for the death of a process when it stores with `Release` and loads with `Acquire`; nothing
-//! here is meant to survive the host.
+//! Before: the owner of the state maps a file, or has a vector. After: `table` reads and writes it, and nothing else.
+//! Threads: one writer. Promise asked of an implementation: a reader that finds a store finds all stores before it. A
+//! mapping of shared memory keeps it for the death of a process when it stores with `Release` and loads with `Acquire`;
+//! nothing here is meant to survive the host.
 
 /// Words at fixed places.
 pub trait Words {

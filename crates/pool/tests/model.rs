@@ -177,7 +177,7 @@ struct Pair {
     pool: Pool<Vec<u64>>,
     model: Model,
     working: Vec<Dirty>,
-    /// Of those, what a VM that is gone could write.
+    /// Part of those: what a VM that is gone could write.
     exposed: BTreeSet<u32>,
 }
 

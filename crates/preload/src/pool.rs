@@ -21,7 +21,7 @@ use ballast_sys::memfd::{self, FileId};
 use crate::announce::announce;
 use crate::next;
 
-/// Of which pages RAM is to be (`2M`, `mix`, `1G`).
+/// The pages that RAM is to consist of (`2M`, `mix`, `1G`).
 pub const VARIABLE: &str = "BALLAST_POOL";
 /// From which nodes of the host it is to come; none: any.
 pub const NODES: &str = "BALLAST_POOL_NODES";

@@ -52,7 +52,7 @@ impl Histogram {
     }
 
     /// What a count stands for: the units that were kept when room was made speak for those that were not, so as much
-    /// as they have by that is worth no more than one sample to whoever asks what is chance.
+    /// as they have by that counts as no more than one sample against chance.
     pub fn grain(&self) -> u64 {
         self.grain.into()
     }

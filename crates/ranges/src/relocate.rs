@@ -30,9 +30,9 @@ pub trait Placement {
 pub struct Limits {
     /// Pages that the fast tier can hold of this program.
     pub fast: u64,
-    /// Of these, free now.
+    /// Part of these: free now.
     pub free: u64,
-    /// Of these, to be free afterwards.
+    /// Part of these: to be free afterwards.
     pub reserve: u64,
     /// Most promotions: the bandwidth that moving may take, until the next plan.
     pub most: u64,

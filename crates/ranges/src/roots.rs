@@ -36,7 +36,7 @@ pub enum RootsError {
     /// Unit numbers would not fit.
     #[error("Making roots: {units} units of 2 MiB; at most {MOST_UNITS} are possible")]
     TooLarge {
-        /// Of all roots.
+        /// Length of all roots.
         units: u64,
     },
 }

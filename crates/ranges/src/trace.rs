@@ -41,7 +41,7 @@ pub enum TraceError {
     /// Something else.
     #[error("Reading a trace of accesses: it does not begin as one")]
     Magic,
-    /// Of a program that is too new or too old.
+    /// The file is of a program that is too new or too old.
     #[error("Reading a trace of accesses: {0}")]
     Version(#[source] Unreadable),
     /// Cut short or changed.

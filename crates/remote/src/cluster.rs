@@ -22,7 +22,7 @@ use crate::resp::Commands;
 pub struct ClusterOptions {
     /// Some of its nodes; they know the others.
     pub nodes: Vec<Addr>,
-    /// Who we are.
+    /// Our user and password.
     pub access: Access,
     /// Replicas that must have a page before it counts as stored.
     pub replicas: u32,
@@ -33,7 +33,7 @@ const REFRESH: Duration = Duration::from_millis(100);
 /// How long a node may take to say its map.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// See above.
+/// A cluster.
 #[derive(Debug)]
 pub struct Cluster {
     options: ClusterOptions,
@@ -94,7 +94,7 @@ impl Cluster {
         self.node(addr).with(&self.options.access, until, work)
     }
 
-    /// Who has this slot. The map is asked for if it does not say.
+    /// The owner of this slot. The map is asked for if it does not say.
     ///
     /// # Errors
     /// Nobody is known to have it.

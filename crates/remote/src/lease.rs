@@ -1,7 +1,7 @@
 //! Leases: which VMs there are. A VM's pages stay in the cluster as long as its lease does.
 //!
 //! Before: a VM is about to have pages in the cluster. After: its engine renews the lease; when the VM ends, or its
-//! host does, whoever shares the cluster takes its pages away.
+//! host does, another host of the cluster removes its pages.
 //! Threads: any. Units: time; the cluster's own clocks measure leases.
 //! Promise: pages are taken away only if no lease was there on two looks, a whole lease apart. An engine renews ten
 //! times in that while, and a lease that is lost (with the only node that had it) is there again.

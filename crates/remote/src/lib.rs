@@ -3,7 +3,7 @@
 //! Before: pages have been far for long, and the spill worker moves them out of the host's RAM. After: they are on a
 //! primary and its replicas, and come back when they are touched; a cluster that fails over makes them late and not
 //! lost.
-//! Threads: none of its own; whoever calls waits for the network. Units: one value is one page.
+//! Threads: none of its own; the caller waits for the network. Units: one value is one page.
 //! Promise: what every store promises (`ballast_store::conformance`), with any node killed, stopped or full, and while
 //! slots move.
 //!

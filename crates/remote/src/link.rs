@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crate::refusal::Addr;
 use crate::resp::{Commands, REPLY_MAX, Replies, parse};
 
-/// Who we are to the servers.
+/// Our user and password for the servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
     /// Name of the user; without one it is the server's default user.
@@ -23,7 +23,7 @@ pub struct Access {
     pub password_file: Option<PathBuf>,
 }
 
-/// See above.
+/// A connection to one node.
 #[derive(Debug)]
 pub struct Link {
     stream: TcpStream,

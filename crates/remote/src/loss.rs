@@ -4,7 +4,7 @@
 //! can tell now.
 //! Threads: any; the calling one waits. Units: nodes.
 //! Promise: silence is not loss. A node that cannot be asked, a vote without a majority, a slot that is moving: then
-//! nobody can tell, and whoever wants the page waits.
+//! nobody can tell, and threads that want the page wait.
 //!
 //! Why the owner's word is not enough: a primary that was cut off, or stopped, takes itself for the owner still, and
 //! has none of what was written to its successor. So a majority of the primaries must name it as the owner; then it is
@@ -62,7 +62,7 @@ fn elected(cluster: &Cluster, slot: u16) -> io::Result<Shard> {
     for shard in &said {
         let votes = said.iter().filter(|other| other.primary.is_some() && other.primary == shard.primary).count();
         if votes * 2 > voters {
-            // Whoever somebody takes for a replica may have it.
+            // Any node that another one lists as a replica may have it.
             let mut all = shard.clone();
             let others = said.iter().flat_map(|other| other.replicas.iter().chain(&other.primary));
             for other in others.filter(|other| Some(*other) != shard.primary.as_ref()) {

@@ -12,13 +12,13 @@ use crate::slot::SLOTS;
 pub struct Shard {
     /// First and last slot of each range.
     pub slots: Vec<(u16, u16)>,
-    /// Who is written to. A shard whose primary has failed names none until there is another.
+    /// The node to write to. A shard whose primary has failed names none until there is another.
     pub primary: Option<Addr>,
     /// All the others, whether they answer or not.
     pub replicas: Vec<Addr>,
 }
 
-/// See above.
+/// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlotMap {
     shards: Vec<Shard>,
@@ -27,7 +27,7 @@ pub struct SlotMap {
 }
 
 impl SlotMap {
-    /// Of these shards.
+    /// The map of these shards.
     pub fn new(shards: Vec<Shard>) -> Self {
         let mut owner = vec![None; usize::from(SLOTS)];
         for (number, shard) in (0u16..).zip(&shards) {
@@ -53,7 +53,7 @@ impl SlotMap {
         self.shards.get(usize::from(number))
     }
 
-    /// Who has it.
+    /// The node that has it.
     pub fn primary(&self, slot: u16) -> Option<&Addr> {
         self.shard(slot)?.primary.as_ref()
     }

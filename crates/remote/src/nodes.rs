@@ -28,7 +28,7 @@ const KEPT: usize = 64;
 pub struct NodeFigures {
     /// Requests it answered.
     pub requests: u64,
-    /// Requests that came to nothing: no connection, no answer in time, nonsense.
+    /// Failed requests: no connection, no answer in time, nonsense.
     pub errors: u64,
     /// What it was last waited for, half of the requests and 99 of 100, in microseconds, as powers of two.
     pub p50_us: u64,
@@ -94,7 +94,7 @@ impl Node {
         done
     }
 
-    /// What came of a request that was begun with this timeout.
+    /// The result of a request that was begun with this timeout.
     fn note(&self, begun: Instant, timeout: Duration, error: Option<&io::Error>) {
         let late =
             error.is_some_and(|error| matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock));

@@ -1,6 +1,6 @@
 //! What a server's errors mean to us.
 //!
-//! Before: a reply begins with `-`. After: the request goes to another node, is asked anew, or comes to nothing.
+//! Before: a reply begins with `-`. After: the request goes to another node, is asked anew, or fails.
 //! Threads: any; pure. Promise: an error that nobody foresaw counts as `Busy`, with its text: no page is lost by it.
 
 use crate::slot::SLOTS;
@@ -56,7 +56,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Of the error in a reply of this node.
+    /// From the error in a reply of this node.
     pub fn of(error: &str, asked: &Addr) -> Self {
         let busy = || Self::Busy(format!("{asked} says: {}", error.chars().take(120).collect::<String>()));
         match error.split(' ').next() {

@@ -72,7 +72,7 @@ pub enum Found<'a> {
     Done(u64),
 }
 
-/// Why it came to nothing.
+/// Why it failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failed {
     /// The cluster's memory is used up; else it cannot now.
@@ -132,7 +132,7 @@ pub fn run(
             }
             Ok(Err(refusal)) => refusal,
             Err(error) => {
-                // Whoever has it now, others know.
+                // Other nodes know the new owner.
                 cluster.refresh();
                 return Err(failed(broken(&round.at, &error), unknown));
             }

@@ -154,7 +154,7 @@ fn parse_at(bytes: &[u8], at: usize, depth: u32) -> Result<Option<(Reply, usize)
     Ok(Some((reply, next)))
 }
 
-/// What came of commands: a reply for each.
+/// The replies to commands, one for each.
 #[derive(Debug)]
 pub struct Replies<'a> {
     bytes: &'a [u8],

@@ -14,7 +14,7 @@
 //! server thus never takes the place of another.
 //!
 //! *Leftovers.* What a dead engine had put and nobody names is found by a sweep of the VM's keys, after `recover` (and
-//! after `own`, for what an engine that left could not unlink), in steps, by whoever calls `tidy`: a key with a
+//! after `own`, for what an engine that left could not unlink), in steps, by the thread that calls `tidy`: a key with a
 //! generation of before, which no word named then, is nobody's. A mark for each chunk, in shared memory, would say
 //! where to look. But pages are freed in all chunks all the time, so it would be set nearly everywhere; it would have
 //! to be cleared when all words that the chunk's copies ever had are known to agree, which no store is told; and it
@@ -87,7 +87,7 @@ impl RemoteBudget {
     }
 }
 
-/// See above.
+/// The store of one VM.
 #[derive(Debug)]
 pub struct RemoteStore {
     vm: VmId,
@@ -112,7 +112,7 @@ pub struct RemoteStore {
 struct Freed {
     /// Pages, and whether they may have been unlinked already.
     pages: HashMap<(PageKey, Handle), bool>,
-    /// What a write that came to nothing may have left. It was never counted.
+    /// Pages that a failed write may have left. It was never counted.
     failed: Vec<(PageKey, Handle)>,
 }
 
@@ -236,7 +236,7 @@ impl RemoteStore {
             Found::Elsewhere | Found::Done(_) => {}
         });
         if let Err(failed) = asked {
-            // What failed is still `Busy`. Whoever wants it asks again at once.
+            // What failed is still `Busy`. Its caller asks again at once.
             *lock(&self.refusal) = Some(failed.why);
             std::thread::sleep(PAUSE);
         }

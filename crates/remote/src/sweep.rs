@@ -28,7 +28,7 @@ pub struct Scan {
 }
 
 impl Scan {
-    /// Of all keys that match, on all primaries that there are now.
+    /// All keys that match, on all primaries that there are now.
     ///
     /// # Errors
     /// The cluster cannot be reached.

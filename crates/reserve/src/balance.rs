@@ -11,7 +11,7 @@ use crate::host::Memory;
 /// How much of the host, of all nodes together or of the one that was named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
-    /// So much.
+    /// The amount.
     Bytes(Bytes),
     /// This part of its memory.
     Percent(u8),

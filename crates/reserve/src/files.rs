@@ -73,7 +73,7 @@ impl Files {
 
     /// Put a new file in the place of a brick that nobody has, one of holes.
     pub fn replace(&mut self, number: u32) -> io::Result<()> {
-        // Its pages go now, also those beyond its size, whoever names it.
+        // Its pages are freed now, even those beyond its size, whichever process names it.
         rustix::fs::ftruncate(&*self.get(number)?, 0)?;
         self.open.remove(&number);
         std::fs::remove_file(path(&self.dir, number))
@@ -97,7 +97,7 @@ fn path(dir: &Path, number: u32) -> PathBuf {
 /// Put other pages, which are zero, in the place of what is there, from this node.
 pub fn refill(file: &OwnedFd, brick: Bytes, offset: u64, len: u64, node: Option<u32>) -> io::Result<()> {
     if memfd::size(file)? != brick {
-        // Who had it could make it any size.
+        // Its former owner could change its size.
         rustix::fs::ftruncate(file, brick.0)?;
     }
     memfd::punch(file, offset, len)?;

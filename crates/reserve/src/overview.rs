@@ -15,7 +15,7 @@ pub struct Overview {
     pub brick: Bytes,
     /// The nodes.
     pub nodes: Vec<Node>,
-    /// Who has memory.
+    /// The VMs that have memory.
     pub tenants: Vec<Tenant>,
     /// What the last change came to, and why not more.
     pub notes: Vec<String>,
@@ -38,7 +38,7 @@ pub struct Node {
     pub reserved: Bytes,
     /// Zeroed, for any VM.
     pub ready: Bytes,
-    /// Of that, in whole GiB.
+    /// Part of that, in whole GiB.
     pub ready_aligned: Bytes,
     /// VMs have it.
     pub used: Bytes,
@@ -67,7 +67,7 @@ pub struct Tenant {
 }
 
 impl Reserve {
-    /// See the file's head.
+    /// Builds it.
     pub fn overview(&self) -> Overview {
         let notes = self.notes.clone();
         let Some(live) = &self.live else { return Overview { notes, ..Overview::default() } };

@@ -25,7 +25,7 @@ pub struct Job {
     pub(crate) node: Option<u32>,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug)]
 #[must_use = "the slice is out of use until it is given back"]
 pub struct Done(pub(crate) Result<Zeroed, (Dirty, std::io::Error)>);

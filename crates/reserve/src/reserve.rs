@@ -53,10 +53,10 @@ pub enum Error {
         /// What the kernel said.
         source: io::Error,
     },
-    /// There is too little, or it cannot be. Caused by whoever asks.
+    /// There is too little, or it cannot be. Caused by the caller.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// It cannot be. Caused by whoever asks.
+    /// It cannot be. Caused by the caller.
     #[error("{0}")]
     Request(String),
     /// A step that the state does not allow. A bug.
@@ -190,7 +190,7 @@ impl Reserve {
         self.end()
     }
 
-    /// The pool may have so much of the host in the end. What it has more stays: lend it.
+    /// The pool may have this much of the host in the end. What it has more stays: lend it.
     ///
     /// `brick` is the size of a file if the pool is made now: a VM has up to [`MAX_FILES`] of them, each for itself.
     ///
@@ -420,7 +420,7 @@ impl Reserve {
     }
 }
 
-/// Of which files a state is: the boot of the host, and the name of a file among them.
+/// The files of a state: the boot of the host, and the name of a file among them.
 #[derive(Debug, Serialize, Deserialize)]
 struct Origin {
     boot: String,

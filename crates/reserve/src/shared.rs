@@ -12,7 +12,7 @@ use ballast_base::PAGE_SIZE;
 use ballast_pool::{Damage, Layout, Pool, Words};
 use ballast_sys::Mapping;
 
-/// See the file's head.
+/// The state of a pool in a file.
 #[derive(Debug)]
 pub struct Shared(Mapping);
 

@@ -326,7 +326,7 @@ impl World {
         self.die();
         (0..self.vms.len()).for_each(|vm| self.open(vm));
         let group = self.engines[0].clone();
-        // Who came and ended unseen is found to be gone.
+        // A member that came and ended unseen is found to be gone.
         let guest = join(&group, &self.arena, VmId([0xee; 16]), true);
         guest.tidy();
         guest.end();
@@ -374,7 +374,7 @@ fn equal_pages_are_stored_once_and_charged_by_their_shares() {
     for member in &members {
         assert_eq!(member.usage().bytes, 4112 + 4112 / 3);
     }
-    // Whoever ends leaves the others theirs.
+    // An ending member leaves the others their pages.
     members[0].end();
     assert_eq!(get(&members[1], key(vm(1), 0), handles[0]).0, GetOutcome::Found);
     assert_eq!(members[1].usage().bytes, 4112 + 4112 / 2);

@@ -365,7 +365,7 @@ mod tests {
         assert_eq!(map.losses(), Losses::default(), "told once");
         assert_eq!(journal.words(8, 1)[0].load(Ordering::Relaxed), 0, "nothing is under way");
         let mut told = [0; 8];
-        assert_eq!(rustix::io::read(&notify_fd, &mut told), Ok(8), "whoever waits hears of it");
+        assert_eq!(rustix::io::read(&notify_fd, &mut told), Ok(8), "a waiter is notified");
     }
 
     #[test]

@@ -22,7 +22,7 @@ use records::{Damaged, FIELDS, Record, pieces};
 
 /// Most pages of a ring: 1 MiB. An unprivileged user may have 512 KiB per CPU.
 const MOST_PAGES: usize = 256;
-/// Of the ring's first page, where the kernel's positions are (`struct perf_event_mmap_page`): `data_head`,
+/// Offset of the kernel's positions in the ring's first page (`struct perf_event_mmap_page`): `data_head`,
 /// `data_tail`.
 const POSITIONS: usize = 1024;
 

@@ -27,7 +27,7 @@ fn control(file: impl AsFd, command: libc::c_int, lock: &mut libc::flock) -> io:
     if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// From now on this opening of the file announces `name`, whoever has a descriptor of it.
+/// From now on this opening of the file announces `name`, in every process that has a descriptor of it.
 ///
 /// # Errors
 /// The file has no locks, or is not open for reading.

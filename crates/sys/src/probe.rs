@@ -176,7 +176,13 @@ pub fn probe() -> Vec<Feature> {
     add("DAMON", OPTIONAL, "Linux 5.18", host::damon(), "nothing is lost: tracking does not use it");
     // The environment.
     add("KVM", OPTIONAL, "Linux 2.6.20", host::kvm(), "QEMU emulates (TCG), and guests are slow");
-    add("cgroup version 2", OPTIONAL, "Linux 4.5", host::cgroup(), "guest RAM is charged to whoever touches it first");
+    add(
+        "cgroup version 2",
+        OPTIONAL,
+        "Linux 4.5",
+        host::cgroup(),
+        "guest RAM is charged to the cgroup that touches it first",
+    );
     add(
         "huge page pool",
         OPTIONAL,

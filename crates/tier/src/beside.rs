@@ -1,4 +1,5 @@
-//! Who else moves pages between nodes, so that nobody fights: the kernel's NUMA balancing, its demotion, and DAMON.
+//! Other programs that move pages between nodes, so that none fight: the kernel's NUMA balancing, its demotion, and
+//! DAMON.
 //!
 //! Before: a kernel that may tier by itself. After: [`crate::engine`] moves pages, or stands aside and says for whom.
 //! Threads: none. Promise: nothing is switched off unless the owner of the guest said so ([`Balancing`]), and that is

@@ -1,6 +1,6 @@
 //! Moves pages as a plan says: demote first, then promote into what that has freed, turn by turn (Demeter §3.2.3).
 //!
-//! Before: a plan of [`ballast_ranges::relocate`]. After: pages are on other nodes, and what became of each is booked.
+//! Before: a plan of [`ballast_ranges::relocate`]. After: pages are on other nodes, and each result is booked.
 //! The paper swaps pages; no stock call can, so a turn is no larger than the reserve that the fast tier keeps free.
 //! Threads: the caller's. Units: pages, bytes.
 //! Promise: a page that stays is counted by reason and left alone for a while; a tier that is full ends the turn.
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::kernel_files::Files;
 use crate::nodes::{Tiers, usage};
 
-/// Pages that were to be moved, and what became of them.
+/// Pages that were to be moved, and their results.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moves {
     /// From a slow tier to the fast one.
@@ -43,7 +43,7 @@ pub struct Order {
     pub address: u64,
 }
 
-/// What became of one page.
+/// The result for one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Became {
     /// It is in this tier now.
@@ -66,7 +66,7 @@ pub struct Mover<'a> {
 }
 
 impl Mover<'_> {
-    /// Move pages of any processes to this tier, and say what became of each. Returns false if it is full.
+    /// Move pages of any processes to this tier, and report the result for each. Returns false if it is full.
     ///
     /// # Errors
     /// Not permitted.
@@ -135,7 +135,7 @@ impl Mover<'_> {
         Ok(has_room)
     }
 
-    /// Of the tier's nodes the one with the most free above what the kernel wants to keep; of the slow tiers the
+    /// The node of the tier with the most free memory above the kernel's reserve; of the slow tiers the
     /// fastest that has any. `None` if none has.
     fn roomiest(&self, tier: Tier) -> io::Result<Option<u32>> {
         let tiers = match tier {

@@ -3,7 +3,7 @@
 //! Before: [`crate::programs`] knows what a program maps. After: `ballast_ranges::relocate` plans with it, and what is
 //! moved is noted. The page table is read a part at a time, round and round, so that looking costs the same at any
 //! size. Units: addresses; units of 2 MiB, 512 bits each (64 KiB of bits for a GiB). Threads: none of its own.
-//! Promise: bounded by the program's memory; what was read may be old, and a move that comes to nothing says so.
+//! Promise: bounded by the program's memory; what was read may be old, and a failed move is reported.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -45,9 +45,9 @@ pub struct Status {
     pub notes: Vec<String>,
     /// Programs that are managed.
     pub programs: u64,
-    /// Their memory that can be moved, and how much of it is in the fast tier, as far as it was looked at.
+    /// Their memory that can be moved, as far as it was looked at.
     pub managed_bytes: u64,
-    /// See above.
+    /// The part of it that is in the fast tier.
     pub managed_fast_bytes: u64,
     /// Epochs so far.
     pub epochs: u64,
@@ -59,14 +59,14 @@ pub struct Status {
     pub fast_hit_pct: Option<f64>,
     /// Samples of the last epoch: an estimate of the access rate, in the source's own measure.
     pub epoch_samples: u64,
-    /// Ranges of all programs, and how often ranges were divided.
+    /// Ranges of all programs.
     pub ranges: u64,
-    /// See above.
+    /// How often ranges were divided.
     pub splits: u64,
     /// Pages moved, and those that stayed.
     pub moves: Moves,
-    /// CPU time of this all, and of classifying alone.
+    /// CPU time of all this.
     pub cpu_us: u64,
-    /// See above.
+    /// CPU time of classifying alone.
     pub classifier_cpu_us: u64,
 }

@@ -7,18 +7,18 @@ use std::fs;
 use anyhow::{Context, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-/// Of the calling thread.
+/// CPU time of the calling thread.
 pub(crate) fn of_thread() -> Result<f64> {
     let text = fs::read_to_string("/proc/thread-self/schedstat").context("Reading /proc/thread-self/schedstat")?;
     run_us(&text).with_context(|| format!("/proc/thread-self/schedstat says {text:?}"))
 }
 
-/// Of all threads of this process that are alive.
+/// CPU time of all threads of this process that are alive.
 pub(crate) fn of_process() -> Result<f64> {
     of_threads(std::process::id(), |_| true)
 }
 
-/// Of the threads of a process whose name is wanted.
+/// CPU time of the threads of a process whose name is wanted.
 pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64> {
     let tasks = format!("/proc/{pid}/task");
     let mut sum = 0.0;
@@ -34,13 +34,13 @@ pub(crate) fn of_threads(pid: u32, wanted: impl Fn(&str) -> bool) -> Result<f64>
     Ok(sum)
 }
 
-/// Of all threads of a process, those that have ended too.
+/// CPU time of all threads of a process, including ended ones.
 pub(crate) fn of_process_id(pid: u32) -> Result<f64> {
     let time = ballast_sys::clock::process_time(pid).with_context(|| format!("there is no process {pid}"))?;
     Ok(time.as_secs_f64() * 1e6)
 }
 
-/// Of everything that runs on this machine.
+/// CPU time of everything that runs on this machine.
 pub(crate) fn of_machine() -> Result<f64> {
     let text = fs::read_to_string("/proc/stat").context("Reading /proc/stat")?;
     busy_us(&text).context("/proc/stat does not begin with the time of all CPUs")

@@ -356,7 +356,7 @@ pub struct Touched {
 }
 
 impl Touched {
-    /// Of the time of each touch in nanoseconds, and the time of all together.
+    /// From the time of each touch in nanoseconds, and the time of all together.
     pub fn of(times: &mut [u32], wall: Duration, wrong: u64) -> Self {
         let summary = Summary::of(times);
         // Sorted now.

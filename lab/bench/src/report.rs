@@ -106,7 +106,7 @@ impl Row {
         // Lists are for programs.
         let is_told = |key: &str, value: &Value| !matches!(key, "bench" | "guest") && !value.is_array();
         for (key, value) in self.facts.iter().filter(|(key, value)| is_told(key, value)) {
-            // Writing to a String has no way to fail.
+            // Writing to a String cannot fail.
             let _ = write!(line, "  {key} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned));
         }
         let _ = writeln!(text, "{line}");

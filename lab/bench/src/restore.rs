@@ -31,7 +31,7 @@ pub(crate) struct Series {
     pub(crate) max: Vec<f64>,
     pub(crate) paced: [Vec<f64>; 2],
     pub(crate) moving: [Vec<f64>; 2],
-    /// Of the touches that faulted, and their share in percent.
+    /// Figures of the touches that faulted, and their share in percent.
     pub(crate) faults: [Vec<f64>; 2],
     pub(crate) faulted_pct: Vec<f64>,
 }

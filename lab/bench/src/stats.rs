@@ -22,7 +22,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Of times in nanoseconds, which are sorted on the way.
+    /// From times in nanoseconds, which are sorted on the way.
     pub fn of(times_ns: &mut [u32]) -> Self {
         times_ns.sort_unstable();
         let us = |fraction| percentile(times_ns, fraction).map_or(0.0, |ns| f64::from(ns) / 1e3);

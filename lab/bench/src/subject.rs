@@ -1,6 +1,6 @@
 //! The subject of a measurement: a guest whose pages are put out and restored in one of four ways.
 //!
-//! Before: the bench has a daemon, and the kernel's swap if it could be had. After: figures of one round.
+//! Before: the bench has a daemon, and the kernel's swap if it is available. After: figures of one round.
 //! Threads: the bench's one; the guests are processes. Units: pages, microseconds.
 //! Promise: all four ways go through the same orders; only [`Subject::out`] knows that Ballast is asked by its limit.
 

@@ -29,7 +29,7 @@ fn no_bench() -> bool {
 }
 
 /// What a bench may change, read while none runs: each holds this lock as long as anything is changed. How much of
-/// a swap is used is not the bench's: whoever has one active uses more of it meanwhile.
+/// a swap is used is not the bench's: a host with an active one uses more of it meanwhile.
 fn machine() -> String {
     let lock = File::open("/sys/block").expect("sysfs");
     flock(&lock, FlockOperation::LockExclusive).expect("lock");

@@ -85,7 +85,7 @@ fn ticks() -> u64 {
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// One line for whoever reads the console: a name and numbers.
+/// One line for the reader of the console: a name and numbers.
 fn say(name: &[u8], numbers: &[u64]) {
     let mut line = [0u8; 256];
     let mut len = 0;

@@ -79,7 +79,7 @@ impl Outcome {
 /// One wrong word.
 #[derive(Clone, Debug, Serialize)]
 pub struct Wrong {
-    /// Who read it.
+    /// The worker that read it.
     pub worker: usize,
     /// Page of guest RAM.
     pub page: u64,

@@ -128,7 +128,7 @@ const fn reached(search: u32, round: u32, distance: u32) -> u32 {
 }
 
 impl Graph {
-    /// Of this job; the first search has not begun.
+    /// For this job; the first search has not begun.
     pub fn new(params: &Params) -> Self {
         let words = params.cells.wrapping_mul(params.cell_words);
         let scale = (words / 18).max(2).ilog2();
@@ -274,7 +274,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Of this job, at the first tile.
+    /// For this job, at the first tile.
     pub fn new(params: &Params) -> Self {
         let words = params.cells.wrapping_mul(params.cell_words);
         let tiles = (words / 3).isqrt() / TILE;
@@ -409,7 +409,7 @@ pub struct Scan {
 }
 
 impl Scan {
-    /// Of this job, before the first query.
+    /// For this job, before the first query.
     pub fn new(params: &Params) -> Self {
         let words = params.cells.wrapping_mul(params.cell_words);
         let slots = words / 16 / SLOT;

@@ -10,7 +10,7 @@ mod common;
 use common::{none_is_left, root};
 
 /// Words that CONTRIBUTING.md gives another word for, and what to write. A word ends where a letter does not follow.
-const BANNED: [(&str, &str); 31] = [
+const BANNED: [(&str, &str); 39] = [
     ("rung", "notified"),
     ("of late", "recently, or refaulted"),
     ("in its stead", "instead"),
@@ -42,6 +42,23 @@ const BANNED: [(&str, &str); 31] = [
     ("buried", "reaped"),
     ("look inside", "fine cycle"),
     ("looks inside", "fine cycles"),
+    ("whoever", "the process, thread or caller that is meant"),
+    ("became of", "the result for, the outcome of"),
+    ("becomes of", "the result for, happens to"),
+    ("came of", "the result of"),
+    ("to be had", "available"),
+    ("be it by", "also by"),
+    ("has no way to fail", "cannot fail"),
+    ("one part in", "1/N of"),
+];
+
+/// How no documentation comment begins: with an "of" that hangs on nothing, a relative clause, or a reference that says
+/// nothing. A comment that is a question may begin with "who".
+const OPENINGS: [(&str, &str); 4] = [
+    ("Of ", "name the thing: \"Share of\", \"For this\", \"Part of\""),
+    ("Who ", "name the thread, process or program"),
+    ("See above.", "say what it is"),
+    ("See the file's head.", "say what it is"),
 ];
 
 /// Pages for users, and how many words each may have.
@@ -155,6 +172,26 @@ fn names_of_several_types() -> Vec<String> {
 #[test]
 fn a_name_that_meant_several_things_means_one() {
     none_is_left(&names_of_several_types());
+}
+
+fn openings_without_a_subject() -> Vec<String> {
+    let mut said = Vec::new();
+    for (name, text) in files(&[".rs"]) {
+        let mut continues = false;
+        for (number, line) in text.lines().enumerate() {
+            let comment = line.trim_start().strip_prefix("/// ");
+            let begins = comment.filter(|comment| !continues && !comment.contains('?'));
+            let found = begins.and_then(|comment| OPENINGS.iter().find(|(opening, _)| comment.starts_with(opening)));
+            said.extend(found.map(|(opening, better)| format!("{name}:{}: \"{opening}\"; {better}", number + 1)));
+            continues = comment.is_some();
+        }
+    }
+    said
+}
+
+#[test]
+fn a_documentation_comment_begins_with_its_subject() {
+    none_is_left(&openings_without_a_subject());
 }
 
 fn answering_functions() -> Vec<String> {

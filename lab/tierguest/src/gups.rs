@@ -5,9 +5,9 @@
 //! Threads: one updates; the first reads commands; one flushes TLBs. Units: MiB, 2 MiB.
 //! Promise: memory is touched once in the order of its addresses before anything else; pages have 4 KiB.
 //!
-//! The flusher is for emulated CPUs: their TLB holds all of the memory, and whoever clears accessed bits without a
-//! flush (DAMON) sees nothing any more. It maps and unmaps more pages than the kernel flushes one by one, which empties
-//! the TLBs of the CPUs that run this program.
+//! The flusher is for emulated CPUs: their TLB holds all of the memory, and a monitor that clears accessed bits without
+//! a flush (DAMON) sees nothing any more. It maps and unmaps more pages than the kernel flushes one by one, which
+//! empties the TLBs of the CPUs that run this program.
 
 use std::io::{self, BufRead, Write};
 use std::sync::Arc;

@@ -1,9 +1,9 @@
-//! Which part of the program's memory is hot: known to the program that makes the accesses, and to whoever judges.
+//! Which part of the program's memory is hot: known to the program that makes the accesses, and to the judge.
 //!
 //! Before: a kind, a size, a seed. After: [`crate::gups`] accesses memory by it; [`crate::judge`] computes shares from
 //! it. Units: 2 MiB. Promise: the same words give the same heat, in both processes.
 
-/// Of the accesses: ten times as many go to what is hot as to the rest (Demeter §5.2).
+/// Share of the accesses to the hot part: ten times as many as to the rest (Demeter §5.2).
 pub const HOT_SHARE: f64 = 10.0 / 11.0;
 /// 1/N of memory is hot.
 const HOT_PART: usize = 8;

@@ -27,7 +27,7 @@ use heat::Kind;
 use judge::Program;
 use ways::{Running, Way};
 
-/// Of the measured time: how often the heat of [`Kind::Moving`] moves.
+/// Period, in parts of the measured time, after which the heat of [`Kind::Moving`] moves.
 const PHASES: u64 = 4;
 
 fn main() -> ExitCode {

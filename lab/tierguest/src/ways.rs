@@ -17,7 +17,7 @@ const DEMOTION: &str = "/sys/kernel/mm/numa/demotion_enabled";
 const DAMON: &str = "/sys/kernel/mm/damon/admin/kdamonds";
 const STAT: &str = "/sys/module/damon_stat/parameters/enabled";
 
-/// Who places pages.
+/// What places pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// Nobody.

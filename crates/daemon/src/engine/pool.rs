@@ -39,7 +39,7 @@ const ASKS_WITHIN: Duration = Duration::from_secs(5);
 /// VMMs that ask at once.
 const MOST_ASKING: usize = 64;
 
-/// See the file's head.
+/// The engine's part of the pool.
 #[derive(Debug)]
 pub struct Room {
     place: Option<Pooling>,
@@ -74,7 +74,7 @@ impl Room {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Take the pool from whoever had it, and tend it.
+    /// Take the pool from its last owner, and tend it.
     fn work(self: &Arc<Self>, events: &Events) {
         let Some(place) = &self.place else { return };
         let mut said = String::new();

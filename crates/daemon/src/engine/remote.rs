@@ -2,7 +2,7 @@
 //!
 //! Before: the settings name a cluster. After: each VM has a store in it; pages of VMs that are gone, here or on hosts
 //! that died, are taken away; operators know of settings that would lose pages.
-//! Threads: one for all of that, which may wait for the network; whoever tells it something does not.
+//! Threads: one for all of that, which may wait for the network; its callers do not.
 //! Promise: a cluster that does not answer costs this thread time, and nobody else.
 
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(3600);
 /// Pause before a VM's end is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// See above.
+/// The cluster, and the thread that cares for it.
 #[derive(Debug)]
 pub struct Remote {
     /// The cluster.
@@ -41,7 +41,7 @@ impl Remote {
     /// Use the cluster that these settings name. Nothing is waited for.
     ///
     /// # Errors
-    /// An address is none, or there is no thread to be had.
+    /// An address is invalid, or the kernel gives no thread.
     pub fn begin(settings: &Remoting, events: Arc<Events>) -> anyhow::Result<Self> {
         let addr = |text: &String| Addr::parse(text).with_context(|| format!("remote.nodes: {text:?} is no address"));
         let options = ClusterOptions {

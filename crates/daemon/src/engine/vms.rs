@@ -70,7 +70,7 @@ pub(super) fn store_files(stores: &[StoreFiles], fds: &mut impl Iterator<Item = 
             (RAM_STORE, Some(only), None, None) => arena = Some(only),
             (FILE_STORE, Some(place), Some(index), None) => file = Some([place, index]),
             (GROUP_STORE, Some(only), None, None) => group = Some(only),
-            _ => bail!("{count} files came of store {store}, which this engine does not know like that"),
+            _ => bail!("{count} files came for store {store}, which this engine does not expect"),
         }
     }
     Ok(Files { arena: arena.context("the arena is missing")?, group, file })

@@ -25,7 +25,7 @@ pub struct Pooled {
 static ONE: Mutex<()> = Mutex::new(());
 
 impl Pooled {
-    /// Of this size in files of 16 MiB, zeroed; `None`, and said why, where there can be none.
+    /// A pool of this size in files of 16 MiB, zeroed; `None`, and said why, where there can be none.
     pub fn start(config: &str, mib: u64) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
             skip("root", "only root mounts file systems and reserves huge pages");

@@ -1,10 +1,10 @@
 //! Random numbers from a seed, so that a run can be repeated.
 
-/// See above.
+/// Random numbers of a test.
 pub struct Rng(pub u64);
 
 impl Rng {
-    /// Of the seed in this variable; else of this process's own. Says which.
+    /// From the seed in this variable; else from this process's own. Prints which.
     pub fn seeded(variable: &str) -> Self {
         let given = std::env::var(variable).ok().and_then(|seed| seed.parse().ok());
         let seed = given.unwrap_or_else(|| u64::from(std::process::id()));

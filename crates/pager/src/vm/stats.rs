@@ -42,7 +42,7 @@ pub enum Counter {
     EvictedZero,
     /// Quarantine hits: pages touched in quarantine or while being evicted.
     QuarantineHits,
-    /// Of those, touched while being evicted: a copy was dropped.
+    /// Part of those: touched while being evicted; a copy was dropped.
     Aborted,
     /// Pages the guest gave back.
     Discarded,
@@ -62,7 +62,7 @@ pub enum Counter {
     Prefetched,
     /// Far pages moved from RAM to the file store.
     Spilled,
-    /// Of the faults on far pages, those whose page was in the file store.
+    /// Faults on far pages whose page was in the file store.
     FaultFile,
     /// Units (2 MiB) mapped huge again.
     Coalesced,

@@ -136,7 +136,7 @@ impl Rig {
         rig
     }
 
-    /// The same as `of_extents` of huge pages; `None`, aloud, where there are none to be had.
+    /// The same as `of_extents` of huge pages; `None`, aloud, if there are none.
     pub fn huge_of_extents(extents: Extents, store_budget: Bytes, quarantine: Duration) -> Option<Self> {
         let setup = Setup::new(extents.pages().bytes(), store_budget, quarantine);
         Self::of_huge(Setup { extents: Some(extents), ..setup })
@@ -173,7 +173,7 @@ impl Rig {
         Self::open(Setup::new(ram, store_budget, quarantine))
     }
 
-    /// A VM whose RAM is of huge pages, spilling or not; `None`, aloud, where there are none to be had.
+    /// A VM whose RAM is of huge pages, spilling or not; `None`, aloud, if there are none.
     pub fn huge(
         ram: Bytes,
         store_budget: Bytes,
@@ -558,7 +558,7 @@ pub fn serve_zaps(socket: &OwnedFd, guest: &Mapping) {
     }
 }
 
-/// Does something when it goes out of scope, be it by a panic.
+/// Does something when it goes out of scope, also by a panic.
 pub struct Finally<F: FnMut()>(pub F);
 
 impl<F: FnMut()> Drop for Finally<F> {
@@ -608,9 +608,9 @@ pub fn churn(rig: &Rig, thread: u64, threads: u64, done: impl Fn() -> bool) {
     }
 }
 
-/// Unmap guest RAM permanently: nobody touches it any more. The addresses stay taken. A hole would be given to whoever
-/// maps memory next, perhaps another test of this process, and then `UFFDIO_COPY`, which takes any registered mapping,
-/// would fill that one's page, and this guest's end would unmap it.
+/// Unmap guest RAM permanently: nobody touches it any more. The addresses stay taken. A hole would be given to the
+/// thread that maps memory next, perhaps another test of this process, and then `UFFDIO_COPY`, which takes any
+/// registered mapping, would fill that one's page, and this guest's end would unmap it.
 pub fn vacate(addr: usize, len: usize) {
     use rustix::mm::{MapFlags, ProtFlags};
     // SAFETY: the callers give up their own mapping, and nothing touches it afterwards.

@@ -27,7 +27,7 @@ const LOST_SAMPLES: u32 = 13;
 /// One sampled access.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
-    /// Of the instruction.
+    /// Address of the instruction.
     pub ip: u64,
     /// Its process, and its thread.
     pub pid: u32,

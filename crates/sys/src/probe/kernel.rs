@@ -213,7 +213,7 @@ pub(super) fn io_uring() -> Finding {
 pub(super) fn pin_check() -> Finding {
     match PinCheck::new() {
         Ok(check) if check.knows_large() => yes(""),
-        Ok(_) => yes("of pages of 4 KiB; no huge page was to be had to try it on"),
+        Ok(_) => yes("of pages of 4 KiB; no huge page was available to try it on"),
         Err(error @ Unavailable::SelfTest(_)) => unknown(error.to_string()),
         Err(error) => no(error.to_string()),
     }

@@ -29,7 +29,7 @@ const UPDATE_US: u32 = 1_000_000;
 const LEAST_RANGES: u32 = 10;
 const MOST_RANGES: u32 = 500;
 
-/// See above.
+/// DAMON as a source.
 #[derive(Debug)]
 pub struct Damon {
     files: Files,
@@ -123,7 +123,7 @@ impl Damon {
     }
 }
 
-/// Who uses DAMON through sysfs, if anybody does.
+/// The program that uses DAMON through sysfs, if there is one.
 ///
 /// # Errors
 /// It cannot be read.

@@ -21,10 +21,10 @@ use crate::kernel_files::{Files, list};
 pub const PERIOD: u64 = 4093;
 /// Loads that take longer come from memory (§3.2.2: a cache's take 53.6 ns, those of memory 68.7 ns).
 pub const LEAST_NS: u64 = 64;
-/// Of a ring: 512 KiB, 9,362 samples.
+/// Pages of a ring: 512 KiB, 9,362 samples.
 const PAGES: usize = 128;
 
-/// See above.
+/// Perf as a source.
 #[derive(Debug)]
 pub struct Perf {
     rings: Vec<Sampler>,

@@ -8,7 +8,7 @@ use std::io;
 
 use super::{Each, Missed, SampleSource};
 
-/// See above.
+/// The source.
 #[derive(Clone, Debug, Default)]
 pub struct Scripted {
     epochs: VecDeque<Vec<(u32, u64, u32)>>,

@@ -85,7 +85,7 @@ pub(super) struct Cast {
 /// The figures of a window of time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Window {
-    /// Of each VM.
+    /// For each VM.
     pub ops_per_s: Vec<f64>,
     /// Guest RAM of all VMs, on average and at most.
     pub resident_bytes: f64,

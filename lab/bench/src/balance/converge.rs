@@ -24,7 +24,7 @@ const BUSY: u64 = 1000;
 const IDLE: u64 = 30_000_000;
 /// Jumps, one after the other.
 const JUMPS: usize = 3;
-/// Of the RAM of all four: the one that jumps can have nearly all of its own, and each other one three fifths.
+/// Percent of the RAM of all four: the one that jumps can have nearly all of its own, and each other one three fifths.
 const LEVEL_PCT: u64 = 68;
 
 pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> Result<()>) -> Result<()> {
@@ -57,7 +57,7 @@ pub(super) fn run(bench: &mut Bench, scale: Scale, each: &mut dyn FnMut(Row) -> 
 
 struct Jump {
     converge_s: f64,
-    /// Of Ballast alone.
+    /// Ballast alone has this.
     memory_s: f64,
     steady_slowdown: f64,
     others_slowdown: Vec<f64>,

@@ -1,7 +1,7 @@
 //! Many small VMs at once: their speed while all of them read all of their memory, and the cost of the service for each
 //! idle one.
 //!
-//! Before: the kernel's swap to zram, if it could be had. After: a row for each number of busy VMs, one for each number
+//! Before: the kernel's swap to zram, if it is available. After: a row for each number of busy VMs, one for each number
 //! of VMs whose engine is killed, then one for each number of idle ones. Each row has a daemon of its own.
 //! Threads: the bench's one; guests are processes. Units: in every key.
 //! Promise: the two sides take turns, forwards and backwards; only one side's guests run at a time; every page that is

@@ -12,11 +12,11 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::rows::Point;
 
 const SIZE: (u32, u32) = (760, 360);
-/// Of labels left of the axis.
+/// Width of labels left of the axis.
 const LEFT: u32 = 70;
-/// Of the names of groups.
+/// Height of the names of groups.
 const BOTTOM: u32 = 34;
-/// Of title and legend.
+/// Height of title and legend.
 const TOP: u32 = 64;
 const FONT: (&str, i32) = ("sans-serif", 14);
 const TITLE: (&str, i32) = ("sans-serif", 16);

@@ -31,7 +31,7 @@ pub(super) trait Allocator {
     fn release(&mut self, id: u64) -> Result<()>;
     /// Frames of a node that are free as a whole.
     fn whole(&self, node: u8) -> u32;
-    /// Of these, pages of 1 GiB.
+    /// Part of these: pages of 1 GiB.
     fn undemoted(&self, _node: u8) -> u32 {
         0
     }

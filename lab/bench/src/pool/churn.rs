@@ -20,13 +20,13 @@ const MOST_VMS: u32 = 1024;
 /// One allocator's figures, a value for each round.
 #[derive(Default)]
 struct Figures {
-    /// Of all memory, what VMs have when the host is full and what one more VM then gets of the rest.
+    /// Share of all memory that VMs have when the host is full, plus what one more VM then gets.
     sellable: Vec<f64>,
-    /// Of free memory, what is whole and aligned GiB.
+    /// Share of free memory in whole and aligned GiB.
     whole: Vec<f64>,
-    /// Of free memory, what is whole pages of 1 GiB that were never demoted: the pool's alone.
+    /// Share of free memory in whole pages of 1 GiB that were never demoted: the pool's alone.
     undemoted: Vec<f64>,
-    /// Of the GiB that VMs could have had as whole frames, those that they got so.
+    /// Share of the GiB that VMs could have had as whole frames and got so.
     given: Vec<f64>,
     extents: Vec<f64>,
 }

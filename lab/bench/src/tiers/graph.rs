@@ -41,7 +41,7 @@ pub(crate) struct Search {
 }
 
 impl Search {
-    /// Of the largest graph that fits into this much memory.
+    /// A search of the largest graph that fits into this much memory.
     pub(crate) fn new(memory: u64, mut seed: u64) -> Self {
         let scale = (memory / BYTES_PER_VERTEX).max(2).ilog2();
         let vertices = 1u64 << scale;

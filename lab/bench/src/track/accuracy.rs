@@ -81,7 +81,7 @@ fn name(workload: Workload) -> &'static str {
 /// The figures of a row.
 #[derive(Default)]
 struct Scores {
-    /// Of each way: precision, recall, F1 against what was touched; F1 by weight; F1 by rate.
+    /// For each way: precision, recall, F1 against what was touched; F1 by weight; F1 by rate.
     ways: [[Vec<f64>; 5]; WAYS.len()],
     knowing_rates: Vec<f64>,
     wss_error_pct: Vec<f64>,

@@ -21,7 +21,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The process ended while something was expected of it (guest, or whoever built its command line).
+    /// The process ended while something was expected of it (guest, or the author of its command line).
     #[error("Guest {guest} ended early ({status}); its last words:\n{tail}")]
     Ended {
         /// The guest's name.

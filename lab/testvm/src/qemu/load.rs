@@ -147,7 +147,7 @@ pub struct Mix {
     pub writes: f64,
     /// Operations per round trip.
     pub pipeline: usize,
-    /// Of the random choices.
+    /// Seed of the random choices.
     pub seed: u64,
 }
 
@@ -164,7 +164,7 @@ impl Default for Mix {
 pub struct Throughput {
     /// Operations done.
     pub ops: u64,
-    /// Of them writes.
+    /// How many of them were writes.
     pub writes: u64,
     /// How long it took.
     pub elapsed: Duration,

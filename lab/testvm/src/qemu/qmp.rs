@@ -18,7 +18,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// A refused or broken conversation.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// QEMU said no (whoever sent the command).
+    /// QEMU said no (sender of the command).
     #[error("QMP {command}: {answer}")]
     Refused {
         /// The command.
