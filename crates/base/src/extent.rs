@@ -1,4 +1,4 @@
-//! Extents: which bytes of which files a region of guest RAM is made of.
+//! Extents: the bytes of files that a region of guest RAM consists of.
 //!
 //! Before: a VMM maps pieces of files one after the other. After: every crate finds the place of a page, and the page
 //! of a place, by the same rule.
@@ -33,7 +33,7 @@ impl Extent {
     }
 }
 
-/// What is wrong with a list of extents. Caused by the VMM that describes its RAM so.
+/// Why a list of extents is invalid. Caused by the VMM that describes its RAM.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExtentError {
     /// There is none.
@@ -126,10 +126,10 @@ pub struct Piece {
 }
 
 impl Extents {
-    /// The region that these make, one after the other.
+    /// The extents of a region, one after the other.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// Why they are invalid.
     pub fn new(list: &[Extent]) -> Result<Self, ExtentError> {
         if list.is_empty() {
             return Err(ExtentError::None);
@@ -193,7 +193,7 @@ impl Extents {
         Ok(())
     }
 
-    /// Is this how long they are?
+    /// Check that they have this length.
     ///
     /// # Errors
     /// They are longer, or shorter.
@@ -202,7 +202,7 @@ impl Extents {
         if extents == region.0 { Ok(()) } else { Err(ExtentError::OtherLength { extents, region: region.0 }) }
     }
 
-    /// They, in the order of the region's pages.
+    /// The list, in the order of the region's pages.
     pub fn list(&self) -> &[Extent] {
         &self.list
     }
@@ -236,7 +236,7 @@ impl Extents {
         places && self.starts[..self.list.len()].iter().all(|start| aligned(start.offset()))
     }
 
-    /// Where a page is: the number of its file and its offset there.
+    /// The place of a page: the number of its file and its offset there.
     ///
     /// # Panics
     /// If the region has no such page.
@@ -259,7 +259,7 @@ impl Extents {
         self.starts.get(self.of_page(page) + 1).copied().unwrap_or(PageIdx(self.pages().0))
     }
 
-    /// These pages, cut where an extent ends. What is outside the region is left out.
+    /// These pages, cut where an extent ends. Pages outside the region are left out.
     pub fn pieces(&self, pages: PageRange) -> impl Iterator<Item = Piece> + use<'_> {
         let mut rest = pages.before(PageIdx(self.pages().0));
         let mut at = if rest.is_empty() { self.list.len() } else { self.of_page(rest.start()) };
@@ -276,7 +276,7 @@ impl Extents {
         })
     }
 
-    /// Where these bytes of a file are in the region: offsets from its start, and lengths.
+    /// The place of these bytes of a file in the region: offsets from its start, and lengths.
     pub fn bytes_at(&self, file: u16, offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> + use<'_> {
         let end = offset.saturating_add(len);
         let extents = self.list.iter().zip(self.starts.iter());

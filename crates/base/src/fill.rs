@@ -1,9 +1,9 @@
-//! Faults on pages, and what filling or mapping a page came to.
+//! Faults on pages, and the outcomes of filling or mapping a page.
 //!
 //! Before: userfaultfd reported a fault, or was asked to fill a hole. After: the moves of a page depend on it.
 //! Threads: any; plain values.
 
-/// What a fault found in the file.
+/// The state of the page in the file at the fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
     /// A hole: the page was never touched, was discarded, or is far.
@@ -12,12 +12,12 @@ pub enum FaultKind {
     Minor,
 }
 
-/// What filling or mapping a page came to.
+/// The outcome of filling or mapping a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FillOutcome {
     /// The page is in the file and mapped; its waiters were woken.
     Done,
-    /// Somebody else was first. Nobody was woken: wake them.
+    /// Another thread was first. No thread was woken: wake them.
     AlreadyThere,
     /// `CONTINUE` only: the file has a hole there.
     NotInFile,
@@ -25,7 +25,7 @@ pub enum FillOutcome {
     Retry,
     /// The range is not registered (any more), or the process is gone.
     Gone,
-    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. Nobody was
-    /// woken.
+    /// The page is in the file and its bytes are lost: its memory failed, or the device it was swapped to. No thread
+    /// was woken.
     Failed,
 }

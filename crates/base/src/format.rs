@@ -5,8 +5,8 @@
 //!
 //! 1. Every message and every file states the version of its writer and its *least reader*: the oldest version that may
 //!    read it.
-//! 2. A new field goes to the end of its message, or into a reserved word of its file. **Zero says nothing**: a reader
-//!    takes a field that the writer did not know for zero. The version is raised.
+//! 2. A new field goes to the end of its message, or into a reserved word of its file. **Zero means not set**: a reader
+//!    reads a field that the writer did not know as zero. The version is raised.
 //! 3. If an older reader must not ignore the change, the least reader is raised, too. A message of a new kind has its
 //!    own least reader; other messages keep theirs.
 //! 4. A reader refuses what it is too old for (least reader above its own version) and what it no longer knows (version
@@ -19,10 +19,10 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-/// What a program writes and reads of one format.
+/// The versions that a program writes and reads of one format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
-    /// What this program writes.
+    /// The version that this program writes.
     pub version: u16,
     /// The oldest version of a program that may read it.
     pub least_reader: u16,
@@ -30,7 +30,7 @@ pub struct Format {
     pub oldest: u16,
 }
 
-/// What a message or file states of itself.
+/// The versions that a message or file states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
     /// Version of the writer.
@@ -46,19 +46,19 @@ pub struct Stamp {
     theirs.version, theirs.least_reader, ours.version, ours.oldest
 )]
 pub struct Unreadable {
-    /// What it states.
+    /// The versions that it states.
     pub theirs: Stamp,
-    /// What this program knows.
+    /// The versions that this program knows.
     pub ours: Format,
 }
 
 impl Format {
-    /// What this program states in what it writes.
+    /// The versions that this program states in its output.
     pub const fn stamp(&self) -> Stamp {
         Stamp { version: self.version, least_reader: self.least_reader }
     }
 
-    /// May this program read what states this?
+    /// Check whether this program may read a file or message with this stamp.
     ///
     /// # Errors
     /// It may not.
@@ -74,7 +74,7 @@ impl Format {
         Self { version: self.version + cfg!(feature = "next-format") as u16, ..self }
     }
 
-    /// What a file that said this says from now on, because this program writes to it as well.
+    /// The stamp of a file with this stamp from now on, because this program writes to it as well.
     pub const fn raise(&self, theirs: Stamp) -> Stamp {
         const fn larger(a: u16, b: u16) -> u16 {
             if a > b { a } else { b }
@@ -177,7 +177,7 @@ pub fn decode<T: Message>(bytes: &[u8]) -> Result<T, WireError> {
     if theirs.version < ours.version {
         let padded = [body, &[0; UNKNOWN_FIELDS]].concat();
         return match postcard::take_from_bytes::<(T, Added)>(&padded) {
-            // All that the writer said was read, and nothing after the zeros that stand for what it did not know.
+            // All fields of the writer were read, and nothing after the zeros for the fields it did not know.
             Ok(((message, _), left)) if left.len() <= UNKNOWN_FIELDS => Ok(message),
             _ => Err(refused),
         };

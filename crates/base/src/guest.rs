@@ -1,9 +1,9 @@
-//! Where the guest sees its memory: a region of RAM is one or more ranges of guest-physical addresses.
+//! Guest-physical addresses: a region of RAM is one or more ranges of them.
 //!
-//! Before: a VMM says where it shows a region; a PC shows what does not fit below its PCI hole above 4 GiB. After: who
-//! looks from the host knows which page of a region is which of the guest's.
-//! Units: bytes. Promise: no I/O. Between its ends a range is linear; what a device or a ROM covers inside it is not
-//! told.
+//! Before: a VMM says where it shows a region; a PC shows the part that does not fit below its PCI hole above 4 GiB.
+//! After: the host knows which page of a region is which of the guest's.
+//! Units: bytes. Promise: no I/O. Between its ends a range is linear; a device or a ROM that covers a part of it is not
+//! described.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,10 +25,10 @@ pub struct GuestRange {
     pub len: Bytes,
 }
 
-/// Can a region of this length be seen so: whole pages, inside it, no byte of it and no address twice?
+/// Check that a region of this length can have these ranges: whole pages, inside it, no byte and no address twice.
 ///
 /// # Errors
-/// What is wrong.
+/// Why not.
 pub fn check_guest_ranges(region: Bytes, ranges: &[GuestRange]) -> Result<(), String> {
     if ranges.len() > MAX_GUEST_RANGES {
         return Err(format!("{} guest-physical ranges; at most {MAX_GUEST_RANGES} are allowed", ranges.len()));

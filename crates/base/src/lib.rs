@@ -1,4 +1,4 @@
-//! The words every other crate of Ballast uses: units, ids, and the messages that cross a process border.
+//! The vocabulary of all other crates: units, ids, and the messages that cross a process border.
 //!
 //! Before: nothing. After: `sys`, and through it everything else.
 //! Promise: no I/O, no unsafe code, no clock, no threads.
@@ -12,17 +12,18 @@
 //! | region | a contiguous range of guest RAM's addresses, made of extents |
 //! | extent | neighbouring bytes of a file that are guest RAM |
 //! | resident | the page's bytes are in DRAM, in the region's file |
-//! | far | the page's bytes live in a store |
+//! | far | the page's bytes are in a store |
 //! | zap | drop the VMM's page-table entries of a range; the data stays in the file |
 //! | punch | free a range of the file: the memory returns to the host |
 //! | quarantine | the time between a page's zap and its eviction; a touch in it is a *quarantine hit* |
 //! | ticket | the number of a batch of zapped pages; a word with another ticket was touched and zapped again |
-//! | granule | what is moved as one: a page, or the 512 pages of a huge page |
+//! | granule | the unit of a move: a page, or the 512 pages of a huge page |
 //! | refault, refault interval | a touch of a page that was evicted; the time from its eviction to that touch |
 //! | poison | the page's bytes are lost; a touch is a memory error |
-//! | fence | what keeps a dead engine's threads from a VM until they are gone |
+//! | fence | keeps a dead engine's threads from a VM until they are gone |
 //! | escrow | the fd store in the VMM: descriptors that the client keeps for the next keeper |
-//! | fault worker, reclaim worker | a thread of the engine that serves faults, one per CPU; what takes a VM's pages |
+//! | fault worker, reclaim worker | a thread of the engine that serves faults, one per CPU; the task that takes a VM's
+//! pages |
 //! | foreign mapper | a process that maps a VM's RAM and has not attached |
 //! | view | one process's mapping of a VM's RAM with its own userfaultfd |
 //! | client | the small library inside the VMM process |

@@ -1,4 +1,4 @@
-//! What a VMM's process asks of the pool, and what it gets: messages on the pool's socket.
+//! Requests of a VMM's process to the pool, and the replies: messages on the pool's socket.
 //!
 //! Before: a process is to have RAM from the pool. After: it has descriptors of files beside the answer, and maps them.
 //! Threads: none; plain values. Units: bytes. Promise: as for `wire`: both sides check what they receive.
@@ -11,7 +11,7 @@ use crate::units::Bytes;
 use crate::wire::MAX_FILES;
 use crate::{Extent, HUGE_SIZE};
 
-/// What pages a VM's memory is to be made of.
+/// The pages that a VM's memory is to consist of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pages {
     /// Huge pages of 2 MiB, wherever they are.

@@ -1,6 +1,6 @@
 //! A range of pages of one region.
 //!
-//! Before: a fault, a scan or a message names some pages. After: all crates mean the same by it.
+//! Before: a fault, a scan or a message names some pages. After: all crates use one type for them.
 //! Threads: any; a plain value. Units: base pages. Promise: the end is never before the start.
 
 use std::fmt;

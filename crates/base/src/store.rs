@@ -1,6 +1,6 @@
-//! What a store of far pages is: the trait, and the names of what it keeps.
+//! The trait of a store of far pages, and the names of stored pages.
 //!
-//! Before: the evict side hands over one page's bytes. After: the fault side asks for them back, once or more, and then
+//! Before: the evict side hands over one page's bytes. After: the fault side reads them, once or more often, and then
 //! frees the handle. The stores themselves are in the store crate.
 //! Threads: every method may be called from any thread at any time; a store never calls back.
 //! Units: one object is one base page of 4096 bytes.
@@ -14,7 +14,7 @@ use crate::{PAGE_SIZE, PageIdx};
 /// The bytes of one page.
 pub type PageBytes = [u8; PAGE_SIZE];
 
-/// Which region of which VM.
+/// A region of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RegionKey {
     /// The VM: a store may hold pages of many.
@@ -61,7 +61,7 @@ impl Handle {
     }
 }
 
-/// What a store says when it is given a page.
+/// The outcome of a put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutOutcome {
     /// The page is complete in the store, and durable if the store is a durable one.
@@ -72,7 +72,7 @@ pub enum PutOutcome {
     Busy,
 }
 
-/// What a store says when it is asked for a page.
+/// The outcome of a get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GetOutcome {
     /// The buffer holds the exact bytes; the checksum matched.
@@ -115,7 +115,7 @@ impl StoreSet {
     }
 }
 
-/// What a store found and did when it took over what a dead process had left.
+/// The findings of a store that took over from a dead process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recovered {
     /// Blobs that a live handle names; they are kept.
@@ -150,16 +150,16 @@ impl StoreUsage {
 
 /// A place for far pages.
 ///
-/// What the caller owes: a handle is freed once, under the key it was put under, and not while another call uses that
-/// handle. A caller that breaks this may lose that page (or one of the same key), never get another page's bytes.
+/// The caller's duty: a handle is freed once, under the key it was put under, and not while another call uses that
+/// handle. A caller that breaks this may lose that page (or one of the same key), but never gets another page's bytes.
 ///
-/// What a store promises (and the store crate's conformance tests check):
+/// The store's promises (which the store crate's conformance tests check):
 /// - `Found` means the exact bytes that were put under that handle *and key*.
-/// - A handle asked for under another key answers `Absent` or `Corrupt`. One exception is unavoidable: a store may keep
+/// - A get of a handle under another key returns `Absent` or `Corrupt`. One exception is unavoidable: a store may keep
 ///   a same-filled page in the handle itself, and then only a few bits of the handle can tell keys apart; about one
-///   wrong key in 128 answers `Found` with the bytes of that handle.
-/// - A freed handle answers `Absent` or `Corrupt`, or `Found` with bytes that were once put under that same key.
-/// - `Full` and `Busy` keep nothing, and do not disturb what is kept. After enough frees, `put` succeeds again.
+///   wrong key in 128 returns `Found` with the bytes of that handle.
+/// - A freed handle returns `Absent` or `Corrupt`, or `Found` with bytes that were once put under that same key.
+/// - `Full` and `Busy` store nothing, and do not disturb stored pages. After enough frees, `put` succeeds again.
 pub trait Store: Send + Sync + std::fmt::Debug {
     /// Keep these bytes. When this returns `Stored`, the bytes can be got back even if this process dies.
     fn put(&self, key: PageKey, bytes: &PageBytes) -> PutOutcome;
@@ -190,8 +190,8 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// suffers.)
     fn free(&self, key: PageKey, handle: Handle);
 
-    /// Do work that was put off so that no fault waits for it, such as giving memory back. To be called now and then by
-    /// a thread that may wait; costs nothing when there is nothing to do.
+    /// Do work that was put off so that no fault waits for it, such as returning memory. To be called now and then by a
+    /// thread that may wait; costs nothing when there is nothing to do.
     fn tidy(&self) {}
 
     /// Does the object of this handle occupy anything? A page that is kept in its handle does not, so nothing is gained
@@ -223,7 +223,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// [`Store::follow`], and may have freed of it since.
     fn own(&self, _live: &mut dyn Iterator<Item = (PageKey, Handle)>) {}
 
-    /// Does it have to be told, by [`Store::follow`] and [`Store::own`], what words name?
+    /// Must it be told, by [`Store::follow`] and [`Store::own`], which objects words name?
     fn is_told(&self) -> bool {
         false
     }
@@ -234,13 +234,12 @@ pub trait Store: Send + Sync + std::fmt::Debug {
         false
     }
 
-    /// Why the last put that was refused was refused, if this store can say more than `Full` and `Busy`.
+    /// The reason for the last refusal of a put, if this store knows more than `Full` and `Busy`.
     fn last_refusal(&self) -> Option<String> {
         None
     }
 
-    /// What the store holds now; what was emptied counts until [`Store::tidy`] gives it back. Reads counters: never
-    /// waits.
+    /// The usage of the store now; emptied space counts until [`Store::tidy`] returns it. Reads counters: never waits.
     fn usage(&self) -> StoreUsage;
 }
 

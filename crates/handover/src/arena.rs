@@ -1,10 +1,10 @@
-//! The head of an arena: what the shared-memory file of a store says of itself.
+//! The head of an arena: the description of a store's shared-memory file, in the file.
 //!
 //! Before: the keeper makes an empty file for a new VM, or a client brings one back. After: an engine lays it out
-//! ([`format()`]) and maps it (`ballast-store`, which alone knows what is in its slabs).
-//! Threads: nobody else has the file while it is laid out. Units: offsets are bytes from the start of the file.
+//! ([`format()`]) and maps it (`ballast-store`, which alone knows the contents of its slabs).
+//! Threads: no other process has the file while it is laid out. Units: offsets are bytes from the start of the file.
 //! Promise: a layout that this program cannot read is refused, unchanged. A file is an arena once it has its full size,
-//! which it gets last: one without was never laid out and holds nothing.
+//! which is set last: a shorter one was never laid out and has no contents.
 //!
 //! ```text
 //! 0            header page: magic, stamp (version and least reader), slabs, slab size, fresh, held, four words of the
@@ -47,7 +47,7 @@ pub const WORD_SLAB_BYTES: usize = 3;
 pub const WORD_FRESH: usize = 4;
 /// How many are in use.
 pub const WORD_HELD: usize = 5;
-/// Words that mean what the store wants.
+/// Words with a meaning of the store's.
 pub const OWN_WORDS_START: usize = 6;
 /// How many of these there are.
 pub const OWN_WORDS: usize = 4;
@@ -70,7 +70,7 @@ pub const MEMBERS: usize = 256;
 const _: () =
     assert!(SHARDS_START + SHARDS * SHARD_WORDS * 8 <= MEMBERS_START && MEMBERS_START + MEMBERS * 8 == PAGE_SIZE);
 
-/// What tells one kind of arena from another.
+/// The properties that tell one kind of arena from another.
 #[derive(Debug)]
 pub struct Layout {
     /// For messages.
@@ -115,7 +115,7 @@ pub const WORD_FILE_INO: usize = 1;
 /// Two numbers in one word.
 pub const WORD_TODAY: usize = 2;
 
-/// What the header of an arena says.
+/// The contents of an arena's header.
 #[derive(Debug)]
 pub struct Head {
     /// How many slabs it has.
@@ -147,7 +147,7 @@ impl Layout {
             .find(|slabs| self.file_bytes(*slabs) as u64 == file_bytes)
     }
 
-    /// What the header of a new arena says.
+    /// Write the header of a new arena.
     pub fn write_header(&self, slabs: u32, header: &[AtomicU64]) {
         header[WORD_SLABS].store(slabs.into(), Ordering::Relaxed);
         header[WORD_SLAB_BYTES].store(self.slab_bytes as u64, Ordering::Relaxed);
@@ -155,7 +155,7 @@ impl Layout {
         header[WORD_MAGIC].store(self.magic, Ordering::Release);
     }
 
-    /// Check what the header of a file of this size says. Returns how many slabs there are.
+    /// Check the header of a file of this size. Returns how many slabs there are.
     fn check_header(&self, words: &[u64], size: u64) -> io::Result<u32> {
         let invalid = |what| self.invalid(what);
         let expect = |word: usize, name: &str, expected: u64| {
@@ -194,7 +194,7 @@ pub fn create() -> io::Result<OwnedFd> {
 /// Was this file never laid out, or not to the end?
 ///
 /// # Errors
-/// The kernel could not say.
+/// The kernel could not tell.
 pub fn is_new(fd: impl AsFd) -> io::Result<bool> {
     Ok(matches!(memfd::size(fd)?.0, 0 | HEADER_BYTES))
 }
@@ -219,7 +219,7 @@ pub fn format(layout: &Layout, fd: impl AsFd, slabs: u32) -> io::Result<()> {
     if rustix::io::pwrite(&fd, &bytes, 0)? != bytes.len() {
         return Err(io::Error::other(format!("Creating a {}: its header was not written whole", layout.name)));
     }
-    // Last: by its size it is known that all else is done.
+    // Last: the full size proves that all else is done.
     Ok(rustix::fs::ftruncate(&fd, layout.file_bytes(slabs) as u64)?)
 }
 
@@ -243,7 +243,7 @@ pub fn read(layout: &Layout, fd: &Arc<OwnedFd>) -> io::Result<Head> {
     header[WORD_MAGIC].load(Ordering::Acquire);
     let was_lost = is_hole || header_map.lost() > 0;
     if was_lost {
-        // What it said of the arena follows from the size of the file.
+        // The rest of the header follows from the size of the file.
         let slabs =
             layout.slabs_of(size).ok_or_else(|| invalid(format!("its header is lost, and none has {size} bytes")))?;
         layout.write_header(slabs, header);
@@ -270,16 +270,16 @@ pub fn inspect(layout: &Layout, fd: impl AsFd) -> io::Result<()> {
     layout.check_header(&words, memfd::size(&fd)?.0).map(drop)
 }
 
-/// What a member of a group is called in its arena: never 0, and nothing that shares a byte with [`ENGINES`].
+/// The name of a member in its group's arena: never 0, and no byte in common with [`ENGINES`].
 pub fn member(vm: VmId) -> u64 {
     let [low, ..] = vm.0.as_chunks().0 else { return 4 };
     u64::from_le_bytes(*low).max(4)
 }
 
-/// What engines that have a group's arena open are called there.
+/// The name of engines that have a group's arena open.
 pub const ENGINES: u64 = 0;
 
-/// From now on this opening of a group's arena says that somebody has the words of this VM.
+/// From now on this opening of a group's arena announces that a process has the words of this VM.
 ///
 /// # Errors
 /// The kernel refuses.

@@ -1,13 +1,13 @@
-//! Two engines of one VM, as its state file tells of them: one that is to follow serves faults beside the one that
-//! leaves, which does nothing but that any more.
+//! Two engines of one VM, in its state file: the next one serves faults beside the leaving one, which only serves
+//! faults any more.
 //!
 //! Before: a keeper has had the engine of a VM do nothing for it but serve faults. After: one engine has the VM.
 //! Threads: any. Promise: a program that finds the file can end every engine that may change anything of the VM. A
 //! program that knows of one engine only is refused meanwhile: the least reader of the file is raised for as long as it
 //! names two.
 //!
-//! Whose threads are in the list (`threads`) nobody can tell while there are two. So an engine that dies meanwhile must
-//! be gone entirely before another one may mend what it left.
+//! While there are two engines, the list of threads (`threads`) does not tell whose they are. So an engine that dies
+//! meanwhile must be gone entirely before another one may mend its words.
 
 use std::sync::atomic::Ordering;
 
@@ -19,8 +19,8 @@ const KNOWS_TWO: u16 = 5;
 const FOLLOWED: u64 = 1 << 32;
 
 impl StateFile {
-    /// Write down that this engine may open the VM beside the one that is named, which leaves. The keeper does, before
-    /// it gives the order.
+    /// Record that this engine may open the VM beside the named one, which leaves. The keeper does so before it gives
+    /// the order.
     pub fn name_beside(&self, pid: u32, start_time: u64) {
         let Some((leaving, leaving_start)) = self.engine() else { return self.name_engine(pid, start_time) };
         let mut stamp = FORMAT.raise(self.stamp());
@@ -51,7 +51,7 @@ impl StateFile {
         self.begin_epoch(pid, start_time)
     }
 
-    /// The engine beside the one that leaves serves every process of the VM: should the keeper die now, it will do.
+    /// The engine beside the leaving one serves every process of the VM: if the keeper dies now, it continues alone.
     pub fn set_followed(&self) {
         if self.leaving().is_some() {
             self.words()[Field::LeavingPid as usize].fetch_or(FOLLOWED, Ordering::AcqRel);

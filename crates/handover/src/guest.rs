@@ -1,8 +1,8 @@
 //! Where the guest sees each region: words of the state file that outlive engines.
 //!
 //! Before: the VMM says where, with a region or later. After: the API shows it, in every engine.
-//! Threads: the keeper's one writes; any reads, and may find a list that is being replaced half there, for display.
-//! Units: whole pages. Promise: what is read has passed the same check as what is written.
+//! Threads: the keeper's one writes; any reads, and may see a list half replaced, which is for display only.
+//! Units: whole pages. Promise: the list that is read has passed the same check as the list that was written.
 //!
 //! ```text
 //! 3072     42 entries of three words: region plus 1, over the page of the region << 8; the guest's page; pages
@@ -51,7 +51,7 @@ impl StateFile {
     /// The guest sees this region here from now on.
     ///
     /// # Errors
-    /// It cannot, or the VM's regions have too many ranges; then what was said before holds.
+    /// The ranges are invalid, or the VM's regions have too many; then the ranges before still hold.
     pub fn set_guest_ranges(&self, region: u32, ranges: &[GuestRange]) -> Result<(), StateError> {
         let records = self.regions();
         let record = records.get(region as usize).filter(|record| !record.removed);

@@ -1,4 +1,4 @@
-//! What a keeper leaves to the program that takes its place in the same process: all that it holds, written down.
+//! The record that a keeper leaves to the next program in the same process: all of its state.
 //!
 //! Before: a keeper is about to become another program by exec; its descriptors stay open. After: that program reads
 //! this and is the keeper: of the same VMs, clients and engine, under the same sockets and the same pid.
@@ -26,15 +26,15 @@ pub type Number = i32;
 pub struct Kept {
     /// The file whose lock keeps a second keeper away. The lock stays, because the process does.
     pub lock: Number,
-    /// Where VMMs attach.
+    /// The attach socket.
     pub attach: Number,
-    /// Where operators ask.
+    /// The API socket.
     pub api: Number,
-    /// What engines are started from.
+    /// The program that engines are started from.
     pub program: Vec<u8>,
     /// The file of the keeper that wrote this.
     pub own_program: Vec<u8>,
-    /// What engines begin with.
+    /// The settings that engines begin with.
     pub settings: Vec<u8>,
     /// A new VM is to have a file store.
     pub file_stores: bool,
@@ -42,7 +42,7 @@ pub struct Kept {
     pub since_unix_s: u64,
     /// Engines that died.
     pub restarts: u64,
-    /// An [`crate::orders::Order::Upgrading`]: how the upgrade stands of which this is a part.
+    /// An [`crate::orders::Order::Upgrading`]: the state of the upgrade that this is a part of.
     pub upgrading: Vec<u8>,
     /// The engine.
     pub engine: KeptEngine,
@@ -54,7 +54,7 @@ pub struct Kept {
     pub closing: Vec<(u64, bool, KeptVm)>,
     /// Connections.
     pub clients: Vec<KeptClient>,
-    /// What clients wait for.
+    /// Orders that clients wait for.
     pub pending: Vec<KeptAsk>,
     /// The key of the next connection.
     pub next_client: u64,
@@ -82,7 +82,7 @@ pub struct KeptEngine {
 /// A VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptVm {
-    /// The state file, which says the rest.
+    /// The state file, which has the rest.
     pub state: Number,
     /// The files of its stores, by number.
     pub stores: Vec<(u8, Vec<Number>)>,
@@ -120,7 +120,7 @@ pub struct KeptClient {
     pub view: Option<KeptView>,
 }
 
-/// What a process attached with.
+/// The descriptors that a process attached with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptView {
     /// The VM.
@@ -135,7 +135,7 @@ pub struct KeptView {
     pub spans: Vec<(Span, u32)>,
 }
 
-/// What a client waits for.
+/// A client's wait.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KeptAsk {
     /// The number of the order.
@@ -172,7 +172,7 @@ impl Kept {
         all
     }
 
-    /// As a memory file.
+    /// Write it as a memory file.
     ///
     /// # Errors
     /// There is no memory or no descriptor for it.
@@ -183,13 +183,13 @@ impl Kept {
         Ok(file.into())
     }
 
-    /// What such a file says.
+    /// Read such a file.
     ///
     /// # Errors
     /// It cannot be read; it is no such file, or one that this program cannot read.
     pub fn read(file: impl AsFd) -> io::Result<Self> {
         let invalid = |error: WireError| io::Error::new(io::ErrorKind::InvalidData, error);
-        // Another program wrote it, and will write no more. It may be anything.
+        // Another program wrote it and has ended. It may contain anything.
         let size = usize::try_from(memfd::size(&file)?.0).unwrap_or(usize::MAX);
         if size > LONGEST {
             return Err(io::Error::new(io::ErrorKind::InvalidData, format!("it has {size} bytes")));

@@ -1,16 +1,16 @@
-//! What keeper and engine hand over to each other and to their successors.
+//! State and messages that keeper and engine hand over to each other and to their successors.
 //!
 //! Before: the keeper makes the files of a VM, and checks those that a client brings back. After: an engine maps them
 //! and serves the VM (`ballast-pager`); its successor finds in them the state that must outlive it.
 //!
-//! [`state_file`] is the file of one VM: who it is, who serves it ([`threads`]; for a moment that may be two engines,
-//! `beside`), its regions ([`records`]), and the tables of its page-state words ([`table`]). What those words mean is
-//! `ballast-page`'s, which this crate does not know. [`arena`] is the head of a store's file, and which file on a disk
-//! an index belongs to; what is in it is `ballast-store`'s.
+//! [`state_file`] is the file of one VM: its identity, its engine ([`threads`]; for a moment there may be two,
+//! `beside`), its regions ([`records`]), and the tables of its page-state words ([`table`]). The meaning of those words
+//! is in `ballast-page`, which this crate does not know. [`arena`] is the head of a store's file, and tells which file
+//! on a disk an index belongs to; its contents are in `ballast-store`.
 //!
-//! [`kept`] is all that a keeper holds, for the program that takes its place in the same process.
-//! [`orders`] are the messages between keeper and engine. Both also look at other processes: [`watch`]
-//! finds those that map a VM's RAM behind our back, [`sleep`] says over what a thread sleeps.
+//! [`kept`] is the whole state of a keeper, for the next program in the same process. [`orders`] are the messages
+//! between keeper and engine. Both also look at other processes: [`watch`] finds those that map a VM's RAM without
+//! being attached, [`sleep`] tells what a thread sleeps over.
 #![forbid(unsafe_code)]
 
 pub mod arena;

@@ -12,7 +12,7 @@ impl StateFile {
         self.thread_list().add_this(self.own_tag())
     }
 
-    /// This thread works for the VM no more, if the guard that said so is lost.
+    /// This thread no longer works for the VM; its guard is lost.
     pub fn unlist_thread(&self) {
         self.thread_list().remove_this();
     }
@@ -30,7 +30,7 @@ impl StateFile {
     }
 
     /// Do something that waits for the disk of the VM's file store and for nothing else of the VM. A killed engine's
-    /// thread that sleeps over it is in nobody's way: the next engine's store waits for the disk itself.
+    /// thread that sleeps over it delays nobody: the next engine's store waits for the disk itself.
     pub fn beside<T>(&self, work: impl FnOnce() -> T) -> T {
         self.thread_list().beside(self.own_tag(), work)
     }

@@ -1,4 +1,4 @@
-//! What one process maps of files in memory, and which files it has open, by `/proc`.
+//! The files in memory that a process maps, and the files it has open, from `/proc`.
 //!
 //! Before: `watch` chose a process. After: parts of files, by the device and inode that the kernel says.
 //! Threads: those of `watch` that may hang: reading a map needs a lock of that process.
@@ -11,8 +11,8 @@ use ballast_sys::file_ranges::FileRanges;
 use ballast_sys::memfd::FileId;
 use rustix::fs::{AtFlags, CWD, Statx, StatxFlags, major, makedev, statx};
 
-/// Which of these files the process has open. The kernel says a descriptor's inode number without asking the file's own
-/// file system, which may not answer; only a file whose number is right is asked, and in a way that does not wait.
+/// The files of these that the process has open. The kernel tells a descriptor's inode number without asking the file's
+/// own file system, which may not respond; only a file with a matching number is queried, in a way that does not wait.
 pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
     let mut found = HashSet::new();
     // A process that is ending has no descriptors any more, and one that we may not look at shows none.
@@ -32,7 +32,7 @@ pub(crate) fn opened(pid: u32, files: &HashSet<FileId>) -> HashSet<FileId> {
     found
 }
 
-/// Parts of one file that one process maps, at most; of more, all between the first and the last is taken for mapped.
+/// Most parts of one file that one process maps; beyond that, all between the first and the last counts as mapped.
 const MOST_PARTS: usize = 1024;
 
 /// Which parts of files in memory the process maps: RAM of a VM is a memfd, or a file in a tmpfs or a hugetlbfs, none

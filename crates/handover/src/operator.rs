@@ -1,4 +1,4 @@
-//! What an operator, and the control loop, have said of a VM: words of its state file that outlive engines.
+//! The operator's and the control loop's words for a VM, in its state file, where they outlive engines.
 //!
 //! Before: the keeper writes the limit that a VM attached with; the API and the control loop change these. After: the
 //! reclaim worker reads them in its next round, and so does the next engine.
@@ -33,7 +33,7 @@ impl StateFile {
         self.remember();
     }
 
-    /// What the operator said of the VM, in the daemon's words; all zero if nothing.
+    /// The operator's settings of the VM, as the daemon encodes them; all zero if there are none.
     pub fn settings(&self) -> [u64; SETTINGS] {
         std::array::from_fn(|at| self.words()[Field::Settings as usize + at].load(Ordering::Acquire))
     }

@@ -18,10 +18,10 @@ pub const FORMAT: Format = Format { version: 12, least_reader: 7, oldest: 7 };
 const UPGRADES: u16 = 8;
 /// The first version of an engine that may serve a VM beside another one.
 pub const BESIDE: u16 = 9;
-/// The first one that may do so whatever stores the VM has.
+/// The first one that may do so with any stores.
 pub const ALL_BESIDE: u16 = 12;
 
-/// What an engine must know to begin. Descriptor: the listening API socket.
+/// The parameters of a new engine. Descriptor: the listening API socket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Begin {
     /// The keeper.
@@ -30,16 +30,16 @@ pub struct Begin {
     pub restarts: u64,
     /// When the keeper started, seconds since 1970.
     pub since_unix_s: u64,
-    /// What the engine is to do, in a format of the engine's own: the keeper passes it on.
+    /// The engine's settings, in a format of the engine's own: the keeper passes them on.
     pub settings: Vec<u8>,
 }
 
-/// How an upgrade stands.
+/// The state of an upgrade.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Upgrading {
     /// Counts the upgrades of this keeper; 0 before the first.
     pub number: u64,
-    /// What the successor is started from.
+    /// The program of the successor.
     pub program: String,
     /// See [`Stage`].
     pub stage: Stage,
@@ -51,9 +51,9 @@ pub struct Upgrading {
     pub moved: u32,
     /// How long it has taken.
     pub took_us: u64,
-    /// The longest time for which a VM was served by nobody.
+    /// The longest time for which no engine served a VM.
     pub longest_gap_us: u64,
-    /// Why it failed, or what else there is to say.
+    /// Why it failed, or another note.
     pub message: String,
     /// Whether the keeper was replaced, too, or why not; nothing before that is known.
     pub keeper: Option<Result<(), String>>,
@@ -176,8 +176,8 @@ pub enum Order {
         /// The process.
         pid: u32,
     },
-    /// No process of the VM is left. What is far of it goes back into a RAM file that somebody may still come to.
-    /// Answered by [`Report::Done`] when that is over and nothing more of the VM is open here.
+    /// No process of the VM is left. Its far pages go back into a RAM file that some process may still reach. Answered
+    /// by [`Report::Done`] when that is over and nothing of the VM is open here any more.
     CloseVm {
         /// Comes back in the answer.
         seq: u64,
@@ -215,23 +215,23 @@ pub enum Order {
         files: u8,
     },
     /// Decide nothing more for the host, and answer no more requests: VMs are about to move from this engine or to it.
-    /// What is under way is finished. Answered by [`Report::Done`], after [`Report::Past`].
+    /// Operations under way are finished. Answered by [`Report::Done`], after [`Report::Past`].
     Rest {
         /// Comes back in the answer.
         seq: u64,
     },
-    /// Decide and answer again, as soon as what was ordered before is carried out.
+    /// Decide and answer again, as soon as earlier orders are carried out.
     Resume,
-    /// Another engine is to serve this VM: finish what is under way, and close it. Answered by [`Report::Done`] when
-    /// nothing here can change anything of it any more.
+    /// Another engine is to serve this VM: finish operations under way, and close it. Answered by [`Report::Done`] when
+    /// this engine cannot change anything of it any more.
     HandOver {
         /// Comes back in the answer.
         seq: u64,
         /// The VM.
         vm: VmId,
     },
-    /// Answered by [`Report::Done`] when what was ordered before about this VM is carried out, with the reason if the
-    /// VM is not open and served.
+    /// Answered by [`Report::Done`] when earlier orders about this VM are carried out, with the reason if the VM is not
+    /// open and served.
     Tell {
         /// Comes back in the answer.
         seq: u64,
@@ -240,9 +240,9 @@ pub enum Order {
     },
     /// Another engine serves all VMs: end.
     Leave,
-    /// What another engine had in its event list.
+    /// The event list of another engine.
     Past(Vec<u8>),
-    /// How an upgrade stands.
+    /// The state of an upgrade.
     Upgrading(Upgrading),
     /// The result of [`Report::Upgrade`].
     Asked {
@@ -251,9 +251,9 @@ pub enum Order {
         /// Why there is none.
         result: Result<(), String>,
     },
-    /// From now on serve this VM's faults and do nothing else for it: another engine is about to serve it as well, and
-    /// to have it. Answered by [`Report::Done`]; with an error if that cannot be, and then it may be so all the same.
-    /// [`Order::HandOver`] follows.
+    /// From now on only serve this VM's faults: another engine is about to serve it as well, and to have it. Answered
+    /// by [`Report::Done`]; with an error if that is impossible, and then it may hold all the same. [`Order::HandOver`]
+    /// follows.
     ServeFaults {
         /// Comes back in the answer.
         seq: u64,
@@ -271,7 +271,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// Give what a client waits for another number.
+    /// Give an order that a client waits for another number.
     pub fn number(&mut self, number: u64) {
         if let Self::RemoveRegion { seq, .. }
         | Self::Pin { seq, .. }
@@ -331,7 +331,7 @@ pub enum Report {
         /// What went wrong.
         result: Result<(), String>,
     },
-    /// The engine has opened what it was given: it is no longer starting.
+    /// The engine has opened the VMs it was given: it is no longer starting.
     Serving,
     /// Here.
     Pong,

@@ -1,4 +1,4 @@
-//! Region records: what the state file says of a region, and how.
+//! Region records: a region's description in the state file.
 //!
 //! Before: the keeper admitted a region. After: each engine opens the same extents of the same files for it.
 //! Threads: any; a record is written once, before it is counted, and only its end changes.
@@ -35,18 +35,18 @@ pub(crate) const GIVEN_UP: u64 = 2;
 const LISTED: usize = 4;
 const _: () = assert!(MAX_EXTENTS < PAGE_SIZE, "the count fits beside the offset");
 
-/// What is known of a region across engines.
+/// The description of a region across engines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionRecord {
     /// The RAM files, each once.
     pub files: Vec<FileId>,
-    /// Which parts of them it is made of.
+    /// The parts of them that it consists of.
     pub extents: Extents,
     /// Where the guest sees its first byte, if that is known.
     pub guest_address: Option<u64>,
     /// The region was unplugged; its number is never used again.
     pub removed: bool,
-    /// It was taken for unplugged because its process stayed away: far pages of it were dropped.
+    /// It counts as unplugged because its process stayed away: far pages of it were dropped.
     pub given_up: bool,
     pub(crate) table_offset: u64,
 }
@@ -73,7 +73,7 @@ impl RegionRecord {
         self.extents.list().iter().map(place)
     }
 
-    /// The same with the end that these words say.
+    /// The same, with the end that these words give.
     pub(crate) fn at_end(&self, words: &[AtomicU64]) -> Self {
         let end = words[END].load(Ordering::Acquire);
         Self { removed: end != 0, given_up: end == GIVEN_UP, ..self.clone() }

@@ -1,8 +1,8 @@
-//! Sleep: which threads sleep in the kernel where nothing but what they wait for can wake them, and over what.
+//! Sleep: finds threads that sleep uninterruptibly in the kernel, and what they sleep over.
 //!
 //! Before: a VM waits for such a thread. After: an operator is told which, and which process of the VM is the cause.
-//! Threads: any; nothing that is read here takes a lock of the process that is looked at.
-//! Promise: a hint for people. What cannot be read is left out.
+//! Threads: any; reading this takes no lock of the other process.
+//! Promise: it is a hint for people. Unreadable values are left out.
 
 use std::fmt::Write;
 

@@ -91,7 +91,7 @@ pub(crate) enum Field {
     Next = 15 + SETTINGS,
 }
 const FIELDS: usize = 16 + SETTINGS;
-/// Words of what the operator said of the VM beside its limit. The pager only keeps them.
+/// Number of words for the operator's settings beside the limit. The pager only keeps them.
 pub const SETTINGS: usize = 5;
 
 /// A state file that cannot be used.
@@ -246,8 +246,8 @@ impl StateFile {
         self.remember();
     }
 
-    /// Write down which engine may open the VM from now on. The keeper does, *before* it gives the engine the order: a
-    /// later keeper ends every engine named here, even one that has not come round to opening it.
+    /// Record which engine may open the VM from now on. The keeper does so *before* it gives the engine the order: a
+    /// later keeper ends every engine named here, even one that has not opened it yet.
     pub fn name_engine(&self, pid: u32, start_time: u64) {
         self.set(Field::Layout, FORMAT.raise(self.stamp()).to_word());
         match self.is_one_of_two(pid, start_time) {
@@ -255,15 +255,15 @@ impl StateFile {
             true => self.thread_list().own(pid, start_time),
             false => self.thread_list().begin(pid, start_time),
         }
-        // A keeper that dies between the two leaves a pair that names nobody, and has not given the order.
+        // If a keeper dies between the two, the pair names no engine, and the order was not given.
         self.set(Field::EngineStart, start_time);
         self.set(Field::EnginePid, u64::from(pid));
         self.forget_leaving();
         self.remember();
     }
 
-    /// Write down that this engine serves the VM from now on; returns its epoch. `lost` stands in the place of what a
-    /// dead engine had begun to replace.
+    /// Record that this engine serves the VM from now on; returns its epoch. `lost` replaces the pages that a dead
+    /// engine had begun to replace.
     ///
     /// # Errors
     /// An engine died while it replaced a lost part of the file, and that cannot be done now.
@@ -273,7 +273,7 @@ impl StateFile {
         Ok(self.begin_epoch(pid, start_time))
     }
 
-    /// This engine opens the file: the number of that.
+    /// This engine opens the file. Returns the epoch.
     pub(crate) fn begin_epoch(&self, pid: u32, start_time: u64) -> u64 {
         self.open_as(pid, start_time);
         let epoch = self.words()[Field::Epoch as usize].fetch_add(1, Ordering::AcqRel) + 1;
@@ -284,8 +284,8 @@ impl StateFile {
         epoch
     }
 
-    /// Write what an engine that died had begun to write in the place of lost pages: else there may be words of zeros,
-    /// which say Resident.
+    /// Write the values that a dead engine had begun to write in the place of lost pages: else there may be words of
+    /// zeros, which say Resident.
     fn finish_journal(&self, lost: Lost) -> io::Result<()> {
         let Some((offset, len)) = memory_error::in_journal(self.get(Field::Journal)) else { return Ok(()) };
         let pages = (offset..offset.saturating_add(len)).step_by(PAGE_SIZE);
@@ -308,7 +308,7 @@ impl StateFile {
         self.header.lost()
     }
 
-    /// Which, of those that nobody was told of.
+    /// Losses that nobody was told of.
     pub fn losses(&self) -> Losses {
         self.header.losses()
     }
@@ -374,7 +374,7 @@ impl StateFile {
         self.remember();
     }
 
-    /// Note that a region is taken for unplugged, because nobody has brought its RAM back.
+    /// Note that a region counts as unplugged, because no process has brought its RAM back.
     pub fn give_up_region(&self, index: u32) {
         self.record_words(index as usize)[records::END].store(records::GIVEN_UP, Ordering::Release);
         self.remember();
@@ -410,7 +410,7 @@ impl StateFile {
         Ok(ranges)
     }
 
-    /// Give back the memory of a region's words: all say Resident, age 0, from now on. Nobody may use them meanwhile.
+    /// Return the memory of a region's words: all say Resident, age 0, from now on. Nobody may use them meanwhile.
     ///
     /// # Errors
     /// If the kernel refuses; then some may be left.
@@ -418,7 +418,8 @@ impl StateFile {
         memfd::punch(&self.fd, record.words_at(), record.table_end() - record.words_at())
     }
 
-    /// Have all its regions been unplugged or given up, and some given up? Then nobody can be served of them any more.
+    /// Have all its regions been unplugged or given up, and some given up? Then no process can be served of them any
+    /// more.
     pub fn is_given_up(&self) -> bool {
         let regions = self.regions();
         regions.iter().any(|region| region.given_up) && regions.iter().all(|region| region.removed)

@@ -1,4 +1,4 @@
-//! How the table of a region is laid out in the state file: registration flags, then page-state words.
+//! The layout of a region's table in the state file: registration flags, then page-state words.
 //!
 //! Before: the keeper adds a region, or a file is opened whose regions must fit it. After: the engine maps the table
 //! (`ballast_pager::vm::region_table`).
@@ -13,8 +13,8 @@ pub const CHUNK: Bytes = Bytes(32 * MIB);
 /// Pages in a chunk.
 pub const PAGES_PER_CHUNK: u64 = CHUNK.pages_floor().0;
 
-/// What stands in the place of eight flags, or of a word, whose memory failed. The engine says so: what they mean is
-/// its business.
+/// The replacement of eight flags, or of a word, whose memory failed. The engine sets it, because only it knows their
+/// meaning.
 #[derive(Clone, Copy, Debug)]
 pub struct Lost {
     /// Eight flags.

@@ -1,11 +1,11 @@
-//! Threads: which threads of an engine work for a VM, written into the VM's state file where a keeper can read it.
+//! Threads: the threads of an engine that work for a VM, in the VM's state file, where a keeper can read them.
 //!
 //! Before: a thread of an engine is about to work for a VM. After: it is in the list for as long as it does. A killed
-//! engine runs no more code, but a call that it is in goes on until it is over, which may be never: one that wants the
-//! `mmap_lock` of a VMM that holds it, or the disk of a file store. So another engine may have the VM when no thread of
-//! the list is left, and need not wait for threads that work for other VMs.
-//! Threads: any. Promise: what a keeper reads after it killed the engine has every thread in it that may still change
-//! anything of the VM: its memory, its words or its stores.
+//! engine runs no more code, but a system call goes on until it is over, which may be never: for example one that wants
+//! the `mmap_lock` of a VMM that holds it, or the disk of a file store. So another engine may have the VM when no
+//! thread of the list is left, and need not wait for threads that work for other VMs.
+//! Threads: any. Promise: the list that a keeper reads after it killed the engine has every thread that may still
+//! change anything of the VM: its memory, its words or its stores.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -79,7 +79,8 @@ impl<'a> ThreadList<'a> {
         if slot.is_none() {
             words[OVERFLOWN].store(1, Ordering::SeqCst);
         }
-        // The keeper writes there, then reads the list; we the other way round. One of the two sees the other.
+        // The keeper writes there, then reads the list; we do both in the opposite order. One of the two sees the
+        // other.
         fence(Ordering::SeqCst);
         if self.is_fenced(own_tag) { Err(Fenced) } else { Ok(Listed(slot)) }
     }
@@ -135,7 +136,7 @@ impl<'a> ThreadList<'a> {
         slots.filter(|thread| *thread != 0).collect()
     }
 
-    /// Two engines use the list: while it is nobody's, nothing is known of either's threads.
+    /// Two engines use the list: while neither owns it, the threads of both are unknown.
     pub fn share(self) {
         self.0[OF].store(0, Ordering::SeqCst);
     }
@@ -151,7 +152,7 @@ impl<'a> ThreadList<'a> {
         if words[OF].load(Ordering::Acquire) == tag(pid, start_time) {
             return;
         }
-        // While it is nobody's, nothing is known.
+        // While it has no owner, the threads are unknown.
         words[OF].store(0, Ordering::SeqCst);
         words[OVERFLOWN..].iter().for_each(|word| word.store(0, Ordering::SeqCst));
         words[OF].store(tag(pid, start_time), Ordering::SeqCst);

@@ -1,11 +1,13 @@
-//! Who else maps a VM's RAM? A process that does, and has not attached, bypasses our userfaultfd: it would read zeros
-//! where pages are far. A VM with such a process is not reclaimed from until it attaches or goes.
+//! The watch: finds processes that map a VM's RAM. A process that does, and has not attached, bypasses our userfaultfd:
+//! it would read zeros where pages are far. A VM with such a process is not reclaimed from until it attaches or goes.
 //!
-//! Before: a VM came, or a limit was set. After: who maps which file, and who could not be looked at.
+//! Before: a VM came, or a limit was set. After: it is known which processes map which file, and which could not be
+//! examined.
 //! Threads: the engine's watch, the keeper's search; never one that takes orders, clients or requests, because reading
 //! another process's `/proc/PID/maps` needs a lock of that process, which a process in trouble may hold for ever.
-//! Promise: a look ends. A process that cannot be looked at is passed over and named. A process that has not run since
-//! the last look maps what it mapped then, and is not read again: what a look costs is what has run meanwhile.
+//! Promise: a look ends. A process that cannot be examined is passed over and named. A process that has not run since
+//! the last look has the same map as then, and is not read again: the cost of a look depends on the processes that have
+//! run meanwhile.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -21,7 +23,7 @@ use ballast_sys::{clock, kcmp};
 
 use crate::maps::{mapped, opened};
 
-/// How long one process may keep us waiting. One that takes longer is passed over from then on.
+/// How long one process may delay us. One that takes longer is passed over from then on.
 const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 /// From one look at a suspect to the next. A child of the VMM between `vfork` and `exec` maps all its parent maps, for
 /// some milliseconds.
@@ -30,7 +32,7 @@ const SECOND_LOOK: Duration = Duration::from_millis(500);
 /// Processes whose maps could not be read in time; each has cost one thread, which waits on and takes it off this list.
 static STUCK: LazyLock<Mutex<HashSet<Process>>> = LazyLock::new(Mutex::default);
 
-/// What a look has found.
+/// The result of a look.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Look {
     /// Processes that map some of the files, and which parts of them.
@@ -39,7 +41,7 @@ pub struct Look {
     pub unreadable: Vec<Process>,
 }
 
-/// What a process maps, or has open. A seam: what reads may hang, which no test can make `/proc` do.
+/// Reads what a process maps, or has open. A seam, because the read may hang, which no test can make `/proc` do.
 type Read = dyn Fn(u32) -> io::Result<FileRanges> + Send + Sync;
 
 /// The processes of the host, and what each of them maps.
@@ -51,8 +53,8 @@ pub struct Processes(HashMap<u32, Known>);
 struct Known {
     /// The inode of its directory in `/proc`, which no other process of this number has.
     entry: u64,
-    /// What it had run before its map was read. A map changes only while its process runs. A thread that runs just now
-    /// may not have been charged for it, as if it mapped something right after the look: the next one sees it.
+    /// Its CPU time before its map was read. A map changes only while its process runs. A running thread may not have
+    /// been charged yet, as if it mapped something right after the look: the next look sees it.
     ran: Duration,
     /// What it maps of files in memory; empty for most.
     files: Option<(Process, FileRanges)>,
@@ -74,7 +76,7 @@ impl Processes {
 
     fn look_at(&mut self, entries: Vec<(u32, u64)>, files: &HashSet<FileId>, read: &Arc<Read>) -> Look {
         let mut before = std::mem::take(&mut self.0);
-        // What it has run comes before its map, so that what it does in between is seen next time.
+        // Its CPU time is read before its map, so that a change in between is seen next time.
         let mut changed = HashMap::new();
         for (pid, entry) in entries {
             let ran = clock::process_time(pid);
@@ -113,9 +115,9 @@ fn entries() -> io::Result<Vec<(u32, u64)>> {
     Ok(processes.filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.ino()))).collect())
 }
 
-/// The same, and a second look at those processes that are outside `known`: only who is seen twice is a foreign mapper.
-/// A process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory down)
-/// touches memory as that one does, through the same userfaultfds: it is none.
+/// The same, and a second look at those processes that are outside `known`: only a process seen twice is a foreign
+/// mapper. A process that runs in the address space of one of `attached` (a child that QEMU keeps to tear its memory
+/// down) touches memory as that one does, through the same userfaultfds, so it is none.
 pub fn foreign_mappers(
     processes: &mut Processes,
     files: &HashSet<FileId>,
@@ -223,9 +225,9 @@ fn look_at(mut pids: Vec<u32>, read: &Arc<Read>, timeout: Duration) -> Look {
     look
 }
 
-/// Who may still come to these files, other than those processes: has one of them open, or maps one? Descriptors are
-/// looked at first, because they can be of any process. A process that cannot be looked at is taken for one that does
-/// not.
+/// A process other than those that may still reach these files, because it has one of them open, or maps one.
+/// Descriptors are checked first, because any process may have them. A process that cannot be examined counts as one
+/// that does not.
 pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<Process>> {
     let [opening, mapping] = [files.clone(), files.clone()];
     let readers: [Arc<Read>; 2] = [
@@ -242,7 +244,7 @@ pub fn holder(files: &HashSet<FileId>, but: &HashSet<u32>) -> io::Result<Option<
     Ok(None)
 }
 
-/// What a process is called, for people.
+/// The name of a process, for people.
 pub fn name(process: Process) -> String {
     let name = std::fs::read_to_string(format!("/proc/{}/comm", process.pid)).unwrap_or_default();
     format!("{} ({})", process.pid, name.trim())

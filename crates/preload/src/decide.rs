@@ -1,8 +1,9 @@
-//! What a call of the VMM means for guest RAM, and telling the client.
+//! Decides what a call of the VMM means for guest RAM, and tells the client.
 //!
 //! Before: `hooks` sees a call. After: it goes through, or fails with an errno the VMM understands.
-//! Threads: any VMM thread; a thread inside the client is never looked at.
-//! Promise: every function here returns in bounded time except a discard an engine has taken (see `ballast_client`).
+//! Threads: any VMM thread; calls of a thread inside the client are ignored.
+//! Promise: every function here returns in bounded time, except a discard that an engine has read (see
+//! `ballast_client`).
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
@@ -139,8 +140,8 @@ pub fn stop_if_starting() {
 fn attach(ram: Ram) {
     let text = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let required = text("BALLAST_REQUIRE").is_some_and(|value| value != "0");
-    // A VMM that nobody taught of it promises nothing: direct I/O, vhost, and plain reads of some file systems write to
-    // RAM past the page table.
+    // A VMM without support for Ballast promises nothing: direct I/O, vhost, and plain reads of some file systems write
+    // to RAM past the page table.
     let mut builder = Client::builder().ram(ram).may_pin(true);
     if let Some(name) = text("BALLAST_VM_NAME") {
         builder = builder.name(name);
@@ -319,8 +320,8 @@ pub fn touches_ram(addr: *mut c_void, len: usize) -> bool {
     client().is_some_and(|client| !client.overlap(Hva(addr as u64), len as u64).is_empty())
 }
 
-/// Why an `ioctl` takes hold of guest memory, and whether memory must come back first because the kernel will fetch the
-/// pages from the file, past our userfaultfd.
+/// Why an `ioctl` takes hold of guest memory, and whether memory must be restored first because the kernel will read
+/// the pages from the file, past our userfaultfd.
 pub fn ioctl_holds_ram(request: libc::c_ulong) -> Option<(&'static str, bool)> {
     // The numbers of linux/vfio.h, linux/iommufd.h, linux/vhost.h and linux/udmabuf.h.
     const VFIO_IOMMU_MAP_DMA: libc::c_ulong = 0x3B71;
@@ -349,8 +350,7 @@ pub unsafe fn carries_ram(message: *const libc::msghdr) -> bool {
     unsafe { carries(message, |file| !client.of_file(file, 0, u64::MAX).is_empty()) }
 }
 
-/// Refuse a message that would give another process the file of which no page exists, as if it were guest RAM. `Err` is
-/// the errno.
+/// Refuse a message that would give another process a file without pages as if it were guest RAM. `Err` is the errno.
 ///
 /// # Safety
 /// As [`carries_ram`].

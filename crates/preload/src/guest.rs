@@ -1,10 +1,10 @@
-//! Where the guest sees its memory: learned from QEMU's monitor, and told to the keeper.
+//! Guest-physical addresses: read from QEMU's monitor, and sent to the keeper.
 //!
-//! Before: `ballast run` has given QEMU a monitor of its own; this library has attached, before QEMU has decided where
-//! the guest sees what. After: each region has its guest-physical ranges, or none where QEMU shows it nowhere.
-//! Threads: one of its own, `ballast-guest`, which sleeps but for what QEMU says. Units: bytes.
-//! Promise: what is told is what QEMU said when it was asked: after the machine was made, after each plug of memory,
-//! and ever more rarely while some memory is shown nowhere. Without a monitor nothing is told.
+//! Before: `ballast run` has given QEMU a monitor of its own; this library has attached, before QEMU has assigned
+//! guest-physical addresses. After: each region has its ranges, or none if QEMU shows it nowhere.
+//! Threads: one of its own, `ballast-guest`, which sleeps until QEMU sends something. Units: bytes.
+//! Promise: the ranges are QEMU's answer at the last question: after the machine was made, after each plug of memory,
+//! and ever more rarely while some memory is shown nowhere. Without a monitor nothing is sent.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -72,7 +72,7 @@ pub fn learn(client: &Client) {
 /// RAM was added.
 pub fn changed() {
     if let Some(mut news) = NEWS.get() {
-        // One that is full says it already.
+        // If it is full, the news is in it already.
         let _ = io::Write::write(&mut news, &[1]);
     }
 }
@@ -132,7 +132,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
         }
         let offset = Bytes(hva - regions[number].0.0);
         match seen[number].last_mut() {
-            // A part of what is known, or what comes right after it.
+            // A part of a known range, or its direct continuation.
             Some(range)
                 if address <= range.address + range.len.0
                     && address - range.address == offset.0.wrapping_sub(range.offset.0) =>
@@ -150,7 +150,7 @@ fn tell(monitor: &mut Monitor, client: &Client) -> io::Result<bool> {
         }
         match client.set_guest_ranges(*hva, ranges) {
             Ok(()) => {}
-            // A keeper that is older does not know of this.
+            // An older keeper does not know this message.
             Err(RequestError::Refused(why)) => return Err(io::Error::other(why)),
             // It was unmapped meanwhile; or there is no keeper now.
             Err(RequestError::Invalid(_) | RequestError::NoAnswer) => all = false,

@@ -53,7 +53,7 @@ unsafe fn map(addr: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_i
         quietly((), || decide::unmapping(addr, len));
     }
     if decide::looks_like_ram(len, prot, flags, fd) {
-        // A bug there must not have the VMM map what only stands in for RAM.
+        // If there is a bug, the VMM must not map the stand-in of RAM.
         let fallback = pool::is_wanted().then_some(Err(libc::ENOMEM));
         // SAFETY: the caller's promise.
         let provided = quietly(fallback, || unsafe { pool::provide(addr, len, prot, flags, fd, offset) });

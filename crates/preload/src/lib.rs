@@ -3,8 +3,8 @@
 //! Before: `ballast run` checks the command line and starts the VMM with this library. After: `ballast_client` does the
 //! work. Threads: the client's one, and one that asks QEMU's monitor (`guest`). Units: bytes and host virtual
 //! addresses.
-//! Promise: a call that is not about guest RAM goes through unchanged; no panic leaves a hook; what cannot be made safe
-//! fails loudly instead of losing a byte.
+//! Promise: a call that does not concern guest RAM goes through unchanged; no panic leaves a hook; a call that cannot
+//! be made safe fails with a message instead of losing a byte.
 //!
 //! # Intercepted symbols
 //!
@@ -27,9 +27,9 @@
 //!
 //! # Memory of the pool
 //!
-//! With `BALLAST_POOL` a memfd of huge pages is never mapped: memory of the pool is, in its place (`pool`). Punching
-//! the memfd punches that. The memfd itself stays empty, so what would have others take it for RAM is refused: sending
-//! it, giving it to a device or a DMA buffer by its descriptor, and executing another program.
+//! With `BALLAST_POOL` a memfd of huge pages is never mapped; memory of the pool is mapped in its place (`pool`).
+//! Punching the memfd punches that memory. The memfd itself stays empty, so calls by which others would take it for RAM
+//! are refused: sending it, giving it to a device or a DMA buffer by its descriptor, and executing another program.
 //!
 //! # Memory that is pinned for a while
 //!

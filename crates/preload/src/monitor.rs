@@ -2,7 +2,7 @@
 //!
 //! Before: `ballast run` has given QEMU a monitor of its own, whose other end is here. After: ranges of guest-physical
 //! addresses, and what is behind them. Threads: the one of `guest`.
-//! Promise: whatever QEMU says is a result or an error. Events, which come at any time, are passed over.
+//! Promise: any input from QEMU is a result or an error. Events, which come at any time, are skipped.
 //!
 //! QMP has no command for this. `info mtree` lists memory as the machine puts it together, and `gpa2hva` says which
 //! address of the process a guest-physical one is: both are commands of the human monitor, which QMP carries as text.
@@ -27,7 +27,7 @@ impl Monitor {
     /// The other end of this socket is QEMU's. Waits until QEMU answers, which it does when the machine is made.
     ///
     /// # Errors
-    /// It is gone, or what answers is no monitor.
+    /// It is gone, or the other end is no monitor.
     pub fn greet(stream: UnixStream) -> io::Result<Self> {
         let mut monitor = Self { stream, rest: Vec::new() };
         monitor.answer("{\"QMP\"")?;
@@ -155,7 +155,7 @@ pub fn ram_in(text: &str) -> Vec<(u64, u64)> {
     found
 }
 
-/// The address in what `gpa2hva` says.
+/// The address in the answer of `gpa2hva`.
 pub fn address_in(text: &str) -> Option<u64> {
     let (_, address) = text.trim().rsplit_once(" is 0x")?;
     u64::from_str_radix(address, 16).ok()

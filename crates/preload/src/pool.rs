@@ -1,8 +1,8 @@
-//! RAM from the pool in the place of huge pages that QEMU would have for itself.
+//! RAM from the pool in place of huge pages of QEMU's own.
 //!
-//! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*. After: where QEMU maps it,
-//! parts of the pool's files are mapped, and no page of the stand-in ever exists. What QEMU does to the stand-in later
-//! is done to those, or refused.
+//! Before: `ballast run --pool` has QEMU make its RAM a memfd of huge pages, the *stand-in*. After: parts of the pool's
+//! files are mapped where QEMU maps it, and no page of the stand-in ever exists. Later operations of QEMU on the
+//! stand-in are applied to those, or refused.
 //! Threads: any VMM thread. Units: bytes; addresses of this process.
 //! Promise: the stand-in is never mapped and never leaves this process, so nobody takes its holes for guest RAM. Of the
 //! pool's files the client alone keeps descriptors, which go when a program is executed.
@@ -43,7 +43,7 @@ fn stand_ins() -> MutexGuard<'static, Vec<StandIn>> {
     STAND_INS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What `ballast run` said of the pool, if RAM is to come from there.
+/// The value of the variable, if RAM is to come from the pool.
 fn wanted() -> Option<&'static str> {
     static WANTED: OnceLock<Option<String>> = OnceLock::new();
     WANTED.get_or_init(|| std::env::var(VARIABLE).ok().filter(|value| !value.is_empty())).as_deref()
@@ -166,9 +166,9 @@ fn parts(all: &[StandIn], file: FileId, offset: u64, len: u64) -> Vec<Range> {
     all.iter().filter(|stand_in| stand_in.file == file).filter_map(part).collect()
 }
 
-/// Give pages of the pool's files back to the kernel.
+/// Return pages of the pool's files to the kernel.
 fn remove((hva, len): Range) -> Result<(), c_int> {
-    // SAFETY: the VMM says that nobody needs what is there; the next touch of these addresses finds zeros.
+    // SAFETY: the VMM says that nobody needs the contents; the next touch of these addresses finds zeros.
     if unsafe { next::madvise(hva.0 as *mut c_void, len as usize, libc::MADV_REMOVE) } == 0 {
         Ok(())
     } else {
