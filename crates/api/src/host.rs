@@ -89,7 +89,7 @@ pub struct HostStat {
     pub zero_bytes: u64,
     /// Host memory reclaim has freed: far + zero - store in RAM, or 0 if that is negative.
     pub saved_bytes: u64,
-    /// Who decides how much each VM may have.
+    /// The policy that decides how much each VM may have.
     pub policy: Kind,
     /// How hard-pressed the host is; null while nobody decides.
     pub state: Option<HostState>,
