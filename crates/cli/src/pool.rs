@@ -31,14 +31,14 @@ pub enum PoolCommand {
         #[arg(long, value_name = "BYTES")]
         file_size: Option<Bytes>,
     },
-    /// Lend unused memory of the pool to the host, so much in all, or only while the host is short
+    /// Lend unused memory of the pool to the host, this much in all, or only while the host is short
     Lend {
         /// The size with its unit
         size: Bytes,
-        /// Of this node alone, instead of as much of each
+        /// For this node alone, instead of as much of each
         #[arg(long, conflicts_with = "when_short")]
         node: Option<u32>,
-        /// Not now, but up to so much while the host is short of memory
+        /// Not now, but up to this much while the host is short of memory
         #[arg(long)]
         when_short: bool,
     },

@@ -13,7 +13,7 @@ pub const LOOK_EVERY_MS: u64 = 1_000;
 /// When nothing could be lent, because VMs have all, or taken back, because the kernel found no pages, it is tried
 /// again this much later.
 const AGAIN_MS: u64 = 10_000;
-/// Of the host's memory, this part is to be free, and at most so much: as for a policy's decisions.
+/// Part of the host's memory that is to be free, and its most: as for a policy's decisions.
 const FREE_PART: u64 = 64;
 const MOST_FREE: u64 = GIB;
 /// How much of that is free after something was lent, and stays free when it returns: well beyond the state `high`.

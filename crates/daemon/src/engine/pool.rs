@@ -142,7 +142,7 @@ impl Room {
         }
         if jobs.is_empty() {
             match reserve.is_at_rest() {
-                // Nobody has anything of it, and nothing is to be done: whoever changes that says so.
+                // No VM has memory of it, and there is nothing to do: a thread that changes that notifies.
                 true if reserve.lending()?.is_none() => drop(self.changed.wait(state)),
                 _ => drop(self.changed.wait_timeout(state, LOOK_EVERY)),
             }
