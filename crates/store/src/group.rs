@@ -13,9 +13,9 @@
 //! Each engine makes both anew from the words of each member (`recover`), one member after the other. Until all members
 //! have come, a missing member may name a blob that nobody here names.
 //!
-//! So the arena lists its members, and the kernel says which of them are alive ([`ballast_sys::presence`]): every process that has a
-//! member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the arena that says so.
-//! Nobody has to report a member's end.
+//! So the arena lists its members, and the kernel says which of them are alive ([`ballast_sys::presence`]): every
+//! process that has a member's words (its engine, the keeper, the member's processes, in escrow) has an opening of the
+//! arena that says so. Nobody has to report a member's end.
 //!
 //! | Blob | References here | Words that name it | A put of equal bytes | Becomes free |
 //! |---|---|---|---|---|
@@ -39,9 +39,10 @@
 //! engine knows is named by members of the other only if they were here before, and from then on they are missing here,
 //! until they are back. So from the moment at which an engine is to give up its first member (`part`) it frees nothing,
 //! and no put adds a reference of a blob, which the other engine might free. A blob that it does not know may be the
-//! other's. So an engine sweeps only if it has the arena alone, which a lock says ([`ENGINES`](ballast_handover::arena::ENGINES)), and if all
-//! members that the arena names are here. A member that both have is missing in both, so neither frees a blob that the
-//! words of any member named when the second engine opened it.
+//! other's. So an engine sweeps only if it has the arena alone, which a lock says
+//! ([`ENGINES`](ballast_handover::arena::ENGINES)), and if all members that the arena names are here. A member that
+//! both have is missing in both, so neither frees a blob that the words of any member named when the second engine
+//! opened it.
 
 mod blobs;
 mod index;
