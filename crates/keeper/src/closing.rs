@@ -110,6 +110,10 @@ impl Keeper {
             let Some(engine) = self.engine_for(&self.closing[at].entry) else { return false };
             let closing = &mut self.closing[at];
             if !closing.given && is_free(&closing.entry, engine) {
+                if closing.entry.state.leaving().is_some() {
+                    // One of its two engines is dead. The other one, if it is this one, still serves its faults.
+                    orders.push((Order::HandOver { seq: UNASKED, vm: closing.entry.state.id() }, Vec::new()));
+                }
                 orders.push(open_order(&mut closing.entry, engine));
                 orders.push((Order::CloseVm { seq: closing.seq, vm: closing.entry.state.id() }, Vec::new()));
                 closing.given = true;

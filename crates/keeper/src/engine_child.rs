@@ -33,6 +33,9 @@ const SERVE_TIMEOUT: Duration = Duration::from_millis(500);
 const LATER: Duration = Duration::from_millis(200);
 /// When operators are told that a VM waits.
 const TELL_AFTER: Duration = Duration::from_secs(2);
+/// Messages that are read from one engine in a row: more than its socket holds, so that all messages of a dead engine
+/// are read, and one that never stops sending delays nothing else.
+const MOST_HEARD: u32 = 1024;
 /// Engines that die in a row before they serve are started again ever more slowly, up to this pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
@@ -259,7 +262,8 @@ impl Keeper {
 
     /// Read all messages of an engine.
     pub(crate) fn hear(&mut self, who: Who) {
-        loop {
+        for _ in 0..MOST_HEARD {
+            let sets = self.sets(who);
             let next = self.upgrade.as_mut().filter(|upgrade| !upgrade.is_dead()).map(|upgrade| &mut upgrade.next);
             let engine = match who {
                 Who::Engine => self.engine.as_mut(),
@@ -272,7 +276,8 @@ impl Keeper {
             let closer = self.closer.clone();
             match wire::decode::<Report>(&received.bytes) {
                 Ok(Report::Pong) => {}
-                Ok(Report::Settings(settings)) => self.settings = settings,
+                Ok(Report::Settings(settings)) if sets => self.settings = settings,
+                Ok(Report::Settings(_)) => {}
                 Ok(Report::Serving) if who == Who::Next => self.next_serves(),
                 Ok(Report::Serving) => {
                     engine.pulse.starting = None;
@@ -286,10 +291,12 @@ impl Keeper {
                 Ok(Report::Past(_)) => {}
                 Ok(Report::Upgrade { ask, program }) => self.asked_to_upgrade(who, ask, program),
                 Ok(Report::Done { seq, result }) => {
-                    if !self.answered_upgrade(seq, &result) {
-                        self.done(seq, result);
+                    if !self.answered_upgrade(who, seq, &result) {
+                        self.done(who, seq, result);
                     }
                 }
+                // The new engine is never asked for one.
+                Ok(Report::Made { .. }) if who == Who::Next => {}
                 Ok(Report::Made { seq, result }) => self.made(seq, move |uid| {
                     let fds: Vec<_> = received.fds.into_iter().map(|fd| SentFd::new(fd, uid, closer.clone())).collect();
                     let two =
@@ -314,7 +321,13 @@ impl Keeper {
     }
 
     /// An order is carried out that a client or the keeper waits for.
-    fn done(&mut self, seq: u64, result: Result<(), String>) {
+    fn done(&mut self, who: Who, seq: u64, result: Result<(), String>) {
+        let asked = self.pending.get(&seq).and_then(|asked| asked.order.vm());
+        let closing = self.closing.iter().find(|closing| closing.seq == seq).map(|closing| closing.entry.state.id());
+        // The old engine may still reply to what it was asked before the VM moved.
+        if who == Who::Next && asked.or(closing).is_some_and(|vm| !self.is_with_next(vm)) {
+            return self.answers_for_another(who);
+        }
         let Some(asked) = self.pending.remove(&seq) else { return self.closed(seq) };
         let is_moving =
             |vm: VmId| self.vm(vm).is_some_and(|vm| matches!(vm.at, At::Resting(_) | At::Both | At::Parting(..)));
@@ -345,6 +358,9 @@ impl Keeper {
         if let Some(last) = self.last_program.take().filter(|_| is_young) {
             tracing::error!("engines of {} do not come to serve: back to {}", self.program.display(), last.display());
             self.program = last;
+            if self.replacing.is_some() {
+                self.stays("engines of it do not come to serve");
+            }
         }
         self.died = Some((Instant::now(), how));
         self.zombies.push(engine.child);

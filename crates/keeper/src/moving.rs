@@ -77,6 +77,9 @@ impl Keeper {
     fn give_to_next(&mut self, vm: VmId, since: Option<Instant>) {
         self.hand_over(vm, since.map(clock::monotonic_ns_at));
         let seq = self.ask(Asked::Opened(vm));
+        if let Some(entry) = self.entry(vm) {
+            entry.question = Some(seq);
+        }
         self.order_next(&Order::Tell { seq, vm }, &[]);
     }
 
@@ -98,13 +101,14 @@ impl Keeper {
     }
 
     /// The new engine has opened this VM, or could not.
-    pub(crate) fn opened_by_next(&mut self, vm: VmId, result: &Result<(), String>) {
+    pub(crate) fn opened_by_next(&mut self, vm: VmId, seq: u64, result: &Result<(), String>) {
         let entry = self.vms.iter().find(|entry| entry.state.id() == vm);
         let name = self.called(vm);
         let Some(upgrade) = &mut self.upgrade else { return };
         let since = upgrade.opening.remove(&vm);
-        // A VM that is gone meanwhile was closed in turn.
-        let Some(entry) = entry else { return };
+        // A VM that is gone was closed in turn. One that has returned was closed and is opened again: the reply is
+        // about the first opening.
+        let Some(entry) = entry.filter(|entry| entry.question == Some(seq)) else { return };
         let is_complete = !upgrade.incomplete.contains(&vm);
         match result {
             Err(why) if is_complete => return self.upgrade_fails(&format!("it could not serve {name}: {why}")),

@@ -48,6 +48,9 @@ pub struct VmEntry {
     pub named_at: u64,
     /// Set while its last engine, which is dead, may still change something of it: no other engine has it then.
     pub fenced: Option<Fenced>,
+    /// The number of the last question to an upgrade's new engine about this VM. The reply to an earlier question is
+    /// about the VM before its processes went and attached again.
+    pub question: Option<u64>,
 }
 
 /// Which engine has a VM, or is to have it.
@@ -117,6 +120,7 @@ impl VmEntry {
             at: At::Engine,
             named_at: 0,
             fenced: None,
+            question: None,
         })
     }
 

@@ -176,7 +176,7 @@ impl Keeper {
     }
 
     /// The exec is called off.
-    fn stays(&mut self, why: &str) {
+    pub(crate) fn stays(&mut self, why: &str) {
         if let Some(Replacing { step: Step::Checking(checker), .. }) = self.replacing.take() {
             self.zombies.push(checker.end());
         }

@@ -43,11 +43,20 @@ impl Keeper {
 
     /// A message of the new engine that is no reply: it serves.
     pub(crate) fn next_serves(&mut self) {
-        if let Some(upgrade) = &mut self.upgrade {
-            upgrade.next.pulse.starting = None;
-            upgrade.serves = true;
+        match &mut self.upgrade {
+            Some(upgrade) if upgrade.stage == Stage::Serving => {
+                upgrade.next.pulse.starting = None;
+                upgrade.serves = true;
+                self.tend_upgrade();
+            }
+            Some(_) => self.upgrade_fails("it said that it serves before it was to"),
+            None => {}
         }
-        self.tend_upgrade();
+    }
+
+    /// May this engine change the settings? The new one's API is closed until it is to serve.
+    pub(crate) fn sets(&self, who: Who) -> bool {
+        who == Who::Engine || self.upgrade.as_ref().is_some_and(|upgrade| upgrade.stage == Stage::Serving)
     }
 
     /// Give the engine that is to follow an order.
@@ -146,6 +155,9 @@ impl Keeper {
         let checks: Vec<_> = self.vms.iter().filter(|vm| vm.is_handed_over()).map(check).collect();
         for (vm, stores, files, fds) in checks {
             let seq = self.ask(Asked::Check(vm));
+            if let Some(entry) = self.vms.iter_mut().find(|entry| entry.state.id() == vm) {
+                entry.question = Some(seq);
+            }
             self.order_next(&Order::CheckVm { seq, vm, stores, files }, &fds);
         }
         self.show_upgrade();
@@ -179,13 +191,23 @@ impl Keeper {
     }
 
     /// Is this the reply to an order of the upgrade? Then handle it.
-    pub(crate) fn answered_upgrade(&mut self, seq: u64, result: &Result<(), String>) -> bool {
+    pub(crate) fn answered_upgrade(&mut self, who: Who, seq: u64, result: &Result<(), String>) -> bool {
         let Some(upgrade) = &mut self.upgrade else { return false };
-        let Some(asked) = upgrade.asked.remove(&seq) else { return false };
+        let Some(asked) = upgrade.asked.get(&seq).copied() else { return false };
+        if asked.whom() != who {
+            self.answers_for_another(who);
+            return true;
+        }
+        upgrade.asked.remove(&seq);
         upgrade.deadline = Deadline::new(Instant::now());
         match (asked, result) {
             (Asked::Begun, _) => {}
-            (Asked::Check(vm), Err(why)) => self.upgrade_fails(&format!("it cannot serve {}: {why}", self.called(vm))),
+            (Asked::Check(vm), Err(why)) => {
+                // A VM that is gone needs no engine; one that has come back is not the one that was checked.
+                if self.vm(vm).is_some_and(|entry| entry.question == Some(seq)) {
+                    self.upgrade_fails(&format!("it cannot serve {}: {why}", self.called(vm)));
+                }
+            }
             (Asked::Check(_), Ok(())) => {
                 upgrade.shown.checked += 1;
                 self.show_upgrade();
@@ -199,10 +221,18 @@ impl Keeper {
                 }
                 self.move_on(vm, seq);
             }
-            (Asked::Opened(vm), result) => self.opened_by_next(vm, result),
+            (Asked::Opened(vm), result) => self.opened_by_next(vm, seq, result),
         }
         self.tend_upgrade();
         true
+    }
+
+    /// An engine has replied to a question that the other one was asked. The reply is not used.
+    pub(crate) fn answers_for_another(&mut self, who: Who) {
+        match who {
+            Who::Next => self.upgrade_fails("it answered what the other engine was asked"),
+            Who::Engine => tracing::error!("the engine answered what the one that is to follow was asked"),
+        }
     }
 
     pub(crate) fn called(&self, vm: VmId) -> String {
@@ -348,7 +378,6 @@ impl Keeper {
         if let Some(old) = old {
             self.leaving.push(Leaving { engine: old, deadline: Deadline::new(Instant::now()) });
         }
-        self.last_program = None;
         run_beside();
         self.upgrade_is_done();
     }
@@ -374,11 +403,11 @@ impl Keeper {
     fn put_in_place(&mut self) -> Option<Engine> {
         let upgrade = self.upgrade.as_mut()?;
         let shown = upgrade.shown.clone();
-        let (begun, program) = (upgrade.begun, PathBuf::from(&shown.program));
+        let (begun, program, serves) = (upgrade.begun, PathBuf::from(&shown.program), upgrade.serves);
         let next = self.upgrade.take()?.next;
         let old = self.engine.replace(next);
         let last = std::mem::replace(&mut self.program, program);
-        self.last_program = Some(last).filter(|last| *last != self.program);
+        self.last_program = Some(last).filter(|last| *last != self.program && !serves);
         let mut entries: Vec<&mut VmEntry> = self.vms.iter_mut().collect();
         for closing in &mut self.closing {
             // The old engine was making it: the new one opens it and goes on.

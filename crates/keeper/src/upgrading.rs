@@ -11,7 +11,7 @@ use std::time::Instant;
 use ballast_base::wire::VmId;
 use ballast_handover::orders::Upgrading;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Who};
 use crate::stage::{Deadline, Stage};
 
 /// An upgrade that is under way.
@@ -48,6 +48,16 @@ pub(crate) enum Asked {
     Opened(VmId),
     /// The old engine closes it, which the new one serves as well.
     Leave(VmId),
+}
+
+impl Asked {
+    /// The engine that is asked.
+    pub fn whom(self) -> Who {
+        match self {
+            Self::Begun | Self::Check(_) | Self::Opened(_) => Who::Next,
+            Self::Rest | Self::ServeFaults(_) | Self::Part(_) | Self::Leave(_) => Who::Engine,
+        }
+    }
 }
 
 impl Upgrade {
