@@ -1,7 +1,7 @@
 #!/bin/bash
 # What depends on the kernel, on a newer one than this machine's: the tests of sys and of pager that need only memory,
-# and those of memory that fails, statically linked, inside QEMU. Above all those of userfaultfd's read-write protection
-# (Linux 7.3).
+# those of the pool, and those of memory that fails, statically linked, inside QEMU. Above all those of userfaultfd's
+# read-write protection (Linux 7.3).
 #
 # The kernel is the newest that Debian had for its stable release when this ran first. It is unpacked into
 # target/guest/newer and never installed; `--refresh` fetches it again.
@@ -25,12 +25,17 @@ build() {
     RUSTFLAGS='-C target-feature=+crt-static' CARGO_TARGET_DIR=$target \
         cargo build --target x86_64-unknown-linux-gnu "$@"
 }
-build -p ballast-sys -p ballast-pager --tests
+build -p ballast-sys -p ballast-pager -p ballast-reserve --tests
 build -p ballast-store -p ballast-daemon --test arena_memory --test engine_memory --bin ballastd
 # The newest program of this name is the one just built.
 program() { ls -t "$target/x86_64-unknown-linux-gnu/debug/deps/$1"-* | grep -v '\.d$' | head -n 1; }
 export FILES=$target/x86_64-unknown-linux-gnu/debug/ballastd
-QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison exec scripts/in-qemu.sh "$out/vmlinuz" \
+QEMU_MEMORY=4G QEMU_SECONDS=1200 REQUIRE=rwp,uffd,collapse,hwpoison scripts/in-qemu.sh "$out/vmlinuz" \
     "$(program ballast_sys) remote" "$(program unregister)" "$(program answered)" "$(program rwp)" \
     "$(program track)" "$(program coalesce)" "$(program shard)" "$(program native)" "$(program memory_error)" \
     "$(program ballast_sys) memory_error" "$(program arena_memory)" "$(program engine_memory)"
+# The pool, on two NUMA nodes of different sizes. Memory that fails comes last: it stays the kernel's for ever.
+nodes='-object memory-backend-ram,id=m0,size=1536M -numa node,nodeid=0,cpus=0,memdev=m0'
+nodes="$nodes -object memory-backend-ram,id=m1,size=2560M -numa node,nodeid=1,cpus=1,memdev=m1"
+QEMU_MEMORY=4G QEMU_ARGS=$nodes FILES='' REQUIRE=uffd,hwpoison,numa exec scripts/in-qemu.sh "$out/vmlinuz" \
+    "$(program numa) a_vms_pages" "$(program isolation) --test-threads=1" "$(program failed) --test-threads=1"

@@ -101,7 +101,7 @@ fn nodes_of_different_sizes_give_as_much_each_or_one_gives_alone() {
     let pages = |node| host.pages(node).expect("pages").total;
     let before = [small, large].map(pages);
     let mut reserve = place.open();
-    reserve.grow(Want::Percent(60), None, None).expect("grow");
+    reserve.grow(Want::Percent(75), None, None).expect("grow");
     let notes = reserve.overview().notes;
     let got = [pages(small) - before[0], pages(large) - before[1]];
     let shares: Vec<u64> = reserve.overview().nodes.iter().map(|node| node.reserved.0 / HUGE_SIZE as u64).collect();
