@@ -6,12 +6,12 @@
 mod common;
 
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use ballast_api::LendRequest;
+use ballast_api::{LendRequest, UpgradeRequest, UpgradeStage};
 use ballast_base::pool::{Nodes, Pages, Take};
 use ballast_base::{Bytes, Hva, MIB, PAGE_SIZE};
 use ballast_client::Ram;
@@ -135,6 +135,78 @@ fn memory_of_a_killed_vm_comes_back_zeroed_and_a_new_engine_knows_who_has_what()
     assert_eq!(ended.lent_when_short_bytes, 0);
     let said = pooled.daemon().api.lend_pool(&LendRequest { node: Some(99), ..lend(0) }).expect_err("no such node");
     assert!(said.to_string().contains("the pool has no node 99"), "{said}");
+}
+
+/// Ends threads that look.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn memory_is_taken_and_lent_in_the_middle_of_upgrades_and_no_request_is_refused() {
+    let Some(pooled) = Pooled::start("", 64) else { return };
+    let this = PathBuf::from(env!("CARGO_BIN_EXE_ballastd"));
+    let other = pooled.dir.join("ballastd-other");
+    let next = std::env::var_os("BALLAST_NEXT").map_or_else(|| this.clone(), PathBuf::from);
+    std::os::unix::fs::symlink(next, &other).expect("a link");
+    let (stop, taken, lent) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let (api, socket) = (&pooled.daemon().api, pooled.dir.join("pool.sock"));
+    let takes = |name: &str| {
+        while !stop.load(Ordering::Relaxed) {
+            let size = Bytes(12 * MIB);
+            let pieces = take(&socket, &Take { name: name.into(), size, pages: Pages::Slices, nodes: Nodes::Any });
+            let pieces = pieces.unwrap_or_else(|error| panic!("{error}\n{}", pooled.daemon().log()));
+            let places: Vec<_> =
+                pieces.iter().map(|piece| (piece.fd.as_fd(), piece.offset.0, piece.len.0 as usize)).collect();
+            let map = Mapping::shared_pieces(&places).expect("map");
+            for page in (0..map.len()).step_by(PAGE_SIZE) {
+                let word = &map.words(page, 1)[0];
+                assert_eq!(word.swap(SECRET, Ordering::Relaxed), 0, "another VM's memory was there");
+            }
+            taken.fetch_add(1, Ordering::Relaxed);
+        }
+    };
+    let lends = || {
+        let api = ballast_api::Client::new(pooled.dir.join("api.sock")).expect("client");
+        while !stop.load(Ordering::Relaxed) {
+            let bytes = if lent.load(Ordering::Relaxed) % 2 == 0 { 8 * MIB } else { 0 };
+            api.lend_pool(&lend(bytes)).expect("lent");
+            let pool = api.pool().expect("the pool");
+            let all: u64 = pool.nodes.iter().map(|node| node.reserved_bytes + node.lent_bytes).sum();
+            assert_eq!(all, 64 * MIB, "an engine that has not got the pool answered");
+            lent.fetch_add(1, Ordering::Relaxed);
+        }
+    };
+    std::thread::scope(|scope| {
+        // Also if this thread panics.
+        let _stop = Stop(&stop);
+        let threads = [scope.spawn(|| takes("one")), scope.spawn(|| takes("two")), scope.spawn(lends)];
+        for round in 0..6 {
+            let counts = || [&taken, &lent].map(|count| count.load(Ordering::Relaxed));
+            let before = counts();
+            let alive = || assert!(threads.iter().all(|thread| !thread.is_finished()), "it ended too early");
+            let program = if round % 2 == 0 { &other } else { &this };
+            let program = Some(program.display().to_string());
+            until("it begins", || api.begin_upgrade(&UpgradeRequest { program: program.clone() }).is_ok());
+            until("the upgrade is done", || {
+                let stage = api.upgrade().expect("answered").stage;
+                assert_ne!(stage, UpgradeStage::Failed, "{}", pooled.daemon().log());
+                stage == UpgradeStage::Done
+            });
+            until("memory was taken and lent meanwhile", || {
+                alive();
+                counts().iter().zip(before).all(|(now, before)| *now > before + 1)
+            });
+        }
+    });
+    api.lend_pool(&lend(0)).expect("all is taken back");
+    until("nobody has memory", || pooled.stat().vms.is_empty());
+    pooled.settled(64);
+    assert_eq!(pooled.pages(), 32, "a page is lost, or one too many");
 }
 
 #[test]

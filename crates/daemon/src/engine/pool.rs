@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,6 +32,8 @@ use crate::settings::Pooling;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// How often slices are tried again whose pages somebody holds.
 const AGAIN_EVERY: Duration = Duration::from_secs(1);
+/// How long an operator waits for a pool that the engine which this one follows is about to leave.
+const LEFT_WITHIN: Duration = Duration::from_secs(5);
 /// How long a VM waits for memory that is to be zeroed.
 const ZEROED_WITHIN: Duration = Duration::from_secs(30);
 /// How long a VMM may take to say what it wants.
@@ -46,11 +48,15 @@ pub struct Room {
     state: Mutex<State>,
     /// Notified when slices become dirty or zeroed.
     changed: Condvar,
+    /// Somebody else has it, who does not leave it.
+    is_elsewhere: AtomicBool,
     asking: AtomicUsize,
 }
 
 #[derive(Debug)]
 enum State {
+    /// Somebody had it when this engine looked last, or it has not looked.
+    Coming(String),
     /// Why this engine has not got it.
     Without(String),
     Ours(Box<Reserve>),
@@ -59,9 +65,13 @@ enum State {
 impl Room {
     /// Begin to take the pool.
     pub fn start(place: Option<Pooling>, events: Arc<Events>) -> io::Result<Arc<Self>> {
-        let why = if place.is_some() { "it is being opened" } else { "the keeper is older than the pool" };
-        let (state, changed) = (Mutex::new(State::Without(why.into())), Condvar::new());
-        let room = Arc::new(Self { place, state, changed, asking: AtomicUsize::new(0) });
+        let state = match &place {
+            Some(_) => State::Coming("it is being opened".into()),
+            None => State::Without("the keeper is older than the pool".into()),
+        };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let room =
+            Arc::new(Self { place, state, changed, is_elsewhere: AtomicBool::new(false), asking: AtomicUsize::new(0) });
         if room.place.is_some() {
             let room = room.clone();
             std::thread::Builder::new().name("pool".into()).spawn(move || room.work(&events))?;
@@ -82,11 +92,11 @@ impl Room {
             match Reserve::open(&place.dir, Host::default()) {
                 Ok(reserve) => break reserve,
                 Err(error) => {
-                    let why = error.to_string();
-                    if why != said && !matches!(error, Error::Taken(_)) {
+                    let (why, is_taken) = (error.to_string(), matches!(error, Error::Taken(_)));
+                    if why != said && !is_taken {
                         events.add(None, "pool-unavailable", format!("the pool cannot be used: {why}"));
                     }
-                    *self.lock() = State::Without(why.clone());
+                    *self.lock() = if is_taken { State::Coming(why.clone()) } else { State::Without(why.clone()) };
                     said = why;
                     // An engine that this one follows has it until it ends.
                     std::thread::sleep(LOOK_EVERY);
@@ -94,6 +104,7 @@ impl Room {
             }
         };
         *self.lock() = State::Ours(Box::new(reserve));
+        self.changed.notify_all();
         if let Err(error) = self.listen(place) {
             events.add(None, "pool-unavailable", format!("VMs get no memory of the pool: {error:#}"));
         }
@@ -250,9 +261,21 @@ impl Room {
         }
     }
 
+    /// The same, once an engine that this one follows has left it. Waits in vain once.
+    fn lock_when_left(&self) -> MutexGuard<'_, State> {
+        let is_coming =
+            |state: &mut State| matches!(state, State::Coming(_)) && !self.is_elsewhere.load(Ordering::Relaxed);
+        let waited = self.changed.wait_timeout_while(self.lock(), LEFT_WITHIN, is_coming);
+        let (state, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() {
+            self.is_elsewhere.store(true, Ordering::Relaxed);
+        }
+        state
+    }
+
     /// The pool as it is.
     pub fn stat(&self) -> PoolStat {
-        match &mut *self.lock() {
+        match &mut *self.lock_when_left() {
             State::Ours(reserve) => {
                 // While nobody has memory of it, nobody else looks.
                 if let Err(error) = reserve.look_for_failures() {
@@ -261,7 +284,7 @@ impl Room {
                 self.changed.notify_all();
                 stat(reserve)
             }
-            State::Without(why) => PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
+            State::Coming(why) | State::Without(why) => PoolStat { notes: vec![why.clone()], ..PoolStat::default() },
         }
     }
 
@@ -292,14 +315,14 @@ impl Room {
     }
 
     fn change(&self, what: impl FnOnce(&mut Reserve) -> Result<(), Error>) -> Result<PoolStat, String> {
-        let mut state = self.lock();
+        let mut state = self.lock_when_left();
         match &mut *state {
             State::Ours(reserve) => {
                 what(reserve).map_err(|error| error.to_string())?;
                 self.changed.notify_all();
                 Ok(stat(reserve))
             }
-            State::Without(why) => Err(format!("This engine has not got the pool: {why}")),
+            State::Coming(why) | State::Without(why) => Err(format!("This engine has not got the pool: {why}")),
         }
     }
 
