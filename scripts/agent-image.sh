@@ -3,7 +3,7 @@
 # target/guest/agent/.
 #
 # Before: scripts/guest-image.sh. After: tests boot vmlinuz and initrd.img. The initrd is the test guest's, with a
-# second archive behind it: this kernel's drivers and the agent, linked statically.
+# second archive behind it: this kernel's drivers, the agent, linked statically, and what its test runs.
 # Packages are downloaded and unpacked, never installed. The kernel is kept once it is there; `--refresh` fetches it
 # anew.
 set -euo pipefail
@@ -29,6 +29,7 @@ root=$(mktemp -d)
 trap 'rm -rf "$root"' EXIT
 mkdir -p "$root/bin" "$root/lib/modules"
 cp "$program" "$root/bin/ballast-agent"
+cp scripts/guest/agent-test "$root/bin/"
 cp "$out"/drivers/* "$root/lib/modules/"
 {
     cat "$guest/initrd.img"

@@ -43,6 +43,8 @@ pub struct Balloon {
     rest_until: Option<Instant>,
     /// When stall was looked at, and how much there had been.
     stall: Option<(Instant, u64)>,
+    /// Time it has spent on taking memory since then, of which the kernel counts as stall what it waited for.
+    own: Duration,
     /// What keeps it from what is wanted.
     pub note: String,
 }
@@ -85,6 +87,12 @@ impl Balloon {
     /// One chunk nearer to what is wanted. Returns what was taken: node and pages.
     pub fn step(&mut self, now: Instant) -> Option<(u32, Vec<Run>)> {
         self.heed_stall(now);
+        let taken = self.one_step(now);
+        self.own += now.elapsed();
+        taken
+    }
+
+    fn one_step(&mut self, now: Instant) -> Option<(u32, Vec<Run>)> {
         let rests = self.rest_until.is_some_and(|until| now < until);
         for (node, wanted) in self.wanted.clone() {
             let held = self.held(node);
@@ -115,19 +123,20 @@ impl Balloon {
         self.note = why;
     }
 
-    /// Where tasks wait for memory, an eighth of what is held goes back.
-    fn heed_stall(&mut self, now: Instant) {
+    /// Where tasks wait for memory, an eighth of what is held goes back. Also while it is as full as is wanted: so this
+    /// is asked now and then, whether there is a step to take or not.
+    pub fn heed_stall(&mut self, now: Instant) {
         let at = self.stall.map(|(at, _)| now.saturating_duration_since(at));
         if at.is_some_and(|since| since < Duration::from_secs(1)) {
             return;
         }
         let total = vital::tick().stall_some_us;
+        let own = std::mem::take(&mut self.own);
         let Some((at, before)) = self.stall.replace((now, total)) else { return };
-        let passed = now.saturating_duration_since(at).as_micros() as u64;
-        if (total - before.min(total)) * 1000 <= passed * STALL {
+        let is_stalled = is_stalled(now.saturating_duration_since(at), total.saturating_sub(before), own);
+        if !is_stalled || self.wanted.values().all(|pages| *pages == 0) {
             return;
         }
-        // While it fills, it makes the kernel look for memory itself.
         self.rest(now, "the guest waits for memory".into());
         for node in self.held.keys().copied().collect::<Vec<_>>() {
             let pages = self.held(node) / 8;
@@ -175,5 +184,26 @@ impl Balloon {
             }
             self.slots.push(chunk.slot);
         }
+    }
+}
+
+/// Did tasks of the guest wait too much for memory in this time? While the balloon fills, the kernel has to find memory
+/// for it, and counts this program among those that wait: that is no reason to give back what it was for.
+fn is_stalled(passed: Duration, stall_us: u64, own: Duration) -> bool {
+    let others = stall_us.saturating_sub(own.as_micros() as u64);
+    u128::from(others) * 1000 > passed.as_micros() * u128::from(STALL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_balloon_waits_for_itself_is_no_pressure_of_the_guests() {
+        let second = Duration::from_secs(1);
+        assert!(is_stalled(second, 60_000, Duration::ZERO));
+        assert!(!is_stalled(second, 50_000, Duration::ZERO));
+        assert!(!is_stalled(second, 700_000, Duration::from_millis(700)));
+        assert!(is_stalled(second, 800_000, Duration::from_millis(700)));
     }
 }

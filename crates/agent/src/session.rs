@@ -248,6 +248,7 @@ impl Guest {
 
     fn tick(&mut self, now: Instant, port: &mut Port) {
         self.next_tick = now + Duration::from_millis(self.wanted.tick_ms.clamp(100, 60_000).into());
+        self.balloon.heed_stall(now);
         if port.is_behind() {
             return;
         }

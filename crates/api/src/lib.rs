@@ -5,6 +5,7 @@
 //! Promise: fields may be added in version 1, never renamed, removed or given another unit.
 #![forbid(unsafe_code)]
 
+mod agent;
 mod client;
 mod control;
 mod heat;
@@ -15,6 +16,7 @@ mod problem;
 mod types;
 mod upgrade;
 
+pub use agent::{AgentStat, AgentState, PickedStat};
 pub use ballast_policy as policy;
 pub use client::{Client, ClientError};
 pub use control::{DecisionRecord, LeaseStat, PlanLimit, PlanRequest, PolicyPatch, PolicyStat};

@@ -12,6 +12,7 @@ use utoipa::ToSchema;
 
 pub use ballast_policy::Class as VmClass;
 
+use crate::agent::AgentStat;
 use crate::problem::Problem;
 
 /// What the VM is doing, as far as Ballast is concerned.
@@ -115,6 +116,9 @@ pub struct VmStat {
     pub engine_time: EngineTime,
     /// The same sums per RAM region.
     pub regions: Vec<RegionStat>,
+    /// The agent in its guest; null if the VMM shows no port of one.
+    #[serde(default)]
+    pub agent: Option<AgentStat>,
 }
 
 /// What the engine's threads spent on a VM, since attach. Between VMs whose work waits, they are divided by shares.

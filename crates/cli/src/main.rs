@@ -5,6 +5,7 @@
 //! Units: people see KiB and larger with their names; JSON has bytes. Promise: one error is one line that says what was
 //! tried, what went wrong, and what to do.
 
+mod agent;
 mod args;
 mod doctor;
 mod exit;

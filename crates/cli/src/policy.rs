@@ -15,7 +15,7 @@ use ballast_api::policy::{Action, Decision, HostState, Kind, Params, Plan, Snaps
 use ballast_api::{Client, DecisionRecord, PolicyPatch, PolicyStat};
 
 use crate::args::{ExplainArgs, PolicyCommand, RecordArgs, ReplayArgs};
-use crate::{names, show};
+use crate::{agent, names, show};
 
 /// `ballast policy show|set`.
 pub fn run(client: &Client, command: &PolicyCommand, json: bool) -> Result<()> {
@@ -103,12 +103,14 @@ pub fn explain(client: &Client, args: &ExplainArgs, json: bool) -> Result<()> {
     if json {
         return show::json(&last);
     }
+    let said = client.vm(&args.name).ok().and_then(|vm| agent::in_brief(&vm));
+    let said = said.map_or_else(String::new, |sentence| sentence + "\n");
     if last.is_empty() {
         let policy = client.policy()?.policy;
         let none = "no policy has decided about it since this engine started";
-        return Ok(show::print(&format!("{}: {none} (the policy is {policy})\n", args.name))?);
+        return Ok(show::print(&format!("{}: {none} (the policy is {policy})\n{said}", args.name))?);
     }
-    Ok(show::print(&story(&args.name, last))?)
+    Ok(show::print(&(story(&args.name, last) + &said))?)
 }
 
 fn story(name: &str, records: &[DecisionRecord]) -> String {

@@ -2,7 +2,8 @@
 //!
 //! Before: the operator's own command line. After: the same program in this process's place, with the preload library.
 //! Promise: a VMM that could not be managed is not started, and the error says why. Without `--add-memory-backend` the
-//! command line is unchanged; QEMU gets one more monitor, for the preload library alone.
+//! command line is unchanged; QEMU gets one more monitor, for the preload library alone, and with `--agent` a
+//! virtio-serial port for the agent in the guest.
 
 mod command_line;
 mod monitor;
@@ -18,6 +19,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use ballast_base::Bytes;
 use ballast_base::pool::{Nodes, Pages};
 use ballast_base::wire::check_name;
+use ballast_guest::{PORT, socket_name};
 use ballast_sys::memfd;
 
 use command_line::{Backing, Edit, inspect};
@@ -43,6 +45,9 @@ pub struct RunArgs {
     /// all, else as much of each]
     #[arg(long, value_name = "NODES", requires = "pool")]
     pool_nodes: Option<Nodes>,
+    /// Give the guest a virtio-serial port for ballast-agent, which tells the host what is cold there. QEMU only
+    #[arg(long, conflicts_with = "optional")]
+    agent: bool,
     /// Run unmanaged, with a warning, if the keeper does not answer
     #[arg(long)]
     optional: bool,
@@ -78,6 +83,11 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         }
         name = name.or(plan.name);
         monitor = Some(Monitor::new().context("Making a monitor for QEMU")?);
+        if args.agent {
+            rest.extend(agent_port(&words)?.map(OsString::from));
+        }
+    } else if args.agent {
+        bail!("--agent is for QEMU; of another VMM, have it show the port as docs/agent.md says");
     } else if args.pool.is_some() {
         bail!("--pool is for QEMU; another VMM takes memory of the pool by the client library");
     }
@@ -115,6 +125,23 @@ pub fn run(args: RunArgs) -> Result<Infallible> {
         None => command.env_remove("BALLAST_POOL_NODES"),
     };
     Err(command.exec()).with_context(|| format!("Starting {}", program.display()))
+}
+
+/// The words that show the guest the port of its agent, and the engine the other end of it: a socket named by the
+/// process id, which `exec` keeps.
+fn agent_port(words: &[String]) -> Result<[String; 6]> {
+    if words.iter().any(|word| matches!(word.as_str(), "-daemonize" | "--daemonize")) {
+        bail!("-daemonize gives QEMU another process id, by which the port of the agent is found; leave it out");
+    }
+    let socket = socket_name(std::process::id());
+    Ok([
+        "-chardev".into(),
+        format!("socket,id=ballast-agent,path={socket},abstract=on,server=on,wait=off"),
+        "-device".into(),
+        "virtio-serial-pci,id=ballast-serial".into(),
+        "-device".into(),
+        format!("virtserialport,bus=ballast-serial.0,chardev=ballast-agent,name={PORT}"),
+    ])
 }
 
 fn is_qemu(program: &OsStr) -> bool {
@@ -189,6 +216,13 @@ fn is_static(image: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_port_of_an_agent_is_found_by_the_process_id_that_qemu_keeps() {
+        let words = agent_port(&["-m".into(), "1G".into()]).expect("a port");
+        assert!(words[1].contains(&format!("path=ballast-agent-{},", std::process::id())), "{words:?}");
+        assert!(agent_port(&["-daemonize".into()]).expect_err("another process").to_string().contains("-daemonize"));
+    }
 
     #[test]
     fn programs_are_told_apart() {

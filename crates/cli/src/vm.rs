@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use ballast_api::{Client, GuestRange, Latency, LimitsPatch, Psi, RegionStat, VmPatch, VmStat, VmStatus};
 use ballast_base::{Bytes, PAGE_SIZE};
 
+use crate::agent;
 use crate::args::VmCommand;
 use crate::heat;
 use crate::names::explain;
@@ -205,7 +206,8 @@ fn screen(vm: &VmStat) -> String {
         text += &regions(vm);
         text.push('\n');
     }
-    text + &guest_addresses(vm)
+    text += &guest_addresses(vm);
+    text + &agent::screen(vm)
 }
 
 /// The guest-physical addresses of each region's parts.

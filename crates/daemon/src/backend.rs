@@ -9,13 +9,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use ballast_api::{
-    DEFAULT_CELLS, DecisionRecord, EngineTime, Event, FaultCounts, GuestRange, HostStat, Latency, LendRequest,
-    PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Psi, ReclaimCounts, RegionStat, RemoteFinding,
-    RemoteNode, RemoteStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat, VmPatch, VmStat, VmStatus,
+    AgentStat, AgentState, DEFAULT_CELLS, DecisionRecord, EngineTime, Event, FaultCounts, GuestRange, HostStat,
+    Latency, LendRequest, PickedStat, PlanRequest, PolicyPatch, PolicyStat, PoolRequest, PoolStat, Psi, ReclaimCounts,
+    RegionStat, RemoteFinding, RemoteNode, RemoteStat, RestoreStages, Stall, Track, UpgradeStat, VmClass, VmHeat,
+    VmPatch, VmStat, VmStatus,
 };
 use ballast_base::store::{FILE_STORE, REMOTE_STORE};
 use ballast_base::wire;
 use ballast_base::{Bytes, PageCount};
+use ballast_pager::agent::told;
 use ballast_pager::vm::region::Region;
 use ballast_pager::vm::stats::{self, Averages, Counter};
 use ballast_pager::vm::{Hold, MemoryBreakdown, Vm};
@@ -380,7 +382,46 @@ fn stat(served: &Served) -> VmStat {
             tasks_us: stats.get(Counter::TaskCpuNs) / 1000,
         },
         regions: regions(vm, memory),
+        agent: agent(vm.agent().shown()),
     }
+}
+
+/// What its guest's agent says, if its VMM shows the port of one.
+fn agent(shown: told::Shown) -> Option<AgentStat> {
+    let state = match shown.state {
+        told::State::NoPort => return None,
+        told::State::Silent => AgentState::Silent,
+        told::State::Idle => AgentState::Idle,
+        told::State::Reporting => AgentState::Reporting,
+        told::State::Ignored => AgentState::Ignored,
+    };
+    let picked = |picked: told::Picked| PickedStat { judged_pages: picked.judged, wrong_pages: picked.wrong };
+    let bytes = |pages: u64| pages.saturating_mul(ballast_base::PAGE_SIZE as u64);
+    let ignored = shown.ignored_until.map(|until| until.saturating_duration_since(Instant::now()).as_secs());
+    Some(AgentStat {
+        state,
+        ignored_s: ignored.filter(|_| state == AgentState::Ignored),
+        times_ignored: shown.times_ignored,
+        version: shown.version,
+        kernel: shown.kernel,
+        reports: shown.reports,
+        messages: shown.messages,
+        rejected_messages: shown.rejected_messages,
+        garbage_bytes: shown.garbage_bytes,
+        rejected_pages: shown.rejected_pages,
+        cold_bytes: bytes(shown.cold_pages),
+        free_bytes: bytes(shown.free_pages),
+        restored_pages: shown.restored_pages,
+        pieces: shown.pieces.0,
+        pieces_proved: shown.pieces.1,
+        guest_total_bytes: bytes(shown.tick.total),
+        guest_available_bytes: bytes(shown.tick.available),
+        guest_stall_us: shown.tick.stall_some_us,
+        cpu_us: shown.tick.cpu_us,
+        note: shown.tick.note,
+        by_agent: picked(shown.by_agent),
+        by_host: picked(shown.by_host),
+    })
 }
 
 /// The figures of each region. Those of an only region are the VM's; those of several are counted by their words.

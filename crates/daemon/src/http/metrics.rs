@@ -7,7 +7,7 @@
 
 use std::fmt::{self, Write};
 
-use ballast_api::{HostStat, PoolNode, RemoteNode, VmHeat, VmStat, VmStatus};
+use ballast_api::{AgentStat, AgentState, HostStat, PoolNode, RemoteNode, VmHeat, VmStat, VmStatus};
 use ballast_base::PAGE_SIZE;
 use ballast_policy::HostState;
 
@@ -71,6 +71,11 @@ fn by_node(host: &HostStat, value: fn(&RemoteNode) -> f64) -> Vec<Sample> {
 
 fn pages(count: u64) -> u64 {
     count.saturating_mul(PAGE_SIZE as u64)
+}
+
+/// Samples of a VM's agent; none without one.
+fn of_agent(vm: &VmStat, samples: impl Fn(&AgentStat) -> Vec<Sample>) -> Vec<Sample> {
+    vm.agent.iter().flat_map(samples).collect()
 }
 
 fn moved(from: &str, to: &str, cause: &str, count: u64) -> Sample {
@@ -291,6 +296,38 @@ pub(super) const VM: &[Metric<VmSamples>] = &[
             vec![seconds("some", vm.stall.some.total_us), seconds("full", vm.stall.full.total_us)]
         },
     ),
+    metric("ballast_vm_agent_state", Kind::Gauge, "1 for the state that the guest's agent is in.", |vm| {
+        use AgentState::{Idle, Ignored, Reporting, Silent};
+        of_agent(vm, |agent| {
+            let is =
+                |state: AgentState| (vec![("state", state.to_string())], f64::from(u8::from(agent.state == state)));
+            [Silent, Idle, Reporting, Ignored].map(is).into()
+        })
+    }),
+    metric("ballast_vm_agent_cold_bytes", Kind::Gauge, "What its last report calls cold, and of it, free.", |vm| {
+        of_agent(vm, |agent| {
+            let used = agent.cold_bytes.saturating_sub(agent.free_bytes);
+            by("kind", &[("free", agent.free_bytes), ("used", used)])
+        })
+    }),
+    metric("ballast_vm_agent_rejected_total", Kind::Counter, "What it said and was not heeded.", |vm| {
+        of_agent(vm, |agent| {
+            let what = [("message", agent.rejected_messages), ("page", agent.rejected_pages)];
+            by("what", &[what[0], what[1], ("garbage_byte", agent.garbage_bytes)])
+        })
+    }),
+    metric("ballast_vm_picked_pages_total", Kind::Counter, "Picked pages, sampled, by outcome.", |vm| {
+        of_agent(vm, |agent| {
+            let sample = |by: &str, outcome: &str, count: u64| {
+                (vec![("by", by.to_owned()), ("outcome", outcome.to_owned())], count as f64)
+            };
+            let of = |by, picked: ballast_api::PickedStat| {
+                let stayed = picked.judged_pages.saturating_sub(picked.wrong_pages);
+                [sample(by, "wrong", picked.wrong_pages), sample(by, "stayed", stayed)]
+            };
+            [of("agent", agent.by_agent), of("host", agent.by_host)].concat()
+        })
+    }),
 ];
 
 pub(super) const HEAT: &[Metric<HeatSamples>] = &[

@@ -144,9 +144,10 @@ const SOONER: f64 = 4.0;
 const AVERAGED_OVER: f64 = 1024.0;
 
 impl RefaultHistory {
-    /// Takes the refaults since the last time, of a VM that may hold this many pages.
-    pub fn take_note(&mut self, refaults: &Refaults, limit_pages: u64, now: Instant) {
+    /// Takes the refaults since the last time, of a VM that may hold this many pages; it tells each to `also`.
+    pub fn take_note(&mut self, refaults: &Refaults, limit_pages: u64, now: Instant, mut also: impl FnMut(Place)) {
         while let Some((place, away_ms)) = refaults.take() {
+            also(place);
             self.guesses.came(place, now);
             self.interval_ms += (away_ms as f64 - self.interval_ms) / AVERAGED_OVER;
             // A page that refaults much sooner than the rest was evicted by mistake. (One step is added, because
@@ -309,13 +310,13 @@ mod tests {
         let (refaults, mut history) = (Refaults::default(), RefaultHistory::default());
         for page in 0..8 * LATELY_LEAST {
             refaults.push((0, PageIdx(page)), if page % 4 == 0 { 100 } else { 1000 });
-            history.take_note(&refaults, 0, Instant::now());
+            history.take_note(&refaults, 0, Instant::now(), |_| ());
         }
         assert_eq!(history.lately.len() as u64, LATELY_LEAST);
         assert!(history.lately.iter().all(|(_, page)| page.0 % 4 != 0));
         let mut history = RefaultHistory::default();
         (0..100).for_each(|page| refaults.push((0, PageIdx(page)), 10));
-        history.take_note(&refaults, 0, Instant::now());
+        history.take_note(&refaults, 0, Instant::now(), |_| ());
         assert_eq!(history.lately.len(), 100, "all at once is not sooner than the rest");
     }
 }

@@ -33,6 +33,7 @@ use ballast_heat::{HeatSource, Pick};
 use ballast_store::PageBytes;
 use ballast_sys::PinCheck;
 
+use crate::agent::trust::{By, Trust};
 use crate::reclaim::interval;
 use crate::reclaim::pace::Pace;
 use crate::reclaim::pinned::Asked;
@@ -97,6 +98,8 @@ pub(crate) struct ReclaimWorker {
     /// Rounds in a row that found nothing to zap, while something was pinned.
     fruitless: u32,
     history: RefaultHistory,
+    /// Samples of pages that went, some on the word of the guest's agent.
+    trust: Trust,
     quarantine: Quarantine,
     /// T when over the limit, where T is no safety matter: the adaptive quarantine.
     direct_quarantine: Duration,
@@ -144,6 +147,7 @@ impl ReclaimWorker {
             check: None,
             fruitless: 0,
             history: RefaultHistory::default(),
+            trust: Trust::default(),
             quarantine: Quarantine::new(vm.clone()),
             direct_quarantine: vm.tuning.direct_quarantine,
             supply: 0,
@@ -273,6 +277,8 @@ impl ReclaimWorker {
         }
         let low = limit.0.saturating_sub(margin);
         self.is_low = resident <= low;
+        // Also where nothing need go: what went before is judged.
+        self.take_note(limit, now);
         if self.is_low {
             if resident + 2 * margin <= low {
                 // Far below: the limit was raised, or the guest freed much. Quarantine is not needed.
@@ -299,7 +305,6 @@ impl ReclaimWorker {
                 (self.direct_quarantine + self.direct_quarantine / 16).clamp(SHORTEST, vm.tuning.direct_quarantine);
             self.forced = false;
         }
-        self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now);
         let evicted = self.drain(excess, over_limit, now)?;
         let wanted = (excess - evicted.min(excess)) + Bytes(margin).pages_floor().0 + self.supply;
         let watched = vm.stats().get(Counter::Quarantined);
@@ -475,6 +480,34 @@ impl ReclaimWorker {
         self.quarantine.release_all();
     }
 
+    /// Takes note of what was restored, and of what that says of a guest's agent.
+    fn take_note(&mut self, limit: Bytes, now: Instant) {
+        let vm = self.vm.clone();
+        let (agent, trust) = (&vm.mail.agent, &mut self.trust);
+        let is_reporting = agent.is_reporting();
+        self.history.take_note(&vm.mail.refaults, limit.pages_floor().0, now, |place| {
+            trust.restored(place, now);
+            if is_reporting {
+                agent.restored(place);
+            }
+        });
+        if !agent.has_port() {
+            return;
+        }
+        let verdict = trust.judge(&Table::of(&vm), now);
+        let figures = trust.figures();
+        if let Some(pause) = verdict {
+            vm.report(
+                "agent-ignored",
+                format!(
+                    "what the guest's agent calls cold is touched at once: its reports are ignored for {} s",
+                    pause.as_secs()
+                ),
+            );
+        }
+        agent.judged(figures, verdict.map(|pause| now + pause));
+    }
+
     /// Puts up to about `want` more pages into quarantine, `urgent` of them by whichever guess has them. Returns how
     /// many.
     fn top_up(&mut self, want: u64, urgent: u64, pick: Pick) -> std::io::Result<u64> {
@@ -484,14 +517,36 @@ impl ReclaimWorker {
             return Ok(0);
         }
         let table = Table::of(&vm);
-        let asked = self.history.guesses.refaulted(want, Instant::now());
+        let now = Instant::now();
+        let (agent, mut cold) = (&vm.mail.agent, Vec::new());
+        let is_reporting = agent.is_reporting();
+        if is_reporting {
+            agent.hints().pick(&table, want, Pick::Cold, &mut cold);
+            self.trust.picked(By::Agent, &cold, &table, now);
+        }
+        let got = cold.iter().map(|run| run.pages.count()).sum::<u64>();
+        // What a guest that reports does not call cold goes only if it must.
+        let want = if is_reporting && pick == Pick::Cold { 0 } else { want.saturating_sub(got) };
+        let urgent = urgent.saturating_sub(got);
+        let asked = self.history.guesses.refaulted(want, now);
         let refaulted = self.history.pick(&table, asked);
         let found = refaulted.iter().map(|run| run.pages.count()).sum::<u64>().min(asked);
         // The clock makes up for missing refaults, but only as far as pages must go now.
         let more = (asked - found).min(urgent.saturating_sub(found + want - asked));
-        let mut picked = Vec::new();
-        self.source.pick(&table, want - asked + more, pick, &mut picked);
+        let (mut picked, mut warm) = (Vec::new(), want - asked + more);
+        if is_reporting {
+            agent.hints().pick(&table, warm, pick, &mut picked);
+            warm = warm.saturating_sub(picked.iter().map(|run| run.pages.count()).sum());
+        }
+        if warm > 0 {
+            let of_agent = picked.len();
+            self.source.pick(&table, warm, pick, &mut picked);
+            if agent.has_port() {
+                self.trust.picked(By::Host, &picked[of_agent..], &table, now);
+            }
+        }
         let refaulted = refaulted.into_iter().map(|run| (Guess::Refaulted, run));
-        self.quarantine.put(layout, picked.into_iter().map(|run| (Guess::Clock, run)).chain(refaulted))
+        let picked = cold.into_iter().chain(picked).map(|run| (Guess::Clock, run));
+        self.quarantine.put(layout, picked.chain(refaulted))
     }
 }

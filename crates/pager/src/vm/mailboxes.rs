@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::agent::told::Told;
 use crate::fault::prefetch_queue::PrefetchQueue;
 use crate::fault::throttle::Throttle;
 use crate::reclaim::refault::Refaults;
@@ -31,6 +32,7 @@ const AWAKE: u64 = 0;
 /// | `reclaim` | all, and the daemon | reclaim worker |
 /// | `track` | all, and the daemon | tracking worker |
 /// | `discards` | clients | discard worker |
+/// | `agent` | agent's worker, reclaim worker | each other, the API |
 #[derive(Debug, Default)]
 pub(crate) struct Mailboxes {
     pub touches: Arc<Touches>,
@@ -47,6 +49,7 @@ pub(crate) struct Mailboxes {
     pub reclaim: Notifier,
     pub track: Notifier,
     pub discards: Discards,
+    pub agent: Arc<Told>,
 }
 
 impl Mailboxes {

@@ -37,6 +37,7 @@ use ballast_base::{Bytes, PageCount};
 use ballast_handover::state_file::{RegionRecord, StateError, StateFile};
 use ballast_heat::VmHeat;
 
+use crate::agent::told::Told;
 use crate::reclaim::pinned::{Pinned, Pins};
 use crate::tier::stores::Stores;
 use crate::vm::lifecycle::Lifecycle;
@@ -183,6 +184,11 @@ impl Vm {
         Self { pins, ..self }
     }
 
+    /// What its guest's agent says.
+    pub fn agent(&self) -> &Told {
+        &self.mail.agent
+    }
+
     /// Its counters.
     pub fn stats(&self) -> Stats<'_> {
         Stats::of(&self.state)
@@ -290,8 +296,12 @@ impl Vm {
         let wanted = match self.track() {
             Track::Off => false,
             Track::On => true,
-            // Over its limit a VM loses any page it has, and reclaim needs the CPU.
-            Track::Auto => self.effective_limit().is_some() && !self.mail.over_limit.load(Ordering::Relaxed),
+            // Over its limit a VM loses any page it has, and reclaim needs the CPU. A guest that says what is cold
+            // need not be watched.
+            Track::Auto => {
+                let is_over = || self.mail.over_limit.load(Ordering::Relaxed);
+                self.effective_limit().is_some() && !is_over() && !self.mail.agent.is_reporting()
+            }
         };
         wanted && !self.is_stopping() && self.held().is_none()
     }

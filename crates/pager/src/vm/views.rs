@@ -41,6 +41,7 @@ impl Vm {
         drop(layout);
         self.serve_faults(&view)?;
         self.listen(&view)?;
+        self.mail.agent.notifier.notify();
         self.notify_reclaim();
         // The kernel does not deliver faults again that an earlier engine read but did not resolve: have them raised
         // anew.

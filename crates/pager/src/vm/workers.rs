@@ -15,6 +15,7 @@ use ballast_sys::clock::cpu_time;
 
 use super::Vm;
 use super::listened::{DiscardWorker, Listened};
+use crate::agent::worker::AgentWorker;
 use crate::fault::prefetch::PrefetchWorker;
 use crate::reclaim::growth;
 use crate::reclaim::worker::ReclaimWorker;
@@ -71,6 +72,7 @@ impl Vm {
         self.add_task("prefetch", Some(&mail.prefetch.notifier), PrefetchWorker::new, PrefetchWorker::run)?;
         self.add_task("coalesce", None, CoalesceWorker::new, CoalesceWorker::run)?;
         self.add_task("track", Some(&mail.track), TrackWorker::new, TrackWorker::run)?;
+        self.add_task("agent", Some(&mail.agent.notifier), AgentWorker::new, AgentWorker::run)?;
         self.start_discards()?;
         self.start_slow()?;
         for view in self.views() {

@@ -1,0 +1,385 @@
+//! The agent of a guest, as a hostile one would be: a program at the other end of the socket says what it likes.
+//!
+//! This process is the VMM: it maps the guest RAM and listens on the socket by which the engine finds the port, so
+//! there is one such VM at a time. What is asserted is that no byte is lost, that neighbours are served, and what the
+//! API shows.
+
+mod common;
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ballast_api::{AgentStat, AgentState};
+use ballast_base::{Bytes, GIB, Hva, MIB, PAGE_SIZE};
+use ballast_client::{Client, GuestRange};
+use ballast_guest::frame::{MAGIC, Next};
+use ballast_guest::message::{MAX_RUNS, NONCE, Tick, Tracking};
+use ballast_guest::run::{COLD, HOTTEST, PAGES_END};
+use ballast_guest::{Frames, Kind, Run, ToGuest, ToHost, frame, socket_name};
+use ballast_sys::memfd;
+use common::guest::Guest;
+use common::raw::{Ram, no_uffd};
+use common::{BUSY, Daemon, QUICK, until};
+
+/// 64 MiB.
+const PAGES: u64 = 16 << 10;
+/// The guest sees the second half of its memory from here on.
+const HIGH: u64 = GIB / PAGE_SIZE as u64;
+
+fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static PORT: Mutex<()> = Mutex::new(());
+    PORT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn port_of(pid: u32) -> UnixListener {
+    let address = SocketAddr::from_abstract_name(socket_name(pid)).expect("a name");
+    UnixListener::bind_addr(&address).expect("nobody else listens")
+}
+
+/// A VM of this process, marked all over, whose guest sees it in two pieces.
+fn attach(daemon: &Daemon, ram: &Ram, name: &str) -> Client {
+    ram.mark();
+    let client = ram.vm(daemon, name).attach().expect("attach");
+    let half = Bytes(PAGES / 2 * PAGE_SIZE as u64);
+    let low = GuestRange { address: 0, offset: Bytes(0), len: half };
+    let high = GuestRange { address: HIGH * PAGE_SIZE as u64, offset: half, len: half };
+    client.set_guest_ranges(Hva(ram.map.addr() as u64), &[low, high]).expect("where the guest sees it");
+    client
+}
+
+/// The guest's number of a page.
+fn seen(page: u64) -> u64 {
+    if page < PAGES / 2 { page } else { HIGH + (page - PAGES / 2) }
+}
+
+fn run(page: u64, count: u32, level: u8) -> Run {
+    Run { page, count, kind: Kind::Anon, level }
+}
+
+/// What says that it is an agent.
+struct Fake {
+    stream: UnixStream,
+    frames: Frames,
+    session: u64,
+    reports: u32,
+    ticked: Instant,
+}
+
+impl Fake {
+    /// The engine connects, and says hello.
+    fn accept(port: &UnixListener) -> Self {
+        let (stream, _) = port.accept().expect("the engine connects");
+        let mut fake = Self { stream, frames: Frames::default(), session: 0, reports: 0, ticked: Instant::now() };
+        let hello = fake.hear_frame().expect("a hello");
+        fake.session = hello.session;
+        assert!(matches!(ToGuest::decode(&hello), Ok(Some(ToGuest::Hello(_)))));
+        fake
+    }
+
+    /// An honest beginning: who it is, and where the host sees its pages.
+    fn begin(&mut self, ram: &Ram) {
+        self.say(&ToHost::Hello { agent: "9.9".into(), kernel: "6.12-fake".into() });
+        self.tick();
+        let (nonce, pieces) = loop {
+            if let Some(ToGuest::Prove { nonce, pieces }) = self.hear() {
+                break (nonce, pieces);
+            }
+        };
+        assert_eq!(pieces, [Run::of(0, PAGES as u32 / 2), Run::of(HIGH, PAGES as u32 / 2)]);
+        let pages = [PAGES / 2 - 1, PAGES - 1];
+        pages.iter().for_each(|page| put_nonce(ram, *page, &nonce));
+        self.say(&ToHost::Proof(pages.map(|page| Run::of(seen(page), 1)).to_vec()));
+    }
+
+    fn say(&mut self, message: &ToHost) {
+        self.stream.write_all(&message.frame(self.session)).expect("the engine listens");
+    }
+
+    fn tick(&mut self) {
+        self.say(&ToHost::Tick(Tick { total: PAGES, tracking: Tracking::Damon, ..Tick::default() }));
+    }
+
+    /// So that it is not taken for silent, while something is waited for. Returns whether it was time for it.
+    fn stay_alive(&mut self) -> bool {
+        let is_time = self.ticked.elapsed() > Duration::from_secs(1);
+        if is_time {
+            self.ticked = Instant::now();
+            self.tick();
+        }
+        is_time
+    }
+
+    fn report(&mut self, runs: Vec<Run>) {
+        self.reports += 1;
+        self.say(&ToHost::Report { number: self.reports, last: true, runs });
+    }
+
+    /// The next frame; `None` when the engine has hung up.
+    fn hear_frame(&mut self) -> Option<ballast_guest::Frame> {
+        let mut buffer = [0; 4096];
+        loop {
+            match self.frames.next_frame() {
+                Some(Next::Frame(frame)) => return Some(frame),
+                Some(other) => panic!("{other:?}"),
+                None => {}
+            }
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return None,
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
+                count => self.frames.push(&buffer[..count.expect("read")]),
+            }
+        }
+    }
+
+    fn hear(&mut self) -> Option<ToGuest> {
+        let frame = self.hear_frame().expect("the engine is there");
+        ToGuest::decode(&frame).expect("it speaks sense")
+    }
+}
+
+/// Write the nonce where a mark was: such a page is not marked any more.
+fn put_nonce(ram: &Ram, page: u64, nonce: &[u8; NONCE]) {
+    let words = ram.map.words(page as usize * PAGE_SIZE, NONCE / 8);
+    for (word, bytes) in words.iter().zip(nonce.as_chunks().0) {
+        word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+    }
+}
+
+/// Every page but those with a nonce holds what was written there.
+fn all_is_there(ram: &Ram) {
+    let nonces = [PAGES / 2 - 1, PAGES - 1];
+    let wrong = (0..PAGES).filter(|page| !nonces.contains(page) && !ram.is_marked(*page)).count();
+    assert_eq!(wrong, 0, "pages with wrong bytes");
+}
+
+fn agent_of(daemon: &Daemon, name: &str) -> AgentStat {
+    daemon.vm(name).agent.unwrap_or_default()
+}
+
+#[test]
+fn what_a_guest_calls_cold_goes_first_and_the_host_does_not_track_it_until_it_falls_silent() {
+    if no_uffd() {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(&format!("{QUICK}[heat]\ntrack = \"auto\"\n"));
+    let port = port_of(std::process::id());
+    let ram = Ram::new(PAGES);
+    let _client = attach(&daemon, &ram, "told");
+    let mut fake = Fake::accept(&port);
+    fake.begin(&ram);
+    until("both pieces are proved", || agent_of(&daemon, "told").pieces_proved == 2);
+    // 24 MiB in both halves are cold; the rest is hot, but for what is not told at all.
+    let cold = [1024..4096, 9216..12288];
+    let told = |level| cold.iter().map(move |pages| run(seen(pages.start), pages.clone().count() as u32, level));
+    let warm = [run(0, 1024, HOTTEST), run(HIGH + 4096, 2048, 9)];
+    fake.report(told(COLD).chain(warm).collect());
+    until("its reports are hints", || {
+        fake.stay_alive();
+        agent_of(&daemon, "told").state == AgentState::Reporting
+    });
+    let shown = agent_of(&daemon, "told");
+    assert_eq!((shown.version.as_str(), shown.reports, shown.cold_bytes), ("9.9", 1, 24 * MIB), "{shown:?}");
+    assert_eq!((shown.rejected_pages, shown.rejected_messages), (0, 0), "{shown:?}");
+
+    // With what is kept free below the limit, 18 MiB go.
+    daemon.api.set_limit("told", Some(48 * MIB)).expect("limit");
+    until("it is within its limit", || {
+        fake.stay_alive();
+        daemon.vm("told").resident_bytes <= 46 * MIB + MIB / 2
+    });
+    let is_cold = |page: u64| cold.iter().any(|pages| pages.contains(&page));
+    for page in 0..PAGES {
+        let is_there = memfd::is_present(&ram.fd, page * PAGE_SIZE as u64).expect("seek");
+        assert!(is_there || is_cold(page), "page {page} was not called cold and went");
+    }
+    let heat = || daemon.api.heat("told", 1).expect("heat").source;
+    assert!(agent_of(&daemon, "told").state == AgentState::Reporting && heat().is_none());
+
+    // Touched pages are told to it.
+    (1024..4096).for_each(|page| assert!(ram.is_marked(page)));
+    loop {
+        fake.stay_alive();
+        if let Some(ToGuest::Restored(runs)) = fake.hear() {
+            assert!(runs.iter().all(|run| (1024..4096).contains(&run.page) && run.end() <= 4096), "{runs:?}");
+            break;
+        }
+    }
+    drop(fake);
+    daemon.api.set_limit("told", Some(60 * MIB)).expect("limit");
+    until("the host tracks it again", || heat().is_some());
+    assert_eq!(agent_of(&daemon, "told").state, AgentState::Silent);
+    all_is_there(&ram);
+}
+
+#[test]
+fn a_guest_that_says_whatever_it_likes_and_dies_at_any_point_harms_nobody() {
+    if no_uffd() {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(QUICK);
+    let neighbour = Guest::start(&daemon, "neighbour", BUSY);
+    let port = port_of(std::process::id());
+    let ram = Ram::new(PAGES);
+    let _client = attach(&daemon, &ram, "hostile");
+    daemon.api.set_limit("hostile", Some(32 * MIB)).expect("limit");
+
+    // Not proved: nothing counts.
+    let mut fake = Fake::accept(&port);
+    fake.tick();
+    fake.report(vec![run(0, 4096, COLD)]);
+    until("its report was heard", || agent_of(&daemon, "hostile").rejected_pages >= 4096);
+    assert_eq!(agent_of(&daemon, "hostile").state, AgentState::Idle);
+    // Proof of pages that do not hold the nonce, or are nobody's.
+    fake.say(&ToHost::Proof(vec![Run::of(7, 1), Run::of(PAGES_END - 1, 1), Run::of(HIGH, 1)]));
+    until("it was refused", || agent_of(&daemon, "hostile").rejected_messages > 0);
+    assert_eq!(agent_of(&daemon, "hostile").pieces_proved, 0);
+    drop(fake);
+
+    let whole = ToHost::Report { number: 1, last: true, runs: vec![run(5, 9, COLD)] };
+    let garbage: Vec<u8> = (0..200_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let foreign = vec![
+        run(0, u32::MAX, COLD),
+        run(100, 500, COLD),
+        run(100, 500, HOTTEST),
+        run(PAGES_END - 1, 1, COLD),
+        run(HIGH - 10, 20, COLD),
+        run(HIGH + PAGES / 2 - 1, 1000, COLD),
+    ];
+    let mut claims = frame(1, 3, &[0; 64]);
+    claims[12..16].copy_from_slice(&u32::MAX.to_le_bytes());
+    for round in 0..6 {
+        let mut fake = Fake::accept(&port);
+        if round > 0 {
+            fake.begin(&ram);
+        }
+        let session = fake.session;
+        match round {
+            // Dies before it says a word.
+            0 => {}
+            // In the middle of a message.
+            1 => fake.stream.write_all(&whole.frame(session)[..20]).expect("written"),
+            2 => {
+                for bytes in [&garbage[..], &MAGIC, &claims, &frame(session, 3, &[1; 70]), &frame(session, 999, &[])] {
+                    fake.stream.write_all(bytes).expect("written");
+                }
+                // Kept back until now: the engine reads on behind all of that.
+                fake.tick();
+                until("the garbage was counted", || agent_of(&daemon, "hostile").garbage_bytes > 100_000);
+            }
+            3 => {
+                fake.report(foreign.clone());
+                until("it was clipped", || agent_of(&daemon, "hostile").rejected_pages > u64::from(u32::MAX) / 2);
+            }
+            // Another session's, and a report without an end.
+            4 => {
+                fake.stream.write_all(&whole.frame(session + 1)).expect("written");
+                let before = agent_of(&daemon, "hostile").rejected_messages;
+                while agent_of(&daemon, "hostile").rejected_messages == before {
+                    fake.say(&ToHost::Report { number: 9, last: false, runs: vec![run(1, 1, COLD); MAX_RUNS] });
+                }
+            }
+            _ => {
+                // Dies with its host.
+                let old = daemon.kill_engine();
+                daemon.wait_for_engine_after(old);
+                while fake.hear_frame().is_some() {}
+            }
+        }
+    }
+
+    // As many reports as it can, from several threads, none of which waits for an answer.
+    let (ends, mut fake) = (AtomicBool::new(false), Fake::accept(&port));
+    fake.begin(&ram);
+    std::thread::scope(|scope| {
+        for number in 0..2 {
+            let (mut stream, session) = (fake.stream.try_clone().expect("dup"), fake.session);
+            let ends = &ends;
+            stream.set_write_timeout(Some(Duration::from_millis(100))).expect("set");
+            scope.spawn(move || {
+                let bytes: Vec<u8> = (0..64)
+                    .flat_map(|at| {
+                        let runs = vec![run(at, 3000, COLD), run(HIGH + at, 9000, COLD)];
+                        ToHost::Report { number: at as u32 + number, last: true, runs }.frame(session)
+                    })
+                    .collect();
+                while !ends.load(Ordering::Relaxed) {
+                    // It times out: the engine takes no more than it wants.
+                    let _ = stream.write(&bytes);
+                }
+            });
+        }
+        let before = daemon.vm("neighbour").faults.total();
+        until("hundreds of its messages were refused", || agent_of(&daemon, "hostile").rejected_messages > 300);
+        until("the neighbour is served meanwhile", || daemon.vm("neighbour").faults.total() > before);
+        ends.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(daemon.api.events().expect("events").iter().filter(|event| event.kind == "worker-panic").count(), 0);
+    drop(fake);
+    all_is_there(&ram);
+    neighbour.finish();
+}
+
+#[test]
+fn a_guest_that_calls_cold_what_it_touches_all_the_time_is_ignored() {
+    if no_uffd() {
+        return;
+    }
+    let _one = one_at_a_time();
+    let daemon = Daemon::start(QUICK);
+    let port = port_of(std::process::id());
+    let ram = Ram::new(PAGES);
+    let _client = attach(&daemon, &ram, "liar");
+    let mut fake = Fake::accept(&port);
+    fake.begin(&ram);
+    until("both pieces are proved", || agent_of(&daemon, "liar").pieces_proved == 2);
+    let ends = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // A thirty-second of it, each page again within milliseconds; and slowly all the rest, so that something
+            // has to go all the time.
+            for slow in (PAGES / 32..PAGES).cycle().step_by(16) {
+                if ends.load(Ordering::Relaxed) {
+                    break;
+                }
+                (0..PAGES / 32).for_each(|page| assert!(ram.is_marked(page)));
+                // Two of them hold the nonce, and no mark.
+                let _ = (slow..PAGES.min(slow + 16)).filter(|page| ram.is_marked(*page)).count();
+            }
+        });
+        daemon.api.set_limit("liar", Some(48 * MIB)).expect("limit");
+        until("it is ignored", || {
+            if fake.stay_alive() {
+                fake.report(vec![run(0, PAGES as u32 / 32, COLD)]);
+            }
+            agent_of(&daemon, "liar").state == AgentState::Ignored
+        });
+        ends.store(true, Ordering::Relaxed);
+    });
+    let shown = agent_of(&daemon, "liar");
+    assert!(shown.times_ignored == 1 && shown.ignored_s.is_some(), "{shown:?}");
+    assert!(shown.by_agent.wrong_pages * 2 > shown.by_agent.judged_pages, "{shown:?}");
+    assert!(daemon.api.events().expect("events").iter().any(|event| event.kind == "agent-ignored"));
+    all_is_there(&ram);
+}
+
+#[test]
+fn nobody_is_talked_to_but_the_vmm_itself() {
+    if no_uffd() {
+        return;
+    }
+    let daemon = Daemon::start(QUICK);
+    let guest = Guest::start(&daemon, "calm", "--workload idle --ram 16M");
+    // This process listens in the name of that one.
+    let port = port_of(guest.pid());
+    let (mut stream, _) = port.accept().expect("the engine looks for it");
+    let mut said = Vec::new();
+    stream.read_to_end(&mut said).expect("it hangs up");
+    assert_eq!((said.len(), daemon.vm("calm").agent), (0, None));
+    guest.finish();
+}

@@ -1,0 +1,83 @@
+//! How much a guest may say: a token bucket of bytes.
+//!
+//! Before: bytes of a guest wait in a socket. After: they are read and dealt with, or wait until the guest may say
+//! more; a full socket makes the guest wait, not us.
+//! Units: bytes. Promise: in the long run a guest costs the work of [`RATE`] bytes a second at most.
+
+use std::time::{Duration, Instant};
+
+/// Bytes that a guest may say in a second: a report of the largest guest is 512 KiB, and comes every two seconds.
+const RATE: u64 = 1 << 20;
+/// What it may have saved up.
+const BURST: i64 = 1 << 20;
+/// What a message costs beside its bytes: 128 messages of no length a second.
+pub(crate) const MESSAGE: u64 = 8 << 10;
+
+/// A token bucket.
+#[derive(Debug)]
+pub(crate) struct Bucket {
+    /// Below zero it owes.
+    tokens: i64,
+    at: Instant,
+}
+
+impl Bucket {
+    /// A full one.
+    pub fn new(now: Instant) -> Self {
+        Self { tokens: BURST, at: now }
+    }
+
+    /// May the guest say something now?
+    pub fn is_open(&mut self, now: Instant) -> bool {
+        let passed = now.saturating_duration_since(self.at);
+        let gained = passed.as_nanos().saturating_mul(u128::from(RATE)) / 1_000_000_000;
+        if gained > 0 {
+            self.tokens = self.tokens.saturating_add(i64::try_from(gained).unwrap_or(BURST)).min(BURST);
+            self.at = now;
+        }
+        self.tokens > 0
+    }
+
+    /// This was said.
+    pub fn charge(&mut self, bytes: u64) {
+        self.tokens = self.tokens.saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
+    }
+
+    /// When it may say something again.
+    pub fn opens(&self) -> Instant {
+        let owed = u64::try_from(1 - self.tokens).unwrap_or(0);
+        self.at + Duration::from_nanos(owed.saturating_mul(1_000_000_000) / RATE + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_says_all_it_can_says_no_more_than_the_rate_in_the_long_run() {
+        let start = Instant::now();
+        let (mut bucket, mut now, mut said) = (Bucket::new(start), start, 0);
+        while now < start + Duration::from_secs(10) {
+            if !bucket.is_open(now) {
+                now = bucket.opens();
+                assert!(bucket.is_open(now), "it opens when it says so");
+            }
+            bucket.charge(MESSAGE);
+            said += MESSAGE;
+        }
+        assert!((10 * RATE..=12 * RATE).contains(&said), "{said}");
+    }
+
+    #[test]
+    fn what_was_not_said_is_saved_up_to_a_bound() {
+        let start = Instant::now();
+        let mut bucket = Bucket::new(start);
+        bucket.charge(u64::MAX);
+        assert!(!bucket.is_open(start + Duration::from_secs(3600)));
+        let mut bucket = Bucket::new(start);
+        assert!(bucket.is_open(start + Duration::from_secs(3600)));
+        bucket.charge(BURST as u64);
+        assert!(!bucket.is_open(start + Duration::from_secs(3600)));
+    }
+}

@@ -1,0 +1,250 @@
+//! A report as runs to take, the cheapest first.
+//!
+//! Before: a guest has told how hot its memory is and what it holds. After: the reclaim worker takes candidates from
+//! here, each run once a report.
+//! Units: pages of regions. Promise: a bounded number of runs; no page twice in a report; what is proposed is in the
+//! file, Resident and unlocked, as with any other source.
+//!
+//! Within a level of heat come free pages first, then clean ones of files, which the guest could read again, then dirty
+//! ones, then programs' (Blowfish, section 4.4: *free memory first*). A free page is copied out like any other: that
+//! nobody needs its bytes is the guest's word alone, and the word of a moment.
+
+use ballast_base::{PageIdx, PageRange};
+use ballast_guest::run::COLD;
+use ballast_guest::{Kind, Run};
+use ballast_heat::{Age, ColdRun, Pages, Pick, push_run};
+
+use super::places::Places;
+
+/// Most runs of a report: twice what an agent says.
+pub(crate) const MOST_RUNS: usize = 32 << 10;
+/// Runs that one pick looks at: each costs a look into the file at least.
+const MOST_LOOKS: usize = 4096;
+
+/// A run of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Hint {
+    level: u8,
+    kind: Kind,
+    region: u32,
+    pages: PageRange,
+}
+
+/// What a report came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// Pages that are cold, free ones included.
+    pub cold: u64,
+    /// Free pages among them.
+    pub free: u64,
+    /// Pages that are not this guest's, were named twice, or lie where nothing is proved.
+    pub rejected: u64,
+}
+
+/// The runs that are left of a report.
+#[derive(Debug, Default)]
+pub(crate) struct Hints {
+    /// The next at the end.
+    runs: Vec<Hint>,
+}
+
+impl Hints {
+    /// The runs of a report.
+    pub fn new(mut report: Vec<Run>, places: &Places) -> (Self, Tally) {
+        let mut tally = Tally::default();
+        report.sort_unstable();
+        let (mut runs, mut end) = (Vec::with_capacity(report.len()), 0u64);
+        for run in report {
+            // What was named before does not count again.
+            let twice = end.saturating_sub(run.page).min(run.count.into());
+            end = end.max(run.end());
+            let fresh = Run { page: run.page + twice, count: run.count - twice as u32, ..run };
+            let mut known = 0;
+            for (region, pages) in places.parts(fresh) {
+                known += pages.count();
+                if runs.len() < MOST_RUNS {
+                    runs.push(Hint { level: run.level, kind: run.kind, region, pages });
+                }
+            }
+            tally.rejected += u64::from(run.count) - known;
+            tally.cold += if run.level == COLD { known } else { 0 };
+            tally.free += if run.kind == Kind::Free { known } else { 0 };
+        }
+        runs.sort_unstable_by(|one, other| other.cmp(one));
+        (Self { runs }, tally)
+    }
+
+    /// Propose up to about `want` pages into `out`, the cheapest first, cold ones alone or ([`Pick::Any`]) warmer ones
+    /// after them. Calling again goes on from there.
+    pub fn pick(&mut self, pages: &dyn Pages, want: u64, pick: Pick, out: &mut Vec<ColdRun>) {
+        let mut left = want;
+        for _ in 0..MOST_LOOKS {
+            let Some(hint) = self.runs.last().copied().filter(|hint| pick == Pick::Any || hint.level == COLD) else {
+                return;
+            };
+            if left == 0 {
+                return;
+            }
+            self.runs.pop();
+            if let Some(rest) = take(pages, hint, pick, &mut left, out) {
+                self.runs.push(rest);
+            }
+        }
+    }
+}
+
+/// Propose the pages of one run until there are enough. Returns what is left of it.
+fn take(pages: &dyn Pages, hint: Hint, pick: Pick, left: &mut u64, out: &mut Vec<ColdRun>) -> Option<Hint> {
+    if hint.region >= pages.regions() {
+        return None;
+    }
+    let granule = pages.granule(hint.region);
+    let stop = hint.pages.end().0.min(pages.len(hint.region));
+    let mut at = hint.pages.start().0.next_multiple_of(granule);
+    while at < stop {
+        let run = pages.next_present(hint.region, PageRange::new(PageIdx(at), PageIdx(stop)))?;
+        let mut page = run.start().0.next_multiple_of(granule);
+        while page < run.end().0 && page + granule <= stop {
+            if *left == 0 {
+                return Some(Hint { pages: PageRange::new(PageIdx(page), PageIdx(stop)), ..hint });
+            }
+            if is_candidate(pages, hint.region, PageIdx(page), pick) {
+                *left = left.saturating_sub(granule);
+                push_run(out, hint.region, PageRange::of(PageIdx(page), granule));
+            }
+            page += granule;
+        }
+        // Present pages may come in pieces smaller than what was asked for.
+        at = run.end().0.max(at + 1);
+    }
+    None
+}
+
+/// Is the page Resident and unlocked, and did quarantine not find it in use lately? The guest may say that it is cold;
+/// what was seen of it counts more.
+fn is_candidate(pages: &dyn Pages, region: u32, page: PageIdx, pick: Pick) -> bool {
+    let Some(byte) = pages.age(region, page) else { return false };
+    let age = Age::from_byte(byte);
+    if age.credit > 0 && pick == Pick::Cold {
+        pages.set_age(region, page, Age { credit: age.credit - 1, ..age }.byte());
+        return false;
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::Bytes;
+    use ballast_base::guest::GuestRange;
+    use ballast_heat::touched;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use std::cell::RefCell;
+
+    /// One region; `None` is a page that is absent or not Resident.
+    struct Table(RefCell<Vec<Option<u8>>>, u64);
+
+    impl Pages for Table {
+        fn regions(&self) -> u32 {
+            1
+        }
+        fn len(&self, _: u32) -> u64 {
+            self.0.borrow().len() as u64
+        }
+        fn granule(&self, _: u32) -> u64 {
+            self.1
+        }
+        fn next_present(&self, _: u32, range: PageRange) -> Option<PageRange> {
+            let pages = self.0.borrow();
+            let until = pages.len().min(range.end().0 as usize);
+            let first = (range.start().0 as usize..until).find(|page| pages[*page].is_some())?;
+            let end = (first..until).find(|page| pages[*page].is_none()).unwrap_or(until);
+            Some(PageRange::new(PageIdx(first as u64), PageIdx(end as u64)))
+        }
+        fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
+            self.0.borrow()[page.0 as usize]
+        }
+        fn set_age(&self, _: u32, page: PageIdx, age: u8) {
+            self.0.borrow_mut()[page.0 as usize] = Some(age);
+        }
+    }
+
+    const PAGES: u64 = 64;
+
+    /// The guest sees the region from page 100 on.
+    fn places() -> Places {
+        let range = GuestRange { address: 100 << 12, offset: Bytes(0), len: Bytes(PAGES << 12) };
+        let mut places = Places::new([(0, vec![range])].into_iter());
+        places.prove(0);
+        places
+    }
+
+    fn run(page: u64, count: u32, kind: Kind, level: u8) -> Run {
+        Run { page, count, kind, level }
+    }
+
+    fn pick(hints: &mut Hints, table: &Table, want: u64, pick: Pick) -> Vec<(u64, u64)> {
+        let mut out = Vec::new();
+        hints.pick(table, want, pick, &mut out);
+        out.iter().map(|run| (run.pages.start().0, run.pages.count())).collect()
+    }
+
+    #[test]
+    fn the_cheapest_of_what_is_cold_goes_first_and_what_is_warm_only_if_it_must() {
+        let report = vec![
+            run(100, 4, Kind::Anon, 9),
+            run(104, 4, Kind::Anon, COLD),
+            run(108, 4, Kind::Free, COLD),
+            run(112, 4, Kind::FileClean, COLD),
+        ];
+        let (mut hints, tally) = Hints::new(report, &places());
+        assert_eq!(tally, Tally { cold: 12, free: 4, rejected: 0 });
+        let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 1);
+        assert_eq!(pick(&mut hints, &table, 6, Pick::Cold), [(8, 6)]);
+        assert_eq!(pick(&mut hints, &table, 99, Pick::Cold), [(14, 2), (4, 4)]);
+        assert_eq!(pick(&mut hints, &table, 99, Pick::Cold), []);
+        assert_eq!(pick(&mut hints, &table, 99, Pick::Any), [(0, 4)]);
+        assert_eq!(pick(&mut hints, &table, 99, Pick::Any), [], "each run once");
+    }
+
+    #[test]
+    fn a_page_that_was_touched_in_quarantine_is_passed_over_whatever_the_guest_says() {
+        let (mut hints, _) = Hints::new(vec![run(100, 3, Kind::Anon, COLD)], &places());
+        let table = Table(RefCell::new(vec![Some(0), Some(touched(0)), Some(0)]), 1);
+        assert_eq!(pick(&mut hints, &table, 9, Pick::Cold), [(0, 1), (2, 1)]);
+    }
+
+    #[test]
+    fn what_is_paged_as_one_is_proposed_whole_or_not_at_all() {
+        let (mut hints, _) = Hints::new(vec![run(101, 20, Kind::Anon, COLD)], &places());
+        let table = Table(RefCell::new(vec![Some(0); PAGES as usize]), 8);
+        assert_eq!(pick(&mut hints, &table, 99, Pick::Cold), [(8, 8)]);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_is_reported_no_page_is_proposed_twice_and_none_that_is_not_there(
+            runs in vec((prop_oneof![0u64..300, Just(1u64 << 39)], 1u32..200, 0u8..16), 0..40),
+            there in vec(proptest::option::of(any::<u8>()), PAGES as usize), wants in vec(0u64..50, 1..5),
+        ) {
+            let kinds = [Kind::Free, Kind::FileClean, Kind::Anon];
+            let report: Vec<Run> = runs.iter()
+                .map(|(page, count, level)| run(*page, *count, kinds[usize::from(level % 3)], *level)).collect();
+            let told: u64 = report.iter().map(|run| u64::from(run.count)).sum();
+            let (mut hints, tally) = Hints::new(report, &places());
+            let known: u64 = hints.runs.iter().map(|hint| hint.pages.count()).sum();
+            prop_assert!(known <= PAGES && known + tally.rejected == told);
+            let table = Table(RefCell::new(there), 1);
+            let mut seen = vec![false; PAGES as usize];
+            for want in wants {
+                for (first, count) in pick(&mut hints, &table, want, Pick::Any) {
+                    for page in first..first + count {
+                        prop_assert!(table.0.borrow()[page as usize].is_some());
+                        prop_assert!(!std::mem::replace(&mut seen[page as usize], true));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! What the worker of an agent, reclaim and the API share.
+//!
+//! Before: an agent reports. After: reclaim finds its hints, and the API what to show; the agent hears what was
+//! restored.
+//! Threads: any; locks are held for a moment, that of the hints for one pick. Promise: no fault waits for any of it.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
+
+use ballast_base::PageIdx;
+use ballast_guest::message::Tick;
+
+use super::hints::Hints;
+pub use super::trust::Picked;
+use crate::run::pool::Notifier;
+
+/// Restored pages that wait to be told.
+const RESTORED: usize = 4096;
+
+/// What is known of an agent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum State {
+    /// The VMM shows no port of one.
+    #[default]
+    NoPort,
+    /// There is a port, and nobody has answered on it, or not for a while.
+    Silent,
+    /// It is there and reports nothing.
+    Idle,
+    /// Its reports are hints.
+    Reporting,
+    /// What it calls cold was touched at once.
+    Ignored,
+}
+
+/// What is shown of an agent. Counters are of this engine.
+#[derive(Clone, Debug, Default)]
+pub struct Shown {
+    /// See there.
+    pub state: State,
+    /// Version of the agent, and release of the guest's kernel.
+    pub version: String,
+    /// The release of the guest's kernel.
+    pub kernel: String,
+    /// The last thing that it said of the guest.
+    pub tick: Tick,
+    /// When.
+    pub heard: Option<Instant>,
+    /// Whole reports taken, and messages of any kind.
+    pub reports: u64,
+    /// Messages of any kind.
+    pub messages: u64,
+    /// Messages that made no sense or came too often.
+    pub rejected_messages: u64,
+    /// Bytes that belonged to no message.
+    pub garbage_bytes: u64,
+    /// Pages of reports that are not the guest's, named twice, or where nothing is proved.
+    pub rejected_pages: u64,
+    /// Pages of the last report that are cold, and of these, free.
+    pub cold_pages: u64,
+    /// Free pages among them.
+    pub free_pages: u64,
+    /// Pages told to it that were restored.
+    pub restored_pages: u64,
+    /// Parts of guest-physical memory, and those of them that are proved.
+    pub pieces: (u32, u32),
+    /// Times that it was ignored because it lied.
+    pub times_ignored: u64,
+    /// Until when it is.
+    pub ignored_until: Option<Instant>,
+    /// A sample of the pages that went on its word.
+    pub by_agent: Picked,
+    /// And on the host's.
+    pub by_host: Picked,
+}
+
+/// The shared state of an agent's worker, reclaim and the API.
+#[derive(Debug, Default)]
+pub struct Told {
+    /// Notifies the worker.
+    pub(crate) notifier: Notifier,
+    hints: Mutex<Hints>,
+    has_port: AtomicBool,
+    is_reporting: AtomicBool,
+    shown: Mutex<Shown>,
+    restored: Mutex<VecDeque<(u32, PageIdx)>>,
+}
+
+impl Told {
+    /// Does the VMM show its port?
+    pub(crate) fn has_port(&self) -> bool {
+        self.has_port.load(Ordering::Relaxed)
+    }
+
+    /// It does, or not.
+    pub(crate) fn set_port(&self, has_port: bool) {
+        self.has_port.store(has_port, Ordering::Relaxed);
+        if !has_port {
+            self.show().state = State::NoPort;
+        }
+    }
+
+    /// Are its reports hints now? Then the host need not track.
+    pub fn is_reporting(&self) -> bool {
+        self.is_reporting.load(Ordering::Acquire)
+    }
+
+    /// Its reports are hints from now on, or not. Returns whether that was otherwise.
+    pub(crate) fn set_reporting(&self, is_reporting: bool) -> bool {
+        if !is_reporting {
+            *self.hints() = Hints::default();
+        }
+        self.is_reporting.swap(is_reporting, Ordering::AcqRel) != is_reporting
+    }
+
+    /// What to take next.
+    pub(crate) fn hints(&self) -> MutexGuard<'_, Hints> {
+        self.hints.lock().expect("no panic while held")
+    }
+
+    /// What to show.
+    pub fn shown(&self) -> Shown {
+        self.show().clone()
+    }
+
+    pub(crate) fn show(&self) -> MutexGuard<'_, Shown> {
+        self.shown.lock().expect("no panic while held")
+    }
+
+    /// Takes the samples of pages that went, and until when the agent is ignored, if that is new.
+    pub(crate) fn judged(&self, (by_agent, by_host): (Picked, Picked), ignored_until: Option<Instant>) {
+        let mut shown = self.show();
+        (shown.by_agent, shown.by_host) = (by_agent, by_host);
+        if ignored_until.is_some() {
+            shown.ignored_until = ignored_until;
+            shown.times_ignored += 1;
+            drop(shown);
+            self.notifier.notify();
+        }
+    }
+
+    /// A page was restored that a reporting agent should know of.
+    pub(crate) fn restored(&self, place: (u32, PageIdx)) {
+        let mut restored = self.restored.lock().expect("no panic while held");
+        if restored.len() < RESTORED {
+            restored.push_back(place);
+        }
+    }
+
+    /// What was restored since the last time.
+    pub(crate) fn take_restored(&self) -> Vec<(u32, PageIdx)> {
+        std::mem::take(&mut *self.restored.lock().expect("no panic while held")).into()
+    }
+}

@@ -1,0 +1,243 @@
+//! Whether what goes as cold stays away: samples of picked pages, and the verdict on a guest that lies.
+//!
+//! Before: reclaim has picked pages, by what a guest's agent says or by what the host knows. After: it is known how
+//! many of them were touched again soon; a guest most of whose cold pages are touched at once is ignored for a while
+//! (as Demeter, section 7.2, has it), because then its reports are worse than no report.
+//! Threads: the VM's reclaim worker. Units: pages. Promise: a bounded number of samples; a page of which nothing is
+//! known in the end (reclaim gave it up, say) counts for nobody.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use ballast_base::PageIdx;
+use ballast_heat::{Age, ColdRun, Pages};
+
+/// A page that is back within this is a wrong choice (the figure of Blowfish, section 5, is of the same kind).
+pub(crate) const SOON: Duration = Duration::from_secs(10);
+/// A page that the guest called cold and that is back within this was not: a quarantine and as much again.
+const AT_ONCE: Duration = Duration::from_secs(2);
+/// Samples that wait for their judgement, and how many are taken of one pick.
+const SAMPLES: usize = 4096;
+const OF_A_PICK: u64 = 64;
+/// Samples of an agent's before there is a verdict; then half of them are forgotten.
+const JUDGED: u32 = 128;
+/// How long a guest that lies is ignored: at first, and at most; twice as long each time.
+const IGNORED: Duration = Duration::from_secs(60);
+const IGNORED_MOST: Duration = Duration::from_secs(3600);
+
+/// On whose word a page went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// What the agent calls cold.
+    Agent,
+    /// What the host knows, or guesses.
+    Host,
+}
+
+/// A sample of the pages that were picked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Picked {
+    /// Judged.
+    pub judged: u64,
+    /// Touched again within [`SOON`].
+    pub wrong: u64,
+}
+
+#[derive(Debug)]
+struct Sample {
+    place: (u32, PageIdx),
+    by: By,
+    at: Instant,
+    /// What quarantine had learned of it.
+    age: Age,
+}
+
+/// Samples of picked pages.
+#[derive(Debug, Default)]
+pub(crate) struct Trust {
+    waiting: VecDeque<Sample>,
+    /// Those of them that were restored, and when first.
+    back: HashMap<(u32, PageIdx), Option<Instant>>,
+    by_agent: Picked,
+    by_host: Picked,
+    /// Pages of the agent's since the last verdict: judged, and touched at once.
+    judged: u32,
+    lies: u32,
+    /// Times that it was ignored.
+    ignored: u32,
+}
+
+impl Trust {
+    /// These were picked now: a few of them are sampled.
+    pub fn picked(&mut self, by: By, runs: &[ColdRun], pages: &dyn Pages, now: Instant) {
+        let all: u64 = runs.iter().map(|run| run.pages.count()).sum();
+        let step = (all / OF_A_PICK).max(1);
+        let mut skip = 0;
+        for run in runs {
+            let first = run.pages.start().0;
+            let mut at = skip;
+            while at < run.pages.count() {
+                self.sample(by, (run.region, PageIdx(first + at)), pages, now);
+                at += step;
+            }
+            skip = at - run.pages.count();
+        }
+    }
+
+    fn sample(&mut self, by: By, place: (u32, PageIdx), pages: &dyn Pages, now: Instant) {
+        let Some(age) = pages.age(place.0, place.1) else { return };
+        if self.waiting.len() >= SAMPLES || self.back.contains_key(&place) {
+            return;
+        }
+        self.back.insert(place, None);
+        self.waiting.push_back(Sample { place, by, at: now, age: Age::from_byte(age) });
+    }
+
+    /// A page was restored.
+    pub fn restored(&mut self, place: (u32, PageIdx), now: Instant) {
+        if let Some(back) = self.back.get_mut(&place) {
+            back.get_or_insert(now);
+        }
+    }
+
+    /// Judge what was picked long enough ago. Returns for how long the guest is to be ignored, if it is.
+    pub fn judge(&mut self, pages: &dyn Pages, now: Instant) -> Option<Duration> {
+        while let Some(sample) = self.waiting.pop_front_if(|sample| now.saturating_duration_since(sample.at) >= SOON) {
+            let Sample { place, by, at, age: before } = sample;
+            let back = self.back.remove(&place).flatten();
+            let away = back.map(|back| back.saturating_duration_since(at));
+            let age = if place.0 < pages.regions() && place.1.0 < pages.len(place.0) {
+                pages.age(place.0, place.1).map(Age::from_byte)
+            } else {
+                None
+            };
+            let (is_wrong, is_lie) = match (away, age) {
+                (Some(away), _) => (away < SOON, away < AT_ONCE),
+                // A quarantine hit. Or it is in memory, and nobody knows of a touch.
+                (None, Some(age)) if age.level > before.level || age.credit > before.credit => (true, true),
+                (None, Some(_)) => continue,
+                (None, None) => (false, false),
+            };
+            let picked = if by == By::Agent { &mut self.by_agent } else { &mut self.by_host };
+            picked.judged += 1;
+            picked.wrong += u64::from(is_wrong);
+            if by == By::Agent {
+                self.judged += 1;
+                self.lies += u32::from(is_lie);
+            }
+        }
+        if self.judged < JUDGED {
+            return None;
+        }
+        let lies = self.lies * 2 > self.judged;
+        (self.judged, self.lies) = (self.judged / 2, self.lies / 2);
+        if !lies {
+            return None;
+        }
+        // Whatever waits was picked on the same word.
+        (self.judged, self.lies) = (0, 0);
+        self.waiting.retain(|sample| sample.by == By::Host);
+        let waiting = &self.waiting;
+        self.back.retain(|place, _| waiting.iter().any(|sample| sample.place == *place));
+        self.ignored = self.ignored.saturating_add(1);
+        let doubled = IGNORED.saturating_mul(1 << (self.ignored - 1).min(8));
+        Some(doubled.min(IGNORED_MOST))
+    }
+
+    /// The samples of pages that went on the agent's word, and on the host's.
+    pub fn figures(&self) -> (Picked, Picked) {
+        (self.by_agent, self.by_host)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ballast_base::PageRange;
+    use ballast_heat::touched;
+    use std::cell::RefCell;
+
+    /// One region of pages in memory (with an age byte) or away.
+    struct Table(RefCell<Vec<Option<u8>>>);
+
+    impl Pages for Table {
+        fn regions(&self) -> u32 {
+            1
+        }
+        fn len(&self, _: u32) -> u64 {
+            self.0.borrow().len() as u64
+        }
+        fn next_present(&self, _: u32, _: PageRange) -> Option<PageRange> {
+            None
+        }
+        fn age(&self, _: u32, page: PageIdx) -> Option<u8> {
+            self.0.borrow()[page.0 as usize]
+        }
+        fn set_age(&self, _: u32, _: PageIdx, _: u8) {}
+    }
+
+    fn run(first: u64, count: u64) -> Vec<ColdRun> {
+        vec![ColdRun { region: 0, pages: PageRange::of(PageIdx(first), count) }]
+    }
+
+    /// Rounds in which 16 pages are picked, of which that many are touched: in quarantine, or after this long.
+    fn after(touched_of_16: u64, back_after: Option<Duration>) -> (Option<Duration>, Picked) {
+        let (mut trust, start) = (Trust::default(), Instant::now());
+        let mut verdict = None;
+        for round in 0..20 {
+            let table = Table(RefCell::new(vec![Some(0); 16]));
+            let at = start + SOON * round;
+            trust.picked(By::Agent, &run(0, 16), &table, at);
+            for page in 0..16 {
+                let is_touched = page < touched_of_16;
+                let age = (is_touched && back_after.is_none()).then(|| touched(0));
+                table.0.borrow_mut()[page as usize] = age;
+                if let Some(away) = back_after.filter(|_| is_touched) {
+                    trust.restored((0, PageIdx(page)), at + away);
+                }
+            }
+            verdict = verdict.or(trust.judge(&table, at + SOON));
+        }
+        (verdict, trust.figures().0)
+    }
+
+    #[test]
+    fn a_guest_whose_cold_pages_are_touched_at_once_is_ignored_and_others_are_not() {
+        let (verdict, figures) = after(16, None);
+        assert!(verdict == Some(IGNORED) && figures.wrong == figures.judged, "{figures:?}");
+        assert_eq!(after(12, Some(Duration::from_millis(1500))).0, Some(IGNORED));
+        assert_eq!(after(4, None), (None, Picked { judged: 320, wrong: 80 }));
+        let later = Duration::from_secs(5);
+        assert_eq!(after(16, Some(later)), (None, Picked { judged: 320, wrong: 320 }), "wrong, and no lie");
+        assert_eq!(after(16, Some(SOON)), (None, Picked { judged: 320, wrong: 0 }));
+    }
+
+    #[test]
+    fn a_page_of_which_nothing_is_known_counts_for_nobody_and_the_hosts_choices_are_no_ones_lies() {
+        let (mut trust, start) = (Trust::default(), Instant::now());
+        let table = Table(RefCell::new(vec![Some(0); 600]));
+        trust.picked(By::Agent, &run(0, 16), &table, start);
+        assert_eq!(trust.judge(&table, start + SOON), None);
+        assert_eq!(trust.figures(), (Picked::default(), Picked::default()), "still there, and not touched");
+        for at in 0..40 {
+            trust.picked(By::Host, &run(at * 15, 15), &table, start);
+        }
+        *table.0.borrow_mut() = vec![Some(touched(0)); 600];
+        assert_eq!(trust.judge(&table, start + SOON), None);
+        assert_eq!(trust.figures().1, Picked { judged: 600, wrong: 600 });
+    }
+
+    #[test]
+    fn samples_are_spread_and_bounded() {
+        let (mut trust, start) = (Trust::default(), Instant::now());
+        let table = Table(RefCell::new(vec![Some(0); 1 << 16]));
+        let runs: Vec<_> = (0..8).flat_map(|part| run(part << 13, 1 << 13)).collect();
+        trust.picked(By::Agent, &runs, &table, start);
+        let regions: Vec<u64> = trust.waiting.iter().map(|sample| sample.place.1.0 >> 13).collect();
+        assert_eq!(regions, (0..OF_A_PICK).map(|at| at / 8).collect::<Vec<_>>());
+        for round in 1..200 {
+            trust.picked(By::Agent, &run(round * 64, 64), &table, start);
+        }
+        assert!(trust.waiting.len() <= SAMPLES && trust.back.len() == trust.waiting.len());
+    }
+}

@@ -1,0 +1,422 @@
+//! The conversation with a guest's agent.
+//!
+//! Before: the VM is served. After: while its VMM shows a port and somebody answers there, reports become hints
+//! (`hints`), restored pages are told back, and the VM is not tracked by the host.
+//! Threads: one task per VM, which runs when there is input and once a second; without a port, ever more rarely.
+//! Promise: a guest costs what its bucket allows, in time and in memory. An agent that is silent for [`SILENT`] is not
+//! heeded any more. When this engine ends, or the guest's agent, the other side begins anew: nothing that was said
+//! counts beyond its session.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ballast_base::PAGE_SIZE;
+use ballast_base::store::PageBytes;
+use ballast_guest::frame::Next as NextFrame;
+use ballast_guest::message::{MAX_PIECES, MAX_RUNS, NONCE, Tracking, Wanted};
+use ballast_guest::run::push;
+use ballast_guest::{Frame, Frames, Run, ToGuest, ToHost};
+use ballast_page::memory::{Backing, ReadOutcome};
+
+use super::bucket::{Bucket, MESSAGE};
+use super::channel::{Channel, Read};
+use super::hints::{Hints, MOST_RUNS};
+use super::places::Places;
+use super::told::{State, Told};
+use crate::run::queue::Next;
+use crate::vm::Vm;
+
+/// How often the agent says how the guest is, and this worker looks after things.
+const TICK: Duration = Duration::from_secs(1);
+/// An agent that says nothing of sense for so long is not there; reports of the largest guests come this rarely.
+const SILENT: Duration = Duration::from_secs(10);
+const REPORT_OLD: Duration = Duration::from_secs(180);
+/// After so long without a word the connection is made again, for an agent that began anew meanwhile.
+const AGAIN: Duration = Duration::from_secs(20);
+/// Pauses between two looks for a port, at first and at most.
+const LOOK: Duration = Duration::from_secs(1);
+const LOOK_MOST: Duration = Duration::from_secs(60);
+/// How often a piece is asked for that is not proved: the guest may have no page there now.
+const PROVE: Duration = Duration::from_secs(5);
+/// Reports that follow the last sooner than this are not taken.
+const REPORT_EVERY: Duration = Duration::from_millis(500);
+/// How long a piece of work takes at most.
+const SLICE: Duration = Duration::from_millis(2);
+/// Read at once.
+const BUFFER: usize = 32 << 10;
+
+/// A report that is not whole yet.
+#[derive(Debug, Default)]
+struct Parts {
+    number: u32,
+    runs: Vec<Run>,
+}
+
+/// A connection, which is a session.
+#[derive(Debug)]
+struct Link {
+    channel: Channel,
+    session: u64,
+    nonce: [u8; NONCE],
+    frames: Frames,
+    since: Instant,
+    /// When it said how the guest is, and when a report was whole.
+    ticked: Option<Instant>,
+    reported: Option<Instant>,
+    parts: Parts,
+    prove_at: Instant,
+}
+
+/// The worker of an agent.
+#[derive(Debug)]
+pub(crate) struct AgentWorker {
+    vm: Arc<Vm>,
+    told: Arc<Told>,
+    link: Option<Link>,
+    bucket: Bucket,
+    places: Places,
+    /// How many times a view was added when it last looked for a port.
+    generation: u64,
+    look_at: Instant,
+    pause: Duration,
+    tick_at: Instant,
+    failures: u64,
+}
+
+impl AgentWorker {
+    /// A worker for this VM.
+    pub fn new(vm: Arc<Vm>) -> Self {
+        let now = Instant::now();
+        let (told, bucket) = (vm.mail.agent.clone(), Bucket::new(now));
+        Self {
+            vm,
+            told,
+            link: None,
+            bucket,
+            places: Places::default(),
+            generation: 0,
+            look_at: now,
+            pause: LOOK,
+            tick_at: now,
+            failures: 0,
+        }
+    }
+
+    /// A piece of work; returns when the next is due.
+    pub fn run(&mut self, now: Instant) -> Next {
+        if self.vm.is_stopping() {
+            self.lose(State::Silent);
+            return Next::Done;
+        }
+        if self.link.is_none() {
+            if std::mem::replace(&mut self.generation, self.vm.generation()) != self.vm.generation() {
+                (self.look_at, self.pause) = (now, LOOK);
+            }
+            if now < self.look_at {
+                return Next::At(self.look_at);
+            }
+            if !self.look(now) {
+                let pause = self.pause;
+                self.pause = (pause * 2).min(LOOK_MOST);
+                let next = Next::about(now, pause);
+                self.look_at = if let Next::At(at) = next { at } else { now };
+                return next;
+            }
+        }
+        let is_open = match self.converse(now) {
+            Ok(is_open) => is_open,
+            Err(error) => {
+                if error.kind() != io::ErrorKind::UnexpectedEof {
+                    tracing::info!(vm = self.vm.state.name(), "The agent of its guest: {error}");
+                }
+                self.lose(State::Silent);
+                self.look_at = now + LOOK;
+                return Next::At(self.look_at);
+            }
+        };
+        match is_open {
+            // It has more to say, now or when it may.
+            Some(true) => Next::Again,
+            Some(false) => Next::At(self.bucket.opens().min(self.tick_at)),
+            None => Next::At(self.tick_at),
+        }
+    }
+
+    /// Is there a port? Then say hello.
+    fn look(&mut self, now: Instant) -> bool {
+        for view in self.vm.views() {
+            match Channel::connect(view.pid, &self.told) {
+                Ok(Some(channel)) => return self.begin(channel, now),
+                Ok(None) => {}
+                Err(error) => self.failed(&error),
+            }
+        }
+        self.told.set_port(false);
+        false
+    }
+
+    fn begin(&mut self, mut channel: Channel, now: Instant) -> bool {
+        let (mut session, mut nonce) = ([0; 8], [0; NONCE]);
+        for bytes in [&mut session[..], &mut nonce[..]] {
+            match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
+                Ok(count) if count == bytes.len() => {}
+                _ => {
+                    self.failed(&io::Error::other("the kernel gives no random bytes"));
+                    return false;
+                }
+            }
+        }
+        let session = u64::from_le_bytes(session);
+        let tick_ms = TICK.as_millis() as u32;
+        channel.send(&ToGuest::Hello(Wanted { tick_ms, reports: true, services: false }).frame(session));
+        self.link = Some(Link {
+            channel,
+            session,
+            nonce,
+            frames: Frames::default(),
+            since: now,
+            ticked: None,
+            reported: None,
+            parts: Parts::default(),
+            prove_at: now,
+        });
+        // Another process may show the guest its memory elsewhere.
+        self.places = self.told_places();
+        (self.pause, self.tick_at) = (LOOK, now);
+        self.told.set_port(true);
+        let mut shown = self.told.show();
+        shown.state = State::Silent;
+        shown.pieces = (0, 0);
+        true
+    }
+
+    /// The conversation is over.
+    fn lose(&mut self, state: State) {
+        self.link = None;
+        self.told.show().state = state;
+        self.set_reporting(false);
+    }
+
+    fn set_reporting(&self, is_reporting: bool) {
+        if self.told.set_reporting(is_reporting) {
+            self.vm.mail.track.notify();
+        }
+    }
+
+    fn failed(&mut self, error: &io::Error) {
+        self.failures += 1;
+        // At the 1st, 2nd, 4th, 8th ... time.
+        if self.failures.is_power_of_two() {
+            tracing::warn!(vm = self.vm.state.name(), "Looking for the agent of its guest: {error}");
+        }
+    }
+
+    /// Hear what the guest says, as far as it may, and say what is to be said. Returns whether it has more to say that
+    /// it may say now, `None` if it has not.
+    fn converse(&mut self, now: Instant) -> io::Result<Option<bool>> {
+        let mut buffer = [0; BUFFER];
+        let began = Instant::now();
+        let mut has_more = None;
+        while let Some(link) = &mut self.link {
+            // What came with the last bytes first: a frame may be dealt with later than it came.
+            if !self.bucket.is_open(now) {
+                has_more = Some(false);
+                break;
+            }
+            if began.elapsed() >= SLICE {
+                has_more = Some(true);
+                break;
+            }
+            match link.frames.next_frame() {
+                Some(next) => {
+                    self.heard(next, now);
+                    continue;
+                }
+                None => self.told.show().garbage_bytes += link.frames.take_garbage(),
+            }
+            match link.channel.read(&mut buffer)? {
+                Read::Bytes(count) => {
+                    self.bucket.charge(count as u64);
+                    link.frames.push(&buffer[..count]);
+                }
+                Read::Nothing => break,
+                Read::Gone => return Err(io::ErrorKind::UnexpectedEof.into()),
+            }
+        }
+        if now >= self.tick_at {
+            self.tick_at = now + TICK;
+            self.tick(now);
+        }
+        match &mut self.link {
+            Some(link) => link.channel.flush().map(|()| has_more),
+            None => Ok(None),
+        }
+    }
+
+    /// Something came whole.
+    fn heard(&mut self, next: NextFrame, now: Instant) {
+        let Some(link) = &mut self.link else { return };
+        self.bucket.charge(MESSAGE);
+        let mut shown = self.told.show();
+        shown.messages += 1;
+        let frame = match next {
+            NextFrame::Frame(frame) if frame.session == link.session => frame,
+            // What is left of an earlier session.
+            NextFrame::Frame(_) => return,
+            NextFrame::Unreadable(version, least) => {
+                shown.rejected_messages += 1;
+                shown.tick.note = format!("it speaks version {version} and wants a reader of at least {least}");
+                return;
+            }
+        };
+        drop(shown);
+        if self.take(&frame, now).is_none() {
+            self.told.show().rejected_messages += 1;
+        }
+    }
+
+    /// Take a message; `None` if it makes no sense now.
+    fn take(&mut self, frame: &Frame, now: Instant) -> Option<()> {
+        let link = self.link.as_mut()?;
+        // A kind that is newer than this program means nothing to it.
+        let Some(message) = ToHost::decode(frame).ok()? else { return Some(()) };
+        match message {
+            ToHost::Hello { agent, kernel } => {
+                let mut shown = self.told.show();
+                (shown.version, shown.kernel) = (agent, kernel);
+            }
+            ToHost::Tick(tick) => {
+                link.ticked = Some(now);
+                let mut shown = self.told.show();
+                (shown.tick, shown.heard) = (tick, Some(now));
+            }
+            ToHost::Report { number, last, runs } => return self.report(number, last, runs, now),
+            ToHost::Proof(runs) => return self.proof(&runs),
+            // A page that the agent holds is zeros that nobody touches: it reports it as cold, and it goes as such.
+            ToHost::Taken { .. } => {}
+            // Nothing was asked.
+            ToHost::Free { .. } => return None,
+        }
+        Some(())
+    }
+
+    fn report(&mut self, number: u32, last: bool, runs: Vec<Run>, now: Instant) -> Option<()> {
+        let link = self.link.as_mut()?;
+        if link.parts.number != number {
+            link.parts = Parts { number, runs: Vec::new() };
+        }
+        // They are looked at again when the report is whole.
+        self.bucket.charge(runs.len() as u64 * 16);
+        let room = MOST_RUNS - link.parts.runs.len();
+        let fits = runs.len() <= room;
+        link.parts.runs.extend(runs.into_iter().take(room));
+        if !last {
+            return fits.then_some(());
+        }
+        let runs = std::mem::take(&mut link.parts.runs);
+        if link.reported.is_some_and(|before| now.saturating_duration_since(before) < REPORT_EVERY) {
+            return None;
+        }
+        link.reported = Some(now);
+        let (hints, tally) = Hints::new(runs, &self.places);
+        {
+            let mut shown = self.told.show();
+            shown.reports += 1;
+            shown.rejected_pages += tally.rejected;
+            (shown.cold_pages, shown.free_pages) = (tally.cold, tally.free);
+        }
+        self.judge(now);
+        if self.told.is_reporting() {
+            *self.told.hints() = hints;
+            self.vm.mail.reclaim.notify();
+        }
+        fits.then_some(())
+    }
+
+    /// Pages with the nonce, or so it says.
+    fn proof(&mut self, runs: &[Run]) -> Option<()> {
+        let nonce = self.link.as_ref()?.nonce;
+        let mut all = Some(());
+        for run in runs.iter().take(MAX_PIECES) {
+            let found = self.places.expected(run.page);
+            let is_there = found.filter(|(_, region, page)| {
+                let mut bytes: [PageBytes; 1] = [[0; PAGE_SIZE]];
+                let region = self.vm.region(*region).filter(|region| !region.is_removed() && page.0 < region.pages().0);
+                let read = region.map(|region| region.read(*page, &mut bytes));
+                matches!(read, Some(Ok(ReadOutcome::Done))) && bytes[0].starts_with(&nonce)
+            });
+            match is_there {
+                Some((piece, ..)) => self.places.prove(piece),
+                None => all = None,
+            }
+        }
+        self.told.show().pieces = self.places.count();
+        all
+    }
+
+    /// Where the VMM says that the guest sees its memory.
+    fn told_places(&self) -> Places {
+        let state = &self.vm.state;
+        let records = state.regions();
+        let known = (0..).zip(&records).filter(|(_, record)| !record.removed);
+        Places::new(known.map(|(number, record)| (number, state.guest_ranges(number, record))))
+    }
+
+    /// Once a second.
+    fn tick(&mut self, now: Instant) {
+        let mut places = self.told_places();
+        places.take_after(&self.places);
+        self.places = places;
+        self.judge(now);
+        let Some(link) = &mut self.link else { return };
+        let last = link.ticked.unwrap_or(link.since);
+        if now.saturating_duration_since(last) > AGAIN {
+            // The port may be open to an agent that knows nothing of this session.
+            self.lose(State::Silent);
+            self.look_at = now;
+            return;
+        }
+        self.told.show().pieces = self.places.count();
+        if link.ticked.is_none() {
+            return;
+        }
+        let open = self.places.unproved();
+        if !open.is_empty() && now >= link.prove_at {
+            link.prove_at = now + PROVE;
+            link.channel.send(&ToGuest::Prove { nonce: link.nonce, pieces: open }.frame(link.session));
+        }
+        let back = self.told.take_restored();
+        let mut pages: Vec<u64> =
+            back.into_iter().filter_map(|(region, page)| self.places.guest_page(region, page)).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        let mut runs = Vec::new();
+        pages.iter().for_each(|page| push(&mut runs, Run::of(*page, 1)));
+        for runs in runs.chunks(MAX_RUNS) {
+            if link.channel.send(&ToGuest::Restored(runs.to_vec()).frame(link.session)) {
+                let told: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
+                self.told.show().restored_pages += told;
+            }
+        }
+    }
+
+    /// Are its reports to be heeded now?
+    fn judge(&mut self, now: Instant) {
+        let Some(link) = &self.link else { return };
+        let is_within = |at: Option<Instant>, most| at.is_some_and(|at| now.saturating_duration_since(at) <= most);
+        let mut shown = self.told.show();
+        let is_alive = is_within(link.ticked, SILENT);
+        let reports = shown.tick.tracking != Tracking::Off && is_within(link.reported, REPORT_OLD);
+        let is_ignored = shown.ignored_until.is_some_and(|until| now < until);
+        shown.state = match () {
+            () if !is_alive => State::Silent,
+            () if is_ignored => State::Ignored,
+            () if reports && self.places.count().1 > 0 => State::Reporting,
+            () => State::Idle,
+        };
+        let is_reporting = shown.state == State::Reporting;
+        drop(shown);
+        self.set_reporting(is_reporting);
+    }
+}
