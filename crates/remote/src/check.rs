@@ -48,7 +48,8 @@ pub fn check(cluster: &Cluster) -> Vec<Finding> {
     let mut found = Vec::new();
     if map.shards().next().is_none() {
         let nodes = cluster.options().nodes.iter().map(Addr::to_string).collect::<Vec<_>>().join(", ");
-        found.push(Finding::new(true, format!("no node says who has which slot; asked: {nodes}")));
+        let why = cluster.silence().map(|why| format!("; {why}")).unwrap_or_default();
+        found.push(Finding::new(true, format!("no node says who has which slot; asked: {nodes}{why}")));
     } else if map.uncovered() > 0 {
         let text = format!("{} slots have no node: pages there wait", map.uncovered());
         found.push(Finding::new(true, text));

@@ -5,7 +5,7 @@
 //! Promise: a map that is out of date costs a redirection, never a wrong answer: the nodes themselves refuse what is
 //! not theirs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -33,6 +33,9 @@ const REFRESH: Duration = Duration::from_millis(100);
 /// How long a node may take to say its map.
 const MAP_TIMEOUT: Duration = Duration::from_millis(300);
 
+/// Nodes that were once part of it are remembered up to this many.
+const NODES_KEPT: usize = 4096;
+
 /// A cluster.
 #[derive(Debug)]
 pub struct Cluster {
@@ -43,6 +46,8 @@ pub struct Cluster {
     refreshed: Mutex<Option<Instant>>,
     /// The node that is asked next, so that one with an old map is not asked again and again.
     turn: AtomicUsize,
+    /// Why a node did not say its map when it was asked last.
+    silence: Mutex<Option<String>>,
 }
 
 impl Cluster {
@@ -54,6 +59,7 @@ impl Cluster {
             nodes: Mutex::default(),
             refreshed: Mutex::default(),
             turn: AtomicUsize::new(0),
+            silence: Mutex::default(),
         }
     }
 
@@ -67,6 +73,11 @@ impl Cluster {
         self.map.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Why a node did not say its map when it was asked last, if one did not.
+    pub fn silence(&self) -> Option<String> {
+        self.silence.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// The node at this place.
     pub fn node(&self, addr: &Addr) -> Arc<Node> {
         let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -76,6 +87,15 @@ impl Cluster {
         let node = Arc::new(Node::new(addr.clone()));
         nodes.insert(addr.clone(), node.clone());
         node
+    }
+
+    /// Forget nodes that are no part of it any more, if there are many.
+    fn forget_all_but(&self, map: &SlotMap) {
+        let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        if nodes.len() > NODES_KEPT {
+            let known: HashSet<&Addr> = map.nodes().chain(&self.options.nodes).collect();
+            nodes.retain(|addr, _| known.contains(addr));
+        }
     }
 
     /// What each node did that was ever asked.
@@ -106,7 +126,9 @@ impl Cluster {
         });
         owner.ok_or_else(|| {
             let nodes = self.options.nodes.iter().map(Addr::to_string).collect::<Vec<_>>().join(", ");
-            io::Error::new(io::ErrorKind::NotFound, format!("no node is known to have slot {slot} (asked: {nodes})"))
+            let why = self.silence().map(|why| format!("; {why}")).unwrap_or_default();
+            let text = format!("no node is known to have slot {slot} (asked: {nodes}{why})");
+            io::Error::new(io::ErrorKind::NotFound, text)
         })
     }
 
@@ -121,7 +143,7 @@ impl Cluster {
             if let Some(error) = replies.get(0).error() {
                 return Err(io::Error::other(error));
             }
-            SlotMap::read(replies.get(0), addr, false)
+            SlotMap::read(replies.get(0), addr, self.options.access.tls.is_some())
                 .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
         })
     }
@@ -139,8 +161,16 @@ impl Cluster {
         let turn = self.turn.fetch_add(1, Relaxed) % known.len().max(1);
         known.rotate_left(turn);
         for addr in &known {
-            let Ok(map) = self.map_of(addr, Instant::now() + MAP_TIMEOUT) else { continue };
+            let map = match self.map_of(addr, Instant::now() + MAP_TIMEOUT) {
+                Ok(map) => map,
+                Err(error) => {
+                    let why = Some(format!("{addr}: {error}"));
+                    *self.silence.lock().unwrap_or_else(PoisonError::into_inner) = why;
+                    continue;
+                }
+            };
             if map.shards().next().is_some() {
+                self.forget_all_but(&map);
                 *self.map.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(map);
                 break;
             }

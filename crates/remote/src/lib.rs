@@ -21,9 +21,11 @@ mod name;
 mod nodes;
 mod refusal;
 mod request;
+mod resolve;
 mod resp;
 mod slot;
 mod store;
+mod stream;
 mod sweep;
 
 pub use cluster::{Cluster, ClusterOptions};
@@ -32,3 +34,4 @@ pub use nodes::NodeFigures;
 pub use refusal::Addr;
 pub use slot::slot_of;
 pub use store::{RemoteBudget, RemoteStore};
+pub use stream::Tls;

@@ -6,13 +6,15 @@
 //! never used again, so that a `WAIT` always follows the write it is about on the same connection: on a new one it
 //! says that all is well though nothing was written.
 
-use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::io;
+use std::net::TcpStream;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::refusal::Addr;
+use crate::resolve::resolve;
 use crate::resp::{Commands, REPLY_MAX, Replies, parse};
+use crate::stream::{Stream, Tls, left};
 
 /// Our user and password for the servers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,14 +23,14 @@ pub struct Access {
     pub user: Option<String>,
     /// A file whose first line is its password. It is read for each connection, so that it may be changed.
     pub password_file: Option<PathBuf>,
+    /// Connections are under TLS, with these files.
+    pub tls: Option<Tls>,
 }
 
 /// A connection to one node.
 #[derive(Debug)]
 pub struct Link {
-    stream: TcpStream,
-    /// What the socket has as its timeout: it is set anew only if another is wanted.
-    timeout: Duration,
+    stream: Stream,
     buffer: Vec<u8>,
 }
 
@@ -39,18 +41,19 @@ impl Link {
     /// Connect, and say who we are.
     ///
     /// # Errors
-    /// The server cannot be reached, does not answer in time, or does not let us in.
+    /// The server cannot be reached, does not answer in time, is not who it should be, or does not let us in.
     pub fn open(addr: &Addr, access: &Access, until: Instant) -> io::Result<Self> {
         let mut found = Err(io::Error::new(io::ErrorKind::NotFound, "its name has no address"));
-        for at in (addr.host.as_str(), addr.port).to_socket_addrs()? {
+        for at in resolve(addr, until)? {
             found = TcpStream::connect_timeout(&at, left(until)?);
             if found.is_ok() {
                 break;
             }
         }
-        let stream = found?;
-        stream.set_nodelay(true)?;
-        let mut link = Self { stream, timeout: Duration::ZERO, buffer: Vec::new() };
+        let socket = found?;
+        socket.set_nodelay(true)?;
+        let stream = Stream::new(socket, addr, access.tls.as_ref(), until)?;
+        let mut link = Self { stream, buffer: Vec::new() };
         let Some(file) = &access.password_file else { return Ok(link) };
         let text = std::fs::read_to_string(file)
             .map_err(|error| io::Error::new(error.kind(), format!("reading {}: {error}", file.display())))?;
@@ -77,8 +80,7 @@ impl Link {
     /// # Errors
     /// The connection is broken, or the deadline has passed.
     pub fn send(&mut self, commands: &Commands, until: Instant) -> io::Result<()> {
-        self.set_timeout(left(until)?)?;
-        self.stream.write_all(commands.bytes())
+        self.stream.send(commands.bytes(), until)
     }
 
     /// Read the replies to all that was sent, this many.
@@ -105,15 +107,12 @@ impl Link {
             if len >= REPLY_MAX {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "the server's reply does not end"));
             }
-            self.set_timeout(left(until)?)?;
             if self.buffer.len() < len + READ_BYTES {
                 self.buffer.resize(len + READ_BYTES, 0);
             }
-            match self.stream.read(&mut self.buffer[len..]) {
-                Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up")),
-                Ok(read) => len += read,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+            match self.stream.receive(&mut self.buffer[len..], until)? {
+                0 => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up")),
+                read => len += read,
             }
         }
         if at != len {
@@ -124,27 +123,7 @@ impl Link {
     }
 
     /// Has the server hung up, or said something unasked, since it was used last?
-    pub fn is_stale(&self) -> bool {
-        let mut byte = [0];
-        let waits = self.stream.set_nonblocking(true).and_then(|()| self.stream.peek(&mut byte));
-        let quiet = waits.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
-        !quiet || self.stream.set_nonblocking(false).is_err()
+    pub fn is_stale(&mut self) -> bool {
+        self.stream.is_stale()
     }
-
-    /// The socket's timeout is what is left, or up to a quarter more, so that most calls need not set it.
-    fn set_timeout(&mut self, left: Duration) -> io::Result<()> {
-        if self.timeout < left || self.timeout > left + left / 4 {
-            let timeout = (left + left / 8).max(Duration::from_millis(1));
-            self.stream.set_read_timeout(Some(timeout))?;
-            self.stream.set_write_timeout(Some(timeout))?;
-            self.timeout = timeout;
-        }
-        Ok(())
-    }
-}
-
-/// How long there is until then.
-fn left(until: Instant) -> io::Result<Duration> {
-    let left = until.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")) } else { Ok(left) }
 }

@@ -21,6 +21,8 @@ use crate::slot::slot_of;
 
 /// How long one node may take. It is asked about a single key, and seldom.
 const TIMEOUT: Duration = Duration::from_secs(1);
+/// How long all of them may. Then nobody can tell, and whoever wants the page asks anew.
+const ALL: Duration = Duration::from_secs(10);
 
 /// What is known of a page.
 #[derive(Debug, PartialEq, Eq)]
@@ -39,10 +41,11 @@ pub fn look(cluster: &Cluster, key: &[u8]) -> Verdict {
 }
 
 fn look_for(cluster: &Cluster, key: &[u8]) -> io::Result<Verdict> {
-    let shard = elected(cluster, slot_of(key))?;
+    let until = Instant::now() + ALL;
+    let shard = elected(cluster, slot_of(key), until)?;
     let owner = shard.primary.iter().map(|addr| (addr, false));
     for (addr, replica) in owner.chain(shard.replicas.iter().map(|addr| (addr, true))) {
-        if let Some(value) = ask(cluster, addr, replica, key)? {
+        if let Some(value) = ask(cluster, addr, replica, key, until)? {
             return Ok(Verdict::Found(value));
         }
     }
@@ -50,14 +53,14 @@ fn look_for(cluster: &Cluster, key: &[u8]) -> io::Result<Verdict> {
 }
 
 /// The shard that a majority of all primaries says has this slot.
-fn elected(cluster: &Cluster, slot: u16) -> io::Result<Shard> {
+fn elected(cluster: &Cluster, slot: u16, until: Instant) -> io::Result<Shard> {
     cluster.refresh();
     let map = cluster.map();
     let primaries: Vec<&Addr> = map.shards().filter_map(|shard| shard.primary.as_ref()).collect();
     let voters = map.shards().count();
     let said: Vec<Shard> = primaries
         .iter()
-        .filter_map(|addr| cluster.map_of(addr, Instant::now() + TIMEOUT).ok()?.shard(slot).cloned())
+        .filter_map(|addr| cluster.map_of(addr, until.min(Instant::now() + TIMEOUT)).ok()?.shard(slot).cloned())
         .collect();
     for shard in &said {
         let votes = said.iter().filter(|other| other.primary.is_some() && other.primary == shard.primary).count();
@@ -77,8 +80,8 @@ fn elected(cluster: &Cluster, slot: u16) -> io::Result<Shard> {
 }
 
 /// Does this node have it? An error of any kind is no answer.
-fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8]) -> io::Result<Option<Vec<u8>>> {
-    let until = Instant::now() + TIMEOUT;
+fn ask(cluster: &Cluster, addr: &Addr, replica: bool, key: &[u8], until: Instant) -> io::Result<Option<Vec<u8>>> {
+    let until = until.min(Instant::now() + TIMEOUT);
     let mut commands = Commands::default();
     // On a primary it changes nothing. It is taken back, since others use the connection after us.
     if replica {

@@ -18,6 +18,9 @@ pub struct Shard {
     pub replicas: Vec<Addr>,
 }
 
+/// Nodes of the largest cluster: its makers advise against more than 1,000.
+const NODES_MAX: usize = 2048;
+
 /// The map of slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlotMap {
@@ -44,7 +47,8 @@ impl SlotMap {
     /// It is no such reply.
     pub fn read(reply: Said<'_, '_>, asked: &Addr, tls: bool) -> Result<Self, Malformed> {
         let shards = reply.array().ok_or(Malformed("shards are no list"))?;
-        Ok(Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?))
+        let map = Self::new(shards.map(|shard| read_shard(shard, asked, tls)).collect::<Result<_, _>>()?);
+        if map.nodes().count() > NODES_MAX { Err(Malformed("more nodes than a cluster can have")) } else { Ok(map) }
     }
 
     /// The shard that has this slot.

@@ -81,7 +81,7 @@ impl Node {
     ) -> io::Result<T> {
         let (begun, timeout) = (Instant::now(), self.timeout());
         let kept = self.idle().pop();
-        let kept = kept.filter(|(link, used)| begun - *used < FRESH || !link.is_stale()).map(|(link, _)| link);
+        let kept = kept.and_then(|(mut link, used)| (begun - used < FRESH || !link.is_stale()).then_some(link));
         let done = kept.map_or_else(|| Link::open(&self.addr, access, until), Ok).and_then(|mut link| {
             let done = work(&mut link)?;
             let mut idle = self.idle();

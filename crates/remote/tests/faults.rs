@@ -191,6 +191,10 @@ fn a_vm_without_a_lease_is_swept_by_another_host_and_one_with_a_lease_is_not() {
 
 /// A server that does the same to everybody: `say` is given each connection.
 fn played(say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
+    played_to(Access::default(), say)
+}
+
+fn played_to(access: Access, say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Cluster> {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let addr = Addr::parse(&listener.local_addr().expect("an address").to_string()).expect("an address");
     let say = Arc::new(say);
@@ -200,7 +204,7 @@ fn played(say: impl Fn(std::net::TcpStream) + Send + Sync + 'static) -> Arc<Clus
             std::thread::spawn(move || say(stream));
         }
     });
-    Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access: Access::default(), replicas: 1 }))
+    Arc::new(Cluster::new(ClusterOptions { nodes: vec![addr], access, replicas: 1 }))
 }
 
 #[test]
@@ -272,4 +276,64 @@ fn an_engine_that_follows_beside_another_one_counts_what_it_gets_and_unlinks_wha
     assert!((2..7).all(|page| get(&next, page, handles[page as usize]) == GetOutcome::Found));
     assert_eq!(get(&next, 100, late[0]), GetOutcome::Found, "what is put later is nobody's leftover");
     lease::end(&ours, VM).expect("ended");
+}
+
+#[test]
+fn a_server_that_takes_a_byte_now_and_then_or_names_a_thousand_others_costs_time_and_nothing_else() {
+    // All slots are its own, or (`crowd`) each shard is of one slot and at an address where nobody is.
+    let map = |port: u16, crowd: bool| {
+        let shard = |first: usize, last: usize, port: usize| {
+            format!(
+                "*4\r\n$5\r\nslots\r\n*2\r\n:{first}\r\n:{last}\r\n$5\r\nnodes\r\n*1\r\n*6\r\n$4\r\nport\r\n:{port}\r\n\
+                 $2\r\nip\r\n$9\r\n127.0.0.1\r\n$4\r\nrole\r\n$6\r\nmaster\r\n"
+            )
+        };
+        let shards: Vec<String> = match crowd {
+            true => (0..8000).map(|slot| shard(slot, slot, 1 + slot)).collect(),
+            false => vec![shard(0, 16_383, port.into())],
+        };
+        format!("*{}\r\n{}", shards.len(), shards.concat()).into_bytes()
+    };
+    let server = move |crowd: bool| {
+        played(move |mut stream| {
+            let (mut asked, mut len) = ([0; 64], 0);
+            // Byte by byte, and no more of what is not about the map.
+            while let Ok(1) = stream.read(&mut asked[len..=len]) {
+                len += 1;
+                if asked[..len].ends_with(b"SHARDS\r\n") {
+                    let port = stream.local_addr().expect("an address").port();
+                    if stream.write_all(&map(port, crowd)).is_err() {
+                        return;
+                    }
+                    len = 0;
+                } else if len == asked.len() {
+                    len = 0;
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        })
+    };
+    for crowd in [false, true] {
+        let store = store(&server(crowd));
+        assert_eq!(put(&store, 0, 512), [PutOutcome::Busy; 512]);
+        assert_eq!(get(&store, 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy);
+    }
+}
+
+#[test]
+fn a_server_that_speaks_no_tls_or_never_ends_its_greeting_costs_time_and_nothing_else() {
+    let Some(valkey) = start(Layout { primaries: 1, replicas: 0, tls: true, ..Layout::default() }) else { return };
+    let access = Access { tls: Some(common::tls(&valkey)), ..Access::default() };
+    for greeting in [&b"+OK\r\n"[..], b"\x16\x03\x03\x40\x00", b"\x15\x03\x03\x00\x02\x02\x28", b""] {
+        let ours = played_to(access.clone(), move |mut stream| {
+            let mut next = greeting;
+            while stream.write_all(if next.is_empty() { b"x" } else { next }).is_ok() {
+                next = b"";
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        let store = store(&ours);
+        assert_eq!(get(&store, 0, Handle::new(5).expect("40 bits")), GetOutcome::Busy);
+        assert_eq!(put(&store, 0, 3), [PutOutcome::Busy; 3]);
+    }
 }

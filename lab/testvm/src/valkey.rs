@@ -33,11 +33,19 @@ pub struct Layout {
     pub node_timeout: Duration,
     /// Memory of each node.
     pub maxmemory: Bytes,
+    /// Clients are served under TLS as well, on a port of its own; those that come there must show a certificate.
+    pub tls: bool,
 }
 
 impl Default for Layout {
     fn default() -> Self {
-        Self { primaries: 3, replicas: 1, node_timeout: Duration::from_secs(1), maxmemory: Bytes(512 << 20) }
+        Self {
+            primaries: 3,
+            replicas: 1,
+            node_timeout: Duration::from_secs(1),
+            maxmemory: Bytes(512 << 20),
+            tls: false,
+        }
     }
 }
 
@@ -54,6 +62,7 @@ pub struct Valkey {
 struct Server {
     port: u16,
     bus: u16,
+    tls: u16,
     child: Option<Child>,
 }
 
@@ -84,9 +93,41 @@ fn program() -> Option<PathBuf> {
     dirs.iter().map(|dir| dir.join("bin/server")).find(|program| program.is_file())
 }
 
+/// What a server said, as a value of this type.
+///
+/// # Errors
+/// It is none.
+pub fn read<T: redis::FromRedisValue>(said: Value) -> io::Result<T> {
+    redis::from_redis_value(said).map_err(other)
+}
+
 /// Why no cluster can run here, if so.
 pub fn valkey_missing() -> Option<String> {
     program().is_none().then(|| "no server in target/valkey; run scripts/valkey.sh".into())
+}
+
+/// Make an authority and what it signs, in this directory.
+fn certify(dir: &std::path::Path) -> io::Result<()> {
+    let authority = |name: &str| {
+        let mut params = rcgen::CertificateParams::new(Vec::new()).map_err(other)?;
+        params.distinguished_name.push(rcgen::DnType::CommonName, name);
+        params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+        let key = rcgen::KeyPair::generate().map_err(other)?;
+        let certificate = params.self_signed(&key).map_err(other)?;
+        std::fs::write(dir.join(name), certificate.pem())?;
+        io::Result::Ok(rcgen::Issuer::new(params, key))
+    };
+    let issuer = authority("ca.pem")?;
+    authority("other.pem")?;
+    for name in ["server", "client"] {
+        let mut params = rcgen::CertificateParams::new(vec!["127.0.0.1".into()]).map_err(other)?;
+        params.distinguished_name.push(rcgen::DnType::CommonName, name);
+        let key = rcgen::KeyPair::generate().map_err(other)?;
+        let certificate = params.signed_by(&key, &issuer).map_err(other)?;
+        std::fs::write(dir.join(format!("{name}.pem")), certificate.pem())?;
+        std::fs::write(dir.join(format!("{name}.key")), key.serialize_pem())?;
+    }
+    Ok(())
 }
 
 fn other(what: impl std::fmt::Display) -> io::Error {
@@ -116,11 +157,15 @@ impl Valkey {
         let program = program().ok_or_else(|| other("no server in target/valkey; run scripts/valkey.sh"))?;
         let count = layout.primaries * (1 + layout.replicas);
         let listeners: Vec<TcpListener> =
-            (0..count * 2).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
+            (0..count * 3).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
         let ports: Vec<u16> = listeners.iter().map(|at| Ok(at.local_addr()?.port())).collect::<io::Result<_>>()?;
         drop(listeners);
-        let nodes = ports.chunks(2).map(|ports| Server { port: ports[0], bus: ports[1], child: None }).collect();
+        let server = |ports: &[u16]| Server { port: ports[0], bus: ports[1], tls: ports[2], child: None };
+        let nodes = ports.chunks(3).map(server).collect();
         let mut cluster = Self { nodes, layout, dir: tempfile::tempdir()?, program };
+        if layout.tls {
+            certify(cluster.dir.path())?;
+        }
         (0..count).try_for_each(|node| cluster.restart(node))?;
         cluster.join()?;
         Ok(cluster)
@@ -193,6 +238,17 @@ impl Valkey {
         format!("127.0.0.1:{}", self.nodes[node].port)
     }
 
+    /// Where it is under TLS.
+    pub fn tls_addr(&self, node: usize) -> String {
+        format!("127.0.0.1:{}", self.nodes[node].tls)
+    }
+
+    /// Its directory. With TLS there are `ca.pem`, the authority that signed `server.pem` and `client.pem`, for
+    /// 127.0.0.1; their keys; and `other.pem`, an authority that signed nothing.
+    pub fn dir(&self) -> &std::path::Path {
+        self.dir.path()
+    }
+
     /// Its process id.
     pub fn pid(&self, node: usize) -> Option<u32> {
         self.nodes[node].child.as_ref().map(Child::id)
@@ -211,7 +267,7 @@ impl Valkey {
         let dir = self.dir.path().join(node.to_string());
         std::fs::create_dir_all(&dir)?;
         let log = dir.join("log");
-        let Server { port, bus, .. } = self.nodes[node];
+        let Server { port, bus, tls, .. } = self.nodes[node];
         let timeout = self.layout.node_timeout.as_millis().to_string();
         let mut command = Command::new(&self.program);
         command.args(["--bind", "127.0.0.1", "--port", &port.to_string(), "--cluster-port", &bus.to_string()]);
@@ -219,6 +275,12 @@ impl Valkey {
         command.args(["--cluster-node-timeout", &timeout, "--cluster-require-full-coverage", "no"]);
         command.args(["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]);
         command.args(["--maxmemory", &self.layout.maxmemory.0.to_string(), "--maxmemory-policy", "noeviction"]);
+        if self.layout.tls {
+            command.args(["--tls-port", &tls.to_string(), "--tls-auth-clients", "yes"]);
+            for (word, file) in [("ca-cert", "ca.pem"), ("cert", "server.pem"), ("key", "server.key")] {
+                command.arg(format!("--tls-{word}-file")).arg(self.dir.path().join(file));
+            }
+        }
         command.arg("--dir").arg(&dir).arg("--logfile").arg(&log);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         // SAFETY: one system call between fork and exec, and nothing is allocated.

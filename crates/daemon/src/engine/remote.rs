@@ -49,6 +49,7 @@ impl Remote {
             access: Access {
                 user: settings.user.clone(),
                 password_file: settings.password_file.clone().map(PathBuf::from),
+                tls: None,
             },
             replicas: settings.replicas,
         };

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ballast_remote::{Access, Addr, Cluster, ClusterOptions};
+use ballast_remote::{Access, Addr, Cluster, ClusterOptions, Tls};
 use ballast_testvm::valkey::Valkey;
 
 /// Longer than any test.
@@ -14,6 +14,19 @@ pub const LEASE: Duration = Duration::from_secs(3600);
 pub fn cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {
     let nodes = [0, valkey.len() - 1].map(|node| Addr::parse(&valkey.addr(node)).expect("an address")).to_vec();
     Arc::new(Cluster::new(ClusterOptions { nodes, access: Access::default(), replicas }))
+}
+
+/// The same under TLS.
+pub fn tls_cluster(valkey: &Valkey, replicas: u32) -> Arc<Cluster> {
+    let nodes = vec![Addr::parse(&valkey.tls_addr(0)).expect("an address")];
+    let access = Access { tls: Some(tls(valkey)), ..Access::default() };
+    Arc::new(Cluster::new(ClusterOptions { nodes, access, replicas }))
+}
+
+/// The files of a cluster under TLS.
+pub fn tls(valkey: &Valkey) -> Tls {
+    let own = Some((valkey.dir().join("client.pem"), valkey.dir().join("client.key")));
+    Tls { ca_file: valkey.dir().join("ca.pem"), own, name: None }
 }
 
 /// A number from the environment.

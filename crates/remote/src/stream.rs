@@ -1,0 +1,236 @@
+//! The bytes of a connection: as they are, or under TLS.
+//!
+//! Before: `link` has commands to send. After: they are with the kernel, or what the server sent is here.
+//! Threads: one at a time. Units: bytes, time.
+//! Promise: each call returns soon after its deadline, whatever the server does: one that takes or sends a byte now and
+//! then is given up like one that is silent. Under TLS nothing goes out before the server has shown a certificate of
+//! the authority that was named, for the name it was asked by.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+
+use crate::refusal::Addr;
+
+/// The files of TLS. They are read for each connection, so that they may be changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tls {
+    /// Certificates (PEM) of authorities that sign the servers'.
+    pub ca_file: PathBuf,
+    /// Our own certificate and its key (PEM), if servers ask for one.
+    pub own: Option<(PathBuf, PathBuf)>,
+    /// The name that servers' certificates are for; without one, the host in each server's address.
+    pub name: Option<String>,
+}
+
+/// Reads of what a server sent unasked, at a time.
+const UNASKED: usize = 16;
+
+/// The bytes of one connection.
+#[derive(Debug)]
+pub struct Stream {
+    socket: TcpStream,
+    /// The socket's timeout: it is set again only if another is wanted.
+    timeout: Duration,
+    tls: Option<Box<ClientConnection>>,
+}
+
+/// Returns an error about a file that the settings name.
+fn of_file(path: &Path, error: impl std::fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {error}", path.display()))
+}
+
+fn invalid(error: impl std::fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("TLS: {error}"))
+}
+
+impl Tls {
+    /// Returns a connection's state before anything is sent.
+    fn begin(&self, addr: &Addr) -> io::Result<ClientConnection> {
+        let certificates = |path: &Path| -> io::Result<Vec<CertificateDer<'static>>> {
+            let all = CertificateDer::pem_file_iter(path).map_err(|error| of_file(path, error))?;
+            let all: Vec<_> = all.collect::<Result<_, _>>().map_err(|error| of_file(path, error))?;
+            if all.is_empty() { Err(of_file(path, "there is no certificate in it")) } else { Ok(all) }
+        };
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&self.ca_file)? {
+            roots.add(certificate).map_err(|error| of_file(&self.ca_file, error))?;
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+        let config = config.map_err(invalid)?.with_root_certificates(roots);
+        let config = match &self.own {
+            None => config.with_no_client_auth(),
+            Some((certificate, key)) => {
+                let secret = PrivateKeyDer::from_pem_file(key).map_err(|error| of_file(key, error))?;
+                let own = config.with_client_auth_cert(certificates(certificate)?, secret);
+                own.map_err(|error| of_file(certificate, error))?
+            }
+        };
+        let name = self.name.as_ref().unwrap_or(&addr.host).clone();
+        let name = ServerName::try_from(name).map_err(invalid)?;
+        ClientConnection::new(Arc::new(config), name).map_err(invalid)
+    }
+}
+
+impl Stream {
+    /// Returns a stream over this connection. With TLS, the server has shown a valid certificate.
+    ///
+    /// # Errors
+    /// Its certificate is not valid, the handshake does not end in time, or a file cannot be used.
+    pub fn new(socket: TcpStream, addr: &Addr, tls: Option<&Tls>, until: Instant) -> io::Result<Self> {
+        let tls = tls.map(|tls| tls.begin(addr)).transpose()?.map(Box::new);
+        let mut stream = Self { socket, timeout: Duration::ZERO, tls };
+        while stream.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
+            stream.flush(until)?;
+            let waits = stream.tls.as_ref().is_some_and(|tls| tls.wants_read() && tls.is_handshaking());
+            if waits && stream.take(until)? == 0 {
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "the server hung up, perhaps for want of TLS",
+                ));
+            }
+        }
+        stream.flush(until)?;
+        Ok(stream)
+    }
+
+    /// Sends all of this.
+    ///
+    /// # Errors
+    /// The connection is broken, or the deadline has passed.
+    pub fn send(&mut self, mut bytes: &[u8], until: Instant) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let Some(tls) = &mut self.tls else {
+                bytes = &bytes[self.write(until, |mut socket| socket.write(bytes))?..];
+                continue;
+            };
+            // It takes as much as it keeps at a time.
+            let taken = tls.writer().write(bytes)?;
+            bytes = &bytes[taken..];
+            self.flush(until)?;
+        }
+        Ok(())
+    }
+
+    /// Takes some of the bytes that the server sent; returns 0 if it has hung up.
+    ///
+    /// # Errors
+    /// The connection is broken, or the deadline has passed.
+    pub fn receive(&mut self, buffer: &mut [u8], until: Instant) -> io::Result<usize> {
+        if self.tls.is_none() {
+            return self.read(until, |mut socket| socket.read(buffer));
+        }
+        loop {
+            match self.tls.as_mut().map_or(Ok(0), |tls| tls.reader().read(buffer)) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                read => return read,
+            }
+            if self.take(until)? == 0 {
+                return Ok(0);
+            }
+            // Keys are changed now and then.
+            self.flush(until)?;
+        }
+    }
+
+    /// Returns whether the server has hung up, or sent something unasked.
+    pub fn is_stale(&mut self) -> bool {
+        if self.socket.set_nonblocking(true).is_err() {
+            return true;
+        }
+        let mut byte = [0];
+        let quiet = match &mut self.tls {
+            None => self.socket.peek(&mut byte),
+            Some(tls) => read_unasked(tls, &mut self.socket),
+        };
+        let quiet = quiet.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock);
+        !quiet || self.socket.set_nonblocking(false).is_err()
+    }
+
+    /// Sends the records that TLS has ready.
+    fn flush(&mut self, until: Instant) -> io::Result<()> {
+        while let Some(mut tls) = self.tls.take_if(|tls| tls.wants_write()) {
+            let wrote = self.write(until, |mut socket| tls.write_tls(&mut socket));
+            self.tls = Some(tls);
+            wrote?;
+        }
+        Ok(())
+    }
+
+    /// Gives TLS bytes that the server sent, once.
+    fn take(&mut self, until: Instant) -> io::Result<usize> {
+        let Some(mut tls) = self.tls.take() else { return Ok(0) };
+        let read = self.read(until, |mut socket| tls.read_tls(&mut socket));
+        let processed = tls.process_new_packets();
+        self.tls = Some(tls);
+        let read = read?;
+        if let Err(error) = processed {
+            // The server is told why, if it listens.
+            let _ = self.flush(until);
+            let _ = self.socket.shutdown(Shutdown::Both);
+            return Err(invalid(error));
+        }
+        Ok(read)
+    }
+
+    fn read(&mut self, until: Instant, read: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        self.within(until, read)
+    }
+
+    fn write(&mut self, until: Instant, write: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        match self.within(until, write)? {
+            0 => Err(io::ErrorKind::WriteZero.into()),
+            wrote => Ok(wrote),
+        }
+    }
+
+    /// Makes one call of the kernel that waits until then at most.
+    fn within(&mut self, until: Instant, mut call: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        loop {
+            self.set_timeout(left(until)?)?;
+            match call(&self.socket) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done,
+            }
+        }
+    }
+
+    /// The socket's timeout is what is left, or up to a quarter more, so that most calls need not set it.
+    fn set_timeout(&mut self, left: Duration) -> io::Result<()> {
+        if self.timeout < left || self.timeout > left + left / 4 {
+            let timeout = (left + left / 8).max(Duration::from_millis(1));
+            self.socket.set_read_timeout(Some(timeout))?;
+            self.socket.set_write_timeout(Some(timeout))?;
+            self.timeout = timeout;
+        }
+        Ok(())
+    }
+}
+
+/// Reads records that the server sent unasked; the error is `WouldBlock` if none of them has data. Records without data
+/// are about sessions and keys. A server that sends them without end counts as one that sent data.
+fn read_unasked(tls: &mut ClientConnection, socket: &mut TcpStream) -> io::Result<usize> {
+    for _ in 0..UNASKED {
+        match tls.read_tls(socket)? {
+            0 => return Ok(0),
+            _ => match tls.process_new_packets() {
+                Ok(state) if state.plaintext_bytes_to_read() == 0 && !tls.wants_write() => {}
+                _ => return Ok(1),
+            },
+        }
+    }
+    Ok(1)
+}
+
+/// Returns the time until then.
+pub fn left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")) } else { Ok(left) }
+}
